@@ -71,6 +71,8 @@ class Mesh:
     _joined: dict[DeviceMesh, DeviceMesh] = field(default_factory=dict)
     _neighbours: dict[int, Collectives] = field(default_factory=dict)
     _next_tag: list[int] = field(default_factory=lambda: [0])
+    _shardings: list[int] = field(default_factory=lambda: [0, 0])
+    _agreed: list[int] = field(default_factory=lambda: [0, 0])
 
     @property
     def is_first(self) -> bool:
@@ -134,24 +136,57 @@ class Mesh:
             self.note_failure(what, error)
             raise
 
+    def begin_sharding(self) -> None:
+        """A model, or a part of it, is about to be sharded."""
+        self._shardings[0] += 1
+
+    def end_sharding(self) -> None:
+        """It is; one that has failed has not come so far."""
+        self._shardings[1] += 1
+
+    def agree_on_shardings(self) -> None:
+        """All ranks of the mesh have the same model, whatever has failed before on some."""
+        self._agreed[:] = self._shardings
+
+    def compare_shardings(self) -> None:
+        """Before whole tensors are gathered: one that a rank could not shard would not be among what that gathers.
+
+        A collective of the shard group, when something has been sharded since the last time.
+
+        Raises:
+            CommunicationError: on some rank a sharding has failed, which was done on others.
+        """
+        if self._shardings == self._agreed or self.shard_group is None:
+            return
+        found = self.all_gather_object(list(self._shardings), self.shard_group)
+        other = next((place for place, counts in enumerate(found) if counts != found[0]), None)
+        if other is not None:
+            lines = [f"rank {self.rank_at(r)} has done {found[r][1]} of {found[r][0]} shardings" for r in (0, other)]
+            raise CommunicationError(
+                f"ranks disagree about what is sharded: {', '.join(lines)}",
+                hint="see why it failed there; after a sharding that some ranks failed in, make a new process group",
+            )
+        self.agree_on_shardings()
+
     def joined(self, axis: DeviceMesh) -> DeviceMesh:
         """`device_mesh` with one more axis, that of tensor parallelism, say. Raises `RuntimeError` if it cannot be."""
         if axis not in self._joined:
             self._joined[axis] = torch_private.joined([self.device_mesh, axis])
         return self._joined[axis]
 
-    def all_gather_object(self, value: Any) -> list[Any]:
-        """Every rank's `value`, in the order of `ranks`. A collective over all ranks of the mesh.
+    def all_gather_object(self, value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+        """Every rank's `value`, in the order of `ranks`. A collective over all ranks of the mesh, or of a group of it.
 
         Raises:
             CommunicationError: a rank did not take part in time.
         """
-        if self.control_group is None:
+        group = group or self.control_group
+        if group is None:
             return [value]
-        values: list[Any] = [None] * self.world_size
+        values: list[Any] = [None] * group.size()
         try:
             with PLACE.waiting("comparing notes"), torch_private.without_transforms():  # those have no message's memory
-                dist.all_gather_object(values, value, group=self.control_group)
+                dist.all_gather_object(values, value, group=group)
         except RuntimeError as error:
             raise CommunicationError(
                 f"rank {self.rank}: comparing notes with the other ranks failed: {STALLS.reason(error)}",

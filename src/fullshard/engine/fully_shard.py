@@ -92,6 +92,7 @@ def fully_shard(
     if dp_mesh_dims is not None:
         mesh = data_parallel(mesh, dp_mesh_dims)
     resolved = mesh if isinstance(mesh, Mesh) else init_mesh(device_mesh=mesh)
+    resolved.begin_sharding()
     reshard, neighbours = _reshard_after_forward(reshard_after_forward, resolved.shard_size)
     for one in modules:
         if unit_of(one) is not None:
@@ -126,6 +127,7 @@ def fully_shard(
         class_prefix="FSDP",  # as torch names them
     )
     assemble(modules, schedule)
+    resolved.end_sharding()
     return module
 
 
@@ -175,6 +177,7 @@ def shard_model(
     row = parse_strategy(strategy)
     if mesh is None:
         mesh = init_mesh(shard_size=row.mesh_shape(joined_world_size(), shard_size)[1], device=device)
+    mesh.begin_sharding()
     prefetch = _backward_prefetch(backward_prefetch)
     if any(unit_of(m) is not None for m in model.modules()):
         raise WrapError("part of the model is sharded already", hint="call shard_model once, on an unsharded model")
@@ -210,6 +213,7 @@ def shard_model(
         # Where freeing gives nothing back it tells the other ranks that main weights, which they read, may change.
         unit.reshard_after_backward = not (row.keeps_parameters and unit.freed_nbytes)
     schedule.event_sink = event_sink
+    mesh.end_sharding()
     return model
 
 

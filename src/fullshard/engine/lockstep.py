@@ -78,6 +78,7 @@ class Lockstep:
         """
         self._compare_model(units, [f"weights loaded into {self.loads} units"])
         self._mesh.forget_failures()
+        self._mesh.agree_on_shardings()
         self._units, self.has_begun = units, True
         if self._mesh.gather.size > 1:
             self._track = self._mesh.gather.pages.open_track()

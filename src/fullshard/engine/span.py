@@ -234,10 +234,11 @@ class Span:
         Every owner broadcasts its interval straight into place. At large world sizes few ranks own any of it.
 
         Raises:
-            CommunicationError: another rank has failed in it, or has ended.
+            CommunicationError: another rank has failed in it, or to shard the model, or has ended.
         """
         if torch_private.has_own_dispatch(type(local)):
             return self._compose(local)
+        self.mesh.compare_shardings()
         with self.mesh.doing_alike(f"gathering {self.name}"):
             full = torch.empty(self.numel, dtype=local.dtype, device=self.mesh.device)
             full[self.interval.start : self.interval.stop] = local.reshape(-1)
