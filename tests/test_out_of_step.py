@@ -392,8 +392,10 @@ def test_an_error_in_backward_that_one_rank_catches_where_nothing_is_gathered(tm
         assert "rank 0 has [errors in forward or backward: 0], rank 1 has [errors in forward or backward: 1]" in found
 
 
-def test_a_backward_that_one_rank_leaves_out(tmp_path: Path) -> None:
+@pytest.mark.parametrize("comm", ["auto", "gloo"])
+def test_a_backward_that_one_rank_leaves_out(comm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As for a loss that is not finite."""
+    monkeypatch.setenv("FULLSHARD_COMM", comm)
     found = run_ranks(go_on_alone, 2, "no backward", "FULL_SHARD", str(tmp_path))
     assert any("[a backward], rank 1 to [unit 'layers.0']" in message for message in found), found
     assert all(found)

@@ -5,9 +5,11 @@ pytest tests/test_stalls.py. Real processes over shared memory and Gloo.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import re
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard.comm import torch_private
+from fullshard.comm.cpu.gloo import end_waits, receive
 from fullshard.comm.mesh import init_mesh
 from fullshard.comm.stalls import STALLS, Stalls, _read_words
 from fullshard.config.switches import COMM, timeout_of_environment
@@ -206,6 +209,36 @@ def leave_word() -> list[bool]:
 def test_a_word_is_taken_back_by_who_moves_again() -> None:
     """Or others would be told where it was."""
     assert run_ranks(leave_word, 1) == [[False, True, False]]
+
+
+def end_what_is_left(directory: str) -> bool:
+    """Rank 1 has ended its connections; whether rank 0, which waits for rank 2, can end its own."""
+    rank, (closed, done) = dist.get_rank(), (Path(directory) / name for name in ("closed", "done"))
+    world = dist.group.WORLD
+    assert world is not None
+    if rank == 1:
+        end_waits(world)
+        closed.touch()
+    until(closed.exists)
+    if rank:
+        until(done.exists)
+        return True
+    work = receive(torch.empty(1), world, 2, 5)
+
+    def wait() -> None:
+        with contextlib.suppress(RuntimeError):
+            work.wait()
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    end_waits(world)
+    waiting.join(20)
+    done.touch()
+    return not waiting.is_alive()
+
+
+def test_waits_end_although_the_next_rank_has_ended_its_own(tmp_path: Path) -> None:
+    assert all(run_ranks(end_what_is_left, 3, str(tmp_path)))
 
 
 def look_for_errors() -> list[str]:

@@ -7,6 +7,9 @@ instead. As long as steps follow one another nothing is sent.
 An error that a script catches on one rank, in a backward say, leaves the others where this rank does not come any more.
 It is counted in the store, too: ranks that wait, and see that others had more errors than they, wait in vain. While
 there was none in the job a look for them is one number that is read.
+
+So is what a rank has come to (`Track`) that waits: where ranks share no memory each compares it with what the next one
+has told, a single one, and so two of those that went different ways find each other.
 """
 
 from __future__ import annotations
@@ -19,7 +22,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -39,6 +43,11 @@ _PROCESS, _WORD = "fullshard/process/{}", "fullshard/place/{}"
 _FAILURES, _FAILED = "fullshard/failures", "fullshard/failed/{}"
 """Keys in the store: how many errors all ranks had in all; by rank, its own by group and how often that was in step
 again."""
+_TRACKS = "fullshard/tracks/{}"
+"""Key in the store, by rank: what it has come to, by track: how many numbers it has noted, and the last ones."""
+_GIVEN_UP = "fullshard/given-up"
+"""Key in the store: why a rank has closed its groups, for those that see them closed."""
+_KEPT = 512
 _SOON = 2.0
 """Seconds of a wait after which it is looked for errors."""
 _LOOKS = 15
@@ -55,6 +64,42 @@ _LIBRARIES = ("/fullshard/", "/torch/", "/contextlib.py", "<frozen")
 
 Word = dict[str, Any]
 """What a rank leaves: `what`, `step`, `is_waiting`, `here` (functions, the innermost first), `busy`, `beat`."""
+
+
+class ToldTrack:
+    """What this rank has come to in a model, which it tells while it waits. See `Track`.
+
+    Args:
+        name: the same on every rank, and no other's.
+        next_rank: whose is compared with it.
+        words: what is said if the two have come to these numbers.
+    """
+
+    def __init__(self, name: str, next_rank: int, words: Callable[[int, int, int], str]) -> None:
+        self.name, self.next_rank, self._words = name, next_rank, words
+        self._count, self._last = 0, deque[int](maxlen=_KEPT)
+
+    def note(self, number: int) -> None:
+        """This rank has come to it."""
+        if self._count >= 0:
+            self._last.append(number)
+            self._count += 1
+
+    def end(self) -> None:
+        """This rank had an error on its way, so that from here on its numbers mean nothing."""
+        self._count = -1
+
+    def told(self) -> tuple[int, list[int]]:
+        """For others to read."""
+        return self._count, list(self._last)
+
+    def difference(self, count: int, last: Sequence[int]) -> str:
+        """From what the next rank has told, in words; empty as far as there is none."""
+        mine, theirs = self._count - len(self._last), count - len(last)
+        for number in range(max(mine, theirs, 0), min(self._count, count)):
+            if self._last[number - mine] != last[number - theirs]:
+                return self._words(self._last[number - mine], last[number - theirs], self.next_rank)
+        return ""
 
 
 class Stalls:
@@ -78,6 +123,9 @@ class Stalls:
         self._untold = 0
         self._found: tuple[int, dict[int, dict[str, Any]]] = (0, {})
         self._joined: list[dist.ProcessGroup] = []
+        self._tracks: weakref.WeakSet[ToldTrack] = weakref.WeakSet()
+        self._opened: dict[str, int] = {}
+        self._told_tracks = ""
         self._rallies: dict[str, int] = {}
 
     def watch(self, groups: Iterable[dist.ProcessGroup | None], device: torch.device) -> None:
@@ -88,14 +136,19 @@ class Stalls:
         if self._world is None or self._world() is not world:
             self._failures, self._told, self._rallies, self._untold, self._found = {}, {}, {}, 0, (0, {})
             self.groups.clear()  # of the last one, under names that are given again
+            self._tracks.clear()
+            self._opened = {}
         self.groups.update(group for group in groups if group is not None)
         self._asked = _asked_seconds(torch_private.timeout_of(world, device).total_seconds(), device)
         self._trainer, self._world, self._moves = threading.get_ident(), weakref.ref(world), -1
         with contextlib.suppress(RuntimeError):
             store, own = torch_private.default_store(), dist.get_rank()
             store.set(_PROCESS.format(own), this_process())
+            store.set(_TRACKS.format(own), "{}")
+            self._told_tracks = ""
             if not self._told:
                 store.set(_FAILED.format(own), "{}")
+            store.set(_GIVEN_UP, "")
             store.add(_FAILURES, 0)  # from here on it can be read
         if self._pid != os.getpid():  # a forked process has none of its parent's threads
             self._pid = os.getpid()
@@ -118,6 +171,19 @@ class Stalls:
     def _name(self, group: dist.ProcessGroup) -> str:
         return f"{group.group_name}/{self._rallies.get(group.group_name, 0)}"
 
+    def open_track(self, group: dist.ProcessGroup, words: Callable[[int, int, int], str]) -> ToldTrack:
+        """A new one of a model that the ranks of a group share. The same on every rank.
+
+        Args:
+            group: that is watched.
+            words: see `ToldTrack`.
+        """
+        number = self._opened[group.group_name] = self._opened.get(group.group_name, 0) + 1
+        next_rank = dist.get_global_rank(group, (group.rank() + 1) % group.size())
+        track = ToldTrack(f"{group.group_name}/{number}", next_rank, words)
+        self._tracks.add(track)
+        return track
+
     def explain_failures(self, error: BaseException) -> None:
         """It was this error that has ended what is not explained yet."""
         for name, (count, what) in self._failures.items():
@@ -128,7 +194,8 @@ class Stalls:
         """Why a wait has ended in an error of torch's, which names a socket, as far as it is known."""
         why = PLACE.given_up
         with contextlib.suppress(Exception):  # the store is gone, too
-            why = why or (self._failure() if self._is_in_its_world else "")
+            if not why and self._is_in_its_world:
+                why = self._failure() or torch_private.default_store().get(_GIVEN_UP).decode()
         return why or error
 
     @contextlib.contextmanager
@@ -182,7 +249,11 @@ class Stalls:
             self._moves, self._since, self._next_line, self._beat = PLACE.moves, now, stall, 0
             return
         idle = now - self._since
-        is_in_vain = PLACE.is_waiting and idle >= min(_SOON, stall / 3) and bool(self._failure())
+        is_long = PLACE.is_waiting and idle >= min(_SOON, stall / 3)
+        if is_long and (why := self._other_way()) and self._moves == PLACE.moves:
+            self._end_waits(why)
+            return
+        is_in_vain = is_long and bool(self._failure())
         if idle < stall / 3 and not is_in_vain:
             return
         self._leave_word()
@@ -239,6 +310,8 @@ class Stalls:
 
     def _end_waits(self, why: str) -> None:
         PLACE.given_up = why
+        with contextlib.suppress(RuntimeError):  # the store is gone: its rank has ended
+            torch_private.default_store().set(_GIVEN_UP, f"rank {dist.get_rank()} has given up: {why}")
         for group in [*self.groups, *self._joined]:
             end_waits(group)
 
@@ -250,6 +323,20 @@ class Stalls:
         if count := self._untold:
             self._untold -= count
             store.add(_FAILURES, count)
+
+    def _other_way(self) -> str:
+        """Where the next rank of a group has gone another way than this one, if both have waited for long."""
+        tracks = list(self._tracks)
+        if not tracks:
+            return ""
+        told = json.dumps({track.name: track.told() for track in tracks})
+        if told != self._told_tracks:
+            torch_private.default_store().set(_TRACKS.format(dist.get_rank()), told)
+            self._told_tracks = told
+        ranks = sorted({track.next_rank for track in tracks})
+        theirs = dict(zip(ranks, _read([_TRACKS.format(rank) for rank in ranks]), strict=True))
+        found = (track.difference(*theirs[track.next_rank].get(track.name, (0, ()))) for track in tracks)
+        return next(filter(None, found), "")
 
     def _failure(self, words: dict[int, Word] | None = None) -> str:
         """Which rank has had an error that others of a group did not have; empty if all had the same.

@@ -21,6 +21,7 @@ import torch
 
 from fullshard.comm.host_pages import OutOfStep, Track
 from fullshard.comm.mesh import Mesh
+from fullshard.comm.stalls import STALLS
 from fullshard.core.errors import CommunicationError
 from fullshard.core.journal import JOURNAL
 from fullshard.core.stopping import STOPPING
@@ -63,7 +64,7 @@ class Lockstep:
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._units: Sequence[Unit] = ()
-        self._track: Track | None = None
+        self._tracks: list[Track] = []
         self._backwards, self._failures = 0, 0
         self._has_gathered = self._is_in_backward = False
         self.has_begun = self.is_order_verified = False
@@ -80,10 +81,11 @@ class Lockstep:
         self._mesh.forget_failures()
         self._mesh.agree_on_shardings()
         self._units, self.has_begun = units, True
-        if self._mesh.gather.size > 1:
-            self._track = self._mesh.gather.pages.open_track()
-        if self._track is not None:
-            self._mesh.reduce.pages.heed(self._track)  # who waits for a reduction looks there, too
+        if self._mesh.gather.size > 1 and (track := self._mesh.gather.pages.open_track()) is not None:
+            self._mesh.reduce.pages.heed(track)  # who waits for a reduction looks there, too
+            self._tracks.append(track)
+        if self._mesh.gather.size > 1 and self._mesh.control_group is not None:
+            self._tracks.append(STALLS.open_track(self._mesh.control_group, self._words))  # of other hosts' ranks, too
 
     def compare_unless_begun(self, units: Sequence[Unit]) -> None:
         """Before parameters are gathered outside a forward, maybe ahead of the first one. A collective.
@@ -181,21 +183,23 @@ class Lockstep:
         self._note(_SAVE)
 
     def _note(self, number: int) -> None:
-        if self._track is not None:
-            self._track.note(number)
+        for track in self._tracks:
+            track.note(number)
 
     def end_track(self) -> None:
         """Something has failed on this rank: others may go on elsewhere, and find each other again."""
-        if self._track is not None:
-            self._track.end()
+        for track in self._tracks:
+            track.end()
 
     def words(self, error: OutOfStep) -> str:
         """An error of a rank that has looked where the others are, with names."""
         if not self.has_begun:
             return str(error)  # of another model's ranks
-        here, there = self._name(error.here), self._name(error.there)
-        other = self._mesh.rank_at(error.rank)
-        return f"ranks are out of step: this rank has come to [{here}], rank {other} to [{there}]"
+        return self._words(error.here, error.there, self._mesh.rank_at(error.rank))
+
+    def _words(self, here: int, there: int, rank: int) -> str:
+        at, other = self._name(here), self._name(there)
+        return f"ranks are out of step: this rank has come to [{at}], rank {rank} to [{other}]"
 
     def _name(self, number: int) -> str:
         return _WORDS.get(number) or f"unit {self._units[number].name!r}"

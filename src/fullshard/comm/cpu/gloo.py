@@ -93,13 +93,15 @@ class FailedWork(dist.Work):
 def end_waits(group: dist.ProcessGroup) -> None:
     """Have everything fail that waits in a group, here and on its other ranks: the group is of no use after that.
 
-    For Gloo a message that does not arrive in time is the end of all connections of its group.
+    For Gloo a message that does not arrive in time is the end of all connections of its group. Those that another rank
+    has ended before fail at once, and end no other.
     """
     if torch_private.backend_of(group, torch.device("cpu")) is None or group.size() == 1:
         return
-    other = (group.rank() + 1) % group.size()
-    with contextlib.suppress(RuntimeError):
-        receive(torch.empty(1), group, other, _NEVER_SENT).wait(timedelta(milliseconds=1))
+    for step in range(1, group.size()):
+        with contextlib.suppress(RuntimeError):
+            other = (group.rank() + step) % group.size()
+            receive(torch.empty(1), group, other, _NEVER_SENT).wait(timedelta(milliseconds=1))
 
 
 def send(tensor: torch.Tensor, group: dist.ProcessGroup, to: int, tag: int) -> dist.Work:
