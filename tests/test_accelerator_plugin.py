@@ -146,6 +146,10 @@ def test_mixed_precision_of_fsdp2_and_modes() -> None:
     assert precision_of(plugin).buffer_dtype == "float16"
     plugin.set_mixed_precision("bf16")
     assert precision_of(plugin).mode == "fp16", "only override=True replaces a policy"
+    plugin.set_mixed_precision(torch.bfloat16, override=True)
+    assert precision_of(plugin).mode == "bf16"
+    with pytest.raises(ConfigError, match="int8"):
+        plugin.set_mixed_precision(torch.int8, override=True)
     with pytest.raises(ConfigError, match="keep_low_precision_grads"):
         Plugin(mixed_precision_policy=fsdp.MixedPrecision(keep_low_precision_grads=True))
     with pytest.raises(ConfigError, match="int8"):
@@ -303,6 +307,34 @@ def test_efficient_loading_tells_transformers_and_implies_synchronisation() -> N
     plugin = Plugin(cpu_ram_efficient_loading=True)
     assert plugin.sharding_config().sync_module_states
     assert os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "true"
+
+
+def test_fields_that_are_left_read_as_what_is_in_effect_and_set_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_SHARDING_STRATEGY": "2",
+        "FSDP_BACKWARD_PREFETCH": "BACKWARD_POST",
+        "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+        "FSDP_OFFLOAD_PARAMS": "true",
+        "FSDP_ACTIVATION_CHECKPOINTING": "true",
+        "FSDP_TRANSFORMER_CLS_TO_WRAP": "A,B",
+    }.items():
+        monkeypatch.setenv(name, value)
+    plugin = Plugin()
+    assert plugin.sharding_strategy == fsdp.ShardingStrategy.SHARD_GRAD_OP == plugin.sharding_strategy
+    assert (plugin.sharding_strategy, plugin.reshard_after_forward, plugin.fsdp_version) == ("SHARD_GRAD_OP", False, 2)
+    assert plugin.backward_prefetch == fsdp.BackwardPrefetch.BACKWARD_POST
+    assert plugin.state_dict_type == fsdp.StateDictType.FULL_STATE_DICT
+    assert plugin.cpu_offload == fsdp.CPUOffload(offload_params=True) and plugin.cpu_offload == fsdp.CPUOffloadPolicy()
+    assert plugin.cpu_offload and plugin.cpu_offload.offload_params and plugin.cpu_offload != fsdp.OffloadPolicy()
+    assert plugin.activation_checkpointing is True
+    assert (plugin.auto_wrap_policy, plugin.transformer_cls_names_to_wrap) == ("TRANSFORMER_BASED_WRAP", ["A", "B"])
+    assert not plugin.reading().settings and not copy.deepcopy(plugin).reading().settings
+    said = Plugin(sharding_strategy="full_shard", cpu_offload=False, backward_prefetch="backward_pre")
+    assert said.sharding_strategy == fsdp.ShardingStrategy.FULL_SHARD and said.reshard_after_forward is True
+    assert said.backward_prefetch == fsdp.BackwardPrefetch.BACKWARD_PRE
+    assert Plugin(sharding_strategy="hybrid_shard_zero2").sharding_strategy == fsdp.ShardingStrategy._HYBRID_SHARD_ZERO2
+    assert said.cpu_offload == fsdp.OffloadPolicy() and said.cpu_offload == fsdp.CPUOffload() and not said.cpu_offload
 
 
 def test_the_environment_of_accelerate_launch() -> None:

@@ -9,11 +9,11 @@ from fullshard.api.accelerates import parallelism
 from fullshard.api.plugin import FullyShardedDataParallelPlugin, say_once, tell_transformers
 from fullshard.config.accelerate import FLAT
 from fullshard.config.dialect import Note, Reading, Setting, Status, shown
-from fullshard.config.handover import handed_over
-from fullshard.config.load import load_arguments, load_environment
-from fullshard.config.origin import Origin, Precedence
+from fullshard.config.handover import launched, whole
+from fullshard.config.load import load_arguments
+from fullshard.config.origin import Origin
 from fullshard.config.resolve import resolve
-from fullshard.config.schema import SETTINGS, RunConfig, ShardingConfig
+from fullshard.config.schema import RunConfig, ShardingConfig
 from fullshard.core.errors import ConfigError
 
 
@@ -37,18 +37,6 @@ def run_config(plugin: Any, arguments: Mapping[str, Any], parallelism_config: An
     return resolved.config
 
 
-def launched() -> Reading:
-    """What the launcher handed over; without one what the environment says, as `accelerate launch` leaves it."""
-    config = handed_over()
-    if config is None:
-        return load_environment()
-    return _whole(config, Origin(Precedence.ENVIRONMENT, "fullshard launch"))
-
-
-def _whole(config: RunConfig, origin: Origin) -> Reading:
-    return Reading(settings=[Setting(path, config.value(path), origin, path.split(".")[1]) for path in SETTINGS])
-
-
 def _given_way(accelerator: Reading, plugins: Reading) -> Iterator[Note]:
     """The plugin is more particular than the Accelerator's own arguments, so it wins where both speak."""
     for setting in accelerator.settings:
@@ -62,7 +50,7 @@ def _reading(plugin: Any) -> Reading:
     if isinstance(plugin, FullyShardedDataParallelPlugin):
         return plugin.reading()
     if isinstance(plugin, RunConfig):
-        return _whole(plugin, Origin.argument("fsdp_plugin"))
+        return whole(plugin, Origin.argument("fsdp_plugin"))
     if plugin is None or isinstance(plugin, ShardingConfig | Mapping):
         config = ShardingConfig.of(plugin)
         origin = Origin.argument("fsdp_plugin")

@@ -16,15 +16,18 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+import torch
 from torch import nn
 
 from fullshard.comm import torch_private
 from fullshard.config.dialect import Dialect, Key, Note, Reading, Setting, Status
 from fullshard.config.fsdp import DEFAULT_MIN_NUM_PARAMS, finish_fsdp, renamed
+from fullshard.config.handover import launched
 from fullshard.config.load import load_environment
 from fullshard.config.origin import Entry, Origin
 from fullshard.config.resolve import resolve
 from fullshard.config.schema import PrecisionConfig, RunConfig, ShardingConfig
+from fullshard.core.dtypes import COMPUTE
 from fullshard.core.errors import ConfigError
 from fullshard.engine import OffloadPolicy
 from fullshard.launch.environment import read_rank_environment
@@ -57,6 +60,8 @@ PLUGIN = Dialect(
 """The plugin's fields are the keys of `fsdp_config`; those that hold objects are read below."""
 
 _OBJECTS = ("mixed_precision_policy", "param_init_fn")
+_NAMES = ("sharding_strategy", "backward_prefetch", "state_dict_type")
+_UNITS = ("auto_wrap_policy", "transformer_cls_names_to_wrap", "min_num_params")
 _ALREADY_SAID: set[str] = set()
 
 
@@ -64,7 +69,8 @@ _ALREADY_SAID: set[str] = set()
 class FullyShardedDataParallelPlugin:
     """How models are sharded, in Accelerate's words.
 
-    None leaves a field to the launcher's configuration, and without one to the default that is given below.
+    None leaves a field to the launcher's configuration, and without one to the default that is given below: it reads as
+    the value in effect. Names and `cpu_offload` are equal to torch's objects that say the same.
 
     Attributes:
         fsdp_version: no effect.
@@ -120,14 +126,18 @@ class FullyShardedDataParallelPlugin:
     min_num_params: int | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "state_dict_type" and type(value) is str:
-            value = _StateDictType(value)
         if name == "ignored_modules" and value is not None and not isinstance(value, str):
             value = _modules(value)
-        super().__setattr__(name, value)
+        super().__setattr__(name, _shown(name, value))
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        if value is None and name in _IN_EFFECT:
+            return _shown(name, self._in_effect(resolve([launched(), self.reading()]).config).get(name))
+        return value
 
     def __post_init__(self) -> None:
-        if self.cpu_ram_efficient_loading and self.sync_module_states is None:
+        if self.said("cpu_ram_efficient_loading") and self.said("sync_module_states") is None:
             self.sync_module_states = True
         self.set_mixed_precision(self.mixed_precision_policy, override=True)
         resolved = resolve([self.reading()])
@@ -149,19 +159,23 @@ class FullyShardedDataParallelPlugin:
         plugin.fill(resolved.config)
         return plugin
 
+    def said(self, name: str) -> Any:
+        """What a field was set to; None if it was left to the launcher, whatever it reads as."""
+        return vars(self)[name]
+
     def reading(self) -> Reading:
         """What the fields set; those that are None set nothing."""
         fields = {}
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
+            value = self.said(field.name)
             if value is not None and field.name not in _OBJECTS:
                 fields[field.name] = value.name if isinstance(value, Enum) else value
-        fields |= _offload_fields(self.cpu_offload)
-        if not isinstance(self.ignored_modules, str):
+        fields |= _offload_fields(self.said("cpu_offload"))
+        if not isinstance(self.said("ignored_modules"), str):
             fields.pop("ignored_modules", None)
         if self._has_policy_object():
             # Class names beside it are no contradiction: a script may have set the policy after the names.
-            for name in ("auto_wrap_policy", "transformer_cls_names_to_wrap", "min_num_params"):
+            for name in _UNITS:
                 fields.pop(name, None)
         origin = Origin.argument(type(self).__name__)
         reading = PLUGIN.read(Entry(name, value, origin) for name, value in fields.items() if value is not None)
@@ -178,6 +192,12 @@ class FullyShardedDataParallelPlugin:
 
     def fill(self, config: RunConfig) -> None:
         """Give the fields that are None the values of a configuration, so that scripts can read them."""
+        for name, value in self._in_effect(config).items():
+            if self.said(name) is None and name != "fsdp_version":
+                setattr(self, name, value)
+
+    def _in_effect(self, config: RunConfig) -> dict[str, Any]:
+        """What fields that are None stand for with a configuration."""
         sharding = config.sharding
         kinds = {"class": "TRANSFORMER_BASED_WRAP", "auto": "TRANSFORMER_BASED_WRAP", "size": "SIZE_BASED_WRAP"}
         strategy = sharding.resolved_strategy()
@@ -186,6 +206,7 @@ class FullyShardedDataParallelPlugin:
             name: config.value(row.target) for name, row in rows.items() if row is not None and row.target
         }
         effective |= {
+            "fsdp_version": 2,  # a model is sharded in place
             "sharding_strategy": strategy.name,
             "reshard_after_forward": (
                 "auto" if sharding.reshard_after_forward == "auto" else strategy.reshard_after_forward
@@ -198,12 +219,10 @@ class FullyShardedDataParallelPlugin:
             "auto_wrap_policy": kinds.get(sharding.wrap, "NO_WRAP"),
             "transformer_cls_names_to_wrap": list(sharding.wrap_classes) or None,
         }
-        if (self.auto_wrap_policy, self.transformer_cls_names_to_wrap, self.min_num_params) != (None, None, None):
-            for name in ("auto_wrap_policy", "transformer_cls_names_to_wrap", "min_num_params"):
+        if any(self.said(name) is not None for name in _UNITS):
+            for name in _UNITS:
                 del effective[name]  # they say one thing together
-        for name, value in effective.items():
-            if getattr(self, name) is None:
-                setattr(self, name, value)
+        return effective
 
     def sharding_config(self) -> ShardingConfig:
         """The settings; a wrap policy that is an object is not among them (see `wrap_policy`)."""
@@ -217,7 +236,7 @@ class FullyShardedDataParallelPlugin:
 
     def _has_policy_object(self) -> bool:
         """Whether the wrap policy is anything but one of the dialect's names; other names are of classes."""
-        policy = self.auto_wrap_policy
+        policy = self.said("auto_wrap_policy")
         return policy is not None and not (isinstance(policy, str) and policy.strip().upper().endswith("WRAP"))
 
     def ignored_module_list(self, model: nn.Module) -> list[nn.Module]:
@@ -244,7 +263,7 @@ class FullyShardedDataParallelPlugin:
         """Set the precision policy.
 
         Args:
-            mixed_precision: a mode, a dict of dtypes, a policy object, or None for none.
+            mixed_precision: a mode, its dtype, a dict of dtypes, a policy object, or None for none.
             buffer_autocast: cast buffers as well, for modes.
             override: replace a policy that was set before.
         """
@@ -264,22 +283,55 @@ class FullyShardedDataParallelPlugin:
         """
         if state_dict_type is not None:
             self.state_dict_type = state_dict_type
-        if self.state_dict_type is not None:
+        if self.said("state_dict_type") is not None:
             self.state_dict_type = resolve([self.reading()]).config.checkpoint.state_dict_type
 
 
-class _StateDictType(str):
-    """The name of a type of state dict, equal to the member of torch's enumeration that scripts compare it with."""
+_IN_EFFECT = frozenset(field.name for field in dataclasses.fields(FullyShardedDataParallelPlugin)) - set(_OBJECTS)
+
+
+class _Name(str):
+    """A name, equal to the member of torch's enumeration that scripts compare it with."""
 
     __slots__ = ()
 
     def __eq__(self, other: object) -> bool:
-        return str.__eq__(self, getattr(other, "name", other))
+        name = getattr(other, "name", None)
+        return str.__eq__(self, other) if name is None else self.upper() == str(name).lstrip("_")
 
     def __ne__(self, other: object) -> bool:
         return not self == other
 
     __hash__ = str.__hash__
+
+
+class _Offload(int):
+    """Whether parameters are on the host: equal to a truth value, and to those of torch's objects that say the same."""
+
+    __slots__ = ()
+
+    @property
+    def offload_params(self) -> bool:
+        """As torch's `CPUOffload` has it."""
+        return bool(self)
+
+    def __repr__(self) -> str:
+        return repr(bool(self))
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self) is _offload_fields(other)["cpu_offload"]
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = int.__hash__
+
+
+def _shown(name: str, value: Any) -> Any:
+    """A field's value as scripts read it."""
+    if name in _NAMES and type(value) is str:
+        return _Name(value)
+    return _Offload(value) if name == "cpu_offload" and type(value) is bool else value
 
 
 def configured_policy(config: ShardingConfig) -> WrapPolicy:
@@ -361,6 +413,8 @@ def _precision_settings(policy: Any) -> dict[str, Any] | None:
     """Keyword arguments for `PrecisionConfig` from a mode, a dict, or any policy with dtype attributes."""
     if policy is None:
         return None
+    if isinstance(policy, torch.dtype):  # Accelerate's `set_mixed_precision` takes a mode's
+        policy = next((mode for mode, name in COMPUTE.items() if f"torch.{name}" == str(policy)), str(policy))
     if isinstance(policy, str):
         return {"mode": policy}
     if isinstance(policy, Mapping):

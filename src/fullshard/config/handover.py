@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fullshard.config.schema import RunConfig
+from fullshard.config.dialect import Reading, Setting
+from fullshard.config.load import load_environment
+from fullshard.config.origin import Origin, Precedence
+from fullshard.config.schema import SETTINGS, RunConfig
 from fullshard.config.switches import CONFIG
 from fullshard.core.errors import ConfigError
 
@@ -31,3 +34,16 @@ def handed_over() -> RunConfig | None:
             f"${CONFIG.name} = {path} holds no resolved configuration: {error}",
             hint="start the script with `fullshard launch`, or unset the variable",
         ) from None
+
+
+def launched() -> Reading:
+    """What the launcher handed over; without one what the environment says, as `accelerate launch` leaves it."""
+    config = handed_over()
+    if config is None:
+        return load_environment()
+    return whole(config, Origin(Precedence.ENVIRONMENT, "fullshard launch"))
+
+
+def whole(config: RunConfig, origin: Origin) -> Reading:
+    """Every setting of a configuration, as said by `origin`."""
+    return Reading(settings=[Setting(path, config.value(path), origin, path.split(".")[1]) for path in SETTINGS])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fullshard.api.configure import launched
 from fullshard.api.state import ProcessState
+from fullshard.config.handover import launched
 from fullshard.config.resolve import resolve
 
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from fullshard.api.configure import launched
 from fullshard.api.state import ProcessState
 from fullshard.config.dialect import Reading, refuse
+from fullshard.config.handover import launched
 from fullshard.config.load import load_fsdp_config
 from fullshard.config.origin import Origin
 from fullshard.config.resolve import Resolved, resolve
