@@ -245,8 +245,10 @@ def _parallel(replicas: int, shards: int, **fields: Any) -> tuple[str, int, int]
         config = kind(dp_replicate_size=replicas, dp_shard_size=shards)
         accelerator = Accelerator(cpu=True, parallelism_config=config, fsdp_plugin=plugin)
         assert accelerator.parallelism_config is config
-        with pytest.raises(ConfigError, match="engine's mesh"):
-            _ = accelerator.torch_device_mesh
+        mesh: Any = accelerator.torch_device_mesh
+        assert mesh["dp_cp"].size() == mesh["dp"].size() == 2 and mesh["dp_shard_cp"].size() == shards
+        assert mesh["dp_replicate"].get_local_rank() == accelerator.data_parallel_rank
+        assert mesh[tuple(config.fsdp_dim_names)].size() == 2
     strategy = accelerator.setup.sharding.resolved_strategy().name
     return strategy, accelerator.data_parallel_rank, accelerator.data_parallel_shard_rank
 
@@ -259,8 +261,9 @@ def test_a_parallelism_config_is_a_strategy() -> None:
 def test_a_parallelism_config_says_what_accelerates_says() -> None:
     sizes = {"dp_replicate_size": 2, "dp_shard_size": 3, "tp_size": 5}
     ours, theirs = ParallelismConfig(**sizes), accelerate.ParallelismConfig(**sizes)
-    names = [name for name in dir(theirs) if name.endswith(("_enabled", "_size")) and name[0] != "_"]
-    assert len(names) == 13
+    ends = ("_enabled", "_size", "_dim_names", "_dims")
+    names = [name for name in dir(theirs) if name.endswith(ends) and name[0] != "_"]
+    assert len(names) == 19
     assert {name: getattr(ours, name) for name in names} == {name: getattr(theirs, name) for name in names}
 
 

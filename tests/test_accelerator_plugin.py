@@ -330,11 +330,18 @@ def test_fields_that_are_left_read_as_what_is_in_effect_and_set_nothing(monkeypa
     assert plugin.activation_checkpointing is True
     assert (plugin.auto_wrap_policy, plugin.transformer_cls_names_to_wrap) == ("TRANSFORMER_BASED_WRAP", ["A", "B"])
     assert not plugin.reading().settings and not copy.deepcopy(plugin).reading().settings
+    filled = Plugin()
+    filled.fill(RunConfig())
+    assert (filled.sharding_strategy, filled.ignored_modules, filled.fsdp_version) == ("FULL_SHARD", None, 2)
+    monkeypatch.setenv("FSDP_IGNORED_MODULES", "head")
+    assert (plugin.ignored_modules, filled.ignored_modules) == ("head", None), "an Accelerator has the last word"
     said = Plugin(sharding_strategy="full_shard", cpu_offload=False, backward_prefetch="backward_pre")
     assert said.sharding_strategy == fsdp.ShardingStrategy.FULL_SHARD and said.reshard_after_forward is True
     assert said.backward_prefetch == fsdp.BackwardPrefetch.BACKWARD_PRE
     assert Plugin(sharding_strategy="hybrid_shard_zero2").sharding_strategy == fsdp.ShardingStrategy._HYBRID_SHARD_ZERO2
     assert said.cpu_offload == fsdp.OffloadPolicy() and said.cpu_offload == fsdp.CPUOffload() and not said.cpu_offload
+    monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "maybe")
+    assert plugin.cpu_offload is None, "an Accelerator says what is wrong"
 
 
 def test_the_environment_of_accelerate_launch() -> None:

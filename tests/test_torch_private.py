@@ -817,7 +817,7 @@ def a_subclass_past_its_constructor() -> None:
     assert type(made) is Named and made.requires_grad and made.data_ptr() == data.data_ptr()
 
 
-@check("joined", "all_of", "set_local")
+@check("joined", "flattened", "set_local")
 def meshes_of_several_axes() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -827,7 +827,8 @@ def meshes_of_several_axes() -> None:
         other = init_device_mesh("cpu", (1,))
         with pytest.raises(RuntimeError, match="no name"):
             torch_private.joined([other, mesh["tp"]])
-        assert dist.get_process_group_ranks(torch_private.all_of(mesh["replicate", "shard"])) == [0]
+        whole = torch_private.flattened(mesh["replicate", "shard"], "all")
+        assert whole.mesh_dim_names == ("all",) and dist.get_process_group_ranks(whole.get_group()) == [0]
         parameter = nn.Parameter(distribute_tensor(torch.zeros(2, 3), mesh["tp"], [Shard(1)]))
         halves = distribute_tensor(torch.ones(2, 3, dtype=torch.bfloat16), mesh["tp"], [Shard(1)])
         torch_private.set_local(parameter, halves)  # type: ignore[arg-type]

@@ -49,6 +49,39 @@ class ParallelismConfig:
         return self.data_parallel_size * self.non_data_parallel_size
 
     @property
+    def dp_dim_names(self) -> list[str]:
+        """Axes of `Accelerator.torch_device_mesh` along which batches differ."""
+        return self._several("dp_replicate", "dp_shard")
+
+    @property
+    def non_dp_dim_names(self) -> list[str]:
+        """Axes along which they are the same."""
+        return self._several("tp")
+
+    @property
+    def dp_shard_cp_dim_names(self) -> list[str]:
+        """Axes that are `dp_shard_cp`, over which a replica is sharded."""
+        return self._several("dp_shard")
+
+    @property
+    def dp_cp_dim_names(self) -> list[str]:
+        """Axes that are `dp_cp`, over which losses are averaged."""
+        return self.dp_dim_names
+
+    @property
+    def fsdp_dim_names(self) -> list[str]:
+        """Axes over which a model is sharded and replicated."""
+        return [*self._several("dp_replicate"), "dp_shard_cp"]
+
+    @property
+    def active_mesh_dims(self) -> list[str]:
+        """All axes of several ranks."""
+        return self.dp_dim_names + self.non_dp_dim_names
+
+    def _several(self, *axes: str) -> list[str]:
+        return [axis for axis in axes if getattr(self, f"{axis}_size") > 1]
+
+    @property
     def dp_replicate_enabled(self) -> bool:
         """Whether there are several replicas."""
         return self.dp_replicate_size > 1

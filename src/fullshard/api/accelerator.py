@@ -176,6 +176,8 @@ class Accelerator(Loaders, Reporting):
             gradient_state=self.gradient_state,
         )
         self.state.tell_accelerate()
+        if parallelism_config is not None:
+            _ = self.torch_device_mesh  # ranks make it together, and a script may ask for it on one of them
         self.slices = self._make_slices()
         for note in [*handlers.notes, *self._notes]:
             self._say(note)
@@ -290,7 +292,8 @@ class Accelerator(Loaders, Reporting):
         if device_map and len(set(device_map.values())) > 1:
             raise ConfigError("the model is spread over devices (device_map)", hint="load it without device_map")
         if not is_sharded(model):
-            model = shard(model, self.setup, self.process, self._say, self._device_mesh)
+            device_mesh = self.torch_device_mesh if self._tensor_parallel_size > 1 else None
+            model = shard(model, self.setup, self.process, self._say, device_mesh)
             for optimizer in self._optimizers:
                 repoint(optimizer.optimizer)
                 self._step_in_backward(optimizer.optimizer)

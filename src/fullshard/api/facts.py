@@ -14,6 +14,7 @@ from fullshard.api.accelerator_state import AcceleratorState
 from fullshard.api.forwarding import forwarded
 from fullshard.api.gathering import Gathering
 from fullshard.api.options import DistributedType, Handlers
+from fullshard.comm import torch_private
 from fullshard.config.schema import RunConfig
 from fullshard.core.errors import ConfigError
 
@@ -52,19 +53,23 @@ class Facts(Gathering):
     parallelism_config: Any = forwarded("state.parallelism_config")
     """What the script gave."""
 
-    @property
-    def torch_device_mesh(self) -> Any:
-        """With tensor parallelism the mesh (dp_replicate, dp_shard, tp), to split models over its `tp`; else None.
+    @functools.cached_property
+    def torch_device_mesh(self) -> DeviceMesh | None:
+        """A mesh (dp_replicate, dp_shard), with tensor parallelism (dp_replicate, dp_shard, tp), to split models over.
 
-        Raises:
-            ConfigError: with a `ParallelismConfig` without `tp_size`: the engine's mesh is not torch's.
+        Accelerate's joint axes `dp`, `dp_cp` and `dp_shard_cp` are there, too. None on one rank, and where neither
+        a `ParallelismConfig` nor tensor parallelism asks for one.
         """
-        if self.parallelism_config is not None and self._tensor_parallel_size == 1:
-            raise ConfigError(
-                "torch_device_mesh: the engine's mesh is its own",
-                hint="use data_parallel_rank and data_parallel_shard_rank",
-            )
-        return self._device_mesh
+        tiles, shards = self._tensor_parallel_size, self._shard_size()
+        if self.num_processes == 1 or (self.parallelism_config is None and tiles == 1):
+            return None
+        axes = {"dp_replicate": self._data_parallel_size // shards, "dp_shard": shards}
+        axes |= {"tp": tiles} if tiles > 1 else {}
+        mesh = init_device_mesh(self.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+        for name in ("dp", "dp_cp"):
+            torch_private.flattened(mesh["dp_replicate", "dp_shard"], name)
+        torch_private.flattened(mesh["dp_shard"], "dp_shard_cp")
+        return mesh
 
     @property
     def _tensor_parallel_size(self) -> int:
@@ -144,11 +149,3 @@ class Facts(Gathering):
         sharding = self._config.sharding
         size = sharding.resolved_shard_size(self.process.environment.local_world_size)
         return sharding.resolved_strategy().mesh_shape(self._data_parallel_size, size)[1]
-
-    @functools.cached_property
-    def _device_mesh(self) -> DeviceMesh | None:
-        if self._tensor_parallel_size == 1:
-            return None
-        shards = self._shard_size()
-        sizes = (self._data_parallel_size // shards, shards, self._tensor_parallel_size)
-        return init_device_mesh(self.device.type, sizes, mesh_dim_names=("dp_replicate", "dp_shard", "tp"))

@@ -124,6 +124,7 @@ class FullyShardedDataParallelPlugin:
     cpu_ram_efficient_loading: bool | None = None
     transformer_cls_names_to_wrap: str | list[str] | None = None
     min_num_params: int | None = None
+    _is_filled = False
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "ignored_modules" and value is not None and not isinstance(value, str):
@@ -132,9 +133,17 @@ class FullyShardedDataParallelPlugin:
 
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
-        if value is None and name in _IN_EFFECT:
-            return _shown(name, self._in_effect(resolve([launched(), self.reading()]).config).get(name))
-        return value
+        if value is not None or name not in _IN_EFFECT:
+            return value
+        if name == "fsdp_version":
+            return 2  # a model is sharded in place
+        if self._is_filled:
+            return None
+        try:
+            config = resolve([launched(), self.reading()]).config
+        except ConfigError:  # an Accelerator will say so, unless it is told what is missing
+            return None
+        return _shown(name, self._in_effect(config).get(name))
 
     def __post_init__(self) -> None:
         if self.said("cpu_ram_efficient_loading") and self.said("sync_module_states") is None:
@@ -193,8 +202,9 @@ class FullyShardedDataParallelPlugin:
     def fill(self, config: RunConfig) -> None:
         """Give the fields that are None the values of a configuration, so that scripts can read them."""
         for name, value in self._in_effect(config).items():
-            if self.said(name) is None and name != "fsdp_version":
+            if self.said(name) is None:
                 setattr(self, name, value)
+        self._is_filled = True
 
     def _in_effect(self, config: RunConfig) -> dict[str, Any]:
         """What fields that are None stand for with a configuration."""
@@ -206,7 +216,6 @@ class FullyShardedDataParallelPlugin:
             name: config.value(row.target) for name, row in rows.items() if row is not None and row.target
         }
         effective |= {
-            "fsdp_version": 2,  # a model is sharded in place
             "sharding_strategy": strategy.name,
             "reshard_after_forward": (
                 "auto" if sharding.reshard_after_forward == "auto" else strategy.reshard_after_forward

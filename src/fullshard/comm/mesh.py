@@ -402,7 +402,9 @@ def _part(device_mesh: DeviceMesh, device: torch.device) -> Mesh:
     replicate_group = device_mesh.get_group(0) if hybrid else None
     is_line = not hybrid or 1 in ranks.shape
     world_group = (
-        (shard_group if ranks.shape[-1] > 1 else replicate_group) if is_line else torch_private.all_of(device_mesh)
+        (shard_group if ranks.shape[-1] > 1 else replicate_group)
+        if is_line
+        else torch_private.flattened(device_mesh).get_group()
     )
     return Mesh(
         device,

@@ -220,9 +220,9 @@ def joined(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
     return DeviceMesh._concatenate(list(meshes))
 
 
-def all_of(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """The group of all ranks of a part of a mesh. All ranks of the whole mesh make theirs together. Since 2.4."""
-    return mesh._flatten().get_group()
+def flattened(mesh: DeviceMesh, name: str | None = None) -> DeviceMesh:
+    """A part of a mesh as one axis, which the whole mesh knows by that name. All ranks make it together. Since 2.4."""
+    return mesh._flatten(name)
 
 
 def set_local(dtensor: DTensor, other: DTensor) -> None:
