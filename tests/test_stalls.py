@@ -195,6 +195,28 @@ def test_where_all_ranks_wait_none_is_waited_for_patiently(tmp_path: Path) -> No
         assert error.startswith(f"rank {rank}, unit '{rank}', ") and "no answer from another rank for 2 s" in error
 
 
+def generate_unevenly() -> str:
+    """In the first step, which is waited for patiently, a rank has a batch more than the other, which is in torch's."""
+    rank, ranks = rank_and_size()
+    model, message, found = fully_shard(nn.Linear(8, 8)), "", [None] * ranks
+    dist.barrier()
+    patience._STALL_SECONDS, patience.LATER_SECONDS, STALLS._asked, PLACE.slowest = 1.0, 2.0, None, 0.0
+    try:
+        if rank == 0:
+            model(torch.ones(2, 8))
+    except CommunicationError as error:
+        message = str(error)
+    dist.all_gather_object(found, rank)
+    patience._STALL_SECONDS, patience.LATER_SECONDS = 30.0, 120.0
+    return message
+
+
+def test_a_collective_of_torchs_is_a_wait_as_well() -> None:
+    message, _ = run_ranks(generate_unevenly, 2)
+    assert "no answer from another rank for 2 s: rank 1" in message
+    assert "waits in torch's all_gather, at test_stalls.py" in message and "in generate_unevenly" in message
+
+
 def leave_word() -> list[bool]:
     """Whether there is a word of this rank in the store: at first, when it has not moved for long, when it has."""
     stalls, found = Stalls(), []

@@ -60,10 +60,12 @@ _BUSY = {
     "saves": ("/fullshard/checkpoint/", "/torch/serialization.py", "/torch/distributed/checkpoint/"),
 }
 """What may take long and is no fault, by files that are on the stack then."""
+_COLLECTIVES = "/torch/distributed/distributed_c10d.py"
 _LIBRARIES = ("/fullshard/", "/torch/", "/contextlib.py", "<frozen")
 
 Word = dict[str, Any]
-"""What a rank leaves: `what`, `step`, `is_waiting`, `here` (functions, the innermost first), `busy`, `beat`."""
+"""What a rank leaves: `what`, `step`, `is_waiting`, `here` (functions, the innermost first), `busy`, `beat`, and the
+`collective` of torch's that a script has called, which waits for others, too."""
 
 
 class ToldTrack:
@@ -269,7 +271,7 @@ class Stalls:
         words = self._words(reading)
         if self._moves != PLACE.moves:
             return  # somebody has come meanwhile
-        if self._asked is None and words and all(w.get("is_waiting") and w["is_alive"] for w in words.values()):
+        if self._asked is None and words and all(_waits(word) for word in words.values()):
             limit = min(limit, seconds_to_wait(1, PLACE.slowest))  # none loads, compiles or saves
         if idle >= limit - reading:
             self._give_up(limit, words)
@@ -279,6 +281,7 @@ class Stalls:
     def _leave_word(self) -> None:
         here, busy = list[str](), ""
         frame: FrameType | None = sys._current_frames().get(self._trainer or 0)
+        collective = _collective(frame)
         while frame is not None and not PLACE.is_waiting:
             file = frame.f_code.co_filename
             busy = next((what for what, files in _BUSY.items() if any(name in file for name in files)), busy)
@@ -287,7 +290,8 @@ class Stalls:
             frame = frame.f_back
         self._beat += 1
         word = {"what": PLACE.what, "step": PLACE.step, "is_waiting": PLACE.is_waiting, "here": here, "busy": busy}
-        torch_private.default_store().set(_WORD.format(dist.get_rank()), json.dumps(word | {"beat": self._beat}))
+        word |= {"collective": "" if busy else collective, "beat": self._beat}
+        torch_private.default_store().set(_WORD.format(dist.get_rank()), json.dumps(word))
 
     def _words(self, seconds: float) -> dict[int, Word]:
         """What other ranks have left, by rank, with `is_alive`: whether they have left it again some seconds later."""
@@ -392,6 +396,18 @@ def _read(keys: Sequence[str]) -> list[dict[str, Any]]:
     return [json.loads(found[key]) if key in found else {} for key in keys]
 
 
+def _collective(frame: FrameType | None) -> str:
+    """The function of torch's whose innermost frame it is, if that sends or receives."""
+    code = None if frame is None else frame.f_code
+    is_one = code is not None and code.co_filename.endswith(_COLLECTIVES) and not code.co_name.startswith("_")
+    return code.co_name if code is not None and is_one else ""
+
+
+def _waits(word: Word) -> bool:
+    """Whether a rank is seen to wait for others."""
+    return bool(word["is_alive"] and (word.get("is_waiting") or word.get("collective")))
+
+
 def _missing(words: dict[int, Word]) -> dict[int, Word]:
     """Those of ranks that do not wait."""
     return {rank: word for rank, word in words.items() if not word.get("is_waiting")}
@@ -417,7 +433,8 @@ def _described(rank: int, word: Word) -> str:
     if not word["is_alive"]:
         return f"{name} gives no sign of life any more; it did {word['what'] or 'nothing yet'}{step}"
     where = ", called from ".join(word["here"]) or "an unknown place"
-    return f"{name} {word['busy'] or 'is running'}, at {where}; it did {word['what'] or 'nothing yet'}{step} before"
+    does = f"waits in torch's {word['collective']}" if word["collective"] else "is running"
+    return f"{name} {word['busy'] or does}, at {where}; it did {word['what'] or 'nothing yet'}{step} before"
 
 
 def _are_busy(words: dict[int, Word]) -> bool:

@@ -122,7 +122,9 @@ PARALLELISM_KEYS = (
     *refused(
         "the script splits layers, and says so",
         "parallelism_config_tp_size",
-        read=_of_one("tensor", "say it in the script: Accelerator(parallelism_config=ParallelismConfig(tp_size=...))"),
+        read=_of_one(
+            "tensor", "say all sizes in the script: Accelerator(parallelism_config=ParallelismConfig(tp_size=...))"
+        ),
     ),
     *refused("only data parallelism", "parallelism_config_cp_size", read=_of_one("context")),
     *refused("only data parallelism", "parallelism_config_sp_size", read=_of_one("sequence")),
@@ -190,8 +192,9 @@ def finish_parallelism(reading: Reading) -> None:
         replicas = values.integer(entry.value) if entry is not None else 1
     except ValueError:
         return  # a problem already
-    if entry is None or replicas <= 1:
-        return
+    others = (reading.entries.get(f"parallelism_config_{kind}_size") for kind in ("tp", "cp", "sp", "pp", "ep"))
+    if entry is None or replicas <= 1 or any(other is not None and str(other.value) != "1" for other in others):
+        return  # other kinds of parallelism, which are refused, have a part in the number of processes
     said = Setting("sharding.strategy", "NO_SHARD", entry.origin, entry.key)
     if number is not None and number.value != replicas * (1 if size is None else size.value):
         ranks = f"{replicas} replicas of {'1 rank' if size is None else f'{size.value} ranks'}"
