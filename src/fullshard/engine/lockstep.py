@@ -21,7 +21,7 @@ import torch
 
 from fullshard.comm.host_pages import OutOfStep, Track
 from fullshard.comm.mesh import Mesh
-from fullshard.comm.stalls import STALLS
+from fullshard.comm.stalls import STALLS, ToldTrack
 from fullshard.core.errors import CommunicationError
 from fullshard.core.journal import JOURNAL
 from fullshard.core.stopping import STOPPING
@@ -64,7 +64,7 @@ class Lockstep:
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._units: Sequence[Unit] = ()
-        self._tracks: list[Track] = []
+        self._tracks: list[Track | ToldTrack] = []
         self._backwards, self._failures = 0, 0
         self._has_gathered = self._is_in_backward = False
         self.has_begun = self.is_order_verified = False
