@@ -13,6 +13,7 @@ import re
 import runpy
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -598,6 +599,19 @@ def refused(output: str, options: dict[str, Any]) -> str:
 def test_refused(tmp_path: Path, options: dict[str, Any], expected: str) -> None:
     [message] = run_ranks(refused, 1, str(tmp_path), options)
     assert expected in message and "hint" in message, message
+
+
+def said(output: str) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer(build(), arguments(output, fsdp_config={"limit_all_gathers": True, "use_orig_params": True}))
+    return [str(warning.message) for warning in caught if "no effect here" in str(warning.message)]
+
+
+def test_keys_without_effect_say_so(tmp_path: Path) -> None:
+    [messages] = run_ranks(said, 1, str(tmp_path))
+    for key in ("limit_all_gathers", "use_orig_params"):
+        assert any(message.startswith(f"TrainingArguments.fsdp_config: {key} has no effect") for message in messages)
 
 
 def settings_of(output: str, options: dict[str, Any]) -> tuple[str, bool, str]:

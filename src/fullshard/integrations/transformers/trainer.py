@@ -30,6 +30,7 @@ from fullshard import checkpoint
 from fullshard.api.accelerate_loaders import teach_to_skip
 from fullshard.api.elastic import accumulation_steps
 from fullshard.api.options import DataLoaderConfiguration
+from fullshard.api.plugin import say_once
 from fullshard.api.sharding import is_sharded
 from fullshard.checkpoint.adapters import adapter_parameter_names, is_adapted, load_adapters
 from fullshard.checkpoint.format import MANIFEST_NAME, TRAINER_STATE
@@ -77,6 +78,7 @@ class ShardedTraining:
         shard_reference_models()
         stream_into_engines()
         resolved = resolved_configuration(args)
+        say_once(resolved.notes)
         chosen = args.accelerator_config.to_dict()
         accumulation = dict(chosen.pop("gradient_accumulation_kwargs", None) or {})
         if "num_steps" in accumulation:
