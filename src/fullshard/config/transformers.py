@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from fullshard.config.dialect import Dialect, Note, Problem, Reading, Setting, Status
+from fullshard.config.dialect import Dialect, Problem, Reading, Setting
 from fullshard.config.fsdp import finish_fsdp, renamed
 from fullshard.config.origin import Origin
 from fullshard.config.xla import XLA_KEYS
@@ -23,7 +23,7 @@ _WORDS: dict[tuple[str, ...], tuple[str, Any] | None] = {
     ("full", "shard"): ("sharding.strategy", "FULL_SHARD"),
     ("shard", "grad", "op"): ("sharding.strategy", "SHARD_GRAD_OP"),
     ("no", "shard"): ("sharding.strategy", "NO_SHARD"),
-    ("auto", "wrap"): None,
+    ("auto", "wrap"): None,  # units are always found, in the way that fsdp_config names if it does
     ("offload",): ("sharding.cpu_offload", True),
     ("true",): ("sharding.strategy", "FULL_SHARD"),  # version 5 has a truth value
     ("false",): ("sharding.strategy", "NO_SHARD"),
@@ -48,10 +48,7 @@ def read_fsdp_words(text: Any, origin: Origin) -> Reading:
             reading.problems.append(Problem((origin,), message, f"known are {_KNOWN}"))
             return reading
         name, meaning = "_".join(option), _WORDS[option]
-        if meaning is None:
-            text_of_note = "has no effect here: units are always found, in the way that fsdp_config names if it does"
-            reading.notes.append(Note(origin, name, Status.NO_EFFECT, text_of_note))
-        else:
+        if meaning is not None:
             reading.settings.append(Setting(*meaning, origin, name))
         del words[: len(option)]
     if reading.setting("sharding.cpu_offload") and not reading.setting("sharding.strategy"):
