@@ -369,3 +369,11 @@ def test_the_environment_of_accelerate_launch() -> None:
         Plugin.from_environment({"FSDP_OFFLOAD_PARAM": "true"})
     with pytest.raises(ConfigError, match=r"\$FSDP_OFFLOAD_PARAMS: .*expected true or false, got 'maybe'"):
         Plugin.from_environment({"FSDP_OFFLOAD_PARAMS": "maybe"})
+
+
+def test_another_one_made_of_it_is_set_to_what_was_set() -> None:
+    other = dataclasses.replace(FullyShardedDataParallelPlugin(forward_prefetch=False), sharding_strategy="NO_SHARD")
+    names = [field.name for field in dataclasses.fields(other)]
+    assert [name for name in names if other.said(name) is not None] == ["sharding_strategy", "forward_prefetch"]
+    assert other.sharding_config().resolved_strategy().name == "NO_SHARD"
+    assert other.reshard_after_forward is False

@@ -10,6 +10,7 @@ import functools
 import inspect
 import os
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -135,6 +136,8 @@ class FullyShardedDataParallelPlugin:
         value = super().__getattribute__(name)
         if value is not None or name not in _IN_EFFECT:
             return value
+        if sys._getframe(1).f_globals.get("__name__") == dataclasses.__name__:
+            return None  # `dataclasses.replace` makes another of what it reads: of what was set, that is
         if name == "fsdp_version":
             return 2  # a model is sharded in place
         if self._is_filled:
