@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import py_compile
 import signal
 import sys
@@ -47,6 +48,12 @@ def pytest_collection(session: pytest.Session) -> Iterator[None]:
     is_forbidden, sys.dont_write_bytecode = sys.dont_write_bytecode, False
     yield
     sys.dont_write_bytecode = is_forbidden
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported and collected stays to the end: no search for garbage need look at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
@@ -12,8 +13,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO
+from typing import IO, cast
 
 import torch.multiprocessing as mp
 
@@ -61,38 +63,132 @@ def environment(**variables: str) -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1", "HF_HOME": "/nonexistent", **variables}
 
 
-def launch(*arguments: str, cwd: Path, timeout: float = 120, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run `fullshard launch` to its end.
+class Forked:
+    """A launcher that is a copy of a process that has imported torch, which takes seconds; what it starts is as ever.
 
-    The launcher is a copy of a process that has imported torch, which takes seconds; what it starts is as ever. With a
-    search path of its own, which counts as torch is imported, it is a new process; so it is in `started`.
+    It has what these tests use of `subprocess.Popen`, for `fullshard launch` in a network namespace or in none.
     """
-    words, environ = [*LAUNCH, *arguments], environment(**variables)
-    if "PYTHONPATH" in variables:
-        return subprocess.run(words, cwd=cwd, env=environ, capture_output=True, text=True, timeout=timeout, check=False)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as in `tests.distributed`
-    with tempfile.TemporaryDirectory() as directory:
-        output = [Path(directory, name) for name in ("out", "err")]
-        launcher = _CONTEXT.Process(target=_be_launcher, args=(arguments, cwd, environ, output))
-        launcher.start()
-        launcher.join(timeout)
-        if launcher.exitcode is None:
-            launcher.kill()
-            launcher.join()
-            raise subprocess.TimeoutExpired(words, timeout, *(path.read_text() for path in output))
-        return subprocess.CompletedProcess(words, launcher.exitcode, *(path.read_text() for path in output))
+
+    def __init__(
+        self, words: Sequence[str], cwd: Path, environ: dict[str, str], stdout: IO[str] | int, stderr: IO[str] | int
+    ) -> None:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # as in `tests.distributed`
+        self._words = words
+        self.stdout: IO[str] | None = None
+        if stdout == subprocess.PIPE:
+            reader, out = os.pipe()
+            self.stdout = os.fdopen(reader)
+        elif stdout == subprocess.DEVNULL:
+            out = os.open(os.devnull, os.O_WRONLY)
+        else:
+            out = os.dup(stdout if isinstance(stdout, int) else stdout.fileno())
+        err = os.dup(out if isinstance(stderr, int) else stderr.fileno())
+        streams = [Connection(file, readable=False) for file in (out, err)]
+        first = words.index(LAUNCH[0])
+        namespace = words[first - 1] if first else ""
+        arguments = (words[first + len(LAUNCH) :], namespace, cwd, environ, streams)
+        self._process = _CONTEXT.Process(target=_be_launcher, args=arguments)
+        self._process.start()
+        for stream in streams:
+            stream.close()
+        self.pid = self._process.pid or 0
+        self._said: list[str] = []
+        self._reader: threading.Thread | None = None
+
+    @property
+    def returncode(self) -> int | None:
+        return self.poll()
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired(self._words, timeout or 0.0)
+        return self._process.exitcode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, None]:
+        """What it and all that it has started say, to the end; then it has ended, too."""
+        if self.stdout is not None and self._reader is None:
+            self._reader = threading.Thread(target=self._read, args=[self.stdout], daemon=True)
+            self._reader.start()
+        if self._reader is not None:
+            self._reader.join(timeout)
+            if self._reader.is_alive():
+                raise subprocess.TimeoutExpired(self._words, timeout or 0.0)
+        self.wait(timeout)
+        return "".join(self._said), None
+
+    def _read(self, stream: IO[str]) -> None:
+        with stream:
+            self._said.append(stream.read())
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
 
-def _be_launcher(arguments: tuple[str, ...], cwd: Path, environ: dict[str, str], output: list[Path]) -> None:
-    for number, path in enumerate(output, 1):
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(file, number)
-        os.close(file)
+def _be_launcher(
+    arguments: Sequence[str], namespace: str, cwd: Path, environ: dict[str, str], output: list[Connection]
+) -> None:
+    os.setsid()
+    for number, stream in enumerate(output, 1):
+        os.dup2(stream.fileno(), number)
+        stream.close()
+    if namespace:
+        with Path("/run/netns", namespace).open() as net:
+            if ctypes.CDLL(None, use_errno=True).setns(net.fileno(), 0):
+                raise OSError(ctypes.get_errno(), f"network namespace {namespace}")
     os.environ.clear()
     os.environ.update(environ)
     os.chdir(cwd)
     sys.argv[:] = ["fullshard", "launch", *arguments]
     main()
+
+
+@contextmanager
+def _beginning(
+    words: Sequence[str], cwd: Path, environ: dict[str, str], stdout: IO[str] | int, stderr: IO[str] | int
+) -> Iterator[subprocess.Popen[str]]:
+    """With a search path of its own, which counts as torch is imported, a launcher is a new process."""
+    is_launcher = LAUNCH[2] in words and words[0] in ("ip", LAUNCH[0])
+    if is_launcher and environ.get("PYTHONPATH") == os.environ.get("PYTHONPATH"):
+        process = cast("subprocess.Popen[str]", Forked(words, cwd, environ, stdout, stderr))
+    else:
+        process = subprocess.Popen(
+            words, cwd=cwd, env=environ, stdout=stdout, stderr=stderr, text=True, start_new_session=True
+        )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def launch(*arguments: str, cwd: Path, timeout: float = 120, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run `fullshard launch` to its end."""
+    words = [*LAUNCH, *arguments]
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+
+        def said() -> list[str]:
+            for file in (out, err):
+                file.seek(0)
+            return [out.read(), err.read()]
+
+        with _beginning(words, cwd, environment(**variables), out, err) as launcher:
+            try:
+                code = launcher.wait(timeout)
+            except subprocess.TimeoutExpired:
+                raise subprocess.TimeoutExpired(words, timeout, *said()) from None
+        return subprocess.CompletedProcess(words, code, *said())
 
 
 @contextmanager
@@ -105,21 +201,8 @@ def started(*command: str, cwd: Path, **variables: str) -> Iterator[subprocess.P
 @contextmanager
 def started_into(stdout: IO[str] | int, *command: str, cwd: Path, **variables: str) -> Iterator[subprocess.Popen[str]]:
     """The same with what it says in a file: of a process that says more than a pipe holds before anybody reads."""
-    process = subprocess.Popen(
-        command,
-        cwd=cwd,
-        env=environment(**variables),
-        stdout=stdout,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
+    with _beginning(command, cwd, environment(**variables), stdout, subprocess.STDOUT) as process:
         yield process
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
 
 
 def lines_of_each(

@@ -77,7 +77,8 @@ def test_in_the_same_processes(model: Path, tmp_path: Path, what: str) -> None:
     compare(tmp_path, ["rank0", "rank1"], done.stdout + done.stderr)
 
 
-@pytest.mark.parametrize("what", ["all", pytest.param("lora", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("what", ["all", "lora"])
 def test_a_server(model: Path, tmp_path: Path, what: str) -> None:
     port, way = str(free_port()), str(free_port())
     serve = (sys.executable, "-m", "vllm", str(model), port)

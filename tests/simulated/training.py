@@ -442,16 +442,20 @@ def on_the_cpu(case: Case, program: Program = train) -> list[list[torch.Tensor]]
 
 
 def differences(
-    case: Case, seed: int = 1, program: Program = train, expected: list[list[torch.Tensor]] | None = None
+    case: Case,
+    seed: int = 1,
+    program: Program = train,
+    expected: list[list[torch.Tensor]] | None = None,
+    orders: slice = slice(None),
 ) -> list[str]:
-    """The orders in which a case does not give what it gives on the CPU."""
+    """The orders, all or some, in which a case does not give what it gives on the CPU."""
     from tests.simulated.device import NAME, ORDERS, begin
     from tests.simulated.group import run_ranks
 
     expected = on_the_cpu(case, program) if expected is None else expected
     with small_activations(), as_with_nccl():
         wrong = []
-        for order in ORDERS:
+        for order in ORDERS[orders]:
             begin(order, seed)
             try:
                 found = run_ranks(program, case.ranks, case, NAME)
