@@ -22,7 +22,6 @@ import itertools
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -31,9 +30,7 @@ from fullshard.comm import torch_private
 from fullshard.core.errors import ConfigError, LifecycleError
 from fullshard.core.events import EventKind
 from fullshard.engine.offload import Copied, Host, StorageView, bytes_of
-
-if TYPE_CHECKING:
-    from fullshard.engine.unit import Unit
+from fullshard.engine.unit import Unit
 
 SMALLEST_NBYTES = 2**16
 """What is smaller stays: a copy takes some microseconds whatever its size, in which PCIe moves as much. Those are the

@@ -27,7 +27,7 @@ _numbers = itertools.count()
 
 
 class CallOwner(Protocol):
-    """What a call tells its unit."""
+    """What a call, and the backward that leaves it (`engine.unannounced`), tell its unit."""
 
     name: str
     mesh: Mesh
@@ -37,6 +37,12 @@ class CallOwner(Protocol):
 
     def post_backward(self, call: Any) -> None:
         """Backward has passed all inputs of `call`."""
+
+    def reduce_if_left(self) -> None:
+        """Reduce its gradients, unless a call is still to come back."""
+
+    def finish_backward(self) -> None:
+        """The whole backward is over."""
 
 
 class Call(Generic[UnitT]):

@@ -6,8 +6,8 @@ until the backward is over, because nothing announces that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,37 +15,10 @@ from torch.utils.hooks import RemovableHandle
 
 from fullshard.comm import torch_private
 from fullshard.engine.call import uncompiled
-from fullshard.wrap.partition import Slot
+from fullshard.engine.unit import Unit
 
 
-class PartOwner(Protocol):
-    """What a part asks of its unit."""
-
-    is_kept_for_backward: bool
-
-    @property
-    def slots(self) -> Sequence[Slot]:
-        """Its parameters and where they are."""
-
-    @property
-    def modules(self) -> Sequence[nn.Module]:
-        """That are unsharded together."""
-
-    @property
-    def is_at_rest(self) -> bool:
-        """Whether the modules hold sharded parameters."""
-
-    def take_requires_grad(self) -> None:
-        """Somebody may have frozen some."""
-
-    def unshard(self) -> None:
-        """Make the parameters whole."""
-
-    def reshard(self) -> None:
-        """Free them."""
-
-
-def watch_parts(unit: PartOwner, *, is_outermost: bool) -> list[RemovableHandle]:
+def watch_parts(unit: Unit, *, is_outermost: bool) -> list[RemovableHandle]:
     """Unshard a unit, too, when a module that holds parameters of it is called past the unit.
 
     In the outermost unit any: an encoder called on its own uses the embedding that the whole model owns. In others
@@ -69,7 +42,7 @@ class _WatchedPart:
         has_unsharded: it is being called past the unit, and reshards it in the end.
     """
 
-    def __init__(self, unit: PartOwner) -> None:
+    def __init__(self, unit: Unit) -> None:
         self.unit, self.has_unsharded = unit, False
 
     def begin(self) -> None:

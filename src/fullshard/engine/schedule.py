@@ -73,6 +73,7 @@ class Schedule:
         checkup: compares the ranks every so many steps.
         rounds: backwards of a step, where there are virtual ranks.
         lockstep: sees to it that all ranks do the same.
+        unannounced: calls that backward leaves without a sign.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -104,7 +105,7 @@ class Schedule:
         self._forward: list[Unit] = []
         self._last_ended: Unit | None = None
         self._participants: dict[Unit, None] = {}
-        self._unannounced = Unannounced()
+        self.unannounced = Unannounced()
         self._end_of_backward: Callable[[], object] = lambda: None  # what is to be called; None once that is impossible
         self._thread = threading.get_ident()
         self._queued: set[Unit] = set()
@@ -120,7 +121,7 @@ class Schedule:
             self.steppers |= earlier.steppers
             self.lockstep.loads += earlier.lockstep.loads
         self.units = list(units)
-        self._unannounced.units = self.units
+        self.unannounced.units = self.units
         for number, unit in enumerate(units):
             unit.schedule, unit.number = self, number
             unit.reducing.watch = self.guard.watch
@@ -282,7 +283,7 @@ class Schedule:
 
     @property
     def _in_backward(self) -> bool:
-        return self._unannounced.backward is not None
+        return self.unannounced.backward is not None
 
     def begin_backward(self, unit: Unit) -> None:
         """Backward has reached `unit`; the first time, put the reductions in order and ask for `_finish_backward`."""
@@ -293,7 +294,7 @@ class Schedule:
                 keeps = self.keeps_gradients or not all(each.reduce_gradients for each in self.units)
                 self.rounds.check_backward([u.reducing for u in self.units], keeps=keeps, steps=bool(self.steppers))
             self.reducer.begin(self._steppers_at_work())
-            self._unannounced.begin()
+            self.unannounced.begin()
             self.lockstep.note_begin_of_backward()
             for each in self.units:
                 each.take_requires_grad()  # a module may have changed it within its forward
@@ -329,22 +330,10 @@ class Schedule:
                 hint="call it between backwards, on every rank; after one that failed call reset_iter_state() first",
             )
         self.reducer.begin(self._steppers_at_work())
-        self._unannounced.begin()
+        self.unannounced.begin()
         for unit in sorted(self.units_by_backward(), key=lambda unit: self._reduce_order.get(unit, 0)):
             self._enqueue(unit)
         self._finish_backward()
-
-    def reach_in_backward(self, unit: Unit, call: Call[Unit]) -> None:
-        """Backward comes to `call`, and has left others without a sign (`engine.unannounced`)."""
-        self._unannounced.reach(unit, call)
-
-    def leave_unannounced(self, *, after: int) -> None:
-        """It has left, without a sign, calls that began after the one of that number."""
-        self._unannounced.leave(after=after)
-
-    def begin_recompute(self) -> None:
-        """Backward is about to run a forward again."""
-        self._unannounced.leave_before_recompute()
 
     def prefetch_backward(self, unit: Unit, call: Call[Unit]) -> None:
         """Have what backward needs after `unit` on its way, before `unit`'s own gradients are computed."""
@@ -390,8 +379,8 @@ class Schedule:
     @torch.no_grad()
     def _finish_backward(self) -> None:
         """Called by autograd when the outermost backward is over."""
-        self._unannounced.leave(after=-1)  # of other models, too: it is over for them
-        self._unannounced.finish_others()
+        self.unannounced.leave(after=-1)  # of other models, too: it is over for them
+        self.unannounced.finish_others()
         if self.reducer.steppers:  # others wait for it before they step, and then are here, too
             for unit in self.units:
                 unit.finish_backward()
@@ -448,7 +437,7 @@ class Schedule:
         self._participants.clear()
         self._last_ended = None
         self._queued.clear()
-        self._unannounced.end()
+        self.unannounced.end()
         self.reducer.clear()
 
     def _agree_on_used(self) -> dict[Bucket, bytearray]:

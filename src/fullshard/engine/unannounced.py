@@ -9,23 +9,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from fullshard.comm import torch_private
-from fullshard.engine.call import Call
-
-
-class LeftUnit(Protocol):
-    """What is asked of the unit of such a call."""
-
-    def post_backward(self, call: Call[Any]) -> None:
-        """Backward has left `call`."""
-
-    def reduce_if_left(self) -> None:
-        """Reduce its gradients, unless a call is still to come back."""
-
-    def finish_backward(self) -> None:
-        """The whole backward is over."""
+from fullshard.engine.call import Call, CallOwner
 
 
 class Unannounced:
@@ -37,9 +24,9 @@ class Unannounced:
     """
 
     def __init__(self) -> None:
-        self.units: Sequence[LeftUnit] = ()
+        self.units: Sequence[CallOwner] = ()
         self.backward: int | None = None
-        self._calls: dict[Call[Any], LeftUnit] = {}  # that backward is in
+        self._calls: dict[Call[Any], CallOwner] = {}  # that backward is in
         _models.add(self)
 
     def begin(self) -> None:
@@ -51,7 +38,7 @@ class Unannounced:
         self.backward = None
         self._calls.clear()
 
-    def reach(self, unit: LeftUnit, call: Call[Any]) -> None:
+    def reach(self, unit: CallOwner, call: Call[Any]) -> None:
         """Backward has come to `call` of `unit`: what it has left is ended before anything more is gathered."""
         self.leave(after=call.number)
         call.reach()

@@ -29,12 +29,19 @@ from fullshard.engine.gradient_hooks import GradientHooks
 from fullshard.engine.materialize import Values
 from fullshard.engine.offload import Storage
 from fullshard.engine.precision import MixedPrecisionPolicy, cast_floating
+from fullshard.engine.unannounced import Unannounced
 from fullshard.engine.unit_parameters import UnitOwner, UnitParameters, UnitState
 from fullshard.wrap.partition import UnitPlan
 
 
 class UnitSchedule(UnitOwner, Protocol):
-    """What a unit asks of the order of work in its model, the `Schedule`: it tells what has begun and ended."""
+    """What a unit asks of the order of work in its model, the `Schedule`: it tells what has begun and ended.
+
+    Attributes:
+        unannounced: calls that backward leaves without a sign.
+    """
+
+    unannounced: Unannounced
 
     @property
     def is_in_forward(self) -> bool:
@@ -64,15 +71,6 @@ class UnitSchedule(UnitOwner, Protocol):
 
     def begin_backward(self, unit: Unit) -> None:
         """Backward has reached the unit."""
-
-    def reach_in_backward(self, unit: Unit, call: Call[Unit]) -> None:
-        """It has reached an output of `call`, and nothing has been gathered for it yet."""
-
-    def leave_unannounced(self, *, after: int) -> None:
-        """It has left, without a sign, calls that began after the one of that number."""
-
-    def begin_recompute(self) -> None:
-        """Backward is about to run a forward again, of whatever unit."""
 
     def prefetch_backward(self, unit: Unit, call: Call[Unit]) -> None:
         """Its parameters are there, and its gradients about to be computed."""
@@ -216,7 +214,7 @@ class Unit(UnitParameters):
             return args, kwargs
         in_backward = torch_private.backward_under_way() != -1
         if in_backward:  # a recompute is no forward of the model: order and depth are those of the first
-            self.schedule.begin_recompute()
+            self.schedule.unannounced.leave_before_recompute()
         else:
             self.schedule.begin_forward(self)
         self._running += 1
@@ -294,7 +292,7 @@ class Unit(UnitParameters):
         self.schedule.begin_backward(self)
         if call.is_active:  # another output was first
             return
-        self.schedule.reach_in_backward(self, call)
+        self.schedule.unannounced.reach(self, call)
         call.begin()
         self._gradient_hooks.stay_last()
         if self.unshard_in_backward:
@@ -315,7 +313,7 @@ class Unit(UnitParameters):
 
     def post_backward(self, call: Call[Unit]) -> None:
         """Backward has passed all inputs of `call`."""
-        self.schedule.leave_unannounced(after=call.number)
+        self.schedule.unannounced.leave(after=call.number)
         call.end()
         self.emit(EventKind.BACKWARD_END)
         pending = self._pending_calls()
