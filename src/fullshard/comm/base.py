@@ -39,16 +39,14 @@ class FullBuffer(Protocol):
         is_persistent: whether its memory is there all the time, so that staying whole costs nothing.
         keeps_memory: `free` keeps it, so that it is at the same address when it is whole again; as it is by itself
             where it is persistent.
+        main: shape (S,); this rank's interval, if it outlasts `free`, so that main weights can live there.
     """
 
     full: torch.Tensor
-    is_zeroed: bool
-    is_persistent: bool
-    keeps_memory: bool
-
-    @property
-    def main(self) -> torch.Tensor | None:
-        """Shape (S,); this rank's interval, if it outlasts `free`, so that main weights can live there."""
+    is_zeroed: bool = False
+    is_persistent: bool = False
+    keeps_memory: bool = False
+    main: torch.Tensor | None = None
 
     @property
     def nbytes(self) -> int:

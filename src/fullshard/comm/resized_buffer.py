@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import torch
 
-from fullshard.comm.base import BufferSpec, Collectives, Work, WorkOf, own_interval
+from fullshard.comm.base import BufferSpec, Collectives, FullBuffer, Work, WorkOf, own_interval
 from fullshard.comm.packing import Packing
 
 
-class ResizedBuffer:
-    """A buffer in memory of its own, which is freed by resizing its storage. See `FullBuffer`."""
+class ResizedBuffer(FullBuffer):
+    """A buffer in memory of its own, which is freed by resizing its storage.
 
-    main = None
-    is_zeroed = False
-    is_persistent = False
-    keeps_memory = False
+    It has no readers: what the others read is a copy of the main weights, made when the gather was launched.
+    """
 
     def __init__(self, collectives: Collectives, spec: BufferSpec) -> None:
         self._collectives, self._packing = collectives, spec.packing
@@ -74,6 +72,3 @@ class ResizedBuffer:
         """Resize to nothing."""
         if not self.keeps_memory:
             self._storage.resize_(0)
-
-    def wait_for_readers(self) -> None:
-        """Nothing: what the others read is a copy of the main weights, made when the gather was launched."""

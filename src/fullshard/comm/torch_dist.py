@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.distributed as dist
 
@@ -52,24 +50,14 @@ def dividing(work: dist.Work, total: torch.Tensor, how: Reduction) -> Work:
     return WorkOf(wait)
 
 
-@dataclass(slots=True)
-class PersistentBuffer:
-    """A buffer that one rank owns whole, in the dtype of the main weights: those are it. See `FullBuffer`."""
+class PersistentBuffer(FullBuffer):
+    """A buffer that one rank owns whole, in the dtype of the main weights: those are it."""
 
-    full: torch.Tensor
-    is_zeroed: bool = False
-    is_persistent: bool = True
-    keeps_memory: bool = False
+    is_persistent = True
+    nbytes = 0
 
-    @property
-    def main(self) -> torch.Tensor:
-        """All of it."""
-        return self.full
-
-    @property
-    def nbytes(self) -> int:
-        """Nothing would be given back."""
-        return 0
+    def __init__(self, full: torch.Tensor) -> None:
+        self.full = self.main = full
 
     def gather(self, main: torch.Tensor, *, tag: int, exactly: bool = False, is_unchanged: bool = False) -> Work:
         """Nothing to do."""
@@ -77,9 +65,6 @@ class PersistentBuffer:
 
     def free(self) -> None:
         """Nothing to do."""
-
-    def wait_for_readers(self) -> None:
-        """Nothing to wait for."""
 
 
 class Alone(Collectives):

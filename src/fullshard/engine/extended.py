@@ -124,8 +124,8 @@ class ExtendedBucket(Bucket):
         return Gradient(self, self.sharded_parameters, storage_id=None, emit=self.emit)
 
 
-class ExtendedBuffer:
-    """What a parameter is unsharded into. See `comm.base.FullBuffer`.
+class ExtendedBuffer(FullBuffer):
+    """What a parameter is unsharded into.
 
     Args:
         slot: the parameter.
@@ -137,12 +137,10 @@ class ExtendedBuffer:
         rows: see above.
         unsharded: what modules hold in forward.
         full: the same, without autograd.
-        is_zeroed: of `FullBuffer`.
         storage_ids: of all that is whole then.
         whole_nbytes: bytes of that.
     """
 
-    main = None
     _keeps_memory = False
 
     def __init__(

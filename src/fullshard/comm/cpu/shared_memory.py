@@ -180,17 +180,15 @@ class SharedBuckets:
             self.pending.remove(offer)
 
 
-class MappedBuffer:
-    """An unsharded bucket in memory that all ranks map. See `FullBuffer`.
+class MappedBuffer(FullBuffer):
+    """An unsharded bucket in memory that all ranks map.
 
     `full` is a private mapping of it: of a page that this rank writes it gets a copy. Freeing throws those away, so
     that in-place changes to unsharded parameters stay this rank's own, as in any other memory. It unmaps the other
     pages too: they are there once for all ranks, but the kernel counts what is mapped as resident, on each rank.
     """
 
-    is_zeroed = False
     is_persistent = Route.SHARED_MEMORY.shares_memory
-    keeps_memory = False
 
     def __init__(self, buffers: SharedBuckets, place: tuple[int, int], spec: BufferSpec) -> None:
         self._buffers = buffers
