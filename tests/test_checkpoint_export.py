@@ -207,7 +207,7 @@ def test_a_rank_that_cannot_gather_is_named_on_the_others(
     monkeypatch.setenv("FULLSHARD_COMM", comm)
     other, own = run_ranks(_gather_error, 2, str(tmp_path))
     assert "allocate memory" in own
-    assert other.startswith("rank 0: gathering weight: rank 1 had an error in gathering weight (RuntimeError("), other
+    assert other.startswith("rank 0, gathering weight: rank 1 had an error in gathering weight (RuntimeError("), other
 
 
 def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:

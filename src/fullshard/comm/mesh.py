@@ -184,14 +184,9 @@ class Mesh:
         if group is None:
             return [value]
         values: list[Any] = [None] * group.size()
-        try:
-            with PLACE.waiting("comparing notes"), torch_private.without_transforms():  # those have no message's memory
-                dist.all_gather_object(values, value, group=group)
-        except RuntimeError as error:
-            raise CommunicationError(
-                f"rank {self.rank}: comparing notes with the other ranks failed: {STALLS.reason(error)}",
-                hint="see whether another rank failed first, or took another path through the model",
-            ) from error
+        without = torch_private.without_transforms()  # those have no message's memory
+        with PLACE.waiting("comparing notes"), without, STALLS.explaining("comparing notes with the other ranks"):
+            dist.all_gather_object(values, value, group=group)
         return values
 
 

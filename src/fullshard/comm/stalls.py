@@ -205,13 +205,25 @@ class Stalls:
         """Within it this process waits in the default group, which is of no use any more if that is given up.
 
         Raises:
-            CommunicationError: another rank has failed, has ended or does not come.
+            CommunicationError: as `explaining`.
         """
         world = dist.group.WORLD
         self._joined = [] if world is None else [world]
         try:
-            with PLACE.waiting(what):
+            with PLACE.waiting(what), self.explaining(what):
                 yield
+        finally:
+            self._joined = []
+
+    @contextlib.contextmanager
+    def explaining(self, what: str) -> Iterator[None]:
+        """Within it what torch raises where others do not come says why.
+
+        Raises:
+            CommunicationError: another rank has failed, has ended or does not come.
+        """
+        try:
+            yield
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -219,8 +231,6 @@ class Stalls:
                 f"rank {dist.get_rank()}, {what}: {self.reason(error)}",
                 hint="see whether another rank failed first, or does not come here",
             ) from error
-        finally:
-            self._joined = []
 
     @property
     def limit(self) -> float:

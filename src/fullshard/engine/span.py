@@ -14,7 +14,7 @@ from fullshard.comm import torch_private
 from fullshard.comm.mesh import Mesh
 from fullshard.comm.stalls import STALLS
 from fullshard.core.boxes import IntervalBox, boxes
-from fullshard.core.errors import CommunicationError, LifecycleError
+from fullshard.core.errors import LifecycleError
 from fullshard.core.layout import Interval
 from fullshard.core.tiling import in_whole
 from fullshard.engine.tile import Tile
@@ -242,22 +242,14 @@ class Span:
         with self.mesh.doing_alike(f"gathering {self.name}"):
             full = torch.empty(self.numel, dtype=local.dtype, device=self.mesh.device)
             full[self.interval.start : self.interval.stop] = local.reshape(-1)
-            self._exchange(full)
+            with STALLS.explaining(f"gathering {self.name}"):
+                for owner in range(self.mesh.shard_size if self.mesh.shard_group is not None else 0):
+                    interval = self.placement.interval(owner, self.numel)
+                    if interval.numel:
+                        part = full[interval.start : interval.stop]
+                        dist.broadcast(part, group=self.mesh.shard_group, group_src=owner)
             tile = full.view(self.tile_shape)
             return tile if self.tile is None else self.tile.gather(tile)
-
-    def _exchange(self, full: torch.Tensor) -> None:
-        group = self.mesh.shard_group
-        try:
-            for owner in range(self.mesh.shard_size if group is not None else 0):
-                interval = self.placement.interval(owner, self.numel)
-                if interval.numel:
-                    dist.broadcast(full[interval.start : interval.stop], group=group, group_src=owner)
-        except RuntimeError as error:
-            raise CommunicationError(
-                f"rank {self.mesh.rank}: gathering {self.name}: {STALLS.reason(error)}",
-                hint="see whether another rank failed first",
-            ) from error
 
     def _compose(self, local: torch.Tensor) -> torch.Tensor:
         """The whole of a composed parameter, or of what was computed of one and is of its class."""
