@@ -104,8 +104,7 @@ def fully_shard(
     for one in modules:
         _check_can_be_unsharded(one, [one])
         expose_scales(one)
-    inner = [m for root in modules for m in root.modules() if unit_of(m) is not None]
-    [plan] = partition(modules, ignored=ignored_params or (), stop_at=inner)
+    [plan] = partition(modules, ignored=ignored_params or (), stop_at=_units_in(modules))
     check_types([plan], modules)
     check_tiles([plan], modules, resolved)
     if shard_placement_fn is not None:
@@ -114,17 +113,10 @@ def fully_shard(
     _make_unit(
         plan,
         schedule=schedule,
-        mesh=resolved,
         policy=MixedPrecisionPolicy.of(mp_policy),
         storage=Storage.of(offload_policy, resolved.device),
         reshard_after_forward=reshard,
         neighbours=neighbours,
-        inner=inner,
-        model=None,
-        init=None,
-        leaves_meta=True,
-        sync_module_states=False,
-        class_prefix="FSDP",  # as torch names them
     )
     assemble(modules, schedule)
     resolved.end_sharding()
@@ -179,7 +171,7 @@ def shard_model(
         mesh = init_mesh(shard_size=row.mesh_shape(joined_world_size(), shard_size)[1], device=device)
     mesh.begin_sharding()
     prefetch = _backward_prefetch(backward_prefetch)
-    if any(unit_of(m) is not None for m in model.modules()):
+    if _units_in([model]):
         raise WrapError("part of the model is sharded already", hint="call shard_model once, on an unsharded model")
     _check_can_be_unsharded(model, [model, *unit_modules])
     reshard = row.reshard_after_forward if reshard_after_forward is None else reshard_after_forward
@@ -194,16 +186,12 @@ def shard_model(
         _make_unit(
             plan,
             schedule=schedule,
-            mesh=mesh,
             policy=MixedPrecisionPolicy.of(mp_policy),
             storage=storage,
             reshard_after_forward=None if reshard and plan.modules[0] is model else reshard,
-            inner=[m for other in plans if other is not plan for m in other.modules if unit_of(m) is not None],
             model=model,
             init=param_init_fn,
-            leaves_meta=False,
             sync_module_states=sync_module_states,
-            class_prefix="",  # layer class names in configs, and what Transformers and PEFT look up by them, stay
             weights=weights,
         )
     assemble([model], schedule)
@@ -253,33 +241,29 @@ def _make_unit(
     plan: UnitPlan,
     *,
     schedule: Schedule,
-    mesh: Mesh,
     policy: MixedPrecisionPolicy,
     storage: Storage,
     reshard_after_forward: bool | None,
-    inner: Iterable[nn.Module],
-    model: nn.Module | None,
-    init: InitFunction | None,
-    leaves_meta: bool,
-    sync_module_states: bool,
-    class_prefix: str,
-    weights: WeightSource | None = None,
     neighbours: int | None = None,
+    model: nn.Module | None = None,
+    init: InitFunction | None = None,
+    sync_module_states: bool = False,
+    weights: WeightSource | None = None,
 ) -> None:
+    """Of `fully_shard`, or of the `model` that `shard_model` was given."""
     with _BEGINNING:
         _begin()
     _check_not_managed(plan)
-    below = {id(m) for root in plan.modules for m in root.modules()}
+    mesh = schedule.mesh
     for slot in plan.slots:
         slot.compute_dtype = policy.override(slot.parameter)
     # Before the unit is made: its buckets copy the values that they find, and let go of the rest.
     materialize(
         plan,
         mesh=mesh,
-        stop_at=[m for m in inner if id(m) in below],
+        stop_at=_units_in(plan.modules),
         model=model,
         init=init,
-        leaves_meta=leaves_meta,
         sync_module_states=sync_module_states,
         buffer_dtype=policy.buffer_dtype,
         weights=weights,
@@ -295,8 +279,14 @@ def _make_unit(
     )
     if neighbours is not None:
         unit.neighbours = mesh.neighbours(neighbours)
+    # As torch names them; or as they are: class names in configs, and what Transformers and PEFT look up by them, stay.
+    prefix = "FSDP" if model is None else ""
     for module in plan.modules:
-        make_fsdp_module(module, unit, prefix=class_prefix)
+        make_fsdp_module(module, unit, prefix=prefix)
+
+
+def _units_in(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    return [inner for module in modules for inner in module.modules() if unit_of(inner) is not None]
 
 
 def _check_can_be_unsharded(root: nn.Module, units: Iterable[nn.Module]) -> None:

@@ -67,7 +67,6 @@ def materialize(
     stop_at: Iterable[nn.Module],
     model: nn.Module | None,
     init: InitFunction | None,
-    leaves_meta: bool,
     sync_module_states: bool,
     buffer_dtype: torch.dtype | None,
     weights: WeightSource | None = None,
@@ -78,10 +77,9 @@ def materialize(
         plan: the unit.
         mesh: gives the device and the ranks to agree with.
         stop_at: inner units, which have been made real before.
-        model: the whole model, if it is known.
+        model: the whole model, if it is known; else what is on the meta device stays there.
         init: for modules with something on the meta device. Default: their own `reset_parameters`, else the
             `_init_weights` of the Transformers model around them.
-        leaves_meta: what is on the meta device stays there.
         sync_module_states: take rank 0's values also where nothing was on the meta device.
         buffer_dtype: cast floating-point buffers to this.
         weights: what it holds stays on the meta device here; the bucket reads its interval of it.
@@ -101,7 +99,7 @@ def materialize(
         deferred = {id(slot) for slot in plan.slots if weights.holds(slot)}
         init = _init_with(weights, init or _default_init(model, plan.modules))
     own = {(id(m), attribute) for slot in plan.slots if id(slot) not in deferred for m, attribute in slot.owners}
-    meta = [] if leaves_meta else [module for module in modules if _has_meta(module, own)]
+    meta = [] if model is None else [module for module in modules if _has_meta(module, own)]
     for module in meta:
         _initialize(module, own, device=mesh.device, init=init or _default_init(model, plan.modules))
     # Allocating replaces parameter objects, so read the slots' parameters again.
