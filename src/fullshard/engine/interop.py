@@ -41,9 +41,8 @@ from fullshard.engine import averages
 from fullshard.engine.bucket import bucket_of
 from fullshard.engine.extended import ExtendedParameter
 from fullshard.engine.finite import note_before_clipping
-from fullshard.engine.parameter import ShardedParameter, sharded_parameters
+from fullshard.engine.parameter import RowParameter, ShardedParameter, sharded_parameters
 from fullshard.engine.rounds import square_sum
-from fullshard.engine.rows import RowParameter
 from fullshard.engine.sent import send_parts
 from fullshard.engine.sharded_tensor import RowTensor, ShardedTensor, dtensor_of
 from fullshard.engine.span import Name, RaggedShard, Span

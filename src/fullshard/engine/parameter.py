@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from fullshard.comm import torch_private
 from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import LifecycleError
-from fullshard.engine.sharded_tensor import ShardedTensor, part_of
+from fullshard.engine.sharded_tensor import RowTensor, ShardedTensor, part_of
 from fullshard.engine.span import Span
 
 _grad_descriptor: Any = torch.Tensor.grad
@@ -69,8 +69,9 @@ class ShardedParameter(ShardedTensor):
 
     def __new__(cls, bucket: ParameterOwner, index: int, *, requires_grad: bool) -> ShardedParameter:
         """Cut parameter `index` of `bucket` down to this rank's interval of it in `main`."""
-        local = bucket.weights(index).detach()
-        self = super().__new__(cls, local, bucket.span(index), requires_grad=requires_grad)
+        local, span = bucket.weights(index).detach(), bucket.span(index)
+        cls = RowParameter if span.as_rows else cls
+        self = super().__new__(cls, local, span, requires_grad=requires_grad)
         assert isinstance(self, ShardedParameter)  # noqa: S101 -- for the type checker
         self._bucket, self._index = bucket, index
         self._data, self.gradient_hooks = self.wrap(self.local), OrderedDict()
@@ -225,6 +226,15 @@ class ShardedParameter(ShardedTensor):
         self.gradient_hooks[handle.id] = hook
         self._bucket.has_gradient_hooks = True
         return handle
+
+
+class RowParameter(ShardedParameter, RowTensor):
+    """One of which each rank has rows, as under torch's `fully_shard`: where `shard_placement_fn` gives `Shard(0)`.
+
+    Its bucket, in which it is alone, is cut into W intervals of ceil(n / W) rows each, the last ones shorter or empty.
+    So nothing else differs from any bucket, and nothing is copied on the way; but there is a gather and a reduction
+    for each such parameter. Within the engine a rank's rows are flat, as any interval is.
+    """
 
 
 def sharded_parameters(optimizer: torch.optim.Optimizer) -> list[ShardedParameter]:

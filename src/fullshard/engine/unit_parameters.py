@@ -27,7 +27,6 @@ from fullshard.engine.offload import Storage
 from fullshard.engine.parameter import mark_original
 from fullshard.engine.precision import MixedPrecisionPolicy
 from fullshard.engine.reducing import Reducing
-from fullshard.engine.rows import RowBucket
 from fullshard.engine.sharded_tensor import ShardedTensor
 from fullshard.engine.waiting import Waiting, WaitingModel
 from fullshard.wrap.extended import is_composed, is_extended
@@ -321,6 +320,4 @@ class UnitParameters:
 def _bucket_type(slots: Sequence[Slot]) -> type[Bucket]:
     if is_composed(slots[0].parameter):
         return ComposedBucket
-    if is_extended(slots[0].parameter):
-        return ExtendedBucket
-    return RowBucket if slots[0].by_rows else Bucket
+    return ExtendedBucket if is_extended(slots[0].parameter) else Bucket
