@@ -266,12 +266,7 @@ def _distribute_tensor(
     """Torch's, that takes the placements of a sharded parameter, too."""
     if device_mesh is not None and device_mesh.size() == 1:
         options["src_data_rank"] = None  # nothing is to be sent, nor need a process group be there
-    ragged = _ragged_of(placements)
-    if ragged is None or device_mesh is None:
-        distributed: DTensor = torch_private.distribute_tensor.torchs(tensor, device_mesh, placements, **options)
-        return distributed
-    whole = torch_private.distribute_tensor.torchs(tensor, device_mesh, _replicated(device_mesh), **options)
-    return _sharded(whole, ragged)
+    return _made(torch_private.distribute_tensor, tensor, device_mesh, placements, **options)
 
 
 def _redistribute(
@@ -281,13 +276,7 @@ def _redistribute(
     **options: Any,
 ) -> DTensor:
     """The same, of what is a DTensor already."""
-    ragged = _ragged_of(placements)
-    if ragged is None:
-        redistributed: DTensor = torch_private.redistribute.torchs(self, device_mesh, placements, **options)
-        return redistributed
-    device_mesh = device_mesh or self.device_mesh
-    whole = torch_private.redistribute.torchs(self, device_mesh, _replicated(device_mesh), **options)
-    return _sharded(whole, ragged)
+    return _made(torch_private.redistribute, self, device_mesh or self.device_mesh, placements, **options)
 
 
 def _from_local(
@@ -330,22 +319,25 @@ def _make_dtensor(
     **options: Any,
 ) -> DTensor:
     """The same, of zeros, ones and the like."""
+    return _made(torch_private.make_dtensor, init_op, size, device_mesh, placements, **options)
+
+
+def _made(torchs: torch_private.Replaced, *args: Any, **options: Any) -> DTensor:
+    """What a function of torch's makes; placed as a sharded parameter is, this rank's part of what is replicated."""
+    *given, device_mesh, placements = args
     ragged = _ragged_of(placements)
     if ragged is None or device_mesh is None:
-        made: DTensor = torch_private.make_dtensor.torchs(init_op, size, device_mesh, placements, **options)
+        made: DTensor = torchs.torchs(*args, **options)
         return made
-    whole = torch_private.make_dtensor.torchs(init_op, size, device_mesh, _replicated(device_mesh), **options)
-    sharded = _sharded(whole, ragged)
-    sharded.requires_grad_(whole.requires_grad)
-    return sharded
+    whole: DTensor = torchs.torchs(*given, device_mesh, [Replicate()] * device_mesh.ndim, **options)
+    _check_no_graph(whole)
+    span = _span_of(whole.device_mesh, whole.shape, ragged)
+    own = span.cut(whole.to_local().detach()).clone()
+    return ShardedTensor(own, span, requires_grad=whole.requires_grad)
 
 
 def _ragged_of(placements: Sequence[Placement] | None) -> RaggedShard | None:
     return next((p for p in placements or () if isinstance(p, RaggedShard)), None)
-
-
-def _replicated(device_mesh: DeviceMesh) -> list[Placement]:
-    return [Replicate()] * device_mesh.ndim
 
 
 def _span_of(device_mesh: DeviceMesh, shape: torch.Size, ragged: RaggedShard) -> Span:
@@ -353,14 +345,6 @@ def _span_of(device_mesh: DeviceMesh, shape: torch.Size, ragged: RaggedShard) ->
     if mesh is None:
         raise LifecycleError(f"nothing is sharded over {device_mesh}", hint="give the parameter's own device_mesh")
     return Span(mesh, shape, ragged, Name())
-
-
-def _sharded(replicated: DTensor, ragged: RaggedShard) -> DTensor:
-    """This rank's interval of what every rank has whole."""
-    _check_no_graph(replicated)
-    span = _span_of(replicated.device_mesh, replicated.shape, ragged)
-    with torch.no_grad():
-        return ShardedTensor(span.cut(replicated.to_local()).clone(), span)
 
 
 def _check_no_graph(tensor: torch.Tensor) -> None:
