@@ -571,7 +571,7 @@ def _check_precision(mode: str, device: torch.device) -> None:
         devices.require_dtype(device, torch.float16, "mixed_precision = fp16")
     if mode == "bf16" and device.type == "cuda" and not cuda.computes_bfloat16(device):
         raise ConfigError(
-            f"mixed_precision = bf16 on {cuda.name(device)}, which has no bfloat16 arithmetic",
+            f"mixed_precision = bf16 on {devices.name_of(device)}, which has no bfloat16 arithmetic",
             hint="use fp16, or no",
         )
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard.comm import cuda
-from fullshard.comm.device import synchronize
+from fullshard.comm.device import name_of, synchronize
 from fullshard.comm.mesh import Mesh, default_device, init_mesh
 from fullshard.core.errors import CommunicationError
 from fullshard.core.paths import local_path
@@ -177,7 +177,7 @@ def measure() -> Device:
     flops, flops_fp32 = _flops(torch.bfloat16, mesh.device), _flops(torch.float32, mesh.device)
     link, replicate_link = _links(mesh)
     return Device(
-        "CPU" if is_cpu else cuda.name(mesh.device),
+        "CPU" if is_cpu else name_of(mesh.device),
         _device_memory(mesh.device, mesh.world_size),
         flops,
         flops_fp32,

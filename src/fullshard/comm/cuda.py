@@ -17,19 +17,9 @@ def was_used() -> bool:
     return bool(torch.cuda.is_initialized())
 
 
-def count() -> int:
-    """Devices that torch can use."""
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-
 def select(device: torch.device) -> None:
     """Make it this thread's current one."""
     torch.cuda.set_device(device)
-
-
-def name(device: torch.device) -> str:
-    """What its maker calls it."""
-    return torch.cuda.get_device_name(device)
 
 
 def memory_nbytes(device: torch.device) -> int:

@@ -79,8 +79,6 @@ def kind_of(wanted: str) -> str:
 
 def count(kind: str) -> int:
     """Devices of that kind on this host, as far as this process may use them."""
-    if kind == "cuda":
-        return cuda.count()
     return 0 if kind != accelerator() else int(torch.get_device_module(kind).device_count())
 
 
@@ -152,7 +150,5 @@ def synchronize(device: torch.device) -> None:
 
 def name_of(device: torch.device) -> str:
     """What its maker calls it; its kind if it does not tell."""
-    if device.type == "cuda":
-        return cuda.name(device)
     tell: Any = None if device.type == "cpu" else getattr(torch.get_device_module(device), "get_device_name", None)
     return device.type if tell is None else str(tell(device))

@@ -14,6 +14,7 @@ from torch import nn
 from fullshard.api.planning import plan_model
 from fullshard.api.plugin import configured_policy
 from fullshard.comm import cuda
+from fullshard.comm.device import name_of
 from fullshard.core.errors import ConfigError, WrapError
 from fullshard.launch import RankEnvironment
 from fullshard.plan.evaluate import Plan
@@ -121,7 +122,7 @@ def planned_device(device: torch.device) -> str | None:
         return "CPU"
     if device.type != "cuda":
         return None
-    named, nbytes = re.sub(r"[^a-z0-9]", "", cuda.name(device).lower()), cuda.memory_nbytes(device)
+    named, nbytes = re.sub(r"[^a-z0-9]", "", name_of(device).lower()), cuda.memory_nbytes(device)
     alike = [
         row.name
         for row in DEVICES.values()
