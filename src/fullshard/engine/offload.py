@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from fullshard.comm.base import Work
+from fullshard.comm.base import Work, WorkOf
 from fullshard.comm.device import traits_of
 from fullshard.config.switches import OFFLOAD
 from fullshard.core.offload import Offload
@@ -142,7 +142,13 @@ class Host:
         """`work` that was launched inside `copying_to_device`; waiting for it waits for the copies, too."""
         if self._to_device is not None:
             self._reading = self._to_device.record_event()
-            return _Arriving(work, self._reading, self._device)
+            copied = Copied(self._reading, self._device)
+
+            def wait() -> torch.Tensor:
+                copied.wait()
+                return work.wait()
+
+            return WorkOf(wait)
         if self._has_streams:  # what is page-locked is read late even so
             self._reading = torch.accelerator.current_stream(self._device).record_event()
         return work
@@ -154,8 +160,7 @@ class Host:
             home = self.empty(tensor.numel(), tensor.dtype)
             home.copy_(tensor, non_blocking=self._to_host is not None)
         # Outside of the stream's context: recorded after the copy, and nothing else is launched there in between.
-        event = None if self._to_host is None else self._to_host.record_event()
-        leaving = _Leaving(home, None if event is None else tensor, event, self._device)
+        leaving = _Leaving(home, None if self._to_host is None else tensor, self._copied(self._to_host))
         self._leaving.append(leaving)
         while len(self._leaving) > LEAVING:
             self._leaving.popleft().release()  # else every gradient would stay on the device until the end
@@ -184,7 +189,11 @@ class Host:
             made = [self._like(tensor, on_host=to_host) for tensor in tensors]
             for copy, tensor in zip(made, tensors, strict=True):
                 copy.copy_(tensor, non_blocking=stream is not None)
-        return made, Copied(None if stream is None else stream.record_event(), self._device)
+        return made, self._copied(stream)
+
+    def _copied(self, stream: torch.Stream | None) -> Copied:
+        """The end of what was launched on a stream so far."""
+        return Copied(None if stream is None else stream.record_event(), self._device)
 
     def _like(self, flat: torch.Tensor, *, on_host: bool) -> torch.Tensor:
         if on_host:
@@ -258,37 +267,22 @@ class Copied:
 
 
 @dataclass(slots=True)
-class _Arriving:
-    """A gather whose own interval is still being copied to the device."""
-
-    work: Work
-    copied: torch.Event
-    device: torch.device
-
-    def wait(self) -> torch.Tensor:
-        """Have the current stream wait for the copy, and wait for the gather."""
-        torch.accelerator.current_stream(self.device).wait_event(self.copied)
-        return self.work.wait()
-
-
-@dataclass(slots=True)
 class _Leaving:
     """A tensor on its way to the host."""
 
     home: torch.Tensor
     tensor: torch.Tensor | None
-    copied: torch.Event | None
-    device: torch.device
+    copied: Copied
 
     def release(self) -> None:
         """Let the device's memory be used again, by what computes after the copy."""
-        if self.tensor is not None and self.copied is not None:
-            torch.accelerator.current_stream(self.device).wait_event(self.copied)
+        if self.tensor is not None:
+            self.copied.wait()
         self.tensor = None
 
     def wait(self) -> torch.Tensor:
         """Block until it is there."""
         self.release()
-        if self.copied is not None:
-            self.copied.synchronize()
+        if self.copied.event is not None:
+            self.copied.event.synchronize()
         return self.home

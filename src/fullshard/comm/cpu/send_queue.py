@@ -8,6 +8,7 @@ from __future__ import annotations
 import mmap
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -201,50 +202,35 @@ class SendQueues:
 
     def finish(self, wanted: _Transfer) -> None:
         """Complete what is under way up to this one, in the order in which all ranks sent."""
-        while not wanted.is_done:
+        while wanted in self._under_way:
             first = self._under_way[0]
             self.wait_for(first.number, first.tag)
-            first.read()
+            first.result = first.read()
             self.mark_read(first.number)
-            first.release()
             self._under_way.popleft()
+            del first.held, first.read  # which may hold the same memory
 
 
+@dataclass(slots=True, eq=False)
 class _Transfer:
     """What all ranks of this host read of one another, under way.
 
-    Args:
+    Attributes:
         queues: of this rank.
         number, tag: of the entry; the number is the same on every rank.
         held: what the peers read.
         read: makes the result once all ranks of this host have posted.
+        result: once every peer has read, too.
     """
 
-    __slots__ = ("_held", "_queues", "_read", "_result", "number", "tag")
-
-    def __init__(
-        self, queues: SendQueues, number: int, tag: int, held: object, read: Callable[[], torch.Tensor]
-    ) -> None:
-        self._queues, self.number, self.tag = queues, number, tag
-        self._held, self._read = held, read
-        self._result: torch.Tensor | None = None
-
-    @property
-    def is_done(self) -> bool:
-        """Whether the result is there, and every peer has read what this rank had for it."""
-        return self._held is None
-
-    def read(self) -> None:
-        """All have posted: read what this rank is to have."""
-        self._result = self._read()
-
-    def release(self) -> None:
-        """All have read."""
-        self._held = None
-        del self._read  # which may hold the same memory
+    queues: SendQueues
+    number: int
+    tag: int
+    held: object
+    read: Callable[[], torch.Tensor]
+    result: torch.Tensor = field(init=False)
 
     def wait(self) -> torch.Tensor:
         """Wait for what the peers have, and return what this rank makes of it."""
-        self._queues.finish(self)
-        assert self._result is not None  # noqa: S101 -- finished
-        return self._result
+        self.queues.finish(self)
+        return self.result
