@@ -6,36 +6,9 @@ read one another's. What comes of that is in `comm.cpu`; nothing else knows whet
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 
-
-class OutOfStep(RuntimeError):
-    """A rank has come to something else than this one.
-
-    Args:
-        rank: that one's position in the group.
-        here: the number that this rank has written to its track.
-        there: the number that the other has.
-    """
-
-    def __init__(self, rank: int, here: int, there: int) -> None:
-        super().__init__(f"rank {rank} of the group has gone another way")
-        self.rank, self.here, self.there = rank, here, there
-
-
-class Track(Protocol):
-    """What each rank has come to, where others that wait for it can look; see `comm.cpu.track`."""
-
-    def note(self, number: int) -> None:
-        """This rank has come to it."""
-
-    def end(self) -> None:
-        """From here on this rank's numbers mean nothing."""
-
-    def compare(self) -> None:
-        """Raise `OutOfStep` if another rank has come to something else."""
+from fullshard.comm.track import Track
 
 
 class HostPages:
@@ -59,9 +32,9 @@ class HostPages:
     def wait_for_readers(self) -> None:
         """Wait until no other rank reads what this rank has freed: main weights may change after that."""
 
-    def open_track(self) -> Track | None:
-        """A new track of a model, heeded by who waits here; None where ranks cannot look. The same on every rank."""
-        return None
+    def open_track(self) -> Track:
+        """A new track of a model, heeded by who waits here, if ranks can look. The same on every rank."""
+        return Track()
 
     def heed(self, track: Track) -> None:
         """Who waits here is to look at a track, too."""

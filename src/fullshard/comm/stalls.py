@@ -22,8 +22,7 @@ import sys
 import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -33,6 +32,7 @@ import torch.distributed as dist
 
 from fullshard.comm import torch_private
 from fullshard.comm.cpu.gloo import end_waits
+from fullshard.comm.track import Track
 from fullshard.config.switches import PREEMPTION_DIR, timeout_of_environment
 from fullshard.core.errors import CommunicationError, cut
 from fullshard.core.patience import FIRST_SECONDS, PATIENCE, seconds_to_wait, stall_seconds
@@ -44,10 +44,9 @@ _FAILURES, _FAILED = "fullshard/failures", "fullshard/failed/{}"
 """Keys in the store: how many errors all ranks had in all; by rank, its own by group and how often that was in step
 again."""
 _TRACKS = "fullshard/tracks/{}"
-"""Key in the store, by rank: what it has come to, by track: how many numbers it has noted, and the last ones."""
+"""Key in the store, by rank: what it has come to, by track; see `Track.told`."""
 _GIVEN_UP = "fullshard/given-up"
 """Key in the store: why a rank has closed its groups, for those that see them closed."""
-_KEPT = 512
 _SOON = 2.0
 """Seconds of a wait after which it is looked for errors."""
 _LOOKS = 15
@@ -66,42 +65,6 @@ _LIBRARIES = ("/fullshard/", "/torch/", "/contextlib.py", "<frozen")
 Word = dict[str, Any]
 """What a rank leaves: `what`, `step`, `is_waiting`, `here` (functions, the innermost first), `busy`, `beat`, and the
 `collective` of torch's that a script has called, which waits for others, too."""
-
-
-class ToldTrack:
-    """What this rank has come to in a model, which it tells while it waits. See `Track`.
-
-    Args:
-        name: the same on every rank, and no other's.
-        next_rank: whose is compared with it.
-        words: what is said if the two have come to these numbers.
-    """
-
-    def __init__(self, name: str, next_rank: int, words: Callable[[int, int, int], str]) -> None:
-        self.name, self.next_rank, self._words = name, next_rank, words
-        self._count, self._last = 0, deque[int](maxlen=_KEPT)
-
-    def note(self, number: int) -> None:
-        """This rank has come to it."""
-        if self._count >= 0:
-            self._last.append(number)
-            self._count += 1
-
-    def end(self) -> None:
-        """This rank had an error on its way, so that from here on its numbers mean nothing."""
-        self._count = -1
-
-    def told(self) -> tuple[int, list[int]]:
-        """For others to read."""
-        return self._count, list(self._last)
-
-    def difference(self, count: int, last: Sequence[int]) -> str:
-        """From what the next rank has told, in words; empty as far as there is none."""
-        mine, theirs = self._count - len(self._last), count - len(last)
-        for number in range(max(mine, theirs, 0), min(self._count, count)):
-            if self._last[number - mine] != last[number - theirs]:
-                return self._words(self._last[number - mine], last[number - theirs], self.next_rank)
-        return ""
 
 
 class Stalls:
@@ -125,7 +88,7 @@ class Stalls:
         self._untold = 0
         self._found: tuple[int, dict[int, dict[str, Any]]] = (0, {})
         self._joined: list[dist.ProcessGroup] = []
-        self._tracks: weakref.WeakSet[ToldTrack] = weakref.WeakSet()
+        self._tracks: weakref.WeakSet[Track] = weakref.WeakSet()
         self._opened: dict[str, int] = {}
         self._told_tracks = ""
         self._rallies: dict[str, int] = {}
@@ -173,18 +136,12 @@ class Stalls:
     def _name(self, group: dist.ProcessGroup) -> str:
         return f"{group.group_name}/{self._rallies.get(group.group_name, 0)}"
 
-    def open_track(self, group: dist.ProcessGroup, words: Callable[[int, int, int], str]) -> ToldTrack:
-        """A new one of a model that the ranks of a group share. The same on every rank.
-
-        Args:
-            group: that is watched.
-            words: see `ToldTrack`.
-        """
+    def tell(self, track: Track, group: dist.ProcessGroup) -> None:
+        """From now on tell that of a model which the ranks of a group share. The same on every rank."""
         number = self._opened[group.group_name] = self._opened.get(group.group_name, 0) + 1
-        next_rank = dist.get_global_rank(group, (group.rank() + 1) % group.size())
-        track = ToldTrack(f"{group.group_name}/{number}", next_rank, words)
+        track.name = f"{group.group_name}/{number}"
+        track.next_rank = dist.get_global_rank(group, (group.rank() + 1) % group.size())
         self._tracks.add(track)
-        return track
 
     def explain_failures(self, error: BaseException) -> None:
         """It was this error that has ended what is not explained yet."""

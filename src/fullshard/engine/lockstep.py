@@ -2,7 +2,7 @@
 
 Before the first forward the ranks compare the model and what was loaded, and within it which unit they are at before
 that is unsharded. Later, what a forward gathers is noted where the ranks of the host see it: one that waits for another
-looks whether that has gone another way (`comm.cpu.track`). At the end of a backward eight bytes of what this rank has
+looks whether that has gone another way (`comm.track`). At the end of a backward eight bytes of what this rank has
 done since the step before ride on the message that is sent anyway (`engine.end_of_backward`): units in their order,
 backwards, those that failed, optimizer steps, the run's step, learning rates. That one has failed is told to ranks that
 wait (`comm.stalls`): whoever has caught the error goes on elsewhere.
@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from fullshard.comm.host_pages import OutOfStep, Track
 from fullshard.comm.mesh import Mesh
-from fullshard.comm.stalls import STALLS, ToldTrack
+from fullshard.comm.stalls import STALLS
+from fullshard.comm.track import Track
 from fullshard.core.errors import CommunicationError
 from fullshard.core.journal import JOURNAL
 from fullshard.core.stopping import STOPPING
@@ -64,7 +64,7 @@ class Lockstep:
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._units: Sequence[Unit] = ()
-        self._tracks: list[Track | ToldTrack] = []
+        self._track: Track | None = None
         self._backwards, self._failures = 0, 0
         self._has_gathered = self._is_in_backward = False
         self.has_begun = self.is_order_verified = False
@@ -81,11 +81,12 @@ class Lockstep:
         self._mesh.forget_failures()
         self._mesh.agree_on_shardings()
         self._units, self.has_begun = units, True
-        if self._mesh.gather.size > 1 and (track := self._mesh.gather.pages.open_track()) is not None:
+        if self._mesh.gather.size > 1:
+            self._track = track = self._mesh.gather.pages.open_track()
+            track.words, track.rank_at = self._words, self._mesh.rank_at
             self._mesh.reduce.pages.heed(track)  # who waits for a reduction looks there, too
-            self._tracks.append(track)
-        if self._mesh.gather.size > 1 and self._mesh.control_group is not None:
-            self._tracks.append(STALLS.open_track(self._mesh.control_group, self._words))  # of other hosts' ranks, too
+            if self._mesh.control_group is not None:
+                STALLS.tell(track, self._mesh.control_group)  # other hosts' ranks, too
 
     def compare_unless_begun(self, units: Sequence[Unit]) -> None:
         """Before parameters are gathered outside a forward, maybe ahead of the first one. A collective.
@@ -183,19 +184,13 @@ class Lockstep:
         self._note(_SAVE)
 
     def _note(self, number: int) -> None:
-        for track in self._tracks:
-            track.note(number)
+        if self._track is not None:
+            self._track.note(number)
 
     def end_track(self) -> None:
         """Something has failed on this rank: others may go on elsewhere, and find each other again."""
-        for track in self._tracks:
-            track.end()
-
-    def words(self, error: OutOfStep) -> str:
-        """An error of a rank that has looked where the others are, with names."""
-        if not self.has_begun:
-            return str(error)  # of another model's ranks
-        return self._words(error.here, error.there, self._mesh.rank_at(error.rank))
+        if self._track is not None:
+            self._track.end()
 
     def _words(self, here: int, there: int, rank: int) -> str:
         at, other = self._name(here), self._name(there)

@@ -19,7 +19,6 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from fullshard.comm import torch_private
-from fullshard.comm.host_pages import OutOfStep
 from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import CommunicationError, LifecycleError, NonFiniteError
 from fullshard.core.events import EventSink
@@ -177,10 +176,6 @@ class Schedule:
         if self.lockstep.has_begun and self.checkup.every:
             with self.units[-1].waiting("comparing replicas"):
                 self.checkup.compare_replicas(self.steps)
-
-    def words(self, error: OutOfStep) -> str:
-        """What an error says, with names."""
-        return self.lockstep.words(error)
 
     def _begin_outermost(self) -> None:
         if self._in_backward:

@@ -10,9 +10,9 @@ from typing import Protocol
 
 import torch
 
-from fullshard.comm.host_pages import OutOfStep
 from fullshard.comm.mesh import Mesh
 from fullshard.comm.stalls import STALLS
+from fullshard.comm.track import OutOfStep
 from fullshard.core.errors import CommunicationError, FullshardError
 from fullshard.core.place import PLACE
 
@@ -25,9 +25,6 @@ class WaitingModel(Protocol):
     """
 
     steps: int
-
-    def words(self, error: OutOfStep) -> str:
-        """What an error says, with names."""
 
 
 class WaitingUnit(Protocol):
@@ -58,9 +55,8 @@ class Waiting:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         PLACE.leave()
         if isinstance(error, RuntimeError) and not isinstance(error, FullshardError | torch.OutOfMemoryError):
-            what = STALLS.reason(error)
+            what = error if isinstance(error, OutOfStep) else STALLS.reason(error)
             if isinstance(error, OutOfStep):
-                what = self._unit.schedule.words(error)
                 self._unit.mesh.end_waits()  # the other rank may wait for this one elsewhere
             self._unit.mesh.note_failure(f"unit {self._unit.name!r}, {self._phase}", error)  # and so may all others
             raise CommunicationError(

@@ -30,8 +30,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm import torch_private
-from fullshard.comm.cpu.track import MAX_TRACKS, PAGE_NBYTES, SharedTrack
-from fullshard.comm.host_pages import Track
+from fullshard.comm.track import MAX_TRACKS, PAGE_NBYTES, Track
 from fullshard.config.switches import COMM
 from fullshard.core.place import PLACE, this_machine
 from fullshard.core.route import Route
@@ -91,13 +90,13 @@ class Peers:
         """Position in the group of rank `rank` of this or another host."""
         return (self.host if host is None else host) * self.size + rank
 
-    def open_track(self) -> SharedTrack | None:
-        """A new one, the same on every rank; None if there is no room."""
+    def open_track(self) -> Track:
+        """A new one, the same on every rank, which they see if there is room."""
         number, nbytes = next(self._opened), self.size * PAGE_NBYTES
         if number >= MAX_TRACKS:
-            return None
+            return Track()
         memory = self.map(0, _FAILURES_START - (number + 1) * nbytes, nbytes)
-        track = SharedTrack(memory, self.rank, self.group_rank(0))
+        track = Track(memory, self.rank, self.group_rank(0))
         self.tracks.add(track)
         return track
 

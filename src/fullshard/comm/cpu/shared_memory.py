@@ -33,7 +33,7 @@ from fullshard.comm.cpu.heap import TRIM_NBYTES, heap, is_at_peak
 from fullshard.comm.cpu.pages import CpuPages
 from fullshard.comm.cpu.peers import FILE_NBYTES, Peers, host_memory_nbytes
 from fullshard.comm.cpu.send_queue import SendQueues
-from fullshard.comm.host_pages import Track
+from fullshard.comm.track import Track
 from fullshard.core.route import Route
 from fullshard.core.sizes import round_up
 
@@ -97,7 +97,7 @@ class SharedPages(CpuPages):
             self._queues.pool.trim()
         return full
 
-    def open_track(self) -> Track | None:
+    def open_track(self) -> Track:
         """In memory that the ranks of this host share."""
         return self._buckets.peers.open_track()
 

@@ -1,0 +1,93 @@
+"""What each rank has come to in a model, a number at a time, where others that wait for it find it.
+
+All ranks must note the same numbers. One that has waited for a while looks at what others have noted: a rank that will
+never come is found at once, and not by a time-out. Ranks of a host see one another's pages (`comm.cpu.peers`). What any
+other has noted it tells in the job's store, while it waits (`comm.stalls`).
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+MAX_TRACKS = 256
+"""Models that have one in memory that ranks share, of all that ever use the same collectives."""
+PAGE_NBYTES = mmap.PAGESIZE
+_KEPT = PAGE_NBYTES // 8 - 1
+
+
+class OutOfStep(RuntimeError):
+    """A rank has come to something else than this one."""
+
+
+class Track:
+    """Of one model.
+
+    Args:
+        memory: a page for each rank of the host, which is zero: how many numbers it has noted, and the last ones. None:
+            they see none.
+        rank: this one's position on the host.
+        first_rank: position in the group of the host's first.
+
+    Attributes:
+        rank_at: which rank of the job has a position in the group.
+        words: what is said if this rank has come to one number, and another rank of the job to the second.
+        name: in the job's store; the same on every rank, and no other's.
+        next_rank: whose, told there, is compared with it.
+    """
+
+    rank_at: Callable[[int], int]
+    words: Callable[[int, int, int], str]
+    name: str
+    next_rank: int
+
+    def __init__(self, memory: mmap.mmap | None = None, rank: int = 0, first_rank: int = 0) -> None:
+        numbers = np.zeros(_KEPT + 1, np.int64) if memory is None else np.frombuffer(memory, np.int64)
+        self._pages: npt.NDArray[np.int64] = numbers.reshape(-1, _KEPT + 1)
+        self._own, self._rank, self._first_rank = self._pages[rank], rank, first_rank
+        self._count, self._is_out_of_step = 0, False
+
+    def note(self, number: int) -> None:
+        """This rank has come to it."""
+        if self._count < 0:
+            return
+        own, count = self._own, self._count
+        own[1 + count % _KEPT] = number
+        self._count = own[0] = count + 1  # last: who sees the count sees the number
+
+    def end(self) -> None:
+        """This rank had an error on its way, so that from here on its numbers mean nothing."""
+        self._count = -1
+        if not self._is_out_of_step:  # the other must find that, too, or would wait for this rank until its time-out
+            self._own[0] = -1
+
+    def compare(self) -> None:
+        """Compare what the ranks of the host have noted.
+
+        Raises:
+            OutOfStep: another one has come to something else.
+        """
+        for rank, other in enumerate(self._pages):
+            if rank != self._rank and (found := self._difference(int(other[0]), other)) is not None:
+                self._is_out_of_step = True
+                raise OutOfStep(self.words(*found, self.rank_at(self._first_rank + rank)))
+
+    def told(self) -> tuple[int, list[int]]:
+        """For others to read: how many numbers this rank has noted, and its page as far as it is written."""
+        return self._count, self._own[: 1 + min(max(self._count, 0), _KEPT)].tolist()
+
+    def difference(self, count: int, page: Sequence[int]) -> str:
+        """From what the next rank has told, in words; empty as far as there is none."""
+        found = self._difference(count, np.array(page))
+        return "" if found is None else self.words(*found, self.next_rank)
+
+    def _difference(self, theirs: int, other: npt.NDArray[np.int64]) -> tuple[int, int] | None:
+        """The first number that is another one there, and that one, of those that both still have."""
+        mine = self._count
+        first = max(mine, theirs, _KEPT - 1) + 1 - _KEPT  # one before may be written over just now
+        places = 1 + np.arange(first, min(mine, theirs)) % _KEPT
+        different = places[self._own[places] != other[places]]
+        return (int(self._own[different[0]]), int(other[different[0]])) if len(different) else None
