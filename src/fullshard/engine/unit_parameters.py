@@ -28,7 +28,7 @@ from fullshard.engine.parameter import mark_original
 from fullshard.engine.precision import MixedPrecisionPolicy
 from fullshard.engine.reducing import Reducing
 from fullshard.engine.sharded_tensor import ShardedTensor
-from fullshard.engine.waiting import Waiting, WaitingModel
+from fullshard.engine.waiting import Waiting
 from fullshard.wrap.extended import is_composed, is_extended
 from fullshard.wrap.partition import Slot, UnitPlan
 
@@ -56,10 +56,11 @@ _TRANSITIONS = (  # not a set: an enum's hash is computed in Python
 )
 
 
-class UnitOwner(WaitingModel, Protocol):
+class UnitOwner(Protocol):
     """What a unit's parameters ask of the model that they are part of."""
 
     event_sink: EventSink | None
+    steps: int
 
     @property
     def has_stepped(self) -> bool:
@@ -314,7 +315,7 @@ class UnitParameters:
 
     def waiting(self, phase: str) -> Waiting:
         """Within it this rank waits for others in that phase."""
-        return Waiting(self, phase)
+        return Waiting(self.mesh, f"unit {self.name!r}, {phase}", self.schedule.steps + 1)
 
 
 def _bucket_type(slots: Sequence[Slot]) -> type[Bucket]:
