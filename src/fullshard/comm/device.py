@@ -115,16 +115,7 @@ def require_gloo(device: torch.device, group: dist.ProcessGroup | None) -> None:
 
 
 def require_dtype(device: torch.device, dtype: torch.dtype, what: str) -> None:
-    """Refuse float16 where it is of no use.
-
-    Args:
-        device: which computes.
-        dtype: what `what` would have.
-        what: the beginning of the message.
-
-    Raises:
-        ConfigError: see above.
-    """
+    """Raise `ConfigError`, which begins with `what`, for float16 where it is of no use."""
     if dtype == torch.float16 and not traits_of(device).computes_float16:
         kind = device.type.upper()
         raise ConfigError(

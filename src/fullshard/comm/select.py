@@ -21,23 +21,7 @@ from fullshard.core.route import Route
 def collectives_for(
     group: dist.ProcessGroup | None, device: torch.device, *, only_all_reduce: bool = False
 ) -> Collectives:
-    """The fastest collectives for a group that all its ranks can have. A collective.
-
-    | ranks | collectives |
-    |---|---|
-    | one | none |
-    | on accelerators, or in a group that is written in Python | the backend's own |
-    | on CPUs of one host | shared memory |
-    | on CPUs of several hosts, as many on each and neighbours in the group | shared memory inside, Gloo between hosts |
-    | on other CPUs | Gloo, point to point |
-
-    `FULLSHARD_COMM=gloo` on any rank leaves only the last row for CPUs. `choices_for` says what was chosen, and why.
-
-    Args:
-        group: None stands for this rank alone.
-        device: where the tensors are.
-        only_all_reduce: nothing else will be asked for; all-reduce has one implementation per backend.
-    """
+    """The first of `choices_for`; where `only_all_reduce` is asked for, which all Gloo's have alike, without trying."""
     is_gloo = group is not None and device.type == "cpu" and torch_private.backend_of(group, device) is not None
     if only_all_reduce and group is not None and is_gloo and dist.get_world_size(group) > 1:
         return GlooCollectives(group)
@@ -54,7 +38,14 @@ class Candidate:
 
 
 def choices_for(group: dist.ProcessGroup | None, device: torch.device) -> list[Candidate]:
-    """All collectives that work for a group, the one to use first. A collective."""
+    """All collectives that a group's ranks can all have, the fastest first. A collective.
+
+    `FULLSHARD_COMM=gloo` on any rank leaves CPUs no shared memory.
+
+    Args:
+        group: None stands for this rank alone.
+        device: where the tensors are.
+    """
     if group is None or dist.get_world_size(group) == 1:
         return [Candidate(Alone(pages_of(device)), Route.NONE.value, "one rank has nobody to communicate with")]
     if device.type != "cpu":

@@ -77,10 +77,7 @@ def main_dtype(stored: str, *, trainable: bool, mode: str) -> str:
 def collected(compute: str, reduce: str, *, widens: bool) -> str:
     """Dtype in which the unsharded gradient is collected until something is added to it.
 
-    Args:
-        compute: of the parameter, in which autograd makes gradients.
-        reduce: of the sum.
-        widens: whether the reduction casts what it reads.
+    That of the parameter, in which autograd makes gradients, if the reduction `widens`: casts what it reads.
     """
     return compute if widens and wider(compute, reduce) == reduce else reduce
 

@@ -16,16 +16,10 @@ Action = Callable[[ModuleType], None]
 
 
 def import_extra(name: str, *, extra: str, purpose: str, package: str | None = None) -> Any:
-    """A module of an optional dependency.
-
-    Args:
-        name: the module.
-        extra: the extra of fullshard that brings it.
-        purpose: what it is wanted for.
-        package: the one that is missing if it cannot be imported; default: the one it is in.
+    """A module of an optional dependency, of the `package` that it is in, if none is given.
 
     Raises:
-        MissingExtraError: it is not installed.
+        MissingExtraError: it is not installed. See there for `extra` and `purpose`.
     """
     try:
         return importlib.import_module(name)

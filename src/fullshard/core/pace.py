@@ -47,12 +47,7 @@ class Pace:
     _last: tuple[float, float] | None = None
 
     def begin_step(self, now: float, waited: float) -> None:
-        """A step begins after another.
-
-        Args:
-            now: seconds of any clock that only goes on.
-            waited: seconds for which this process has waited so far.
-        """
+        """A step begins after another, this process having waited for so many seconds so far."""
         if self._last is not None:
             begin, before = self._last
             self._steps.append((now - begin - (waited - before), waited - before))

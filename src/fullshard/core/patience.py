@@ -32,12 +32,7 @@ PATIENCE = Patience()
 
 
 def seconds_to_wait(steps: int, slowest: float) -> float:
-    """How long a wait may take where nobody has asked for a time-out.
-
-    Args:
-        steps: that are over.
-        slowest: seconds that the slowest of them has taken, the first left out.
-    """
+    """How long a wait may take, after so many steps, where nobody has asked for a time-out."""
     return FIRST_SECONDS if steps < 1 else min(FIRST_SECONDS, max(LATER_SECONDS, _STEPS * slowest))
 
 

@@ -48,12 +48,7 @@ class Whereabouts:
     _page: mmap.mmap | None = field(default=None, repr=False)
 
     def enter(self, what: str, step: int | None = None) -> None:
-        """A wait for other ranks begins.
-
-        Args:
-            what: it is, in words.
-            step: of this process; None: it is part of none, and may take long.
-        """
+        """A wait for other ranks begins, in this step; None: it is part of none, and may take long."""
         if not self.is_waiting:
             self._entered = time.monotonic()
         self.what, self.is_waiting, self.is_patient = what, True, step is None
@@ -74,11 +69,7 @@ class Whereabouts:
             self._write("after")
 
     def begin_step(self, now: float) -> None:
-        """A step begins after another; what the one before took is known then.
-
-        Args:
-            now: seconds of any clock that only goes on.
-        """
+        """A step begins after another; what the one before took is known then."""
         if self._since is not None:
             self.slowest = max(self.slowest, now - self._since)
         self._since = now

@@ -35,12 +35,9 @@ class BackwardPrefetch(StrEnum):
 
 
 def gathered_ahead(order: Sequence[UnitT], begun: int, unit: UnitT) -> UnitT | None:
-    """What to gather while `unit` runs forward: what follows it in an order that ranks agree on.
+    """What to gather while `unit`, the last of those that have `begun`, runs forward: what follows it in that order.
 
-    Args:
-        order: of the forward before.
-        begun: units that have begun in this one, `unit` the last of them.
-        unit: if it is not where it was in the order, nobody knows what follows.
+    Ranks agree on it, of the forward before. If the unit is not where it was there, nobody knows what follows.
     """
     return order[begun] if begun < len(order) and order[begun - 1] is unit else None
 
@@ -48,9 +45,7 @@ def gathered_ahead(order: Sequence[UnitT], begun: int, unit: UnitT) -> UnitT | N
 def count_kept(nbytes: Iterable[int], budget: int) -> int:
     """How many units stay unsharded between forward and backward: as many as `budget` bytes hold.
 
-    Args:
-        nbytes: what each takes, that whose backward comes first at the front: it is kept for the shortest time.
-        budget: bytes.
+    That whose backward comes first is at the front: it is kept for the shortest time.
     """
     count = 0
     for each in nbytes:

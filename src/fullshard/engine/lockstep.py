@@ -109,9 +109,7 @@ class Lockstep:
     def compare_first(self, position: int, unit: Unit | None) -> None:
         """In the first forward, before a unit is unsharded: it is the same on every rank. A collective.
 
-        Args:
-            position: how many came before.
-            unit: None at the end, from which on the order may be relied on.
+        None stands for the end, from which on the order may be relied on.
         """
         line = f"forward {position}: " + ("its end" if unit is None else f"unit {unit.name!r}")
         check_agreement(self._mesh, [line], what="the order in which units run", hint=_ORDER_HINT)
@@ -204,9 +202,7 @@ class Lockstep:
     def digest(self, units: Collection[Unit], steps: int) -> bytes:
         """Eight bytes of what this rank has done since the step before.
 
-        Args:
-            units: of the last forward whose gradients are reduced, in their order.
-            steps: of this process.
+        Of the last forward it is those `units`, in their order, whose gradients are reduced.
         """
         entered = zlib.crc32(struct.pack(f"={len(units)}I", *[unit.number for unit in units]))
         rates = sum(zlib.crc32(struct.pack(f"={len(r)}d", *r)) for r in self._rates()) & 0xFFFFFFFF
@@ -216,11 +212,7 @@ class Lockstep:
     def exchange(self, ends: Sequence[BucketEnd], ran: Collection[Unit], steps: int, *, last: Unit) -> EndOfBackward:
         """Say how a backward has ended on this rank, and learn how it has on all. A collective.
 
-        Args:
-            ends: of the buckets that have gradients.
-            ran: units of the last forward whose gradients are reduced, in their order.
-            steps: of this process.
-            last: the unit that ran last, for what is said if others do not come.
+        See `digest`; `last` is the unit that ran last, for what is said if others do not come.
         """
         message = EndOfBackward(self.loads, STOPPING.is_wanted, self.digest(ran, steps), ends)
         if self._mesh.control_group is not None and ends:

@@ -138,11 +138,6 @@ def set_plain(parameter: torch.Tensor, plain: torch.Tensor) -> None:
 def check_tiles(plans: Sequence[UnitPlan], roots: Sequence[nn.Module], mesh: Mesh) -> None:
     """See to it that what is a DTensor is one over another axis of the mesh than parameters are sharded over.
 
-    Args:
-        plans: whose parameters to check.
-        roots: what names are relative to.
-        mesh: which they are to be sharded over.
-
     Raises:
         WrapError: one over the same ranks, over several axes, or with a placement that is neither `Shard` nor
             `Replicate`; by name.

@@ -137,12 +137,8 @@ def check_types(plans: Sequence[UnitPlan], roots: Sequence[nn.Module]) -> None:
     computing with them while the optimizer updates the shards. bitsandbytes' weights are memory of their own. Torch's
     DTensors, which tensor parallelism makes, are let through: what they hold can be replaced (`engine.tile`).
 
-    Args:
-        plans: whose parameters to check.
-        roots: what names are relative to.
-
     Raises:
-        WrapError: those that are not, by name.
+        WrapError: those that are not, by their names in `roots`.
     """
     wrong = {id(slot.parameter): slot.parameter for plan in plans for slot in plan.slots if _wraps(slot.parameter)}
     if not wrong:

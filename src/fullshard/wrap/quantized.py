@@ -18,7 +18,6 @@ Weights and scales are *exact*: they are gathered as the bytes they are, whateve
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import sys
 from collections.abc import Iterator
@@ -29,13 +28,13 @@ import torch
 from torch import nn
 
 from fullshard.comm import torch_private
+from fullshard.comm.cpu.heap import heap
 from fullshard.core.errors import WrapError
 
 _EXACT = "_fullshard_exact"
 _PIECE_NUMEL = 2**20
 """A multiple of every block size."""
 _ALIASES = "_fullshard_aliases"
-_MALLOC_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc; Python has no name for it
 
 
 def is_exact(tensor: torch.Tensor) -> bool:
@@ -188,9 +187,9 @@ def quantise(module: nn.Module, values: torch.Tensor) -> None:
         weight = type(outlined)(values, requires_grad=False, has_fp16_weights=False)._quantize(values.device)
     module._parameters["weight"] = weight
     expose_scales(module)
-    if _MALLOC_TRIM is not None and values.device.type == "cpu":
+    if values.device.type == "cpu":
         # What the quantiser has used and freed lies between what stays, and would stay with the process for good.
-        _MALLOC_TRIM(0)
+        heap().trim()
 
 
 def dequantised(module: nn.Module) -> torch.Tensor:

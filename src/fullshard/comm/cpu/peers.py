@@ -121,13 +121,9 @@ class Peers:
         return mmap.mmap(self.files[owner], nbytes, flags=flags, offset=start)
 
     def map_at(self, memory: mmap.mmap, start: int, nbytes: int, offset: int | None) -> None:
-        """From `start` on, let `memory` have other pages, which are private.
+        """In place of whole pages of `memory` have others, which are private: those at `offset` in the file of rank 0.
 
-        Args:
-            memory: what has `nbytes` bytes from `start` replaced; both are those of whole pages.
-            start: see there.
-            nbytes: see there.
-            offset: where in the file of rank 0 the new ones are; None for new memory, which is zero.
+        None stands for new memory, which is zero.
 
         Raises:
             RuntimeError: the kernel refuses.
