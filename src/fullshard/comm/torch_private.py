@@ -254,7 +254,7 @@ def version_kept(tensor: torch.Tensor) -> Iterator[None]:
     try:
         yield
     finally:
-        torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+        set_versions((tensor,), (version,))
 
 
 def is_view(kernel: OpOverload) -> bool:

@@ -61,21 +61,6 @@ class Call(Generic[UnitT]):
         inputs_left: while it is active, inputs whose gradient is still to come in this backward.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_before",
-        "_givers",
-        "has_inputs",
-        "inputs_left",
-        "is_active",
-        "is_done",
-        "left_in",
-        "node",
-        "number",
-        "page",
-        "previous",
-    )
-
     def __init__(self) -> None:
         self.number = next(_numbers)
         self.node = torch_private.next_node() if torch_private.backward_under_way() == -1 else math.inf

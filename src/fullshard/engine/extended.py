@@ -215,10 +215,9 @@ class ExtendedBuffer(FullBuffer):
         for storage, nbytes in self._beside:
             if storage.nbytes() != nbytes:  # else it would move
                 storage.resize_(nbytes)
-        version = self.unsharded._version
         # To autograd, which may have saved views of it, being filled again is no change.
-        rows.fsdp_post_all_gather(outputs, metadata, self._dtype, out=self.unsharded)
-        torch_private.set_versions((self.unsharded,), (version,))
+        with torch_private.version_kept(self.unsharded):
+            rows.fsdp_post_all_gather(outputs, metadata, self._dtype, out=self.unsharded)
         return self.unsharded
 
     def free(self) -> None:

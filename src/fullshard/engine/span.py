@@ -87,21 +87,6 @@ class Span:
         interval: elements of that, flattened, that this rank has.
     """
 
-    __slots__ = (
-        "_layouts",
-        "as_rows",
-        "composition",
-        "device_mesh",
-        "in_blocks",
-        "interval",
-        "mesh",
-        "name",
-        "numel",
-        "placement",
-        "shape",
-        "tile",
-    )
-
     def __init__(
         self,
         mesh: Mesh,

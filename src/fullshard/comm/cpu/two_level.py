@@ -59,7 +59,7 @@ class TwoLevelCollectives(SharedMemoryCollectives):
         self.adds_in_tree = peers.size.bit_count() == 1
         self._gathers = _Channel(group, peers, 0)
         self._received = _ReceivePool(self._buffers)
-        self._reductions = _Reductions(_Channel(group, peers, 1), self._queues)
+        self._reductions = _Channel(group, peers, 1)
         self.pages = _TwoLevelPages(self._buffers, self._queues, self._gathers.progress, self._received)
 
     def _mapped(self, place: tuple[int, int], spec: BufferSpec) -> MappedBuffer:
@@ -68,8 +68,10 @@ class TwoLevelCollectives(SharedMemoryCollectives):
         return TwoLevelBuffer(self._gathers, self._received, self._buffers, place, spec)
 
     def _reduce(self, full: torch.Tensor, how: Reduction) -> Work:
-        """A tensor that is not from `staging` is copied first."""
-        return self._reductions.begin(full, how)
+        """The ranks of this host read `full`; the rest is done by the thread. What is not from `staging` is copied."""
+        full, number = self._queues.post(full, how.tag)
+        summed = partial(_sum_over_hosts, self._reductions, self._queues, full, number, how)
+        return WorkOf(self._reductions.progress.submit(summed).result)
 
     def exchange(self, leaving: torch.Tensor, arriving: torch.Tensor, parts: Parts, *, tag: int) -> Work:
         """From rank to rank: nothing is in it for two, so that no host would send less."""
@@ -352,47 +354,35 @@ class _ReceivePool:
 # -- reduce-scatter -----------------------------------------------------------------------------------------------
 
 
-class _Reductions:
-    """Gradients on their way: first to the ranks of this host, then to the counterparts on the others."""
-
-    def __init__(self, channel: _Channel, queues: SendQueues) -> None:
-        self._channel, self._queues = channel, queues
-
-    def begin(self, full: torch.Tensor, how: Reduction) -> Work:
-        """Let the ranks of this host read `full`, and have the rest done by the thread."""
-        full, number = self._queues.post(full, how.tag)
-        return WorkOf(self._channel.progress.submit(partial(self._reduce, full, number, how)).result)
-
-    def _reduce(self, full: torch.Tensor, number: int, how: Reduction) -> torch.Tensor:
-        """What the thread does for one reduce-scatter."""
-        channel, queues, own_host = self._channel, self._queues, self._channel.peers.host
-        tag, packing, dtype, watch = how.tag, how.packing, how.dtype, how.watch
-        queues.wait_for(number, tag, patiently=True)
-        arriving, leaving = {}, []
-        for host in channel.others:
-            theirs = queues.sum_interval(number, full, channel.counterpart(host), dtype, watch=watch, is_sent=True)
-            message = theirs
-            if packing is not None:
-                message = queues.pool.empty(packing.nbytes(theirs.numel()), torch.uint8)
-                packing.pack(theirs, message)
-            place = queues.pool.empty(message.numel(), message.dtype)
-            arriving[host] = (channel.receive(place, host, tag), place, theirs)
-            leaving.append((channel.send(message, host, tag), message))
-        total = queues.sum_interval(number, full, channel.counterpart(own_host), dtype, watch=watch)
-        queues.mark_read(number, patiently=True)  # what is left to do is in this rank's own memory
-        sums = {own_host: total}
-        for host, (work, place, theirs) in arriving.items():
-            work.wait()
-            sums[host] = place
-            if packing is not None:
-                packing.unpack(place, theirs)  # which was packed, and is not needed any more
-                sums[host] = theirs
-        average([sums[host] for host in range(channel.peers.num_hosts)], total, how.divisor, _without_terms(watch))
-        for work, _ in leaving:  # at last: until then the messages, which the pool has back after this, are being read
-            work.wait()
-        return total
-
-
-def _without_terms(watch: Watch | None) -> Watch | None:
-    """For a sum over hosts: what ranks gave to it, these have looked at."""
-    return None if watch is None else lambda part, terms: watch(part, {})
+def _sum_over_hosts(
+    channel: _Channel, queues: SendQueues, full: torch.Tensor, number: int, how: Reduction
+) -> torch.Tensor:
+    """What the thread does for one reduce-scatter: what ranks of this host have posted goes on to the other hosts."""
+    own_host = channel.peers.host
+    tag, packing, dtype, watch = how.tag, how.packing, how.dtype, how.watch
+    queues.wait_for(number, tag, patiently=True)
+    arriving, leaving = {}, []
+    for host in channel.others:
+        theirs = queues.sum_interval(number, full, channel.counterpart(host), dtype, watch=watch, is_sent=True)
+        message = theirs
+        if packing is not None:
+            message = queues.pool.empty(packing.nbytes(theirs.numel()), torch.uint8)
+            packing.pack(theirs, message)
+        place = queues.pool.empty(message.numel(), message.dtype)
+        arriving[host] = (channel.receive(place, host, tag), place, theirs)
+        leaving.append((channel.send(message, host, tag), message))
+    total = queues.sum_interval(number, full, channel.counterpart(own_host), dtype, watch=watch)
+    queues.mark_read(number, patiently=True)  # what is left to do is in this rank's own memory
+    sums = {own_host: total}
+    for host, (work, place, theirs) in arriving.items():
+        work.wait()
+        sums[host] = place
+        if packing is not None:
+            packing.unpack(place, theirs)  # which was packed, and is not needed any more
+            sums[host] = theirs
+    # What ranks gave to a sum over hosts, these have looked at.
+    without_terms: Watch | None = None if watch is None else lambda part, terms: watch(part, {})
+    average([sums[host] for host in range(channel.peers.num_hosts)], total, how.divisor, without_terms)
+    for work, _ in leaving:  # at last: until then the messages, which the pool has back after this, are being read
+        work.wait()
+    return total
