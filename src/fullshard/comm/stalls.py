@@ -84,13 +84,12 @@ class Stalls:
         self._next_line = 0.0
         self._beat = 0
         self._failures: dict[str, tuple[int, str]] = {}
-        self._told: dict[str, tuple[int, str]] = {}
+        self._told: dict[str, str] = {}
         self._untold = 0
         self._found: tuple[int, dict[int, dict[str, Any]]] = (0, {})
         self._joined: list[dist.ProcessGroup] = []
         self._tracks: weakref.WeakSet[Track] = weakref.WeakSet()
         self._opened: dict[str, int] = {}
-        self._told_tracks = ""
         self._rallies: dict[str, int] = {}
 
     def watch(self, groups: Iterable[dist.ProcessGroup | None], device: torch.device) -> None:
@@ -109,12 +108,10 @@ class Stalls:
         with contextlib.suppress(RuntimeError):
             store, own = torch_private.default_store(), dist.get_rank()
             store.set(_PROCESS.format(own), this_process())
-            store.set(_TRACKS.format(own), "{}")
-            self._told_tracks = ""
-            if not self._told:
-                store.set(_FAILED.format(own), "{}")
+            for key in {_TRACKS, _FAILED} - self._told.keys():  # from here on they can be read
+                self._tell(key, "{}")
             store.set(_GIVEN_UP, "")
-            store.add(_FAILURES, 0)  # from here on it can be read
+            store.add(_FAILURES, 0)
         if self._pid != os.getpid():  # a forked process has none of its parent's threads
             self._pid = os.getpid()
             if directory := PREEMPTION_DIR.read():
@@ -211,10 +208,13 @@ class Stalls:
 
     def _look(self, limit: float, now: float) -> None:
         stall = stall_seconds(limit)
-        self._tell_failures()
+        self._tell(_FAILED, json.dumps(dict(self._failures)))  # before others look for it
+        if count := self._untold:
+            self._untold -= count
+            torch_private.default_store().add(_FAILURES, count)
         if self._moves != PLACE.moves:
             if self._beat:
-                torch_private.default_store().set(_WORD.format(dist.get_rank()), "{}")
+                self._tell(_WORD, "{}")
             self._moves, self._since, self._next_line, self._beat = PLACE.moves, now, stall, 0
             return
         idle = now - self._since
@@ -258,7 +258,7 @@ class Stalls:
         self._beat += 1
         word = {"what": PLACE.what, "step": PLACE.step, "is_waiting": PLACE.is_waiting, "here": here, "busy": busy}
         word |= {"collective": "" if busy else collective, "beat": self._beat}
-        torch_private.default_store().set(_WORD.format(dist.get_rank()), json.dumps(word))
+        self._tell(_WORD, json.dumps(word))
 
     def _words(self, seconds: float) -> dict[int, Word]:
         """What other ranks have left, by rank, with `is_alive`: whether they have left it again some seconds later."""
@@ -286,24 +286,18 @@ class Stalls:
         for group in [*self.groups, *self._joined]:
             end_waits(group)
 
-    def _tell_failures(self) -> None:
-        store = torch_private.default_store()
-        if self._told != self._failures:
-            self._told = dict(self._failures)
-            store.set(_FAILED.format(dist.get_rank()), json.dumps(self._told))  # before others look for it
-        if count := self._untold:
-            self._untold -= count
-            store.add(_FAILURES, count)
+    def _tell(self, key: str, text: str) -> None:
+        """Leave it in the store for others, unless it is there."""
+        if self._told.get(key) != text:
+            torch_private.default_store().set(key.format(dist.get_rank()), text)
+            self._told[key] = text
 
     def _other_way(self) -> str:
         """Where the next rank of a group has gone another way than this one, if both have waited for long."""
         tracks = list(self._tracks)
         if not tracks:
             return ""
-        told = json.dumps({track.name: track.told() for track in tracks})
-        if told != self._told_tracks:
-            torch_private.default_store().set(_TRACKS.format(dist.get_rank()), told)
-            self._told_tracks = told
+        self._tell(_TRACKS, json.dumps({track.name: track.told() for track in tracks}))
         ranks = sorted({track.next_rank for track in tracks})
         theirs = dict(zip(ranks, _read([_TRACKS.format(rank) for rank in ranks]), strict=True))
         found = (track.difference(*theirs[track.next_rank].get(track.name, (0, ()))) for track in tracks)
