@@ -196,11 +196,8 @@ _CACHE: dict[tuple[object, ...], Mesh] = {}
 
 def default_device() -> torch.device:
     """The accelerator of this rank if there is one, else the CPU."""
-    if torch.accelerator.is_available():
-        kind = torch.accelerator.current_accelerator()
-        assert kind is not None  # noqa: S101 -- is_available() said so
-        return torch.device(kind.type, torch.accelerator.current_device_index())
-    return torch.device("cpu")
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    return torch.device("cpu" if kind is None else f"{kind.type}:{torch.accelerator.current_device_index()}")
 
 
 def joined_world_size() -> int:
@@ -288,8 +285,8 @@ def _build(replicate_size: int, shard_size: int, device: torch.device) -> Mesh:
     world_size = dist.get_world_size()
     timeout = _timeout(device)
     control = None if world_size == 1 else dist.new_group(backend=_control_backend(device), timeout=timeout)
-    shard_group = _own_group(rows, rank, timeout)
-    replicate_group = _own_group(columns, rank, timeout)
+    shard_group = _own_group(rows, timeout)
+    replicate_group = _own_group(columns, timeout)
     return Mesh(
         device,
         rank=rank,
@@ -304,7 +301,7 @@ def _build(replicate_size: int, shard_size: int, device: torch.device) -> Mesh:
         replicate_group=replicate_group,
         control_group=control,
         gather=collectives_for(shard_group, device),
-        reduce=collectives_for(_own_group(rows, rank, timeout), device),
+        reduce=collectives_for(_own_group(rows, timeout), device),
         replicate=collectives_for(replicate_group, device, only_all_reduce=True),
         device_mesh=_device_mesh(replicate_group, shard_group, rows, device),
     )
@@ -339,15 +336,9 @@ def _control_backend(device: torch.device) -> str | None:
     return None if is_python and sends_from_host else "gloo"
 
 
-def _own_group(rank_lists: list[list[int]], rank: int, timeout: timedelta) -> dist.ProcessGroup | None:
-    """Make one group per list (every rank must take part in making each) and return the one `rank` is in."""
-    own = None
-    for ranks in rank_lists:
-        if len(ranks) > 1:
-            group = dist.new_group(ranks, timeout=timeout)
-            if rank in ranks:
-                own = group
-    return own
+def _own_group(rank_lists: list[list[int]], timeout: timedelta) -> dist.ProcessGroup | None:
+    """Make one group per list, all of a length, and return the one this rank is in. All ranks take part in all."""
+    return dist.new_subgroups_by_enumeration(rank_lists, timeout=timeout)[0] if len(rank_lists[0]) > 1 else None
 
 
 def _from_device_mesh(device_mesh: DeviceMesh, device: torch.device) -> Mesh:

@@ -20,17 +20,24 @@ from torch.autograd.graph import Node
 from fullshard.comm import torch_private
 from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import FullshardError
+from fullshard.engine.bucket import Bucket
 from fullshard.engine.precision import map_tensors
 
 UnitT = TypeVar("UnitT")
 _numbers = itertools.count()
 
 
-class CallOwner(Protocol):
-    """What a call, and the backward that leaves it (`engine.unannounced`), tell its unit."""
+class HookedUnit(Protocol):
+    """What a unit is told by hooks of autograd, and by what comes to the end of their backward."""
 
     name: str
     mesh: Mesh
+
+    def begin_backward(self) -> None:
+        """Backward has reached it."""
+
+    def gradients_complete(self, bucket: Bucket) -> None:
+        """Autograd has accumulated the gradients of all parameters of `bucket`."""
 
     def pre_backward(self, call: Any) -> None:
         """Backward has reached an output of `call`."""
@@ -96,7 +103,7 @@ class Call(Generic[UnitT]):
         # What `torch.autograd.grad` hands to its caller it comes to.
         return any(torch_private.will_run(node) is not False for node in self._before)
 
-    def watch_inputs(self, unit: CallOwner, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def watch_inputs(self, unit: HookedUnit, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Put an identity in front of every input that wants a gradient, to learn when that gradient is complete.
 
         The identity makes it this unit's own: a tensor that other modules read too is complete much later. A view
@@ -119,7 +126,7 @@ class Call(Generic[UnitT]):
         watched = {key: map_tensors(watch, value, into_mutable=False) for key, value in kwargs.items()}
         return map_tensors(watch, args, into_mutable=False), watched
 
-    def watch_outputs(self, unit: CallOwner, output: Any) -> bool:
+    def watch_outputs(self, unit: HookedUnit, output: Any) -> bool:
         """Learn when backward reaches an output; False if no output that autograd can come back through was found."""
         hook = _OutputHook(unit, self)
         givers, self._givers = self._givers, []
@@ -149,7 +156,7 @@ class Call(Generic[UnitT]):
 class _OutputHook:
     """Gradient hook of a unit's outputs; owns the call."""
 
-    def __init__(self, unit: CallOwner, call: Call[Any]) -> None:
+    def __init__(self, unit: HookedUnit, call: Call[Any]) -> None:
         self.unit, self.call = unit, call
 
     def __call__(self, gradient: Any) -> None:
@@ -166,7 +173,7 @@ class _InputHook:
     It holds the call weakly: inputs may outlive the graph of this unit, whose outputs own the call.
     """
 
-    def __init__(self, unit: CallOwner, call: Call[Any]) -> None:
+    def __init__(self, unit: HookedUnit, call: Call[Any]) -> None:
         self.unit, self.call = unit, weakref.ref(call)
 
     def __call__(self, grad_inputs: Any, grad_outputs: Any) -> None:
@@ -182,7 +189,7 @@ class _InputHook:
                 raise
 
 
-def locate(error: BaseException, unit: CallOwner, phase: str) -> None:
+def locate(error: BaseException, unit: HookedUnit, phase: str) -> None:
     """Add rank, unit and phase to an error that does not say them."""
     if not isinstance(error, FullshardError):
         error.add_note(f"fullshard: rank {unit.mesh.rank}, unit {unit.name!r}, {phase}")

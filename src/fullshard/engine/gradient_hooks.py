@@ -12,25 +12,14 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
 from fullshard.comm import torch_private
 from fullshard.engine.bucket import Bucket
-from fullshard.engine.call import CallOwner, locate, uncompiled
+from fullshard.engine.call import HookedUnit, locate, uncompiled
 from fullshard.engine.unsharded_gradient import Product
 from fullshard.engine.weight_gradients import watch_uses
-
-
-class HookedUnit(CallOwner, Protocol):
-    """What the hooks tell their unit."""
-
-    def begin_backward(self) -> None:
-        """Backward has reached it."""
-
-    def gradients_complete(self, bucket: Bucket) -> None:
-        """Autograd has accumulated the gradients of all parameters of `bucket`."""
 
 
 class GradientHooks:

@@ -28,10 +28,6 @@ _REFERENCE = "_fullshard_sharded_parameter"
 class ParameterOwner(Protocol):
     """What a sharded parameter asks of its `Bucket`."""
 
-    @property
-    def mesh(self) -> Mesh:
-        """The ranks that share it."""
-
     def weights(self, index: int) -> torch.Tensor:
         """This rank's part of parameter `index` as it is stored."""
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fullshard.comm import torch_private
-from fullshard.engine.call import Call, CallOwner
+from fullshard.engine.call import Call, HookedUnit
 
 
 class Unannounced:
@@ -24,9 +24,9 @@ class Unannounced:
     """
 
     def __init__(self) -> None:
-        self.units: Sequence[CallOwner] = ()
+        self.units: Sequence[HookedUnit] = ()
         self.backward: int | None = None
-        self._calls: dict[Call[Any], CallOwner] = {}  # that backward is in
+        self._calls: dict[Call[Any], HookedUnit] = {}  # that backward is in
         _models.add(self)
 
     def begin(self) -> None:
@@ -38,7 +38,7 @@ class Unannounced:
         self.backward = None
         self._calls.clear()
 
-    def reach(self, unit: CallOwner, call: Call[Any]) -> None:
+    def reach(self, unit: HookedUnit, call: Call[Any]) -> None:
         """Backward has come to `call` of `unit`: what it has left is ended before anything more is gathered."""
         self.leave(after=call.number)
         call.reach()
