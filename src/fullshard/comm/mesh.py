@@ -9,11 +9,13 @@ Ranks are laid out with the shard axis inside, so a shard group is a run of neig
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from itertools import zip_longest
 from threading import get_ident
 from typing import Any
 
@@ -31,6 +33,8 @@ from fullshard.comm.stalls import STALLS
 from fullshard.core.errors import CommunicationError, ConfigError
 from fullshard.core.place import PLACE
 from fullshard.core.strategy import replicas
+
+_HINT = "build the same model from the same configuration, and load the same weights, on every rank"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -158,14 +162,10 @@ class Mesh:
         """
         if self._shardings == self._agreed or self.shard_group is None:
             return
-        found = self.all_gather_object(list(self._shardings), self.shard_group)
-        other = next((place for place, counts in enumerate(found) if counts != found[0]), None)
-        if other is not None:
-            lines = [f"rank {self.rank_at(r)} has done {found[r][1]} of {found[r][0]} shardings" for r in (0, other)]
-            raise CommunicationError(
-                f"ranks disagree about what is sharded: {', '.join(lines)}",
-                hint="see why it failed there; after a sharding that some ranks failed in, make a new process group",
-            )
+        begun, done = self._shardings
+        hint = "see why it failed there; after a sharding that some ranks failed in, make a new process group"
+        done_here = [f"{done} of {begun} shardings done"]
+        self.check_agreement(done_here, what="what is sharded", hint=hint, group=self.shard_group)
         self.agree_on_shardings()
 
     def joined(self, axis: DeviceMesh) -> DeviceMesh:
@@ -188,6 +188,32 @@ class Mesh:
         with PLACE.waiting("comparing notes"), without, STALLS.explaining("comparing notes with the other ranks"):
             dist.all_gather_object(values, value, group=group)
         return values
+
+    def check_agreement(
+        self, lines: Sequence[str], *, what: str, hint: str = _HINT, group: dist.ProcessGroup | None = None
+    ) -> None:
+        """Compare `lines` over all ranks, or those of a group, before a difference is a hang or a wrong number.
+
+        By digest; a collective.
+
+        Raises:
+            CommunicationError: on every rank, naming the first rank that differs from the first one, rank 0 mostly, and
+                the first line that does.
+        """
+        digests = self.all_gather_object(hashlib.sha256("\n".join(lines).encode()).hexdigest(), group)
+        different = [place for place, other in enumerate(digests) if other != digests[0]]
+        if not different:
+            return
+        everything = self.all_gather_object(list(lines), group)
+        ranks = self.ranks if group is None else dist.get_process_group_ranks(group)
+        one, other_one = ranks[0], ranks[different[0]]
+        pairs = zip_longest(everything[0], everything[different[0]], fillvalue="(nothing)")
+        first, other = next((a, b) for a, b in pairs if a != b)
+        raise CommunicationError(
+            f"ranks disagree about {what}: rank {one} has [{first}], rank {other_one} has [{other}] ({len(different)} "
+            f"of {len(digests)} ranks differ from rank {one})",
+            hint=hint,
+        )
 
 
 _MARGIN = timedelta(seconds=5)

@@ -25,7 +25,6 @@ from fullshard.comm.track import Track
 from fullshard.core.errors import CommunicationError
 from fullshard.core.journal import JOURNAL
 from fullshard.core.stopping import STOPPING
-from fullshard.engine.agree import check_agreement
 from fullshard.engine.end_of_backward import BucketEnd, EndOfBackward
 from fullshard.engine.unit import Unit
 
@@ -104,7 +103,7 @@ class Lockstep:
             lines += [f"{placed} buckets in shared memory, those of earlier models included"]
             real = [unit for unit in units[::-1] if unit.stand_ins is None and unit.buckets]
             lines += [f"unit {unit.name!r} was made real after {unit.placed} of them" for unit in real]
-        check_agreement(self._mesh, lines, what="the sharded model", hint=_MODEL_HINT)
+        self._mesh.check_agreement(lines, what="the sharded model", hint=_MODEL_HINT)
 
     def compare_first(self, position: int, unit: Unit | None) -> None:
         """In the first forward, before a unit is unsharded: it is the same on every rank. A collective.
@@ -112,7 +111,7 @@ class Lockstep:
         None stands for the end, from which on the order may be relied on.
         """
         line = f"forward {position}: " + ("its end" if unit is None else f"unit {unit.name!r}")
-        check_agreement(self._mesh, [line], what="the order in which units run", hint=_ORDER_HINT)
+        self._mesh.check_agreement([line], what="the order in which units run", hint=_ORDER_HINT)
         self.is_order_verified = unit is None
 
     def note_gather(self, unit: Unit) -> None:
@@ -245,7 +244,7 @@ class Lockstep:
         lines += [f"step {_run_step()} of the run"] * JOURNAL.is_told
         lines += [f"learning rates {rates}" for rates in sorted(self._rates())]
         lines += [f"forward {number}: unit {unit.name!r}" for number, unit in enumerate(units)]
-        check_agreement(self._mesh, lines, what=f"step {steps + 1} of this process", hint=_HINT)
+        self._mesh.check_agreement(lines, what=f"step {steps + 1} of this process", hint=_HINT)
 
     def _rates(self) -> list[list[float]]:
         """Of each optimizer that stepped last, as they are now. Those that are on a device are not waited for."""

@@ -18,7 +18,6 @@ from fullshard.comm import torch_private
 from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import WrapError
 from fullshard.core.layout import Interval
-from fullshard.engine.agree import check_agreement
 from fullshard.engine.tile import plain_of, set_plain, tile_of
 from fullshard.wrap.extended import inner_tensors, is_composed
 from fullshard.wrap.partition import Slot, UnitPlan
@@ -252,7 +251,7 @@ def _take_from_rank_0(tensors: list[torch.Tensor], mesh: Mesh) -> None:
     if mesh.world_group is None:
         return
     lines = [f"tensor {i}: {tuple(t.shape)} {t.dtype}" for i, t in enumerate(tensors)]
-    check_agreement(mesh, lines, what="the parameters and buffers to take from rank 0")
+    mesh.check_agreement(lines, what="the parameters and buffers to take from rank 0")
     for tensor in tensors:
         whole = tensor.contiguous()
         dist.broadcast(whole, group=mesh.world_group, group_src=0)

@@ -20,7 +20,6 @@ from fullshard.comm.base import Collectives, Parts, Work, cut
 from fullshard.core.errors import OptimizerError
 from fullshard.core.events import EventKind
 from fullshard.core.matrices import Dealing, Matrix, MatrixCost, MatrixPiece, deal, matrices_in
-from fullshard.engine.agree import check_agreement
 from fullshard.engine.bucket import Bucket, bucket_of
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.unit import owner_of
@@ -125,7 +124,7 @@ class WholeMatrices:
             CommunicationError: the ranks' parameters differ.
         """
         if not self._is_agreed:
-            check_agreement(self.mesh, self._lines, what="the parameters of an optimizer that needs whole matrices")
+            self.mesh.check_agreement(self._lines, what="the parameters of an optimizer that needs whole matrices")
             self._is_agreed = True
         travel = _Travel(self, given, dtype)
         turns = range(len(travel))
