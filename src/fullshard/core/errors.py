@@ -6,7 +6,7 @@
     ├── WrapError           (ValueError)    a wrap policy names something the model does not have
     │   └── RepeatedError   (AssertionError)
     ├── LayoutError         (ValueError)    shapes or dtypes that cannot be laid out
-    ├── LifecycleError      (RuntimeError)  an illegal move of a unit, or a call at the wrong moment
+    ├── LifecycleError      (RuntimeError)  a call at the wrong moment, or of what a unit cannot follow
     │   └── CopyError       (AssertionError)
     ├── OptimizerError      (ValueError)    an optimizer that cannot work on sharded parameters
     ├── CommunicationError  (RuntimeError)  ranks disagree, or a collective failed
@@ -82,7 +82,7 @@ class LayoutError(FullshardError, ValueError):
 
 
 class LifecycleError(FullshardError, RuntimeError):
-    """An illegal move of a unit's lifecycle, or a call at the wrong moment."""
+    """A call at the wrong moment, or of what a unit cannot follow."""
 
 
 class CopyError(LifecycleError, AssertionError):

@@ -34,7 +34,10 @@ from fullshard.wrap.partition import Slot, UnitPlan
 
 
 class UnitState(Enum):
-    """Where a unit's parameters are. Nothing else says whether they are whole."""
+    """Where a unit's parameters are. Nothing else says whether they are whole.
+
+    They go up and down by one, but for a gather that nobody waits for any more: from gathering back to sharded.
+    """
 
     SHARDED = auto()
     """no memory for the whole"""
@@ -44,16 +47,6 @@ class UnitState(Enum):
     """whole, but the modules hold sharded parameters, as before and after"""
     UNSHARDED = auto()
     """whole, and the modules hold the original parameters"""
-
-
-_TRANSITIONS = (  # not a set: an enum's hash is computed in Python
-    (UnitState.SHARDED, UnitState.GATHERING),
-    (UnitState.GATHERING, UnitState.GATHERED),
-    (UnitState.GATHERING, UnitState.SHARDED),
-    (UnitState.GATHERED, UnitState.UNSHARDED),
-    (UnitState.UNSHARDED, UnitState.GATHERED),
-    (UnitState.GATHERED, UnitState.SHARDED),
-)
 
 
 class UnitOwner(Protocol):
@@ -205,19 +198,11 @@ class UnitParameters:
 
     # -- lifecycle ----------------------------------------------------------------------------------------------
 
-    def _move(self, state: UnitState) -> None:
-        if (self.state, state) not in _TRANSITIONS:
-            raise LifecycleError(
-                f"rank {self.mesh.rank}, unit {self.name!r}: illegal move from {self.state.name} to {state.name}",
-                hint="unshard before use, reshard once",
-            )
-        self.state = state
-
     def issue_unshard(self, *, exactly: bool = False) -> None:
         """Launch the all-gathers of a sharded unit; nothing for any other. See `FullBuffer.gather` for `exactly`."""
         if self.state is not UnitState.SHARDED:
             return
-        self._move(UnitState.GATHERING)  # before the launches: if one fails, `reshard` waits for those before it
+        self.state = UnitState.GATHERING  # before the launches: if one fails, `reshard` waits for those before it
         self.emit(EventKind.UNSHARD_ISSUED, self.full_nbytes)
         for bucket in self.buckets:
             bucket.issue_unshard(exactly=exactly)
@@ -236,7 +221,7 @@ class UnitParameters:
             with self.waiting("unshard"):
                 for bucket in self.buckets:
                     bucket.wait_unshard()
-            self._move(UnitState.GATHERED)
+            self.state = UnitState.GATHERED
             self.emit(EventKind.UNSHARD_READY, self.full_nbytes)
         if self.state is UnitState.GATHERED:
             self._bind(unsharded=True)
@@ -257,7 +242,7 @@ class UnitParameters:
             self._bind(unsharded=False)  # first, because it may refuse
         for bucket in self.buckets:
             bucket.reshard(kept_by=self.neighbours if is_after_forward else None)
-        self._move(UnitState.SHARDED)
+        self.state = UnitState.SHARDED
         self.emit(EventKind.RESHARDED, self.full_nbytes)
 
     def reshard_if_outdated(self) -> None:
@@ -286,7 +271,7 @@ class UnitParameters:
                 bucket.check_unchanged()
         for bucket in self.buckets:
             bucket.binding.bind(unsharded=unsharded)
-        self._move(UnitState.UNSHARDED if unsharded else UnitState.GATHERED)
+        self.state = UnitState.UNSHARDED if unsharded else UnitState.GATHERED
 
     @property
     def is_to_be_gathered(self) -> bool:
