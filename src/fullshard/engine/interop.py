@@ -141,9 +141,9 @@ def _norm_of(
             sharded.setdefault((span.mesh, span.groups, span.in_blocks), []).append(tensor)
     note_before_clipping({mesh for mesh, _, _ in sharded})
     norms = [
-        _norm_in_blocks(mesh, groups, part, float(norm_type), foreach)
-        if in_blocks
-        else _group_norm(mesh, groups, part, float(norm_type), foreach)
+        _norm_in_blocks(groups, part, norm_type)
+        if in_blocks and norm_type != math.inf
+        else _group_norm(mesh, groups, part, norm_type, foreach)
         for (mesh, groups, in_blocks), part in sharded.items()
     ]
     if ordinary or not norms:
@@ -183,15 +183,9 @@ def _group_norm(
 
 
 def _norm_in_blocks(
-    mesh: Mesh,
-    groups: Sequence[dist.ProcessGroup],
-    gradients: Sequence[torch.Tensor],
-    order: float,
-    foreach: bool | None,
+    groups: Sequence[dist.ProcessGroup], gradients: Sequence[torch.Tensor], order: float
 ) -> torch.Tensor:
-    """The same, the same bits however parameters are cut over ranks."""
-    if order == float("inf"):
-        return _group_norm(mesh, groups, gradients, order, foreach)
+    """The same of order 2, the same bits however parameters are cut over ranks."""
     if order != 2:
         raise ConfigError(
             f"the norm of order {order:g} of gradients of virtual ranks would depend on the number of ranks",

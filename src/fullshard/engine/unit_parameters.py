@@ -36,7 +36,7 @@ from fullshard.wrap.partition import Slot, UnitPlan
 class UnitState(Enum):
     """Where a unit's parameters are. Nothing else says whether they are whole.
 
-    They go up and down by one, but for a gather that nobody waits for any more: from gathering back to sharded.
+    Up from one to the next; down to GATHERED, and from there, or from a gather that nobody wants any more, to SHARDED.
     """
 
     SHARDED = auto()
