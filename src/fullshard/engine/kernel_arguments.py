@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.comm import torch_private
 from fullshard.core.errors import LifecycleError
-from fullshard.engine.sharded_tensor import ShardedTensor
+from fullshard.engine.sharded_tensor import ShardedTensor, SpreadTensor
 
 
 def map_arguments(value: Any, kind: type[torch.Tensor], function: Callable[[Any], Any]) -> Any:
@@ -63,10 +63,10 @@ def refuse_plain(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[s
     tensors = tensors_in((args, kwargs))
     plain = next((t for t in tensors if not isinstance(t, DTensor) and t.numel() != 1), None)
     if plain is not None:
-        raise mixed(func, next(t for t in tensors if hasattr(t, "span")), plain)
+        raise mixed(func, next(t for t in tensors if isinstance(t, SpreadTensor)), plain)
 
 
-def mixed(func: torch_private.Kernel, spread: Any, plain: torch.Tensor) -> LifecycleError:
+def mixed(func: torch_private.Kernel, spread: SpreadTensor, plain: torch.Tensor) -> LifecycleError:
     """The error for that."""
     return LifecycleError(
         f"`{func.overloadpacket.__name__}` of {spread.name} {tuple(spread.shape)}, a DTensor, and of a plain tensor "

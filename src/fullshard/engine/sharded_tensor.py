@@ -26,7 +26,31 @@ WAY_OUT = (
 )
 
 
-class ShardedTensor(DTensor):
+class SpreadTensor(DTensor):
+    """Over a span's ranks, of which each has a part of it or all.
+
+    Attributes:
+        span: of the parameter that it is, or was computed of.
+    """
+
+    span: Span
+
+    def __init__(self, *_args: object, **_options: object) -> None:
+        """Nothing is left to do: torch's own takes as long as making the tensor."""
+
+    @property
+    def name(self) -> str:
+        """Whose values these are, or were computed from: all names of a tied parameter."""
+        return str(self.span.name)
+
+    @property
+    def __tensor_flatten__(self) -> NoReturn:
+        # With it, moving a module would swap its parameters for others, and a compiler would put torch's own class
+        # together again.
+        raise AttributeError("a compiler cannot take it apart")
+
+
+class ShardedTensor(SpreadTensor):
     """A tensor of which each rank has an interval, shape (n,), of the flattened elements.
 
     Args:
@@ -38,7 +62,6 @@ class ShardedTensor(DTensor):
         local: the same, without autograd.
     """
 
-    span: Span
     _compute: ClassVar[Callable[[torch_private.Kernel, Sequence[Any], dict[str, Any]], Any]]
     """What kernels make of them; `engine.kernels` puts it here."""
     __hash__ = object.__hash__  # by identity like a tensor's, but in C: every look-up of optimizer state asks for it
@@ -50,28 +73,15 @@ class ShardedTensor(DTensor):
         self.span = span
         return self
 
-    def __init__(self, *_args: object, **_options: object) -> None:
-        """Nothing is left to do: torch's own takes as long as making the tensor."""
-
     @property
     def local(self) -> torch.Tensor:
         """This rank's interval, shape (n,); no part of autograd's graph."""
         return torch_private.local_of(self)
 
     @property
-    def name(self) -> str:
-        """Whose values these are, or were computed from: all names of a tied parameter."""
-        return str(self.span.name)
-
-    @property
     def names(self) -> tuple[str, ...]:
-        """The same, apart."""
+        """Of the parameter, a tied one's apart."""
         return self.span.name.names
-
-    @property
-    def __tensor_flatten__(self) -> NoReturn:
-        # With it, moving a module would swap its parameters for others, and a compiler would trace what it cannot make.
-        raise AttributeError("a compiler cannot take it apart")
 
     @property
     def interval(self) -> Interval:

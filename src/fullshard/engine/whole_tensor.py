@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,17 +19,15 @@ from fullshard.engine.kernel_arguments import (
     tensors_in,
     written_tensors,
 )
-from fullshard.engine.sharded_tensor import ShardedTensor, dtensor_of
+from fullshard.engine.sharded_tensor import ShardedTensor, SpreadTensor, dtensor_of
 from fullshard.engine.span import Span
 
 
-class WholeTensor(DTensor):
+class WholeTensor(SpreadTensor):
     """What was computed of sharded tensors and every rank has whole: a norm, a penalty, a product of matrices.
 
     With plain numbers it becomes a plain tensor, so that a penalty can be added to a loss, each rank to its own.
     """
-
-    span: Span
 
     @classmethod
     def of(cls, whole: torch.Tensor, span: Span) -> WholeTensor:
@@ -38,17 +36,6 @@ class WholeTensor(DTensor):
         self: WholeTensor = torch_private.wrap(cls, whole, layout)
         self.span = span
         return self
-
-    def __init__(self, *_args: object, **_options: object) -> None: ...
-
-    @property
-    def name(self) -> str:
-        """Of the parameter that it was computed of."""
-        return str(self.span.name)
-
-    @property
-    def __tensor_flatten__(self) -> NoReturn:
-        raise AttributeError("a compiler would put torch's own class together again")
 
     def tolist(self) -> Any:
         """Its elements, on every rank."""
@@ -132,13 +119,12 @@ class _MakePlain(torch.autograd.Function):
         return WholeTensor.of(mean, ctx.span)
 
 
-class WholeCopy(DTensor):
+class WholeCopy(SpreadTensor):
     """What a view becomes that is no interval, a transposed matrix for example: a copy, which must not be changed.
 
     Nor be read when what it was copied from has changed, as a view would have changed with it. So are views of it.
     """
 
-    span: Span
     _source: torch.Tensor
     _source_version: int
 
@@ -152,13 +138,6 @@ class WholeCopy(DTensor):
         else:
             self._source, self._source_version = held.local, _version(held.local)
         return self
-
-    def __init__(self, *_args: object, **_options: object) -> None: ...
-
-    @property
-    def name(self) -> str:
-        """Of the parameter that it is a view of."""
-        return str(self.span.name)
 
     def plain(self) -> WholeTensor:
         """The same without the guard."""
