@@ -141,8 +141,6 @@ class ExtendedBuffer(FullBuffer):
         whole_nbytes: bytes of that.
     """
 
-    _keeps_memory = False
-
     def __init__(
         self, slot: Slot, rows: torch.Tensor, *, mesh: Mesh, policy: MixedPrecisionPolicy, dtype: torch.dtype
     ) -> None:
@@ -223,20 +221,10 @@ class ExtendedBuffer(FullBuffer):
     def free(self) -> None:
         """Give the memory back; what was made beside the outputs, too."""
         for buffer, _ in self._outputs:
+            buffer.keeps_memory = self.keeps_memory
             buffer.free()
         for storage, _ in self._beside if not self.keeps_memory else ():
             storage.resize_(0)
-
-    @property
-    def keeps_memory(self) -> bool:
-        """See `FullBuffer`."""
-        return self._keeps_memory
-
-    @keeps_memory.setter
-    def keeps_memory(self, value: bool) -> None:
-        self._keeps_memory = value
-        for buffer, _ in self._outputs:
-            buffer.keeps_memory = value
 
     def wait_for_readers(self) -> None:
         """See `FullBuffer`."""
