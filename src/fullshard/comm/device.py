@@ -5,6 +5,8 @@ What the kinds have in common is asked of `torch.accelerator`. What sets one apa
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -143,3 +145,21 @@ def name_of(device: torch.device) -> str:
     """What its maker calls it; its kind if it does not tell."""
     tell: Any = None if device.type == "cpu" else getattr(torch.get_device_module(device), "get_device_name", None)
     return device.type if tell is None else str(tell(device))
+
+
+_answering: list[None] = []
+
+
+def has_values(device: torch.device) -> bool:
+    """Whether reading a number there gives one: not on the meta device, unless somebody answers for it."""
+    return device.type != "meta" or bool(_answering)
+
+
+@contextlib.contextmanager
+def answered() -> Iterator[None]:
+    """Within it somebody does: the meta device is asked what an accelerator is (`fullshard.api.virtual`)."""
+    _answering.append(None)
+    try:
+        yield
+    finally:
+        _answering.pop()

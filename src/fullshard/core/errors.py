@@ -1,24 +1,4 @@
-"""Every error fullshard raises on purpose.
-
-    FullshardError
-    ├── ConfigError         (ValueError)    a setting, a flag or an argument is wrong
-    │   └── PlacementError  (AssertionError)
-    ├── WrapError           (ValueError)    a wrap policy names something the model does not have
-    │   └── RepeatedError   (AssertionError)
-    ├── LayoutError         (ValueError)    shapes or dtypes that cannot be laid out
-    ├── LifecycleError      (RuntimeError)  a call at the wrong moment, or of what a unit cannot follow
-    │   └── CopyError       (AssertionError)
-    ├── OptimizerError      (ValueError)    an optimizer that cannot work on sharded parameters
-    ├── CommunicationError  (RuntimeError)  ranks disagree, or a collective failed
-    ├── NonFiniteError      (FloatingPointError)  gradients hold NaN or infinity
-    ├── ReplicaError        (RuntimeError)  replicas hold different weights
-    ├── CheckpointError     (RuntimeError)  a checkpoint is incomplete, damaged or does not match
-    │   └── DamagedError                    its bytes are not those that were saved
-    ├── StoreError          (RuntimeError)  an object store did not answer, or forbids
-    ├── DataError           (ValueError)    training data that cannot be read or used
-    ├── HubError            (OSError)       a model that is saved could not be pushed
-    ├── VersionError        (ImportError)   a dependency is too old
-    └── MissingExtraError   (ImportError)   an optional dependency is not installed
+"""Every error fullshard raises on purpose: a `FullshardError`, and one of Python's own kinds besides.
 
 The message says what is wrong, where, and got / expected; `hint` adds one action on a line of its own. What is
 quoted may be anything: too long to read, it is cut.

@@ -12,8 +12,8 @@ import time
 import torch
 import torch.distributed as dist
 
+from fullshard.comm.device import has_values
 from fullshard.comm.mesh import Mesh
-from fullshard.comm.values import has_values
 from fullshard.core.errors import ConfigError
 from fullshard.core.journal import JOURNAL, Happening
 from fullshard.core.pace import Pace, RankPace, median_computing, slow_ranks

@@ -19,8 +19,8 @@ from typing import Literal, get_args
 import torch
 import torch.distributed as dist
 
+from fullshard.comm.device import has_values
 from fullshard.comm.mesh import Mesh
-from fullshard.comm.values import has_values
 from fullshard.core.errors import ConfigError, NonFiniteError, first_of
 from fullshard.engine.parameter import ShardedParameter
 

@@ -19,7 +19,7 @@ from fullshard.api.virtual.allocator import Allocator, SegmentPart
 from fullshard.api.virtual.clock import DEVICE, Clock, Stream, Task
 from fullshard.comm import torch_private
 from fullshard.comm.cpu.heap import OWN_PAGES_NBYTES
-from fullshard.comm.values import answered
+from fullshard.comm.device import answered
 from fullshard.core.events import Event, EventKind
 from fullshard.plan.hardware import Cluster, Device
 from fullshard.plan.time import CONTENTION, STEP_LATENCY, steps
