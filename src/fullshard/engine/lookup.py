@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -42,6 +43,13 @@ def require_units(model: nn.Module) -> list[Unit]:
     if not units:
         raise LifecycleError(f"{type(model).__name__} is not sharded", hint="call fully_shard or shard_model first")
     return units
+
+
+def refuse_pinned(units: Iterable[Unit], what: str, hint: str) -> None:
+    """Raise `LifecycleError` for what cannot be while one of them is kept unsharded."""
+    pinned = next((unit for unit in units if unit.is_pinned), None)
+    if pinned is not None:
+        raise LifecycleError(f"{what} while unit {pinned.name!r} is kept unsharded", hint=hint)
 
 
 def clean_name(path: str) -> str:

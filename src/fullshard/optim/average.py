@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.core.errors import ConfigError, LifecycleError, OptimizerError
-from fullshard.engine.lookup import clean_name, units_of
+from fullshard.engine.lookup import clean_name, refuse_pinned, units_of
 from fullshard.engine.parameter import ShardedParameter, are_same, sharded_parameter_of
 from fullshard.engine.schedule import schedule_of
 from fullshard.engine.sharded_tensor import ShardedTensor
@@ -168,11 +168,7 @@ class EMA:
         return {id(p): average for p, average in zip(self._parameters, self._averages, strict=True)}
 
     def _check_model(self) -> None:
-        pinned = next((unit for unit in units_of(self._model) if unit.is_pinned), None)
-        if pinned is not None:
-            raise LifecycleError(
-                f"EMA: unit {pinned.name!r} is kept unsharded", hint="leave `with unsharded(model)` before"
-            )
+        refuse_pinned(units_of(self._model), "EMA", "leave `with unsharded(model)` before")
         names, parameters = _trained(self._model)
         if are_same(parameters, self._parameters):
             return

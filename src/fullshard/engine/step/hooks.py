@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.core.errors import LifecycleError, NonFiniteError, OptimizerError
+from fullshard.core.errors import NonFiniteError, OptimizerError
 from fullshard.core.events import EventKind
 from fullshard.core.journal import JOURNAL, Happening
 from fullshard.engine.bucket import Bucket, bucket_of
-from fullshard.engine.lookup import units_of
+from fullshard.engine.lookup import refuse_pinned, units_of
 from fullshard.engine.parameter import are_same, sharded_parameter_of, sharded_parameters
 from fullshard.engine.schedule import Schedule, schedule_of
 from fullshard.engine.step.local_parameters import lend, take_back, takes_local
@@ -211,12 +211,7 @@ def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs:
     for schedule in schedules:
         schedule.lockstep.add_optimizer(optimizer)
         schedule.before_optimizer_step()
-        pinned = next((unit for unit in schedule.units if unit.is_pinned), None)
-        if pinned is not None:
-            raise LifecycleError(
-                f"optimizer step while unit {pinned.name!r} is kept unsharded",
-                hint="step outside `with unsharded(model)`",
-            )
+        refuse_pinned(schedule.units, "optimizer step", "step outside `with unsharded(model)`")
     if any(bucket.main_is_on_host for bucket in buckets):
         for name in ("grad_scale", "found_inf"):  # GradScaler's, for fused optimizers, which would not wait for a copy
             if isinstance(value := getattr(optimizer, name, None), torch.Tensor):

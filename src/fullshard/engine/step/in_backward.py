@@ -28,6 +28,7 @@ from torch import optim
 from fullshard.comm import torch_private
 from fullshard.core.errors import LifecycleError, OptimizerError
 from fullshard.engine.bucket import Bucket, bucket_of
+from fullshard.engine.lookup import refuse_pinned
 from fullshard.engine.parameter import ShardedParameter, are_same, sharded_parameters
 from fullshard.engine.schedule import Schedule, schedule_of
 from fullshard.engine.step.hooks import check_optimizer
@@ -199,12 +200,7 @@ class Stepper:
                 "all gradients are known",
                 hint="leave step_in_backward out, or set_nonfinite_gradients('raise')",
             )
-        pinned = next((unit for unit in schedule.units if unit.is_pinned), None)
-        if pinned is not None:
-            raise LifecycleError(
-                f"backward steps the optimizer while unit {pinned.name!r} is kept unsharded",
-                hint="train outside `with unsharded(model)`",
-            )
+        refuse_pinned(schedule.units, "backward steps the optimizer", "train outside `with unsharded(model)`")
         self._prepare(optimizer)
         return True
 
