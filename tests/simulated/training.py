@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from fullshard.checkpoint.staging import HostMemory
 from fullshard.comm import torch_private
-from fullshard.comm.cpu.pages import CpuPages
+from fullshard.comm.cpu.heap import CpuPages
 from fullshard.config.switches import OFFLOAD
 from fullshard.engine import (
     CPUOffloadPolicy,

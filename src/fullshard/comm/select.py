@@ -10,7 +10,7 @@ import torch.distributed as dist
 from fullshard.comm import torch_private
 from fullshard.comm.base import Collectives
 from fullshard.comm.cpu.gloo import GlooCollectives
-from fullshard.comm.cpu.pages import pages_of
+from fullshard.comm.cpu.heap import pages_of
 from fullshard.comm.cpu.peers import Peers, connect
 from fullshard.comm.cpu.shared_memory import SharedMemoryCollectives
 from fullshard.comm.cpu.two_level import TwoLevelCollectives

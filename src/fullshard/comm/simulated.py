@@ -12,7 +12,7 @@ import torch
 
 from fullshard.comm import torch_private
 from fullshard.comm.base import BufferSpec, Collectives, FullBuffer, Parts, Reduction, Work, cut, own_interval
-from fullshard.comm.cpu.pages import pages_of
+from fullshard.comm.cpu.heap import pages_of
 from fullshard.comm.host_pages import HostPages
 from fullshard.comm.mesh import Mesh
 from fullshard.comm.resized_buffer import ResizedBuffer

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from fullshard.comm import torch_private
 from fullshard.comm.base import Parts, Reduction, Work, WorkOf, cut, own_interval
 from fullshard.comm.cpu.averages import average
-from fullshard.comm.cpu.pages import CpuPages
+from fullshard.comm.cpu.heap import CpuPages
 from fullshard.comm.host_pages import HostPages
 from fullshard.comm.torch_dist import NativeCollectives, filling
 

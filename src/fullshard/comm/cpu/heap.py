@@ -20,6 +20,9 @@ import ctypes
 import functools
 from pathlib import Path
 
+import torch
+
+from fullshard.comm.host_pages import HostPages
 from fullshard.config.switches import HEAP
 
 TRIM_NBYTES = 2**26
@@ -112,3 +115,22 @@ def allocated_nbytes() -> int | None:
 def heap() -> Heap:
     """The one of this process."""
     return Heap()
+
+
+class CpuPages(HostPages):
+    """What a CPU does about pages of its memory, whether ranks share them or not: the allocator's heap."""
+
+    are_dear = True
+
+    def begin_training(self) -> None:
+        """The heap is as full as it was before; what it grows by from here on counts."""
+        heap()
+
+    def begin_last_unit(self) -> None:
+        """Give back what the forward did not fill."""
+        heap().begin_last_unit()
+
+
+def pages_of(device: torch.device) -> HostPages:
+    """Those of a rank that shares none with others."""
+    return CpuPages() if device.type == "cpu" else HostPages()

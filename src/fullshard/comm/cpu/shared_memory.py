@@ -29,8 +29,7 @@ import torch.distributed as dist
 
 from fullshard.comm.base import BufferSpec, FullBuffer, Parts, Reduction, Work, WorkOf
 from fullshard.comm.cpu.gloo import GlooCollectives
-from fullshard.comm.cpu.heap import TRIM_NBYTES, heap, is_at_peak
-from fullshard.comm.cpu.pages import CpuPages
+from fullshard.comm.cpu.heap import TRIM_NBYTES, CpuPages, heap, is_at_peak
 from fullshard.comm.cpu.peers import FILE_NBYTES, Peers, host_memory_nbytes
 from fullshard.comm.cpu.send_queue import SendQueues
 from fullshard.comm.track import Track
