@@ -13,49 +13,20 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from fullshard.comm.device import counts_memory
-from fullshard.core.errors import ConfigError, LifecycleError
+from fullshard.core.errors import ConfigError
 from fullshard.core.schedule import SPENT, count_kept
 from fullshard.core.sizes import format_nbytes
-from fullshard.engine.lookup import require_units, unit_of
+from fullshard.engine.lookup import require_unit, require_units
 from fullshard.engine.schedule import Schedule, schedule_of
 
 STEPS_BEFORE_MEASURING = 2
 """The second step is the first that runs beside the optimizer's state."""
-
-
-@dataclass(frozen=True, slots=True)
-class KeptUnits:
-    """Which units are kept. `str()` is the line for people.
-
-    Attributes:
-        units: how many, those left out that are kept in any case (the outermost, a head of its own).
-        of: how many there are.
-        nbytes: what keeping them takes.
-        budget_nbytes: what it may take; None where it takes nothing.
-        why: where the budget comes from.
-    """
-
-    units: int
-    of: int
-    nbytes: int
-    budget_nbytes: int | None
-    why: str
-
-    def __str__(self) -> str:
-        cost = (
-            "which costs nothing"
-            if self.budget_nbytes is None
-            else f"{format_nbytes(self.nbytes)} of {format_nbytes(self.budget_nbytes)}"
-        )
-        what = f"{self.units} of {self.of} units stay unsharded between forward and backward"
-        return f"reshard_after_forward auto: {what}, {cost} ({self.why})"
 
 
 def keep_unsharded(
@@ -76,7 +47,7 @@ def keep_unsharded(
     units = require_units(model)
     schedule = schedule_of(units[-1])
     if budget_nbytes is not None or not any(unit.freed_nbytes for unit in units[:-1]):
-        say(str(_keep(schedule, budget_nbytes, "the budget that was given")))
+        say(_keep(schedule, budget_nbytes, "the budget that was given"))
         return
     measure = functools.partial(headroom_nbytes, units[-1].mesh.device, ranks_on_host=ranks_on_host)
     measure()  # so that it fails now if it does
@@ -85,7 +56,7 @@ def keep_unsharded(
         if steps == STEPS_BEFORE_MEASURING:
             schedule.after_step = None
             why = f"{SPENT:.0%} of what was free after {steps} steps, on the rank with the least"
-            say(str(_keep(schedule, round(SPENT * measure()), why)))
+            say(_keep(schedule, round(SPENT * measure()), why))
 
     schedule.after_step = decide
     say(f"reshard_after_forward auto: decided after {STEPS_BEFORE_MEASURING} steps, by the memory that is then free")
@@ -97,14 +68,14 @@ def keep_head(head: nn.Module) -> None:
     Raises:
         LifecycleError: it is not a unit.
     """
-    unit = unit_of(head)
-    if unit is None:
-        raise LifecycleError(f"{type(head).__name__} is not a unit", hint="shard the model first")
-    unit.reshard_after_forward = False
+    require_unit(head).reshard_after_forward = False
 
 
-def _keep(schedule: Schedule, budget_nbytes: int | None, why: str) -> KeptUnits:
-    """Let the last units in forward order stay, as many as the smallest of all ranks' budgets allows."""
+def _keep(schedule: Schedule, budget_nbytes: int | None, why: str) -> str:
+    """Let the last units in forward order stay, as many as the smallest of all ranks' budgets allows; says how many.
+
+    Those are left out that are kept in any case: the outermost, a head of its own.
+    """
     root = schedule.units[-1]
     inner = [unit for unit in schedule.units if unit.reshard_after_forward]  # the others are kept in any case
     free = [unit for unit in inner if not unit.freed_nbytes]
@@ -116,8 +87,11 @@ def _keep(schedule: Schedule, budget_nbytes: int | None, why: str) -> KeptUnits:
     costly = costly[: 0 if budget_nbytes is None else count_kept([unit.freed_nbytes for unit in costly], budget_nbytes)]
     for unit in inner:
         unit.reshard_after_forward = unit not in free and unit not in costly
-    nbytes = sum(unit.freed_nbytes for unit in costly)
-    return KeptUnits(len(free) + len(costly), len(inner), nbytes, budget_nbytes, why)
+    cost = "which costs nothing"
+    if budget_nbytes is not None:
+        cost = f"{format_nbytes(sum(unit.freed_nbytes for unit in costly))} of {format_nbytes(budget_nbytes)}"
+    kept = f"{len(free) + len(costly)} of {len(inner)} units stay unsharded between forward and backward"
+    return f"reshard_after_forward auto: {kept}, {cost} ({why})"
 
 
 def headroom_nbytes(device: torch.device, *, ranks_on_host: int) -> int:

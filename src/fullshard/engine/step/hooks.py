@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import warnings
 import weakref
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -163,32 +162,23 @@ def repoint(optimizer: torch.optim.Optimizer, model: nn.Module | None = None) ->
             )
 
 
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """What an optimizer held at its last step.
-
-    Attributes:
-        parameters: all of them, if every one was sharded; else none, for the others may be sharded later.
-        buckets: that the sharded ones are in.
-    """
-
-    parameters: list[torch.Tensor]
-    buckets: list[Bucket]
-
-
-_held: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Held] = weakref.WeakKeyDictionary()
+_held: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[list[torch.Tensor], list[Bucket]]] = (
+    weakref.WeakKeyDictionary()
+)
+"""What an optimizer held at its last step: all parameters, if every one was sharded, else none, for the others may be
+sharded later; and the buckets that the sharded ones are in."""
 
 
 def _checked_buckets(optimizer: torch.optim.Optimizer) -> list[Bucket]:
     """The buckets that the optimizer updates; checks it first, unless it holds what it held at its last step."""
     parameters = list(itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups))
-    known = _held.get(optimizer)
-    if known is not None and are_same(parameters, known.parameters):
-        return known.buckets
+    known, buckets = _held.get(optimizer, ([], []))
+    if buckets and are_same(parameters, known):
+        return buckets
     check_optimizer(optimizer)
     sharded = sharded_parameters(optimizer)
     buckets = list(dict.fromkeys(map(bucket_of, sharded)))
-    _held[optimizer] = _Held(parameters if len(sharded) == len(parameters) else [], buckets)
+    _held[optimizer] = parameters if len(sharded) == len(parameters) else [], buckets
     return buckets
 
 
@@ -289,6 +279,5 @@ def after_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -
     """Runs after every optimizer's step."""
     finish_step(optimizer)
     take_back(optimizer)  # before state is sent, which is looked for under the sharded parameters
-    held = _held.get(optimizer)
-    if held is not None:  # else the step began before anything was sharded
-        send_state(optimizer, held.buckets)
+    if optimizer in _held:  # else the step began before anything was sharded
+        send_state(optimizer, _held[optimizer][1])
