@@ -110,7 +110,7 @@ class Call(Generic[UnitT]):
         does not forbid the unit to change its input in place, as a custom autograd function would. Lists and dicts are
         left as they are: the unit may be meant to change them, and would change a copy.
         """
-        done = uncompiled(_InputHook(unit, self))
+        done = _passed(unit, self)
 
         def watch(tensor: torch.Tensor) -> torch.Tensor:
             if not tensor.requires_grad:
@@ -128,7 +128,7 @@ class Call(Generic[UnitT]):
 
     def watch_outputs(self, unit: HookedUnit, output: Any) -> bool:
         """Learn when backward reaches an output; False if no output that autograd can come back through was found."""
-        hook = _OutputHook(unit, self)
+        hook = _reached(unit, self)
         givers, self._givers = self._givers, []
         found = False
 
@@ -145,48 +145,49 @@ class Call(Generic[UnitT]):
                 # A view changed in place later on loses its tensor hooks; the node of its base stays in the graph.
                 # That of an input which is handed on as it came (T5's position bias) is another unit's: backward gets
                 # there long after it has left this one, which would be gathered again and stay whole to the end.
-                base.grad_fn.register_prehook(uncompiled(hook))
-            tensor.register_hook(uncompiled(hook))
+                base.grad_fn.register_prehook(hook)
+            tensor.register_hook(hook)
             return tensor
 
         map_tensors(watch, output)
         return found
 
 
-class _OutputHook:
+def _reached(unit: HookedUnit, call: Call[Any]) -> Callable[[Any], None]:
     """Gradient hook of a unit's outputs; owns the call."""
 
-    def __init__(self, unit: HookedUnit, call: Call[Any]) -> None:
-        self.unit, self.call = unit, call
-
-    def __call__(self, gradient: Any) -> None:
+    def hook(_gradient: Any) -> None:
         try:
-            self.unit.pre_backward(self.call)
+            unit.pre_backward(call)
         except BaseException as error:
-            locate(error, self.unit, "pre-backward")
+            locate(error, unit, "pre-backward")
             raise
 
+    torch_private.keep_compiler_out(hook)
+    return hook
 
-class _InputHook:
+
+def _passed(unit: HookedUnit, call: Call[Any]) -> Callable[[Any, Any], None]:
     """Hook of the identities in front of a unit's inputs.
 
     It holds the call weakly: inputs may outlive the graph of this unit, whose outputs own the call.
     """
+    reference = weakref.ref(call)
 
-    def __init__(self, unit: HookedUnit, call: Call[Any]) -> None:
-        self.unit, self.call = unit, weakref.ref(call)
-
-    def __call__(self, grad_inputs: Any, grad_outputs: Any) -> None:
-        call = self.call()
+    def hook(_grad_inputs: Any, _grad_outputs: Any) -> None:
+        call = reference()
         if call is None:
             return
         call.inputs_left -= 1
         if call.is_active and not call.inputs_left:
             try:
-                self.unit.post_backward(call)
+                unit.post_backward(call)
             except BaseException as error:
-                locate(error, self.unit, "post-backward")
+                locate(error, unit, "post-backward")
                 raise
+
+    torch_private.keep_compiler_out(hook)
+    return hook
 
 
 def locate(error: BaseException, unit: HookedUnit, phase: str) -> None:
