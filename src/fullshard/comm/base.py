@@ -123,11 +123,6 @@ class Parts:
     leaving: Sequence[int]
     arriving: Sequence[int]
 
-    @classmethod
-    def even(cls, numel: int, size: int) -> Parts:
-        """The same number for all of `size` ranks."""
-        return cls([numel // size] * size, [numel // size] * size)
-
 
 class Collectives(Protocol):
     """Collectives over one group of ranks. `tag` identifies the caller's buffer, the same on every rank.

@@ -135,12 +135,12 @@ class NativeCollectives(Collectives):
 
     def _reduce_packed(self, full: torch.Tensor, how: Reduction, packing: Packing) -> Work:
         own = own_interval(full, self.rank, self.size).clone()  # does not keep `full` alive
-        leaving = torch.empty(self.size * packing.nbytes(own.numel()), dtype=torch.uint8, device=full.device)
+        sizes = [packing.nbytes(own.numel())] * self.size
+        leaving = torch.empty(sum(sizes), dtype=torch.uint8, device=full.device)
         for to in range(self.size):
             if to != self.rank:
                 packing.pack(own_interval(full, to, self.size), own_interval(leaving, to, self.size))
-        parts = Parts.even(leaving.numel(), self.size)
-        exchange = self.exchange(leaving, torch.empty_like(leaving), parts, tag=how.tag)
+        exchange = self.exchange(leaving, torch.empty_like(leaving), Parts(sizes, sizes), tag=how.tag)
 
         def wait() -> torch.Tensor:
             """Wait, then unpack and add up in rank order, together with this rank's own."""
