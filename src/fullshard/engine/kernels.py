@@ -346,10 +346,6 @@ def _norms(func: torch_private.Kernel, tensors: Sequence[torch.Tensor], order: f
     return [WholeTensor.of(norm, span) for norm, span in zip(norms.unbind(), spans, strict=True)]
 
 
-def _maxima(_func: torch_private.Kernel, tensors: Sequence[torch.Tensor]) -> Any:
-    return [tensor.max() for tensor in tensors]
-
-
 def _equal(_func: torch_private.Kernel, left: Any, right: Any) -> Any:
     are_both = isinstance(left, ShardedTensor) and isinstance(right, ShardedTensor)
     if left.shape != right.shape or not are_both or not left.span.is_like(right.span):
@@ -369,10 +365,6 @@ def _everywhere(holds: bool, span: Span) -> bool:
     return not _reduced(torch.tensor(int(not holds), device=span.mesh.device), span, Partial()).item()
 
 
-def _item(_func: torch_private.Kernel, tensor: ShardedTensor) -> Any:
-    return tensor.span.gather(tensor.local).item()
-
-
 def _new(func: torch_private.Kernel, tensor: ShardedTensor, size: Sequence[int], *args: Any, **options: Any) -> Any:
     """Of its shape it is laid out as the tensor, of any other every rank has it whole."""
     if tuple(size) == tuple(tensor.shape) and not func.overloadpacket.__name__.endswith("strided"):
@@ -380,20 +372,16 @@ def _new(func: torch_private.Kernel, tensor: ShardedTensor, size: Sequence[int],
     return dtensor_of(func(tensor.local, size, *args, **options), tensor.span)
 
 
-def _is_same_size(_func: torch_private.Kernel, left: torch.Tensor, right: torch.Tensor) -> bool:
-    return left.shape == right.shape
-
-
 _SPECIAL: dict[str, Callable[..., Any]] = {
     "sum": _sum,
     "mean": _mean,
     "linalg_vector_norm": _norm,
-    torch_private.MAX_OF_MANY: _maxima,
+    torch_private.MAX_OF_MANY: lambda _, tensors: [tensor.max() for tensor in tensors],
     torch_private.NORM_OF_MANY: _norms,
     "allclose": _all_close,
     "equal": _equal,
-    torch_private.ITEM: _item,
-    "is_same_size": _is_same_size,
+    torch_private.ITEM: lambda _, tensor: tensor.span.gather(tensor.local).item(),
+    "is_same_size": lambda _, left, right: left.shape == right.shape,
     **dict.fromkeys(("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"), _new),
 }
 

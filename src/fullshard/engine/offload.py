@@ -18,6 +18,7 @@ import contextlib
 import functools
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -128,15 +129,13 @@ class Host:
         """Uninitialised host memory, shape (numel,)."""
         return torch.empty(numel, dtype=dtype, device=self._place, pin_memory=self._pins)
 
-    @contextlib.contextmanager
-    def copying_to_device(self) -> Iterator[None]:
+    def copying_to_device(self) -> AbstractContextManager[None]:
         """What is launched inside runs beside computing, after all that computing has launched so far.
 
         Memory that is allocated inside belongs to the copying stream. Whoever frees it has had the computing stream use
         it, so it may be used again only after that: the wait at the beginning sees to it.
         """
-        with self._beside(self._to_device):
-            yield
+        return self._beside(self._to_device)
 
     def arriving(self, work: Work) -> Work:
         """`work` that was launched inside `copying_to_device`; waiting for it waits for the copies, too."""
