@@ -39,7 +39,7 @@ class GradientHooks:
                 own = slot.parameter.register_post_accumulate_grad_hook(uncompiled(_accumulated(unit, bucket, index)))
                 slot.parameter.requires_grad_(requires_grad)
                 self._hooks.append((torch_private.accumulated_hooks(slot.parameter) or OrderedDict(), own.id))
-        watch_uses(bucket, _used(unit), uncompiled)
+        watch_uses(bucket, _used(unit))
 
     def stay_last(self) -> None:
         """Take gradients away after the hooks that forward has put on unsharded parameters: they may change them."""

@@ -31,6 +31,7 @@ from torch.autograd.graph import Node
 from fullshard.comm import torch_private
 from fullshard.config.switches import GRADIENTS
 from fullshard.engine.bucket import Bucket
+from fullshard.engine.call import uncompiled
 from fullshard.engine.unsharded_gradient import Product
 
 _LARGE_NBYTES = 2**20
@@ -43,17 +44,13 @@ _VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
 
 Take = Callable[[Bucket, int, torch.Tensor | Product], bool]
 Multiply = Callable[[Product], torch.Tensor | None]
-Wrap = Callable[[Any], Any]
 
 
-def watch_uses(bucket: Bucket, take: Take, wrap: Wrap) -> None:
+def watch_uses(bucket: Bucket, take: Take) -> None:
     """Put the hooks on the modules whose parameters a trainable bucket holds.
 
-    Args:
-        bucket: the bucket.
-        take: takes one use's gradient, in its parameter's shape, given the bucket and the parameter's index in it; says
-            whether it did.
-        wrap: put around hooks that compiled code must not contain.
+    Each use's gradient, in its parameter's shape, is for `take`, with the bucket and the parameter's index in it, which
+    says whether it took it.
     """
     if GRADIENTS.read() == "whole":
         return
@@ -71,7 +68,7 @@ def watch_uses(bucket: Bucket, take: Take, wrap: Wrap) -> None:
         lookups = [m for m, name in slot.owners if by_rows and isinstance(m, nn.Embedding) and name == "weight"]
         to_come: weakref.WeakSet[_ToCome] = weakref.WeakSet()
         for module in owners.values() if lookups or len(owners) > 1 else ():
-            hook = wrap(_UseHook(bucket, index, take, wrap, to_come))
+            hook = uncompiled(_UseHook(bucket, index, take, to_come))
             module.register_forward_hook(_unless_in_graph(hook), prepend=True)
         for module in lookups:
             lookup = _Lookup(bucket, index, to_come)
@@ -151,10 +148,9 @@ class _UseHook:
             collected one by one.
     """
 
-    def __init__(self, bucket: Bucket, index: int, take: Take, wrap: Wrap, to_come: weakref.WeakSet[_ToCome]) -> None:
+    def __init__(self, bucket: Bucket, index: int, take: Take, to_come: weakref.WeakSet[_ToCome]) -> None:
         # Weakly: autograd keeps hooks where Python's garbage collector does not look.
-        self._bucket, self._index, self._take, self._wrap = weakref.ref(bucket), index, take, wrap
-        self._to_come = to_come
+        self._bucket, self._index, self._take, self._to_come = weakref.ref(bucket), index, take, to_come
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> torch.Tensor | None:
         bucket = self._bucket()
@@ -166,7 +162,7 @@ class _UseHook:
         inputs = {a.grad_fn for a in args if isinstance(a, torch.Tensor)}
         if not self._to_come:
             for node, _ in _givers(output.grad_fn, parameter, inputs)[:1]:
-                node.register_hook(self._wrap(self._leaving()))
+                node.register_hook(uncompiled(self._leaving()))
             return None
         is_exact = bucket.gradient is not None and bucket.gradient.unsharded.takes_uses(self._index)
         if is_exact and args and isinstance(args[0], torch.Tensor):
@@ -174,7 +170,7 @@ class _UseHook:
             if layer is not None:
                 return layer.replace(args[0], output, self._multiplying(layer.accumulate))
         for node, place in _givers(output.grad_fn, parameter, inputs):
-            node.register_hook(self._wrap(self._taking(node, place)))
+            node.register_hook(uncompiled(self._taking(node, place)))
         return None
 
     def _leaving(self) -> Callable[[Any, Any], None]:
