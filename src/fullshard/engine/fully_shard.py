@@ -270,7 +270,6 @@ def _make_unit(
     )
     unit = Unit(
         plan,
-        mesh=mesh,
         policy=policy,
         storage=storage,
         schedule=schedule,

@@ -20,7 +20,6 @@ import torch
 from torch import nn
 
 from fullshard.comm import torch_private
-from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import LifecycleError
 from fullshard.core.events import EventKind
 from fullshard.engine.bucket import Bucket
@@ -89,7 +88,7 @@ class Unit(UnitParameters):
     """The engine's state of one unit.
 
     Args:
-        plan, mesh, policy, storage, weights: see `UnitParameters`.
+        plan, policy, storage, weights: see `UnitParameters`.
         schedule: the order of work in the model it is part of.
         reshard_after_forward: free the unsharded parameters between forward and backward; None: unless this is the
             outermost unit.
@@ -101,7 +100,6 @@ class Unit(UnitParameters):
         self,
         plan: UnitPlan,
         *,
-        mesh: Mesh,
         policy: MixedPrecisionPolicy,
         storage: Storage,
         schedule: UnitSchedule,
@@ -120,7 +118,7 @@ class Unit(UnitParameters):
         self._ran: set[int] = set()
         self._running = 0
         self._is_in_method = False
-        super().__init__(plan, mesh=mesh, policy=policy, storage=storage, schedule=schedule, weights=weights)
+        super().__init__(plan, policy=policy, storage=storage, schedule=schedule, weights=weights)
         for module in self.modules:
             module.register_forward_pre_hook(uncompiled(self._pre_forward), prepend=True, with_kwargs=True)
             # always_call: an exception inside forward must not leave the unit unsharded

@@ -52,6 +52,7 @@ class UnitState(Enum):
 class UnitOwner(Protocol):
     """What a unit's parameters ask of the model that they are part of."""
 
+    mesh: Mesh
     event_sink: EventSink | None
     steps: int
 
@@ -71,10 +72,9 @@ class UnitParameters:
 
     Args:
         plan: the unit's modules and parameters.
-        mesh: the ranks that share it.
         policy: dtypes per role.
         storage: where its shards are.
-        schedule: the model it is part of.
+        schedule: the model it is part of, whose ranks share it.
         weights: gives the values of parameters that are still on the meta device. Without, the unit waits for them.
 
     Attributes:
@@ -95,14 +95,14 @@ class UnitParameters:
         self,
         plan: UnitPlan,
         *,
-        mesh: Mesh,
         policy: MixedPrecisionPolicy,
         storage: Storage,
         schedule: UnitOwner,
         weights: Values | None = None,
     ) -> None:
         self.schedule, self.slots = schedule, plan.slots
-        self.modules, self.mesh, self.policy, self.storage = plan.modules, mesh, policy, storage
+        self.modules, self.policy, self.storage = plan.modules, policy, storage
+        self.mesh = mesh = schedule.mesh  # which the model around it may have another of
         self.reducing = Reducing.of(policy, mesh)
         self.name, self.number = "", 0
         self.state = UnitState.SHARDED
