@@ -45,6 +45,9 @@ class BucketOwner(Protocol):
     """What a bucket asks of its `Unit`."""
 
     name: str
+    mesh: Mesh
+    policy: MixedPrecisionPolicy
+    storage: Storage
     is_pinned: bool
     reducing: Reducing
 
@@ -59,7 +62,7 @@ class Bucket(BucketSpec):
     """Storage of one bucket and its way from sharded to unsharded and back.
 
     Args:
-        slots, mesh, policy, storage: see `BucketSpec`.
+        slots: see `BucketSpec`.
         owner: the unit it belongs to.
         number: its own in the unit.
         weights: gives the values of parameters that are still on the meta device.
@@ -86,14 +89,11 @@ class Bucket(BucketSpec):
         self,
         slots: Sequence[Slot],
         *,
-        mesh: Mesh,
-        policy: MixedPrecisionPolicy,
-        storage: Storage,
         owner: BucketOwner,
         number: int,
         weights: Values | None = None,
     ) -> None:
-        super().__init__(slots, mesh=mesh, policy=policy, storage=storage)
+        super().__init__(slots, mesh=owner.mesh, policy=owner.policy, storage=owner.storage)
         self.owner, self._number, self.reducing = owner, number, owner.reducing
         self.has_gradient_hooks = False
         self._gathering: Work | None = None

@@ -60,10 +60,9 @@ class ExtendedBucket(Bucket):
     buffer: ExtendedBuffer
     parameter_type: type[ShardedParameter] = ExtendedParameter
 
-    def __init__(self, slots: Sequence[Slot], *, policy: MixedPrecisionPolicy, **options: Any) -> None:
-        self._policy = policy
+    def __init__(self, slots: Sequence[Slot], **options: Any) -> None:
         extended = slots[0].parameter
-        super().__init__(slots, policy=policy, **options)
+        super().__init__(slots, **options)
         [parameter] = self.sharded_parameters
         mark_original(extended, parameter)  # and not kept: it has the memory of the whole
         if isinstance(parameter, ExtendedParameter):
@@ -80,7 +79,7 @@ class ExtendedBucket(Bucket):
             )
         rows = self._make_rows(slot, weights)
         self._compute_shard, self._version = self.main, -1
-        self.buffer = ExtendedBuffer(slot, rows, mesh=self.mesh, policy=self._policy, dtype=self.compute_dtype)
+        self.buffer = ExtendedBuffer(slot, rows, mesh=self.mesh, policy=self.owner.policy, dtype=self.compute_dtype)
         self.full = self.buffer.full
         slot.parameter = self.buffer.unsharded
         for module, attribute in slot.owners:

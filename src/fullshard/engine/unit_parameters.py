@@ -118,13 +118,10 @@ class UnitParameters:
             self._allocate(weights)
 
     def _allocate(self, values: Values | None) -> None:
-        mesh, policy, storage = self.mesh, self.policy, self.storage
-        self.placed = mesh.gather.pages.placed
+        self.placed = self.mesh.gather.pages.placed
         self.buckets = [
-            _bucket_type(slots)(
-                slots, mesh=mesh, policy=policy, storage=storage, owner=self, number=number, weights=values
-            )
-            for number, slots in enumerate(by_bucket(self.slots, policy))
+            _bucket_type(slots)(slots, owner=self, number=number, weights=values)
+            for number, slots in enumerate(by_bucket(self.slots, self.policy))
         ]
         self.full_nbytes = sum(bucket.full_nbytes for bucket in self.buckets)
         self.take_keeps_memory()
