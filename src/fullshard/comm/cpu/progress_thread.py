@@ -21,12 +21,11 @@ class ProgressThread:
     be waiting for a rank that is gone.
 
     Args:
-        name: of the thread.
         on_failure: called by the thread when something fails.
     """
 
-    def __init__(self, name: str, on_failure: Callable[[], None]) -> None:
-        self._name, self._on_failure = name, on_failure
+    def __init__(self, on_failure: Callable[[], None]) -> None:
+        self._on_failure = on_failure
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
         self._failure: list[BaseException] = []
         self._thread: Thread | None = None
@@ -37,7 +36,7 @@ class ProgressThread:
         with self._lock:
             if self._thread is None:
                 arguments = (self._tasks, self._failure, self._on_failure)
-                self._thread = Thread(target=_work, args=arguments, name=self._name, daemon=True)
+                self._thread = Thread(target=_work, args=arguments, name="fullshard communication", daemon=True)
                 self._thread.start()
                 weakref.finalize(self, self._tasks.put, None).atexit = False
         future: Future[Result] = Future()

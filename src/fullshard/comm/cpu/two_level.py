@@ -112,7 +112,7 @@ class _Channel:
 
     def __init__(self, group: dist.ProcessGroup, peers: Peers, kind: int) -> None:
         self.peers = peers
-        self.progress = ProgressThread("fullshard communication", peers.report_failure)
+        self.progress = ProgressThread(peers.report_failure)
         self.others = [(peers.host + step) % peers.num_hosts for step in range(1, peers.num_hosts)]
         self._group, self._kind = group, kind
 
