@@ -90,8 +90,8 @@ def test_main_weights_in_half_precision_become_float32() -> None:
 
 def test_a_policy_names_its_dtypes() -> None:
     policy = MixedPrecisionPolicy(torch.float32, torch.float64, gather_as=torch.bfloat16, reduce_as=torch.int8)
-    assert policy.dtypes == Dtypes("float32", "float64", "bfloat16", "int8")
-    assert MixedPrecisionPolicy().dtypes == Dtypes()
+    assert policy.dtypes_of() == Dtypes("float32", "float64", "bfloat16", "int8")
+    assert MixedPrecisionPolicy().dtypes_of() == Dtypes()
 
 
 def make_plan(

@@ -66,7 +66,7 @@ class BucketSpec:
         self.plan = plan = BucketPlan.of(
             _key(slots[0], policy),
             [tuple(plain_of(slot.parameter).shape) for slot in slots],
-            policy.dtypes,
+            policy.dtypes_of(),
             world_size=mesh.shard_size,
             offload=storage.offload,
             by_rows=slots[0].is_alone,

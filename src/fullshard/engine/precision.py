@@ -84,13 +84,8 @@ class MixedPrecisionPolicy:
         """The dtype to compute with this parameter in, where it is not that of all."""
         return None if self.param_dtype_override_fn is None else self.param_dtype_override_fn(parameter)
 
-    @property
-    def dtypes(self) -> Dtypes:
-        """The dtypes by name and role, from which those of each bucket follow."""
-        return self.dtypes_of(None)
-
-    def dtypes_of(self, override: torch.dtype | None) -> Dtypes:
-        """The same for parameters that are computed with in a dtype of their own."""
+    def dtypes_of(self, override: torch.dtype | None = None) -> Dtypes:
+        """The dtypes by name and role, from which those of each bucket follow, if need be with one to compute in."""
         roles = (override or self.param_dtype, self.reduce_dtype, self.gather_as, self.reduce_as)
         compute, reduce, gather_as, reduce_as = (None if dtype is None else dtype_name(dtype) for dtype in roles)
         return Dtypes(compute, reduce, gather_as, reduce_as, self.virtual_ranks)

@@ -218,10 +218,10 @@ class Schedule:
         """A forward that backward may come back to has begun."""
         self._participants[unit] = None
 
-    def end_call(self, unit: Unit) -> Unit | None:
-        """It has ended; returns the unit of the one that did before."""
-        previous, self._last_ended = self._last_ended, unit
-        return previous
+    def end_call(self, unit: Unit, call: Call[Unit]) -> None:
+        """It has ended: what backward wants after it is that of the one before."""
+        call.previous, self._last_ended = self._last_ended, unit
+        call.page = None if self._activations is None else self._activations.page
 
     def prefetch_forward(self, unit: Unit) -> None:
         """Start unsharding what comes after `unit`, now that its own parameters are there."""
@@ -339,11 +339,6 @@ class Schedule:
             self._prefetch(call.previous)
         if self._activations is not None and isinstance(call.page, Page):
             self._activations.want(call.page)
-
-    @property
-    def page(self) -> Page | None:
-        """Where what the forward under way saves belongs, if that may leave for the host."""
-        return None if self._activations is None else self._activations.page
 
     def prefetch_after_backward(self, previous: Unit | None) -> None:
         """The same, after they were."""

@@ -46,18 +46,14 @@ class UnitSchedule(UnitOwner, Protocol):
     def is_in_forward(self) -> bool:
         """Whether a forward is under way."""
 
-    @property
-    def page(self) -> object:
-        """Where what the forward under way saves belongs, if that may leave for the host."""
-
     def begin_forward(self, unit: Unit) -> None:
         """The unit is about to run forward (not as a recompute)."""
 
     def begin_call(self, unit: Unit) -> None:
         """A forward that backward may come back to has begun."""
 
-    def end_call(self, unit: Unit) -> Unit | None:
-        """It has ended; returns the unit of the one that did before."""
+    def end_call(self, unit: Unit, call: Call[Unit]) -> None:
+        """It has ended, after another one, and knows where what it has saved is."""
 
     def prefetch_forward(self, unit: Unit) -> None:
         """The unit's own parameters are there."""
@@ -241,7 +237,7 @@ class Unit(UnitParameters):
         failed = output is None and sys.exc_info()[0] is not None
         call = self._current.pop() if self._current else None
         if call is not None and not failed:
-            call.previous = self.schedule.end_call(self)
+            self.schedule.end_call(self, call)
             if not self._watch_outputs(call, output):
                 self.is_kept_for_backward = True  # nothing will announce its backward
         try:
@@ -263,7 +259,6 @@ class Unit(UnitParameters):
     def _watch_outputs(self, call: Call[Unit], output: Any) -> bool:
         """Learn when backward reaches an output; False if nothing will tell, although parameters want gradients."""
         if call.watch_outputs(self, output):
-            call.page = self.schedule.page
             self._calls.add(weakref.ref(call, self._calls.discard))
             return True
         return not any(bucket.trainable_count for bucket in self.buckets)
