@@ -452,7 +452,7 @@ def _entered_past_forward(name: str, method: Callable[..., Any]) -> Callable[...
     def entered(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or (unit := unit_of(self)) is None or not unit.is_at_rest:
             return method(self, *args, **kwargs)
-        if unit.is_under_way:
+        if unit.schedule.is_in_forward or torch_private.backward_under_way() != -1:
             return unit.run_method(self, functools.partial(method, self), *args, **kwargs)
         try:
             return method(self, *args, **kwargs)

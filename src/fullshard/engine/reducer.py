@@ -74,7 +74,8 @@ class Reducer:
         if not self.steppers:
             return
         for bucket in list(self.order.waiting):
-            if self._is_over(bucket) and bucket.is_complete and owner_of(bucket).is_left:
+            unit = owner_of(bucket)
+            if self._is_over(bucket) and bucket.is_complete and unit.is_sharded and not unit.awaits_backward:
                 self._publish(bucket, gradient_of(bucket).unsharded.used)
 
     def publish(self, used: Mapping[Bucket, bytearray]) -> None:

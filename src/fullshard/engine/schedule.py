@@ -155,7 +155,7 @@ class Schedule:
             self._activations.turn(unit)  # before the unit saves anything
         if not self.lockstep.is_order_verified:  # before this rank may wait for the others in vain
             self.lockstep.compare_first(len(self._forward), unit)
-        elif unit.is_to_be_gathered:
+        elif unit.state is UnitState.SHARDED or unit.state is UnitState.GATHERING:  # it would have to wait
             self.lockstep.note_gather(unit)
         self._forward.append(unit)
         if 1 < len(self._forward) == len(self._order):

@@ -175,16 +175,6 @@ class Unit(UnitParameters):
     def _pending_calls(self) -> list[Call[Unit]]:
         return [call for call in self._live_calls() if not call.is_done and call.is_in_backward]
 
-    @property
-    def is_left(self) -> bool:
-        """Whether backward has left it for good and nothing unsharded is there any more."""
-        return self.is_sharded and not self.awaits_backward
-
-    @property
-    def is_under_way(self) -> bool:
-        """Whether the model is in a forward or backward, where all ranks are."""
-        return self.schedule.is_in_forward or torch_private.backward_under_way() != -1
-
     # -- hooks --------------------------------------------------------------------------------------------------
 
     def run_method(self, module: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

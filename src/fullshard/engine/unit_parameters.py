@@ -271,11 +271,6 @@ class UnitParameters:
         self.state = UnitState.UNSHARDED if unsharded else UnitState.GATHERED
 
     @property
-    def is_to_be_gathered(self) -> bool:
-        """Whether a forward would have to wait for its parameters."""
-        return self.state is UnitState.SHARDED or self.state is UnitState.GATHERING
-
-    @property
     def is_sharded(self) -> bool:
         """Whether nothing unsharded is there, or on its way."""
         return self.state is UnitState.SHARDED
