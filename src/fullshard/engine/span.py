@@ -193,7 +193,8 @@ class Span:
         if self.as_rows and self.shape == torch.Size(shape):
             return self
         placement = RaggedShard(self.placement.shard_numel, self.placement.offset + start)
-        return Span(self.mesh, shape, placement, self.name, None if self.tile is None else self.tile.reshaped(shape))
+        tile = None if self.tile is None else Tile(self.tile.mesh, self.tile.placement, shape)
+        return Span(self.mesh, shape, placement, self.name, tile)
 
     def boxes(self) -> Iterator[IntervalBox]:
         """This rank's elements as boxes of the whole."""

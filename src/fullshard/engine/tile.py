@@ -71,10 +71,6 @@ class Tile:
         """Where this rank's part begins in the whole, flattened as `tiling` says."""
         return 0 if self.tiling is None else self.tiling.start(tuple(self.whole_shape), self.rank)
 
-    def reshaped(self, shape: Iterable[int]) -> Tile:
-        """That of a tensor of another shape, of which every rank has as much."""
-        return Tile(self.mesh, self.placement, shape)
-
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part, a view of `whole` if it is in one piece."""
         if self.tiling is None:
