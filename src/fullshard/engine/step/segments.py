@@ -57,14 +57,14 @@ def use_segments(optimizer: optim.Optimizer) -> None:
 
 def finish_step(optimizer: optim.Optimizer) -> None:
     """Give the parameters what the optimizer has put into the state of segments after its loop."""
-    if (init_group := _init_group_of(optimizer)) is not None:
-        init_group.take_states(optimizer.state)
+    for segment in _segments_of(optimizer):
+        segment.take_state(optimizer.state)
 
 
 def segment_states(optimizer: optim.Optimizer) -> Iterator[tuple[ShardedParameter, torch.Tensor]]:
     """The state of every segment, of which its parameters' is views, and the first of them."""
-    if (init_group := _init_group_of(optimizer)) is not None:
-        yield from init_group.states()
+    for segment in _segments_of(optimizer):
+        yield from ((segment.parameters[0], value) for value in segment.state.values())
 
 
 def dissolve_segments(optimizer: optim.Optimizer) -> None:
@@ -78,12 +78,18 @@ def _init_group_of(optimizer: optim.Optimizer) -> _InitGroup | None:
     return found if isinstance(found, _InitGroup) else None
 
 
+def _segments_of(optimizer: optim.Optimizer) -> Iterator[_Segment]:
+    init_group = _init_group_of(optimizer)
+    groups = () if init_group is None else init_group.groups
+    return itertools.chain.from_iterable(group.segments() for group in groups)
+
+
 class _InitGroup:
     """Stands in for `Optimizer._init_group`, which lists a parameter group's tensors, gradients and state."""
 
     def __init__(self, optimizer: optim.Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._groups: list[_Group] = []
+        self.groups: list[_Group] = []
 
     def __call__(self, group: dict[str, Any], *lists: list[Any]) -> Any:
         optimizer = self._optimizer()
@@ -94,40 +100,27 @@ class _InitGroup:
             torchs = getattr(type(optimizer), torch_private.INIT_GROUP)
             return torchs(optimizer, {**group, "params": tensors}, *lists)
         finally:  # at once: the optimizer has its lists, and whoever else looks at `state` is to find parameters there
-            self.take_states(optimizer.state)
+            finish_step(optimizer)
 
     def _group(self, optimizer: optim.Optimizer, group: dict[str, Any]) -> _Group:
         """What was made of `group`, made again if its parameters have changed since."""
-        current = [known for known in self._groups if known.is_current(optimizer.param_groups)]
-        for outdated in self._groups:
+        current = [known for known in self.groups if known.is_current(optimizer.param_groups)]
+        for outdated in self.groups:
             if outdated not in current:  # before others are cut, which adopt what each parameter has
                 outdated.dissolve(optimizer.state)
-        self._groups = current
-        for known in self._groups:
+        self.groups = current
+        for known in self.groups:
             if known.source is group:
                 return known
         joins = type(optimizer) in ELEMENT_WISE and OPTIMIZER.read() == "segments"
-        self._groups.append(_Group(group, optimizer.state, joins=joins))
-        return self._groups[-1]
-
-    def states(self) -> Iterator[tuple[ShardedParameter, torch.Tensor]]:
-        """See `segment_states`."""
-        for segment in self._segments():
-            yield from ((segment.parameters[0], value) for value in segment.values())
+        self.groups.append(_Group(group, optimizer.state, joins=joins))
+        return self.groups[-1]
 
     def dissolve(self, state: State) -> None:
         """Forget all segments."""
-        for group in self._groups:
+        for group in self.groups:
             group.dissolve(state)
-        self._groups = []
-
-    def take_states(self, state: State) -> None:
-        """Move the state of segments out of the optimizer's, and publish views of it."""
-        for segment in self._segments():
-            segment.take_state(state)
-
-    def _segments(self) -> Iterator[_Segment]:
-        return itertools.chain.from_iterable(group.segments() for group in self._groups)
+        self.groups = []
 
 
 class _Group:
@@ -181,6 +174,7 @@ class _Segment:
     Attributes:
         parameters: the sharded parameters, in the bucket's order.
         flat: shape (n,); the part of the bucket's main buffer that holds them.
+        state: of that, of which the parameters' is views.
     """
 
     def __init__(self, parameters: list[ShardedParameter], state: State) -> None:
@@ -193,7 +187,7 @@ class _Segment:
         self._start, self._stop = held[0].start, held[-1].stop
         self._slices = [slice(max(0, part.start - self._start), max(0, part.stop - self._start)) for part in slices]
         self.flat = bucket.main[self._start : self._stop].detach()
-        self._state: dict[str, Any] = {}
+        self.state: dict[str, Any] = {}
         self._entries: list[dict[str, Any]] = []
         self._values: list[Any] = []
         self._adopt(state)
@@ -203,14 +197,14 @@ class _Segment:
         entries = [state.get(parameter, {}) for parameter in self.parameters]
         for key, first in entries[0].items():
             if not isinstance(first, ShardedTensor):
-                self._state[key] = first.clone() if isinstance(first, torch.Tensor) else first
+                self.state[key] = first.clone() if isinstance(first, torch.Tensor) else first
             elif len(entries) == 1:
-                self._state[key] = first.local
+                self.state[key] = first.local
             else:
-                self._state[key] = joined = torch.zeros_like(self.flat, dtype=first.dtype)
+                self.state[key] = joined = torch.zeros_like(self.flat, dtype=first.dtype)
                 for entry, part in zip(entries, self._slices, strict=True):
                     joined[part] = entry[key].local
-        if self._state:
+        if self.state:
             self._publish(state)
 
     def prepare(self, state: State) -> bool:
@@ -221,24 +215,20 @@ class _Segment:
         elif (gradient := self._gradient.published(first._index, last._index)) is not None:
             self.flat.grad = gradient[self._start : self._stop]
         if self.flat.grad is not None:
-            state[self.flat] = self._state
+            state[self.flat] = self.state
         return self.flat.grad is not None or all(parameter.local_grad is None for parameter in self.parameters)
-
-    def values(self) -> list[torch.Tensor]:
-        """The segment's state."""
-        return list(self._state.values())
 
     def take_state(self, state: State) -> None:
         """Take the segment's state out of the optimizer's, and publish it if it is new."""
         taken = state.pop(self.flat, {})
         self.flat.grad = None
-        self._state.update(taken)
-        if len(self._state) * len(self.parameters) != len(self._values):  # made in this step; views of it stay true
+        self.state.update(taken)
+        if len(self.state) * len(self.parameters) != len(self._values):  # made in this step; views of it stay true
             self._publish(state)
 
     def _publish(self, state: State) -> None:
         self._entries = [
-            {key: _part(value, part, parameter) for key, value in self._state.items()}
+            {key: _part(value, part, parameter) for key, value in self.state.items()}
             for parameter, part in zip(self.parameters, self._slices, strict=True)
         ]
         self._values = _values_of(self._entries)
