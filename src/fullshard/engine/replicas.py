@@ -51,10 +51,29 @@ class _Holding:
         return f"rank {self.rank} ({self.where})"
 
 
-Held = list[tuple[bytes, _Holding]]
-"""What replicas have of one item."""
-Columns = dict[int, dict[Item, Held]]
-"""That of all items, by place along the shard axis."""
+@dataclass(frozen=True, slots=True)
+class _Difference:
+    """An item of which replicas have different things.
+
+    Attributes:
+        column: their place along the shard axis.
+        item: what it is.
+        held: what each of them has, by row.
+    """
+
+    column: int
+    item: Item
+    held: list[tuple[bytes, _Holding]]
+
+    @property
+    def right(self) -> bytes | None:
+        """What most of them have; None if there is no such most."""
+        value, count = Counter(value for value, _ in self.held).most_common(1)[0]
+        return value if 2 * count > len(self.held) else None
+
+    def row_of(self, value: bytes | None) -> int:
+        """The first row that has it."""
+        return next(holding.row for found, holding in self.held if found == value)
 
 
 class Replicas:
@@ -117,15 +136,14 @@ class Replicas:
         Raises:
             ReplicaError: on all ranks, unless all was healed.
         """
-        columns = _by_column(self._compare())
-        differing = sorted({item for items in columns.values() for item in _differing(items)})
-        weights = list(dict.fromkeys(name for name, *what in differing if tuple(what) == _WEIGHTS))
+        differences = _differences(self._compare())
+        weights = sorted({difference.item[0] for difference in differences if difference.item[1:] == _WEIGHTS})
         if not weights:
             return  # of what lies between parameters
-        odd = _odd_ones(columns)
+        odd = _odd_ones(differences)
         subject = f"replicas hold different weights: {first_of(weights, _SHOWN)}"
         if odd is None:
-            apart = _first_apart(columns)
+            apart = _first_apart(differences)
             text = f"{subject} of {' and '.join(map(str, apart))}{self._values(weights[0], apart)}"
         else:
             text = f"{subject} of {' and '.join(map(str, odd))}, unlike {self._mesh.replicate_size - 1} other replicas"
@@ -137,7 +155,7 @@ class Replicas:
             JOURNAL.note(Happening.REPLICA, text, rank=named[0].rank, **details)
         if not heals:
             raise ReplicaError(f"rank {self._mesh.rank}, step {step} of this process: {text}", hint=_hint(odd is None))
-        self._copy({(column, item): row for column, item, row in _sources(columns)})
+        self._copy({(each.column, each.item): each.row_of(each.right) for each in differences})
         self._say(f"{text}; it has their weights and optimizer state again")
 
     def heal_from(self, rank: int) -> list[str]:
@@ -150,7 +168,7 @@ class Replicas:
         row = next((holding.row for holding in holdings if holding.rank == rank), None)
         if row is None:
             raise ConfigError(f"heal_replicas(from_rank={rank}): no such rank shares this model")
-        wrong = {(c, item): row for c, items in _by_column(holdings).items() for item in _differing(items)}
+        wrong = {(difference.column, difference.item): row for difference in _differences(holdings)}
         self._copy(wrong)
         return sorted({item[0] for _, item in wrong})
 
@@ -254,54 +272,27 @@ def _hash(tensor: torch.Tensor) -> bytes:
     return hashlib.blake2b(data.data, digest_size=8).digest()
 
 
-def _by_column(holdings: Sequence[_Holding]) -> Columns:
-    """Of each place along the shard axis, what its replicas have, of items that all of them have."""
+def _differences(holdings: Sequence[_Holding]) -> list[_Difference]:
+    """Of items that all replicas have, those that are not the same."""
     columns: dict[int, list[_Holding]] = {}
     for holding in sorted(holdings, key=lambda h: h.row):
         columns.setdefault(holding.column, []).append(holding)
-    return {
-        column: {
-            item: [(holding.hashes[item], holding) for holding in own]
-            for item in own[0].hashes
-            if all(item in holding.hashes for holding in own)
-        }
-        for column, own in columns.items()
-    }
+    items = [(column, item, own) for column, own in columns.items() for item in own[0].hashes]
+    shared = [(c, item, own) for c, item, own in items if all(item in holding.hashes for holding in own)]
+    found = [_Difference(c, item, [(holding.hashes[item], holding) for holding in own]) for c, item, own in shared]
+    return [each for each in found if len({value for value, _ in each.held}) > 1]
 
 
-def _differing(items: dict[Item, Held]) -> list[Item]:
-    return [item for item, held in items.items() if len({value for value, _ in held}) > 1]
-
-
-def _majority(held: Held) -> bytes | None:
-    value, count = Counter(value for value, _ in held).most_common(1)[0]
-    return value if 2 * count > len(held) else None
-
-
-def _odd_ones(columns: Columns) -> list[_Holding] | None:
+def _odd_ones(differences: Sequence[_Difference]) -> list[_Holding] | None:
     """The ranks that have something else than most of their replicas; None if of something there is no such most."""
-    odd: dict[int, _Holding] = {}
-    for items in columns.values():
-        for item in _differing(items):
-            right = _majority(items[item])
-            if right is None:
-                return None
-            odd |= {holding.rank: holding for value, holding in items[item] if value != right}
+    if any(each.right is None for each in differences):
+        return None
+    odd = {holding.rank: holding for each in differences for value, holding in each.held if value != each.right}
     return [odd[rank] for rank in sorted(odd)]
 
 
-def _first_apart(columns: Columns) -> tuple[_Holding, _Holding]:
+def _first_apart(differences: Sequence[_Difference]) -> tuple[_Holding, _Holding]:
     """Two replicas that have other weights of the first parameter that any do."""
-    for items in columns.values():
-        for item in sorted(item for item in _differing(items) if item[1:] == _WEIGHTS):
-            held = items[item]
-            return held[0][1], next(holding for value, holding in held if value != held[0][0])
-    raise AssertionError
-
-
-def _sources(columns: Columns) -> Iterator[tuple[int, Item, int]]:
-    """Column, item, and the first row that has it as most have."""
-    for column, items in columns.items():
-        for item in _differing(items):
-            right = _majority(items[item])
-            yield column, item, next(holding.row for value, holding in items[item] if value == right)
+    of_weights = [each for each in differences if each.item[1:] == _WEIGHTS]
+    (value, one), *others = min(of_weights, key=lambda each: (each.column, each.item)).held
+    return one, next(holding for found, holding in others if found != value)
