@@ -17,7 +17,7 @@ import torch
 
 from fullshard.comm import torch_private
 from fullshard.engine.bucket import Bucket
-from fullshard.engine.call import HookedUnit, locate, uncompiled
+from fullshard.engine.call import HookedUnit, locate
 from fullshard.engine.unsharded_gradient import Product
 from fullshard.engine.weight_gradients import watch_uses
 
@@ -36,7 +36,7 @@ class GradientHooks:
                 # A hook can only be put on what requires grad at that moment.
                 requires_grad = slot.parameter.requires_grad
                 slot.parameter.requires_grad_(True)
-                own = slot.parameter.register_post_accumulate_grad_hook(uncompiled(_accumulated(unit, bucket, index)))
+                own = slot.parameter.register_post_accumulate_grad_hook(_accumulated(unit, bucket, index))
                 slot.parameter.requires_grad_(requires_grad)
                 self._hooks.append((torch_private.accumulated_hooks(slot.parameter) or OrderedDict(), own.id))
         watch_uses(bucket, _used(unit))
@@ -65,6 +65,7 @@ def _accumulated(unit: HookedUnit, bucket: Bucket, index: int) -> Callable[[torc
             locate(error, unit, "gradient")
             raise
 
+    torch_private.keep_compiler_out(hook)
     return hook
 
 
