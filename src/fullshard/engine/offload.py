@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -129,7 +129,7 @@ class Host:
         """Uninitialised host memory, shape (numel,)."""
         return torch.empty(numel, dtype=dtype, device=self._place, pin_memory=self._pins)
 
-    def copying_to_device(self) -> AbstractContextManager[None]:
+    def copying_to_device(self) -> AbstractContextManager[object]:
         """What is launched inside runs beside computing, after all that computing has launched so far.
 
         Memory that is allocated inside belongs to the copying stream. Whoever frees it has had the computing stream use
@@ -210,15 +210,12 @@ class Host:
             self._reading.synchronize()
             self._reading = None
 
-    @contextlib.contextmanager
-    def _beside(self, stream: torch.Stream | None) -> Iterator[None]:
+    def _beside(self, stream: torch.Stream | None) -> AbstractContextManager[object]:
         if stream is None:
-            yield
-            return
+            return contextlib.nullcontext()
         # What is read may just have been computed, and what is written may still be read there.
         stream.wait_stream(torch.accelerator.current_stream(self._device))
-        with stream:
-            yield
+        return stream
 
 
 @functools.cache
