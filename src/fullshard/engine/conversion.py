@@ -7,7 +7,7 @@ unit, the unit's own device makes one real that is on the meta device, and any o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from enum import Enum, auto
+from typing import Literal
 
 import torch
 
@@ -21,14 +21,8 @@ from fullshard.wrap.extended import is_extended
 Function = Callable[[torch.Tensor], torch.Tensor]
 
 
-class _Applied(Enum):
-    """What a function comes to for a unit."""
-
-    SAME = auto()
-    CAST = auto()
-    """other dtypes"""
-    REAL = auto()
-    """from the meta device to the unit's"""
+_Applied = Literal["same", "cast", "real"]
+"""What a function comes to for a unit: nothing, other dtypes, or from the meta device to the unit's."""
 
 
 def convert(units: Sequence[UnitParameters], fn: Function) -> set[Span]:
@@ -43,8 +37,8 @@ def convert(units: Sequence[UnitParameters], fn: Function) -> set[Span]:
     # In the order in which they were sharded: one that is real on one rank and on the meta device on another then has
     # the same place in memory that ranks share.
     results = {unit: _applied(unit, fn) for unit in sorted(units, key=lambda unit: unit.made)}
-    on_meta = [unit for unit in results if results[unit] is _Applied.REAL]
-    to_cast = [unit for unit in results if results[unit] is _Applied.CAST]
+    on_meta = [unit for unit in results if results[unit] == "real"]
+    to_cast = [unit for unit in results if results[unit] == "cast"]
     for unit in to_cast:
         _check_cast(unit)  # all of them before any is changed
     for unit in to_cast:
@@ -64,11 +58,11 @@ def _applied(unit: UnitParameters, fn: Function) -> _Applied:
     """
     # What is on the host computes elsewhere: a model that is moved there stays as it is.
     before = torch.device("meta") if unit.stand_ins is not None else unit.mesh.device
-    applied = _Applied.SAME
+    applied: _Applied = "same"
     for dtype in dict.fromkeys(parameter.dtype for _, parameter in unit.entries):
         result = fn(torch.empty(0, dtype=dtype, device=before))
         if result.device == before:
-            applied = _Applied.CAST if result.dtype != dtype else applied
+            applied = "cast" if result.dtype != dtype else applied
             continue
         is_own = result.device == unit.mesh.device or (unit.storage.host is not None and result.device.type == "cpu")
         if unit.stand_ins is None or not is_own or result.dtype != dtype:
@@ -77,7 +71,7 @@ def _applied(unit: UnitParameters, fn: Function) -> _Applied:
                 f"{result.device}",
                 hint="move the model before sharding it, or to_empty() it from the meta device to where it belongs",
             )
-        return _Applied.REAL
+        return "real"
     return applied
 
 

@@ -1,18 +1,10 @@
 """Makes torch's own tools see whole gradients instead of this rank's intervals.
 
-    torch.nn.utils.clip_grad_norm_     the norm over all ranks, not the local one
-    torch.amp.GradScaler               an overflow on one rank makes every rank skip the step
-    optimizer.state_dict               its tensors say that they are intervals, and of what
-    optimizer.load_state_dict          takes whole tensors too, and keeps this rank's intervals of them
-    torch.distributed.tensor.distribute_tensor  knows a parameter's placement, and so does DCP
-    DTensor.redistribute, from_local, zeros     as well
-    torch.distributed.all_reduce       and every other collective: refused, as each rank has other elements
-    torch.autograd.grad, backward(inputs=)  refused for sharded parameters, which no graph has
-    any optimizer                      refused if it needs whole matrices or was made before sharding
-
-Each of them would otherwise run and be wrong without a word. torch offers no hook in most of these places, so the one
-function each goes through is replaced by one that behaves the same for everything but sharded parameters. That is done
-when something is sharded for the first time; until then torch is as it was.
+Clipping, loss scaling, optimizers' steps and state dicts, DTensors that are given a parameter's placements, a script's
+collectives, and gradients that autograd hands to its caller would otherwise run and be wrong without a word. torch
+offers no hook in most of these places, so the one function each goes through (`comm.torch_private.Replaced`) is
+replaced by one that behaves the same for everything but sharded parameters, or refuses. That is done when something is
+sharded for the first time; until then torch is as it was.
 """
 
 from __future__ import annotations

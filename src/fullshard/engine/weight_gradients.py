@@ -61,7 +61,8 @@ def watch_uses(bucket: Bucket, take: Take) -> None:
         if not slot.parameter.dtype.is_floating_point or not is_plain:
             continue
         first = slot.owners[0][0]
-        if in_place and len(slot.owners) == 1 and _is_large_matrix(slot.parameter) and type(first) is not nn.Embedding:
+        is_large = slot.parameter.dim() == 2 and slot.parameter.nbytes >= _LARGE_NBYTES
+        if in_place and is_large and len(slot.owners) == 1 and type(first) is not nn.Embedding:
             # Before every other hook: what those put on an output's graph would be lost with it.
             first.register_forward_hook(_layer_hook(bucket, index), prepend=True)
         owners = {id(m): m for m, _ in slot.owners}
@@ -84,10 +85,6 @@ def _unless_in_graph(hook: Callable[..., Any]) -> Callable[..., Any]:
 
     torch_private.keep_compiler_out(guarded, is_in_graphs=True)
     return guarded
-
-
-def _is_large_matrix(parameter: torch.Tensor) -> bool:
-    return parameter.dim() == 2 and parameter.nbytes >= _LARGE_NBYTES
 
 
 def _is_looked_at(bucket: Bucket, index: int) -> bool:
