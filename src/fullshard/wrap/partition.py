@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -171,7 +172,4 @@ def _wraps(parameter: Any) -> bool:
 
 def _common(one: list[UnitPlan], other: list[UnitPlan]) -> list[UnitPlan]:
     """The common beginning of two chains of nested units."""
-    length = 0
-    while length < min(len(one), len(other)) and one[length] is other[length]:
-        length += 1
-    return one[:length]
+    return [a for a, _ in takewhile(lambda pair: pair[0] is pair[1], zip(one, other, strict=False))]
