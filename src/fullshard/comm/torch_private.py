@@ -445,14 +445,11 @@ def forget_iteration(loader: torch.utils.data.DataLoader[Any]) -> None:
     object.__setattr__(loader, "_iterator", None)
 
 
-def classes_to_wrap(policy: Any) -> Iterable[type[nn.Module]]:
-    """Of torch's `ModuleWrapPolicy`. Since 2.0."""
-    return policy._module_classes  # type: ignore[no-any-return]
+classes_to_wrap: Callable[[Any], Iterable[type[nn.Module]]] = attrgetter("_module_classes")
+"""Of torch's `ModuleWrapPolicy`. Since 2.0."""
 
-
-def wrap_function(policy: Any) -> Callable[[nn.Module], Any]:
-    """Of torch's `CustomPolicy`. Since 2.1."""
-    return policy._lambda_fn  # type: ignore[no-any-return]
+wrap_function: Callable[[Any], Callable[[nn.Module], Any]] = attrgetter("_lambda_fn")
+"""Of torch's `CustomPolicy`. Since 2.1."""
 
 
 # -- processes --------------------------------------------------------------------------------------------------
@@ -475,14 +472,11 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
         return None
 
 
-def worker_context(agent: LocalElasticAgent) -> Any:
-    """The workers' processes, whose `close` would give them 30 seconds; None before the first start. Since 2.0."""
-    return agent._pcontext
+worker_context: Callable[[LocalElasticAgent], Any] = attrgetter("_pcontext")
+"""The workers' processes, whose `close` would give them 30 seconds; None before the first start. Since 2.0."""
 
-
-def remaining_restarts(agent: LocalElasticAgent) -> int:
-    """How often workers may be started again, this time not counted. Since 2.0."""
-    return agent._remaining_restarts
+remaining_restarts: Callable[[LocalElasticAgent], int] = attrgetter("_remaining_restarts")
+"""How often workers may be started again, this time not counted. Since 2.0."""
 
 
 def grant_restart(agent: LocalElasticAgent) -> None:
