@@ -92,15 +92,14 @@ def materialize(
         m for root in plan.modules for m in root.modules() if id(m) in owners or (m._buffers and id(m) not in inner)
     ]
     deferred: set[int] = set()
+    init = init or _default_init(model, plan.modules)
     if weights is not None:
         for module in modules:
             weights.make_whole(module, mesh.device)
         deferred = {id(slot) for slot in plan.slots if weights.holds(slot)}
-        init = _init_with(weights, init or _default_init(model, plan.modules))
+        init = _init_with(weights, init)
     own = {(id(m), attribute) for slot in plan.slots if id(slot) not in deferred for m, attribute in slot.owners}
-    meta = [] if model is None else [module for module in modules if _has_meta(module, own)]
-    for module in meta:
-        _initialize(module, own, device=mesh.device, init=init or _default_init(model, plan.modules))
+    is_made = [model is not None and _initialize(module, own, device=mesh.device, init=init) for module in modules]
     # Allocating replaces parameter objects, so read the slots' parameters again.
     for slot in plan.slots:
         module, attribute = slot.owners[0]
@@ -115,7 +114,7 @@ def materialize(
             owner._parameters[name] = current
     for module in modules:
         _place_buffers(module, mesh.device, buffer_dtype)
-    if meta or sync_module_states:
+    if any(is_made) or sync_module_states:
         buffers = [b for m in modules for b in m._buffers.values() if b is not None]
         parameters = [held for s in plan.slots if id(s) not in deferred for held in _held_by(s.parameter)]
         _take_from_rank_0(parameters + buffers, mesh)
@@ -149,14 +148,6 @@ def _moved(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
     return moved
 
 
-def _has_meta(module: nn.Module, own: set[tuple[int, str]]) -> bool:
-    """Whether there is something to initialise: a buffer, or a parameter that is not read from a source."""
-    names = [
-        name for name, p in module._parameters.items() if p is not None and p.is_meta and (id(module), name) in own
-    ]
-    return bool(names) or any(b is not None and b.is_meta for b in module._buffers.values())
-
-
 def _init_with(weights: WeightSource, otherwise: InitFunction) -> InitFunction:
     def init(module: nn.Module) -> None:
         if not weights.initialize(module):
@@ -165,8 +156,8 @@ def _init_with(weights: WeightSource, otherwise: InitFunction) -> InitFunction:
     return init
 
 
-def _initialize(module: nn.Module, own: set[tuple[int, str]], *, device: torch.device, init: InitFunction) -> None:
-    """Allocate what is on the meta device, filled with a value no initialisation leaves, then run `init`.
+def _initialize(module: nn.Module, own: set[tuple[int, str]], *, device: torch.device, init: InitFunction) -> bool:
+    """Allocate what is on the meta device, filled with a value no initialisation leaves, then run `init`; or False.
 
     Args:
         module: what it has on the meta device is made real, but for parameters of other units (tied ones).
@@ -174,18 +165,17 @@ def _initialize(module: nn.Module, own: set[tuple[int, str]], *, device: torch.d
         device: where to.
         init: see `materialize`.
     """
-    fresh: list[tuple[str, torch.Tensor]] = []
+    owned = [(name, p) for name, p in module._parameters.items() if (id(module), name) in own]
+    parameters = [(name, p) for name, p in owned if p is not None and p.is_meta]
+    buffers = [(name, b) for name, b in module._buffers.items() if b is not None and b.is_meta]
+    if not parameters and not buffers:
+        return False
     held = (*module._parameters.values(), *module._buffers.values())
     kept = [(tensor, tensor.detach().clone()) for tensor in held if tensor is not None and not tensor.is_meta]
-    for name, parameter in list(module._parameters.items()):
-        if parameter is not None and parameter.is_meta and (id(module), name) in own:
-            data = torch.empty_like(parameter, device=device)
-            module._parameters[name] = nn.Parameter(data, requires_grad=parameter.requires_grad)
-            fresh.append((name, data))
-    for name, buffer in list(module._buffers.items()):
-        if buffer is not None and buffer.is_meta:
-            module._buffers[name] = torch.empty_like(buffer, device=device)
-            fresh.append((name, module._buffers[name]))  # type: ignore[arg-type]
+    fresh = [(name, torch.empty_like(tensor, device=device)) for name, tensor in (*parameters, *buffers)]
+    for (name, data), (_, parameter) in zip(fresh, parameters, strict=False):
+        module._parameters[name] = nn.Parameter(data, requires_grad=parameter.requires_grad)
+    module._buffers.update(fresh[len(parameters) :])
     for _, tensor in fresh:
         tensor.fill_(_sentinel(tensor.dtype))
     versions = [tensor._version for _, tensor in fresh]
@@ -204,6 +194,7 @@ def _initialize(module: nn.Module, own: set[tuple[int, str]], *, device: torch.d
             hint="use shard_model(model, ...), which finds the model's own initialisation and takes param_init_fn; "
             "build the model under fullshard.meta_parameters() to keep its buffers real",
         )
+    return True
 
 
 def _sentinel(dtype: torch.dtype) -> float | int:
