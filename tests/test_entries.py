@@ -16,10 +16,11 @@ from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from fullshard import register_fsdp_forward_method
-from fullshard.core.errors import WrapError
+from fullshard import MixedPrecisionPolicy, register_fsdp_forward_method
+from fullshard.core.errors import ConfigError, WrapError
 from fullshard.core.events import Event, EventKind
 from fullshard.engine import CPUOffloadPolicy, ShardedParameter, describe, fully_shard, units_of, unsharded
+from fullshard.engine.offload import offload_of
 from tests.distributed import run_ranks
 from tests.traps import (
     BLOCKS,
@@ -318,6 +319,17 @@ def test_offload_policy_takes_torchs_argument() -> None:
     assert CPUOffloadPolicy(False).offload == CPUOffloadPolicy().offload
     with pytest.raises(TypeError):
         CPUOffloadPolicy(True, False)  # type: ignore[call-arg]
+
+
+def test_policies_of_another_kind_are_refused() -> None:
+    for wrong in ("bf16", torch.bfloat16, {"param_dtype": torch.bfloat16}, MixedPrecisionPolicy):
+        with pytest.raises(ConfigError, match="mp_policy: expected a MixedPrecisionPolicy, got"):
+            fully_shard(nn.Linear(2, 2), mp_policy=wrong)
+    for other in (True, "cpu", {"pin_memory": True}):
+        with pytest.raises(ConfigError, match="offload_policy: expected a CPUOffloadPolicy"):
+            fully_shard(nn.Linear(2, 2), offload_policy=other)
+    assert all(offload_of(policy).is_everything for policy in (fsdp.CPUOffload(True), fsdp.CPUOffloadPolicy()))
+    assert not any(offload_of(policy) for policy in (None, False, fsdp.CPUOffload(), fsdp.OffloadPolicy()))
 
 
 def test_a_plain_module_that_only_holds_others_can_be_a_unit() -> None:

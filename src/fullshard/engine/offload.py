@@ -27,6 +27,7 @@ import torch
 from fullshard.comm.base import Work, WorkOf
 from fullshard.comm.device import traits_of
 from fullshard.config.switches import OFFLOAD
+from fullshard.core.errors import ConfigError
 from fullshard.core.offload import Offload
 
 LEAVING = 1
@@ -91,18 +92,33 @@ class Storage:
         """From a policy, fullshard's or torch's (which has one switch), or None.
 
         Raises:
-            ConfigError: `FULLSHARD_OFFLOAD` is something unknown.
+            ConfigError: the policy is something else, or `FULLSHARD_OFFLOAD` something unknown.
         """
         mode = OFFLOAD.read()
         offload = offload_of(policy)
         if not offload or (device.type == "cpu" and mode != "rehearse"):
             return cls(Offload(), None)
-        return cls(offload, host_of(device, pins=policy.pin_memory, overlaps=mode != "in-turn"))
+        pins = getattr(policy, "pin_memory", True)  # FSDP1's does not say
+        return cls(offload, host_of(device, pins=pins, overlaps=mode != "in-turn"))
 
 
 def offload_of(policy: Any) -> Offload:
-    """What a policy asks for, fullshard's or torch's, or None."""
-    return policy.offload if isinstance(policy, OffloadPolicy) else Offload.of(hasattr(policy, "pin_memory"))
+    """What a policy asks for, fullshard's or torch's (FSDP1 or FSDP2), or None.
+
+    Raises:
+        ConfigError: it is something else, such as a truth value.
+    """
+    if isinstance(policy, OffloadPolicy):
+        return policy.offload
+    if hasattr(policy, "offload_params"):
+        return Offload.of(bool(policy.offload_params))
+    names = {cls.__name__ for cls in type(policy).__mro__}
+    if policy not in (None, False) and "OffloadPolicy" not in names:  # `switch and CPUOffloadPolicy()` may be False
+        raise ConfigError(
+            f"offload_policy: expected a CPUOffloadPolicy or an OffloadPolicy, got {policy!r}",
+            hint="for example CPUOffloadPolicy()",
+        )
+    return Offload.of("CPUOffloadPolicy" in names)
 
 
 class Host:

@@ -74,9 +74,18 @@ class MixedPrecisionPolicy:
 
     @classmethod
     def of(cls, policy: Any) -> MixedPrecisionPolicy:
-        """This class from itself, None, or torch's own policy of the same field names (FSDP1 or FSDP2)."""
+        """This class from itself, None, or torch's own policy of the same field names (FSDP1 or FSDP2).
+
+        Raises:
+            ConfigError: it is something else, such as a mode's name.
+        """
         if policy is None or isinstance(policy, cls):
             return policy or cls()
+        if isinstance(policy, type) or not hasattr(policy, "param_dtype"):
+            raise ConfigError(
+                f"mp_policy: expected a MixedPrecisionPolicy, got {policy!r}",
+                hint="for example MixedPrecisionPolicy(param_dtype=torch.bfloat16)",
+            )
         names = [field.name for field in dataclasses.fields(cls)]
         return cls(**{name: getattr(policy, name) for name in names if hasattr(policy, name)})
 
