@@ -371,6 +371,56 @@ def test_the_environment_of_accelerate_launch() -> None:
         Plugin.from_environment({"FSDP_OFFLOAD_PARAMS": "maybe"})
 
 
+def _dtypes(accelerator: Accelerator) -> tuple[torch.dtype, torch.dtype]:
+    """What a layer computes in, and what the model returns."""
+    model, inner = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), []
+    model[1].register_forward_hook(lambda module, args, output: inner.append(output.dtype))
+    return accelerator.prepare(model)(torch.ones(1, 2)).dtype, inner[0]
+
+
+def test_what_is_changed_on_the_plugin_counts_for_the_next_model() -> None:
+    accelerator = Accelerator(cpu=True)
+    plugin: Any = accelerator.state.fsdp_plugin
+    assert _dtypes(accelerator) == (torch.float32, torch.float32) and plugin.mixed_precision_policy is None
+    plugin.set_mixed_precision(torch.bfloat16, override=True)
+    assert _dtypes(accelerator) == (torch.float32, torch.bfloat16) and accelerator.mixed_precision == "bf16"
+    plugin.sharding_strategy, plugin.activation_checkpointing, plugin.cpu_offload = "SHARD_GRAD_OP", True, True
+    plugin.mixed_precision_policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.bfloat16)
+    assert _dtypes(accelerator) == (torch.bfloat16, torch.bfloat16)
+    sharding = accelerator.setup.sharding
+    assert sharding.activation_checkpointing and sharding.cpu_offload
+    assert sharding.resolved_strategy().name == "SHARD_GRAD_OP" and plugin.reshard_after_forward is False
+    plugin.reshard_after_forward, plugin.activation_checkpointing = True, False
+    _dtypes(accelerator)
+    sharding = accelerator.setup.sharding
+    assert (plugin.sharding_strategy, sharding.activation_checkpointing) == ("FULL_SHARD", False)
+    plugin.set_mixed_precision("fp16", override=True)
+    with pytest.raises(ConfigError, match="fp16 from now on, and the Accelerator was made for bf16"):
+        accelerator.prepare(nn.Linear(2, 2))
+
+
+def test_the_policy_in_effect_is_one_that_fully_shard_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    policy = accelerator.state.fsdp_plugin.mixed_precision_policy
+    assert policy == MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    given = fsdp.MixedPrecisionPolicy(param_dtype=torch.float16, output_dtype=torch.float32, cast_forward_inputs=False)
+    assert Plugin(mixed_precision_policy=given).mixed_precision_policy == MixedPrecisionPolicy.of(given)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert Plugin().mixed_precision_policy == policy
+    assert Plugin(mixed_precision_policy="no").mixed_precision_policy is None
+
+
+def test_outputs_are_cast_in_any_mode() -> None:
+    for policy in (
+        fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32),
+        fsdp.MixedPrecisionPolicy(output_dtype=torch.bfloat16),
+    ):
+        accelerator = Accelerator(cpu=True, fsdp_plugin=Plugin(mixed_precision_policy=policy))
+        assert _dtypes(accelerator) == (policy.output_dtype, policy.param_dtype or torch.float32)
+    with pytest.raises(ConfigError, match="param_dtype_override_fn is for"):
+        Plugin(mixed_precision_policy=MixedPrecisionPolicy(param_dtype_override_fn=lambda p: None))
+
+
 def test_another_one_made_of_it_is_set_to_what_was_set() -> None:
     other = dataclasses.replace(FullyShardedDataParallelPlugin(forward_prefetch=False), sharding_strategy="NO_SHARD")
     names = [field.name for field in dataclasses.fields(other)]

@@ -33,7 +33,7 @@ from fullshard.api.accelerate_checkpoints import teach_accelerate
 from fullshard.api.accelerate_loaders import teach_accelerate_to_skip
 from fullshard.api.accelerates import is_accelerates, own_plugin
 from fullshard.api.accelerator_state import AcceleratorState, earlier_gradient_state
-from fullshard.api.configure import run_config
+from fullshard.api.configure import changed_config, run_config
 from fullshard.api.data import ShardedDataLoader
 from fullshard.api.elastic import accumulation_steps
 from fullshard.api.loaders import Loaders
@@ -160,6 +160,7 @@ class Accelerator(Loaders, Reporting):
             "gradient_accumulation_steps": None if gradient_accumulation_steps == 1 else gradient_accumulation_steps,
         }
         self._config, self.fsdp_plugin = _settings(fsdp_plugin, said, parallelism_config)
+        self._plugin_said = self._what_the_plugin_says()
         self.setup = Setup.of(self._config, self.fsdp_plugin, handlers.autocast, rolls_back=self._rolls_back)
         super().__init__(
             ProcessState.start(device=self._config.launch.device, timeout_seconds=handlers.timeout_seconds),
@@ -292,6 +293,7 @@ class Accelerator(Loaders, Reporting):
         if device_map and len(set(device_map.values())) > 1:
             raise ConfigError("the model is spread over devices (device_map)", hint="load it without device_map")
         if not is_sharded(model):
+            self._take_changes()
             device_mesh = self.torch_device_mesh if self._tensor_parallel_size > 1 else None
             model = shard(model, self.setup, self.process, self._say, device_mesh)
             for optimizer in self._optimizers:
@@ -500,6 +502,34 @@ class Accelerator(Loaders, Reporting):
                 torch.distributed.destroy_process_group()
 
     # -- inside -------------------------------------------------------------------------------------------------
+
+    def _what_the_plugin_says(self) -> dict[str, Any]:
+        plugin = self.fsdp_plugin
+        return plugin.settings() if isinstance(plugin, FullyShardedDataParallelPlugin) else {}
+
+    def _take_changes(self) -> None:
+        """Take what a script has changed on the plugin since this Accelerator was made, as Accelerate's `prepare` does.
+
+        Raises:
+            ConfigError: it cannot be honoured.
+        """
+        plugin = self.fsdp_plugin
+        if not isinstance(plugin, FullyShardedDataParallelPlugin) or plugin.settings() == self._plugin_said:
+            return
+        config = changed_config(self._config, plugin.changes(self._plugin_said))
+        mode = config.precision.mode
+        if (mode == "fp16") != (self.scaler is not None):
+            raise ConfigError(
+                f"mixed_precision_policy: {mode} from now on, and the Accelerator was made for {self.mixed_precision}: "
+                "fp16 needs a scaled loss, which is decided then",
+                hint=f"Accelerator(mixed_precision={mode!r})",
+            )
+        _check_precision(mode, self.device)
+        plugin.fill(config, anew=True)
+        self._config, self._plugin_said = config, plugin.settings()
+        self.setup = Setup.of(config, plugin, self.handlers.autocast, rolls_back=self._rolls_back)
+        self.state.mixed_precision = mode
+        self.state.tell_accelerate()
 
     def _make_scaler(self) -> torch.amp.GradScaler | None:
         return (

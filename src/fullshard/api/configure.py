@@ -11,7 +11,7 @@ from fullshard.config.accelerate import FLAT
 from fullshard.config.dialect import Note, Reading, Setting, Status, shown
 from fullshard.config.handover import launched, whole
 from fullshard.config.load import load_arguments
-from fullshard.config.origin import Origin
+from fullshard.config.origin import Origin, Precedence
 from fullshard.config.resolve import resolve
 from fullshard.config.schema import RunConfig, ShardingConfig
 from fullshard.core.errors import ConfigError
@@ -34,6 +34,17 @@ def run_config(plugin: Any, arguments: Mapping[str, Any], parallelism_config: An
     say_once([*resolved.notes, *_given_way(accelerator, plugins)])
     if resolved.config.sharding.cpu_ram_efficient_loading:
         tell_transformers()
+    return resolved.config
+
+
+def changed_config(config: RunConfig, changes: Reading) -> RunConfig:
+    """A configuration with what a script has changed since.
+
+    Raises:
+        ConfigError: a setting that is wrong, or does not go with the others.
+    """
+    resolved = resolve([whole(config, Origin(Precedence.ENVIRONMENT, "the Accelerator")), changes])
+    say_once(resolved.notes)
     return resolved.config
 
 

@@ -23,14 +23,15 @@ from torch import nn
 from fullshard.comm import torch_private
 from fullshard.config.dialect import Dialect, Key, Note, Reading, Setting, Status
 from fullshard.config.fsdp import DEFAULT_MIN_NUM_PARAMS, finish_fsdp, renamed
-from fullshard.config.handover import launched
+from fullshard.config.handover import launched, whole
 from fullshard.config.load import load_environment
-from fullshard.config.origin import Entry, Origin
+from fullshard.config.origin import Entry, Origin, Precedence
 from fullshard.config.resolve import resolve
 from fullshard.config.schema import PrecisionConfig, RunConfig, ShardingConfig
 from fullshard.core.dtypes import COMPUTE
 from fullshard.core.errors import ConfigError
-from fullshard.engine import OffloadPolicy
+from fullshard.engine import MixedPrecisionPolicy, OffloadPolicy
+from fullshard.engine.precision import torch_dtype
 from fullshard.launch.environment import read_rank_environment
 from fullshard.wrap.policies import (
     ByClass,
@@ -62,6 +63,12 @@ PLUGIN = Dialect(
 
 _OBJECTS = ("mixed_precision_policy", "param_init_fn")
 _NAMES = ("sharding_strategy", "backward_prefetch", "state_dict_type")
+_SETTINGS = (
+    *("sharding_strategy", "reshard_after_forward", "backward_prefetch", "forward_prefetch", "cpu_offload"),
+    *("activation_checkpointing", "activation_checkpointing_offload", "mixed_precision_policy", "state_dict_type"),
+    *("sync_module_states", "cpu_ram_efficient_loading"),
+)
+"""The others have no effect, or are asked for when a model is sharded, as they may be modules and functions."""
 _UNITS = ("auto_wrap_policy", "transformer_cls_names_to_wrap", "min_num_params")
 _ALREADY_SAID: set[str] = set()
 
@@ -125,22 +132,26 @@ class FullyShardedDataParallelPlugin:
     cpu_ram_efficient_loading: bool | None = None
     transformer_cls_names_to_wrap: str | list[str] | None = None
     min_num_params: int | None = None
-    _is_filled = False
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "ignored_modules" and value is not None and not isinstance(value, str):
             value = _modules(value)
+        if name == "mixed_precision_policy":
+            value = _precision_settings(value)
+            PrecisionConfig.of(value)
         super().__setattr__(name, _shown(name, value))
 
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
+        if name == "mixed_precision_policy":
+            return self._precision_in_effect(value)
         if value is not None or name not in _IN_EFFECT:
             return value
         if sys._getframe(1).f_globals.get("__name__") == dataclasses.__name__:
             return None  # `dataclasses.replace` makes another of what it reads: of what was set, that is
         if name == "fsdp_version":
             return 2  # a model is sharded in place
-        if self._is_filled:
+        if self._filled is not None:
             return None
         try:
             config = resolve([launched(), self.reading()]).config
@@ -148,10 +159,21 @@ class FullyShardedDataParallelPlugin:
             return None
         return _shown(name, self._in_effect(config).get(name))
 
+    def _precision_in_effect(self, said: Mapping[str, Any] | None) -> MixedPrecisionPolicy | None:
+        """The policy that models are sharded with; None if no dtype is changed."""
+        below = launched() if self._filled is None else whole(self._filled, Origin(Precedence.ENVIRONMENT, "launched"))
+        try:
+            precision = resolve([below, _precision_reading(said)]).config.precision
+        except ConfigError:
+            return None
+        output_dtype = precision.output_dtype and torch_dtype(precision.output_dtype)
+        policy = dataclasses.replace(policy_of(precision), output_dtype=output_dtype or None)
+        return None if policy == MixedPrecisionPolicy() else policy
+
     def __post_init__(self) -> None:
+        self._filled: RunConfig | None = None
         if self.said("cpu_ram_efficient_loading") and self.said("sync_module_states") is None:
             self.sync_module_states = True
-        self.set_mixed_precision(self.mixed_precision_policy, override=True)
         resolved = resolve([self.reading()])
         say_once(resolved.notes)
         self.set_state_dict_type()
@@ -175,6 +197,15 @@ class FullyShardedDataParallelPlugin:
         """What a field was set to; None if it was left to the launcher, whatever it reads as."""
         return vars(self)[name]
 
+    def settings(self) -> dict[str, Any]:
+        """What was set, of the fields that are settings of a run."""
+        return {name: self.said(name) for name in _SETTINGS}
+
+    def changes(self, before: Mapping[str, Any]) -> Reading:
+        """What was set since `settings` gave `before`."""
+        changed = {name: value for name, value in self.settings().items() if value != before[name]}
+        return type(self)(**changed).reading()
+
     def reading(self) -> Reading:
         """What the fields set; those that are None set nothing."""
         fields = {}
@@ -196,18 +227,20 @@ class FullyShardedDataParallelPlugin:
             reading.settings += [
                 Setting(f"sharding.{name}", value, origin, "auto_wrap_policy") for name, value in unit_settings.items()
             ]
-        reading.settings += [
-            Setting(f"precision.{name}", value, origin, "mixed_precision_policy")
-            for name, value in (self.mixed_precision_policy or {}).items()
-        ]
+        reading.add(_precision_reading(self.said("mixed_precision_policy")))
         return reading
 
-    def fill(self, config: RunConfig) -> None:
-        """Give the fields that are None the values of a configuration, so that scripts can read them."""
+    def fill(self, config: RunConfig, *, anew: bool = False) -> None:
+        """Give the fields that are None the values of a configuration, so that scripts can read them.
+
+        Args:
+            config: the configuration.
+            anew: give its values to all fields.
+        """
         for name, value in self._in_effect(config).items():
-            if self.said(name) is None:
+            if anew or self.said(name) is None:
                 setattr(self, name, value)
-        self._is_filled = True
+        self._filled = config
 
     def _in_effect(self, config: RunConfig) -> dict[str, Any]:
         """What fields that are None stand for with a configuration."""
@@ -279,12 +312,11 @@ class FullyShardedDataParallelPlugin:
             buffer_autocast: cast buffers as well, for modes.
             override: replace a policy that was set before.
         """
-        if self.mixed_precision_policy is not None and not override:
+        if self.said("mixed_precision_policy") is not None and not override:
             return
         settings = _precision_settings(mixed_precision)
         if buffer_autocast and settings and settings.get("mode") in ("bf16", "fp16"):
             settings["buffer_dtype"] = settings["mode"]
-        PrecisionConfig.of(settings)
         self.mixed_precision_policy = settings
 
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
@@ -435,12 +467,37 @@ def _precision_settings(policy: Any) -> dict[str, Any] | None:
         values = {f.name: getattr(policy, f.name) for f in dataclasses.fields(policy) if not f.name.startswith("_")}
     else:
         raise ConfigError(f"mixed_precision_policy = {policy!r} is not understood", hint="use 'bf16', 'fp16' or 'fp32'")
+    if values.pop("param_dtype_override_fn", None) is not None:
+        raise ConfigError(
+            "mixed_precision_policy: param_dtype_override_fn is for fullshard.fully_shard alone",
+            hint="leave it out, or shard the model with fully_shard",
+        )
     if values.pop("keep_low_precision_grads", False):
         raise ConfigError("keep_low_precision_grads=True: gradients of sharded parameters have the main weights' dtype")
     values.pop("cast_root_forward_inputs", None)
     if "cast_forward_inputs" in values:
         values["cast_inputs"] = values.pop("cast_forward_inputs")
     return {name: str(v) if name.endswith("_dtype") else v for name, v in values.items() if v is not None}
+
+
+def _precision_reading(settings: Mapping[str, Any] | None) -> Reading:
+    """What a policy that `_precision_settings` has read sets."""
+    origin, key = Origin.argument(FullyShardedDataParallelPlugin.__name__), "mixed_precision_policy"
+    found = [Setting(f"precision.{name}", value, origin, key) for name, value in (settings or {}).items()]
+    return Reading(settings=found)
+
+
+def policy_of(precision: PrecisionConfig, virtual_ranks: int | None = None) -> MixedPrecisionPolicy:
+    """What units are sharded with; outputs are the model's business."""
+    roles = {
+        "param_dtype": precision.compute_dtype,
+        "reduce_dtype": precision.gradient_dtype,
+        "buffer_dtype": precision.buffer_dtype,
+        "gather_as": precision.gather_as,
+        "reduce_as": precision.reduce_as,
+    }
+    dtypes: dict[str, Any] = {role: torch_dtype(name) for role, name in roles.items() if name is not None}
+    return MixedPrecisionPolicy(cast_forward_inputs=precision.cast_inputs, virtual_ranks=virtual_ranks, **dtypes)
 
 
 def _from_torch_policy(policy: Any) -> WrapPolicy | None:

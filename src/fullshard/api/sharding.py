@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any, TypeVar
@@ -15,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fullshard.api.options import AutocastKwargs
-from fullshard.api.plugin import FullyShardedDataParallelPlugin, configured_policy, modules_matching
+from fullshard.api.plugin import FullyShardedDataParallelPlugin, configured_policy, modules_matching, policy_of
 from fullshard.api.state import ProcessState
 from fullshard.checkpoint.adapters import is_adapted
 from fullshard.checkpoint.full_state import gather_when_all_save
@@ -27,7 +30,6 @@ from fullshard.core.errors import ConfigError
 from fullshard.core.sizes import format_count, format_nbytes
 from fullshard.engine import (
     FSDPModule,
-    MixedPrecisionPolicy,
     OffloadPolicy,
     describe,
     keep_head,
@@ -40,7 +42,7 @@ from fullshard.wrap.forwards import checkpoint_modules, compile_modules
 from fullshard.wrap.policies import WrapPolicy, embedding_modules, unit_modules
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-_OUTER = "_fullshard_forward_under_autocast"
+_OUTER = "_fullshard_outer_forward"
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,15 +182,7 @@ def _engine_settings(setup: Setup, process: ProcessState) -> dict[str, Any]:
     return {
         "strategy": config.resolved_strategy(),
         "shard_size": config.resolved_shard_size(process.environment.local_world_size),
-        "mp_policy": MixedPrecisionPolicy(
-            param_dtype=torch_dtype(precision.compute_dtype),
-            reduce_dtype=torch_dtype(precision.gradient_dtype),
-            cast_forward_inputs=precision.cast_inputs,
-            buffer_dtype=torch_dtype(precision.buffer_dtype),
-            gather_as=torch_dtype(precision.gather_as),
-            reduce_as=torch_dtype(precision.reduce_as),
-            virtual_ranks=virtual_ranks,
-        ),
+        "mp_policy": policy_of(precision, virtual_ranks),
         "offload_policy": OffloadPolicy(**dataclasses.asdict(config.offload)),
         "forward_prefetch": config.forward_prefetch,
         "backward_prefetch": config.backward_prefetch,
@@ -231,7 +225,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def remove_autocast(model: nn.Module) -> None:
-    """Give `model` back the forward it had before `shard` put it under autocast."""
+    """Give `model` back the forward it had before `shard` put it under autocast, or had its outputs cast."""
     outer = model.__dict__.pop(_OUTER, None)
     if outer is not None:
         del model.__dict__["forward"]
@@ -266,8 +260,7 @@ def _change_forwards(model: nn.Module, units: list[nn.Module], setup: Setup, dev
         )
     if config.compile:
         compile_modules(units or [model], **setup.compile_options())
-    if setup.precision.mode in ("bf16", "fp16"):
-        _run_under_autocast(model, setup, device)
+    _change_dtypes(model, setup, device)
 
 
 def _upcast(model: nn.Module, mode: str, say: Callable[[str], None]) -> None:
@@ -285,35 +278,39 @@ def _upcast(model: nn.Module, mode: str, say: Callable[[str], None]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Autocast:
-    """How a root's forward runs: `inner` is the forward it replaced, None for the class's own."""
+class _Outer:
+    """How a root's forward runs.
 
-    device_type: str
-    dtype: torch.dtype
-    options: AutocastKwargs
+    Attributes:
+        autocast: the context it runs under.
+        output_dtype: dtype its floating-point outputs are cast to; None: they are left as they come.
+        inner: the forward it replaced; None for the class's own.
+    """
+
+    autocast: Callable[[], AbstractContextManager[Any]]
     output_dtype: torch.dtype | None
     inner: Callable[..., Any] | None
 
 
-def _run_under_autocast(model: nn.Module, setup: Setup, device: torch.device) -> None:
-    dtype = torch_dtype(setup.precision.compute_dtype)
-    if dtype not in (torch.bfloat16, torch.float16):
+def _change_dtypes(model: nn.Module, setup: Setup, device: torch.device) -> None:
+    """Run the root under autocast in the modes bf16 and fp16, and cast its outputs."""
+    precision, options = setup.precision, setup.autocast
+    dtype, output_dtype = torch_dtype(precision.compute_dtype), torch_dtype(precision.result_dtype)
+    autocast: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+    if precision.mode in ("bf16", "fp16") and dtype in (torch.bfloat16, torch.float16):
+        autocast = functools.partial(
+            torch.autocast, device.type, dtype, enabled=options.enabled, cache_enabled=options.cache_enabled
+        )
+    elif output_dtype is None:
         return
     # A bound method, as in `wrap.forwards`: no wrapper in the module tree, and a deep copy is bound to itself.
-    model.__dict__[_OUTER] = _Autocast(
-        device.type, dtype, setup.autocast, torch_dtype(setup.precision.result_dtype), model.__dict__.get("forward")
-    )
-    model.forward = MethodType(_autocast_forward, model)
+    model.__dict__[_OUTER] = _Outer(autocast, output_dtype, model.__dict__.get("forward"))
+    model.forward = MethodType(_outer_forward, model)
 
 
-def _autocast_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    outer: _Autocast = self.__dict__[_OUTER]
+def _outer_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    outer: _Outer = self.__dict__[_OUTER]
     inner = outer.inner if outer.inner is not None else MethodType(type(self).forward, self)
-    with torch.autocast(
-        outer.device_type,
-        dtype=outer.dtype,
-        enabled=outer.options.enabled,
-        cache_enabled=outer.options.cache_enabled,
-    ):
+    with outer.autocast():
         output = inner(*args, **kwargs)
     return cast_floating(output, outer.output_dtype)
