@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from enum import StrEnum
+from enum import Enum
 from typing import Any
 
 from fullshard.api.refused import HANDLERS
@@ -13,7 +13,7 @@ from fullshard.core.errors import ConfigError
 from fullshard.core.paths import local_name
 
 
-class DistributedType(StrEnum):
+class DistributedType(str, Enum):  # noqa: UP042  as text it is `DistributedType.FSDP`, as Accelerate's
     """How a model is distributed; scripts compare with it. Here it is always FSDP."""
 
     NO = "NO"
