@@ -167,7 +167,7 @@ def test_debug_is_one_for_all_states() -> None:
 
 def test_a_state_says_what_it_is() -> None:
     shown = str(Accelerator(cpu=True, mixed_precision="bf16").state)
-    assert shown.startswith("Distributed environment: FSDP\nNum processes: 1\nProcess index: 0")
+    assert shown.startswith("Distributed environment: DistributedType.FSDP\nNum processes: 1\nProcess index: 0")
     assert shown.endswith("Device: cpu\n\nMixed precision type: bf16\n")
 
 

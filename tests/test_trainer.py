@@ -636,6 +636,30 @@ def test_settings_are_honoured(tmp_path: Path, options: dict[str, Any], expected
     assert run_ranks(settings_of, 1, str(tmp_path), options) == [expected]
 
 
+def divided(output: str) -> list[Any]:
+    import accelerate
+
+    from fullshard import ParallelismConfig
+    from fullshard.core.errors import ConfigError
+
+    found = [arguments(output, parallelism_config=ParallelismConfig(2)).to_dict()["parallelism_config"]]
+    for sizes in ({}, {"dp_shard_size": 2}, {"dp_replicate_size": 2}, {"tp_size": 2}, {"cp_size": 2}):
+        kind: Any = ParallelismConfig if len(found) % 2 else accelerate.ParallelismConfig
+        try:
+            found.append(settings_of(output, {"parallelism_config": kind(**sizes)})[0])
+        except ConfigError as error:
+            found.append(str(error).partition("\n")[0])
+    return found
+
+
+def test_a_parallelism_config_says_how_the_model_is_divided(tmp_path: Path) -> None:
+    [found, _] = run_ranks(divided, 2, str(tmp_path))
+    assert found[0]["dp_replicate_size"] == 2
+    assert found[1:4] == ["FULL_SHARD", "FULL_SHARD", "NO_SHARD"]
+    assert found[4].endswith("parallelism_config has tp_size = 2, and the model's layers are whole")
+    assert found[5] == "parallelism_config has cp_size = 2"
+
+
 def from_file(output: str, path: str) -> tuple[str, bool, str]:
     return settings_of(output, {"fsdp": "full_shard", "fsdp_config": path})
 

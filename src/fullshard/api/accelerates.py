@@ -78,6 +78,10 @@ class ParallelismConfig:
         """All axes of several ranks."""
         return self.dp_dim_names + self.non_dp_dim_names
 
+    def to_json(self) -> dict[str, int]:
+        """The sizes; Transformers puts them among its arguments in a log."""
+        return dataclasses.asdict(self)
+
     def _several(self, *axes: str) -> list[str]:
         return [axis for axis in axes if getattr(self, f"{axis}_size") > 1]
 
@@ -162,6 +166,8 @@ def parallelism(config: Any, plugin: Reading) -> Reading:
             )
     replicas, shards, tiles = config.dp_replicate_size or 1, config.dp_shard_size or 1, tensor_parallel_size(config)
     ranks = read_rank_environment().world_size
+    if replicas * shards * tiles == 1:  # Accelerate's takes its sizes from the environment, where nobody need say any
+        return reading
     if replicas * shards * tiles != ranks:
         beneath = f" x tp_size {tiles}" if tiles > 1 else ""
         raise ConfigError(

@@ -17,6 +17,7 @@ from fullshard.api import (
     InitProcessGroupKwargs,
     collectives,
 )
+from fullshard.api.accelerates import tensor_parallel_size as asked_tensor_parallel_size
 from fullshard.api.state import GradientState
 from fullshard.config.resolve import Resolved
 from fullshard.core.errors import ConfigError
@@ -51,6 +52,7 @@ class TrainerAccelerator(Accelerator):
 
     def __init__(self, args: Any, resolved: Resolved, dataloader_config: Any, *, tensor_parallel_size: int = 1) -> None:
         _refuse(args)
+        _check_split(args.parallelism_config, tensor_parallel_size)
         self._tiles = tensor_parallel_size
         plugin = FullyShardedDataParallelPlugin()
         plugin.fill(resolved.config)
@@ -152,7 +154,6 @@ class TrainerAccelerator(Accelerator):
 def _refuse(args: Any) -> None:
     refused = {
         "deepspeed": NO_DEEPSPEED,
-        "parallelism_config": "tensor, context and pipeline parallelism are not supported",
         "fp16_full_eval": "a sharded model cannot be cast; use fp16=True, which computes evaluation in it, too",
         "bf16_full_eval": "a sharded model cannot be cast; use bf16=True, which computes evaluation in it, too",
     }
@@ -163,6 +164,17 @@ def _refuse(args: Any) -> None:
         raise ConfigError(
             f"TrainingArguments.torch_compile_mode = {args.torch_compile_mode!r} is not supported",
             hint="set sharding.compile_mode in the launcher's configuration",
+        )
+
+
+def _check_split(parallelism_config: Any, tiles: int) -> None:
+    """See to it that tensor parallelism is what the model was loaded with: nothing here splits layers."""
+    wanted = asked_tensor_parallel_size(parallelism_config)
+    if wanted not in (1, tiles):
+        raise ConfigError(
+            f"TrainingArguments.parallelism_config has tp_size = {wanted}, and the model's layers are "
+            + (f"split over {tiles} ranks" if tiles > 1 else "whole"),
+            hint="load it with from_pretrained(..., distributed_config=DistributedConfig(tp_size=..., fsdp_size=...))",
         )
 
 

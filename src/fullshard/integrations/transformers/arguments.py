@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from fullshard.api.accelerates import parallelism
 from fullshard.api.state import ProcessState
 from fullshard.config.dialect import Reading, refuse
 from fullshard.config.handover import launched
@@ -60,12 +61,12 @@ def resolved_configuration(args: Any) -> Resolved:
     """The configuration of a run with a Trainer: the arguments, over what the launcher handed over.
 
     Raises:
-        ConfigError: a setting that is wrong.
+        ConfigError: a setting that is wrong, or a `parallelism_config` that is not of this job.
     """
     reading = args.__dict__.get("_fullshard_reading")
     if reading is None:  # Transformers' own class
         reading = read_fsdp_arguments(None if args.fsdp is True else args.fsdp, args.fsdp_config)
-    return resolve([launched(), reading])
+    return resolve([launched(), reading, parallelism(args.parallelism_config, reading)])
 
 
 def join_accelerate() -> None:
