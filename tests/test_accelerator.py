@@ -6,6 +6,7 @@ pytest tests/test_accelerator.py
 from __future__ import annotations
 
 import os
+import pickle
 import shutil
 from collections import UserDict, defaultdict
 from collections.abc import Iterator
@@ -44,6 +45,16 @@ def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def test_a_prepared_optimizer_is_pickled_with_all_that_it_holds() -> None:
+    accelerator = Accelerator(cpu=True)
+    optimizer = accelerator.prepare(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
+    other = pickle.loads(pickle.dumps(optimizer))  # noqa: S301
+    assert other.param_groups[0]["lr"] == 0.1 and other.gradient_state.sync_gradients
+    _, sharded = accelerator.prepare(*model_and_optimizer())
+    with pytest.raises(LifecycleError, match=r"cannot pickle 0\.weight"):
+        pickle.dumps(sharded)
 
 
 @pytest.mark.parametrize(

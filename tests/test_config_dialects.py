@@ -516,7 +516,13 @@ def test_wrong_variables(name: str, value: str, message: str, hint: str) -> None
 
 
 def test_other_variables_of_accelerate_are_named() -> None:
-    assert "ACCELERATE_LOG_LEVEL has no effect here" in notes(load_environment({"ACCELERATE_LOG_LEVEL": "debug"}))
+    assert "ACCELERATE_TORCH_DEVICE has no effect here" in notes(load_environment({"ACCELERATE_TORCH_DEVICE": "cpu"}))
+    of_helpers = {
+        "ACCELERATE_LOG_LEVEL": "debug",
+        "ACCELERATE_ENABLE_RICH": "1",
+        "ACCELERATE_DEBUG_RDV_FILE": "/tmp/rdv",
+    }
+    assert load_environment(of_helpers) == Reading()
 
 
 # -- which source wins --------------------------------------------------------------------------------------------

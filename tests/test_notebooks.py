@@ -65,9 +65,12 @@ def cells_in(folder: Path) -> list[str]:
 
 def test_functions_of_a_session_train_on_two_ranks(tmp_path: Path) -> None:
     """After torch's threads have started; a function that no file has."""
-    command = [sys.executable, "-c", "\n".join(cells_in(tmp_path))]
+    debug = f"import fullshard; fullshard.debug_launcher(train, (0.1, {str(tmp_path / 'debug.pt')!r}))"
+    command = [sys.executable, "-c", "\n".join([TRAIN, debug, *cells_in(tmp_path)])]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
+    check_alike(tmp_path)
+    (tmp_path / "debug.pt").rename(tmp_path / "two.pt")
     check_alike(tmp_path)
 
 

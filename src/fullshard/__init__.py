@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     # Accelerate's own, which are no part of `__all__`: `x as x` is what re-exports them.
     from accelerate import cpu_offload as cpu_offload
     from accelerate import cpu_offload_with_hook as cpu_offload_with_hook
-    from accelerate import debug_launcher as debug_launcher
     from accelerate import disk_offload as disk_offload
     from accelerate import dispatch_model as dispatch_model
     from accelerate import find_executable_batch_size as find_executable_batch_size
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
         accelerate,
         skip_first_batches,
     )
-    from fullshard.api.notebooks import notebook_launcher
+    from fullshard.api.notebooks import debug_launcher, notebook_launcher
     from fullshard.api.planning import plan_model
     from fullshard.api.planning import plan_model as plan
     from fullshard.checkpoint import from_pretrained, stream_weights
@@ -102,6 +101,7 @@ __all__ = [  # noqa: RUF022 -- alphabetical, capitals or not
     "__version__",
     "accelerate",
     "clip_grad_norm_",
+    "debug_launcher",
     "describe",
     "from_pretrained",
     "fully_shard",
@@ -135,7 +135,7 @@ _HOMES = {
     "EMA": "fullshard.optim",
     **dict.fromkeys(_ENGINE, "fullshard.engine"),
     **dict.fromkeys(("from_pretrained", "stream_weights"), "fullshard.checkpoint"),
-    "notebook_launcher": "fullshard.api.notebooks",
+    **dict.fromkeys(("debug_launcher", "notebook_launcher"), "fullshard.api.notebooks"),
     "plan_model": "fullshard.api.planning",
     "record_events": "fullshard.launch.journal",
     "should_stop": "fullshard.launch.preemption",

@@ -1,8 +1,9 @@
-"""Training from a notebook: Accelerate's launcher, told beforehand what a forked process could not mend."""
+"""Training from a notebook: Accelerate's launchers, told beforehand what a forked process could not mend."""
 
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,24 +33,45 @@ def notebook_launcher(
     """
     accelerate = import_extra("accelerate", extra="sft", purpose="notebook_launcher")
     if num_processes is not None and num_processes > 1:
-        kind = devices.accelerator()
-        if kind is not None and not devices.traits_of(torch.device(kind)).may_fork:
-            raise ConfigError(
-                f"notebook_launcher forks the notebook, which a {kind.upper()} does not bear",
-                hint=f"put the function into a script and start it with `fullshard launch --device {kind}`",
-            )
-        if cuda.was_used():
-            raise ConfigError(
-                "notebook_launcher: this notebook has used CUDA, which processes forked from it cannot use any more",
-                hint="restart it, and touch the device only inside the function",
-            )
-        if dist.is_initialized():
-            raise ConfigError(
-                "notebook_launcher: this notebook is a rank of a job already (an Accelerator or init_process_group)",
-                hint="restart it, and make the Accelerator only inside the function",
-            )
+        _check_can_fork("notebook_launcher")
         function = _forked(function)
     accelerate.notebook_launcher(function, tuple(args), num_processes, **options)
+
+
+def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:
+    """Run a function in several processes of this host, forked from this one, as ranks of one job on CPUs.
+
+    Args:
+        function: makes the Accelerator, the model and everything else.
+        args: for it.
+        num_processes: how many ranks.
+
+    Raises:
+        ConfigError: this process has used a device, or is a rank of a job itself: what is forked from it could not.
+        MissingExtraError: Accelerate is not installed.
+    """
+    accelerate = import_extra("accelerate", extra="sft", purpose="debug_launcher")
+    _check_can_fork("debug_launcher")
+    accelerate.debug_launcher(_forked(function), tuple(args), num_processes)
+
+
+def _check_can_fork(name: str) -> None:
+    kind = devices.accelerator()
+    if kind is not None and not devices.traits_of(torch.device(kind)).may_fork:
+        raise ConfigError(
+            f"{name} forks the notebook, which a {kind.upper()} does not bear",
+            hint=f"put the function into a script and start it with `fullshard launch --device {kind}`",
+        )
+    if cuda.was_used():
+        raise ConfigError(
+            f"{name}: this notebook has used CUDA, which processes forked from it cannot use any more",
+            hint="restart it, and touch the device only inside the function",
+        )
+    if dist.is_initialized():
+        raise ConfigError(
+            f"{name}: this notebook is a rank of a job already (an Accelerator or init_process_group)",
+            hint="restart it, and make the Accelerator only inside the function",
+        )
 
 
 def _forked(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -57,6 +79,9 @@ def _forked(function: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any) -> Any:  # torchelastic asks it for a name, which a partial has not
         # Threads that torch has started in the notebook are not in this process, and what waited for them would hang.
         torch.set_num_threads(1)
+        if dist.is_initialized():  # `debug_launcher` makes the group itself, and says nothing else of ranks
+            rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
+            os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
         return function(*args)
 
     return run

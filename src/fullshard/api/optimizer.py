@@ -104,6 +104,12 @@ class AcceleratedOptimizer(Optimizer):
         """Into the wrapped optimizer."""
         self.optimizer.load_state_dict(state_dict)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self)  # the base class would keep what is forwarded alone
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
     def __getattr__(self, name: str) -> Any:
         # Only names that neither this object nor its class has: hyper-parameter helpers such as `.train()`.
         if name == "optimizer":

@@ -39,7 +39,7 @@ NAMES = {
 """Names that can be imported from `accelerate`."""
 
 ACCELERATES_OWN = (
-    "cpu_offload", "cpu_offload_with_hook", "debug_launcher", "disk_offload", "dispatch_model",
+    "cpu_offload", "cpu_offload_with_hook", "disk_offload", "dispatch_model",
     "find_executable_batch_size", "infer_auto_device_map", "init_empty_weights", "init_on_device", "is_rich_available",
     "load_checkpoint_and_dispatch", "load_checkpoint_in_model", "synchronize_rng_states",
 )  # fmt: skip

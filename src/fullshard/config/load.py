@@ -63,7 +63,7 @@ def load_environment(environ: Mapping[str, str] | None = None) -> Reading:
             entries.append(Entry(VARIABLES[name], value, origin))
             if value.lower() in _EXPORTED.get(name, ()):
                 nobodys.add(origin)
-        elif name in _SWITCHES:
+        elif name in (*_SWITCHES, *_OF_ITS_HELPERS):
             continue
         elif name.startswith(_REFUSED):
             problems.append(Problem((origin,), f"{name} = {value} is not supported", f"unset {name}"))
@@ -168,6 +168,12 @@ _EXPORTED = {"FSDP_VERSION": ("1", "2"), "FSDP_USE_ORIG_PARAMS": ("true",)}
 
 _SWITCHES = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG")
 """Whether Accelerate reads the other variables; here they are always read."""
+
+_OF_ITS_HELPERS = (
+    *("ACCELERATE_LOG_LEVEL", "ACCELERATE_ENABLE_RICH", "ACCELERATE_INIT_INCLUDE_BUFFERS"),
+    *("ACCELERATE_DEBUG_RDV_FILE", "ACCELERATE_NUM_PROCESSES"),
+)
+"""Read by what scripts import from Accelerate itself: loggers, tracebacks, `init_empty_weights`, `debug_launcher`."""
 
 _REFUSED = ("ACCELERATE_FP8_", "ACCELERATE_DEEPSPEED_", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM")
 _SECTIONS = f"fullshard's sections are {', '.join(key.name for key in NATIVE.keys)}"
