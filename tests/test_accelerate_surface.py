@@ -91,6 +91,29 @@ def test_every_argument_of_the_constructor_is_here_or_refused() -> None:
         assert reason in str(refusal.value)
 
 
+def test_a_dynamo_plugin_says_how_units_are_compiled() -> None:
+    plugin = accelerate.utils.TorchDynamoPlugin
+
+    def compiled(plugin: Any, backend: str | None = None) -> tuple[Any, ...]:
+        config = Accelerator(cpu=True, dynamo_plugin=plugin, dynamo_backend=backend).setup.sharding
+        names = ("compile", "compile_backend", "compile_mode", "compile_fullgraph", "compile_dynamic")
+        return tuple(getattr(config, name) for name in names)
+
+    regional = plugin(backend="aot_eager", fullgraph=True, use_regional_compilation=True)
+    assert compiled(regional) == (True, "aot_eager", "default", True, None)
+    assert compiled(plugin(backend="inductor", mode="reduce-overhead", dynamic=True))[1:3] == (
+        "inductor", "reduce-overhead",
+    )  # fmt: skip
+    assert not compiled(plugin(backend="inductor", disable=True))[0] and not compiled(plugin())[0]
+    for wrong, backend, message in (
+        (plugin(backend="eager"), "eager", "both name a compiler"),
+        (plugin(backend="eager", options={"trace": 1}), None, "options = {'trace': 1}"),
+        ("eager", None, "dynamo_plugin is a str"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            compiled(wrong, backend)
+
+
 @pytest.mark.parametrize("theirs", [TheirState, TheirPartialState, TheirGradientState])
 def test_every_name_of_the_states_is_here(theirs: type) -> None:
     accelerator = Accelerator(cpu=True)

@@ -138,6 +138,34 @@ def own_plugin(plugin: Any) -> FullyShardedDataParallelPlugin:
     return FullyShardedDataParallelPlugin(**chosen)
 
 
+def compilation(plugin: Any, backend: str | None) -> dict[str, Any]:
+    """What Accelerate's `TorchDynamoPlugin` says, by its launcher's names; one without a backend says nothing.
+
+    Args:
+        plugin: None: there is none.
+        backend: what is said without it.
+
+    Raises:
+        ConfigError: another object, both at once, or options for a backend.
+    """
+    if plugin is None:
+        return {"dynamo_backend": backend}
+    if not is_accelerates(plugin, "TorchDynamoPlugin"):
+        raise ConfigError(f"dynamo_plugin is a {type(plugin).__name__}", hint="use accelerate.utils.TorchDynamoPlugin")
+    if backend is not None:
+        raise ConfigError("dynamo_plugin and dynamo_backend both name a compiler", hint="leave one of them out")
+    if plugin.options:
+        raise ConfigError(
+            f"dynamo_plugin: options = {plugin.options!r} for the compiler are not supported",
+            hint="set them before: torch._inductor.config",
+        )
+    name = "no" if plugin.disable else plugin.backend.value.lower()
+    if name == "no" and not plugin.disable:
+        return {}
+    fields = {"mode": plugin.mode, "use_fullgraph": plugin.fullgraph, "use_dynamic": plugin.dynamic}
+    return {"dynamo_backend": name} | {f"dynamo_{field}": value for field, value in fields.items()}
+
+
 def tensor_parallel_size(config: Any) -> int:
     """Ranks of a tensor-parallel group, by a `ParallelismConfig` of fullshard's or Accelerate's; 1 without."""
     return getattr(config, "tp_size", None) or 1

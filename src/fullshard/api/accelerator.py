@@ -31,7 +31,7 @@ from fullshard import checkpoint
 from fullshard.api import saving
 from fullshard.api.accelerate_checkpoints import teach_accelerate
 from fullshard.api.accelerate_loaders import teach_accelerate_to_skip
-from fullshard.api.accelerates import is_accelerates, own_plugin
+from fullshard.api.accelerates import compilation, is_accelerates, own_plugin
 from fullshard.api.accelerator_state import AcceleratorState, earlier_gradient_state
 from fullshard.api.configure import changed_config, run_config
 from fullshard.api.data import ShardedDataLoader
@@ -103,11 +103,12 @@ class Accelerator(Loaders, Reporting):
             or fullshard's. `DistributedDataParallelKwargs` have no effect, which is said.
         dynamo_backend: compile every unit's forward with this backend of `torch.compile`; `no` does not. Default: the
             launcher's.
+        dynamo_plugin: Accelerate's `TorchDynamoPlugin`: the backend, and how it compiles.
         parallelism_config: `ParallelismConfig`, Accelerate's or fullshard's: ranks per replica, replicas, and ranks
             over which the script splits layers (`parallelize_module(model, accelerator.torch_device_mesh["tp"], ...)`)
             before it calls `prepare`.
-        deepspeed_plugin, deepspeed_plugins, megatron_lm_plugin, torch_tp_plugin, dynamo_plugin: Accelerate's other
-            arguments; anything but None is an error that gives the reason.
+        deepspeed_plugin, deepspeed_plugins, megatron_lm_plugin, torch_tp_plugin: Accelerate's other arguments; anything
+            but None is an error that gives the reason.
 
     Raises:
         ConfigError: a setting that is wrong or not supported.
@@ -142,20 +143,19 @@ class Accelerator(Loaders, Reporting):
         deepspeed_plugins: None = None,
         megatron_lm_plugin: None = None,
         torch_tp_plugin: None = None,
-        dynamo_plugin: None = None,
+        dynamo_plugin: Any = None,
     ) -> None:
         refuse_arguments(
             deepspeed_plugin=deepspeed_plugin,
             deepspeed_plugins=deepspeed_plugins,
             megatron_lm_plugin=megatron_lm_plugin,
             torch_tp_plugin=torch_tp_plugin,
-            dynamo_plugin=dynamo_plugin,
         )
         self.handlers = handlers = Handlers.of(kwargs_handlers)
         self._notes: list[str] = []
         said = {
             "mixed_precision": mixed_precision,
-            "dynamo_backend": dynamo_backend,
+            **compilation(dynamo_plugin, dynamo_backend),
             "use_cpu": cpu or None,
             "gradient_accumulation_steps": None if gradient_accumulation_steps == 1 else gradient_accumulation_steps,
         }

@@ -15,7 +15,6 @@ ARGUMENTS = {
     "deepspeed_plugins": ONE_ENGINE,
     "megatron_lm_plugin": _MODEL_PARALLEL,
     "torch_tp_plugin": "give parallelism_config=ParallelismConfig(tp_size=...)",
-    "dynamo_plugin": "give dynamo_backend, which compiles every unit on its own",
 }
 """Arguments of the Accelerator."""
 
