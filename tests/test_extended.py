@@ -218,6 +218,24 @@ def check_float8(precompute: bool) -> None:
         assert_trains_as(model, reference)
 
 
+def check_float8_in_half_precision() -> None:
+    """Weights that are stored in bfloat16 get float32 main weights, by which gradients go."""
+    rank, _ = rank_and_size()
+    found = []
+    for dtype in (torch.bfloat16, torch.float32):
+        model = float8(layers(3).to(torch.bfloat16).to(dtype), fsdp=True)
+        accelerator = fullshard.Accelerator(cpu=True, mixed_precision="bf16")
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.05))
+        found.append([step(model, optimizer, number, [rank]) for number in range(2)])
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert found[0] == found[1]
+
+
+def test_float8_in_half_precision() -> None:
+    pytest.importorskip("torchao.float8", reason="needs the extra `quant`")
+    run_ranks(check_float8_in_half_precision, 2)
+
+
 @pytest.mark.parametrize("precompute", [False, True])
 def test_float8_of_torchao(precompute: bool) -> None:
     pytest.importorskip("torchao.float8", reason="needs the extra `quant`")

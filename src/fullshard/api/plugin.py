@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from fullshard.comm import torch_private
+from fullshard.config.accelerate import INSTEAD_OF_FP8
 from fullshard.config.dialect import Dialect, Key, Note, Reading, Setting, Status
 from fullshard.config.fsdp import DEFAULT_MIN_NUM_PARAMS, finish_fsdp, renamed
 from fullshard.config.handover import launched, whole
@@ -460,6 +461,8 @@ def _precision_settings(policy: Any) -> dict[str, Any] | None:
     if isinstance(policy, torch.dtype):  # Accelerate's `set_mixed_precision` takes a mode's
         policy = next((mode for mode, name in COMPUTE.items() if f"torch.{name}" == str(policy)), str(policy))
     if isinstance(policy, str):
+        if policy.strip().lower() == "fp8":
+            raise ConfigError("mixed_precision_policy: fp8 is not supported", hint=INSTEAD_OF_FP8)
         return {"mode": policy}
     if isinstance(policy, Mapping):
         values = dict(policy)

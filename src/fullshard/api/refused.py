@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from fullshard.config.accelerate import INSTEAD_OF_FP8
 from fullshard.core.errors import ConfigError
 from fullshard.core.imports import import_extra
 
@@ -25,9 +26,7 @@ METHODS = {
 }
 """Methods and properties of the Accelerator."""
 
-HANDLERS = dict.fromkeys(
-    ("FP8RecipeKwargs", "AORecipeKwargs", "TERecipeKwargs", "MSAMPRecipeKwargs"), "fp8 is not supported"
-)
+HANDLERS = dict.fromkeys(("FP8RecipeKwargs", "AORecipeKwargs", "TERecipeKwargs", "MSAMPRecipeKwargs"), INSTEAD_OF_FP8)
 """Kinds of `kwargs_handlers`."""
 
 NAMES = {

@@ -49,9 +49,12 @@ def _distributed_type(value: Any) -> Settings | str:
     return {"sharding.strategy": "NO_SHARD"} if name in _PLAIN else {}
 
 
+INSTEAD_OF_FP8 = "use bf16; layers that torchao's convert_to_float8_training has changed before multiply in 8 bits"
+
+
 def _mixed_precision(value: Any) -> Settings:
     if str(value).strip().lower() == "fp8":
-        raise ConfigError("fp8 is not supported", hint="use bf16")
+        raise ConfigError("fp8 is not supported", hint=INSTEAD_OF_FP8)
     return {"precision.mode": values.coerce("precision.mode", value)}
 
 

@@ -127,8 +127,11 @@ def set_plain(parameter: torch.Tensor, plain: torch.Tensor) -> None:
     """Have a parameter compute with other memory, maybe of another dtype. It stays the same object."""
     if isinstance(parameter, DTensor):
         torch_private.set_local(parameter, Tile.of(parameter).wrap(plain))
-    else:
-        wrapped_by(parameter).data = plain
+        return
+    wrapped = wrapped_by(parameter)
+    wrapped.data = plain
+    if parameter is not wrapped and parameter.dtype != plain.dtype:
+        parameter.data = parameter.detach().to(plain.dtype)  # for its dtype alone, by which autograd goes
 
 
 def check_tiles(plans: Sequence[UnitPlan], roots: Sequence[nn.Module], mesh: Mesh) -> None:
