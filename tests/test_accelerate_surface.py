@@ -20,6 +20,7 @@ from accelerate.state import AcceleratorState as TheirState
 from accelerate.state import GradientState as TheirGradientState
 from accelerate.state import PartialState as TheirPartialState
 from torch import nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils.data import DataLoader, TensorDataset
 
 import fullshard
@@ -262,6 +263,17 @@ def test_accelerates_plugin_with_a_policy_for_a_model() -> None:
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
     model = accelerator.prepare(model)
     assert fullshard.describe(model).units == 3
+
+
+def test_what_is_changed_on_accelerates_plugin_counts_for_the_next_model() -> None:
+    theirs = _their_plugin(fsdp_version=2, reshard_after_forward=True)
+    accelerator = Accelerator(cpu=True, fsdp_plugin=theirs)
+    theirs.set_mixed_precision("bf16", override=True)
+    theirs.reshard_after_forward, theirs.auto_wrap_policy = False, ModuleWrapPolicy({nn.Linear})
+    model = accelerator.prepare(nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.ReLU()))
+    assert fullshard.describe(model).units == 3
+    assert accelerator.setup.precision.compute_dtype == "bfloat16"
+    assert accelerator.setup.sharding.resolved_strategy().name == "SHARD_GRAD_OP"
 
 
 def _parallel(replicas: int, shards: int, **fields: Any) -> tuple[str, int, int]:

@@ -138,6 +138,33 @@ def own_plugin(plugin: Any) -> FullyShardedDataParallelPlugin:
     return FullyShardedDataParallelPlugin(**chosen)
 
 
+class Followed:
+    """A plugin of Accelerate's that a script holds and may change, and fullshard's that stands for it.
+
+    Args:
+        theirs: the script's.
+
+    Raises:
+        ConfigError: a value that is unknown or cannot be honoured.
+    """
+
+    def __init__(self, theirs: Any) -> None:
+        self._theirs, self.ours = theirs, own_plugin(theirs)
+        self._said = _everything_said(self.ours)
+
+    def follow(self) -> None:
+        """Set on fullshard's what the script has set on its own since."""
+        said = _everything_said(own_plugin(self._theirs))
+        for name, value in said.items():
+            if value is not None and value != self._said[name]:
+                setattr(self.ours, name, value)
+        self._said = said
+
+
+def _everything_said(plugin: FullyShardedDataParallelPlugin) -> dict[str, Any]:
+    return {field.name: plugin.said(field.name) for field in dataclasses.fields(plugin)}
+
+
 def compilation(plugin: Any, backend: str | None) -> dict[str, Any]:
     """What Accelerate's `TorchDynamoPlugin` says, by its launcher's names; one without a backend says nothing.
 

@@ -31,7 +31,7 @@ from fullshard import checkpoint
 from fullshard.api import saving
 from fullshard.api.accelerate_checkpoints import teach_accelerate
 from fullshard.api.accelerate_loaders import teach_accelerate_to_skip
-from fullshard.api.accelerates import compilation, is_accelerates, own_plugin
+from fullshard.api.accelerates import Followed, compilation, is_accelerates
 from fullshard.api.accelerator_state import AcceleratorState, earlier_gradient_state
 from fullshard.api.configure import changed_config, run_config
 from fullshard.api.data import ShardedDataLoader
@@ -159,7 +159,10 @@ class Accelerator(Loaders, Reporting):
             "use_cpu": cpu or None,
             "gradient_accumulation_steps": None if gradient_accumulation_steps == 1 else gradient_accumulation_steps,
         }
-        self._config, self.fsdp_plugin = _settings(fsdp_plugin, said, parallelism_config)
+        is_theirs = is_accelerates(fsdp_plugin, "FullyShardedDataParallelPlugin")
+        self._followed = Followed(fsdp_plugin) if is_theirs else None
+        plugin = fsdp_plugin if self._followed is None else self._followed.ours
+        self._config, self.fsdp_plugin = _settings(plugin, said, parallelism_config)
         self._plugin_said = self._what_the_plugin_says()
         self.setup = Setup.of(self._config, self.fsdp_plugin, handlers.autocast, rolls_back=self._rolls_back)
         super().__init__(
@@ -226,7 +229,7 @@ class Accelerator(Loaders, Reporting):
         # A function given to `datasets.map`, or a collate function of a worker, may hold it. Its settings and its place
         # in the job go along; what was prepared stays: a sharded model means nothing in another process.
         fields = vars(self) | self._nothing_prepared()
-        return fields | {"_plan_watch": None, "_saver": None, "_copies": None, "scaler": None}
+        return fields | {"_followed": None, "_plan_watch": None, "_saver": None, "_copies": None, "scaler": None}
 
     def __setstate__(self, fields: dict[str, Any]) -> None:
         vars(self).update(fields)
@@ -514,6 +517,8 @@ class Accelerator(Loaders, Reporting):
             ConfigError: it cannot be honoured.
         """
         plugin = self.fsdp_plugin
+        if self._followed is not None:
+            self._followed.follow()
         if not isinstance(plugin, FullyShardedDataParallelPlugin) or plugin.settings() == self._plugin_said:
             return
         config = changed_config(self._config, plugin.changes(self._plugin_said))
@@ -587,8 +592,6 @@ def _settings(
     plugin: Any, said: Mapping[str, Any], parallelism_config: Any
 ) -> tuple[RunConfig, FullyShardedDataParallelPlugin | ShardingConfig | RunConfig | Mapping[str, Any]]:
     """The configuration of the run, from a plugin and what was said beside it; the plugin has all of it then, too."""
-    if is_accelerates(plugin, "FullyShardedDataParallelPlugin"):
-        plugin = own_plugin(plugin)
     config = run_config(plugin, said, parallelism_config)
     plugin = FullyShardedDataParallelPlugin() if plugin is None else plugin
     if isinstance(plugin, FullyShardedDataParallelPlugin):
