@@ -57,19 +57,80 @@ def test_it_is_one_of_torchs_and_nothing_of_that_is_reached() -> None:
     module.name_it = lambda: "called"
     torchs.register_fsdp_forward_method(module, "name_it")
     assert module.name_it() == "called"
-    with pytest.raises(LifecycleError, match=r"Sequential is sharded by fullshard: _state_ctx of torch's own"):
-        module._get_fsdp_state()._state_ctx = None
+    for name in ("_state_ctx", "_comm_ctx"):  # there and not
+        with pytest.raises(LifecycleError, match=rf"Sequential is sharded by fullshard: {name} of torch's own"):
+            setattr(module._get_fsdp_state(), name, None)
     state: Any = fully_shard.state  # type: ignore[attr-defined]
     assert state(module) is not None and state(module) == state(module) and state(module[0]) is None
     pair: Any = [nn.Linear(2, 2), nn.Linear(2, 2)]
     fully_shard(pair)
     assert len({state(one) for one in (module, *pair)}) == 2
-    with pytest.raises(LifecycleError, match=r"Linear is sharded by fullshard: _fsdp_param_group of torch's own"):
-        _ = state(pair[0])._fsdp_param_group
-    for private in (torchs.share_comm_ctx, lambda modules: modules[0]._set_unshard_async_op(True)):
+    with pytest.raises(LifecycleError, match=r"Linear is sharded by fullshard: _all_gather_comm of torch's own"):
+        _ = state(pair[0])._fsdp_param_group._all_gather_comm
+    module._set_unshard_async_op(True)
+    for private in (torchs.share_comm_ctx, lambda modules: torchs.FSDPModule._set_unshard_async_op(modules[0], True)):
         with pytest.raises(LifecycleError, match="import from fullshard what you import from torch"):
             private([module])
     assert {"fully_shard", "register_fsdp_forward_method", "UnshardHandle", "share_comm_ctx"} <= set(fullshard.__all__)
+
+
+def check_state(of: Callable[[nn.Module], Any]) -> None:
+    """What public code asks of torch's state: pipeline stages for reductions, scripts for names and what is whole."""
+    model, plain = build_sharded(Stack, BLOCKS), build(Stack)
+    block = model.get_submodule("blocks.0")
+    state, group = of(model), of(block)._fsdp_param_group
+    state._lazy_init()
+    assert state._state_ctx.all_states == [state, *(of(model.get_submodule(name)) for name in BLOCKS)]
+    assert state._is_root and not of(block)._is_root and state._mp_policy.param_dtype is None
+    assert group == of(block)._fsdp_param_groups[0] != state._fsdp_param_group
+    assert group._module_fqn == "blocks.0" and group.modules == (block,)
+    named = {each._param_fqn: (each.sharded_param, each._orig_size) for each in group.fsdp_params}
+    assert named == {f"blocks.0.{name}": (p, p.shape) for name, p in block.named_parameters()}
+    axis, (rank, size) = group.mesh_info, rank_and_size()
+    assert (axis.shard_mesh_rank, axis.shard_mesh_size, axis.shard_process_group.size()) == (rank, size, size)
+    group.unshard(async_op=True)
+    group.wait_for_unshard()
+    assert group.is_unsharded and not group.is_sharded
+    group.reshard()
+    assert group.is_sharded
+    root = state._fsdp_param_group
+    assert root.post_forward_mesh_info is None and group.post_forward_mesh_info is not None
+    root.post_forward_mesh_info, block_state = axis, of(block)
+    block_state._auto_reshard_after_forward = False
+    assert not block_state._auto_reshard_after_forward
+    model(batch(0, rank))
+    assert root.is_sharded, "as dinov3 has it for models that are only evaluated"
+    root.post_forward_mesh_info = None
+    events: list[Event] = []
+    schedule_of(units_of(model)[0]).event_sink = events.append
+    for step in range(2):  # as a stage of a pipeline does with two micro-batches
+        events.clear()
+        model.set_requires_gradient_sync(False)  # type: ignore[operator]
+        for micro in range(2):
+            run_squared(model, 2 * step + micro, rank)
+            for each in range(size):
+                (plain(batch(2 * step + micro, each)).square().mean() / size).backward()
+        assert all(parameter.grad is None for parameter in model.parameters())
+        model.set_requires_gradient_sync(True)  # type: ignore[operator]
+        for each in state._state_ctx.all_states:
+            each._fsdp_param_group.post_backward()
+        if step:
+            state._root_post_backward_final_callback()
+        assert [event.kind for event in events].count(EventKind.REDUCE_ISSUED) == len(units_of(model)), "once"
+        assert_same_gradients(model, plain)
+        model.zero_grad()
+        plain.zero_grad()
+
+
+def check_states() -> None:
+    of: Any
+    ours, theirs = fully_shard.state, torchs.fully_shard.state  # type: ignore[attr-defined]
+    for of in (ours, theirs, lambda module: module._get_fsdp_state()):
+        check_state(of)
+
+
+def test_what_others_ask_of_torchs_state() -> None:
+    run_ranks(check_states, 2)
 
 
 def check_handle() -> None:
@@ -361,12 +422,12 @@ def check_named_axes() -> None:
     dims = fullshard.DataParallelMeshDims(shard="dp", replicate="copies")
     fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
     assert model.weight.mesh.shard_size == 2
-    for wrong in (
-        fullshard.DataParallelMeshDims(replicate="dp"),
-        fullshard.DataParallelMeshDims(shard=("dp", "tp")),
-        fullshard.DataParallelMeshDims(shard="other"),
+    for wrong, problem in (
+        (fullshard.DataParallelMeshDims(replicate="dp"), "expected one"),
+        (fullshard.DataParallelMeshDims(shard=("dp", "tp")), "expected one"),
+        (fullshard.DataParallelMeshDims(shard="other"), r"\['other'\] not found in mesh\.mesh_dim_names"),
     ):
-        with pytest.raises(ConfigError, match="dp_mesh_dims = "):
+        with pytest.raises(ConfigError, match=f"dp_mesh_dims = .*{problem}"):
             fully_shard(nn.Linear(6, 4), mesh=mesh, dp_mesh_dims=wrong)
 
 

@@ -584,16 +584,19 @@ def past_torchs_class() -> None:
     assert made.weight.dtype is torch.float64
 
 
-@check("reduce_for_schedules")
+@check("leave_state")
 def pipeline_schedules() -> None:
-    model, called = nn.Linear(2, 2), []
-    torch_private.reduce_for_schedules(model, lambda: called.append(1))
-    state = fully_shard.state(model)  # type: ignore[attr-defined]
-    assert list(state._state_ctx.all_states) == []
-    state._root_post_backward_final_callback()
-    assert called
+    model, state = nn.Linear(2, 2), object()
+    torch_private.leave_state(model, state)
+    assert fully_shard.state(model) is state  # type: ignore[attr-defined]
     source = inspect.getsource(_PipelineStageBase.perform_reduce_grad)
-    assert "fully_shard.state(" in source and "_root_post_backward_final_callback()" in source
+    for asked in (
+        "fully_shard.state(",
+        "_state_ctx.all_states",
+        "post_backward()",
+        "_root_post_backward_final_callback()",
+    ):
+        assert asked in source
 
 
 @check("classes_to_wrap", "wrap_function")

@@ -285,10 +285,12 @@ def data_parallel(device_mesh: Any, dims: Any) -> DeviceMesh:
     """
     shard, replicate = tuple(dims.shard_names), tuple(dims.replicate_names)
     names = device_mesh.mesh_dim_names if isinstance(device_mesh, DeviceMesh) else None
-    if len(shard) != 1 or len(replicate) > 1 or not {*shard, *replicate} <= {*(names or ())}:
+    unknown = [name for name in (*shard, *replicate) if name not in (names or ())]
+    if unknown or len(shard) != 1 or len(replicate) > 1:
+        missing = f"{unknown} not found in mesh.mesh_dim_names: " if unknown else ""
         raise ConfigError(
-            f"dp_mesh_dims = {dims} of a mesh with axes {names}: expected one of its axes to shard along, and one or "
-            "none to replicate along",
+            f"dp_mesh_dims = {dims} of a mesh with axes {names}: {missing}expected one of its axes to shard along, and "
+            "one or none to replicate along",
             hint="make one axis of several with mesh[names]._flatten(); to replicate only use strategy NO_SHARD",
         )
     axes = [device_mesh[name] for name in (*replicate, *shard)]

@@ -338,22 +338,13 @@ def apply_past_fsdp(module: Any, fn: Callable[[torch.Tensor], torch.Tensor], rec
     return super(FSDPModule, module)._apply(fn, recurse)
 
 
-class _StateForSchedules:
-    """What torch's pipeline schedules look at when a step's gradients are to be reduced."""
+def leave_state(module: nn.Module, state: object) -> None:
+    """Have `fully_shard.state(module)` of torch's own give `state`. Since 2.6.
 
-    all_states = ()
-
-    def __init__(self, reduce: Callable[[], None]) -> None:
-        self._state_ctx, self._root_post_backward_final_callback = self, reduce
-
-
-def reduce_for_schedules(module: nn.Module, reduce: Callable[[], None]) -> None:
-    """Have torch's pipeline schedules call `reduce` once a step's backwards are over.
-
-    They take the state that torch's `fully_shard` has left with a unit. Else it would be None there. Since 2.6.
+    Its pipeline schedules take that, to have gradients reduced once a step's backwards are over. It would be None.
     """
     states: dict[Any, Any] = module.__dict__.setdefault(STATE_KEY, {})
-    states[inspect.unwrap(fully_shard)] = _StateForSchedules(reduce)
+    states[inspect.unwrap(fully_shard)] = state
 
 
 WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_orig_mod"})

@@ -31,13 +31,14 @@ from fullshard.engine.activations import check_pages
 from fullshard.engine.interop import install
 from fullshard.engine.lookup import require_units, unit_of
 from fullshard.engine.materialize import InitFunction, WeightSource, materialize, weight_source
-from fullshard.engine.module import assemble, make_fsdp_module, state_of
+from fullshard.engine.module import assemble, make_fsdp_module
 from fullshard.engine.offload import Storage, offload_of
 from fullshard.engine.parameter import sharded_parameter_of
 from fullshard.engine.precision import MixedPrecisionPolicy
 from fullshard.engine.schedule import Schedule
 from fullshard.engine.sharding import Sharding
 from fullshard.engine.tile import check_tiles, tile_of
+from fullshard.engine.torch_state import state_of
 from fullshard.engine.unit import Unit
 from fullshard.wrap.extended import is_extended
 from fullshard.wrap.partition import UnitPlan, check_types, partition

@@ -27,6 +27,7 @@ from fullshard.engine.schedule import Schedule, schedule_of
 from fullshard.engine.sharded_tensor import ShardedTensor
 from fullshard.engine.span import Span
 from fullshard.engine.state_dict import after_state_dict, before_load_state_dict
+from fullshard.engine.torch_state import TorchState
 from fullshard.engine.unit import Unit
 
 _MADE_FROM = "_fullshard_methods"
@@ -45,44 +46,6 @@ class UnshardHandle(TorchUnshardHandle):
         """Return when the parameters are whole. The unit's forward waits by itself."""
         if not self._unit.is_sharded:  # nobody has freed them in between
             self._unit.unshard()
-
-
-class _NoState:
-    """What torch's functions get in place of its engine's state: an error, whatever they ask for.
-
-    But for what `torch.distributed.fsdp.register_fsdp_forward_method` puts around a method, as Transformers does with
-    `generate`: methods of units see to their parameters themselves.
-    """
-
-    def __init__(self, module: Any) -> None:
-        self.__dict__.update(name=user_class(module).__name__, unit=unit_of(module))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _NoState) and self.__dict__["unit"] is other.__dict__["unit"]
-
-    def __hash__(self) -> int:
-        return id(self.__dict__["unit"])
-
-    def _pre_forward(self, _module: object, args: object, kwargs: object) -> tuple[object, object]:
-        return args, kwargs
-
-    def _post_forward(self, _module: object, _args: object, output: object) -> object:
-        return output
-
-    def __getattr__(self, what: str) -> NoReturn:
-        raise LifecycleError(
-            f"{self.__dict__['name']} is sharded by fullshard: {what} of torch's own `fully_shard`, which something "
-            "asks for, is not there",
-            hint="import from fullshard what you import from torch.distributed.fsdp, share_comm_ctx included",
-        )
-
-    def __setattr__(self, what: str, value: object) -> NoReturn:
-        self.__getattr__(what)
-
-
-def state_of(module: nn.Module) -> _NoState | None:
-    """What torch gives as `fully_shard.state(module)`: None if it is no unit; whoever looks inside gets an error."""
-    return None if unit_of(module) is None else _NoState(module)
 
 
 class FSDPModule(TorchFSDPModule):
@@ -332,6 +295,9 @@ class FSDPModule(TorchFSDPModule):
         """Units to unshard while this one runs backward, instead of the one before it in forward order."""
         require_unit(self).backward_prefetch = [require_unit(module) for module in modules]
 
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Changes nothing: gathers are always asynchronous. Private in torch, and scripts call it."""
+
     def _units(self, recurse: bool) -> list[Unit]:
         return units_of(self) if recurse else [require_unit(self)]  # type: ignore[arg-type]
 
@@ -346,7 +312,7 @@ class FSDPModule(TorchFSDPModule):
             torch.__future__.set_swap_module_params_on_conversion(swaps)
 
     def _get_fsdp_state(self) -> Any:
-        return _NoState(self)
+        return TorchState(require_unit(self))
 
     def _replicate_for_data_parallel(self) -> NoReturn:
         raise _replicated(self, "DataParallel")
@@ -398,7 +364,7 @@ def make_fsdp_module(module: nn.Module, unit: Unit, *, prefix: str) -> None:
     module.__class__ = _unit_class(cls, prefix + cls.__name__)
     module.__dict__[UNIT] = unit
     torch_private.mark_fully_sharded(module)
-    torch_private.reduce_for_schedules(module, lambda: schedule_of(unit).reduce_kept())
+    torch_private.leave_state(module, TorchState(unit))
     # Tells dynamo that parameters are swapped behind its back; torch's own FSDP sets the same.
     for inner in module.modules():
         inner.__dict__[torch_private.MANAGED] = True

@@ -108,6 +108,7 @@ class Schedule:
         self._end_of_backward: Callable[[], object] = lambda: None  # what is to be called; None once that is impossible
         self._thread = threading.get_ident()
         self._queued: set[Unit] = set()
+        self._has_kept = False
         self.post_optim_event: Any = None
 
     def assemble(self, units: Sequence[Unit]) -> None:
@@ -330,6 +331,11 @@ class Schedule:
             self._enqueue(unit)
         self._finish_backward()
 
+    def reduce_if_kept(self) -> None:
+        """The same, unless the last backward, or this since then, has reduced what there was."""
+        if self._has_kept:
+            self.reduce_kept()
+
     def prefetch_backward(self, unit: Unit, call: Call[Unit]) -> None:
         """Have what backward needs after `unit` on its way, before `unit`'s own gradients are computed."""
         if unit.backward_prefetch is not None:
@@ -358,9 +364,11 @@ class Schedule:
 
     @torch.no_grad()
     def _launch(self, bucket: Bucket) -> None:
-        unit = owner_of(bucket)
-        if unit.reduce_gradients and not (self.keeps_gradients and not self.is_last_backward):
+        if self._reduces(owner_of(bucket)):
             self.reducer.launch(bucket)
+
+    def _reduces(self, unit: Unit) -> bool:
+        return unit.reduce_gradients and (self.is_last_backward or not self.keeps_gradients)
 
     def step_when_final(self) -> None:
         """See `Reducer.step_when_final`."""
@@ -388,6 +396,7 @@ class Schedule:
             self.guard.announce()
         for unit in self.units:
             unit.finish_backward()
+        self._has_kept = not all(map(self._reduces, self.units))
         stepped_early = bool(self.reducer.steppers)  # `_end_backward` forgets it
         hooked = [bucket for bucket in used if bucket.has_gradient_hooks and bucket in self.reducer.published]
         self._end_backward()
@@ -488,6 +497,7 @@ class Schedule:
             )
         for unit in self.units:
             unit.give_up_backward()  # first: it waits for reductions under way, which write into what is forgotten next
+        self._has_kept = False
         self.rounds.clear()
         self.lockstep.end_track()
         participants = self._participants.copy()

@@ -1,0 +1,226 @@
+"""What others find of a unit where torch's `fully_shard` keeps its state, private as that is.
+
+Pipeline stages have gradients reduced through it, scripts read names and what is unsharded, or have a module freed
+after forward. Those that are met with in public code are here, and each says or does of the unit what it does with
+torch's engine. All else is an error.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fullshard.core.errors import LifecycleError
+from fullshard.core.user_class import user_class
+from fullshard.engine.lookup import unit_of
+from fullshard.engine.precision import MixedPrecisionPolicy
+from fullshard.engine.schedule import schedule_of
+from fullshard.engine.sharded_tensor import ShardedTensor
+from fullshard.engine.unit import Unit
+from fullshard.engine.unit_parameters import UnitState
+
+
+class _OfUnit:
+    """Equal for one unit. What it does not have can neither be read nor set."""
+
+    _unit: Unit
+
+    def __init__(self, unit: Unit) -> None:
+        self.__dict__["_unit"] = unit
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and all(map(operator.is_, vars(self).values(), vars(other).values()))
+
+    def __hash__(self) -> int:
+        return hash((type(self), id(self._unit)))
+
+    def __getattr__(self, what: str) -> NoReturn:
+        raise LifecycleError(
+            f"{user_class(self._unit.modules[0]).__name__} is sharded by fullshard: {what} of torch's own "
+            "`fully_shard`, which something asks for, is not there",
+            hint="import from fullshard what you import from torch.distributed.fsdp, share_comm_ctx included",
+        )
+
+    def __setattr__(self, what: str, value: object) -> None:
+        if getattr(getattr(type(self), what, None), "fset", None) is None:
+            self.__getattr__(what)
+        super().__setattr__(what, value)
+
+
+class TorchState(_OfUnit):
+    """Of a unit: `fully_shard.state(module)`."""
+
+    @property
+    def _state_ctx(self) -> _Model:
+        return _Model(self._unit)
+
+    @property
+    def _is_root(self) -> bool:
+        return schedule_of(self._unit).units[-1] is self._unit
+
+    @property
+    def _fsdp_param_group(self) -> TorchParameterGroup | None:
+        """None for a unit without parameters."""
+        return TorchParameterGroup(self._unit) if self._unit.slots else None
+
+    @property
+    def _fsdp_param_groups(self) -> list[TorchParameterGroup]:
+        group = self._fsdp_param_group
+        return [] if group is None else [group]
+
+    @property
+    def _mp_policy(self) -> MixedPrecisionPolicy:
+        return self._unit.policy
+
+    @property
+    def _auto_reshard_after_forward(self) -> bool:
+        """Whether that follows from being the outermost unit or not. It may be set."""
+        return self._unit.requested_reshard_after_forward is None
+
+    @_auto_reshard_after_forward.setter
+    def _auto_reshard_after_forward(self, value: bool) -> None:
+        self._unit.requested_reshard_after_forward = None if value else self._unit.reshard_after_forward
+
+    def _lazy_init(self) -> None:
+        """Nothing is left for it: a unit knows its model from when that is made one."""
+
+    def _root_post_backward_final_callback(self) -> None:
+        schedule_of(self._unit).reduce_if_kept()
+
+    # What `torch.distributed.fsdp.register_fsdp_forward_method` puts around a method, as Transformers does with
+    # `generate`: methods of units see to their parameters themselves.
+
+    def _pre_forward(self, _module: object, args: object, kwargs: object) -> tuple[object, object]:
+        return args, kwargs
+
+    def _post_forward(self, _module: object, _args: object, output: object) -> object:
+        return output
+
+
+class _Model(_OfUnit):
+    """Of all units of a model."""
+
+    @property
+    def all_states(self) -> list[TorchState]:
+        """The outermost unit first, as they come in the model."""
+        return [TorchState(unit) for unit in reversed(schedule_of(self._unit).units)]
+
+
+class TorchParameterGroup(_OfUnit):
+    """Of a unit's parameters, those of all its buckets."""
+
+    @property
+    def _module_fqn(self) -> str:
+        return self._unit.name
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """Those that are unsharded together."""
+        return tuple(self._unit.modules)
+
+    @property
+    def fsdp_params(self) -> list[TorchParameter]:
+        """One for each parameter, tied ones once."""
+        return [TorchParameter(self._unit, parameter) for _, parameter in self._unit.entries]
+
+    @property
+    def mesh_info(self) -> _Axis:
+        """Whom they are sharded over."""
+        return _Axis(self._unit)
+
+    @property
+    def post_forward_mesh_info(self) -> _Axis | None:
+        """Who share them between forward and backward; None: every rank keeps them whole. It may be set."""
+        return self.mesh_info if self._unit.reshard_after_forward else None
+
+    @post_forward_mesh_info.setter
+    def post_forward_mesh_info(self, value: object) -> None:
+        self._unit.reshard_after_forward = value is not None
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether they are not whole, or not yet."""
+        return not self.is_unsharded
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether they are whole, be it that the modules hold sharded ones until they run again."""
+        return self._unit.state in (UnitState.GATHERED, UnitState.UNSHARDED)
+
+    def unshard(self, async_op: bool = False) -> None:
+        """As the module's; `wait_for_unshard` waits."""
+        self.modules[0].unshard(async_op)  # type: ignore[operator]
+
+    def wait_for_unshard(self) -> None:
+        """Return when they are whole."""
+        if not self._unit.is_sharded:
+            self._unit.unshard()
+
+    def reshard(self) -> None:
+        """As the module's."""
+        self._unit.reshard()
+
+    def post_backward(self, *_unused: Any) -> None:
+        """Reduce what backwards have kept unreduced, of the whole model: units are reduced in one order on all ranks.
+
+        What has been reduced already, by another group's or at the end of a backward, is not reduced again.
+        """
+        schedule_of(self._unit).reduce_if_kept()
+
+
+class TorchParameter(_OfUnit):
+    """Of one parameter."""
+
+    _parameter: ShardedTensor
+
+    def __init__(self, unit: Unit, parameter: ShardedTensor) -> None:
+        super().__init__(unit)
+        self.__dict__["_parameter"] = parameter
+
+    @property
+    def sharded_param(self) -> ShardedTensor:
+        """What the module holds of it at rest."""
+        return self._parameter
+
+    @property
+    def _param_fqn(self) -> str:
+        return self.sharded_param.names[0]
+
+    @property
+    def _orig_size(self) -> torch.Size:
+        """Before it was sharded; tensor parallelism had cut it already."""
+        return self.sharded_param.span.tile_shape
+
+
+class _Axis(_OfUnit):
+    """The shard axis."""
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """With the replicate axis, if there is one."""
+        return self._unit.mesh.device_mesh
+
+    @property
+    def shard_process_group(self) -> Any:
+        """Its ranks, of a group of torch's."""
+        return self.mesh.get_group(self.mesh.ndim - 1)
+
+    @property
+    def shard_mesh_size(self) -> int:
+        """How many there are."""
+        return self._unit.mesh.shard_size
+
+    @property
+    def shard_mesh_rank(self) -> int:
+        """This one among them."""
+        return self._unit.mesh.shard_rank
+
+
+def state_of(module: nn.Module) -> TorchState | None:
+    """What torch gives as `fully_shard.state(module)`: None if it is no unit."""
+    unit = unit_of(module)
+    return None if unit is None else TorchState(unit)
