@@ -321,6 +321,82 @@ def test_hybrid_sharding_above_it() -> None:
     run_ranks(check_hybrid, 4)
 
 
+def over_all_axes(model: nn.Module, mesh: DeviceMesh, *, splits: bool) -> Any:
+    """Every parameter a DTensor over the whole mesh; with `splits` cut along the last axis, column by column first."""
+    for number, layer in enumerate(module for module in model.modules() if isinstance(module, nn.Linear)):
+        for name, parameter in list(layer.named_parameters()):
+            placements: list[Any] = [Replicate()] * mesh.ndim
+            if splits and (name == "weight" or number % 2 == 0):
+                placements[-1] = Shard(number % 2)
+            setattr(layer, name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, placements)))
+    return model
+
+
+def pair() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 5)).double()
+
+
+def check_all_axes(names: tuple[str, str], dims: Any, *, cuts_batch: bool) -> None:
+    """Inputs are DTensors over all axes, too: "replicated" while each rank has its own, or one batch that is cut."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    own, size = (mesh["dp"].get_local_rank(), 2) if "tp" in names else (dist.get_rank(), 4)
+    plain, model = pair(), over_all_axes(pair(), mesh, splits="tp" in names)
+    for module in (model[0], model[2], model):
+        fullshard.fully_shard(module, mesh=mesh, dp_mesh_dims=dims)
+        if cuts_batch:
+            module.set_gradient_divide_factor(1)
+    assert {p.device_mesh for p in model.parameters()} == {mesh}
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=RATE) for each in (plain, model)]
+    for step in range(3):
+        torch.manual_seed(step)
+        batches = torch.randn(size, 2, 6, dtype=torch.float64)
+        placements = [Shard(0) if cuts_batch and name != "tp" else Replicate() for name in names]
+        inputs = DTensor.from_local(batches[own], mesh, placements, run_check=False)
+        loss = model(inputs).square().sum()
+        losses = [plain(batch).square().sum() for batch in batches]
+        torch.testing.assert_close(loss.full_tensor(), sum(losses) if cuts_batch else losses[own])
+        loss.backward()
+        (sum(losses) / (1 if cuts_batch else size)).backward()
+        norm: Any
+        expected, norm = (nn.utils.clip_grad_norm_(each.parameters(), 1.0) for each in (plain, model))
+        torch.testing.assert_close(norm.full_tensor(), expected)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    saved = full_state_dict(model)
+    torch.testing.assert_close(saved, plain.state_dict() if dist.get_rank() == 0 else {})
+    with torch.device("meta"):
+        later = over_all_axes(pair(), mesh, splits="tp" in names)
+    fullshard.fully_shard(later, mesh=mesh, dp_mesh_dims=dims)
+    later.to_empty(device="cpu")
+    load_full_state_dict(later, plain.state_dict())
+    torch.testing.assert_close(later(inputs).full_tensor(), model(inputs).full_tensor())
+
+
+def check_each_over_all_axes() -> None:
+    shard, both = (fullshard.DataParallelMeshDims(shard="dp", replicate=name) for name in (None, "copies"))
+    check_all_axes(("dp", "tp"), shard, cuts_batch=False)
+    check_all_axes(("dp", "tp"), shard, cuts_batch=True)
+    check_all_axes(("copies", "dp"), both, cuts_batch=False)
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    layer = nn.Linear(4, 4, bias=False)
+    layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(0)]))
+    with pytest.raises(
+        WrapError, match=r"weight: a DTensor placed as \[Shard\(dim=0\)\] along what .* Expected Replicate"
+    ):
+        fullshard.fully_shard(layer, mesh=mesh, dp_mesh_dims=shard)
+    layer.weight = nn.Parameter(distribute_tensor(torch.zeros(4, 4), mesh, [Replicate()]))
+    with pytest.raises(
+        WrapError, match=r"weight: a DTensor over .*, of which .* is for data: it is to be sharded over"
+    ):
+        fullshard.fully_shard(layer, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "dp")))
+
+
+def test_parameters_and_inputs_that_are_dtensors_over_all_axes() -> None:
+    run_ranks(check_each_over_all_axes, 4)
+
+
 def check_unsharded() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     plain = build()

@@ -98,6 +98,8 @@ class BucketSpec:
     def span(self, index: int) -> Span:
         """Which elements of parameter `index` each rank has, and under no name yet."""
         layout, tile = self.layout, self.tiles[index]
+        if tile is not None and not tile.is_beneath:
+            tile = None
         shape = layout.specs[index].shape if tile is None else tile.whole_shape
         slot, parameter = self.slots[index], self.slots[index].parameter
         composition = Composition.of(parameter) if is_composed(parameter) else None

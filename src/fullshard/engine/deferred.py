@@ -65,7 +65,7 @@ class StandIns:
         for slot, held in entries:
             local = fn(held.local.detach())
             slot.replaced += [slot.parameter, held]  # type: ignore[list-item]
-            whole, tile = torch.empty(held.span.tile_shape, dtype=local.dtype, device="meta"), held.span.tile
+            whole, tile = torch.empty(held.span.tile_shape, dtype=local.dtype, device="meta"), tile_of(slot.parameter)
             slot.parameter = nn.Parameter(whole if tile is None else tile.wrap(whole), held.requires_grad)
             changed.append((slot, ShardedTensor(local, held.span, requires_grad=held.requires_grad)))
         return cls(changed)

@@ -37,7 +37,7 @@ from fullshard.engine.parameter import sharded_parameter_of
 from fullshard.engine.precision import MixedPrecisionPolicy
 from fullshard.engine.schedule import Schedule
 from fullshard.engine.sharding import Sharding
-from fullshard.engine.tile import check_tiles, tile_of
+from fullshard.engine.tile import check_tiles, note_data_axes, tile_of
 from fullshard.engine.torch_state import state_of
 from fullshard.engine.unit import Unit
 from fullshard.wrap.extended import is_extended
@@ -78,7 +78,8 @@ def fully_shard(
         mp_policy: `MixedPrecisionPolicy`, fullshard's or torch's.
         offload_policy: `OffloadPolicy` or `CPUOffloadPolicy`, fullshard's or torch's.
         ignored_params: parameters to leave alone; they are neither sharded nor reduced.
-        dp_mesh_dims: torch's `DataParallelMeshDims`: which axes of `mesh` are (replicate, shard), by name.
+        dp_mesh_dims: torch's `DataParallelMeshDims`: which axes of `mesh` are (replicate, shard), by name. Parameters
+            that are DTensors over all of `mesh`, replicated along these, are ones in forward, too.
 
     Returns:
         `module`, which is an `FSDPModule` now.
@@ -91,7 +92,9 @@ def fully_shard(
     """
     modules: list[nn.Module] = list(module) if isinstance(module, list) else [module]
     if dp_mesh_dims is not None:
-        mesh = data_parallel(mesh, dp_mesh_dims)
+        whole: Any = mesh
+        mesh = data_parallel(whole, dp_mesh_dims)
+        note_data_axes(whole, mesh)
     resolved = mesh if isinstance(mesh, Mesh) else init_mesh(device_mesh=mesh)
     resolved.begin_sharding()
     reshard, neighbours = _reshard_after_forward(reshard_after_forward, resolved.shard_size)
@@ -345,7 +348,7 @@ def _take_placements(plan: UnitPlan, shard_placement_fn: Callable[[nn.Parameter]
             )
         slot.by_rows = is_dim and wanted.dim % slot.parameter.ndim == 0 and not is_extended(slot.parameter)
         tile = tile_of(slot.parameter)
-        if slot.by_rows and tile is not None and torch_private.groups_of(tile.placement):
+        if slot.by_rows and tile is not None and tile.is_beneath and torch_private.groups_of(tile.placement):
             raise PlacementError(
                 f"shard_placement_fn gives {wanted!r} for packed matrices {tuple(slot.parameter.shape)} that tensor "
                 f"parallelism has placed as {tile.placement}: no placement of torch's would say which rows a rank has",

@@ -11,7 +11,6 @@ memory of the bucket while they are unsharded.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -25,6 +24,9 @@ from fullshard.core.tiling import Tiling
 from fullshard.wrap.extended import wrapped_by
 from fullshard.wrap.partition import UnitPlan, names_in
 
+_DATA_AXES: dict[DeviceMesh, tuple[DeviceMesh, frozenset[int]]] = {}
+"""Of meshes with all axes of a job: the part for data, and which axes that is. See `note_data_axes`."""
+
 
 class Tile:
     """This rank's part of a tensor along another axis of the mesh than those it is sharded and replicated along.
@@ -34,27 +36,44 @@ class Tile:
         placement: `Shard(dim)`, cut as `torch.chunk` cuts, `Replicate()`, or of several matrices that are packed into
             one, each of which is cut, `_StridedShard`.
         shape: of the whole.
+        around: mesh and placements that forward computes with, where they are over axes for data, too.
+        is_beneath: whether there is such an axis. If not, what there is to shard is all of it, and `mesh` is that one.
 
     Attributes:
         tiling: along which dim into how many; None if every rank of the axis has the whole.
         shape: of this rank's part.
     """
 
-    __slots__ = ("mesh", "placement", "rank", "shape", "tiling", "whole_shape")
+    __slots__ = ("_around", "is_beneath", "mesh", "placement", "rank", "shape", "tiling", "whole_shape")
 
-    def __init__(self, mesh: DeviceMesh, placement: Placement, shape: Iterable[int]) -> None:
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        placement: Placement,
+        shape: Iterable[int],
+        around: tuple[DeviceMesh, Sequence[Placement]] | None = None,
+        *,
+        is_beneath: bool = True,
+    ) -> None:
         self.mesh, self.placement, self.whole_shape = mesh, placement, torch.Size(shape)
-        self.rank = mesh.get_local_rank()
-        self.tiling = None if mesh.size() == 1 else _tiling(placement, mesh.size())
+        self._around, self.is_beneath = around or (mesh, [placement]), is_beneath
+        self.rank = mesh.get_local_rank() if is_beneath else 0
+        self.tiling = _tiling(placement, mesh.size()) if is_beneath and mesh.size() > 1 else None
         self.shape = self.whole_shape
         if self.tiling is not None:
             self.shape = torch.Size(self.tiling.sizes(tuple(self.whole_shape), self.rank))
 
     @classmethod
     def of(cls, parameter: DTensor) -> Tile:
-        """That of a DTensor over one axis."""
-        placement: Any = parameter.placements[0]
-        return cls(parameter.device_mesh, placement, parameter.shape)
+        """That of a DTensor over one axis, beside those for data."""
+        mesh, placements = parameter.device_mesh, parameter.placements
+        data, around = _data_axes(mesh), (mesh, placements)
+        if not data:
+            return cls(mesh, placements[0], parameter.shape)
+        for axis, name in enumerate(mesh.mesh_dim_names or ()):
+            if axis not in data:
+                return cls(mesh[name], placements[axis], parameter.shape, around)
+        return cls(mesh, Replicate(), parameter.shape, around, is_beneath=False)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Tile) and self._key == other._key
@@ -88,16 +107,22 @@ class Tile:
 
     def wrap(self, tile: torch.Tensor) -> DTensor:
         """The DTensor that has this part of it on this rank."""
-        layout = torch_private.layout_of(self.mesh, [self.placement], self.whole_shape, tile.dtype)
+        mesh, placements = self._around
+        layout = torch_private.layout_of(mesh, placements, self.whole_shape, tile.dtype)
         dtensor: DTensor = torch_private.wrap(DTensor, tile, layout)
         return dtensor
 
     def of_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """This rank's part of what autograd has made: of a replicated parameter it may be a sum still to be made."""
+        """This rank's part of what autograd has made: of a replicated parameter it may be a sum still to be made.
+
+        Along axes for data such a sum is left to the reduction.
+        """
         if not isinstance(gradient, DTensor):
             return gradient
-        if gradient.placements != (self.placement,):
-            gradient = gradient.redistribute(placements=[self.placement])
+        data = _data_axes(gradient.device_mesh)
+        wanted = [made if axis in data else self.placement for axis, made in enumerate(gradient.placements)]
+        if list(gradient.placements) != wanted:
+            gradient = gradient.redistribute(placements=wanted)
         return torch_private.local_of(gradient)
 
 
@@ -106,6 +131,19 @@ def _tiling(placement: Placement, parts: int) -> Tiling | None:
     if groups is not None:
         return Tiling(groups[0], parts, groups[1])
     return Tiling(placement.dim, parts) if isinstance(placement, Shard) else None
+
+
+def note_data_axes(mesh: DeviceMesh, data: DeviceMesh) -> None:
+    """Parameters that are DTensors over all axes of `mesh` are to be sharded over `data`, a part of it.
+
+    Until then they are replicated along its axes, and so forward has them: these are none of tensor parallelism.
+    """
+    axes = list(mesh.mesh_dim_names or ())
+    _DATA_AXES[mesh] = data, frozenset(map(axes.index, data.mesh_dim_names or ()))
+
+
+def _data_axes(mesh: DeviceMesh) -> frozenset[int]:
+    return _DATA_AXES[mesh][1] if mesh in _DATA_AXES else frozenset()
 
 
 def tile_of(parameter: torch.Tensor) -> Tile | None:
@@ -149,21 +187,30 @@ def check_tiles(plans: Sequence[UnitPlan], roots: Sequence[nn.Module], mesh: Mes
         raise WrapError(
             f"{names_in(roots, wrong)}: a DTensor {next(iter(wrong.values()))}",
             hint="tensor parallelism needs one mesh for both: init_device_mesh(..., mesh_dim_names=('dp', 'tp')), "
-            "modules split over mesh['tp'], and fully_shard(..., mesh=mesh['dp'])",
+            "modules split over mesh['tp'], and fully_shard(..., mesh=mesh['dp']); of DTensors over all axes say with "
+            "dp_mesh_dims which of them are for data",
         )
 
 
 def _problem(parameter: DTensor, mesh: Mesh) -> str:
-    placements = parameter.placements
-    if len(placements) != 1:
-        return f"over {parameter.device_mesh}: of one axis beside those that it is sharded over was expected"
-    groups = torch_private.groups_of(placements[0])
-    if groups is None and type(placements[0]) not in (Shard, Replicate):
-        return f"placed as {placements[0]}: expected Shard or Replicate"
-    if groups is not None and parameter.shape[groups[0]] % (groups[1] * parameter.device_mesh.size()):
-        return f"of shape {tuple(parameter.shape)} placed as {placements[0]}, which does not cut it evenly"
+    whole, data = parameter.device_mesh, _data_axes(parameter.device_mesh)
+    if data and _DATA_AXES[whole][0] != mesh.device_mesh:
+        return f"over {whole}, of which {_DATA_AXES[whole][0]} is for data: it is to be sharded over {mesh.device_mesh}"
+    sharded = [placement for axis, placement in enumerate(parameter.placements) if axis in data]
+    if any(not placement.is_replicate() for placement in sharded):
+        return f"placed as {sharded} along what it is to be sharded over. Expected Replicate"
+    if whole.ndim - len(data) > 1:
+        return f"over {whole}: of one axis beside those that it is sharded over was expected"
+    tile = Tile.of(parameter)
+    if not tile.is_beneath:
+        return ""
+    groups = torch_private.groups_of(tile.placement)
+    if groups is None and type(tile.placement) not in (Shard, Replicate):
+        return f"placed as {tile.placement}: expected Shard or Replicate"
+    if groups is not None and parameter.shape[groups[0]] % (groups[1] * tile.mesh.size()):
+        return f"of shape {tuple(parameter.shape)} placed as {tile.placement}, which does not cut it evenly"
     try:
-        mesh.joined(parameter.device_mesh)
+        mesh.joined(tile.mesh)
     except RuntimeError as error:
-        return f"over {parameter.device_mesh}, which is no other axis of what it is to be sharded over ({error})"
+        return f"over {tile.mesh}, which is no other axis of what it is to be sharded over ({error})"
     return ""
