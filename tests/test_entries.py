@@ -112,10 +112,17 @@ def test_registered_methods_unshard(strategy: str, method: str) -> None:
 
 
 def forwards_of_an_encoder() -> int:
-    """How often its unit ran forward: called, and entered by a method while it is whole for another reason."""
+    """How often its unit ran forward: called, and entered by a method while it is whole for another reason.
+
+    A forward that a method of the same unit calls is a part of that.
+    """
     events: list[Event] = []
     model: Any = build_sharded(Encoding, BLOCKS, events=events)
     register_fsdp_forward_method(model.blocks[1], "encode")
+    register_fsdp_forward_method(model, "generate")
+    model.generate(batch(0, 0))
+    assert [event.unit for event in events if event.kind is EventKind.FORWARD_BEGIN].count("") == 1
+    events.clear()
     model(batch(0, 0))
     with unsharded(model):
         model.blocks[1].encode(torch.ones(2, WIDTH, dtype=torch.float64))
