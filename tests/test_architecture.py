@@ -187,7 +187,7 @@ def test_every_type_checked_import_points_down_too() -> None:
 
 # -- torch's private names --------------------------------------------------------------------------------------
 
-TORCH_PRIVATE = ROOT / "comm" / "torch_private.py"
+TORCH_PRIVATE = (ROOT / "comm" / "torch_private.py", ROOT / "launch" / "torch_private.py")
 
 
 def is_private(name: str) -> bool:
@@ -215,14 +215,15 @@ def torchs_private_names() -> frozenset[str]:
     held += [optimizer, torch.optim.lr_scheduler.LRScheduler, torch.utils.data.DataLoader([1]), torch.amp.GradScaler]  # type: ignore[arg-type]
     held += [torch.autograd.graph.Node, torch.distributed.ProcessGroup, LocalElasticAgent]
     names = {name for thing in held for name in dir(thing) if is_private(name)}
-    return frozenset((names | private_names(parsed(TORCH_PRIVATE))) - SEMI_PUBLIC)
+    return frozenset(names.union(*(private_names(parsed(path)) for path in TORCH_PRIVATE)) - SEMI_PUBLIC)
 
 
 def uses_of_private_names(found_nodes: Sequence[ast.AST], own: set[str]) -> list[str]:
     """Where a file has a private name of torch; `own` are names that fullshard gives to attributes of its own."""
-    from fullshard.comm.torch_private import OVERRIDDEN
+    from fullshard.comm import torch_private as engines
+    from fullshard.launch import torch_private as launchers
 
-    overridden = set().union(*OVERRIDDEN.values())
+    overridden = set().union(*engines.OVERRIDDEN.values(), *launchers.OVERRIDDEN.values())
     of_torch = {"torch"}
     found = []
     for node in found_nodes:
@@ -262,8 +263,8 @@ def own_names(found_nodes: Iterable[ast.AST]) -> set[str]:
     return own
 
 
-def test_torchs_private_names_are_in_one_file() -> None:
-    files = {path: nodes(path) for path in ROOT.rglob("*.py") if path != TORCH_PRIVATE}
+def test_torchs_private_names_are_in_two_files() -> None:
+    files = {path: nodes(path) for path in ROOT.rglob("*.py") if path not in TORCH_PRIVATE}
     own = own_names(node for found_nodes in files.values() for node in found_nodes)
     found = [f"{path.relative_to(ROOT)} {use}" for path in files for use in uses_of_private_names(files[path], own)]
     assert found == [], "a private name of torch; put it into comm/torch_private.py, with a test"
@@ -294,10 +295,10 @@ def test_what_is_semi_public_or_ones_own_is_not() -> None:
 
 
 def test_every_private_name_of_torch_is_used() -> None:
-    text = "\n".join(path.read_text() for path in ROOT.rglob("*.py") if path != TORCH_PRIVATE)
-    tree = parsed(TORCH_PRIVATE)
-    names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
-    for node in tree.body:
+    text = "\n".join(path.read_text() for path in ROOT.rglob("*.py") if path not in TORCH_PRIVATE)
+    body = [node for path in TORCH_PRIVATE for node in parsed(path).body]
+    names = [node.name for node in body if isinstance(node, ast.FunctionDef)]
+    for node in body:
         targets = [*getattr(node, "targets", ()), getattr(node, "target", None)]
         names += [target.id for target in targets if isinstance(target, ast.Name) and not is_private(target.id)]
     assert [n for n in names if f"torch_private.{n}" not in text and n not in ("SEMI_PUBLIC", "OVERRIDDEN")] == []

@@ -354,6 +354,20 @@ def test_printed_manifest(tmp_path: Path) -> None:
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
 
 
+def test_a_launcher_loads_what_it_needs_of_torch(tmp_path: Path) -> None:
+    """Every launch waits for it; DTensor and what that brings along are half as much again as torch."""
+    (tmp_path / "script.py").write_text("")
+    code = "import sys\nfrom fullshard.cli.main import main\ntry: main()\nfinally: print(*sys.modules)"
+    command = [sys.executable, "-c", code, "launch", "--cpu", "--num_processes", "1", "--quiet", "script.py"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60, check=True
+    )
+    loaded = set(done.stdout.split())
+    assert "torch.distributed.elastic.agent.server.local_elastic_agent" in loaded
+    assert not loaded & {"torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo", "sympy"}
+    assert not {name for name in loaded if name.startswith(("fullshard.engine.", "fullshard.api."))}
+
+
 def test_help_is_quick_and_loads_no_torch(tmp_path: Path) -> None:
     """Under half a second in the best of five: the machine may be busy with something else."""
     code = "import sys, time\nfrom fullshard.cli.main import main\nsys.argv[1:] = ['launch', '--help']\n"

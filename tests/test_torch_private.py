@@ -15,7 +15,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -38,6 +38,7 @@ from torch.utils import _foreach_utils
 from torch.utils.data import DataLoader
 
 from fullshard.comm import torch_private
+from fullshard.launch import torch_private as launcher
 
 Check = Callable[[], None]
 CHECKS: dict[str, Check] = {}
@@ -53,17 +54,20 @@ def check(*names: str) -> Callable[[Check], Check]:
     return register
 
 
-def names_in_the_file() -> list[str]:
-    tree = ast.parse(inspect.getsource(torch_private))
+def body_of(module: ModuleType) -> list[ast.stmt]:
+    return ast.parse(inspect.getsource(module)).body
+
+
+def names_in_the_files() -> list[str]:
     names: list[str] = []
-    for node in tree.body:
+    for node in (*body_of(torch_private), *body_of(launcher)):
         targets = [*getattr(node, "targets", ()), getattr(node, "target", None)]
         names += [target.id for target in targets if isinstance(target, ast.Name)]
         names += [node.name] if isinstance(node, (ast.FunctionDef, ast.ClassDef)) else []
     return [name for name in names if not name.startswith("_") and name != "Replaced"]
 
 
-@pytest.mark.parametrize("name", names_in_the_file())
+@pytest.mark.parametrize("name", names_in_the_files())
 def test_torch_still_does_what_is_needed(name: str) -> None:
     assert name in CHECKS, f"torch_private.{name} has no check here"
     try:
@@ -72,9 +76,10 @@ def test_torch_still_does_what_is_needed(name: str) -> None:
         pytest.fail(f"torch {torch.__version__} has changed what torch_private.{name} needs: {error!r}")
 
 
-def test_each_says_since_when() -> None:
+@pytest.mark.parametrize("module", [torch_private, launcher])
+def test_each_says_since_when(module: ModuleType) -> None:
     """What the file promises of each name: a docstring, with a release of torch."""
-    body = ast.parse(inspect.getsource(torch_private)).body
+    body = body_of(module)
     for node, following in zip(body, [*body[1:], None], strict=True):
         if isinstance(node, ast.FunctionDef) and node.name != "replace":
             assert "Since 2." in (ast.get_docstring(node) or ""), node.name
@@ -111,7 +116,7 @@ def semi_public() -> None:
 
 @check("OVERRIDDEN")
 def overridden() -> None:
-    for path, methods in torch_private.OVERRIDDEN.items():
+    for path, methods in [*torch_private.OVERRIDDEN.items(), *launcher.OVERRIDDEN.items()]:
         module, _, name = path.rpartition(".")
         torchs = getattr(importlib.import_module(module), name)
         sources = [inspect.getsource(inspect.getmodule(cls)) for cls in torchs.__mro__[:-1] if inspect.getmodule(cls)]  # type: ignore[arg-type]
@@ -640,15 +645,15 @@ def worker_agents() -> None:
     handler: Any = SimpleNamespace()
     spec = WorkerSpec(role="", local_world_size=1, rdzv_handler=handler, entrypoint="true", max_restarts=5)
     agent = LocalElasticAgent(spec, logs_specs=SimpleNamespace())  # type: ignore[arg-type]
-    assert torch_private.worker_context(agent) is None
+    assert launcher.worker_context(agent) is None
     assert "self._pcontext = start_processes" in inspect.getsource(LocalElasticAgent)
-    assert torch_private.remaining_restarts(agent) == 5
-    torch_private.grant_restart(agent)
-    assert torch_private.remaining_restarts(agent) == spec.max_restarts == 6
-    torch_private.allow_no_restart(agent)
-    assert torch_private.remaining_restarts(agent) == 0
+    assert launcher.remaining_restarts(agent) == 5
+    launcher.grant_restart(agent)
+    assert launcher.remaining_restarts(agent) == spec.max_restarts == 6
+    launcher.allow_no_restart(agent)
+    assert launcher.remaining_restarts(agent) == 0
     agent._store = dist.HashStore()  # type: ignore[assignment]
-    torch_private.forget_store(agent)
+    launcher.forget_store(agent)
     assert agent._store is None
     assert "self._store = store" in inspect.getsource(LocalElasticAgent._rendezvous)
 
@@ -687,11 +692,11 @@ def versions() -> None:
 def streams(folder: Path = Path("/dev")) -> None:
     handler = SubprocessHandler("true", (), {}, str(folder / "null"), None, 0, None)
     try:
-        assert torch_private.stream_of(handler, "stdout").name == str(folder / "null")
-        assert torch_private.stream_of(handler, "stderr") is None
+        assert launcher.stream_of(handler, "stdout").name == str(folder / "null")
+        assert launcher.stream_of(handler, "stderr") is None
     finally:
         handler.proc.wait()
-        torch_private.stream_of(handler, "stdout").close()
+        launcher.stream_of(handler, "stdout").close()
 
 
 # -- functions that are replaced --------------------------------------------------------------------------------

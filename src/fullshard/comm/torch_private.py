@@ -1,8 +1,8 @@
-"""Every private name of torch that fullshard uses. No other file has one; `tests/test_architecture` sees to that.
+"""Every private name of torch that fullshard uses, but for those of torch's launcher (`launch.torch_private`).
 
-torch may rename any of these in any release without a word. So each says what it is for, what goes wrong if torch
-changes it, and since which release torch has it ("2.0" is the oldest that was looked into). `tests/test_torch_private`
-uses each of them for just that, and fails with its name.
+No third file has one; `tests/test_architecture` sees to that. torch may rename any of these in any release without a
+word. So each says what it is for, what goes wrong if torch changes it, and since which release torch has it ("2.0" is
+the oldest that was looked into). `tests/test_torch_private` uses each of them for just that, and fails with its name.
 
 They are in this layer because it is the lowest that may import torch, and every one above it needs some.
 """
@@ -54,7 +54,6 @@ from fullshard.core.boxes import strides_of
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
-    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 SEMI_PUBLIC = frozenset({"_base", "_buffers", "_modules", "_parameters", "_version"})
 """Names with an underscore that every file may use. `Tensor._base` and `_version` are in torch's notes on autograd; the
@@ -64,15 +63,10 @@ another object into a module without the hooks that `setattr` calls."""
 OVERRIDDEN: Mapping[str, frozenset[str]] = {
     "torch.nn.Module": frozenset({"_apply", "_replicate_for_data_parallel"}),
     "torch.distributed.fsdp.FSDPModule": frozenset({"_get_fsdp_state"}),
-    "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent": frozenset(
-        {"_exit_barrier", "_monitor_workers", "_restart_workers", "_shutdown", "_start_workers", "_stop_workers"}
-    ),
-    "torch.distributed.elastic.multiprocessing.subprocess_handler.SubprocessHandler": frozenset({"_popen"}),
 }
 """Methods that torch calls and that a class of fullshard's has in their place: `FSDPModule`, by which moving, casting
-and replicating a sharded model is refused, and whatever asks for the state of torch's engine; and the launcher's agent,
-which ends workers in time; and its workers' handler, which takes processes that wait. Were they renamed, nothing would
-call them any more. Since 2.0."""
+and replicating a sharded model is refused, and whatever asks for the state of torch's engine. Were they renamed,
+nothing would call them any more. Since 2.0."""
 
 # -- autograd ---------------------------------------------------------------------------------------------------
 
@@ -461,34 +455,6 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
         return group._get_backend(device)
     except RuntimeError:
         return None
-
-
-worker_context: Callable[[LocalElasticAgent], Any] = attrgetter("_pcontext")
-"""The workers' processes, whose `close` would give them 30 seconds; None before the first start. Since 2.0."""
-
-remaining_restarts: Callable[[LocalElasticAgent], int] = attrgetter("_remaining_restarts")
-"""How often workers may be started again, this time not counted. Since 2.0."""
-
-
-def grant_restart(agent: LocalElasticAgent) -> None:
-    """Let workers be started once more than was said: not because of a failure. Since 2.0."""
-    agent._remaining_restarts += 1
-    agent._worker_group.spec.max_restarts += 1
-
-
-def allow_no_restart(agent: LocalElasticAgent) -> None:
-    """Let workers not be started again, whatever was said. Since 2.0."""
-    agent._remaining_restarts = 0
-
-
-def forget_store(agent: LocalElasticAgent) -> None:
-    """Drop the agent's reference to its store, whose port must be free before the next one listens. Since 2.0."""
-    agent._store = None
-
-
-def stream_of(handler: object, name: str) -> Any:
-    """The file that a worker's `stdout` or `stderr` goes to, which nobody closes; None if it has none. Since 2.0."""
-    return getattr(handler, f"_{name}", None)
 
 
 # -- functions that the engine puts its own in the place of ------------------------------------------------------

@@ -25,11 +25,11 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from fullshard.comm import torch_private
 from fullshard.config.switches import ELASTIC, TOKEN
 from fullshard.core.errors import ConfigError
 from fullshard.core.journal import JOURNAL, Happening
 from fullshard.core.place import read_place
+from fullshard.launch import torch_private
 from fullshard.launch.bootstrap import LAUNCHER_PID, PREEMPTION_DIR, WARM_SPARES
 from fullshard.launch.copies import copies_directory
 from fullshard.launch.failures import (

@@ -21,8 +21,7 @@ from typing import IO, Any
 from torch.distributed.elastic.multiprocessing import api as elastic
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-from fullshard.comm import torch_private
-from fullshard.launch import bootstrap
+from fullshard.launch import bootstrap, torch_private
 from fullshard.launch.processes import descendants
 from fullshard.launch.spare import HEADER_NBYTES
 from fullshard.launch.streams import STREAMS
