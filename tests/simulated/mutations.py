@@ -208,14 +208,14 @@ MUTATIONS = (
     ),
     Mutation(
         "a hook does not wait for what it is given",
-        "engine/reducing.py",
+        "engine/reduction_settings.py",
         "            self.stream.wait_stream(current)\n",
         "",
         "hook",
     ),
     Mutation(
         "a hook is not waited for",
-        "engine/reducing.py",
+        "engine/reduction_settings.py",
         "            current.wait_stream(self.stream)\n",
         "",
         "hook",

@@ -33,7 +33,7 @@ from fullshard.engine.materialize import Values
 from fullshard.engine.offload import Storage
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.precision import MixedPrecisionPolicy
-from fullshard.engine.reducing import Reducing
+from fullshard.engine.reduction_settings import ReductionSettings
 from fullshard.engine.tile import plain_of, set_plain
 from fullshard.wrap.partition import Slot
 from fullshard.wrap.quantized import aliases
@@ -49,7 +49,7 @@ class BucketOwner(Protocol):
     policy: MixedPrecisionPolicy
     storage: Storage
     is_pinned: bool
-    reducing: Reducing
+    reduction: ReductionSettings
 
     def emit(self, kind: EventKind, nbytes: int = 0, *, what: str = "", bucket: int = 0) -> None:
         """Tell the sink, if there is one."""
@@ -94,7 +94,7 @@ class Bucket(BucketSpec):
         weights: Values | None = None,
     ) -> None:
         super().__init__(slots, mesh=owner.mesh, policy=owner.policy, storage=owner.storage)
-        self.owner, self._number, self.reducing = owner, number, owner.reducing
+        self.owner, self._number, self.reduction = owner, number, owner.reduction
         self.has_gradient_hooks = False
         self._gathering: Work | None = None
         self._kept: tuple[torch.Tensor, Collectives] | None = None

@@ -11,7 +11,7 @@ from fullshard.comm.packing import Packing, packing_for
 from fullshard.core.bucket import BucketKey, BucketPlan
 from fullshard.engine.offload import Storage
 from fullshard.engine.precision import MixedPrecisionPolicy, dtype_name, torch_dtype
-from fullshard.engine.reducing import Reducing
+from fullshard.engine.reduction_settings import ReductionSettings
 from fullshard.engine.rounds import check_rounds
 from fullshard.engine.span import Name, RaggedShard, Span
 from fullshard.engine.tile import plain_of, tile_of
@@ -56,7 +56,7 @@ class BucketSpec:
         tiles: what of each parameter is in the bucket, where tensor parallelism has split it.
         rounds: backwards of a step, where their gradients are added up in a tree; None: they are as they come.
         tag: its number in the model, the same on every rank; set when the model is put together.
-        reducing: the unit's, once it is a part of one.
+        reduction: the unit's, once it is a part of one.
     """
 
     tag: int
@@ -93,7 +93,7 @@ class BucketSpec:
         )
         self.slices = [self.layout.shard_slice(index, mesh.shard_rank) for index in range(len(slots))]
         self.tiles = [tile_of(slot.parameter) for slot in slots]
-        self.reducing = Reducing.of(policy, mesh)
+        self.reduction = ReductionSettings.of(policy, mesh)
 
     def span(self, index: int) -> Span:
         """Which elements of parameter `index` each rank has, and under no name yet."""

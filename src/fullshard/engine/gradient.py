@@ -99,10 +99,10 @@ class Gradient:
         self._reducing = self._spec.mesh.reduce.reduce_scatter(
             full,
             tag=self._spec.tag,
-            divisor=self._spec.reducing.divisor,
+            divisor=self._spec.reduction.divisor,
             packing=self._spec.reduce_packing,
             dtype=self.dtype,
-            watch=self._spec.reducing.watch,
+            watch=self._spec.reduction.watch,
         )
 
     def advance(self) -> None:
@@ -121,7 +121,7 @@ class Gradient:
         if self._held is not None:  # of backwards that left the replicas out
             shard.add_(self._held)
             self._held = None
-        if self._spec.reducing.requires_all_reduce:
+        if self._spec.reduction.requires_all_reduce:
             replicate = self._spec.mesh.replicate
             reduce = replicate.all_reduce if self._sums is None else replicate.all_reduce_in_tree
             self._replicating = reduce(shard, tag=self._spec.tag)
@@ -138,7 +138,7 @@ class Gradient:
         Only where the `.grad`s are still its parts, and nothing else is to be done with this sum. Not on the host,
         which would wait for a copy, and compute, while it has the rest of backward to issue.
         """
-        has_more_to_do = self._sums is not None or self._spec.reducing.hook is not None or self._spec.main_is_on_host
+        has_more_to_do = self._sums is not None or self._spec.reduction.hook is not None or self._spec.main_is_on_host
         if self.main.tensor is None or has_more_to_do:
             return
         self.advance()
@@ -167,7 +167,7 @@ class Gradient:
         if self._replicating is None:
             return False
         shard = self._arrive(self._replicating)
-        self._spec.reducing.call_hook(shard)  # sees this backward's sum alone, not what was accumulated before
+        self._spec.reduction.call_hook(shard)  # sees this backward's sum alone, not what was accumulated before
         if self._sums is None:
             self.main.add(shard, used)
         else:

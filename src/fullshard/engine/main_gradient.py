@@ -98,7 +98,7 @@ class MainGradient:
         """Have the sharded parameters' `.grad`s, now `grads`, show it."""
         assert self.tensor is not None  # noqa: S101 -- something was added to it, or became it
         self._rounded = self.tensor.to(self._spec.dtype)  # itself, unless the dtypes differ
-        watch = self._spec.reducing.watch
+        watch = self._spec.reduction.watch
         if watch is not None and self._rounded.dtype is torch.float16 and self._rounded is not self.tensor:
             watch(self._rounded, {})  # what float32 holds may be more than that does
         pieces, _ = self._cut.apply(self._rounded)

@@ -116,7 +116,7 @@ class FSDPModule(TorchFSDPModule):
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces over the replicate axis too; False leaves that to a later backward."""
         for unit in self._units(recurse):
-            unit.reducing.requires_all_reduce = requires_all_reduce
+            unit.reduction.requires_all_reduce = requires_all_reduce
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether the parameters are freed between forward and backward."""
@@ -181,7 +181,7 @@ class FSDPModule(TorchFSDPModule):
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """What the sum of gradients over all ranks is divided by, instead of the number of ranks."""
-        require_unit(self).reducing.divisor = factor
+        require_unit(self).reduction.divisor = factor
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The older name of `set_gradient_divide_factor`."""
@@ -217,7 +217,7 @@ class FSDPModule(TorchFSDPModule):
                 "hint: leave stream out, or shard over a 1-D mesh and reduce between replicas in the hook"
             )
             raise error
-        unit.reducing.hook, unit.reducing.stream = hook, stream
+        unit.reduction.hook, unit.reduction.stream = hook, stream
 
     def set_post_optim_event(self, event: Any) -> None:
         """Wait for `event` before the next forward gathers; once. Only that: the model's own steps are known."""

@@ -17,7 +17,7 @@ from torch.nn import functional
 from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import ConfigError, LifecycleError
 from fullshard.core.virtual_ranks import BLOCK_NUMEL, rounds_of
-from fullshard.engine.reducing import Reducing
+from fullshard.engine.reduction_settings import ReductionSettings
 
 _BLOCKS = 256
 """Blocks whose squares are added up at a time: 1 MiB of float32, which the cache holds."""
@@ -112,11 +112,11 @@ class Rounds:
             found = {id(buffer): (name, buffer, buffer.clone()) for name, buffer in named}
             self._buffers = list(found.values())
 
-    def check_backward(self, reducing: Sequence[Reducing], *, keeps: bool, steps: bool) -> None:
+    def check_backward(self, settings: Sequence[ReductionSettings], *, keeps: bool, steps: bool) -> None:
         """Every backward is a round, and a round ends in each rank's own interval, or bits would differ.
 
         Args:
-            reducing: of every unit.
+            settings: of every unit.
             keeps: whether gradients of any stay whole and unreduced.
             steps: whether an optimizer steps in backward.
 
@@ -125,9 +125,9 @@ class Rounds:
         """
         problem = (
             "gradients of a round are kept whole (no_sync, SHARD_OPTIMIZER)"
-            if keeps or not all(each.requires_all_reduce for each in reducing)
+            if keeps or not all(each.requires_all_reduce for each in settings)
             else "a hook sees gradients of ranks, not of virtual ranks"
-            if any(each.hook is not None for each in reducing)
+            if any(each.hook is not None for each in settings)
             else "an optimizer steps in backward, before the last round"
             if steps
             else ""

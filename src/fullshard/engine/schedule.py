@@ -124,7 +124,7 @@ class Schedule:
         self.unannounced.units = self.units
         for number, unit in enumerate(units):
             unit.schedule, unit.number = self, number
-            unit.reducing.watch = self.guard.watch
+            unit.reduction.watch = self.guard.watch
             self._part_handles += watch_parts(unit, is_outermost=unit is units[-1])
         self._additions = Additions(self.units)
         self.know_buckets()
@@ -288,7 +288,7 @@ class Schedule:
         if not self._in_backward:
             if self.rounds.count is not None:
                 keeps = self.keeps_gradients or not all(each.reduce_gradients for each in self.units)
-                self.rounds.check_backward([u.reducing for u in self.units], keeps=keeps, steps=bool(self.steppers))
+                self.rounds.check_backward([u.reduction for u in self.units], keeps=keeps, steps=bool(self.steppers))
             self.reducer.begin(self._steppers_at_work())
             self.unannounced.begin()
             self.lockstep.note_begin_of_backward()

@@ -26,7 +26,7 @@ from fullshard.engine.materialize import Values
 from fullshard.engine.offload import Storage
 from fullshard.engine.parameter import mark_original
 from fullshard.engine.precision import MixedPrecisionPolicy
-from fullshard.engine.reducing import Reducing
+from fullshard.engine.reduction_settings import ReductionSettings
 from fullshard.engine.sharded_tensor import ShardedTensor
 from fullshard.engine.waiting import Waiting
 from fullshard.wrap.extended import is_composed, is_extended
@@ -103,7 +103,7 @@ class UnitParameters:
         self.schedule, self.slots = schedule, plan.slots
         self.modules, self.policy, self.storage = plan.modules, policy, storage
         self.mesh = mesh = schedule.mesh  # which the model around it may have another of
-        self.reducing = Reducing.of(policy, mesh)
+        self.reduction = ReductionSettings.of(policy, mesh)
         self.name, self.number = "", 0
         self.state = UnitState.SHARDED
         self.is_pinned = False

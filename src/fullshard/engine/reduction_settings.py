@@ -14,7 +14,7 @@ from fullshard.engine.precision import MixedPrecisionPolicy
 
 
 @dataclass(slots=True)
-class Reducing:
+class ReductionSettings:
     """Of one unit.
 
     Attributes:
@@ -32,7 +32,7 @@ class Reducing:
     watch: Watch | None = None
 
     @classmethod
-    def of(cls, policy: MixedPrecisionPolicy, mesh: Mesh) -> Reducing:
+    def of(cls, policy: MixedPrecisionPolicy, mesh: Mesh) -> ReductionSettings:
         """An average over the ranks; over virtual ranks a sum, as their share of a loss is the same at any number."""
         return cls(float(mesh.world_size) if policy.virtual_ranks is None else 1.0)
 
