@@ -31,7 +31,7 @@ from torch.distributed.tensor import Shard
 from benchmarks.record import RESULTS
 from fullshard.api.simulation import NoWeights, transformers_model
 from fullshard.api.virtual.attention import register
-from fullshard.api.virtual.device import HostCosts, VirtualDevice, VirtualEvent, VirtualStream
+from fullshard.api.virtual.device import VirtualDevice, VirtualEvent, VirtualStream
 from fullshard.api.virtual.ranks import name_groups, playing
 from fullshard.api.virtual.step import TokenBatch, fused_optimizers, last_step
 from fullshard.comm.mesh import init_mesh
@@ -40,6 +40,7 @@ from fullshard.engine import MixedPrecisionPolicy, keep_head, meta_parameters, s
 from fullshard.engine.materialize import WEIGHTS
 from fullshard.optim import Muon
 from fullshard.plan.hardware import parse_cluster
+from fullshard.plan.host import HostCosts
 from fullshard.plan.library import MODELS
 from fullshard.wrap.forwards import checkpoint_modules
 from fullshard.wrap.policies import embedding_modules, unit_modules

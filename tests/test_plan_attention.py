@@ -13,11 +13,11 @@ import pytest
 from fullshard.plan.attention import BACKWARD, Kernel, attention_flops, part_of_peak, seen_keys
 from fullshard.plan.evaluate import Plan, evaluate
 from fullshard.plan.hardware import DEVICES, parse_cluster
+from fullshard.plan.host import HostCosts
 from fullshard.plan.job import Job
 from fullshard.plan.library import load_model
 from fullshard.plan.shapes import Block
-from fullshard.plan.time import LAYER_OPS
-from fullshard.plan.work import HOST_OP
+from fullshard.plan.time import LAYER_KERNELS, LAYER_VIEWS
 
 BLOCK = Block(2048, 16, 16, 128, 8192)
 H100 = {
@@ -89,7 +89,7 @@ def test_a_window_saves_time_and_flops() -> None:
 def test_a_small_step_takes_what_the_host_takes(devices: str, least: float) -> None:
     """12 layers of 211 operations each, some microseconds per operation, whatever the device."""
     time = plan("GPT-2", devices, seq_len=512).time
-    assert time.total > least > 0.9 * 12 * sum(LAYER_OPS) * HOST_OP
+    assert time.total > least > 0.9 * 12 * HostCosts().seconds(sum(LAYER_KERNELS), sum(LAYER_VIEWS))
     assert plan("GPT-2", devices, seq_len=512, compile=True).time.total < 0.7 * time.total
 
 

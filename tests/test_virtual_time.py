@@ -19,13 +19,14 @@ from benchmarks.virtual_time import CASES, RECORD, measure
 from fullshard.api.virtual.allocator import MIB, Allocator
 from fullshard.api.virtual.attention import register
 from fullshard.api.virtual.clock import DEVICE, Clock
-from fullshard.api.virtual.device import HostCosts
 from fullshard.api.virtual.rehearsal import time_step
 from fullshard.cli.main import app
 from fullshard.core.errors import ConfigError
 from fullshard.plan.attention import attention_flops, part_of_peak
 from fullshard.plan.evaluate import evaluate
+from fullshard.plan.families import from_config
 from fullshard.plan.hardware import Cluster, parse_cluster
+from fullshard.plan.host import HostCosts
 from fullshard.plan.job import Job
 from fullshard.plan.library import MODELS, load_model
 from fullshard.plan.optimizers import OPTIMIZERS
@@ -156,6 +157,15 @@ def test_on_a_cpu_nothing_runs_beside_anything_else() -> None:
     slow = {"op_seconds": 1e-5, "unit_seconds": 1e-3, "fresh_bandwidth": 1e9, "function_seconds": 1e-9}
     for name, value in slow.items():
         assert time_step(SMALL, FEW, _cpu(**{name: value})).seconds > 1.01 * plain.seconds, name
+
+
+def test_the_host_takes_as_long_as_in_the_plan() -> None:
+    """Where nearly all there is to wait for is the host: operations on 16 tokens, of two layers."""
+    job, cluster = Job.of({"seq_len": 16}), parse_cluster("8xH100")
+    model, _ = from_config(SMALL, where="a test")
+    step = time_step(SMALL, job, cluster)
+    assert step.host > 0.9 * step.seconds
+    assert step.seconds == pytest.approx(evaluate(model, job, cluster).time.total, rel=0.12)
 
 
 def test_published_speeds_are_met_as_the_plan_meets_them() -> None:

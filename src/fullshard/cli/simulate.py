@@ -122,10 +122,10 @@ def _time(
     launch_us: float | None,
     as_json: bool,
 ) -> None:
-    from fullshard.api.virtual.device import HostCosts
     from fullshard.api.virtual.rehearsal import time_step
     from fullshard.core.sizes import format_nbytes
     from fullshard.plan.hardware import parse_cluster
+    from fullshard.plan.host import HostCosts
 
     if devices is None:
         raise ConfigError("--timeline and --plot: on what?", hint="give --devices, such as 64xH100")

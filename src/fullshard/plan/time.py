@@ -40,6 +40,7 @@ from dataclasses import dataclass, field
 from fullshard.core.dtypes import itemsize
 from fullshard.core.events import Event, EventKind
 from fullshard.plan.hardware import Cluster
+from fullshard.plan.host import HostCosts
 from fullshard.plan.layout import UnitLayout
 from fullshard.plan.losses import moved_nbytes, new_nbytes, recomputed_flops
 from fullshard.plan.setting import PlanSetting
@@ -47,7 +48,6 @@ from fullshard.plan.shapes import UnitShape
 from fullshard.plan.tiles import ends_of_step, layer_message_nbytes, reductions_of_layer
 from fullshard.plan.traffic import carried, gather_message_nbytes, reduce_message_nbytes
 from fullshard.plan.work import (
-    HOST_OP,
     PCIE,
     attention_seconds,
     backward_factor,
@@ -84,8 +84,12 @@ COMPILED_OPS = 0.15
 """Of `LAYER_OPS`, what a compiled layer launches: its products, attention, and a fused kernel between each two."""
 
 
-LAYER_OPS = (73, 138)
-"""ATen operations of a layer's forward and of its backward, counted in a Llama layer (`tests/test_plan_time.py`)."""
+LAYER_KERNELS, LAYER_VIEWS = (34, 67), (39, 71)
+"""ATen operations of a layer's forward and of its backward, with a kernel and without, counted in a Llama layer
+(`tests/test_plan_time.py`)."""
+
+LAYER_OPS = tuple(map(sum, zip(LAYER_KERNELS, LAYER_VIEWS, strict=True)))
+"""All of them."""
 
 
 def steps(ranks: int, *, times: int) -> int:
@@ -307,8 +311,8 @@ class _Clock:
         if self.cluster.device.is_cpu:
             return 0.0
         fused = COMPILED_OPS if self.setting.job.compile else 1.0
-        layer = HOST_OP * LAYER_OPS[way] * fused if self.shapes[name].block is not None else 0.0
-        return layer + HOST_UNIT / 2
+        layer = fused * HostCosts().seconds(LAYER_KERNELS[way], LAYER_VIEWS[way])
+        return (layer if self.shapes[name].block is not None else 0.0) + HOST_UNIT / 2
 
     def _run(self, seconds: float, issued: float = 0.0) -> None:
         """Compute. It ends no sooner than the host has issued it."""

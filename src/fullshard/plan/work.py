@@ -7,6 +7,7 @@ from fullshard.core.sizes import LONG_NBYTES
 from fullshard.plan.activations import between_products_nbytes, layer_activations
 from fullshard.plan.attention import BACKWARD, attention_flops, is_computed_whole, part_of_peak
 from fullshard.plan.hardware import Cluster, Device
+from fullshard.plan.host import HostCosts
 from fullshard.plan.job import Job
 from fullshard.plan.layout import UnitLayout
 from fullshard.plan.matrices import MatrixWork
@@ -16,10 +17,6 @@ from fullshard.plan.shapes import Block, ModelShape, UnitShape
 
 PCIE = 25e9
 """Bytes per second between host and device: PCIe 4.0 x16, of 31.5 GB/s."""
-
-HOST_OP = 5e-6
-"""Seconds in which the host issues an operation to an accelerator: some microseconds for a kernel, less for a view. A
-calibrated CPU of 2020 takes 9."""
 
 _LAST = ("mlp.down_proj.weight", "mlp.c_proj.weight", "mlp.dense_4h_to_h.weight", "mlp.fc2.weight")
 """What ends a layer, by the names of families."""
@@ -163,7 +160,7 @@ def optimizer_seconds(setting: PlanSetting, cluster: Cluster) -> float:
     if setting.on_host.main_weights:
         bandwidth = min(bandwidth, 20e9)  # a host's share per process of some 200 GB/s
     parameters = sum(len(bucket.layout.specs) for bucket in setting.layout.buckets if bucket.trainable)
-    calls = parameters * (optimizer.ops * device.op_seconds if device.is_cpu else 2 * HOST_OP)
+    calls = parameters * (optimizer.ops * device.op_seconds if device.is_cpu else HostCosts().seconds(1, 1))
     seconds = of_parameters(setting, OptimizerRow.step_nbytes) / bandwidth + calls
     return seconds + (_matrices(setting.matrices, cluster) if setting.matrices is not None else 0.0)
 

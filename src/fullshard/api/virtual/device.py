@@ -21,31 +21,10 @@ from fullshard.comm import torch_private
 from fullshard.comm.cpu.heap import OWN_PAGES_NBYTES
 from fullshard.comm.device import answered
 from fullshard.core.events import Event, EventKind
-from fullshard.plan.hardware import Cluster, Device
+from fullshard.plan.hardware import Cluster
+from fullshard.plan.host import HostCosts
 from fullshard.plan.time import CONTENTION, STEP_LATENCY, steps
 from fullshard.plan.traffic import carried, exchanged
-
-
-@dataclass(frozen=True, slots=True)
-class HostCosts:
-    """Seconds of the host, assumed: what PyTorch's eager mode takes in Python, the dispatcher, autograd and the driver.
-
-    Attributes:
-        launch: of an operation with a kernel.
-        view: of one without.
-        collective: of launching one.
-        message: of a message between hosts that all ranks wait for, per doubling of their number.
-    """
-
-    launch: float = 6e-6
-    view: float = 1.5e-6
-    collective: float = 25e-6
-    message: float = 30e-6
-
-    @classmethod
-    def of(cls, device: Device) -> HostCosts:
-        """None where the host itself computes: there each operation takes the device's `op_seconds`."""
-        return cls(0.0, 0.0, 0.0, 0.0) if device.is_cpu else cls()
 
 
 class VirtualEvent:

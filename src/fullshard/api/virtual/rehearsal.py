@@ -8,7 +8,7 @@ import torch
 
 from fullshard.api.simulation import _shard, transformers_model
 from fullshard.api.virtual.attention import register
-from fullshard.api.virtual.device import HostCosts, VirtualDevice
+from fullshard.api.virtual.device import VirtualDevice
 from fullshard.api.virtual.ranks import name_groups, playing
 from fullshard.api.virtual.step import TokenBatch, fused_optimizers, last_step
 from fullshard.api.virtual.timeline import Timeline
@@ -16,6 +16,7 @@ from fullshard.comm.mesh import init_mesh
 from fullshard.core.errors import ConfigError
 from fullshard.engine import meta_parameters
 from fullshard.plan.hardware import Cluster
+from fullshard.plan.host import HostCosts
 from fullshard.plan.job import Job
 
 
