@@ -29,6 +29,10 @@ from fullshard.core.errors import CommunicationError, ConfigError
 from fullshard.core.patience import seconds_to_wait, stall_seconds
 from fullshard.core.place import PLACE, Whereabouts, read_place
 from fullshard.engine import fully_shard
+from fullshard.engine.materialize import _take_from_rank_0
+from fullshard.engine.rounds import square_sum
+from fullshard.launch import read_rank_environment, run_on_main
+from fullshard.optim import Adafactor
 from tests.distributed import run_ranks
 from tests.traps import rank_and_size
 
@@ -82,8 +86,8 @@ def until(condition: Any, seconds: float = 100) -> None:
         time.sleep(0.02)
 
 
-def wait_for_a_dawdler(comm: str, directory: str) -> tuple[str, str]:
-    """What rank 0 says, and the error it gets, while rank 1 does not come."""
+def wait_for_a_dawdler(comm: str, where: str, directory: str) -> tuple[str, str]:
+    """What rank 0 says, and the error it gets, while rank 1 does not come to a step, or to its end."""
     import os
 
     os.environ[COMM.name] = comm
@@ -101,6 +105,8 @@ def wait_for_a_dawdler(comm: str, directory: str) -> tuple[str, str]:
 
     step()
     step()
+    if where == "the norm of gradients":
+        model(torch.ones(2, 8)).sum().backward()
     dist.barrier()
     STALLS._asked = 2.0  # not before: a busy machine takes longer for what was before
     if rank == 1:
@@ -109,7 +115,7 @@ def wait_for_a_dawdler(comm: str, directory: str) -> tuple[str, str]:
     until(lambda: _read_words(own=0)[1])
     sys.stderr = lines
     try:
-        step()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) if where == "the norm of gradients" else step()
     except CommunicationError as error:
         return lines.getvalue(), str(error)
     finally:
@@ -117,17 +123,51 @@ def wait_for_a_dawdler(comm: str, directory: str) -> tuple[str, str]:
     return lines.getvalue(), ""
 
 
-@pytest.mark.parametrize("comm", ["auto", "gloo"])
-def test_who_is_waited_for_is_said_and_then_an_error(comm: str, tmp_path: Path) -> None:
-    (line, error), _ = run_ranks(wait_for_a_dawdler, 2, comm, str(tmp_path))
+@pytest.mark.parametrize(
+    ("comm", "where"), [("auto", "unit '.*'"), ("gloo", "unit '.*'"), ("auto", "the norm of gradients")]
+)
+def test_who_is_waited_for_is_said_and_then_an_error(comm: str, where: str, tmp_path: Path) -> None:
+    (line, error), _ = run_ranks(wait_for_a_dawdler, 2, comm, where, str(tmp_path))
     missing = (
         r"rank 1 \(process \d+ on \S+\) (is running, at test_stalls.py:\d+ in until|gives no sign of life any more)"
     )
     assert line, error
-    assert re.match(rf"fullshard: rank 0 has waited \d+ s, in unit .*\(step 3 of this process\): {missing}", line), line
+    step = r"\(step 3 of this process\)"
+    assert re.match(rf"fullshard: rank 0 has waited \d+ s, in {where}.*{step}: {missing}", line), line
     assert line.count("\n") == 1
-    words = rf"rank 0, unit '.*', .*no answer from another rank for 2 s: {missing}.*\(step 3 of this process\)"
+    words = rf"rank 0, {where}.*: no answer from another rank for 2 s: {missing}.*{step}"
     assert re.match(words, error), error
+
+
+def waits_of_a_step() -> list[str]:
+    """What this rank said that it waits in, where it is no unit's."""
+    said = list[str]()
+    enter = Whereabouts.enter
+
+    def note(place: Whereabouts, what: str, step: int | None = None) -> None:
+        said.append(what)
+        enter(place, what, step)
+
+    Whereabouts.enter = note  # type: ignore[method-assign, assignment]
+    model: Any = nn.Linear(8, 8)
+    fully_shard(model)
+    _take_from_rank_0([torch.ones(2)], init_mesh())
+    optimizer, scaler = Adafactor(model.parameters()), torch.amp.GradScaler("cpu")
+    scaler.scale(model(torch.ones(2, 8)).sum()).backward()
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    assert dist.group.WORLD is not None
+    square_sum([torch.ones(8)], [dist.group.WORLD])
+    run_on_main(read_rank_environment(), list)
+    return said
+
+
+def test_every_wait_of_a_step_is_told() -> None:
+    """Where another rank does not come it is named, and the wait is ended."""
+    for said in run_ranks(waits_of_a_step, 2):
+        assert said.count("the norm of gradients") == 2
+        assert {"unscaling gradients", "Adafactor's sums", "weights of rank 0's", "what rank 0 does"} <= {*said}
 
 
 class Blocking(io.BytesIO):

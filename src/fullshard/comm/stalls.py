@@ -154,24 +154,34 @@ class Stalls:
                 why = self._failure() or torch_private.default_store().get(_GIVEN_UP).decode()
         return why or error
 
+    def waiting_for_all(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Within it this process waits in the default group. Raises as `waiting_in`."""
+        return self.waiting_in([] if dist.group.WORLD is None else [dist.group.WORLD], what)
+
     @contextlib.contextmanager
-    def waiting_for_all(self, what: str) -> Iterator[None]:
-        """Within it this process waits in the default group, which is of no use any more if that is given up.
+    def waiting_in(self, groups: Sequence[dist.ProcessGroup], what: str, *, in_step: bool = False) -> Iterator[None]:
+        """Within it this process waits in these groups, which are of no use any more if that is given up.
+
+        Args:
+            groups: all of them.
+            what: see `Whereabouts.waiting`.
+            in_step: see there.
 
         Raises:
             CommunicationError: as `explaining`.
         """
-        world = dist.group.WORLD
-        self._joined = [] if world is None else [world]
+        around, self._joined = self._joined, list(groups)
         try:
-            with PLACE.waiting(what), self.explaining(what):
+            with PLACE.waiting(what, in_step=in_step), self.explaining(what, groups, in_step=in_step):
                 yield
         finally:
-            self._joined = []
+            self._joined = around
 
     @contextlib.contextmanager
-    def explaining(self, what: str) -> Iterator[None]:
-        """Within it what torch raises where others do not come says why.
+    def explaining(
+        self, what: str, groups: Iterable[dist.ProcessGroup] = (), *, in_step: bool = False
+    ) -> Iterator[None]:
+        """Within it what torch raises where others do not come says why, and other ranks of the groups are told.
 
         Raises:
             CommunicationError: another rank has failed, has ended or does not come.
@@ -181,8 +191,11 @@ class Stalls:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
+            for group in self.groups.intersection(groups):
+                self.note_failure(group, what)
+            step = f" (step {PLACE.step} of this process)" if in_step and PLACE.step else ""
             raise CommunicationError(
-                f"rank {dist.get_rank()}, {what}: {self.reason(error)}",
+                f"rank {dist.get_rank()}, {what}: {self.reason(error)}{step}",
                 hint="see whether another rank failed first, or does not come here",
             ) from error
 
@@ -333,6 +346,26 @@ class Stalls:
         step = f" (step {PLACE.step} of this process)" if PLACE.step else ""
         sys.stderr.write(f"fullshard: rank {dist.get_rank()} {how}, in {PLACE.what}{step}: {_named(words)}\n")
         sys.stderr.flush()
+
+
+def all_reduce(
+    tensor: torch.Tensor, what: str, groups: Iterable[dist.ProcessGroup], op: Any = dist.ReduceOp.SUM
+) -> None:
+    """Combine a tensor, in place, over the ranks of each of these groups. A collective, of the step that is under way.
+
+    Args:
+        tensor: of which each rank has its own.
+        what: it is for, in words, for those that ask what this rank waits for.
+        groups: one after the other.
+        op: how elements are combined.
+
+    Raises:
+        CommunicationError: another rank has failed, has ended or does not come.
+    """
+    groups = list(groups)
+    with STALLS.waiting_in(groups, what, in_step=True):
+        for group in groups:
+            dist.all_reduce(tensor, op=op, group=group)
 
 
 def _pause(stall: float) -> float:

@@ -75,12 +75,17 @@ class Whereabouts:
         self._since = now
 
     @contextlib.contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
-        """Within it this process waits for others, in no step. Of another thread than the main one nobody is told."""
+    def waiting(self, what: str, *, in_step: bool = False) -> Iterator[None]:
+        """Within it this process waits for others. Of another thread than the main one nobody is told.
+
+        Args:
+            what: see `enter`.
+            in_step: it is a part of the step that is under way; otherwise of none, and may take long.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        self.enter(what)
+        self.enter(what, self.step if in_step and self.step else None)
         try:
             yield
         finally:

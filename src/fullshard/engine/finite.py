@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from fullshard.comm.device import has_values
 from fullshard.comm.mesh import Mesh
+from fullshard.comm.stalls import STALLS, all_reduce
 from fullshard.core.errors import ConfigError, NonFiniteError, first_of
 from fullshard.engine.parameter import ShardedParameter
 
@@ -145,7 +146,7 @@ class FiniteGuard:
         """The largest of what ranks have along axes that are not the mesh's. A collective if there are such."""
         for outer in self._outer_groups():
             message = torch.tensor([number], dtype=torch.uint8, device=self._mesh.device)
-            dist.all_reduce(message, op=dist.ReduceOp.MAX, group=outer)
+            all_reduce(message, "the end of backward", [outer], dist.ReduceOp.MAX)
             number = int(message)
         return number
 
@@ -199,7 +200,8 @@ class FiniteGuard:
         found = self._mesh.all_gather_object((now, self._names or {}, self._ranks))
         for outer in self._outer_groups():
             everything = [found] * dist.get_world_size(outer)
-            dist.all_gather_object(everything, found, group=outer)
+            with STALLS.waiting_in([outer], "the names of gradients that are not finite", in_step=True):
+                dist.all_gather_object(everything, found, group=outer)
             found = list(itertools.chain.from_iterable(everything))
         for there, before, sources in found:
             names |= there

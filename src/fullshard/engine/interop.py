@@ -26,7 +26,7 @@ from torch.optim import optimizer as torch_optimizer
 from fullshard.comm import torch_private
 from fullshard.comm.device import require_dtype
 from fullshard.comm.mesh import Mesh, mesh_of
-from fullshard.comm.stalls import STALLS
+from fullshard.comm.stalls import STALLS, all_reduce
 from fullshard.core.errors import ConfigError, LifecycleError
 from fullshard.core.imports import after_import
 from fullshard.engine import averages
@@ -169,8 +169,7 @@ def _group_norm(
     is_root = order not in (0, math.inf, -math.inf)  # neither a count, a maximum nor a minimum
     op = {math.inf: dist.ReduceOp.MAX, -math.inf: dist.ReduceOp.MIN}.get(order, dist.ReduceOp.SUM)
     summed = local**order if is_root else local
-    for group in groups:
-        dist.all_reduce(summed, op=op, group=group)
+    all_reduce(summed, "the norm of gradients", groups, op)
     return summed ** (1 / order) if is_root else summed
 
 
@@ -211,7 +210,7 @@ def _unscale_grads(
         if group is None:
             continue
         flag = sum((f.to(device) for f in found.values()), torch.zeros((), device=device))
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
+        all_reduce(flag, "unscaling gradients", [group], dist.ReduceOp.MAX)
         found = {each: flag.to(each) for each in found or {device: flag}}
     return found
 

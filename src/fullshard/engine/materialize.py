@@ -16,6 +16,7 @@ from torch import nn
 
 from fullshard.comm import torch_private
 from fullshard.comm.mesh import Mesh
+from fullshard.comm.stalls import STALLS
 from fullshard.core.errors import WrapError
 from fullshard.core.layout import Interval
 from fullshard.engine.tile import plain_of, set_plain, tile_of
@@ -243,8 +244,9 @@ def _take_from_rank_0(tensors: list[torch.Tensor], mesh: Mesh) -> None:
         return
     lines = [f"tensor {i}: {tuple(t.shape)} {t.dtype}" for i, t in enumerate(tensors)]
     mesh.check_agreement(lines, what="the parameters and buffers to take from rank 0")
-    for tensor in tensors:
-        whole = tensor.contiguous()
-        dist.broadcast(whole, group=mesh.world_group, group_src=0)
-        if whole is not tensor:
-            tensor.copy_(whole)
+    with STALLS.waiting_in([mesh.world_group], "weights of rank 0's"):
+        for tensor in tensors:
+            whole = tensor.contiguous()
+            dist.broadcast(whole, group=mesh.world_group, group_src=0)
+            if whole is not tensor:
+                tensor.copy_(whole)

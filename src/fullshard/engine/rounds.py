@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from fullshard.comm.mesh import Mesh
+from fullshard.comm.stalls import all_reduce
 from fullshard.core.errors import ConfigError, LifecycleError
 from fullshard.core.virtual_ranks import BLOCK_NUMEL, rounds_of
 from fullshard.engine.reduction_settings import ReductionSettings
@@ -226,8 +227,7 @@ def square_sum(gradients: Sequence[torch.Tensor], groups: Iterable[dist.ProcessG
     """
     sums = [part for gradient in gradients for part in _block_sums(gradient)]
     bins = _exact(torch.cat(sums) if sums else torch.empty(0))
-    for group in groups:
-        dist.all_reduce(bins, group=group)
+    all_reduce(bins, "the norm of gradients", groups)
     *counts, infinities, nans = bins.tolist()
     if nans or infinities:
         return float("nan" if nans else "inf")

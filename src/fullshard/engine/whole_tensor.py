@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Placement
 
 from fullshard.comm import torch_private
+from fullshard.comm.stalls import all_reduce
 from fullshard.core.errors import LifecycleError
 from fullshard.engine.kernel_arguments import (
     call_with,
@@ -114,7 +114,7 @@ class _MakePlain(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> WholeTensor:
         mesh, mean = ctx.span.mesh, grad.clone()
         if mesh.world_group is not None:
-            dist.all_reduce(mean, group=mesh.world_group)
+            all_reduce(mean, f"the gradient of {ctx.span.name}", [mesh.world_group])
             mean /= mesh.world_size
         return WholeTensor.of(mean, ctx.span)
 

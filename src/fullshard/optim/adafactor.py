@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn, optim
 
+from fullshard.comm.stalls import all_reduce
 from fullshard.core.errors import ConfigError, OptimizerError
 from fullshard.engine.bucket import bucket_of
 from fullshard.engine.parameter import ShardedParameter
@@ -362,7 +363,7 @@ def _sum_over_ranks(members: Sequence[_Updated], parts: Sequence[list[torch.Tens
             together.setdefault((group, member.weights.device), []).extend(tensors)
     for (group, _), held in together.items():
         flat = torch.cat(held)
-        dist.all_reduce(flat, group=group)
+        all_reduce(flat, "Adafactor's sums", [group])
         for tensor, summed in zip(held, flat.split_with_sizes([t.numel() for t in held]), strict=True):
             tensor.copy_(summed)
 

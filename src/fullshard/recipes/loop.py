@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from fullshard.api.accelerator import Accelerator
 from fullshard.api.optimizer import AcceleratedOptimizer
+from fullshard.comm.stalls import STALLS
 from fullshard.optim import EMA
 from fullshard.recipes.arguments import TrainArguments
 from fullshard.recipes.packing import IGNORED, GlobalOrder, PackedSequences, micro_batches
@@ -125,7 +126,8 @@ class Trainer:
                 total[part] += self._loss_sum(micro_batch).double().cpu()
         self.model.train()
         if dist.is_initialized():
-            dist.all_reduce(totals)
+            with STALLS.waiting_for_all("the loss of all ranks"):
+                dist.all_reduce(totals)
         return math.fsum(totals.flatten().tolist()) / (len(indices) * arguments.seq_len)
 
     def sum_over_ranks(self, result: StepResult, memory: int) -> tuple[float, float, tuple[int, ...]]:
@@ -136,7 +138,8 @@ class Trainer:
         for part, loss_sum in result.loss_sums.items():
             values[1 + size + part] = loss_sum
         if dist.is_initialized():
-            dist.all_reduce(values)
+            with STALLS.waiting_for_all("the loss of all ranks"):
+                dist.all_reduce(values)
         wait, *rest = values.tolist()
         # Each part's is of one rank, and `fsum` rounds once: the same number, whoever has run what.
         return math.fsum(rest[size:]), wait / size, tuple(int(nbytes) for nbytes in rest[:size])
