@@ -18,6 +18,7 @@ from torch.distributed.fsdp import StateDictType
 
 from fullshard import checkpoint
 from fullshard.api import Accelerator, FullyShardedDataParallelPlugin
+from fullshard.checkpoint import full_state
 from fullshard.core.errors import CheckpointError, ConfigError, LifecycleError
 from fullshard.engine import unsharded
 from tests.distributed import run_ranks
@@ -155,6 +156,8 @@ def _saved_by_itself(directory: str, strategy: str) -> Any:
     model = accelerator.prepare(Diffusing())
     is_main = accelerator.is_main_process
     model.save_pretrained(f"{directory}/gathered", is_main_process=is_main)
+    if strategy != "NO_SHARD":  # of which every rank would write
+        model.save_pretrained(f"{directory}/all")
     state = accelerator.get_state_dict(model)
     model.save_pretrained(f"{directory}/given", is_main_process=is_main, state_dict=state)
     if is_main and (strategy == "NO_SHARD" or accelerator.num_processes == 1):
@@ -163,6 +166,7 @@ def _saved_by_itself(directory: str, strategy: str) -> Any:
     elif is_main:
         with pytest.raises(LifecycleError, match=r"has a part of the adapter\nhint: on every rank: whole = acc"):
             model.save_lora_adapter(f"{directory}/adapter")
+        full_state.ALONE_SECONDS = 0.1
         with pytest.raises(LifecycleError, match="would write this rank's intervals"):
             model.save_pretrained(f"{directory}/alone")
     return checkpoint.full_state_dict(model)
@@ -173,6 +177,7 @@ def test_a_model_that_takes_no_state_dict_saves_whole_weights(tmp_path: Path, wo
     weights = run_ranks(_saved_by_itself, world_size, str(tmp_path), strategy)[0]
     saved = {path.parent.name: load_file(path) for path in tmp_path.glob("*/weights")}
     has_all = strategy == "NO_SHARD" or world_size == 1
-    assert saved.keys() == {"gathered", "given"} | ({"alone", "adapter"} if has_all else set())
+    of_all = {"gathered", "given"} if strategy == "NO_SHARD" else {"gathered", "given", "all"}
+    assert saved.keys() == of_all | ({"alone", "adapter"} if has_all else set())
     for each in saved.values():
         assert all(torch.equal(each[name], weights[name]) for name in weights)

@@ -513,6 +513,12 @@ class EMAModel:
         values = [own.to(p.device).data for own, p in zip(self.shadow_params, parameters, strict=True)]
         torch._foreach_copy_([p.data for p in parameters], values)
 
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps, "shadow_params": self.shadow_params, "temp_stored_params": None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps, self.shadow_params = state["steps"], state["shadow_params"]
+
     def save_pretrained(self, path: str) -> None:
         model = model_of()
         self.copy_to(list(model.parameters()))
@@ -535,7 +541,10 @@ def check_diffusers(path: str) -> dict[str, float]:
     else:
         ema.save_pretrained(path)
         assert max(compared(model_with(torch.load(path)), average).values()) < 1e-5
-    ema.shadow_params = [own.full_tensor() for own in ema.shadow_params]  # as it comes from a checkpoint
+    save_checkpoint(f"{path}-checkpoint", model=model, objects=[ema])
+    ema = kinds.EMAModel([torch.zeros_like(own.full_tensor()) for own in ema.shadow_params])
+    load_checkpoint(f"{path}-checkpoint", model=model, objects=[ema])
+    assert ema.steps and not any(isinstance(own, ShardedTensor) for own in ema.shadow_params)
     ema.copy_to(model)
     return compared(model, average)
 

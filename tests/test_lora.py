@@ -370,10 +370,10 @@ def misused(directory: str) -> None:
     from fullshard import Accelerator
 
     model = Accelerator(cpu=True).prepare(adapted("plain"))
-    for one in (model, model.get_base_model()):
-        for state in (None, model.state_dict()):
-            with pytest.raises(LifecycleError, match="save_pretrained would write this rank's intervals"):
-                one.save_pretrained(directory, state_dict=state)
+    base = model.get_base_model()
+    for one, state in ((model, model.state_dict()), (base, None), (base, model.state_dict())):
+        with pytest.raises(LifecycleError, match="save_pretrained would write this rank's intervals"):
+            one.save_pretrained(directory, state_dict=state)
     with pytest.raises(LifecycleError, match="add_adapter on a sharded"):
         model.add_adapter("late", LoraConfig(r=2, target_modules="all-linear"))
     with pytest.raises(LifecycleError, match="load_adapter on a sharded"):
@@ -387,6 +387,7 @@ def misused(directory: str) -> None:
     weights = full_state_dict(model)
     if dist.get_rank() == 0:
         model.save_pretrained(directory, state_dict=weights)
+    model.save_pretrained(f"{directory}/plain")
     model.save_pretrained(f"{directory}/idiom", is_main_process=dist.get_rank() == 0)  # which says that all ranks call
 
 
@@ -394,6 +395,7 @@ def test_what_peft_cannot_do_while_sharded_is_refused(tmp_path: Path) -> None:
     run_ranks(misused, 2, str(tmp_path))
     name = "adapter_model.safetensors"
     assert (tmp_path / name).read_bytes() == (tmp_path / "idiom" / name).read_bytes()
+    assert (tmp_path / name).read_bytes() == (tmp_path / "plain" / name).read_bytes()
 
 
 def whole_and_adapter(directory: Path, case: str, dtype: torch.dtype = torch.float32) -> Any:

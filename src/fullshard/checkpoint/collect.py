@@ -47,7 +47,7 @@ from fullshard.checkpoint.tensors import (
 from fullshard.checkpoint.values import encode_plain, encode_value
 from fullshard.checkpoint.verify import structure_problems
 from fullshard.core.errors import CheckpointError
-from fullshard.engine import ShardedParameter
+from fullshard.engine import ShardedParameter, ShardedTensor
 from fullshard.engine.precision import dtype_name
 from fullshard.optim import EMA
 
@@ -115,7 +115,7 @@ class RankWriter:
         averages = list(average_entries(arguments.get("objects", ()), optimizer, self.parameters))
         stored: dict[str, torch.Tensor] = {}
         # Every rank asks for the states, because a state_dict() may be a collective; only rank 0 keeps them.
-        values = _states(model, arguments)
+        values = _states(model, arguments, is_kept=rank == 0)
         self.states = {name: encode_value(value, where=name, tensors=stored) for name, value in values.items()}
         self.groups = [] if optimizer is None else group_records(optimizer, self.parameters, stored)
         mine = [
@@ -250,14 +250,16 @@ def staged_blocks(tensors: Sequence[LocalTensor], optimizer: torch.optim.Optimiz
     return [weights, state] if is_copied_late(state, optimizer) else [weights + state]
 
 
-def _states(model: nn.Module, arguments: SaveArguments) -> dict[str, Any]:
-    """The Python values that are saved, by the name they have in the manifest."""
+def _states(model: nn.Module, arguments: SaveArguments, *, is_kept: bool) -> dict[str, Any]:
+    """The Python values that are saved, by the name they have in the manifest. A collective if objects have parts."""
     sources = {
         "scheduler": arguments.get("scheduler"),
         "scaler": arguments.get("scaler"),
         "objects": list(arguments.get("objects", ())) or None,
     }
     values = {name: _state_dict(source) for name, source in sources.items() if source is not None}
+    if "objects" in values:
+        values["objects"] = _with_wholes(values["objects"], is_kept=is_kept)
     if averages := averages_in(arguments.get("objects", ())):
         values[AVERAGES] = [average.key for average in averages]
     if modules := modules_with_extra_state(model):
@@ -271,6 +273,18 @@ def _state_dict(source: Any) -> Any:
     if isinstance(source, EMA):
         return {"updates": source.updates}
     return list(map(_state_dict, source)) if isinstance(source, list) else source.state_dict()
+
+
+def _with_wholes(value: Any, *, is_kept: bool) -> Any:
+    """A value with whole tensors on the host for sharded ones; where it is not kept they are empty."""
+    if isinstance(value, ShardedTensor):
+        whole = value.full_tensor()
+        return whole.cpu() if is_kept else torch.empty(0)
+    if type(value) in (list, tuple, dict):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        made = {key: _with_wholes(item, is_kept=is_kept) for key, item in items}
+        return made if isinstance(value, dict) else type(value)(made.values())
+    return value
 
 
 def _stored(entry: StateEntry) -> dict[str, torch.Tensor]:

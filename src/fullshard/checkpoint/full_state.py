@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.tensors import LocalTensor, local_tensors, modules_with_extra_state, rest
+from fullshard.comm.stalls import all_come
 from fullshard.core.errors import CheckpointError, LifecycleError
 from fullshard.core.user_class import user_class
 from fullshard.engine import ShardedTensor
@@ -33,17 +35,25 @@ def full_tensor(local: LocalTensor, dtype: torch.dtype | None = None) -> torch.T
     return local.tensor.span.gather(held) if isinstance(local.tensor, ShardedTensor) else held
 
 
-def gather_when_all_save(model: nn.Module) -> None:
-    """Let `model.save_pretrained(..., is_main_process=...)` save the whole weights, as Accelerate's idiom has it.
+ALONE_SECONDS = 10.0
+"""Without the other ranks a rank that saves is taken to be alone: between steps none is so far behind."""
 
-    Who says whether this is the main process calls it on every rank, so it may gather. Without it one rank may be
-    alone, and intervals are an error as before, unless this rank has every element. What does not take a state dict
-    (diffusers' models do not) finds the whole weights in `model.state_dict()`, on the main process alone.
+
+def gather_when_all_save(model: nn.Module) -> None:
+    """Let `model.save_pretrained(...)` save the whole weights, on the main process, if it is called on every rank.
+
+    Who says whether this is the main process (`is_main_process=`, Accelerate's idiom) calls it on every rank, so it may
+    gather. Without it one rank may be alone, so it waits for the others, but not for long: if they do not come,
+    intervals are an error as before, unless this rank has every element. What does not take a state dict (diffusers'
+    models do not) finds the whole weights in `model.state_dict()`, on the main process alone.
     """
     save: Any = model.save_pretrained
 
     @functools.wraps(save)
     def save_pretrained(*args: Any, **kwargs: Any) -> Any:
+        may_be_alone = kwargs.get("state_dict") is None and "is_main_process" not in kwargs
+        if may_be_alone and not _is_whole_here(model) and all_come("save_pretrained", ALONE_SECONDS):
+            kwargs["is_main_process"] = dist.get_rank() == 0
         is_main = kwargs.get("is_main_process", True)
         if kwargs.get("state_dict") is None and ("is_main_process" in kwargs or _is_whole_here(model)):
             kwargs["state_dict"] = full_state_dict(model, rank0_only=not is_main)

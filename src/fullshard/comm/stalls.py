@@ -348,6 +348,31 @@ class Stalls:
         sys.stderr.flush()
 
 
+def all_come(where: str, seconds: float) -> bool:
+    """Whether all ranks of the job come to a place within so long; who is alone there goes on, unlike in a collective.
+
+    Args:
+        where: its name. Ranks come there equally often, but for those that were alone.
+        seconds: to wait.
+    """
+    number = _COME.get(where, 0)
+    key, store, size = f"fullshard/come/{where}/{number}", torch_private.default_store(), dist.get_world_size()
+    come, until = store.add(key, 1), time.monotonic() + seconds
+    while come < size and time.monotonic() < until:
+        time.sleep(0.02)
+        come = store.add(key, 0)
+    if come < size and store.add(key, -1) < size - 1:
+        return False
+    if come < size:  # the last one has come at this very moment
+        store.add(key, 1)
+    _COME[where] = number + 1
+    return True
+
+
+_COME: dict[str, int] = {}
+"""How often all ranks have come to a place."""
+
+
 def all_reduce(
     tensor: torch.Tensor, what: str, groups: Iterable[dist.ProcessGroup], op: Any = dist.ReduceOp.SUM
 ) -> None:
