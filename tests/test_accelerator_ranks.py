@@ -31,7 +31,7 @@ from fullshard.api import (
 from fullshard.checkpoint import full_state_dict, verify_checkpoint
 from fullshard.config.handover import hand_over
 from fullshard.config.schema import CheckpointConfig, RunConfig
-from fullshard.core.errors import CheckpointError, CommunicationError, ConfigError, OptimizerError
+from fullshard.core.errors import CheckpointError, CommunicationError, ConfigError, DataError, OptimizerError
 from fullshard.engine import ShardedParameter, describe, units_of
 from tests.distributed import run_ranks
 
@@ -85,6 +85,20 @@ def _metrics() -> dict[str, Any]:
             objects += accelerator.gather_for_metrics([f"s{v}" for v in values.tolist()])
         results[name] = (rows, objects)
     rank = accelerator.process_index
+    loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(8)), batch_size=2, shuffle=True))
+    accelerator.gradient_state.has_optimizer = True  # as of one that was prepared
+    if rank == 0:
+        list(loader)
+    results["after a look"] = [n for (values,) in loader for n in accelerator.gather_for_metrics(values).tolist()]
+    accelerator.gradient_state.updates += 1
+    if rank == 0:
+        next(iter(loader))
+    accelerator.gradient_state.updates += 1
+    words = "rank 0 in that of epoch 2, rank 1 in that of epoch 1; so some samples"
+    for (values,) in loader:
+        with pytest.raises(DataError, match=words):
+            accelerator.gather_for_metrics(values)
+        break
     results["nested"] = accelerator.gather({"a": [torch.tensor(rank)], "b": (torch.full((1, 2), rank),)})
     results["bool"] = accelerator.gather(torch.tensor([rank == 0]))
     results["half"] = accelerator.gather(torch.tensor([1.5 + rank], dtype=torch.bfloat16)).tolist()
@@ -128,6 +142,7 @@ def test_metrics_and_collectives() -> None:
             rows, objects = result[name]
             assert rows == list(range(11)), name
             assert objects == [f"s{i}" for i in range(11)], name
+        assert sorted(result["after a look"]) == list(range(8))
         assert result["nested"]["a"][0].tolist() == [0, 1]
         assert result["nested"]["b"][0].tolist() == [[0, 0], [1, 1]]
         assert result["bool"].tolist() == [True, False]

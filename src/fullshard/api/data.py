@@ -54,7 +54,8 @@ class ShardedDataLoader(DataLoader[Any]):
     to leave it uneven; `remainder` tells how many of its samples are real. Samplers with a `generator` (so all of
     torch's) are seeded with seed + epoch, and so are those that other samplers hold, NumPy's and Python's too, and the
     global ones, while they draw; their order is rank 0's. The epoch advances after each
-    iteration, also after one that was broken off.
+    iteration, also after one that was broken off; among several ranks not by one in which, and after which, no prepared
+    optimizer was to step: a rank may have had a look of its own.
 
     Args:
         loader: the loader to divide.
@@ -111,6 +112,7 @@ class ShardedDataLoader(DataLoader[Any]):
         self.share = share
         self._place = _LoopPlace()  # copies made by `skipping` share it
         self.end_of_dataloader = False
+        self.is_order_checked = False  # on all ranks, in this iteration
         self._real: Real | None = None  # of the step just handed out, if it was filled up
         self._target = device
         self._non_blocking = non_blocking
@@ -118,7 +120,6 @@ class ShardedDataLoader(DataLoader[Any]):
         self._synchronize = synchronize
         self._on_uneven = on_uneven
         self._skip_each = 0
-        self._updates = 0
         seed = share.initial_seed() if data_seed is None else data_seed
         self._seed: int = broadcast_object(seed) if world_size > 1 else seed
 
@@ -175,10 +176,7 @@ class ShardedDataLoader(DataLoader[Any]):
         if self._on_uneven is not None and not self.share.deal.even and self._is_uneven():
             self._on_uneven()
         place = self._place
-        # With others a rank may have had a look of its own, which is no epoch; only what all have done together is.
-        is_used = self.share.deal.world_size == 1 or self.gradient_state.updates > self._updates
-        self._updates = self.gradient_state.updates
-        skip = place.begin(self._skip_each * self.share.deal.round_size, is_used=is_used)
+        skip = place.begin(self._skip_each * self.share.deal.round_size, self._updates)
         discard = self.share.start_epoch(self._seed, self.epoch, skip)
         deal = self.share.deal
         if deal.for_all:
@@ -186,6 +184,7 @@ class ShardedDataLoader(DataLoader[Any]):
         else:
             iterator = self._read(discard)
         self.gradient_state.enter_loader(self)
+        self.is_order_checked = False
         try:
             following: Any = next(iterator, _END)
             while following is not _END:
@@ -196,10 +195,20 @@ class ShardedDataLoader(DataLoader[Any]):
                 self._real = real if deal.even and real is not None and real.samples != real.dealt else None
                 place.consumed += deal.round_size
                 yield batch if self._target is None else send_to_device(batch, self._target, self._non_blocking)
-            place.epoch, place.consumed = place.epoch + 1, 0
+            place.end(self._updates if self.gradient_state.has_optimizer else None)
         finally:
             self.end_of_dataloader, self._real = False, None
             self.gradient_state.leave_loader(self)
+
+    @property
+    def _updates(self) -> int | None:
+        """Of optimizers so far; None: of one rank alone every iteration counts."""
+        return None if self.share.deal.world_size == 1 else self.gradient_state.updates
+
+    @property
+    def order_number(self) -> int:
+        """Of the order in which the samples come: ranks with another number read other samples than they should."""
+        return self.epoch if self.share.depends_on_epoch else 0
 
     def _is_uneven(self) -> bool:
         try:
@@ -218,7 +227,8 @@ class ShardedDataLoader(DataLoader[Any]):
 
     def state_dict(self) -> dict[str, int]:
         """Position of the loop: seed, epoch and items used. Valid at any number of ranks."""
-        return {"seed": self._seed, "epoch": self.epoch, "consumed": self._place.consumed}
+        epoch = self.epoch + self._place.is_over_and_used(self._updates)
+        return {"seed": self._seed, "epoch": epoch, "consumed": self._place.consumed}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continue at a position: the next iteration starts after the last batch that was handed out.
@@ -229,7 +239,8 @@ class ShardedDataLoader(DataLoader[Any]):
         if set(state) != {"seed", "epoch", "consumed"}:
             raise DataError(f"not the position of a data loader: keys {sorted(state)}, expected seed, epoch, consumed")
         self._seed = state["seed"]
-        self._place.epoch, self._place.consumed, self._place.is_loaded = state["epoch"], state["consumed"], True
+        self._place.set_epoch(state["epoch"])
+        self._place.consumed, self._place.is_loaded = state["consumed"], True
 
     def skipping(self, batches: int) -> ShardedDataLoader:
         """A copy whose every iteration leaves out the first `batches` steps; it has its place in common with this one.
@@ -251,31 +262,49 @@ class _LoopPlace:
         epoch: that of the iteration which runs, was broken off or comes next.
         consumed: items that were used in it.
         is_loaded: it comes next, and goes on after these.
+        is_over: the iteration has come to its end, and is not known to be more than this rank's own look.
+        begun: updates of optimizers when it began.
     """
 
     epoch: int = 0
     consumed: int = 0
     is_loaded: bool = False
+    is_over: bool = False
+    begun: int = 0
 
-    def begin(self, skip: int, *, is_used: bool) -> int:
+    def begin(self, skip: int, updates: int | None) -> int:
         """An iteration begins.
 
         Args:
             skip: items that a script has it leave out; 0 if it says nothing.
-            is_used: if the last one was broken off, what it had is not to come again.
+            updates: of optimizers so far; None: what the last iteration had is not to come again, whatever there were.
 
         Returns:
             How many are left out.
         """
         if self.is_loaded:
             skip = skip or self.consumed
-        elif self.consumed and is_used:
+        elif self.is_over_and_used(updates) or (self.consumed and self._is_used(updates)):
             self.epoch += 1
-        self.consumed, self.is_loaded = skip, False
+        self.consumed, self.is_loaded, self.is_over, self.begun = skip, False, False, updates or 0
         return skip
 
+    def end(self, updates: int | None) -> None:
+        """It has come to its end. See `begin`."""
+        self.consumed, self.is_over = 0, True
+        if self.is_over_and_used(updates):
+            self.set_epoch(self.epoch + 1)
+
+    def is_over_and_used(self, updates: int | None) -> bool:
+        """Whether the next iteration is that of another epoch although this one is not counted yet. See `begin`."""
+        return self.is_over and self._is_used(updates)
+
+    def _is_used(self, updates: int | None) -> bool:
+        # With others a rank may have had a look of its own, which is no epoch; only what all have done together is.
+        return updates is None or updates > self.begun
+
     def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
+        self.epoch, self.is_over = epoch, False
         if not self.is_loaded:
             self.consumed = 0
 

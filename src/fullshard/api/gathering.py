@@ -11,6 +11,7 @@ from fullshard.api import collectives
 from fullshard.api.data import ShardedDataLoader
 from fullshard.api.processes import Processes
 from fullshard.api.state import GradientState, ProcessState
+from fullshard.core.errors import DataError
 
 
 class Gathering(Processes):
@@ -55,6 +56,7 @@ class Gathering(Processes):
         """
         if self.num_processes == 1:  # whatever it is, it is all there, and nothing is repeated
             return input_data if use_gather_object else collectives.gather(input_data)
+        self._check_order()
         if use_gather_object or not _all_tensors(input_data):
             if isinstance(input_data, Mapping | str | bytes) or not isinstance(input_data, Iterable):
                 raise TypeError(
@@ -92,6 +94,21 @@ class Gathering(Processes):
         flag = torch.tensor(int(self._trigger), device=self.device)
         self._trigger = False
         return bool(collectives.reduce(flag, "max").item())
+
+    def _check_order(self) -> None:
+        """See to it that all ranks read the loader in the same order. A collective, once in an iteration."""
+        loader = self.gradient_state.active_dataloader
+        if not isinstance(loader, ShardedDataLoader) or loader.is_order_checked:
+            return
+        loader.is_order_checked = True
+        epochs = collectives.all_gather_object(loader.order_number)
+        other = next((rank for rank, epoch in enumerate(epochs) if epoch != epochs[0]), None)
+        if other is not None:
+            raise DataError(
+                f"ranks read a data loader in different orders: rank 0 in that of epoch {epochs[0]}, rank {other} in "
+                f"that of epoch {epochs[other]}; so some samples are read twice, and others never",
+                hint="a rank has read it alone before: read it on every rank, or call loader.set_epoch(number) on all",
+            )
 
     def _real_rows(self, rows: int) -> int:
         """Rows that are not repetitions, of `rows` gathered in the current step."""

@@ -39,6 +39,7 @@ class AcceleratedOptimizer(Optimizer):
         # The base class is for isinstance checks (schedulers make them); its own constructor is not for wrappers.
         self.optimizer = optimizer
         self.gradient_state = gradient_state
+        gradient_state.has_optimizer = True
         self.scaler = scaler
         self.clipping = clipping
         self.is_unscaled = False

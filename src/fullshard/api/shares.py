@@ -60,6 +60,12 @@ class Share:
         deal = _deal(None, rank, world_size, split_batches, bool(getattr(batches, "drop_last", False)))
         return Share(deal, batches, loader.dataset, batches=batches, as_sampler=as_sampler)
 
+    @property
+    def depends_on_epoch(self) -> bool:
+        """Whether the order of one epoch is another than that of the next, as far as can be seen."""
+        is_sequential = isinstance(getattr(self._order, "sampler", self._order), SequentialSampler)
+        return not is_sequential or callable(getattr(self._dataset, "set_epoch", None))
+
     def arguments(self, loader: DataLoader[Any]) -> dict[str, Any]:
         """Arguments for the divided loader."""
         common = {"dataset": loader.dataset, "collate_fn": loader.collate_fn}
@@ -264,6 +270,12 @@ class _IterableShare(Share):
 
     def shown(self, loader: DataLoader[Any]) -> dict[str, Any]:
         return {name: getattr(loader, name) for name in _SHOWN}
+
+    @property
+    def depends_on_epoch(self) -> bool:
+        dataset = self._dataset.dataset
+        has_generator = generators.is_generator(getattr(dataset, "generator", None))
+        return has_generator or callable(getattr(dataset, "set_epoch", None))
 
     def initial_seed(self) -> int:
         generator = getattr(self._dataset.dataset, "generator", None)

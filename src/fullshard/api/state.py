@@ -44,9 +44,10 @@ class GradientState:
         sync_gradients: whether the current micro-batch ends a step.
         step: micro-batches since the last step that ended an epoch.
         updates: how often an optimizer was to step.
+        has_optimizer: whether there is one that counts them.
     """
 
-    updates = 0  # of the class, for fields that Accelerate's has made lack it
+    updates, has_optimizer = 0, False  # of the class, for fields that Accelerate's has made lack them
     initialized = True
     is_xla_gradients_synced = True  # every backward leaves reduced gradients
 
