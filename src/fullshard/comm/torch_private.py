@@ -243,7 +243,7 @@ without_functions: Callable[[], AbstractContextManager[None]] = torch._C.Disable
 
 @contextmanager
 def version_kept(tensor: torch.Tensor) -> Iterator[None]:
-    """What is done to it inside changes none of its values, although torch counts a change. Since 2.6."""
+    """What is done to it inside changes none of its values, although torch counts a change. Since 2.7."""
     version = tensor._version
     try:
         yield
