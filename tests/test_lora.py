@@ -588,3 +588,14 @@ def adapted_parameters() -> float:
 def test_adapters_of_parameters_train_as_on_one_process() -> None:
     """Of experts, which are one parameter: PEFT parametrizes it in each forward."""
     assert max(run_ranks(adapted_parameters, 2)) < 1e-6
+
+
+def test_adapters_of_one_process_are_plain_tensors(tmp_path: Path) -> None:
+    """As diffusers' scripts write them: taken out of the model, and given to safetensors."""
+    import peft
+    from safetensors.torch import load_file, save_file
+
+    plain, model = peft.get_peft_model_state_dict(adapted("plain")), _sharded_layers(adapted("plain"))
+    save_file(peft.get_peft_model_state_dict(model), tmp_path / "adapters")
+    saved = load_file(tmp_path / "adapters")
+    assert saved.keys() == plain.keys() and all(torch.equal(saved[name], plain[name]) for name in plain)

@@ -258,7 +258,7 @@ def test_torchs_first_engine_runs_on_the_same_clocks(monkeypatch: pytest.MonkeyP
     """FullyShardedDataParallel's own code: the same units are gathered and reduced, copies come on top."""
     monkeypatch.setattr(virtual_time, "MODELS", {"small": SMALL})
     ours, theirs = (
-        measure(engine, virtual_time.Case("small", "8xH100", 1024, True)) for engine in ("fullshard", "fsdp1")
+        measure(engine, virtual_time.Case("small", "8xH100", 8192, True)) for engine in ("fullshard", "fsdp1")
     )
     assert theirs["collectives"] == ours["collectives"] - 1  # it does not ask whether gradients are finite
     assert theirs["seconds"] > ours["seconds"]

@@ -29,7 +29,7 @@ from fullshard.comm.mesh import Mesh, mesh_of
 from fullshard.comm.stalls import STALLS, all_reduce
 from fullshard.core.errors import ConfigError, LifecycleError
 from fullshard.core.imports import after_import
-from fullshard.engine import averages
+from fullshard.engine import adapters, averages
 from fullshard.engine.bucket import bucket_of
 from fullshard.engine.extended import ExtendedParameter
 from fullshard.engine.finite import note_before_clipping
@@ -408,6 +408,7 @@ def install() -> None:
         }
     )
     after_import(averages.MODULE, averages.shard_averages)
+    after_import(adapters.MODULE, adapters.give_wholes)
     send_parts()
     torch_optimizer.register_optimizer_step_pre_hook(hooks.before_step)
     torch_optimizer.register_optimizer_step_post_hook(hooks.after_step)
