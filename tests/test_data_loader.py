@@ -399,6 +399,23 @@ def test_a_loop_that_breaks_off_sees_other_samples_the_next_time() -> None:
     assert epoch(loader) == first
 
 
+def test_a_look_within_a_loop_leaves_the_loop_as_it_is() -> None:
+    state = GradientState()
+    loader = ShardedDataLoader(DataLoader(numbers(24), batch_size=4, shuffle=True), data_seed=5, gradient_state=state)
+    whole = ShardedDataLoader(DataLoader(numbers(24), batch_size=4, shuffle=True), data_seed=5)
+    first, second = epoch(whole), epoch(whole)
+    read, ends = [], []
+    for batch in loader:
+        position = loader.state_dict()
+        next(iter(loader))
+        assert loader.state_dict() == position and state.active_dataloader is loader
+        read.append(batch[0].tolist())
+        ends.append(state.end_of_dataloader)
+    assert read == first and ends == [False] * 5 + [True]
+    assert not state.in_dataloader
+    assert epoch(loader) == second
+
+
 def test_a_script_that_skips_for_itself_after_loading_skips_once() -> None:
     def make() -> ShardedDataLoader:
         return ShardedDataLoader(DataLoader(numbers(24), batch_size=4, shuffle=True), data_seed=5)

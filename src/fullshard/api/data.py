@@ -8,6 +8,7 @@ order depends on a seed and the epoch alone, never on the number of ranks, so a 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import dataclass
@@ -175,7 +176,8 @@ class ShardedDataLoader(DataLoader[Any]):
             self._synchronize()
         if self._on_uneven is not None and not self.share.deal.even and self._is_uneven():
             self._on_uneven()
-        place = self._place
+        place, updates = self._place, self.gradient_state.updates
+        around = (dataclasses.replace(place), self.end_of_dataloader, self._real) if place.under_way else None
         skip = place.begin(self._skip_each * self.share.deal.round_size, self._updates)
         discard = self.share.start_epoch(self._seed, self.epoch, skip)
         deal = self.share.deal
@@ -185,6 +187,7 @@ class ShardedDataLoader(DataLoader[Any]):
             iterator = self._read(discard)
         self.gradient_state.enter_loader(self)
         self.is_order_checked = False
+        place.under_way += 1
         try:
             following: Any = next(iterator, _END)
             while following is not _END:
@@ -197,8 +200,14 @@ class ShardedDataLoader(DataLoader[Any]):
                 yield batch if self._target is None else send_to_device(batch, self._target, self._non_blocking)
             place.end(self._updates if self.gradient_state.has_optimizer else None)
         finally:
-            self.end_of_dataloader, self._real = False, None
-            self.gradient_state.leave_loader(self)
+            place.under_way -= 1
+            if around is None:
+                self.end_of_dataloader, self._real = False, None
+                self.gradient_state.leave_loader(self)
+            else:  # a look within a loop over the same loader, which goes on
+                before, self.end_of_dataloader, self._real = around
+                if place.consumed and updates == self.gradient_state.updates:
+                    place.put_back(before)
 
     @property
     def _updates(self) -> int | None:
@@ -264,6 +273,7 @@ class _LoopPlace:
         is_loaded: it comes next, and goes on after these.
         is_over: the iteration has come to its end, and is not known to be more than this rank's own look.
         begun: updates of optimizers when it began.
+        under_way: iterations that have begun, and are neither over nor broken off.
     """
 
     epoch: int = 0
@@ -271,6 +281,7 @@ class _LoopPlace:
     is_loaded: bool = False
     is_over: bool = False
     begun: int = 0
+    under_way: int = 0
 
     def begin(self, skip: int, updates: int | None) -> int:
         """An iteration begins.
@@ -302,6 +313,11 @@ class _LoopPlace:
     def _is_used(self, updates: int | None) -> bool:
         # With others a rank may have had a look of its own, which is no epoch; only what all have done together is.
         return updates is None or updates > self.begun
+
+    def put_back(self, before: _LoopPlace) -> None:
+        """What was broken off just now was a look within the iteration that is under way, which is where it was."""
+        for name in ("epoch", "consumed", "is_loaded", "is_over", "begun"):
+            setattr(self, name, getattr(before, name))
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch, self.is_over = epoch, False
