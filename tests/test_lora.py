@@ -48,12 +48,16 @@ def adapted(case: str, dtype: torch.dtype = torch.float32) -> Any:
             options |= {"bias": "lora_only", "target_modules": ["q_proj", "k_proj"]}
         case "resized":
             options |= {"modules_to_save": ["embed_tokens", "lm_head"]}
+        case "transformers":  # its own way to add them, with no model of PEFT's around
+            options |= {"target_modules": ["q_proj", "down_proj"]}
     base = build("qwen" if case in ("tied", "bias") else "llama").to(dtype)
     if case == "resized":
         torch.manual_seed(3)
         base.resize_token_embeddings(104)
     torch.manual_seed(2)
-    model = get_peft_model(base, LoraConfig(**options))
+    if case == "transformers":
+        base.add_adapter(LoraConfig(**options))
+    model = base if case == "transformers" else get_peft_model(base, LoraConfig(**options))
     if case == "two":
         model.add_adapter("other", LoraConfig(**options | {"r": 2}))
     generator = torch.Generator().manual_seed(4)
@@ -133,7 +137,14 @@ def interrupted(output: str, case: str, kind: str) -> Any:
     return first["losses"], second["losses"]
 
 
-@pytest.mark.parametrize(("case", "kind"), [("two", "SHARDED_STATE_DICT"), ("modules_to_save", "FULL_STATE_DICT")])
+RESUMED = [
+    ("two", "SHARDED_STATE_DICT"),
+    ("modules_to_save", "FULL_STATE_DICT"),
+    pytest.param("transformers", "SHARDED_STATE_DICT", marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize(("case", "kind"), RESUMED)
 def test_resume_is_bit_exact_and_holds_only_adapters(tmp_path: Path, case: str, kind: str) -> None:
     first, second = run_ranks(interrupted, 2, str(tmp_path), case, kind)[0]
     assert first == second
@@ -516,6 +527,11 @@ def other_adapters(method: str, seed: int) -> Any:
 
     torch.manual_seed(seed)
     options: dict[str, Any] = {"task_type": "CAUSAL_LM"}
+    if method == "transformers":  # its own way to add them, with no model of PEFT's around
+        base = build()
+        for name in ("first", "second"):  # the last one is at work
+            base.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False), name)
+        return base
     match method:
         case "vera":  # its layers share two buffers
             config: Any = peft.VeraConfig(r=4, target_modules=["q_proj"], **options)
@@ -541,13 +557,12 @@ def stored_and_loaded(directory: str, method: str) -> Any:
         return None
     other = _sharded_layers(other_adapters(method, 2))
     load_adapters(f"{directory}/sharded", other)
-    return [
-        {name: value for name, value in full_state_dict(each).items() if "vera" in name or "prompt" in name}
-        for each in (model, other)
-    ]
+    kept = {"transformers": "second"}.get(method, method)
+    return [{name: value for name, value in full_state_dict(each).items() if kept in name} for each in (model, other)]
 
 
-@pytest.mark.parametrize("method", ["vera", "prompt", "adalora"])
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config`:UserWarning")
+@pytest.mark.parametrize("method", ["vera", "prompt", "adalora", "transformers"])
 def test_adapters_of_other_methods_are_stored_as_peft_does(tmp_path: Path, method: str) -> None:
     stored = run_ranks(stored_and_loaded, 2, str(tmp_path), method)[0]
     other_adapters(method, 1).save_pretrained(tmp_path / "plain")

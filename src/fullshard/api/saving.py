@@ -23,7 +23,7 @@ from torch import nn
 from fullshard import checkpoint
 from fullshard.api.data import ShardedDataLoader
 from fullshard.api.slices import Slices
-from fullshard.checkpoint.adapters import is_adapted, save_adapters
+from fullshard.checkpoint.adapters import is_saved_as_adapters, save_adapters
 from fullshard.checkpoint.collect import SaveArguments
 from fullshard.checkpoint.format import (
     MANIFEST_NAME,
@@ -382,10 +382,10 @@ def _set_extra(extra: Mapping[str, Any], state: TrainingState, *, where: Locatio
 def save_model(model: nn.Module, directory: Path, max_shard_size: int | str, environment: RankEnvironment) -> None:
     """Write the whole model as safetensors into a directory, which may exist and hold other files. A collective.
 
-    Of a PEFT model that is its adapters. Weights that an earlier save left there are removed, since `from_pretrained`
+    Of a model with adapters that is those. Weights that an earlier save left there are removed, since `from_pretrained`
     might read them instead.
     """
-    if is_adapted(model):
+    if is_saved_as_adapters(model):
         save_adapters(directory, model)
         return
     if not run_on_main(environment, directory.exists):

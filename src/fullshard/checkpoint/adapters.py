@@ -29,12 +29,17 @@ def is_adapted(model: nn.Module) -> bool:
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
+def is_saved_as_adapters(model: nn.Module) -> bool:
+    """Whether what is saved of `model` is its adapters: a PEFT model, or one with Transformers' own `add_adapter`."""
+    return is_adapted(model) or (hasattr(model, "get_adapter_state_dict") and hasattr(model, "peft_config"))
+
+
 def adapter_parameter_names(model: nn.Module) -> Container[str]:
     """Names of what belongs to the adapters of `model`, and of all that is trained besides; nothing without adapters.
 
     A collective.
     """
-    if not is_adapted(model):
+    if not is_saved_as_adapters(model):
         return ()
     names = {name for stored in _wanted(model, Ranks.of(model)).values() for name in stored}
     trained = (local for local in local_parameters(model, rank=0) if local.tensor.requires_grad)
@@ -42,11 +47,12 @@ def adapter_parameter_names(model: nn.Module) -> Container[str]:
 
 
 def save_adapters(path: str | Path, model: nn.Module) -> None:
-    """Write every adapter as `PeftModel.save_pretrained` of the unsharded model would. A collective.
+    """Write every adapter as `save_pretrained` of the unsharded model would. A collective.
 
     Args:
-        path: directory, which may exist; adapters other than `default` go into directories of their own.
-        model: a PEFT model, sharded or not.
+        path: directory, which may exist; adapters other than `default` go into directories of their own. Of a model
+            with Transformers' own `add_adapter` it gets the one at work.
+        model: a PEFT model, or a model with `add_adapter`; sharded or not.
 
     Raises:
         CheckpointError: on every rank, if it cannot be written.
@@ -83,20 +89,29 @@ def load_adapters(path: str | Path, model: nn.Module) -> None:
             raise CheckpointError(f"{directory} holds no adapter", hint=f"expected the adapter {adapter!r} there")
         return peft.load_peft_weights(str(directory), device="cpu")
 
-    for adapter, config in model.peft_config.items():  # type: ignore[union-attr,operator]
-        directory = Path(path) if adapter == "default" else Path(path) / str(adapter)
+    for adapter, directory in _directories(Path(path), model).items():
+        config: Any = model.peft_config[adapter]  # type: ignore[index]
         weights = ranks.together(f"reading {directory}", functools.partial(read, directory, adapter))
+        if not is_adapted(model):  # no module of PEFT's is around it, of which the names in files begin
+            weights = {name.removeprefix("base_model.model."): value for name, value in weights.items()}
         with _prompts_whole(model, writeback=True):
-            result = peft.set_peft_model_state_dict(model, weights, adapter_name=str(adapter))
+            result = peft.set_peft_model_state_dict(model, weights, adapter_name=adapter)
         if result.unexpected_keys and not config.is_prompt_learning:  # PEFT has put it into the encoder
             raise CheckpointError(f"{directory}: no place for {', '.join(result.unexpected_keys)}")
-        own = {name for name in wanted[str(adapter)] if str(adapter) in name.split(".")}  # the rest is the base's
+        own = {name for name in wanted[adapter] if adapter in name.split(".")}  # the rest is the base's
         if missing := sorted(own.intersection(map(clean_name, result.missing_keys))):
             raise CheckpointError(
                 f"{directory} lacks {len(missing)} of the {len(own)} tensors of the adapter {adapter!r}: "
                 f"{', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''}",
                 hint="it was saved of other target_modules; make the adapters as they were",
             )
+
+
+def _directories(path: Path, model: Any) -> dict[str, Path]:
+    """Where the files of each adapter are."""
+    if is_adapted(model):
+        return {str(name): path if name == "default" else path / str(name) for name in model.peft_config}
+    return dict.fromkeys(model.active_adapters(), path)
 
 
 def _wanted(model: nn.Module, ranks: Ranks) -> dict[str, list[str]]:

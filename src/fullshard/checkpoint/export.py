@@ -178,7 +178,8 @@ class StoredForm:
         if hasattr(model, "peft_config"):
             raise CheckpointError(
                 f"{type(model).__name__} carries adapters inside, whose names no plain model has",
-                hint="add them with peft.get_peft_model, whose model is merged on the way",
+                hint="add them with peft.get_peft_model, whose model is merged on the way; or save what "
+                "get_peft_model_state_dict(model, state_dict=fullshard.checkpoint.full_state_dict(model)) gives",
             )
         return cls(model, local_tensors(model, rank=rank), cast=cast)
 

@@ -32,7 +32,7 @@ from fullshard.api.elastic import accumulation_steps
 from fullshard.api.options import DataLoaderConfiguration
 from fullshard.api.plugin import say_once
 from fullshard.api.sharding import is_sharded
-from fullshard.checkpoint.adapters import adapter_parameter_names, is_adapted, load_adapters
+from fullshard.checkpoint.adapters import adapter_parameter_names, is_saved_as_adapters, load_adapters
 from fullshard.checkpoint.format import MANIFEST_NAME, TRAINER_STATE
 from fullshard.checkpoint.full_state import whole_in_state_dicts
 from fullshard.checkpoint.lease import lease
@@ -267,7 +267,7 @@ class ShardedTraining:
 
     def _keeps_weights_in_state(self: Any) -> bool:
         """Whether a checkpoint's weights are in its training state, and so not written in from_pretrained's form."""
-        if self.args.save_only_model or is_adapted(self.model):
+        if self.args.save_only_model or is_saved_as_adapters(self.model):
             return False
         if _saves_its_own_way(self):
             return True  # what that writes is not for us to read
@@ -289,7 +289,7 @@ class ShardedTraining:
             checkpoint.load_checkpoint(state, model=model, weights="stored", rng=False)
             if _saves_its_own_way(self) and self._keeps_weights_in_state():
                 return
-        if is_adapted(model):
+        if is_saved_as_adapters(model):
             if not (state / MANIFEST_NAME).is_file():
                 load_adapters(directory, model)
         elif any((directory / name).is_file() for name in _WRITES_WEIGHTS):
