@@ -18,7 +18,7 @@ from torch import nn
 from fullshard.checkpoint import full_state_dict
 from fullshard.checkpoint.adapters import load_adapters, save_adapters
 from fullshard.checkpoint.format import read_manifest
-from fullshard.core.errors import CheckpointError, LifecycleError
+from fullshard.core.errors import CheckpointError, LifecycleError, OptimizerError
 from fullshard.engine import shard_model
 from tests.differential import gradients, is_same_product
 from tests.distributed import run_ranks
@@ -375,8 +375,9 @@ def test_the_reference_is_the_policy_without_its_adapter(case: str, order: str) 
 
 
 def misused(directory: str) -> None:
-    """What would write slices, or add parameters that nobody reduces, is an error on every rank."""
+    """What would write slices, add parameters that nobody reduces, or find no gradient, is an error on every rank."""
     from peft import LoraConfig
+    from peft.optimizers import create_lorafa_optimizer, create_riemannian_optimizer
 
     from fullshard import Accelerator
 
@@ -394,6 +395,13 @@ def misused(directory: str) -> None:
         parameter.fill_(float("nan"))
     with pytest.raises(ValueError, match="NaNs detected"):
         model.merge_adapter(safe_merge=True)
+    for make in (
+        lambda whole: create_lorafa_optimizer(whole, r=4, lora_alpha=8, lr=0.1),
+        lambda whole: create_riemannian_optimizer(whole, torch.optim.SGD, lr=0.1),
+    ):
+        whole = adapted("plain")
+        with pytest.raises(OptimizerError, match="Optimizer needs whole tensors"):
+            Accelerator(cpu=True).prepare(whole, make(whole))
     assert not list(Path(directory).iterdir())
     weights = full_state_dict(model)
     if dist.get_rank() == 0:

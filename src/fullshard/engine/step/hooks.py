@@ -34,6 +34,7 @@ NEEDS_WHOLE_TENSORS: dict[str, frozenset[str]] = {
     "distributed_shampoo": frozenset({"DistributedShampoo"}),
     "lomo_optim": frozenset({"AdaLomo", "Lomo"}),
     "muon": frozenset({"Muon", "MuonWithAuxAdam"}),
+    "peft": frozenset({"LoraFAOptimizer", "RiemannianPreconditionedOptimizer"}),
     "pytorch_optimizer": frozenset(
         {"AdaFactor", "Alice", "CAME", "DASH", "DistributedMuon", "EmoFact", "Kron", "RACS", "Shampoo", "SM3", "SOAP"}
         | {"SPAM", "SPlus", "StableSPAM", "LOMO", "AdaLOMO"}
