@@ -46,6 +46,7 @@ from fullshard.integrations.transformers.accelerator import TrainerAccelerator
 from fullshard.integrations.transformers.arguments import join_accelerate, resolved_configuration
 from fullshard.integrations.transformers.averaging import announce_averages, averaged, averages_of
 from fullshard.integrations.transformers.batch_size import agree_to_start_again
+from fullshard.integrations.transformers.bema import shard_bias_corrected_averages
 from fullshard.integrations.transformers.callbacks import note_steps, stop_on_signals
 from fullshard.integrations.transformers.inference import stream_into_engines
 from fullshard.integrations.transformers.reference_models import shard_reference_models, teachers_head
@@ -124,6 +125,7 @@ class ShardedTraining:
             )
         stop_on_signals(self)
         announce_averages(self)
+        shard_bias_corrected_averages()
         with self._own_output():
             note_steps(self)
             return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
