@@ -271,7 +271,7 @@ def compare_bitwise(loaded: nn.Module, expected: nn.Module) -> None:
         assert torch.equal(found[name], value), name
 
 
-def merge_in_place(case: str) -> Any:
+def merge_in_place(case: str, directory: str) -> Any:
     from fullshard import Accelerator
     from fullshard.checkpoint import full_state_dict
 
@@ -283,18 +283,21 @@ def merge_in_place(case: str) -> Any:
         after = model(input_ids=ids).logits
     torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-5)
     plain = model.merge_and_unload() if case == "plain" else None
+    if plain is not None:
+        plain.save_pretrained(directory, is_main_process=dist.get_rank() == 0)  # which says that all ranks call
     weights = full_state_dict(model if plain is None else plain)
     return weights, None if plain is None else type(plain).__name__
 
 
 @pytest.mark.parametrize("case", ["plain", "dora", "embeddings"])
-def test_merging_in_memory(case: str) -> None:
-    weights, name = run_ranks(merge_in_place, 2, case)[0]
-    whole = adapted(case)
-    whole.merge_adapter()
+def test_merging_in_memory(tmp_path: Path, case: str) -> None:
+    weights, name = run_ranks(merge_in_place, 2, case, str(tmp_path))[0]
     if case == "plain":
         assert name == "LlamaForCausalLM"
+        compare_bitwise(transformers.AutoModelForCausalLM.from_pretrained(tmp_path), pefts_merge(case))
         return
+    whole = adapted(case)
+    whole.merge_adapter()
     for key, value in whole.state_dict().items():
         assert torch.equal(weights[key], value), key
 

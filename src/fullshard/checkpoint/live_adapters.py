@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fullshard.checkpoint.adapters import is_adapted
-from fullshard.checkpoint.full_state import full_tensor
+from fullshard.checkpoint.full_state import full_tensor, gather_when_all_save
 from fullshard.checkpoint.merging import check_mergeable, copy_module
 from fullshard.checkpoint.tensors import local_tensors, rest
 from fullshard.core.errors import CheckpointError, LifecycleError
@@ -92,7 +92,10 @@ def _merge_and_unload(
     self: Any, progressbar: bool = False, safe_merge: bool = False, adapter_names: list[str] | None = None
 ) -> nn.Module:
     merge_adapters(self, adapter_names, safe_merge=safe_merge, progressbar=progressbar)
-    return self.base_model.unload()  # type: ignore[no-any-return]
+    plain: nn.Module = self.base_model.unload()
+    if hasattr(plain, "save_pretrained"):
+        gather_when_all_save(plain)
+    return plain
 
 
 def _load_adapter(self: Any, model_id: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
