@@ -15,7 +15,7 @@ import torch
 
 from tests.distributed import run_ranks
 from tests.trainers import OFFLINE, close
-from tests.trl_runs import TRAINERS, run, write_model
+from tests.trl_runs import TRAINERS, build, run, write_model
 
 ONE_PROCESS = ("SFT", "DPO", "Reward")
 """Trainers whose loss and data do not depend on the number of ranks."""
@@ -122,6 +122,30 @@ def test_a_bias_corrected_average(place: Path, tmp_path: Path) -> None:
     for name, value in plain.items():
         torch.testing.assert_close(sharded[name], value, rtol=1e-4, atol=2e-5)
     assert not torch.equal(sharded["lm_head.weight"], found["weights"]["lm_head.weight"])  # which are the trained ones
+
+
+def completions(place: str, stock: bool, output: str, prompts: int) -> Any:
+    """What is logged on the main process, in batches of one."""
+    from transformers import GenerationConfig
+    from trl.trainer.callbacks import LogCompletionsCallback
+
+    settings = {"_eval_rows": prompts, "per_device_eval_batch_size": 1, "max_steps": 1}
+    made = build(place, "GRPO", False, stock, output, settings)
+    callback = LogCompletionsCallback(made, GenerationConfig(max_new_tokens=4, do_sample=False), freq=1)
+    made.add_callback(callback)
+    made.train()
+    return callback.table
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("prompts", [1, 3])
+def test_completions_of_a_number_that_does_not_divide(place: Path, tmp_path: Path, prompts: int) -> None:
+    plain, sharded = (
+        run_ranks(completions, 2, str(place), stock, str(tmp_path / str(stock)), prompts)[0] for stock in (True, False)
+    )
+    assert len({prompt for _, prompt, _ in plain}) == prompts
+    assert len(sharded) == prompts
+    assert sharded == plain[:prompts]  # where every rank generates all of them
 
 
 def test_an_adapter_added_after_sharding_is_refused(place: Path, tmp_path: Path) -> None:

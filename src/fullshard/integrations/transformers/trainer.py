@@ -48,6 +48,7 @@ from fullshard.integrations.transformers.averaging import announce_averages, ave
 from fullshard.integrations.transformers.batch_size import agree_to_start_again
 from fullshard.integrations.transformers.bema import shard_bias_corrected_averages
 from fullshard.integrations.transformers.callbacks import note_steps, stop_on_signals
+from fullshard.integrations.transformers.completions import generate_in_step
 from fullshard.integrations.transformers.inference import stream_into_engines
 from fullshard.integrations.transformers.reference_models import shard_reference_models, teachers_head
 from fullshard.launch.environment import read_rank_environment, run_on_main
@@ -126,6 +127,7 @@ class ShardedTraining:
         stop_on_signals(self)
         announce_averages(self)
         shard_bias_corrected_averages()
+        generate_in_step()
         with self._own_output():
             note_steps(self)
             return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
