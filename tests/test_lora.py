@@ -379,7 +379,7 @@ def test_the_reference_is_the_policy_without_its_adapter(case: str, order: str) 
 
 def misused(directory: str) -> None:
     """What would write slices, add parameters that nobody reduces, or find no gradient, is an error on every rank."""
-    from peft import LoraConfig
+    from peft import LoraConfig, inject_adapter_in_model
     from peft.optimizers import create_lorafa_optimizer, create_riemannian_optimizer
 
     from fullshard import Accelerator
@@ -393,6 +393,9 @@ def misused(directory: str) -> None:
         model.add_adapter("late", LoraConfig(r=2, target_modules="all-linear"))
     with pytest.raises(LifecycleError, match="load_adapter on a sharded"):
         model.load_adapter(directory, "late")
+    injected = inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj"]), build())
+    with pytest.raises(CheckpointError, match="carries adapters inside"):
+        Accelerator(cpu=True).save_model(injected, directory)
     parameter = next(p for name, p in model.named_parameters() if "lora_B" in name)
     with torch.no_grad():
         parameter.fill_(float("nan"))

@@ -31,7 +31,8 @@ def is_adapted(model: nn.Module) -> bool:
 
 def is_saved_as_adapters(model: nn.Module) -> bool:
     """Whether what is saved of `model` is its adapters: a PEFT model, or one with Transformers' own `add_adapter`."""
-    return is_adapted(model) or (hasattr(model, "get_adapter_state_dict") and hasattr(model, "peft_config"))
+    adds_itself = hasattr(model, "get_adapter_state_dict") and getattr(model, "_hf_peft_config_loaded", False)
+    return is_adapted(model) or adds_itself  # PEFT's `inject_adapter_in_model` tells it nothing
 
 
 def adapter_parameter_names(model: nn.Module) -> Container[str]:
