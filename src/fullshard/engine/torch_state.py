@@ -55,8 +55,8 @@ class TorchState(_OfUnit):
     """Of a unit: `fully_shard.state(module)`."""
 
     @property
-    def _state_ctx(self) -> _Model:
-        return _Model(self._unit)
+    def _state_ctx(self) -> _OfModel:
+        return _OfModel(self._unit)
 
     @property
     def _is_root(self) -> bool:
@@ -101,7 +101,7 @@ class TorchState(_OfUnit):
         return output
 
 
-class _Model(_OfUnit):
+class _OfModel(_OfUnit):
     """Of all units of a model."""
 
     @property
