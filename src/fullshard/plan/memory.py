@@ -242,8 +242,6 @@ class _Ledger:
         unit = self.units[event.unit]
         match event.kind:
             case EventKind.UNSHARD_ISSUED:
-                if unit is self.root and self.micro_batch == 0:
-                    self._release_gradients()
                 self.now["gathered units"] += self.setting.gathered_nbytes(unit)
             case EventKind.RESHARDED:
                 self.now["gathered units"] -= self.setting.gathered_nbytes(unit)
@@ -458,10 +456,6 @@ class _Ledger:
             self.now["gradients"] += bucket.main_nbytes
         return moments
 
-    def _release_gradients(self) -> None:
-        self.now["gradients"] = 0
-        self.has_main_gradient = False
-
     def _bucket_step(self, nbytes: int) -> list[dict[str, int]]:
         """The bucket whose reduction was the last to be done is updated, and its gradient freed."""
         bucket = self.stepping
@@ -475,10 +469,7 @@ class _Ledger:
         return [*moments, self.nbytes]
 
     def _optimizer_step(self) -> list[dict[str, int]]:
-        self.micro_batch = 0
         if self.setting.job.step_in_backward:
-            self.launched = []
-            self.collecting.clear()
             return [self.nbytes]
         on_host = self.setting.on_host
         trained = [bucket for bucket in self.setting.layout.buckets if bucket.trainable]
