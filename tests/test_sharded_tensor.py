@@ -343,6 +343,8 @@ def refuse_to_lay_out() -> None:
     model: Any = build_sharded(Stack, BLOCKS)
     parameter = model.embed.weight
     mesh, placements = parameter.device_mesh, parameter.placements
+    leaf = torch.zeros(parameter.shape, dtype=parameter.dtype, requires_grad=True)
+    assert distribute_tensor(leaf, mesh, placements).requires_grad  # as torch's
     with pytest.raises(LifecycleError, match=r"4 elements of an interval do not tell the shape of the whole"):
         DTensor.from_local(torch.zeros(4), mesh, placements)
     with pytest.raises(LifecycleError, match=r"rank \d has \d+ elements of a tensor .*, not 1\b"):
