@@ -66,6 +66,12 @@ class Block(nn.Module):
         return self.down(self.up(hidden).tanh())
 """
 
+SPLIT = """
+def split(name, module, mesh):
+    for key, p in list(module.named_parameters(recurse=False)):
+        module.register_parameter(key, nn.Parameter(distribute_tensor(p.detach(), mesh, [Replicate(), Shard(0)])))
+"""
+
 # For each page what its blocks stand on, one after the other.
 BEFORE: dict[str, list[str]] = {
     "README.md": ["", OPTIMIZER, OPTIMIZER, SAVED],
@@ -94,6 +100,12 @@ BEFORE: dict[str, list[str]] = {
     ],
     "docs/tensor_parallelism.md": [
         MESHES + "model.blocks = nn.ModuleList(Block() for _ in range(2))\n",
+        MESHES
+        + "from torch.distributed.tensor import Replicate, distribute_module\n"
+        + "from fullshard import DataParallelMeshDims\n"
+        + "mesh = init_device_mesh('cpu', (1, 2), mesh_dim_names=('dp', 'tp'))\n"
+        + "model = nn.Module(); model.blocks = nn.ModuleList(Block() for _ in range(2))\n"
+        + SPLIT,
         MESHES
         + "model, plan = Block(), {'up': ColwiseParallel(), 'down': RowwiseParallel()}\n"
         + OPTIMIZER

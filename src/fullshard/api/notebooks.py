@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import socket
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,7 +26,8 @@ def notebook_launcher(
         function: makes the Accelerator, the model and everything else; a cell may hold it.
         args: for it.
         num_processes: how many ranks.
-        options: further ones of Accelerate's function: `mixed_precision`, `use_port`, `max_restarts`, ...
+        options: further ones of Accelerate's function: `mixed_precision`, `use_port`, `max_restarts`, ... On one host
+            the port is a free one, unless it is said.
 
     Raises:
         ConfigError: the notebook has used a device, or is a rank of a job itself: what is forked from it could not.
@@ -35,6 +37,9 @@ def notebook_launcher(
     if num_processes is not None and num_processes > 1:
         _check_can_fork("notebook_launcher")
         function = _forked(function)
+        if options.get("num_nodes", 1) == 1:  # Accelerate's is the same for all notebooks
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                options.setdefault("use_port", str(free.getsockname()[1]))
     accelerate.notebook_launcher(function, tuple(args), num_processes, **options)
 
 
