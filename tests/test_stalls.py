@@ -25,7 +25,7 @@ from fullshard.comm.mesh import init_mesh
 from fullshard.comm.stalls import STALLS, Stalls, _read_words
 from fullshard.config.switches import COMM, timeout_of_environment
 from fullshard.core import patience
-from fullshard.core.errors import CommunicationError, ConfigError
+from fullshard.core.errors import CommunicationError, ConfigError, LifecycleError
 from fullshard.core.patience import seconds_to_wait, stall_seconds
 from fullshard.core.place import PLACE, Whereabouts, read_place
 from fullshard.engine import fully_shard
@@ -324,6 +324,37 @@ def look_for_errors() -> list[str]:
 def test_a_look_for_errors_is_one_read() -> None:
     """However many groups and ranks there are."""
     assert run_ranks(look_for_errors, 2) == [["get"], ["get"]]
+
+
+def fail_in_a_wait() -> tuple[str, str]:
+    """What is said of an error in a wait of rank 0's in a shard group, and once all have forgotten it."""
+    mesh = init_mesh()
+    group = mesh.shard_group
+    assert group is not None
+    if dist.get_rank() == 0:
+        with pytest.raises(CommunicationError, match="rank 0, sums: broken"), STALLS.waiting_in([group], "sums"):
+            raise RuntimeError("broken")
+        until(lambda: int(torch_private.default_store().get("fullshard/failures")) > 0)
+    dist.barrier()
+    until(lambda: dist.get_rank() == 0 or STALLS._failure() != "", 10)
+    said = STALLS._failure()
+    dist.barrier()
+    mesh.forget_failures()
+    STALLS.note_failure(group, "another")  # on all ranks
+    until(lambda: int(torch_private.default_store().get("fullshard/failures")) > 2)
+    dist.barrier()
+    return said, STALLS._failure()
+
+
+def test_an_error_in_a_wait_is_explained_and_forgotten() -> None:
+    said, later = zip(*run_ranks(fail_in_a_wait, 2), strict=True)
+    assert "rank 0 had an error in sums (RuntimeError('broken')) that rank 1 did not have" in said[1]
+    assert later == ("", "")
+
+
+def test_an_error_of_its_own_is_not_taken_for_a_wait_that_failed() -> None:
+    with pytest.raises(LifecycleError, match=r"^of its own$"), STALLS.explaining("sums"):
+        raise LifecycleError("of its own")
 
 
 def test_what_was_given_up_is_not_given_up_for_the_next_wait() -> None:

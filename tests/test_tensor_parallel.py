@@ -347,6 +347,7 @@ def check_all_axes(names: tuple[str, str], dims: Any, *, cuts_batch: bool) -> No
         if cuts_batch:
             module.set_gradient_divide_factor(1)
     assert {p.device_mesh for p in model.parameters()} == {mesh}
+    assert fullshard.describe(model).tile_ranks == (2 if "tp" in names else 1)
     optimizers = [torch.optim.AdamW(each.parameters(), lr=RATE) for each in (plain, model)]
     for step in range(3):
         torch.manual_seed(step)

@@ -110,8 +110,12 @@ class Mesh:
 
     def watch(self) -> None:
         """Have waits in its groups watched."""
+        STALLS.watch(self._groups, self.device)
+
+    @property
+    def _groups(self) -> list[dist.ProcessGroup | None]:
         own = (getattr(collectives, "group", None) for collectives in (self.gather, self.reduce, self.replicate))
-        STALLS.watch([self.control_group, self.shard_group, self.replicate_group, *own], self.device)
+        return [self.control_group, self.shard_group, self.replicate_group, *own]
 
     def end_waits(self) -> None:
         """This rank comes to nothing of what others wait for: those that compare notes are told so at once."""
@@ -127,8 +131,9 @@ class Mesh:
 
     def forget_failures(self) -> None:
         """All ranks of the mesh are at the same place, whatever has failed before on some."""
-        if self.control_group is not None:
-            STALLS.forget_failures(self.control_group)
+        for group in self._groups:
+            if group is not None:
+                STALLS.forget_failures(group)
 
     @contextmanager
     def doing_alike(self, what: str) -> Iterator[None]:

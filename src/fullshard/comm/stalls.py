@@ -34,7 +34,7 @@ from fullshard.comm import torch_private
 from fullshard.comm.cpu.gloo import end_waits
 from fullshard.comm.track import Track
 from fullshard.config.switches import PREEMPTION_DIR, timeout_of_environment
-from fullshard.core.errors import CommunicationError, cut
+from fullshard.core.errors import CommunicationError, FullshardError, cut
 from fullshard.core.patience import FIRST_SECONDS, PATIENCE, seconds_to_wait, stall_seconds
 from fullshard.core.place import PLACE, this_process
 
@@ -170,12 +170,15 @@ class Stalls:
         Raises:
             CommunicationError: as `explaining`.
         """
-        around, self._joined = self._joined, list(groups)
+        around = self._joined
+        if threading.current_thread() is threading.main_thread():  # whose wait it is that is looked at
+            self._joined = list(groups)
         try:
             with PLACE.waiting(what, in_step=in_step), self.explaining(what, groups, in_step=in_step):
                 yield
         finally:
-            self._joined = around
+            if threading.current_thread() is threading.main_thread():
+                self._joined = around
 
     @contextlib.contextmanager
     def explaining(
@@ -188,14 +191,16 @@ class Stalls:
         """
         try:
             yield
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:
             for group in self.groups.intersection(groups):
                 self.note_failure(group, what)
+            self.explain_failures(error)
+            if isinstance(error, FullshardError | torch.OutOfMemoryError):
+                raise
+            rank = f"rank {dist.get_rank()}, " if dist.is_initialized() else ""
             step = f" (step {PLACE.step} of this process)" if in_step and PLACE.step else ""
             raise CommunicationError(
-                f"rank {dist.get_rank()}, {what}: {self.reason(error)}{step}",
+                f"{rank}{what}: {self.reason(error)}{step}",
                 hint="see whether another rank failed first, or does not come here",
             ) from error
 

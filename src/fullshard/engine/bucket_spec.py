@@ -79,6 +79,7 @@ class BucketSpec:
         require_dtype(mesh.device, self.dtype, "parameters")
         require_dtype(mesh.device, self.compute_dtype, "param_dtype")
         require_dtype(mesh.device, self.reduce_dtype, "reduce_dtype")
+        self.tiles = [tile_of(slot.parameter) for slot in slots]
         self.gather_packing, self.reduce_packing = _packing(plan.gather_as), _packing(plan.reduce_as)
         self.main_is_on_host = plan.main_is_on_host
         self.is_gathered_from_host = plan.is_gathered_from_host
@@ -89,10 +90,9 @@ class BucketSpec:
             reduce_dtype=self.reduce_dtype if plan.trainable else None,
             is_extended=is_extended(slots[0].parameter),
             by_rows=slots[0].by_rows,
-            is_tiled=any(tile_of(slot.parameter) is not None for slot in slots),
+            is_tiled=any(tile is not None and tile.is_beneath for tile in self.tiles),
         )
         self.slices = [self.layout.shard_slice(index, mesh.shard_rank) for index in range(len(slots))]
-        self.tiles = [tile_of(slot.parameter) for slot in slots]
         self.reduction = ReductionSettings.of(policy, mesh)
 
     def span(self, index: int) -> Span:

@@ -244,9 +244,9 @@ def _take_from_rank_0(tensors: list[torch.Tensor], mesh: Mesh) -> None:
         return
     lines = [f"tensor {i}: {tuple(t.shape)} {t.dtype}" for i, t in enumerate(tensors)]
     mesh.check_agreement(lines, what="the parameters and buffers to take from rank 0")
-    with STALLS.waiting_in([mesh.world_group], "weights of rank 0's"):
-        for tensor in tensors:
-            whole = tensor.contiguous()
+    for tensor in tensors:
+        whole = tensor.contiguous()
+        with STALLS.waiting_in([mesh.world_group], "weights of rank 0's"):  # each may take as long as a wait may
             dist.broadcast(whole, group=mesh.world_group, group_src=0)
-            if whole is not tensor:
-                tensor.copy_(whole)
+        if whole is not tensor:
+            tensor.copy_(whole)

@@ -60,7 +60,7 @@ class Sharding:
         largest = max(units, key=lambda unit: unit.full_nbytes)
         full_numel = sum(bucket.layout.full_numel for bucket in buckets)
         numel = sum(bucket.layout.numel for bucket in buckets)
-        tiles = [tile for bucket in buckets for tile in bucket.tiles if tile is not None]
+        tiles = [tile for bucket in buckets for tile in bucket.tiles if tile is not None and tile.is_beneath]
         # What was not asked about is the root, which keeps its parameters under every strategy.
         kept = sum(
             not unit.reshard_after_forward and unit.requested_reshard_after_forward is not None for unit in units

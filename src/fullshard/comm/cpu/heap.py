@@ -38,7 +38,7 @@ _NOW, _MOST = "VmRSS", "VmHWM"
 class Heap:
     """This process's heap, where its C library is glibc; elsewhere nothing happens.
 
-    It is made when the first model is sharded, and what the process is larger by in a forward counts from then.
+    Made as the first model is sharded or quantised, from when on it counts what a forward makes the process larger by.
     """
 
     def __init__(self) -> None:

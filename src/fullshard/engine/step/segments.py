@@ -57,8 +57,8 @@ def use_segments(optimizer: optim.Optimizer) -> None:
 
 def finish_step(optimizer: optim.Optimizer) -> None:
     """Give the parameters what the optimizer has put into the state of segments after its loop."""
-    for segment in _segments_of(optimizer):
-        segment.take_state(optimizer.state)
+    if (init_group := _init_group_of(optimizer)) is not None:
+        init_group.take_states(optimizer.state)
 
 
 def segment_states(optimizer: optim.Optimizer) -> Iterator[tuple[ShardedParameter, torch.Tensor]]:
@@ -100,7 +100,7 @@ class _InitGroup:
             torchs = getattr(type(optimizer), torch_private.INIT_GROUP)
             return torchs(optimizer, {**group, "params": tensors}, *lists)
         finally:  # at once: the optimizer has its lists, and whoever else looks at `state` is to find parameters there
-            finish_step(optimizer)
+            self.take_states(optimizer.state)
 
     def _group(self, optimizer: optim.Optimizer, group: dict[str, Any]) -> _Group:
         """What was made of `group`, made again if its parameters have changed since."""
@@ -115,6 +115,12 @@ class _InitGroup:
         joins = type(optimizer) in ELEMENT_WISE and OPTIMIZER.read() == "segments"
         self.groups.append(_Group(group, optimizer.state, joins=joins))
         return self.groups[-1]
+
+    def take_states(self, state: State) -> None:
+        """Give the parameters what the optimizer has put into the state of segments."""
+        for group in self.groups:
+            for segment in group.segments():
+                segment.take_state(state)
 
     def dissolve(self, state: State) -> None:
         """Forget all segments."""
