@@ -85,20 +85,7 @@ def _metrics() -> dict[str, Any]:
             objects += accelerator.gather_for_metrics([f"s{v}" for v in values.tolist()])
         results[name] = (rows, objects)
     rank = accelerator.process_index
-    loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(8)), batch_size=2, shuffle=True))
-    accelerator.gradient_state.has_optimizer = True  # as of one that was prepared
-    if rank == 0:
-        list(loader)
-    results["after a look"] = [n for (values,) in loader for n in accelerator.gather_for_metrics(values).tolist()]
-    accelerator.gradient_state.updates += 1
-    if rank == 0:
-        next(iter(loader))
-    accelerator.gradient_state.updates += 1
-    words = "rank 0 in that of epoch 2, rank 1 in that of epoch 1; so some samples"
-    for (values,) in loader:
-        with pytest.raises(DataError, match=words):
-            accelerator.gather_for_metrics(values)
-        break
+    results["looks"] = _looks(accelerator)
     results["nested"] = accelerator.gather({"a": [torch.tensor(rank)], "b": (torch.full((1, 2), rank),)})
     results["bool"] = accelerator.gather(torch.tensor([rank == 0]))
     results["half"] = accelerator.gather(torch.tensor([1.5 + rank], dtype=torch.bfloat16)).tolist()
@@ -135,6 +122,46 @@ def _metrics() -> dict[str, Any]:
     return results
 
 
+def _looks(accelerator: Accelerator) -> list[list[int]]:
+    """What is gathered of epochs in which rank 0 alone looks at the loader, in all ways."""
+    loader, other = accelerator.prepare(
+        *(DataLoader(TensorDataset(torch.arange(11)), batch_size=2, shuffle=True) for _ in range(2))
+    )
+    accelerator.gradient_state.has_optimizer = True  # as of one that was prepared
+    is_first = accelerator.process_index == 0
+    epochs: list[list[int]] = []
+    if is_first:
+        next(iter(loader))
+    for look in (list, lambda loader: next(iter(loader))):
+        epochs.append([])
+        for (values,) in loader:
+            rows = accelerator.gather_for_metrics(values).tolist()
+            if is_first:
+                look(loader)
+            assert accelerator.gather_for_metrics(values.tolist()) == rows
+            epochs[-1] += rows
+    epochs.append([])
+    for _ in loader:
+        for (values,) in other:
+            if is_first:
+                next(iter(loader))
+            epochs[-1] += accelerator.gather_for_metrics(values).tolist()
+        break
+    left_lying = iter(other)
+    if is_first:
+        next(left_lying)
+    assert accelerator.gather_for_metrics(torch.zeros(1)).tolist() == [0, 0]
+    epochs += [[n for (values,) in other for n in accelerator.gather_for_metrics(values).tolist()] for _ in range(2)]
+    if is_first:
+        list(other)
+    for (values,) in other:
+        for each in (values, values.tolist()):
+            with pytest.raises(DataError, match="rank 0 in that of epoch 4, rank 1 in that of epoch 3; so some"):
+                accelerator.gather_for_metrics(each)
+        break
+    return epochs
+
+
 def test_metrics_and_collectives() -> None:
     results = run_ranks(_metrics, 2)
     for rank, result in enumerate(results):
@@ -142,7 +169,7 @@ def test_metrics_and_collectives() -> None:
             rows, objects = result[name]
             assert rows == list(range(11)), name
             assert objects == [f"s{i}" for i in range(11)], name
-        assert sorted(result["after a look"]) == list(range(8))
+        assert [sorted(epoch) for epoch in result["looks"]] == [list(range(11))] * 5
         assert result["nested"]["a"][0].tolist() == [0, 1]
         assert result["nested"]["b"][0].tolist() == [[0, 0], [1, 1]]
         assert result["bool"].tolist() == [True, False]

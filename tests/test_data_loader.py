@@ -399,21 +399,90 @@ def test_a_loop_that_breaks_off_sees_other_samples_the_next_time() -> None:
     assert epoch(loader) == first
 
 
-def test_a_look_within_a_loop_leaves_the_loop_as_it_is() -> None:
+def shuffled(state: GradientState | None = None, *, world_size: int = 1) -> ShardedDataLoader:
+    loader = DataLoader(numbers(23), batch_size=4 // world_size, shuffle=True)
+    return ShardedDataLoader(loader, world_size=world_size, data_seed=5, gradient_state=state)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("has_optimizer", [False, True])
+@pytest.mark.parametrize("look", [list, lambda loader: next(iter(loader))])
+def test_a_look_within_a_loop_leaves_the_loop_as_it_is(look: Any, has_optimizer: bool, world_size: int) -> None:
     state = GradientState()
-    loader = ShardedDataLoader(DataLoader(numbers(24), batch_size=4, shuffle=True), data_seed=5, gradient_state=state)
-    whole = ShardedDataLoader(DataLoader(numbers(24), batch_size=4, shuffle=True), data_seed=5)
+    state.has_optimizer = has_optimizer
+    loader, whole = shuffled(state, world_size=world_size), shuffled(world_size=world_size)
+    inner = ShardedDataLoader(DataLoader(numbers(1)), gradient_state=state)
     first, second = epoch(whole), epoch(whole)
-    read, ends = [], []
+    ends = [(whole.end_of_dataloader, whole.remainder) for _ in whole]
+    read: list[list[int]] = []
+    seen = []
     for batch in loader:
         position = loader.state_dict()
+        assert position == {"seed": 5, "epoch": 0, "consumed": 4 * len(read) + 4}
+        look(loader)
+        assert state.active_dataloader is loader
+        seen.append((state.end_of_dataloader, loader.remainder))
+        for _ in inner:
+            look(loader)
+            assert state.active_dataloader is inner
         next(iter(loader))
-        assert loader.state_dict() == position and state.active_dataloader is loader
+        assert look is list or loader.state_dict() == position
         read.append(batch[0].tolist())
-        ends.append(state.end_of_dataloader)
-    assert read == first and ends == [False] * 5 + [True]
+    assert (read, seen) == (first, ends)
     assert not state.in_dataloader
     assert epoch(loader) == second
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_counts_as_an_epoch_is_the_same_at_any_number_of_ranks(world_size: int) -> None:
+    state = GradientState()
+    loader = shuffled(state, world_size=world_size)
+
+    def look() -> int:
+        next(iter(loader))
+        return loader.epoch
+
+    assert [look(), look()] == [0, 1], "no optimizer was prepared: every iteration counts"
+    state.has_optimizer = True
+    assert [look(), look()] == [1, 1]
+    state.updates += 1
+    assert [look(), look()] == [2, 2]
+    list(loader)
+    assert loader.epoch == 3, "what came to its end counts anyway"
+    assert look() == 3
+    left_lying = iter(loader)
+    next(left_lying)
+    for expected in (4, 5):
+        list(loader)
+        assert loader.epoch == expected
+    del left_lying
+    assert not state.in_dataloader and look() == 5
+    GradientState().join(state)
+    assert look() == 6, "a later Accelerator has no optimizer yet"
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_look_after_loading_uses_nothing_up(world_size: int) -> None:
+    state = GradientState()
+    state.has_optimizer, state.updates = True, 7
+    whole, loader = shuffled(world_size=world_size), shuffled(state, world_size=world_size)
+    first, second, third = epoch(whole), epoch(whole), epoch(whole)
+    next(iter(loader))
+    assert loader.state_dict()["consumed"] == 0, "what is saved after a look begins where it began"
+    loader.load_state_dict({"seed": 5, "epoch": 0, "consumed": 8})
+    for _ in range(2):
+        next(iter(loader))
+        assert loader.state_dict() == {"seed": 5, "epoch": 0, "consumed": 8}
+        loader.set_epoch(0)
+    assert epoch(loader) == first[2:]
+    assert epoch(loader) == second
+    loader.load_state_dict({"seed": 5, "epoch": 1, "consumed": 8})
+    assert next(iter(loader))[0].tolist() == second[2]
+    state.updates += 1
+    assert loader.state_dict()["consumed"] == 12
+    assert epoch(loader) == third
+    loader.set_epoch(0)
+    assert epoch(loader) == first
 
 
 def test_a_script_that_skips_for_itself_after_loading_skips_once() -> None:

@@ -240,7 +240,9 @@ def _loop(count: int) -> tuple[int, list[str]]:
 
 def _looked_at_by_rank_0() -> list[int]:
     accelerator = Accelerator(cpu=True)
-    loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(16)), batch_size=4, shuffle=True))
+    model = nn.Linear(1, 1)
+    data = DataLoader(TensorDataset(torch.arange(16)), batch_size=4, shuffle=True)
+    _, _, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters()), data)
     if accelerator.is_main_process:
         next(iter(loader))
     return [int(i) for (x,) in loader for i in x]

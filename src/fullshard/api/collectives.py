@@ -111,8 +111,13 @@ def all_gather_object(value: T) -> list[T]:
     return values
 
 
-def gather(data: Any) -> Any:
+def gather(data: Any, *, check: Callable[[list[Any]], None] | None = None, note: Any = None) -> Any:
     """The tensors of all ranks, concatenated along the first dimension in rank order; scalars become 1-D.
+
+    Args:
+        data: tensors in any nesting.
+        check: called on several ranks with the notes of all of them, before their tensors.
+        note: what this rank says besides.
 
     Raises:
         CommunicationError: a tensor's shape or dtype differs between ranks.
@@ -120,7 +125,9 @@ def gather(data: Any) -> Any:
     """
     if world_size() == 1:
         return map_leaves(lambda t: t.reshape(1) if t.ndim == 0 else t, data)
-    _check_agreement(data)
+    notes = _check_agreement(data, note)
+    if check is not None:
+        check(notes)
     return map_leaves(_gather_tensor, data, strict=True)
 
 
@@ -207,16 +214,19 @@ def _reduce_tensor(tensor: torch.Tensor, reduction: Reduction, scale: float) -> 
     return result.to(tensor.dtype) if is_half else result
 
 
-def _check_agreement(data: Any) -> None:
+def _check_agreement(data: Any, note: Any = None) -> list[Any]:
+    """Raise if ranks bring different tensors. Returns the notes of all ranks."""
     shapes: list[tuple[tuple[int, ...], str]] = []
     map_leaves(lambda tensor: shapes.append((tuple(tensor.shape), str(tensor.dtype))), data, strict=True)
-    everyone = all_gather_object(shapes)
+    said = all_gather_object((shapes, note))
+    everyone = [shapes for shapes, _ in said]
     for rank, other in enumerate(everyone):
         if other != everyone[0]:
             raise CommunicationError(
                 f"ranks bring different tensors to a collective: rank 0 has {everyone[0]}, rank {rank} has {other}",
                 hint="pad them to the same shape first (pad_across_processes)",
             )
+    return [note for _, note in said]
 
 
 def _has_cpu_backend() -> bool:

@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -54,9 +54,11 @@ class ShardedDataLoader(DataLoader[Any]):
     An incomplete last step is filled up with samples from the start of the epoch, unless the loader drops it or is told
     to leave it uneven; `remainder` tells how many of its samples are real. Samplers with a `generator` (so all of
     torch's) are seeded with seed + epoch, and so are those that other samplers hold, NumPy's and Python's too, and the
-    global ones, while they draw; their order is rank 0's. The epoch advances after each
-    iteration, also after one that was broken off; among several ranks not by one in which, and after which, no prepared
-    optimizer was to step: a rank may have had a look of its own.
+    global ones, while they draw; their order is rank 0's.
+
+    The epoch advances after each iteration, by the same rule at any number of ranks: one that came to its end counts;
+    so does one that was broken off, unless an optimizer was prepared and none was to step since it began. That was a
+    look, maybe of one rank alone: the next iteration begins where it began.
 
     Args:
         loader: the loader to divide.
@@ -113,7 +115,7 @@ class ShardedDataLoader(DataLoader[Any]):
         self.share = share
         self._place = _LoopPlace()  # copies made by `skipping` share it
         self.end_of_dataloader = False
-        self.is_order_checked = False  # on all ranks, in this iteration
+        self.order_number = 0  # of this iteration's order: ranks with another read other samples than they should
         self._real: Real | None = None  # of the step just handed out, if it was filled up
         self._target = device
         self._non_blocking = non_blocking
@@ -166,7 +168,7 @@ class ShardedDataLoader(DataLoader[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration that of `epoch`; one that goes on where a loaded position is goes on there."""
-        self._place.set_epoch(epoch)
+        self._place.set_epoch(epoch, self._updates)
 
     def __len__(self) -> int:
         return max(0, self.share.deal.rounds(self.share.length()) - self._skip_each)
@@ -176,48 +178,47 @@ class ShardedDataLoader(DataLoader[Any]):
             self._synchronize()
         if self._on_uneven is not None and not self.share.deal.even and self._is_uneven():
             self._on_uneven()
-        place, updates = self._place, self.gradient_state.updates
-        around = (dataclasses.replace(place), self.end_of_dataloader, self._real) if place.under_way else None
-        skip = place.begin(self._skip_each * self.share.deal.round_size, self._updates)
-        discard = self.share.start_epoch(self._seed, self.epoch, skip)
-        deal = self.share.deal
+        place, state, deal = self._place, self.gradient_state, self.share.deal
+        around = (self.end_of_dataloader, self._real, self.order_number) if place.under_way else None
+        before, updates = place.copy(), state.updates
+        skip = place.begin(self._skip_each * deal.round_size, self._updates)
+        discard, last_real = self.share.start_epoch(self._seed, self.epoch, skip)
         if deal.for_all:
-            iterator = dispatched(functools.partial(self._read, discard), self.share.last_real, deal.world_size)
+            iterator = dispatched(functools.partial(self._read, discard), last_real, deal.world_size)
         else:
             iterator = self._read(discard)
-        self.gradient_state.enter_loader(self)
-        self.is_order_checked = False
-        place.under_way += 1
+        loops = state.enter_loader(self)
+        self.order_number = self.epoch if self.share.depends_on_epoch else 0
+        place.under_way.append(self)
         try:
             following: Any = next(iterator, _END)
             while following is not _END:
                 batch, real = following
                 following = next(iterator, _END)
                 self.end_of_dataloader = following is _END
-                real = self.share.last_real() if self.end_of_dataloader and real is None else real
+                real = last_real() if self.end_of_dataloader and real is None else real
                 self._real = real if deal.even and real is not None and real.samples != real.dealt else None
                 place.consumed += deal.round_size
+                own = place.copy()
                 yield batch if self._target is None else send_to_device(batch, self._target, self._non_blocking)
-            place.end(self._updates if self.gradient_state.has_optimizer else None)
+                if place.was_looked_at:
+                    place.put_back(own)
+            place.end()
         finally:
-            place.under_way -= 1
-            if around is None:
-                self.end_of_dataloader, self._real = False, None
-                self.gradient_state.leave_loader(self)
-            else:  # a look within a loop over the same loader, which goes on
-                before, self.end_of_dataloader, self._real = around
-                if place.consumed and updates == self.gradient_state.updates:
-                    place.put_back(before)
+            place.under_way.remove(self)
+            if self not in place.under_way:
+                self.end_of_dataloader, self._real, self.order_number = False, None, 0
+                state.leave_loader(self)
+            elif around is not None:
+                self.end_of_dataloader, self._real, self.order_number = around
+            if around is not None and place.under_way:  # within a loop over the same loader, which goes on
+                state.resume_loops(loops, self)
+                place.end_within(before, is_look=updates == state.updates)
 
     @property
     def _updates(self) -> int | None:
-        """Of optimizers so far; None: of one rank alone every iteration counts."""
-        return None if self.share.deal.world_size == 1 else self.gradient_state.updates
-
-    @property
-    def order_number(self) -> int:
-        """Of the order in which the samples come: ranks with another number read other samples than they should."""
-        return self.epoch if self.share.depends_on_epoch else 0
+        """Of optimizers so far; None: none was prepared."""
+        return self.gradient_state.updates if self.gradient_state.has_optimizer else None
 
     def _is_uneven(self) -> bool:
         try:
@@ -236,8 +237,8 @@ class ShardedDataLoader(DataLoader[Any]):
 
     def state_dict(self) -> dict[str, int]:
         """Position of the loop: seed, epoch and items used. Valid at any number of ranks."""
-        epoch = self.epoch + self._place.is_over_and_used(self._updates)
-        return {"seed": self._seed, "epoch": epoch, "consumed": self._place.consumed}
+        consumed = self._place.position(self._updates)
+        return {"seed": self._seed, "epoch": self.epoch, "consumed": consumed}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continue at a position: the next iteration starts after the last batch that was handed out.
@@ -248,8 +249,7 @@ class ShardedDataLoader(DataLoader[Any]):
         if set(state) != {"seed", "epoch", "consumed"}:
             raise DataError(f"not the position of a data loader: keys {sorted(state)}, expected seed, epoch, consumed")
         self._seed = state["seed"]
-        self._place.set_epoch(state["epoch"])
-        self._place.consumed, self._place.is_loaded = state["consumed"], True
+        self._place.load(state["epoch"], state["consumed"])
 
     def skipping(self, batches: int) -> ShardedDataLoader:
         """A copy whose every iteration leaves out the first `batches` steps; it has its place in common with this one.
@@ -270,59 +270,77 @@ class _LoopPlace:
     Attributes:
         epoch: that of the iteration which runs, was broken off or comes next.
         consumed: items that were used in it.
-        is_loaded: it comes next, and goes on after these.
-        is_over: the iteration has come to its end, and is not known to be more than this rank's own look.
-        begun: updates of optimizers when it began.
-        under_way: iterations that have begun, and are neither over nor broken off.
+        loaded: of them those that a run before this one had used; until the iteration counts.
+        start: of them those that it left out at its start.
+        begun: updates of optimizers when it began; None: no optimizer was prepared.
+        under_way: the loaders of iterations that have begun, and are neither over nor broken off.
+        was_looked_at: within an iteration another was read to its end, which was but a look.
     """
 
     epoch: int = 0
     consumed: int = 0
-    is_loaded: bool = False
-    is_over: bool = False
-    begun: int = 0
-    under_way: int = 0
+    loaded: int = 0
+    start: int = 0
+    begun: int | None = None
+    under_way: list[ShardedDataLoader] = field(default_factory=list)
+    was_looked_at: bool = False
 
     def begin(self, skip: int, updates: int | None) -> int:
         """An iteration begins.
 
         Args:
             skip: items that a script has it leave out; 0 if it says nothing.
-            updates: of optimizers so far; None: what the last iteration had is not to come again, whatever there were.
+            updates: of optimizers so far; None: none was prepared.
 
         Returns:
             How many are left out.
         """
-        if self.is_loaded:
-            skip = skip or self.consumed
-        elif self.is_over_and_used(updates) or (self.consumed and self._is_used(updates)):
-            self.epoch += 1
-        self.consumed, self.is_loaded, self.is_over, self.begun = skip, False, False, updates or 0
-        return skip
+        if self.consumed != self.start and self._counts(updates):
+            self._move_to(self.epoch + 1)
+        self.start = self.consumed = skip or self.loaded
+        self.begun, self.was_looked_at = updates, False
+        return self.start
 
-    def end(self, updates: int | None) -> None:
-        """It has come to its end. See `begin`."""
-        self.consumed, self.is_over = 0, True
-        if self.is_over_and_used(updates):
-            self.set_epoch(self.epoch + 1)
+    def end(self) -> None:
+        """It has come to its end."""
+        self._move_to(self.epoch + 1)
 
-    def is_over_and_used(self, updates: int | None) -> bool:
-        """Whether the next iteration is that of another epoch although this one is not counted yet. See `begin`."""
-        return self.is_over and self._is_used(updates)
-
-    def _is_used(self, updates: int | None) -> bool:
-        # With others a rank may have had a look of its own, which is no epoch; only what all have done together is.
-        return updates is None or updates > self.begun
+    def end_within(self, before: _LoopPlace, *, is_look: bool) -> None:
+        """It is over or broken off, and was within another, which was at `before`."""
+        is_broken_off = self.consumed != 0
+        if is_look and is_broken_off:
+            self.put_back(before)
+        elif is_look:
+            # Only if the other goes on: an iterator that a script has left lying makes no look of all later epochs.
+            self.was_looked_at = True
 
     def put_back(self, before: _LoopPlace) -> None:
-        """What was broken off just now was a look within the iteration that is under way, which is where it was."""
-        for name in ("epoch", "consumed", "is_loaded", "is_over", "begun"):
+        """What was since then was a look, which leaves no trace."""
+        for name in ("epoch", "consumed", "loaded", "start", "begun", "was_looked_at"):
             setattr(self, name, getattr(before, name))
 
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch, self.is_over = epoch, False
-        if not self.is_loaded:
-            self.consumed = 0
+    def position(self, updates: int | None) -> int:
+        """How many items of the epoch a run that goes on from here has used."""
+        is_over_look = not self.under_way and not self._counts(updates)
+        return self.loaded if is_over_look else self.consumed
+
+    def set_epoch(self, epoch: int, updates: int | None) -> None:
+        is_to_go_on = self.consumed == self.start or not self._counts(updates)
+        self._move_to(epoch, self.loaded if is_to_go_on else 0)
+
+    def load(self, epoch: int, consumed: int) -> None:
+        """The next iteration goes on after so many items."""
+        self._move_to(epoch, consumed)
+
+    def copy(self) -> _LoopPlace:
+        return dataclasses.replace(self)
+
+    def _move_to(self, epoch: int, loaded: int = 0) -> None:
+        self.epoch, self.consumed, self.loaded, self.start = epoch, loaded, loaded, loaded
+
+    def _counts(self, updates: int | None) -> bool:
+        """Whether what was broken off is not to come again; else it was a look, maybe of this rank alone."""
+        return updates is None or updates > (self.begun or 0)
 
 
 def skip_first_batches(loader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:

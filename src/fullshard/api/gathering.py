@@ -34,14 +34,14 @@ class Gathering(Processes):
         """
         return self._gather_once(tensor)
 
-    def _gather_once(self, tensor: Any) -> Any:
+    def _gather_once(self, tensor: Any, **notes: Any) -> Any:
         ranks, tiles = self.num_processes, self._tensor_parallel_size
 
         def one_of_each(gathered: torch.Tensor) -> torch.Tensor:
             parts = gathered.view(ranks // tiles, tiles, -1, *gathered.shape[1:])
             return parts[:, 0].flatten(0, 1)
 
-        found = collectives.gather(tensor)
+        found = collectives.gather(tensor, **notes)
         return found if tiles == 1 else collectives.map_leaves(one_of_each, found)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
@@ -53,20 +53,23 @@ class Gathering(Processes):
 
         Raises:
             TypeError: on several ranks, what is neither tensors nor a list of objects.
+            DataError: ranks read the loader in different orders.
         """
         if self.num_processes == 1:  # whatever it is, it is all there, and nothing is repeated
             return input_data if use_gather_object else collectives.gather(input_data)
-        self._check_order()
+        loader = self.gradient_state.active_dataloader
+        order = loader.order_number if isinstance(loader, ShardedDataLoader) else None
         if use_gather_object or not _all_tensors(input_data):
             if isinstance(input_data, Mapping | str | bytes) or not isinstance(input_data, Iterable):
                 raise TypeError(
                     f"gather_for_metrics on {self.num_processes} ranks takes tensors in any nesting, or a list with an "
                     f"object for each sample, and this is a {type(input_data).__name__} (hint: put it into a list)"
                 )
-            parts = collectives.all_gather_object(input_data)[:: self._tensor_parallel_size]
-            data = [item for part in parts for item in part]
+            said = collectives.all_gather_object((input_data, order))
+            _check_orders([order for _, order in said])
+            data = [item for part, _ in said[:: self._tensor_parallel_size] for item in part]
             return data[: self._real_rows(len(data))]
-        data = self._gather_once(input_data)
+        data = self._gather_once(input_data, check=_check_orders, note=order)
 
         def cut(tensor: torch.Tensor) -> torch.Tensor:
             return tensor[: self._real_rows(tensor.shape[0])]
@@ -95,25 +98,23 @@ class Gathering(Processes):
         self._trigger = False
         return bool(collectives.reduce(flag, "max").item())
 
-    def _check_order(self) -> None:
-        """See to it that all ranks read the loader in the same order. A collective, once in an iteration."""
-        loader = self.gradient_state.active_dataloader
-        if not isinstance(loader, ShardedDataLoader) or loader.is_order_checked:
-            return
-        loader.is_order_checked = True
-        epochs = collectives.all_gather_object(loader.order_number)
-        other = next((rank for rank, epoch in enumerate(epochs) if epoch != epochs[0]), None)
-        if other is not None:
-            raise DataError(
-                f"ranks read a data loader in different orders: rank 0 in that of epoch {epochs[0]}, rank {other} in "
-                f"that of epoch {epochs[other]}; so some samples are read twice, and others never",
-                hint="a rank has read it alone before: read it on every rank, or call loader.set_epoch(number) on all",
-            )
-
     def _real_rows(self, rows: int) -> int:
         """Rows that are not repetitions, of `rows` gathered in the current step."""
         loader = self.gradient_state.active_dataloader
         return loader.real_rows(rows) if isinstance(loader, ShardedDataLoader) else rows
+
+
+def _check_orders(orders: list[int | None]) -> None:
+    """Raise if ranks read the loader in different orders; None: a rank is in no loop, and has nothing to say."""
+    known = [(rank, order) for rank, order in enumerate(orders) if order is not None]
+    for rank, order in known:
+        first, expected = known[0]
+        if order != expected:
+            raise DataError(
+                f"ranks read a data loader in different orders: rank {first} in that of epoch {expected}, rank {rank} "
+                f"in that of epoch {order}; so some samples are read twice, and others never",
+                hint="a rank has read it alone before: read it on every rank, or call loader.set_epoch(number) on all",
+            )
 
 
 def _all_tensors(data: Any) -> bool:

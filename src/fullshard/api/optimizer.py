@@ -58,6 +58,7 @@ class AcceleratedOptimizer(Optimizer):
         if not self.gradient_state.sync_gradients:
             return None
         self.gradient_state.updates += 1
+        self.gradient_state.has_optimizer = True  # an Accelerator that was made in between knew of none
         if self.clipping is not None:
             self._clip(self.clipping, closure)
         if self.scaler is None:

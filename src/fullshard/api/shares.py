@@ -8,6 +8,7 @@ import itertools
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sized
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -87,12 +88,17 @@ class Share:
         """Of the order; `TypeError` if it has none."""
         return len(cast("Sized", self._order))
 
-    def start_epoch(self, seed: int, epoch: int, skip: int) -> int:
-        """Prepare the next iteration. Returns how much the loop itself must throw away of what the loader gives."""
+    def start_epoch(self, seed: int, epoch: int, skip: int) -> tuple[int, Callable[[], Real | None]]:
+        """Prepare the next iteration.
+
+        Returns:
+            How much the loop itself must throw away of what the loader gives; and what tells, once the last round of
+            this iteration was dealt, what is real of it.
+        """
         if callable(set_epoch := getattr(self._dataset, "set_epoch", None)):
             set_epoch(epoch)
-        self._sampler.prepare(seed, epoch, skip)
-        return 0
+        dealt = self._sampler.prepare(seed, epoch, skip)
+        return 0, lambda: dealt.last
 
     def note_begun(self) -> None:
         """What reads has begun: nothing else may read the same."""
@@ -102,9 +108,12 @@ class Share:
         """Batches in what the loader gave, each with what is real of its round if that is known."""
         return [(given, None)]
 
-    def last_real(self) -> Real | None:
-        """What is real of the last round, once it was dealt."""
-        return self._sampler.last_real
+
+@dataclass(slots=True)
+class _Dealt:
+    """What is real of the round that an iteration dealt last."""
+
+    last: Real | None = None
 
 
 class _DealtSampler(Sampler[Any]):
@@ -114,8 +123,7 @@ class _DealtSampler(Sampler[Any]):
         self._deal = deal
         self._order = order
         self.batch_sampler = batches
-        self._next: tuple[int, int, int] | None = None
-        self.last_real: Real | None = None
+        self._next: tuple[int, int, int, _Dealt] | None = None
 
     even_batches: bool = forwarded("_deal.even", may_set=True)
     """Whether an incomplete last step is filled up, under Accelerate's name; scripts set it."""
@@ -126,9 +134,10 @@ class _DealtSampler(Sampler[Any]):
             raise AttributeError(name)
         return getattr(self.batch_sampler, name)
 
-    def prepare(self, seed: int, epoch: int, skip: int) -> None:
-        self._next = (seed, epoch, skip)
-        self.last_real = None
+    def prepare(self, seed: int, epoch: int, skip: int) -> _Dealt:
+        dealt = _Dealt()
+        self._next = (seed, epoch, skip, dealt)
+        return dealt
 
     def forget(self) -> None:
         self._next = None
@@ -144,26 +153,26 @@ class _DealtSampler(Sampler[Any]):
                 "epoch and where in it the loop is",
                 hint="leave batches out with accelerator.skip_first_batches(loader, n), and read the loader",
             )
-        seed, epoch, skip = self._next
+        seed, epoch, skip, dealt = self._next
         readers = 1 if self._deal.for_all else self._deal.world_size
-        return self._shares(_agreed_order(self._order, seed, epoch, readers), skip)
+        return self._shares(_agreed_order(self._order, seed, epoch, readers), skip, dealt)
 
-    def _shares(self, order: Iterable[Any], skip: int) -> Iterator[Any]:
+    def _shares(self, order: Iterable[Any], skip: int, dealt: _Dealt) -> Iterator[Any]:
         if self._order is self.batch_sampler:
-            yield from self._batches(_Equal(order, self._size_to_keep()), skip)
+            yield from self._batches(_Equal(order, self._size_to_keep()), skip, dealt)
             return
         for of_all, real in self._deal.dealt(order, skip=skip):
-            self.last_real = Real(real, self._deal.round_size)
+            dealt.last = Real(real, self._deal.round_size)
             yield from self._deal.shares_of(of_all)
 
-    def _batches(self, order: _Equal, skip: int) -> Iterator[Any]:
+    def _batches(self, order: _Equal, skip: int, dealt: _Dealt) -> Iterator[Any]:
         for of_all, real in self._deal.dealt(order, skip=skip):
             sizes = [len(batch) if isinstance(batch, Sized) else None for batch in of_all]
             known = [size for size in sizes if size is not None]
             if len(known) < len(sizes):  # each is whatever the dataset makes of one index
-                self.last_real = Real(real, len(sizes), batches=real)
+                dealt.last = Real(real, len(sizes), batches=real)
             else:
-                self.last_real = Real(sum(known[:real]) - order.added, sum(known), batches=real)
+                dealt.last = Real(sum(known[:real]) - order.added, sum(known), batches=real)
             for (batch,) in self._deal.shares_of(of_all):
                 yield batch
 
@@ -284,7 +293,7 @@ class _IterableShare(Share):
     def length(self) -> int:
         return len(cast("Sized", self._dataset.dataset))
 
-    def start_epoch(self, seed: int, epoch: int, skip: int) -> int:
+    def start_epoch(self, seed: int, epoch: int, skip: int) -> tuple[int, Callable[[], Real | None]]:
         dataset = self._dataset.dataset
         set_epoch, generator = getattr(dataset, "set_epoch", None), getattr(dataset, "generator", None)
         if callable(set_epoch):
@@ -293,7 +302,7 @@ class _IterableShare(Share):
             generators.seed(generator, seed + epoch)
         if self._num_workers == 0:
             self._dataset.skip = skip
-            return 0
+            return 0, lambda: None  # each round says it
         # Workers deal rounds of their own, so only whole rounds can be thrown away, here.
         rounds, rest = divmod(skip, self.deal.round_size)
         if rest:
@@ -301,15 +310,12 @@ class _IterableShare(Share):
                 f"cannot continue after {skip} samples of an iterable dataset in steps of {self.deal.round_size}",
                 hint="with num_workers > 0, resume with the same global batch size",
             )
-        return rounds
+        return rounds, lambda: None
 
     def unpack(self, given: Any) -> Iterable[tuple[Any, Real | None]]:
         batches, samples = given
         real = Real(int(samples), self.deal.round_size)
         return [(batch, real) for batch in batches]
-
-    def last_real(self) -> Real | None:
-        return None
 
 
 class _DealtDataset(IterableDataset[Any]):

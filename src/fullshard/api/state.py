@@ -44,7 +44,7 @@ class GradientState:
         sync_gradients: whether the current micro-batch ends a step.
         step: micro-batches since the last step that ended an epoch.
         updates: how often an optimizer was to step.
-        has_optimizer: whether there is one that counts them.
+        has_optimizer: whether one was prepared, in this run.
     """
 
     updates, has_optimizer = 0, False  # of the class, for fields that Accelerate's has made lack them
@@ -120,7 +120,7 @@ class GradientState:
         fields = vars(earlier)
         fields["plugin_kwargs"] = self.plugin_kwargs
         if not earlier.in_dataloader:  # what an earlier run began is over
-            fields.update(step=self.step, sync_gradients=self.sync_gradients)
+            fields.update(step=self.step, sync_gradients=self.sync_gradients, has_optimizer=False)
         self.__dict__ = fields
 
     def begin_micro_batch(self) -> None:
@@ -131,15 +131,26 @@ class GradientState:
             self.step += 1
             self.sync_gradients = self.step % self.num_steps == 0
 
-    def enter_loader(self, loader: Loader) -> None:
-        """Iteration of a loader begins."""
+    def enter_loader(self, loader: Loader) -> list[weakref.ref[Loader] | None]:
+        """Iteration of a loader begins. Returns the loops before it, for `resume_loops`."""
+        before = self._dataloader_references_ref
         self.leave_loader(loader)
         self._dataloader_references_ref.append(weakref.ref(loader))
+        return before
 
     def leave_loader(self, loader: Loader) -> None:
         """Iteration of a loader ended, or was broken off."""
         self._dataloader_references_ref = [
             held for held in self._dataloader_references_ref if held is None or held() not in (None, loader)
+        ]
+
+    def resume_loops(self, before: list[weakref.ref[Loader] | None], loader: Loader) -> None:
+        """A look at `loader` within a loop over it ended: the loops `before` it go on, but for those that are over."""
+        self.leave_loader(loader)
+        left = self._dataloader_references_ref
+        self._dataloader_references_ref = [
+            *(held for held in before if held in left or (held is not None and held() is loader)),
+            *(held for held in left if held not in before),
         ]
 
 
