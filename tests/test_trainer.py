@@ -660,6 +660,19 @@ def test_a_parallelism_config_says_how_the_model_is_divided(tmp_path: Path) -> N
     assert found[5] == "parallelism_config has cp_size = 2"
 
 
+def two_by_two(output: str) -> list[Any]:
+    from fullshard import ParallelismConfig
+
+    options = {"max_steps": 2}
+    return [run(output, options=options | more) for more in ({}, {"parallelism_config": ParallelismConfig(2, 2)})]
+
+
+def test_each_rank_of_a_replica_over_two_has_half_of_it(tmp_path: Path) -> None:
+    for whole, replicas in run_ranks(two_by_two, 4, str(tmp_path)):
+        assert abs(replicas["own"] - whole["total"] / 2) <= 16 < abs(whole["own"] - whole["total"] / 2)
+        assert close(replicas["losses"], whole["losses"]) and close(replicas["norms"], whole["norms"])
+
+
 def from_file(output: str, path: str) -> tuple[str, bool, str]:
     return settings_of(output, {"fsdp": "full_shard", "fsdp_config": path})
 

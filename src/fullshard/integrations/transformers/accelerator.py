@@ -73,6 +73,7 @@ class TrainerAccelerator(Accelerator):
             gradient_accumulation_plugin=GradientAccumulationPlugin(1, sync_each_batch=True),
             kwargs_handlers=[InitProcessGroupKwargs(None if timeout is None else timedelta(seconds=timeout))],
             dynamo_backend=args.torch_compile_backend if args.torch_compile else None,
+            parallelism_config=args.parallelism_config,
         )
         if not dataloader_config.even_batches and self.num_processes > 1:
             raise ConfigError(
