@@ -20,6 +20,7 @@ from accelerate.state import AcceleratorState as TheirState
 from accelerate.state import GradientState as TheirGradientState
 from accelerate.state import PartialState as TheirPartialState
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -274,6 +275,16 @@ def test_what_is_changed_on_accelerates_plugin_counts_for_the_next_model() -> No
     assert fullshard.describe(model).units == 3
     assert accelerator.setup.precision.compute_dtype == "bfloat16"
     assert accelerator.setup.sharding.resolved_strategy().name == "SHARD_GRAD_OP"
+    theirs.activation_checkpointing, theirs.cpu_offload = True, CPUOffloadPolicy()
+    accelerator.prepare(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    assert accelerator.setup.sharding.activation_checkpointing and accelerator.setup.sharding.cpu_offload
+    theirs.reshard_after_forward, theirs.activation_checkpointing = True, False  # as they are by themselves
+    theirs.mixed_precision_policy, theirs.cpu_offload = None, OffloadPolicy()
+    accelerator.prepare(nn.Linear(4, 4))
+    sharding = accelerator.setup.sharding
+    assert (sharding.activation_checkpointing, sharding.cpu_offload) == (False, False)
+    assert sharding.resolved_strategy().name == "FULL_SHARD"
+    assert accelerator.setup.precision.compute_dtype is None
 
 
 def _parallel(replicas: int, shards: int, **fields: Any) -> tuple[str, int, int]:

@@ -24,7 +24,7 @@ from fullshard.config.resolve import resolve
 from fullshard.config.schema import PrecisionConfig, RunConfig
 from fullshard.core.errors import ConfigError, WrapError
 from fullshard.core.offload import Offload
-from fullshard.engine import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from fullshard.engine import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, ShardedParameter
 from fullshard.wrap.policies import Auto, ByClass, BySize, NoWrap, unit_modules
 
 Plugin = FullyShardedDataParallelPlugin
@@ -395,8 +395,51 @@ def test_what_is_changed_on_the_plugin_counts_for_the_next_model() -> None:
     sharding = accelerator.setup.sharding
     assert (plugin.sharding_strategy, sharding.activation_checkpointing) == ("FULL_SHARD", False)
     plugin.set_mixed_precision("fp16", override=True)
-    with pytest.raises(ConfigError, match="fp16 from now on, and the Accelerator was made for bf16"):
+    with pytest.raises(ConfigError, match="fp16 from now on, and the Accelerator was made for no"):
         accelerator.prepare(nn.Linear(2, 2))
+
+
+def test_what_is_changed_leaves_what_is_asked_for_when_a_model_is_sharded() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    accelerator = Accelerator(cpu=True, fsdp_plugin=Plugin(ignored_modules=[model[0]]))
+    plugin: Any = accelerator.state.fsdp_plugin
+    plugin.activation_checkpointing = True
+    accelerator.prepare(model)
+    assert accelerator.setup.sharding.activation_checkpointing
+    assert [isinstance(p, ShardedParameter) for p in model.parameters()] == [False, False, True, True]
+    plugin.activation_checkpointing, plugin.ignored_modules = False, "1"
+    other = accelerator.prepare(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    assert [isinstance(p, ShardedParameter) for p in other.parameters()] == [True, True, False, False]
+
+
+def test_of_what_is_replaced_on_the_plugin_nothing_is_left() -> None:
+    bf16 = torch.bfloat16
+    both = MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=bf16)
+    accelerator = Accelerator(cpu=True, fsdp_plugin=Plugin(mixed_precision_policy=both))
+    plugin: Any = accelerator.state.fsdp_plugin
+
+    def prepared() -> tuple[str | None, str | None, Offload]:
+        accelerator.prepare(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+        precision = accelerator.setup.precision
+        return precision.compute_dtype, precision.gradient_dtype, accelerator.setup.sharding.offload
+
+    assert prepared() == ("bfloat16", "bfloat16", Offload())
+    plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=bf16)
+    assert plugin.mixed_precision_policy == MixedPrecisionPolicy(param_dtype=bf16)
+    plugin.cpu_offload = OffloadPolicy(main_weights=True)
+    assert prepared() == ("bfloat16", None, Offload(main_weights=True, optimizer_state=True))
+    plugin.mixed_precision_policy, plugin.cpu_offload = None, False
+    assert prepared() == (None, None, Offload()) and plugin.cpu_offload == fsdp.CPUOffload()
+    plugin.set_mixed_precision("bf16", override=True)
+    plugin.activation_checkpointing = True
+    assert prepared()[0] == "bfloat16" and accelerator.mixed_precision == "bf16"
+    plugin.mixed_precision_policy, plugin.activation_checkpointing = None, None
+    assert prepared()[0] is None and not accelerator.setup.sharding.activation_checkpointing
+    with pytest.warns(UserWarning, match="gives way to the plugin"):
+        mine = Accelerator(cpu=True, mixed_precision="bf16", fsdp_plugin=Plugin(mixed_precision_policy="fp32"))
+    mine.state.fsdp_plugin.mixed_precision_policy = None
+    mine.prepare(nn.Linear(2, 2))
+    assert mine.mixed_precision == "bf16", "what the Accelerator says"
 
 
 def test_the_policy_in_effect_is_one_that_fully_shard_takes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -427,3 +470,14 @@ def test_another_one_made_of_it_is_set_to_what_was_set() -> None:
     assert [name for name in names if other.said(name) is not None] == ["sharding_strategy", "forward_prefetch"]
     assert other.sharding_config().resolved_strategy().name == "NO_SHARD"
     assert other.reshard_after_forward is False
+    for policy in (
+        "no",
+        "fp32",
+        "bf16",
+        "fp16",
+        {"param_dtype": torch.float32, "reduce_dtype": "bf16", "gather_as": "int8", "cast_inputs": False},
+        fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.bfloat16),
+    ):
+        plugin = Plugin(mixed_precision_policy=policy)
+        assert precision_of(dataclasses.replace(plugin, cpu_offload=True)) == precision_of(plugin)
+        assert precision_of(Plugin(**dataclasses.asdict(plugin))) == precision_of(plugin)

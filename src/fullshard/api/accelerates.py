@@ -124,18 +124,21 @@ def own_plugin(plugin: Any) -> FullyShardedDataParallelPlugin:
     """
     untouched, chosen = type(plugin)(fsdp_version=plugin.fsdp_version), {}
     for field in dataclasses.fields(FullyShardedDataParallelPlugin):
-        value = getattr(plugin, field.name, None)
+        value = _translated(plugin, field.name)
         # Whole or sharded depends on the version there, so without a launcher's word what was filled in counts, too.
         counts = field.name == "state_dict_type" and handed_over() is None
-        if value is not None and (counts or value != getattr(untouched, field.name, None)):
+        if value is not None and (counts or value != _translated(untouched, field.name)):
             chosen[field.name] = value
     for name in ("state_dict_config", "optim_state_dict_config"):  # Accelerate's own, made from the type
         chosen.pop(name, None)
-    named = {"transformer_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "size_based_auto_wrap_policy": "SIZE_BASED_WRAP"}
-    policy = getattr(chosen.get("auto_wrap_policy"), "__name__", None)
-    if policy in named:  # the bare function; given a model it becomes a partial of it
-        chosen["auto_wrap_policy"] = named[policy]
     return FullyShardedDataParallelPlugin(**chosen)
+
+
+def _translated(plugin: Any, name: str) -> Any:
+    """A field of a plugin of Accelerate's; a policy that is the bare function, of which it makes a partial, by name."""
+    named = {"transformer_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "size_based_auto_wrap_policy": "SIZE_BASED_WRAP"}
+    value = getattr(plugin, name, None)
+    return named.get(getattr(value, "__name__", ""), value) if name == "auto_wrap_policy" else value
 
 
 class Followed:
@@ -156,8 +159,8 @@ class Followed:
         """Set on fullshard's what the script has set on its own since."""
         said = _everything_said(own_plugin(self._theirs))
         for name, value in said.items():
-            if value is not None and value != self._said[name]:
-                setattr(self.ours, name, value)
+            if value != self._said[name]:  # None: it is again what Accelerate has by itself
+                setattr(self.ours, name, _translated(self._theirs, name) if value is None else value)
         self._said = said
 
 

@@ -33,7 +33,7 @@ from fullshard.api.accelerate_checkpoints import teach_accelerate
 from fullshard.api.accelerate_loaders import teach_accelerate_to_skip
 from fullshard.api.accelerates import Followed, compilation, is_accelerates
 from fullshard.api.accelerator_state import AcceleratorState, earlier_gradient_state
-from fullshard.api.configure import changed_config, run_config
+from fullshard.api.configure import beneath_the_plugin, changed_config, run_config
 from fullshard.api.data import ShardedDataLoader
 from fullshard.api.elastic import accumulation_steps
 from fullshard.api.loaders import Loaders
@@ -530,7 +530,7 @@ class Accelerator(Loaders, Reporting):
                 hint=f"Accelerator(mixed_precision={mode!r})",
             )
         _check_precision(mode, self.device)
-        plugin.fill(config, anew=True)
+        plugin.refill(config)
         self._config, self._plugin_said = config, plugin.settings()
         self.setup = Setup.of(config, plugin, self.handlers.autocast, rolls_back=self._rolls_back)
         self.state.mixed_precision = mode
@@ -595,7 +595,7 @@ def _settings(
     config = run_config(plugin, said, parallelism_config)
     plugin = FullyShardedDataParallelPlugin() if plugin is None else plugin
     if isinstance(plugin, FullyShardedDataParallelPlugin):
-        plugin.fill(config)
+        plugin.fill(config, beneath_the_plugin(said))
     return config, plugin
 
 

@@ -70,6 +70,11 @@ _SETTINGS = (
     *("sync_module_states", "cpu_ram_efficient_loading"),
 )
 """The others have no effect, or are asked for when a model is sharded, as they may be modules and functions."""
+_PARTS = {
+    "mixed_precision_policy": tuple(f"precision.{name}" for name in PrecisionConfig.model_fields),
+    "cpu_offload": tuple(f"sharding.offload_{part}" for part in ("compute_shards", "main_weights", "optimizer_state")),
+}
+"""The settings that a field may say besides its own."""
 _UNITS = ("auto_wrap_policy", "transformer_cls_names_to_wrap", "min_num_params")
 _ALREADY_SAID: set[str] = set()
 
@@ -144,12 +149,13 @@ class FullyShardedDataParallelPlugin:
 
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
-        if name == "mixed_precision_policy":
-            return self._precision_in_effect(value)
-        if value is not None or name not in _IN_EFFECT:
+        is_policy = name == "mixed_precision_policy"
+        if not is_policy and (value is not None or name not in _IN_EFFECT):
             return value
         if sys._getframe(1).f_globals.get("__name__") == dataclasses.__name__:
-            return None  # `dataclasses.replace` makes another of what it reads: of what was set, that is
+            return value  # `dataclasses.replace` makes another of what it reads: of what was set, that is
+        if is_policy:
+            return self._precision_in_effect(value)
         if name == "fsdp_version":
             return 2  # a model is sharded in place
         if self._filled is not None:
@@ -162,9 +168,8 @@ class FullyShardedDataParallelPlugin:
 
     def _precision_in_effect(self, said: Mapping[str, Any] | None) -> MixedPrecisionPolicy | None:
         """The policy that models are sharded with; None if no dtype is changed."""
-        below = launched() if self._filled is None else whole(self._filled, Origin(Precedence.ENVIRONMENT, "launched"))
         try:
-            precision = resolve([below, _precision_reading(said)]).config.precision
+            precision = self._beneath(said).precision
         except ConfigError:
             return None
         output_dtype = precision.output_dtype and torch_dtype(precision.output_dtype)
@@ -173,6 +178,7 @@ class FullyShardedDataParallelPlugin:
 
     def __post_init__(self) -> None:
         self._filled: RunConfig | None = None
+        self._below: Reading | None = None
         if self.said("cpu_ram_efficient_loading") and self.said("sync_module_states") is None:
             self.sync_module_states = True
         resolved = resolve([self.reading()])
@@ -203,9 +209,20 @@ class FullyShardedDataParallelPlugin:
         return {name: self.said(name) for name in _SETTINGS}
 
     def changes(self, before: Mapping[str, Any]) -> Reading:
-        """What was set since `settings` gave `before`."""
+        """What was set since `settings` gave `before`; of what a field said then nothing is left."""
         changed = {name: value for name, value in self.settings().items() if value != before[name]}
-        return type(self)(**changed).reading()
+        policy, anew, origin = changed.get("mixed_precision_policy"), Reading(), Origin.argument(type(self).__name__)
+        for name, value in changed.items():
+            row, is_left = PLUGIN.find(name), value is None or name == "mixed_precision_policy"
+            paths = [*([row.target] if row is not None and is_left else ()), *_PARTS.get(name, ())]
+            below = self._beneath(policy) if is_left else RunConfig()
+            anew.settings += [Setting(path, below.value(path), origin, name) for path in paths]
+        anew.add(type(self)(**changed).reading())
+        return anew
+
+    def _beneath(self, policy: Mapping[str, Any] | None) -> RunConfig:
+        """What would hold if of all fields this policy alone were set."""
+        return resolve([self._below or launched(), _precision_reading(policy)]).config
 
     def reading(self) -> Reading:
         """What the fields set; those that are None set nothing."""
@@ -231,15 +248,23 @@ class FullyShardedDataParallelPlugin:
         reading.add(_precision_reading(self.said("mixed_precision_policy")))
         return reading
 
-    def fill(self, config: RunConfig, *, anew: bool = False) -> None:
+    def fill(self, config: RunConfig, below: Reading | None = None) -> None:
         """Give the fields that are None the values of a configuration, so that scripts can read them.
 
         Args:
             config: the configuration.
-            anew: give its values to all fields.
+            below: what holds where this plugin says nothing. None: all of the configuration.
         """
         for name, value in self._in_effect(config).items():
-            if anew or self.said(name) is None:
+            if self.said(name) is None:
+                setattr(self, name, value)
+        self._filled = config
+        self._below = below or whole(config, Origin(Precedence.ENVIRONMENT, "launched"))
+
+    def refill(self, config: RunConfig) -> None:
+        """Give the fields that are settings of a run its values; the others stay as they were set."""
+        for name, value in self._in_effect(config).items():
+            if name in _SETTINGS:
                 setattr(self, name, value)
         self._filled = config
 
@@ -364,7 +389,7 @@ class _Offload(int):
         return repr(bool(self))
 
     def __eq__(self, other: object) -> bool:
-        return bool(self) is _offload_fields(other)["cpu_offload"]
+        return _offload_fields(other) == {"cpu_offload": bool(self)}
 
     def __ne__(self, other: object) -> bool:
         return not self == other
