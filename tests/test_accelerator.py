@@ -5,6 +5,7 @@ pytest tests/test_accelerator.py
 
 from __future__ import annotations
 
+import copy
 import os
 import pickle
 import shutil
@@ -55,6 +56,16 @@ def test_a_prepared_optimizer_is_pickled_with_all_that_it_holds() -> None:
     _, sharded = accelerator.prepare(*model_and_optimizer())
     with pytest.raises(LifecycleError, match=r"cannot pickle 0\.weight"):
         pickle.dumps(sharded)
+
+
+def test_a_copy_of_a_prepared_optimizer_steps_on_its_own() -> None:
+    optimizer = Accelerator(cpu=True).prepare(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
+    torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)  # which puts its own around `step`
+    for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):  # noqa: S301
+        (weight, _), (own, _) = optimizer.param_groups[0]["params"], other.param_groups[0]["params"]
+        before, weight.grad, own.grad = weight.detach().clone(), torch.ones(2, 2), torch.ones(2, 2)
+        other.step()
+        assert torch.equal(weight, before) and torch.allclose(own, before - 0.1)
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,8 @@ class AcceleratedOptimizer(Optimizer):
         self.optimizer.load_state_dict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self)  # the base class would keep what is forwarded alone
+        # The base class would keep what is forwarded alone. What a scheduler has put around `step` is of this one.
+        return {name: value for name, value in vars(self).items() if name != "step"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
