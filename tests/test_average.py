@@ -8,8 +8,9 @@ from __future__ import annotations
 import copy
 import shutil
 import types
+from collections import OrderedDict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -525,6 +526,11 @@ class EMAModel:
         torch.save(model.state_dict(), path)
 
 
+class _Pair(NamedTuple):
+    one: Any
+    other: Any
+
+
 def check_diffusers(path: str) -> dict[str, float]:
     kinds: Any = types.SimpleNamespace(EMAModel=type("EMAModel", (EMAModel,), {}))
     shard_averages(kinds)
@@ -541,9 +547,14 @@ def check_diffusers(path: str) -> dict[str, float]:
     else:
         ema.save_pretrained(path)
         assert max(compared(model_with(torch.load(path)), average).values()) < 1e-5
-    save_checkpoint(f"{path}-checkpoint", model=model, objects=[ema])
+    found: dict[str, Any] = {}  # as a module has it, and as torch has a tuple
+    state = OrderedDict(first=torch.Size((3,)), own=_Pair(*ema.shadow_params[:2]))
+    other: Any = types.SimpleNamespace(state_dict=lambda: state, load_state_dict=found.update)
+    save_checkpoint(f"{path}-checkpoint", model=model, objects=[ema, other])
+    whole = tuple(own.full_tensor() for own in ema.shadow_params[:2])
     ema = kinds.EMAModel([torch.zeros_like(own.full_tensor()) for own in ema.shadow_params])
-    load_checkpoint(f"{path}-checkpoint", model=model, objects=[ema])
+    load_checkpoint(f"{path}-checkpoint", model=model, objects=[ema, other])
+    assert all(map(torch.equal, found["own"], whole)) and found["first"] == (3,)
     assert ema.steps and not any(isinstance(own, ShardedTensor) for own in ema.shadow_params)
     ema.copy_to(model)
     return compared(model, average)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, Required, TypedDict
 
@@ -280,10 +281,11 @@ def _with_wholes(value: Any, *, is_kept: bool) -> Any:
     if isinstance(value, ShardedTensor):
         whole = value.full_tensor()
         return whole.cpu() if is_kept else torch.empty(0)
-    if type(value) in (list, tuple, dict):
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        made = {key: _with_wholes(item, is_kept=is_kept) for key, item in items}
-        return made if isinstance(value, dict) else type(value)(made.values())
+    if isinstance(value, Mapping) and not isinstance(value, Counter):
+        return {key: _with_wholes(item, is_kept=is_kept) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        made = [_with_wholes(item, is_kept=is_kept) for item in value]
+        return made if isinstance(value, list) else tuple(made)
     return value
 
 
