@@ -150,6 +150,23 @@ class Diffusing(nn.Module):
         self.save_pretrained(directory)
 
 
+class Stating(nn.Linear):
+    """Takes a state dict, as Transformers' models do."""
+
+    def save_pretrained(self, directory: str, is_main_process: bool = True, state_dict: Any = None) -> Any:
+        return directory, is_main_process, state_dict
+
+
+def test_what_save_pretrained_is_given_by_place_is_what_it_gets() -> None:
+    model: Any = Accelerator(cpu=True).prepare(Stating(2, 2))
+    assert model.save_pretrained("a", False)[:2] == ("a", False)
+    own = {"weight": torch.ones(1)}
+    assert model.save_pretrained("a", True, own) == ("a", True, own)
+    assert model.save_pretrained("a")[2].keys() == {"weight", "bias"}
+    with pytest.raises(TypeError, match="too many positional"):
+        model.save_pretrained("a", True, own, 1)
+
+
 def _saved_by_itself(directory: str, strategy: str) -> Any:
     accelerator = Accelerator(cpu=True, fsdp_plugin={"strategy": strategy})
     torch.manual_seed(1)
@@ -158,6 +175,7 @@ def _saved_by_itself(directory: str, strategy: str) -> Any:
     model.save_pretrained(f"{directory}/gathered", is_main_process=is_main)
     if strategy != "NO_SHARD":  # of which every rank would write
         model.save_pretrained(f"{directory}/all")
+        model.save_pretrained(f"{directory}/placed", is_main)
     state = accelerator.get_state_dict(model)
     model.save_pretrained(f"{directory}/given", is_main_process=is_main, state_dict=state)
     if is_main and (strategy == "NO_SHARD" or accelerator.num_processes == 1):
@@ -169,7 +187,12 @@ def _saved_by_itself(directory: str, strategy: str) -> Any:
         full_state.ALONE_SECONDS = 0.1
         with pytest.raises(LifecycleError, match="would write this rank's intervals"):
             model.save_pretrained(f"{directory}/alone")
-    return checkpoint.full_state_dict(model)
+    weights = checkpoint.full_state_dict(model)
+    if strategy == "FULL_SHARD" and accelerator.num_processes > 1:
+        accelerator.end_training()
+        with pytest.raises(LifecycleError, match="would write this rank's intervals"):
+            model.save_pretrained(f"{directory}/ended")
+    return weights
 
 
 @pytest.mark.parametrize(("world_size", "strategy"), [(2, "FULL_SHARD"), (2, "NO_SHARD"), (1, "FULL_SHARD")])
@@ -177,7 +200,7 @@ def test_a_model_that_takes_no_state_dict_saves_whole_weights(tmp_path: Path, wo
     weights = run_ranks(_saved_by_itself, world_size, str(tmp_path), strategy)[0]
     saved = {path.parent.name: load_file(path) for path in tmp_path.glob("*/weights")}
     has_all = strategy == "NO_SHARD" or world_size == 1
-    of_all = {"gathered", "given"} if strategy == "NO_SHARD" else {"gathered", "given", "all"}
+    of_all = {"gathered", "given"} if strategy == "NO_SHARD" else {"gathered", "given", "all", "placed"}
     assert saved.keys() == of_all | ({"alone", "adapter"} if has_all else set())
     for each in saved.values():
         assert all(torch.equal(each[name], weights[name]) for name in weights)

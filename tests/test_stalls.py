@@ -5,6 +5,7 @@ pytest tests/test_stalls.py. Real processes over shared memory and Gloo.
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import io
 import re
@@ -22,7 +23,7 @@ from torch import nn
 from fullshard.comm import torch_private
 from fullshard.comm.cpu.gloo import end_waits, receive
 from fullshard.comm.mesh import init_mesh
-from fullshard.comm.stalls import STALLS, Stalls, _read_words
+from fullshard.comm.stalls import STALLS, Stalls, _read_words, all_come
 from fullshard.config.switches import COMM, timeout_of_environment
 from fullshard.core import patience
 from fullshard.core.errors import CommunicationError, ConfigError, LifecycleError
@@ -366,3 +367,20 @@ def test_what_was_given_up_is_not_given_up_for_the_next_wait() -> None:
     assert place.given_up == "no answer"  # for whoever makes the error of it
     place.enter("comparing notes")
     assert place.given_up == ""
+
+
+def come_and_be_interrupted() -> list[bool]:
+    rank, come = dist.get_rank(), []
+    if rank == 0:
+        threading.Timer(0.2, _thread.interrupt_main).start()
+        with pytest.raises(KeyboardInterrupt):
+            all_come("here", 30)
+    dist.barrier()
+    if rank == 1:
+        come.append(all_come("here", 0.05))
+    dist.barrier()
+    return [*come, all_come("here", 30)]
+
+
+def test_who_was_interrupted_while_it_waited_has_not_come() -> None:
+    assert run_ranks(come_and_be_interrupted, 2) == [[True], [False, True]]

@@ -51,7 +51,8 @@ def gather_when_all_save(model: nn.Module) -> None:
 
     @functools.wraps(save)
     def save_pretrained(*args: Any, **kwargs: Any) -> Any:
-        may_be_alone = kwargs.get("state_dict") is None and "is_main_process" not in kwargs
+        args, kwargs = _by_name(save, args, kwargs)
+        may_be_alone = kwargs.get("state_dict") is None and "is_main_process" not in kwargs and dist.is_initialized()
         if may_be_alone and not _is_whole_here(model) and all_come("save_pretrained", ALONE_SECONDS):
             kwargs["is_main_process"] = dist.get_rank() == 0
         is_main = kwargs.get("is_main_process", True)
@@ -68,6 +69,23 @@ def gather_when_all_save(model: nn.Module) -> None:
     model.save_pretrained = save_pretrained  # type: ignore[assignment]
     if hasattr(model, "save_lora_adapter"):
         model.save_lora_adapter = _saves_alone(model)  # type: ignore[assignment]
+
+
+def _by_name(
+    save: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A call's arguments with those by name that are looked at here, and all that were placed after them.
+
+    Raises:
+        TypeError: the method does not take them.
+    """
+    signature = inspect.signature(save)
+    signature.bind(*args, **kwargs)
+    names = [name for name, each in signature.parameters.items() if each.kind is each.POSITIONAL_OR_KEYWORD]
+    first = min((names.index(name) for name in ("is_main_process", "state_dict") if name in names), default=len(args))
+    if len(args) > len(names):  # they go on in `*args`
+        return args, kwargs
+    return args[:first], dict(zip(names[first:], args[first:], strict=False)) | kwargs
 
 
 def _saves_alone(model: nn.Module) -> Callable[..., Any]:

@@ -363,15 +363,18 @@ def all_come(where: str, seconds: float) -> bool:
     number = _COME.get(where, 0)
     key, store, size = f"fullshard/come/{where}/{number}", torch_private.default_store(), dist.get_world_size()
     come, until = store.add(key, 1), time.monotonic() + seconds
-    while come < size and time.monotonic() < until:
-        time.sleep(0.02)
-        come = store.add(key, 0)
-    if come < size and store.add(key, -1) < size - 1:
-        return False
-    if come < size:  # the last one has come at this very moment
-        store.add(key, 1)
-    _COME[where] = number + 1
-    return True
+    try:
+        while come < size and time.monotonic() < until:
+            time.sleep(0.02)
+            come = store.add(key, 0)
+    finally:  # who is interrupted has not come, either
+        if come < size:
+            come = store.add(key, -1) + 1
+            if come == size:  # the last one has come at this very moment
+                store.add(key, 1)
+        if come == size:
+            _COME[where] = number + 1
+    return come == size
 
 
 _COME: dict[str, int] = {}
