@@ -410,6 +410,10 @@ def test_what_is_changed_leaves_what_is_asked_for_when_a_model_is_sharded() -> N
     plugin.activation_checkpointing, plugin.ignored_modules = False, "1"
     other = accelerator.prepare(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
     assert [isinstance(p, ShardedParameter) for p in other.parameters()] == [True, True, False, False]
+    accelerator = Accelerator(cpu=True, fsdp_plugin=Plugin(ignored_modules="1"))
+    accelerator.state.fsdp_plugin.ignored_modules = None
+    other = accelerator.prepare(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    assert all(isinstance(p, ShardedParameter) for p in other.parameters())
 
 
 def test_of_what_is_replaced_on_the_plugin_nothing_is_left() -> None:

@@ -91,7 +91,7 @@ class Setup:
 
     def ignored_modules(self, model: nn.Module) -> list[nn.Module]:
         """The modules of `model` that stay unsharded."""
-        if self.plugin is not None and self.plugin.ignored_modules is not None:
+        if self.plugin is not None:  # the settings' expression is in it, unless a script has taken it out
             return self.plugin.ignored_module_list(model)
         expression = self.sharding.ignored_modules
         return [] if expression is None else modules_matching(model, expression)
