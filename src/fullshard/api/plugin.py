@@ -96,7 +96,8 @@ class FullyShardedDataParallelPlugin:
         auto_wrap_policy: `transformer_based_wrap`, `size_based_wrap`, `no_wrap`, one of torch's policies, or anything
             `fullshard.wrap.policies` takes. Default: the model's own layers, and all repeated blocks.
         cpu_offload: bool, torch's `CPUOffload` or `CPUOffloadPolicy`, or fullshard's `OffloadPolicy`, which can say
-            what of it.
+            what of it. An Accelerator takes its `activations` for `activation_checkpointing_offload`, which stays when
+            this field is set again.
         ignored_modules: modules, or a regular expression for whole module names.
         state_dict_type: SHARDED_STATE_DICT, FULL_STATE_DICT or LOCAL_STATE_DICT, a number or torch's enum. With FULL
             `save_state` writes the whole weights besides; with LOCAL `get_state_dict` returns what this rank holds.
