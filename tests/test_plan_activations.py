@@ -265,7 +265,8 @@ def held_by_checkpoints(config: Any, dtype: torch.dtype, attention: str) -> int:
         out = model(tokens, use_cache=False, logits_to_keep=1)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # some objects warn when they are looked at
-            tensors = [o for o in gc.get_objects() if isinstance(o, torch.Tensor)]
+            # Of these classes alone: tests before may have left sharded ones, which have no storage.
+            tensors = [o for o in gc.get_objects() if type(o) in (torch.Tensor, torch.nn.Parameter)]
         held = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
         totals.append(sum(nbytes for key, nbytes in held.items() if key not in parameters))
         del out, tensors, model
