@@ -15,7 +15,7 @@ from transformers import ResNetConfig, ResNetModel
 
 from fullshard import Accelerator
 from fullshard.api.plan_check import PlanCheck
-from fullshard.core.errors import ConfigError, WrapError
+from fullshard.core.errors import ConfigError, LifecycleError, WrapError
 from fullshard.core.events import Event, EventKind
 from fullshard.engine import MixedPrecisionPolicy, keep_unsharded, shard_model
 from fullshard.engine.auto_reshard import keep_head
@@ -41,6 +41,11 @@ def make(apart: bool, events: list[Event], **options: Any) -> nn.Module:
     if extra:
         keep_head(extra[1])
     return model
+
+
+def test_what_is_no_unit_cannot_stay_unsharded() -> None:
+    with pytest.raises(LifecycleError, match="Linear is not a unit"):
+        keep_head(nn.Linear(2, 2))
 
 
 def step(model: nn.Module, number: int, inside: bool) -> torch.Tensor:

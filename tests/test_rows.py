@@ -227,6 +227,9 @@ def check_computing() -> None:
         assert torch.equal(own[-1:].full_tensor(), whole[-1:]) and torch.equal(
             own.view(-1).full_tensor(), whole.view(-1)
         )
+        all_rows, none = own.split([len(whole), 0])
+        assert torch.equal(all_rows.full_tensor(), whole) and none.shape == whole[:0].shape
+        assert none.full_tensor().numel() == 0
         torch.testing.assert_close(own.norm().full_tensor(), whole.norm())
         if own.requires_grad:
             own.to_local().square().sum().backward()

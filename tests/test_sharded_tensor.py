@@ -133,6 +133,7 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "a column": lambda p: p[:, 1],
     "every second": lambda p: p[::2],
     "split": lambda p: p.split(2),
+    "split across rows": lambda p: p.split([0, 2, p.shape[1] - 2], 1),
     "unbind": lambda p: p.unbind(),
     "view": lambda p: p.view(-1, 5),
     "flatten": lambda p: p.flatten(),

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed import multi_threaded_pg
 
 from fullshard import ShardedTensor, fully_shard
+from fullshard.comm.cpu.progress_thread import ProgressThread
 from fullshard.comm.mesh import init_mesh
 from fullshard.comm.select import choices_for
 from fullshard.comm.torch_dist import NativeCollectives
@@ -103,3 +104,21 @@ def test_a_group_written_in_python_has_its_own_collectives(run_threads: Any) -> 
         assert torch.equal(given, before) and torch.equal(total, (torch.arange(4.0) * 2 + 1)[rank * 2 : rank * 2 + 2])
 
     run_threads(check)
+
+
+def test_after_a_failure_a_progress_thread_does_nothing_more() -> None:
+    """Its messages would be taken for others'."""
+    failures, done = list[str](), list[int]()
+    thread = ProgressThread(lambda: failures.append("told"))
+
+    def fail() -> None:
+        raise OSError("peer gone")
+
+    results = [thread.submit(do) for do in (lambda: done.append(1), fail, lambda: done.append(2))]
+    assert results[0].result(10) is None
+    for result in results[1:]:
+        with pytest.raises(OSError, match="peer gone"):
+            result.result(10)
+    assert (done, failures) == ([1], ["told"])
+    with pytest.raises(OSError, match="peer gone"):
+        thread.check()
