@@ -466,6 +466,36 @@ def test_large_layers(comm: str) -> None:
     run_ranks(check_wide, 1, [wide_second_derivatives])
 
 
+class Thrice(nn.Module):
+    """An embedding that nothing is tied to, looked up three times in a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 5)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return torch.stack([torch.tanh(self.embed(part) * (i + 1)) for i, part in enumerate(tokens)]).square().sum()
+
+
+def thrice(switch: str, policy: MixedPrecisionPolicy | None) -> torch.Tensor:
+    os.environ[GRADIENTS.name] = switch
+    torch.manual_seed(3)
+    model = Thrice()
+    fully_shard(model, mp_policy=policy)
+    model(torch.randint(7, (3, 50))).backward()
+    assert model.embed.weight.grad is not None
+    return own_part(model.embed.weight.grad)
+
+
+def check_thrice() -> None:
+    for policy in (None, MIXED):
+        assert torch.equal(thrice("uses", policy), thrice("whole", policy))
+
+
+def test_lookups_are_added_up_in_autograds_order() -> None:
+    run_ranks(check_thrice, 2)
+
+
 class Large(Wide):
     """The same with a layer that is most of the model."""
 
