@@ -520,7 +520,7 @@ def test_other_variables_of_accelerate_are_named() -> None:
     of_helpers = {
         "ACCELERATE_LOG_LEVEL": "debug",
         "ACCELERATE_ENABLE_RICH": "1",
-        "ACCELERATE_DEBUG_RDV_FILE": "/tmp/rdv",
+        "ACCELERATE_DEBUG_RDV_FILE": "rdv",
     }
     assert load_environment(of_helpers) == Reading()
 
