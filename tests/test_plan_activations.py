@@ -255,7 +255,7 @@ def held_by_checkpoints(config: Any, dtype: torch.dtype, attention: str) -> int:
     Autograd itself saves nothing inside a checkpoint, and what the checkpoint keeps it keeps in Python objects.
     """
     tokens = torch.zeros(BATCH, 8 * SEQUENCE, dtype=torch.long)
-    totals = []
+    totals: list[int] = []
     gc.collect()  # what tests before have left
     for layers in (1, 3):
         config.num_hidden_layers = layers
