@@ -16,7 +16,7 @@ import torch
 from torch import nn, optim
 
 from fullshard.config.switches import OPTIMIZER
-from fullshard.engine import no_sync
+from fullshard.engine import fully_shard, no_sync
 from fullshard.engine.step.segments import ELEMENT_WISE
 from tests.differential import own_part
 from tests.distributed import run_ranks
@@ -241,3 +241,20 @@ def check_subclass() -> None:
 
 def test_subclasses_get_slices() -> None:
     run_ranks(check_subclass, 1)
+
+
+def around_init_group() -> bool:
+    """Whether `state` is of parameters alone after a step, with something of a script's around what lists them."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    fully_shard(model)
+    optimizer: Any = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        listing = optimizer._init_group
+        optimizer._init_group = lambda *args, listing=listing: listing(*args)
+    return {*optimizer.state} == {*model.parameters()}
+
+
+def test_the_state_is_of_parameters_whatever_is_around_the_list_of_them() -> None:
+    assert run_ranks(around_init_group, 1) == [True]
