@@ -42,8 +42,9 @@ from tests.distributed import run_ranks
 from tests.offload import POLICIES
 
 STEPS = 3
-ROUNDED = 5e-3
-"""Of weights whose directions were rounded to bfloat16 after sums in another order."""
+ROUNDED = 2e-2
+"""Of weights whose directions were rounded to bfloat16 after sums in another order. In one process a change of 6e-8 in
+the gradients changes them by 1e-2 in three steps."""
 
 
 class Block(nn.Module):
