@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
+import runpy
 import signal
 import socket
 import subprocess
@@ -11,6 +13,7 @@ import sys
 import tempfile
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
@@ -19,7 +22,6 @@ from typing import IO, cast
 
 import torch.multiprocessing as mp
 
-from fullshard.cli.main import main
 from tests.distributed import preload
 
 _CONTEXT = mp.get_context("forkserver")
@@ -64,9 +66,10 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 class Forked:
-    """A launcher that is a copy of a process that has imported torch, which takes seconds; what it starts is as ever.
+    """A Python process that is a copy of one that has imported torch, which takes seconds; what it starts is as ever.
 
-    It has what these tests use of `subprocess.Popen`, for `fullshard launch` in a network namespace or in none.
+    It has what these tests use of `subprocess.Popen`. Words are those of Python's own command line, in a network
+    namespace or in none.
     """
 
     def __init__(
@@ -84,10 +87,10 @@ class Forked:
             out = os.dup(stdout if isinstance(stdout, int) else stdout.fileno())
         err = os.dup(out if isinstance(stderr, int) else stderr.fileno())
         streams = [Connection(file, readable=False) for file in (out, err)]
-        first = words.index(LAUNCH[0])
+        first = words.index(sys.executable)
         namespace = words[first - 1] if first else ""
-        arguments = (words[first + len(LAUNCH) :], namespace, cwd, environ, streams)
-        self._process = _CONTEXT.Process(target=_be_launcher, args=arguments)
+        arguments = (words[first + 1 :], namespace, cwd, environ, streams)
+        self._process = _CONTEXT.Process(target=_be_python, args=arguments)
         self._process.start()
         for stream in streams:
             stream.close()
@@ -135,8 +138,8 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
-def _be_launcher(
-    arguments: Sequence[str], namespace: str, cwd: Path, environ: dict[str, str], output: list[Connection]
+def _be_python(
+    words: Sequence[str], namespace: str, cwd: Path, environ: dict[str, str], output: list[Connection]
 ) -> None:
     os.setsid()
     for number, stream in enumerate(output, 1):
@@ -149,17 +152,29 @@ def _be_launcher(
     os.environ.clear()
     os.environ.update(environ)
     os.chdir(cwd)
-    sys.argv[:] = ["fullshard", "launch", *arguments]
-    main()
+    sys.path[:0] = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path not in sys.path]
+    sys.modules["__main__"] = program = types.ModuleType("__main__")
+    try:
+        if words[0] == "-c":
+            sys.argv[:] = ["-c", *words[2:]]
+            exec(compile(words[1], "<string>", "exec"), vars(program))
+        elif words[0] == "-m":
+            sys.argv[:] = words[1:]
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv[:] = words
+            runpy.run_path(words[0], run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()  # multiprocessing leaves them out
 
 
 @contextmanager
 def _beginning(
     words: Sequence[str], cwd: Path, environ: dict[str, str], stdout: IO[str] | int, stderr: IO[str] | int
 ) -> Iterator[subprocess.Popen[str]]:
-    """With a search path of its own, which counts as torch is imported, a launcher is a new process."""
-    is_launcher = LAUNCH[2] in words and words[0] in ("ip", LAUNCH[0])
-    if is_launcher and environ.get("PYTHONPATH") == os.environ.get("PYTHONPATH"):
+    """With simulated devices, which are found as torch is imported, a launcher is a new process."""
+    is_python = words[0] == sys.executable or (words[0] == "ip" and LAUNCH[2] in words)
+    if is_python and "SIMULATED_TPUS" not in environ:
         process = cast("subprocess.Popen[str]", Forked(words, cwd, environ, stdout, stderr))
     else:
         process = subprocess.Popen(
@@ -175,7 +190,13 @@ def _beginning(
 
 def launch(*arguments: str, cwd: Path, timeout: float = 120, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run `fullshard launch` to its end."""
-    words = [*LAUNCH, *arguments]
+    return run_python([*LAUNCH, *arguments], cwd, environment(**variables), timeout)
+
+
+def run_python(
+    words: Sequence[str], cwd: Path, environ: dict[str, str], timeout: float
+) -> subprocess.CompletedProcess[str]:
+    """Run a process to its end; one of this Python has imported torch already."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
 
         def said() -> list[str]:
@@ -183,9 +204,9 @@ def launch(*arguments: str, cwd: Path, timeout: float = 120, **variables: str) -
                 file.seek(0)
             return [out.read(), err.read()]
 
-        with _beginning(words, cwd, environment(**variables), out, err) as launcher:
+        with _beginning(words, cwd, environ, out, err) as process:
             try:
-                code = launcher.wait(timeout)
+                code = process.wait(timeout)
             except subprocess.TimeoutExpired:
                 raise subprocess.TimeoutExpired(words, timeout, *said()) from None
         return subprocess.CompletedProcess(words, code, *said())

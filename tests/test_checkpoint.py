@@ -7,7 +7,6 @@ import logging
 import os
 import random
 import shutil
-import subprocess
 import sys
 import tracemalloc
 from collections.abc import Callable
@@ -34,6 +33,7 @@ from fullshard.checkpoint.format import read_manifest
 from fullshard.core.errors import CheckpointError, ConfigError, DamagedError
 from fullshard.engine import fully_shard, shard_model, unsharded
 from tests.distributed import run_ranks
+from tests.launching import run_python
 
 
 class Net(nn.Module):
@@ -552,7 +552,7 @@ def test_killed_at_every_step_of_a_save(tmp_path: Path, scenario: str) -> None:
     """SIGKILL before each file operation in turn: there is always one whole checkpoint, the old or the new one."""
     command = [sys.executable, "-c", _CRASHES, str(tmp_path), scenario]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, check=False)
+    done = run_python(command, tmp_path, environment, 240)
     assert done.returncode == 0, done.stderr
     seen = [int(value) for value in done.stdout.split()]
     assert seen == sorted(seen)

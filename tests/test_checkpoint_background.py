@@ -304,7 +304,7 @@ def _die_meanwhile(rank: int, directory: str) -> None:
 
 
 def test_a_rank_killed_in_the_middle_leaves_the_previous_one(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     ranks = [context.Process(target=_die_meanwhile, args=(rank, str(tmp_path))) for rank in range(2)]
     for process in ranks:
         process.start()

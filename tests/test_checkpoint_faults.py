@@ -29,6 +29,7 @@ from fullshard.checkpoint.torch_format import with_torch_format
 from fullshard.core.errors import CheckpointError
 from fullshard.engine import shard_model
 from tests.distributed import run_ranks
+from tests.launching import run_python
 
 _DEATHS = Path(__file__).with_name("scripts") / "deaths.py"
 
@@ -36,11 +37,8 @@ _DEATHS = Path(__file__).with_name("scripts") / "deaths.py"
 def _die(directory: Path, deaths: int) -> dict[str, int]:
     """Run the script, which checks everything itself; how often what happened."""
     seed = time.monotonic_ns()
-    done = subprocess.run(
-        [sys.executable, str(_DEATHS), str(directory), str(deaths), str(seed)],
-        capture_output=True, text=True, timeout=30 + 5 * deaths, check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    command = [sys.executable, str(_DEATHS), str(directory), str(deaths), str(seed)]
+    done = run_python(command, Path.cwd(), {**os.environ, "OMP_NUM_THREADS": "1"}, 30 + 5 * deaths)
     assert done.returncode == 0, f"seed {seed}\n{done.stdout}\n{done.stderr}"
     counts: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
     print(f"\nseed {seed}: {counts}")

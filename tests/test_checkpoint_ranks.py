@@ -299,7 +299,7 @@ def _die_while_saving(rank: int, directory: str) -> None:
 
 def test_a_killed_rank_leaves_the_old_checkpoint(tmp_path: Path) -> None:
     """SIGKILL between two files of rank 1: rank 0 gets an error, not a hang, and no half checkpoint stays."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     ranks = [context.Process(target=_die_while_saving, args=(rank, str(tmp_path))) for rank in range(2)]
     for process in ranks:
         process.start()

@@ -27,20 +27,15 @@ from fullshard.launch import doctor, doctor_ranks
 from fullshard.launch.doctor import BFLOAT16_TIME, Finding, Trial, judge
 from fullshard.launch.report import make_report
 from tests.distributed import run_ranks
+from tests.launching import run_python
 
 LAPTOP = Hardware(cpu_count=4, memory_nbytes=2**34)
 
 
 def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", **variables}
-    return subprocess.run(
-        [sys.executable, "-c", "from fullshard.cli.main import main; main()", "doctor", *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    command = [sys.executable, "-c", "from fullshard.cli.main import main; main()", "doctor", *arguments]
+    return run_python(command, Path.cwd(), environment, 120)
 
 
 def texts(findings: Iterable[Finding]) -> list[str]:

@@ -19,6 +19,7 @@ from fullshard.checkpoint import latest_checkpoint
 from fullshard.observe import StepMetrics, read_metrics
 from tests.commands import run_here
 from tests.distributed import run_ranks
+from tests.launching import run_python
 
 pytestmark = pytest.mark.timeout(1500)  # several whole runs, which a busy machine makes slow
 
@@ -171,7 +172,7 @@ def test_the_command_starts_its_ranks(inputs: Path, tmp_path: Path, nproc: int, 
     words = _command(inputs, tmp_path / "out", "--nproc", str(nproc), "--max-restarts", str(restarts))
     words[2] = f"import fullshard.cli.train as command; command._WORKER = 'worker'; {words[2]}"
     environ = _environ() | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    done = subprocess.run(words, capture_output=True, text=True, timeout=100, check=False, env=environ)
+    done = run_python(words, tmp_path, environ, 100)
     assert done.returncode == 0, done.stderr
     said = sorted(line.removeprefix("[rank 1] ") for line in done.stdout.splitlines())
     attempts = [(rank, attempt) for rank in range(nproc) for attempt in range(1 + restarts)]

@@ -11,7 +11,6 @@ import json
 import os
 import re
 import runpy
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -28,6 +27,7 @@ from fullshard.config.handover import hand_over
 from fullshard.config.schema import CheckpointConfig, RunConfig
 from fullshard.core.errors import CheckpointError, CommunicationError, ConfigError, LifecycleError
 from tests.distributed import run_ranks
+from tests.launching import LAUNCH, run_python
 from tests.test_lease import another_job
 from tests.test_stalls import until
 from tests.trainers import arguments, build, close, pad, result, run, samples, trainer
@@ -713,7 +713,7 @@ def script(command: list[str], output: Path, *options: str) -> tuple[list[float]
     """Losses, and whether the model was sharded and how many parameters each rank held."""
     words = [*command, str(SCRIPT), "--output_dir", str(output), *LOGGING, *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(words, capture_output=True, text=True, timeout=240, check=False, env=environment)
+    done = run_python(words, SCRIPT.parent, environment, 240)
     assert done.returncode == 0, done.stderr
     return read(done.stdout)
 
@@ -726,8 +726,7 @@ def read(output: str) -> tuple[list[float], list[list[str]]]:
 
 LOGGING = ("--report_to", "none", "--logging_steps", "1")
 COMMON = ("--max_steps", "4", "--save_strategy", "steps", "--save_steps", "2")
-FULLSHARD = str(Path(sys.executable).parent / "fullshard")
-LAUNCHED = [FULLSHARD, "launch", "--num_processes", "2", "--mixed_precision", "no"]
+LAUNCHED = [*LAUNCH, "--num_processes", "2", "--mixed_precision", "no"]
 ON_TWO = (*COMMON, "--per_device_train_batch_size", "2")
 
 
