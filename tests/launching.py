@@ -170,11 +170,16 @@ def _be_python(
 
 @contextmanager
 def _beginning(
-    words: Sequence[str], cwd: Path, environ: dict[str, str], stdout: IO[str] | int, stderr: IO[str] | int
+    words: Sequence[str],
+    cwd: Path,
+    environ: dict[str, str],
+    stdout: IO[str] | int,
+    stderr: IO[str] | int,
+    *,
+    copies: bool,
 ) -> Iterator[subprocess.Popen[str]]:
-    """With simulated devices, which are found as torch is imported, a launcher is a new process."""
-    is_python = words[0] == sys.executable or (words[0] == "ip" and LAUNCH[2] in words)
-    if is_python and "SIMULATED_TPUS" not in environ:
+    """Where simulated devices are to be found as torch is imported, it is a new process."""
+    if copies and "SIMULATED_TPUS" not in environ:
         process = cast("subprocess.Popen[str]", Forked(words, cwd, environ, stdout, stderr))
     else:
         process = subprocess.Popen(
@@ -204,7 +209,7 @@ def run_python(
                 file.seek(0)
             return [out.read(), err.read()]
 
-        with _beginning(words, cwd, environ, out, err) as process:
+        with _beginning(words, cwd, environ, out, err, copies=True) as process:
             try:
                 code = process.wait(timeout)
             except subprocess.TimeoutExpired:
@@ -222,7 +227,8 @@ def started(*command: str, cwd: Path, **variables: str) -> Iterator[subprocess.P
 @contextmanager
 def started_into(stdout: IO[str] | int, *command: str, cwd: Path, **variables: str) -> Iterator[subprocess.Popen[str]]:
     """The same with what it says in a file: of a process that says more than a pipe holds before anybody reads."""
-    with _beginning(command, cwd, environment(**variables), stdout, subprocess.STDOUT) as process:
+    is_launcher = LAUNCH[2] in command
+    with _beginning(command, cwd, environment(**variables), stdout, subprocess.STDOUT, copies=is_launcher) as process:
         yield process
 
 

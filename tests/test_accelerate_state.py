@@ -6,7 +6,6 @@ pytest tests/test_accelerate_state.py
 from __future__ import annotations
 
 import logging
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 
 from fullshard.api import Accelerator, PartialState
 from tests.distributed import run_ranks
-from tests.launching import launch
+from tests.launching import environment, launch, run_python
 
 HELPERS = """
 import sys
@@ -119,7 +118,7 @@ from accelerate import PartialState
 PartialState().wait_for_everyone()
 assert not PartialState().use_distributed and PartialState().is_main_process
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = run_python([sys.executable, "-c", code], Path.cwd(), environment(), 120)
     assert done.returncode == 0, done.stderr
 
 

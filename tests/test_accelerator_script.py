@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 
 from tests.accelerator_script import main
 from tests.distributed import run_ranks
+from tests.launching import run_python
 
 ROOT = Path(__file__).parent.parent
 
@@ -29,10 +29,7 @@ def _with_accelerate(options: dict[str, Any]) -> dict[str, Any]:
     )
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "FSDP_"))}
     environment |= {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"}
-    run = subprocess.run(
-        [sys.executable, "-c", code, json.dumps(options)],
-        capture_output=True, text=True, env=environment, timeout=240, check=False,
-    )  # fmt: skip
+    run = run_python([sys.executable, "-c", code, json.dumps(options)], ROOT, environment, 240)
     assert run.returncode == 0, run.stderr
     result: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
     return result

@@ -236,6 +236,8 @@ def grid_cases() -> list[Any]:
             for strategy in STRATEGIES:
                 hybrid = strategy.startswith("HYBRID")
                 quick = world_size == 2 or (world_size == 1 and not hybrid) or (world_size, strategy) in QUICK
+                if world_size > 2 and strategy == "FULL_SHARD":
+                    quick = (world_size, name) in ((3, "awkward"), (4, "model"))
                 if STRATEGIES[strategy].keeps_parameters:
                     quick = world_size == 2 and name == "awkward"
                 marks = [] if quick else [pytest.mark.full]

@@ -9,7 +9,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from ruamel.yaml import YAML
 from typer.testing import CliRunner
 
 from fullshard.cli.main import app
-from tests.launching import LAUNCH, environment, free_port, started
+from tests.launching import LAUNCH, environment, free_port, run_python, started
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -55,15 +54,9 @@ def place(tmp_path: Path) -> Path:
 
 def run(command: str, place: Path, *, proof: bool = True) -> str:
     """What it prints; it ends well, and has proved that the model was sharded."""
-    done = subprocess.run(
-        shlex.split(command),
-        cwd=place,
-        env=_environment(place),
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    program, *words = shlex.split(command)
+    assert program == "fullshard"
+    done = run_python([*LAUNCH[:3], *words], place, _environment(place), 280)
     assert done.returncode == 0, (command, done.stdout[-2000:], done.stderr[-4000:])
     output = done.stdout + done.stderr
     assert not proof or "sharded over 2 ranks" in output, output

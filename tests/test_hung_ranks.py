@@ -100,7 +100,8 @@ def test_of_a_dead_rank_the_others_say_where_they_noticed(tmp_path: Path, comm: 
     assert seconds < 15  # five, on a machine with nothing else to do
 
 
-@pytest.mark.parametrize("comm", [pytest.param("auto", marks=pytest.mark.full), "gloo"])
+@pytest.mark.full
+@pytest.mark.parametrize("comm", ["auto", "gloo"])
 def test_a_rank_that_has_ended_well_before_the_others_is_named(tmp_path: Path, comm: str) -> None:
     output, seconds = end_of(tmp_path, "leave", comm)
     assert re.search(r"rank 0 of 2 .* failed with exit code 1", output)

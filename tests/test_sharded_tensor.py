@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import itertools
 import math
 import pickle
 import re
@@ -429,7 +428,7 @@ def added_up(values: Iterable[Any]) -> torch.Tensor:
 def check_penalties() -> None:
     """A penalty has one process's value and gradient, also of what was frozen when it was sharded."""
     for penalty in RIGHT.values():
-        for make, added in itertools.product((Stack, frozen), (whole, lambda value: value)):
+        for make, added in ((Stack, lambda value: value), (frozen, whole)):
             model, plain = build_sharded(make, BLOCKS), build(make)
             for each in (model, plain):
                 each.requires_grad_(True)

@@ -70,7 +70,8 @@ def compare(tmp_path: Path, names: list[str], output: str) -> None:
     assert len(differences) == STEPS and max(differences) < 1e-4
 
 
-@pytest.mark.parametrize("what", ["lora", pytest.param("all", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("what", ["lora", "all"])
 def test_in_the_same_processes(model: Path, tmp_path: Path, what: str) -> None:
     done = train(model, tmp_path, "colocate", what)
     assert done.returncode == 0, done.stderr[-4000:]
