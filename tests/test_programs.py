@@ -23,7 +23,7 @@ def check(program: Program) -> None:
 
 
 @given(programs())
-@settings(max_examples=40, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 def test_random_programs(program: Program) -> None:
     check(program)
 
@@ -42,7 +42,7 @@ def check_two(program: ProgramOfTwo) -> None:
 
 
 @given(programs_of_two())
-@settings(max_examples=24, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 def test_random_programs_of_two_models(program: ProgramOfTwo) -> None:
     check_two(program)
 
