@@ -123,10 +123,14 @@ def _metrics() -> dict[str, Any]:
 
 
 def _looks(accelerator: Accelerator) -> list[list[int]]:
-    """What is gathered of epochs in which rank 0 alone looks at the loader, in all ways."""
-    loader, other = accelerator.prepare(
-        *(DataLoader(TensorDataset(torch.arange(11)), batch_size=2, shuffle=True) for _ in range(2))
+    """What is gathered of epochs in which rank 0 alone looks at the loader, in all ways; each has a backward."""
+    loader, other, model = accelerator.prepare(
+        *(DataLoader(TensorDataset(torch.arange(11)), batch_size=2, shuffle=True) for _ in range(2)), nn.Linear(1, 1)
     )
+
+    def backward() -> None:
+        model(torch.ones(1, 1)).sum().backward()
+
     accelerator.gradient_state.has_optimizer = True  # as of one that was prepared
     is_first = accelerator.process_index == 0
     epochs: list[list[int]] = []
@@ -140,25 +144,33 @@ def _looks(accelerator: Accelerator) -> list[list[int]]:
                 look(loader)
             assert accelerator.gather_for_metrics(values.tolist()) == rows
             epochs[-1] += rows
+            backward()
     epochs.append([])
     for _ in loader:
         for (values,) in other:
             if is_first:
                 next(iter(loader))
             epochs[-1] += accelerator.gather_for_metrics(values).tolist()
+        backward()
         break
     left_lying = iter(other)
     if is_first:
         next(left_lying)
     assert accelerator.gather_for_metrics(torch.zeros(1)).tolist() == [0, 0]
+    backward()
     epochs += [[n for (values,) in other for n in accelerator.gather_for_metrics(values).tolist()] for _ in range(2)]
     if is_first:
         list(other)
+    backward()  # of no loop
+    differ = "rank 0 in that of epoch 4, rank 1 in that of epoch 3; so some"
     for (values,) in other:
         for each in (values, values.tolist()):
-            with pytest.raises(DataError, match="rank 0 in that of epoch 4, rank 1 in that of epoch 3; so some"):
+            with pytest.raises(DataError, match=differ):
                 accelerator.gather_for_metrics(each)
+        with pytest.raises(DataError, match=differ):
+            backward()
         break
+    backward()
     return epochs
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -27,8 +28,10 @@ from fullshard.api.state import GradientState
 from fullshard.comm import torch_private
 from fullshard.comm.device import traits_of
 from fullshard.core.errors import ConfigError, DataError
+from fullshard.core.orders import ORDERS
 
 _END = object()
+_NUMBERS = itertools.count()
 _INHERITED = (
     "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator",
     "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order",
@@ -124,7 +127,9 @@ class ShardedDataLoader(DataLoader[Any]):
         self._on_uneven = on_uneven
         self._skip_each = 0
         seed = share.initial_seed() if data_seed is None else data_seed
-        self._seed: int = broadcast_object(seed) if world_size > 1 else seed
+        said = (seed, next(_NUMBERS))
+        self._seed, number = broadcast_object(said) if world_size > 1 else said
+        self._name = (number, self._length())
 
     epoch: int = forwarded("_place.epoch")
     """Iterations so far, or what `set_epoch` said."""
@@ -190,6 +195,7 @@ class ShardedDataLoader(DataLoader[Any]):
         loops = state.enter_loader(self)
         self.order_number = self.epoch if self.share.depends_on_epoch else 0
         place.under_way.append(self)
+        self._note_order()
         try:
             following: Any = next(iterator, _END)
             while following is not _END:
@@ -211,6 +217,7 @@ class ShardedDataLoader(DataLoader[Any]):
                 state.leave_loader(self)
             elif around is not None:
                 self.end_of_dataloader, self._real, self.order_number = around
+            self._note_order()
             if around is not None and place.under_way:  # within a loop over the same loader, which goes on
                 state.resume_loops(loops, self)
                 place.end_within(before, is_look=updates == state.updates)
@@ -221,10 +228,21 @@ class ShardedDataLoader(DataLoader[Any]):
         return self.gradient_state.updates if self.gradient_state.has_optimizer else None
 
     def _is_uneven(self) -> bool:
+        length = self._length()
+        return length is not None and self.share.deal.is_uneven(length)
+
+    def _length(self) -> int | None:
         try:
-            return self.share.deal.is_uneven(self.share.length())
-        except TypeError:  # a sampler without a length, which rank 0 alone reads
-            return False
+            return self.share.length()
+        except (TypeError, NotImplementedError):  # a sampler without a length, which rank 0 alone reads
+            return None
+
+    def _note_order(self) -> None:
+        """Of the innermost iteration, for the backward of all ranks."""
+        if self._place.under_way:
+            ORDERS[self._name] = self._place.under_way[-1].order_number
+        else:
+            ORDERS.pop(self._name, None)
 
     def _read(self, discard: int) -> Iterator[tuple[Any, Real | None]]:
         """Batches, with what is real of their rounds if it is known; after what the loader gives at first."""

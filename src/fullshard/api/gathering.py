@@ -11,7 +11,7 @@ from fullshard.api import collectives
 from fullshard.api.data import ShardedDataLoader
 from fullshard.api.processes import Processes
 from fullshard.api.state import GradientState, ProcessState
-from fullshard.core.errors import DataError
+from fullshard.core.orders import check_orders
 
 
 class Gathering(Processes):
@@ -66,10 +66,10 @@ class Gathering(Processes):
                     f"object for each sample, and this is a {type(input_data).__name__} (hint: put it into a list)"
                 )
             said = collectives.all_gather_object((input_data, order))
-            _check_orders([order for _, order in said])
+            check_orders(enumerate(order for _, order in said))
             data = [item for part, _ in said[:: self._tensor_parallel_size] for item in part]
             return data[: self._real_rows(len(data))]
-        data = self._gather_once(input_data, check=_check_orders, note=order)
+        data = self._gather_once(input_data, check=lambda orders: check_orders(enumerate(orders)), note=order)
 
         def cut(tensor: torch.Tensor) -> torch.Tensor:
             return tensor[: self._real_rows(tensor.shape[0])]
@@ -102,19 +102,6 @@ class Gathering(Processes):
         """Rows that are not repetitions, of `rows` gathered in the current step."""
         loader = self.gradient_state.active_dataloader
         return loader.real_rows(rows) if isinstance(loader, ShardedDataLoader) else rows
-
-
-def _check_orders(orders: list[int | None]) -> None:
-    """Raise if ranks read the loader in different orders; None: a rank is in no loop, and has nothing to say."""
-    known = [(rank, order) for rank, order in enumerate(orders) if order is not None]
-    for rank, order in known:
-        first, expected = known[0]
-        if order != expected:
-            raise DataError(
-                f"ranks read a data loader in different orders: rank {first} in that of epoch {expected}, rank {rank} "
-                f"in that of epoch {order}; so some samples are read twice, and others never",
-                hint="a rank has read it alone before: read it on every rank, or call loader.set_epoch(number) on all",
-            )
 
 
 def _all_tensors(data: Any) -> bool:

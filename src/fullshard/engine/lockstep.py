@@ -4,8 +4,8 @@ Before the first forward the ranks compare the model and what was loaded, and wi
 that is unsharded. Later, what a forward gathers is noted where the ranks of the host see it: one that waits for another
 looks whether that has gone another way (`comm.track`). At the end of a backward eight bytes of what this rank has
 done since the step before ride on the message that is sent anyway (`engine.end_of_backward`): units in their order,
-backwards, those that failed, optimizer steps, the run's step, learning rates. That one has failed is told to ranks that
-wait (`comm.stalls`): whoever has caught the error goes on elsewhere.
+backwards, those that failed, optimizer steps, the run's step, learning rates, orders of the data. That one has failed is
+told to ranks that wait (`comm.stalls`): whoever has caught the error goes on elsewhere.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from fullshard.comm.stalls import STALLS
 from fullshard.comm.track import Track
 from fullshard.core.errors import CommunicationError
 from fullshard.core.journal import JOURNAL
+from fullshard.core.orders import ORDERS, check_orders
 from fullshard.core.stopping import STOPPING
 from fullshard.engine.end_of_backward import BucketEnd, EndOfBackward
 from fullshard.engine.unit import Unit
@@ -205,7 +206,8 @@ class Lockstep:
         """
         entered = zlib.crc32(struct.pack(f"={len(units)}I", *[unit.number for unit in units]))
         rates = sum(zlib.crc32(struct.pack(f"={len(r)}d", *r)) for r in self._rates()) & 0xFFFFFFFF
-        done = struct.pack("=QQQqI", steps, self._backwards, self._failures, _run_step(), rates)
+        orders = zlib.crc32(repr(sorted((number, order) for (number, _), order in ORDERS.items())).encode())
+        done = struct.pack("=QQQqII", steps, self._backwards, self._failures, _run_step(), rates, orders)
         return struct.pack("=II", entered, zlib.crc32(done))
 
     def exchange(self, ends: Sequence[BucketEnd], ran: Collection[Unit], steps: int, *, last: Unit) -> EndOfBackward:
@@ -238,6 +240,7 @@ class Lockstep:
 
         Raises:
             CommunicationError: on every rank, with what rank 0 and the first other one have.
+            DataError: on every rank, about a loader that some read in another order.
         """
         lines = [f"errors in forward or backward: {self._failures}", f"{steps} optimizer steps of this process"]
         lines += [f"backward {self._backwards + 1} since the last of them"]
@@ -245,6 +248,9 @@ class Lockstep:
         lines += [f"learning rates {rates}" for rates in sorted(self._rates())]
         lines += [f"forward {number}: unit {unit.name!r}" for number, unit in enumerate(units)]
         self._mesh.check_agreement(lines, what=f"step {steps + 1} of this process", hint=_HINT)
+        of_all = self._mesh.all_gather_object(ORDERS)
+        for loader in sorted(set().union(*of_all), key=str):
+            check_orders((rank, o.get(loader)) for rank, o in zip(self._mesh.ranks, of_all, strict=True))
 
     def _rates(self) -> list[list[float]]:
         """Of each optimizer that stepped last, as they are now. Those that are on a device are not waited for."""
