@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ from torch.distributed.fsdp import wrap
 
 from fullshard.api import Accelerator, FullyShardedDataParallelPlugin
 from fullshard.api import plugin as plugin_module
+from fullshard.api.configure import run_config
+from fullshard.config.handover import hand_over
 from fullshard.config.resolve import resolve
 from fullshard.config.schema import PrecisionConfig, RunConfig
 from fullshard.core.errors import ConfigError, WrapError
@@ -444,6 +447,31 @@ def test_of_what_is_replaced_on_the_plugin_nothing_is_left() -> None:
     mine.state.fsdp_plugin.mixed_precision_policy = None
     mine.prepare(nn.Linear(2, 2))
     assert mine.mixed_precision == "bf16", "what the Accelerator says"
+
+
+def test_none_gives_a_field_back_to_what_filled_the_plugin() -> None:
+    """A Trainer's `fsdp_config`."""
+    plugin: Any = Plugin()
+    plugin.fill(RunConfig.of({"sharding": {"activation_checkpointing": True, "offload_main_weights": True}}))
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16", fsdp_plugin=plugin)
+    plugin.activation_checkpointing, plugin.cpu_offload, plugin.mixed_precision_policy = False, False, "fp32"
+    assert _dtypes(accelerator) == (torch.float32, torch.float32)
+    sharding = accelerator.setup.sharding
+    assert (sharding.activation_checkpointing, sharding.offload) == (False, Offload())
+    plugin.activation_checkpointing = plugin.cpu_offload = plugin.mixed_precision_policy = None
+    assert _dtypes(accelerator) == (torch.float32, torch.bfloat16)
+    sharding = accelerator.setup.sharding
+    assert sharding.activation_checkpointing and sharding.offload == Offload(main_weights=True, optimizer_state=True)
+
+
+def test_cpu_offload_replaces_what_the_launcher_says_of_its_parts(tmp_path: Path) -> None:
+    os.environ.update(hand_over(RunConfig.of({"sharding": {"offload_main_weights": True}}), tmp_path / "config.json"))
+    offload = {value: run_config(Plugin(cpu_offload=value), {}).sharding.offload for value in (None, False, True)}
+    assert offload == {
+        None: Offload(main_weights=True, optimizer_state=True),
+        False: Offload(),
+        True: Offload(True, True, True),
+    }
 
 
 def test_the_policy_in_effect_is_one_that_fully_shard_takes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ from fullshard.api.accelerate_checkpoints import teach_accelerate
 from fullshard.api.accelerate_loaders import teach_accelerate_to_skip
 from fullshard.api.accelerates import Followed, compilation, is_accelerates
 from fullshard.api.accelerator_state import AcceleratorState, earlier_gradient_state
-from fullshard.api.configure import beneath_the_plugin, changed_config, run_config
+from fullshard.api.configure import changed_config, of_accelerator, run_config
 from fullshard.api.data import ShardedDataLoader
 from fullshard.api.elastic import accumulation_steps
 from fullshard.api.loaders import Loaders
@@ -595,7 +595,7 @@ def _settings(
     config = run_config(plugin, said, parallelism_config)
     plugin = FullyShardedDataParallelPlugin() if plugin is None else plugin
     if isinstance(plugin, FullyShardedDataParallelPlugin):
-        plugin.fill(config, beneath_the_plugin(said))
+        plugin.fill(config, of_accelerator(said))
     return config, plugin
 
 

@@ -28,7 +28,7 @@ def run_config(plugin: Any, arguments: Mapping[str, Any], parallelism_config: An
     Raises:
         ConfigError: a setting that is wrong, or another library's plugin.
     """
-    accelerator, plugins = _of_accelerator(arguments), _reading(plugin)
+    accelerator, plugins = of_accelerator(arguments), _reading(plugin)
     resolved = resolve([launched(), accelerator, plugins, parallelism(parallelism_config, plugins)])
     say_once([*resolved.notes, *_given_way(accelerator, plugins)])
     if resolved.config.sharding.cpu_ram_efficient_loading:
@@ -36,14 +36,8 @@ def run_config(plugin: Any, arguments: Mapping[str, Any], parallelism_config: An
     return resolved.config
 
 
-def beneath_the_plugin(arguments: Mapping[str, Any]) -> Reading:
-    """What the launcher and the Accelerator's arguments say."""
-    reading = launched()
-    reading.add(_of_accelerator(arguments))
-    return reading
-
-
-def _of_accelerator(arguments: Mapping[str, Any]) -> Reading:
+def of_accelerator(arguments: Mapping[str, Any]) -> Reading:
+    """What an Accelerator's arguments say; see `run_config`."""
     given = {name: value for name, value in arguments.items() if value is not None}
     return load_arguments(given, FLAT, "Accelerator")
 

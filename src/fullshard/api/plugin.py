@@ -179,7 +179,8 @@ class FullyShardedDataParallelPlugin:
 
     def __post_init__(self) -> None:
         self._filled: RunConfig | None = None
-        self._below: Reading | None = None
+        self._launched: Reading | None = None  # instead of the launcher's own words
+        self._arguments = Reading()
         if self.said("cpu_ram_efficient_loading") and self.said("sync_module_states") is None:
             self.sync_module_states = True
         resolved = resolve([self.reading()])
@@ -223,7 +224,7 @@ class FullyShardedDataParallelPlugin:
 
     def _beneath(self, policy: Mapping[str, Any] | None) -> RunConfig:
         """What would hold if of all fields this policy alone were set."""
-        return resolve([self._below or launched(), _precision_reading(policy)]).config
+        return resolve([self._launched or launched(), self._arguments, _precision_reading(policy)]).config
 
     def reading(self) -> Reading:
         """What the fields set; those that are None set nothing."""
@@ -249,18 +250,20 @@ class FullyShardedDataParallelPlugin:
         reading.add(_precision_reading(self.said("mixed_precision_policy")))
         return reading
 
-    def fill(self, config: RunConfig, below: Reading | None = None) -> None:
+    def fill(self, config: RunConfig, arguments: Reading | None = None) -> None:
         """Give the fields that are None the values of a configuration, so that scripts can read them.
 
         Args:
             config: the configuration.
-            below: what holds where this plugin says nothing. None: all of the configuration.
+            arguments: of the Accelerator that it is of. None: it is the launcher's, as far as this plugin is concerned.
         """
         for name, value in self._in_effect(config).items():
             if self.said(name) is None:
                 setattr(self, name, value)
         self._filled = config
-        self._below = below or whole(config, Origin(Precedence.ENVIRONMENT, "launched"))
+        if arguments is None:
+            self._launched = whole(config, Origin(Precedence.ENVIRONMENT, "launched"))
+        self._arguments = arguments or Reading()
 
     def refill(self, config: RunConfig) -> None:
         """Give the fields that are settings of a run its values; the others stay as they were set."""

@@ -12,7 +12,12 @@ from fullshard.config.schema import GROUPS, RunConfig, settings_of
 from fullshard.config.settings import Fault, SettingsError
 
 _WRAP = ("sharding.wrap", "sharding.wrap_classes", "sharding.wrap_min_numel")
-_OVERRULES = {"sharding.strategy": ("sharding.reshard_after_forward",), **dict.fromkeys(_WRAP, _WRAP)}
+_OFFLOAD = ("sharding.offload_compute_shards", "sharding.offload_main_weights", "sharding.offload_optimizer_state")
+_OVERRULES = {
+    "sharding.strategy": ("sharding.reshard_after_forward",),
+    "sharding.cpu_offload": _OFFLOAD,
+    **dict.fromkeys(_WRAP, _WRAP),
+}
 """What a setting overrules in lower sources besides itself, because it says the same thing in another way."""
 
 

@@ -4,8 +4,8 @@ Before the first forward the ranks compare the model and what was loaded, and wi
 that is unsharded. Later, what a forward gathers is noted where the ranks of the host see it: one that waits for another
 looks whether that has gone another way (`comm.track`). At the end of a backward eight bytes of what this rank has
 done since the step before ride on the message that is sent anyway (`engine.end_of_backward`): units in their order,
-backwards, those that failed, optimizer steps, the run's step, learning rates, orders of the data. That one has failed is
-told to ranks that wait (`comm.stalls`): whoever has caught the error goes on elsewhere.
+backwards, those that failed, optimizer steps, the run's step, learning rates, orders of the data. That one has failed
+is told to ranks that wait (`comm.stalls`): whoever has caught the error goes on elsewhere.
 """
 
 from __future__ import annotations
