@@ -5,6 +5,8 @@ pytest tests/test_lora.py
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from fullshard.checkpoint import full_state_dict
 from fullshard.checkpoint.adapters import load_adapters, save_adapters
 from fullshard.checkpoint.format import read_manifest
 from fullshard.core.errors import CheckpointError, LifecycleError, OptimizerError
-from fullshard.engine import shard_model
+from fullshard.engine import shard_model, unsharded
 from tests.differential import gradients, is_same_product
 from tests.distributed import run_ranks
 from tests.interchange import files_in_use
@@ -381,6 +383,7 @@ def misused(directory: str) -> None:
     """What would write slices, add parameters that nobody reduces, or find no gradient, is an error on every rank."""
     from peft import LoraConfig, inject_adapter_in_model
     from peft.optimizers import create_lorafa_optimizer, create_riemannian_optimizer
+    from peft.utils.hotswap import hotswap_adapter
 
     from fullshard import Accelerator
 
@@ -394,6 +397,10 @@ def misused(directory: str) -> None:
     with pytest.raises(LifecycleError, match="load_adapter on a sharded"):
         model.load_adapter(directory, "late")
     injected = inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj"]), build())
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        injected = Accelerator(cpu=True).prepare(injected)
+    assert "save_model will refuse it: it carries adapters inside" in said.getvalue() or dist.get_rank()
     with pytest.raises(CheckpointError, match="carries adapters inside"):
         Accelerator(cpu=True).save_model(injected, directory)
     parameter = next(p for name, p in model.named_parameters() if "lora_B" in name)
@@ -414,6 +421,13 @@ def misused(directory: str) -> None:
         model.save_pretrained(directory, state_dict=weights)
     model.save_pretrained(f"{directory}/plain")
     model.save_pretrained(f"{directory}/idiom", is_main_process=dist.get_rank() == 0)  # which says that all ranks call
+    with pytest.raises(LifecycleError, match=r"inside `with fullshard.unsharded\(model, writeback=True\)`"):
+        hotswap_adapter(model, f"{directory}/plain", "default", torch_device="cpu")
+    model.load_state_dict(model.state_dict() | {name: torch.zeros(p.shape) for name, p in model.named_parameters()})
+    with unsharded(model, writeback=True):
+        hotswap_adapter(model, f"{directory}/plain", "default", torch_device="cpu")
+    swapped = full_state_dict(model)
+    assert all(torch.equal(value, weights[name]) for name, value in swapped.items() if "lora_A" in name)
 
 
 def test_what_peft_cannot_do_while_sharded_is_refused(tmp_path: Path) -> None:

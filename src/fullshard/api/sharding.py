@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.api.options import AutocastKwargs
 from fullshard.api.plugin import FullyShardedDataParallelPlugin, configured_policy, modules_matching, policy_of
 from fullshard.api.state import ProcessState
-from fullshard.checkpoint.adapters import is_adapted
+from fullshard.checkpoint.adapters import HOW_TO_SAVE_INNER, carries_adapters, is_adapted, is_saved_as_adapters
 from fullshard.checkpoint.full_state import gather_when_all_save
 from fullshard.checkpoint.live_adapters import use_sharded_methods
 from fullshard.comm.mesh import init_mesh
@@ -200,6 +200,11 @@ def _say_how(model: nn.Module, config: ShardingConfig, say: Callable[[str], None
     if sharding.strategy not in ("", asked):
         say(
             f"{asked} with a shard group of {sharding.shard_size} of {sharding.world_size} ranks is {sharding.strategy}"
+        )
+    if carries_adapters(model) and not is_saved_as_adapters(model):
+        say(
+            "save_model will refuse it: it carries adapters inside, whose names no plain model has\n"
+            f"hint: {HOW_TO_SAVE_INNER}"
         )
     if config.offload.has_shards and not sharding.offload:
         held = format_nbytes(sharding.rank_nbytes)

@@ -35,6 +35,18 @@ def is_saved_as_adapters(model: nn.Module) -> bool:
     return is_adapted(model) or adds_itself  # PEFT's `inject_adapter_in_model` tells it nothing
 
 
+def carries_adapters(model: nn.Module) -> bool:
+    """Whether adapters are inside a model that is no PEFT model, or one for inference alone (`PeftMixedModel`)."""
+    return hasattr(model, "peft_config") and not is_adapted(model)
+
+
+HOW_TO_SAVE_INNER = (
+    "add them with peft.get_peft_model, whose model is merged on the way; or save what "
+    "get_peft_model_state_dict(model, state_dict=fullshard.checkpoint.full_state_dict(model)) gives"
+)
+"""Adapters that a model carries inside."""
+
+
 def adapter_parameter_names(model: nn.Module) -> Container[str]:
     """Names of what belongs to the adapters of `model`, and of all that is trained besides; nothing without adapters.
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.checkpoint.adapters import is_adapted
+from fullshard.checkpoint.adapters import HOW_TO_SAVE_INNER, carries_adapters, is_adapted
 from fullshard.checkpoint.conversion import Group, outline_of, saving_rules
 from fullshard.checkpoint.full_state import full_tensor
 from fullshard.checkpoint.merging import MergedModel
@@ -175,11 +175,10 @@ class StoredForm:
         if is_adapted(model):
             merged = MergedModel(model)
             return cls(merged.base, merged.sources, cast=cast, merged=merged)
-        if hasattr(model, "peft_config"):
+        if carries_adapters(model):
             raise CheckpointError(
                 f"{type(model).__name__} carries adapters inside, whose names no plain model has",
-                hint="add them with peft.get_peft_model, whose model is merged on the way; or save what "
-                "get_peft_model_state_dict(model, state_dict=fullshard.checkpoint.full_state_dict(model)) gives",
+                hint=HOW_TO_SAVE_INNER,
             )
         return cls(model, local_tensors(model, rank=rank), cast=cast)
 

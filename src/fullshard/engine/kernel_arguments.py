@@ -68,10 +68,11 @@ def refuse_plain(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[s
 
 def mixed(func: torch_private.Kernel, spread: SpreadTensor, plain: torch.Tensor) -> LifecycleError:
     """The error for that."""
+    whole = "unsharded(model, writeback=True)" if torch_private.written(func) else "unsharded(model)"
     return LifecycleError(
         f"`{func.overloadpacket.__name__}` of {spread.name} {tuple(spread.shape)}, a DTensor, and of a plain tensor "
         f"{tuple(plain.shape)}, of which nobody knows whether every rank has the same",
         hint="use what .full_tensor() gives on every rank, or distribute_tensor(other, p.device_mesh, [Replicate()]); "
-        "or compute in forward or inside `with fullshard.unsharded(model)`; an average of the weights is "
+        f"or compute in forward or inside `with fullshard.{whole}`; an average of the weights is "
         "fullshard.EMA(model), or of copies that were made after sharding, or of a model that is sharded alike",
     )
