@@ -16,7 +16,7 @@ import torch.distributed.fsdp as torchs
 from torch import nn
 from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fullshard
@@ -422,13 +422,12 @@ def check_named_axes() -> None:
     dims = fullshard.DataParallelMeshDims(shard="dp", replicate="copies")
     fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
     assert model.weight.mesh.shard_size == 2
-    for wrong, problem in (
-        (fullshard.DataParallelMeshDims(replicate="dp"), "expected one"),
-        (fullshard.DataParallelMeshDims(shard=("dp", "tp")), "expected one"),
-        (fullshard.DataParallelMeshDims(shard="other"), r"\['other'\] not found in mesh\.mesh_dim_names"),
-    ):
-        with pytest.raises(ConfigError, match=f"dp_mesh_dims = .*{problem}"):
-            fully_shard(nn.Linear(6, 4), mesh=mesh, dp_mesh_dims=wrong)
+    both: Any = fully_shard(nn.Linear(6, 4), mesh=mesh, dp_mesh_dims=fullshard.DataParallelMeshDims(shard=("dp", "tp")))
+    assert (both.weight.mesh.shard_size, both.weight.device_mesh.mesh_dim_names) == (2, ("dp_tp",))
+    whole: Any = fully_shard(nn.Linear(6, 4), mesh=mesh, dp_mesh_dims=fullshard.DataParallelMeshDims(replicate="dp"))
+    assert whole.weight.placements == (Replicate(),) and "NO_SHARD" in str(fullshard.describe(whole))
+    with pytest.raises(ConfigError, match=r"dp_mesh_dims = .*\['other'\] not found in mesh\.mesh_dim_names"):
+        fully_shard(nn.Linear(6, 4), mesh=mesh, dp_mesh_dims=fullshard.DataParallelMeshDims(shard="other"))
 
 
 def check_newer_names() -> None:

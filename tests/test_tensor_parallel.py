@@ -341,12 +341,15 @@ def check_all_axes(names: tuple[str, str], dims: Any, *, cuts_batch: bool) -> No
     """Inputs are DTensors over all axes, too: "replicated" while each rank has its own, or one batch that is cut."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
     own, size = (mesh["dp"].get_local_rank(), 2) if "tp" in names else (dist.get_rank(), 4)
+    is_flattened = dims.shard == names or dims.replicate == names
     plain, model = pair(), over_all_axes(pair(), mesh, splits="tp" in names)
     for module in (model[0], model[2], model):
         fullshard.fully_shard(module, mesh=mesh, dp_mesh_dims=dims)
         if cuts_batch:
             module.set_gradient_divide_factor(1)
-    assert {p.device_mesh for p in model.parameters()} == {mesh}
+    assert {p.device_mesh for p in model.parameters()} == {mesh["_".join(names)] if is_flattened else mesh}
+    if dims.shard is None:  # every rank has its tile whole
+        assert model[2].weight.to_local().numel() == (25 if "tp" in names else 50)
     assert fullshard.describe(model).tile_ranks == (2 if "tp" in names else 1)
     optimizers = [torch.optim.AdamW(each.parameters(), lr=RATE) for each in (plain, model)]
     for step in range(3):
@@ -380,6 +383,9 @@ def check_each_over_all_axes() -> None:
     check_all_axes(("dp", "tp"), shard, cuts_batch=False)
     check_all_axes(("dp", "tp"), shard, cuts_batch=True)
     check_all_axes(("copies", "dp"), both, cuts_batch=False)
+    check_all_axes(("copies", "dp"), fullshard.DataParallelMeshDims(shard=("copies", "dp")), cuts_batch=False)
+    check_all_axes(("copies", "dp"), fullshard.DataParallelMeshDims(replicate=("copies", "dp")), cuts_batch=False)
+    check_all_axes(("dp", "tp"), fullshard.DataParallelMeshDims(replicate="dp"), cuts_batch=False)
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
     layer = nn.Linear(4, 4, bias=False)
     layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(0)]))
@@ -389,9 +395,9 @@ def check_each_over_all_axes() -> None:
         fullshard.fully_shard(layer, mesh=mesh, dp_mesh_dims=shard)
     layer.weight = nn.Parameter(distribute_tensor(torch.zeros(4, 4), mesh, [Replicate()]))
     with pytest.raises(
-        WrapError, match=r"weight: a DTensor over .*, of which .* is for data: it is to be sharded over"
+        WrapError, match=r"weight: a DTensor over .*, which is no other axis of what it is to be sharded"
     ):
-        fullshard.fully_shard(layer, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "dp")))
+        fullshard.fully_shard(layer, mesh=mesh)  # what a call before has said of the mesh's axes was for that call
 
 
 def test_parameters_and_inputs_that_are_dtensors_over_all_axes() -> None:

@@ -289,7 +289,7 @@ class PretrainedWeights:
 
     def read(self, slot: Slot, interval: Interval, out: torch.Tensor) -> None:
         """Fill `out` with elements `interval` of the parameter, or of its tile."""
-        tile = tile_of(slot.parameter)
+        tile = tile_of(slot)
         if tile is None or tile.tiling is None:
             self._read_rows(slot, interval, out)
             return

@@ -247,9 +247,10 @@ def init_mesh(
     (torchrun), in which case the default group is initialised as torch's `fully_shard` does.
 
     Args:
-        shard_size: ranks per shard group; divides the world size.
+        shard_size: ranks per shard group; divides the world size. Of a `device_mesh` 1 or left out.
         device: where to compute; the accelerator if there is one, unless `device_mesh` is of CPUs.
-        device_mesh: a torch mesh to use instead: 1-D is the shard axis, 2-D is (replicate, shard).
+        device_mesh: a torch mesh to use instead: 1-D is the shard axis, or with `shard_size=1` the replicate axis; 2-D
+            is (replicate, shard).
 
     Raises:
         ConfigError: the size does not divide the world size, or the mesh has other than 1 or 2 axes.
@@ -260,7 +261,7 @@ def init_mesh(
     ranks = joined_world_size()
     require_gloo(device, dist.group.WORLD if dist.is_initialized() else None)
     if device_mesh is not None:
-        return _from_device_mesh(device_mesh, device)
+        return _from_device_mesh(device_mesh, device, only_replicates=shard_size == 1)
     if not dist.is_initialized():
         alone = collectives_for(None, device)
         device_mesh = torch_private.mesh_without_groups(device.type, [0], 0)
@@ -278,28 +279,28 @@ def init_mesh(
     return _CACHE[key]
 
 
-def data_parallel(device_mesh: Any, dims: Any) -> DeviceMesh:
-    """The part of a mesh that is for data parallelism.
+def data_parallel(device_mesh: Any, dims: Any) -> Mesh:
+    """That of the part of a mesh that is for data parallelism. All ranks of `device_mesh` make it together.
 
     Args:
         device_mesh: of any axes, which have names.
-        dims: torch's `DataParallelMeshDims`.
+        dims: torch's `DataParallelMeshDims`. Several axes to shard along, or to replicate along, are taken as one.
 
     Raises:
-        ConfigError: no shard axis among them, no such mesh, or several axes to be taken for one.
+        ConfigError: no such axes, or no mesh of torch's.
     """
-    shard, replicate = tuple(dims.shard_names), tuple(dims.replicate_names)
     names = device_mesh.mesh_dim_names if isinstance(device_mesh, DeviceMesh) else None
-    unknown = [name for name in (*shard, *replicate) if name not in (names or ())]
-    if unknown or len(shard) != 1 or len(replicate) > 1:
-        missing = f"{unknown} not found in mesh.mesh_dim_names: " if unknown else ""
+    wanted = [tuple(dims.replicate_names), tuple(dims.shard_names)]
+    unknown = [name for part in wanted for name in part if name not in (names or ())]
+    if unknown:
         raise ConfigError(
-            f"dp_mesh_dims = {dims} of a mesh with axes {names}: {missing}expected one of its axes to shard along, and "
-            "one or none to replicate along",
-            hint="make one axis of several with mesh[names]._flatten(); to replicate only use strategy NO_SHARD",
+            f"dp_mesh_dims = {dims} of a mesh with axes {names}: {unknown} not found in mesh.mesh_dim_names",
+            hint="name axes of the mesh that fully_shard is given",
         )
-    axes = [device_mesh[name] for name in (*replicate, *shard)]
-    return torch_private.joined(axes) if replicate else axes[0]
+    replicate, shard = (torch_private.flattened(device_mesh[part]) if part else None for part in wanted)
+    if shard is None:
+        return init_mesh(device_mesh=replicate, shard_size=1)
+    return init_mesh(device_mesh=shard if replicate is None else torch_private.joined([replicate, shard]))
 
 
 def mesh_of(device_mesh: DeviceMesh) -> Mesh | None:
@@ -374,19 +375,19 @@ def _own_group(rank_lists: list[list[int]], timeout: timedelta) -> dist.ProcessG
     return dist.new_subgroups_by_enumeration(rank_lists, timeout=timeout)[0] if len(rank_lists[0]) > 1 else None
 
 
-def _from_device_mesh(device_mesh: DeviceMesh, device: torch.device) -> Mesh:
+def _from_device_mesh(device_mesh: DeviceMesh, device: torch.device, *, only_replicates: bool) -> Mesh:
     if device_mesh.ndim not in (1, 2):
         raise ConfigError(
             f"fully_shard expects a 1D or 2D DeviceMesh but got {device_mesh} of {device_mesh.ndim} axes",
             hint="pass the part of it to shard over: mesh[SHARD] or mesh[REPLICATE, SHARD], by the names of its axes",
         )
-    ranks, key = device_mesh.mesh, (dist.group.WORLD, device, device_mesh)
+    ranks, key = device_mesh.mesh, (dist.group.WORLD, device, device_mesh, only_replicates)
     if ranks.flatten().tolist() == list(range(dist.get_world_size())):  # tensors might be made on the meta device
-        known = init_mesh(shard_size=ranks.shape[-1], device=device)
+        known = init_mesh(shard_size=1 if only_replicates else ranks.shape[-1], device=device)
         return _CACHE.setdefault(key, replace(known, device_mesh=device_mesh))
     if key not in _CACHE:
         _check_part(device_mesh)
-        _CACHE[key] = _part(device_mesh, device)
+        _CACHE[key] = _part(device_mesh, device, only_replicates=only_replicates)
         _CACHE[key].watch()
     return _CACHE[key]
 
@@ -410,34 +411,32 @@ def _check_part(device_mesh: DeviceMesh) -> None:
         )
 
 
-def _part(device_mesh: DeviceMesh, device: torch.device) -> Mesh:
+def _part(device_mesh: DeviceMesh, device: torch.device, *, only_replicates: bool) -> Mesh:
     """That of a part of the world (tensor or pipeline parallelism owns the rest).
 
     It is of the part's own groups, because making new ones needs all ranks. They all are here, each with its own part,
     if there is one to make of a mesh of two axes.
     """
-    ranks, hybrid = device_mesh.mesh, device_mesh.ndim == 2
-    shard_group = device_mesh.get_group(1 if hybrid else 0)
-    replicate_group = device_mesh.get_group(0) if hybrid else None
-    is_line = not hybrid or 1 in ranks.shape
-    world_group = (
-        (shard_group if ranks.shape[-1] > 1 else replicate_group)
-        if is_line
-        else torch_private.flattened(device_mesh).get_group()
-    )
+    ranks = device_mesh.mesh.reshape(-1, 1 if only_replicates else device_mesh.mesh.shape[-1])
+    shard_group = None if only_replicates else device_mesh.get_group(device_mesh.ndim - 1)
+    replicate_group = device_mesh.get_group(0) if only_replicates or device_mesh.ndim == 2 else None
+    longest = device_mesh.ndim - 1 if ranks.shape[1] > 1 else 0
+    all_ranks = torch_private.flattened(device_mesh) if min(ranks.shape) > 1 else device_mesh
+    world_group = all_ranks.get_group(0 if all_ranks.ndim == 1 else longest)
     return Mesh(
         device,
         rank=dist.get_rank(),
         ranks=tuple(dist.get_process_group_ranks(world_group)),
         world_size=ranks.numel(),
-        shard_rank=dist.get_rank(shard_group),  # a group sorts its ranks, whatever place the mesh gives them
-        shard_size=ranks.shape[-1],
-        replicate_rank=dist.get_rank(replicate_group) if hybrid else 0,
-        replicate_size=ranks.shape[0] if hybrid else 1,
+        # A group sorts its ranks, whatever place the mesh gives them.
+        shard_rank=0 if shard_group is None else dist.get_rank(shard_group),
+        shard_size=ranks.shape[1],
+        replicate_rank=0 if replicate_group is None else dist.get_rank(replicate_group),
+        replicate_size=ranks.shape[0],
         world_group=world_group,
         shard_group=shard_group,
         replicate_group=replicate_group,
-        control_group=world_group,
+        control_group=world_group if ranks.numel() > 1 else None,
         gather=collectives_for(shard_group, device),
         reduce=collectives_for(shard_group, device),
         replicate=collectives_for(replicate_group, device, only_all_reduce=True),

@@ -79,7 +79,7 @@ class BucketSpec:
         require_dtype(mesh.device, self.dtype, "parameters")
         require_dtype(mesh.device, self.compute_dtype, "param_dtype")
         require_dtype(mesh.device, self.reduce_dtype, "reduce_dtype")
-        self.tiles = [tile_of(slot.parameter) for slot in slots]
+        self.tiles = [tile_of(slot) for slot in slots]
         self.gather_packing, self.reduce_packing = _packing(plan.gather_as), _packing(plan.reduce_as)
         self.main_is_on_host = plan.main_is_on_host
         self.is_gathered_from_host = plan.is_gathered_from_host

@@ -22,7 +22,7 @@ from fullshard.engine.offload import Storage
 from fullshard.engine.precision import MixedPrecisionPolicy
 from fullshard.engine.sharded_tensor import ShardedTensor, part_of
 from fullshard.engine.span import Span
-from fullshard.engine.tile import plain_of, tile_of
+from fullshard.engine.tile import plain_of, tile_of, wrapped_as
 from fullshard.wrap.extended import is_composed, wrapped_by
 from fullshard.wrap.partition import Slot, UnitPlan
 
@@ -65,8 +65,8 @@ class StandIns:
         for slot, held in entries:
             local = fn(held.local.detach())
             slot.replaced += [slot.parameter, held]  # type: ignore[list-item]
-            whole, tile = torch.empty(held.span.tile_shape, dtype=local.dtype, device="meta"), tile_of(slot.parameter)
-            slot.parameter = nn.Parameter(whole if tile is None else tile.wrap(whole), held.requires_grad)
+            plain = torch.empty(held.span.tile_shape, dtype=local.dtype, device="meta")
+            slot.parameter = nn.Parameter(wrapped_as(slot.parameter, plain), held.requires_grad)
             changed.append((slot, ShardedTensor(local, held.span, requires_grad=held.requires_grad)))
         return cls(changed)
 
@@ -107,7 +107,7 @@ class StandIns:
         elif isinstance(held, DTensor) and span.interval == interval and (own := part_of(held, span)) is not None:
             out.copy_(own)
         else:
-            whole, tile = held.full_tensor() if isinstance(held, DTensor) else held, tile_of(slot.parameter)
+            whole, tile = held.full_tensor() if isinstance(held, DTensor) else held, tile_of(slot)
             out.copy_((whole if tile is None else tile.cut(whole)).reshape(-1)[interval.start : interval.stop])
 
 

@@ -78,8 +78,9 @@ def fully_shard(
         mp_policy: `MixedPrecisionPolicy`, fullshard's or torch's.
         offload_policy: `OffloadPolicy` or `CPUOffloadPolicy`, fullshard's or torch's.
         ignored_params: parameters to leave alone; they are neither sharded nor reduced.
-        dp_mesh_dims: torch's `DataParallelMeshDims`: which axes of `mesh` are (replicate, shard), by name. Parameters
-            that are DTensors over all of `mesh`, replicated along these, are ones in forward, too.
+        dp_mesh_dims: torch's `DataParallelMeshDims`: which axes of `mesh` are (replicate, shard), by name. Several are
+            taken as one; with none to shard along every rank has all. Parameters that are DTensors over all of `mesh`,
+            replicated along these, are ones in forward, too.
 
     Returns:
         `module`, which is an `FSDPModule` now.
@@ -92,10 +93,9 @@ def fully_shard(
     """
     modules: list[nn.Module] = list(module) if isinstance(module, list) else [module]
     if dp_mesh_dims is not None:
-        whole: Any = mesh
-        mesh = data_parallel(whole, dp_mesh_dims)
-        note_data_axes(whole, mesh)
-    resolved = mesh if isinstance(mesh, Mesh) else init_mesh(device_mesh=mesh)
+        resolved = data_parallel(mesh, dp_mesh_dims)
+    else:
+        resolved = mesh if isinstance(mesh, Mesh) else init_mesh(device_mesh=mesh)
     resolved.begin_sharding()
     reshard, neighbours = _reshard_after_forward(reshard_after_forward, resolved.shard_size)
     for one in modules:
@@ -110,6 +110,8 @@ def fully_shard(
         expose_scales(one)
     [plan] = partition(modules, ignored=ignored_params or (), stop_at=_units_in(modules))
     check_types([plan], modules)
+    if isinstance(mesh, DeviceMesh) and dp_mesh_dims is not None:
+        note_data_axes(plan, mesh, dp_mesh_dims)
     check_tiles([plan], modules, resolved)
     if shard_placement_fn is not None:
         _take_placements(plan, shard_placement_fn)
@@ -347,7 +349,7 @@ def _take_placements(plan: UnitPlan, shard_placement_fn: Callable[[nn.Parameter]
                 hint="a mesh for each parameter is not supported: shard modules over different meshes instead",
             )
         slot.by_rows = is_dim and wanted.dim % slot.parameter.ndim == 0 and not is_extended(slot.parameter)
-        tile = tile_of(slot.parameter)
+        tile = tile_of(slot)
         if slot.by_rows and tile is not None and tile.is_beneath and torch_private.groups_of(tile.placement):
             raise PlacementError(
                 f"shard_placement_fn gives {wanted!r} for packed matrices {tuple(slot.parameter.shape)} that tensor "

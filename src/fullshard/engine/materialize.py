@@ -13,13 +13,14 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fullshard.comm import torch_private
 from fullshard.comm.mesh import Mesh
 from fullshard.comm.stalls import STALLS
 from fullshard.core.errors import WrapError
 from fullshard.core.layout import Interval
-from fullshard.engine.tile import plain_of, set_plain, tile_of
+from fullshard.engine.tile import plain_of, set_plain, wrapped_as
 from fullshard.wrap.extended import inner_tensors, is_composed
 from fullshard.wrap.partition import Slot, UnitPlan
 from fullshard.wrap.quantized import is_exact
@@ -141,9 +142,8 @@ def _moved(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
     if torch_private.may_hold(plain, data):
         set_plain(parameter, data)
         return parameter
-    tile = tile_of(parameter)
-    if tile is not None:
-        return nn.Parameter(tile.wrap(data), requires_grad=parameter.requires_grad)
+    if isinstance(parameter, DTensor):
+        return nn.Parameter(wrapped_as(parameter, data), requires_grad=parameter.requires_grad)
     moved: nn.Parameter = torch_private.made_as(type(parameter), data, requires_grad=parameter.requires_grad)
     vars(moved).update(vars(parameter))
     return moved

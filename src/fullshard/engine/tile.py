@@ -11,6 +11,7 @@ memory of the bucket while they are unsharded.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,10 +23,7 @@ from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import WrapError
 from fullshard.core.tiling import Tiling
 from fullshard.wrap.extended import wrapped_by
-from fullshard.wrap.partition import UnitPlan, names_in
-
-_DATA_AXES: dict[DeviceMesh, tuple[DeviceMesh, frozenset[int]]] = {}
-"""Of meshes with all axes of a job: the part for data, and which axes that is. See `note_data_axes`."""
+from fullshard.wrap.partition import Slot, UnitPlan, names_in
 
 
 class Tile:
@@ -36,7 +34,7 @@ class Tile:
         placement: `Shard(dim)`, cut as `torch.chunk` cuts, `Replicate()`, or of several matrices that are packed into
             one, each of which is cut, `_StridedShard`.
         shape: of the whole.
-        around: mesh and placements that forward computes with, where they are over axes for data, too.
+        data_axes: of the mesh that forward computes over, if that has axes for data, too.
         is_beneath: whether there is such an axis. If not, what there is to shard is all of it, and `mesh` is that one.
 
     Attributes:
@@ -44,19 +42,19 @@ class Tile:
         shape: of this rank's part.
     """
 
-    __slots__ = ("_around", "is_beneath", "mesh", "placement", "rank", "shape", "tiling", "whole_shape")
+    __slots__ = ("_data_axes", "is_beneath", "mesh", "placement", "rank", "shape", "tiling", "whole_shape")
 
     def __init__(
         self,
         mesh: DeviceMesh,
         placement: Placement,
         shape: Iterable[int],
-        around: tuple[DeviceMesh, Sequence[Placement]] | None = None,
         *,
+        data_axes: frozenset[int] = frozenset(),
         is_beneath: bool = True,
     ) -> None:
         self.mesh, self.placement, self.whole_shape = mesh, placement, torch.Size(shape)
-        self._around, self.is_beneath = around or (mesh, [placement]), is_beneath
+        self._data_axes, self.is_beneath = data_axes, is_beneath
         self.rank = mesh.get_local_rank() if is_beneath else 0
         self.tiling = _tiling(placement, mesh.size()) if is_beneath and mesh.size() > 1 else None
         self.shape = self.whole_shape
@@ -64,16 +62,14 @@ class Tile:
             self.shape = torch.Size(self.tiling.sizes(tuple(self.whole_shape), self.rank))
 
     @classmethod
-    def of(cls, parameter: DTensor) -> Tile:
+    def of(cls, parameter: DTensor, data_axes: frozenset[int]) -> Tile:
         """That of a DTensor over one axis, beside those for data."""
-        mesh, placements = parameter.device_mesh, parameter.placements
-        data, around = _data_axes(mesh), (mesh, placements)
-        if not data:
-            return cls(mesh, placements[0], parameter.shape)
-        for axis, name in enumerate(mesh.mesh_dim_names or ()):
-            if axis not in data:
-                return cls(mesh[name], placements[axis], parameter.shape, around)
-        return cls(mesh, Replicate(), parameter.shape, around, is_beneath=False)
+        mesh, shape = parameter.device_mesh, parameter.shape
+        for axis, placement in enumerate(parameter.placements):
+            if axis not in data_axes:
+                beneath = mesh[mesh.mesh_dim_names[axis]] if data_axes and mesh.mesh_dim_names else mesh
+                return cls(beneath, placement, shape, data_axes=data_axes)
+        return cls(mesh, Replicate(), shape, data_axes=data_axes, is_beneath=False)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Tile) and self._key == other._key
@@ -102,15 +98,7 @@ class Tile:
         """The whole, of which each rank of the axis gives its part. A collective over it."""
         if self.tiling is None:
             return tile
-        whole: torch.Tensor = self.wrap(tile).full_tensor()
-        return whole
-
-    def wrap(self, tile: torch.Tensor) -> DTensor:
-        """The DTensor that has this part of it on this rank."""
-        mesh, placements = self._around
-        layout = torch_private.layout_of(mesh, placements, self.whole_shape, tile.dtype)
-        dtensor: DTensor = torch_private.wrap(DTensor, tile, layout)
-        return dtensor
+        return _wrapped(tile, self.mesh, [self.placement], self.whole_shape).full_tensor()
 
     def of_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """This rank's part of what autograd has made: of a replicated parameter it may be a sum still to be made.
@@ -119,8 +107,8 @@ class Tile:
         """
         if not isinstance(gradient, DTensor):
             return gradient
-        data = _data_axes(gradient.device_mesh)
-        wanted = [made if axis in data else self.placement for axis, made in enumerate(gradient.placements)]
+        made = enumerate(gradient.placements)
+        wanted = [placement if axis in self._data_axes else self.placement for axis, placement in made]
         if list(gradient.placements) != wanted:
             gradient = gradient.redistribute(placements=wanted)
         return torch_private.local_of(gradient)
@@ -133,22 +121,33 @@ def _tiling(placement: Placement, parts: int) -> Tiling | None:
     return Tiling(placement.dim, parts) if isinstance(placement, Shard) else None
 
 
-def note_data_axes(mesh: DeviceMesh, data: DeviceMesh) -> None:
-    """Parameters that are DTensors over all axes of `mesh` are to be sharded over `data`, a part of it.
+def note_data_axes(plan: UnitPlan, mesh: DeviceMesh, dims: Any) -> None:
+    """Parameters that are DTensors over all axes of `mesh` are replicated along those that `dims` names.
 
-    Until then they are replicated along its axes, and so forward has them: these are none of tensor parallelism.
+    So forward has them, whichever of these axes they are sharded along: these are none of tensor parallelism.
     """
-    axes = list(mesh.mesh_dim_names or ())
-    _DATA_AXES[mesh] = data, frozenset(map(axes.index, data.mesh_dim_names or ()))
+    names = list(mesh.mesh_dim_names or ())
+    for slot in plan.slots:
+        if isinstance(slot.parameter, DTensor) and slot.parameter.device_mesh == mesh:
+            slot.data_axes = frozenset(map(names.index, (*dims.replicate_names, *dims.shard_names)))
 
 
-def _data_axes(mesh: DeviceMesh) -> frozenset[int]:
-    return _DATA_AXES[mesh][1] if mesh in _DATA_AXES else frozenset()
-
-
-def tile_of(parameter: torch.Tensor) -> Tile | None:
+def tile_of(slot: Slot) -> Tile | None:
     """The tile that this rank has; None if no tensor parallelism has split the parameter."""
-    return Tile.of(parameter) if isinstance(parameter, DTensor) else None
+    parameter: torch.Tensor = slot.parameter
+    return Tile.of(parameter, slot.data_axes) if isinstance(parameter, DTensor) else None
+
+
+def wrapped_as(parameter: torch.Tensor, plain: torch.Tensor) -> Any:
+    """`plain`, or if `parameter` is a DTensor the one like it that has that on this rank."""
+    if not isinstance(parameter, DTensor):
+        return plain
+    return _wrapped(plain, parameter.device_mesh, parameter.placements, parameter.shape)
+
+
+def _wrapped(tile: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size) -> DTensor:
+    dtensor: DTensor = torch_private.wrap(DTensor, tile, torch_private.layout_of(mesh, placements, shape, tile.dtype))
+    return dtensor
 
 
 def plain_of(parameter: torch.Tensor) -> torch.Tensor:
@@ -164,7 +163,7 @@ def storage_of(parameter: torch.Tensor) -> torch.UntypedStorage:
 def set_plain(parameter: torch.Tensor, plain: torch.Tensor) -> None:
     """Have a parameter compute with other memory, maybe of another dtype. It stays the same object."""
     if isinstance(parameter, DTensor):
-        torch_private.set_local(parameter, Tile.of(parameter).wrap(plain))
+        torch_private.set_local(parameter, wrapped_as(parameter, plain))
         return
     wrapped = wrapped_by(parameter)
     wrapped.data = plain
@@ -179,10 +178,10 @@ def check_tiles(plans: Sequence[UnitPlan], roots: Sequence[nn.Module], mesh: Mes
         WrapError: one over the same ranks, over several axes, or with a placement that is neither `Shard` nor
             `Replicate`; by name.
     """
-    parameters: list[torch.Tensor] = [slot.parameter for plan in plans for slot in plan.slots]
     # Of torch's own class: that a parameter is a unit's already is found elsewhere.
-    dtensors = [p for p in parameters if isinstance(p, DTensor) and type(p) is DTensor]
-    wrong = {id(parameter): problem for parameter in dtensors if (problem := _problem(parameter, mesh))}
+    dtensor: Any = DTensor
+    tiled = [slot for plan in plans for slot in plan.slots if type(slot.parameter) is dtensor]
+    wrong = {id(slot.parameter): problem for slot in tiled if (problem := _problem(slot, mesh))}
     if wrong:
         raise WrapError(
             f"{names_in(roots, wrong)}: a DTensor {next(iter(wrong.values()))}",
@@ -192,16 +191,14 @@ def check_tiles(plans: Sequence[UnitPlan], roots: Sequence[nn.Module], mesh: Mes
         )
 
 
-def _problem(parameter: DTensor, mesh: Mesh) -> str:
-    whole, data = parameter.device_mesh, _data_axes(parameter.device_mesh)
-    if data and _DATA_AXES[whole][0] != mesh.device_mesh:
-        return f"over {whole}, of which {_DATA_AXES[whole][0]} is for data: it is to be sharded over {mesh.device_mesh}"
-    sharded = [placement for axis, placement in enumerate(parameter.placements) if axis in data]
-    if any(not placement.is_replicate() for placement in sharded):
-        return f"placed as {sharded} along what it is to be sharded over. Expected Replicate"
-    if whole.ndim - len(data) > 1:
-        return f"over {whole}: of one axis beside those that it is sharded over was expected"
-    tile = Tile.of(parameter)
+def _problem(slot: Slot, mesh: Mesh) -> str:
+    parameter: Any = slot.parameter
+    along_data = [parameter.placements[axis] for axis in sorted(slot.data_axes)]
+    if any(not placement.is_replicate() for placement in along_data):
+        return f"placed as {along_data} along what it is to be sharded over. Expected Replicate"
+    if parameter.device_mesh.ndim - len(slot.data_axes) > 1:
+        return f"over {parameter.device_mesh}: of one axis beside those that it is sharded over was expected"
+    tile = Tile.of(parameter, slot.data_axes)
     if not tile.is_beneath:
         return ""
     groups = torch_private.groups_of(tile.placement)

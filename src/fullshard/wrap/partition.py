@@ -30,6 +30,7 @@ class Slot:
         replaced: earlier objects of this parameter, which the user may still hold (those on the meta device).
         compute_dtype: what forward computes with it in, if that is settled for it alone.
         by_rows: each rank is to have rows of it, which torch is shown as `Shard(0)`.
+        data_axes: of its own mesh, if it is a DTensor: those that it is not cut along until it is sharded.
     """
 
     parameter: nn.Parameter
@@ -37,6 +38,7 @@ class Slot:
     replaced: list[nn.Parameter] = field(default_factory=list)
     compute_dtype: torch.dtype | None = None
     by_rows: bool = False
+    data_axes: frozenset[int] = frozenset()
 
     @property
     def is_alone(self) -> bool:
