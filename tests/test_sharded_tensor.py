@@ -22,6 +22,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, full
+from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn import functional
 from torch.optim import swa_utils
 
@@ -520,6 +521,21 @@ def check_lists() -> None:
     own = one.to_local().shape
     torch.mul(norms[0].reshape(1, 1), norms[0].reshape(1, 1), out=one)
     assert one.to_local().shape == own and float(whole(one)) == pytest.approx(float(norms[0]) ** 2)
+    check_vouched_for(sharded, reference)
+
+
+def check_vouched_for(sharded: Any, reference: torch.Tensor) -> None:
+    """A script says that every rank has the same plain tensors."""
+    mask, row = (reference > 0).to(reference.dtype), torch.arange(float(WIDTH), dtype=reference.dtype)
+    with implicit_replication(), torch.no_grad():
+        sharded.mul_(mask).add_(row)
+        torch._foreach_add_([sharded, sharded.sum(0)], [mask, row])
+        product, total = sharded @ mask, sharded.norm() + row
+    reference = reference * mask + row + mask
+    expected = [reference, reference @ mask, reference.norm() + row]
+    torch.testing.assert_close([whole(sharded), whole(product), whole(total)], expected)
+    with implicit_replication(), pytest.raises(LifecycleError, match="plain tensor"):
+        sharded * mask.requires_grad_()
 
 
 def test_lists_of_which_some_are_whole() -> None:

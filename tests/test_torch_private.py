@@ -32,6 +32,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils
@@ -209,6 +210,14 @@ def storages() -> None:
     assert torch_private.storage_uses(number) == one + 1
     del view
     assert torch_private.storage_uses(number) == one
+
+
+@check("takes_plain_as_replicated")
+def replication() -> None:
+    assert not torch_private.takes_plain_as_replicated()
+    with implicit_replication():
+        assert torch_private.takes_plain_as_replicated()
+    assert not torch_private.takes_plain_as_replicated()
 
 
 @check("are_transforms_active", "without_transforms")

@@ -188,6 +188,11 @@ layout_from: Callable[[DTensor], DTensorSpec] = attrgetter("_spec")
 """The layout that a DTensor was made with. Since 2.0."""
 
 
+def takes_plain_as_replicated() -> bool:
+    """Whether torch's public `implicit_replication()` is around this, which nothing public tells. Since 2.5."""
+    return bool(DTensor._op_dispatcher._allow_implicit_replication)
+
+
 def groups_of(placement: Placement) -> tuple[int, int] | None:
     """Dim and number of groups, if it cuts each of several groups along a dim; None for any other. Since 2.6."""
     return (placement.dim, int(placement.split_factor)) if isinstance(placement, _StridedShard) else None

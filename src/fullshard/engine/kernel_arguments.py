@@ -58,10 +58,19 @@ def written_tensors(func: torch_private.Kernel, args: Sequence[Any], kwargs: dic
     return tensors_in([args[i] if i < len(args) else kwargs.get(name) for i, name in places])
 
 
+def may_differ(tensor: torch.Tensor) -> bool:
+    """Whether each rank may have another: a plain one of several elements, unless the script says that it has not.
+
+    With gradients it may not say so: what comes back to a plain tensor would be spread over ranks.
+    """
+    is_vouched_for = torch_private.takes_plain_as_replicated() and not torch.is_grad_enabled()
+    return not isinstance(tensor, DTensor) and tensor.numel() != 1 and not is_vouched_for
+
+
 def refuse_plain(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """Raise for a plain tensor of several elements beside one that is spread over ranks, or was computed of such."""
     tensors = tensors_in((args, kwargs))
-    plain = next((t for t in tensors if not isinstance(t, DTensor) and t.numel() != 1), None)
+    plain = next(filter(may_differ, tensors), None)
     if plain is not None:
         raise mixed(func, next(t for t in tensors if isinstance(t, SpreadTensor)), plain)
 
@@ -73,6 +82,7 @@ def mixed(func: torch_private.Kernel, spread: SpreadTensor, plain: torch.Tensor)
         f"`{func.overloadpacket.__name__}` of {spread.name} {tuple(spread.shape)}, a DTensor, and of a plain tensor "
         f"{tuple(plain.shape)}, of which nobody knows whether every rank has the same",
         hint="use what .full_tensor() gives on every rank, or distribute_tensor(other, p.device_mesh, [Replicate()]); "
-        f"or compute in forward or inside `with fullshard.{whole}`; an average of the weights is "
-        "fullshard.EMA(model), or of copies that were made after sharding, or of a model that is sharded alike",
+        "if all have the same, say so by torch's implicit_replication(), under no_grad(); or compute in forward or "
+        f"inside `with fullshard.{whole}`; an average of the weights is fullshard.EMA(model), or of copies that were "
+        "made after sharding, or of a model that is sharded alike",
     )

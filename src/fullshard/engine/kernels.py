@@ -25,6 +25,7 @@ from fullshard.engine.kernel_arguments import (
     call_with,
     first_sharded,
     map_arguments,
+    may_differ,
     mixed,
     refuse_plain,
     target_of,
@@ -117,7 +118,7 @@ class _Locals:
             if own is not None:
                 return own
             tensor = _plain_whole(tensor)
-        elif tensor.numel() != 1:
+        elif may_differ(tensor):
             raise mixed(self._func, self.target, tensor)
         if tensor.dim() == 0:
             return tensor
