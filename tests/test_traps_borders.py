@@ -289,6 +289,23 @@ def test_parameters_that_wrap_other_tensors_are_refused_by_name() -> None:
     fully_shard(with_weight(Marked(values)))
 
 
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="since torch 2.10")
+def test_gradients_of_another_dtype_are_refused_by_name() -> None:
+    weight: Any = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
+    weight.grad_dtype = None
+    model: Any = fully_shard(with_weight(weight).bfloat16())
+    with pytest.raises(
+        WrapError, match=r"1\.weight: grad_dtype = torch\.float32 of a parameter stored in torch.bfloat16"
+    ):
+        model[1].weight.grad_dtype = torch.float32
+    model[1].weight.grad_dtype = torch.bfloat16
+    assert model[1].weight.grad_dtype is torch.bfloat16
+    weight = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
+    weight.grad_dtype = torch.float32
+    with pytest.raises(WrapError, match=r"1\.weight: grad_dtype = torch\.float32 .*\n.*MixedPrecisionPolicy"):
+        fully_shard(with_weight(weight))
+
+
 def check_dtensors() -> None:
     mesh = init_device_mesh("cpu", (rank_and_size()[1],))
     for rows in (4, 7):

@@ -18,6 +18,7 @@ from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import LifecycleError
 from fullshard.engine.sharded_tensor import RowTensor, ShardedTensor, part_of
 from fullshard.engine.span import Span
+from fullshard.wrap.partition import other_gradient_dtype
 
 _grad_descriptor: Any = torch.Tensor.grad
 _grad_of_autograd, _set_grad_of_autograd = _grad_descriptor.__get__, _grad_descriptor.__set__
@@ -133,6 +134,16 @@ class ShardedParameter(ShardedTensor):
     def wrap(self, local: torch.Tensor) -> ShardedTensor:
         """A tensor laid out as the parameter, around this rank's interval `local`, shape (n,)."""
         return ShardedTensor(local, self.span)
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        """Its own. No other can be had, but None, by which torch has any."""
+        return self.dtype
+
+    @grad_dtype.setter
+    def grad_dtype(self, value: torch.dtype | None) -> None:
+        if value not in (None, self.dtype):
+            raise other_gradient_dtype(self.name, self.dtype, value)
 
     @property
     def requires_grad(self) -> bool:

@@ -141,8 +141,12 @@ def check_types(plans: Sequence[UnitPlan], roots: Sequence[nn.Module]) -> None:
     DTensors, which tensor parallelism makes, are let through: what they hold can be replaced (`engine.tile`).
 
     Raises:
-        WrapError: those that are not, by their names in `roots`.
+        WrapError: those that are not, by their names in `roots`; one whose gradients are to have another dtype.
     """
+    for slot in (slot for plan in plans for slot in plan.slots):
+        wanted = getattr(slot.parameter, "grad_dtype", None)  # since torch 2.10
+        if wanted not in (None, slot.parameter.dtype):
+            raise other_gradient_dtype(names_in(roots, {id(slot.parameter)}), slot.parameter.dtype, wanted)
     wrong = {id(slot.parameter): slot.parameter for plan in plans for slot in plan.slots if _wraps(slot.parameter)}
     if not wrong:
         return
@@ -155,6 +159,14 @@ def check_types(plans: Sequence[UnitPlan], roots: Sequence[nn.Module]) -> None:
     raise WrapError(
         f"{names_in(roots, wrong)}: a parameter of type {', '.join(kinds)} {reason}",
         hint="convert or quantise the model after training, or leave frozen ones out with ignored_params",
+    )
+
+
+def other_gradient_dtype(name: str, stored: torch.dtype, wanted: object) -> WrapError:
+    """The error for that."""
+    return WrapError(
+        f"{name}: grad_dtype = {wanted} of a parameter stored in {stored}: gradients of a sharded one are in that, too",
+        hint="store it in the dtype of its gradient, and compute in another by MixedPrecisionPolicy(param_dtype=...)",
     )
 
 
