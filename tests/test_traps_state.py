@@ -48,7 +48,11 @@ def check_state_dict() -> None:
     # In the middle of a step the values are the same.
     loss = model(batch(0, 0)).sum()
     assert all(isinstance(value, ShardedTensor) for value in model.state_dict().values())
+    assert model.state_dict(keep_vars=True)["head.weight"] is sharded_parameters(model)["head.weight"]
     loss.backward()
+    for keeps in (True, False):
+        for name, value in model.state_dict(keep_vars=keeps).items():
+            assert (value is model.get_parameter(name)) == isinstance(value, nn.Parameter) == keeps
 
 
 def test_state_dict_values_are_dtensors() -> None:

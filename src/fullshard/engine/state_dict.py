@@ -35,7 +35,8 @@ def after_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str,
         return
     for key, parameter in _entries(module, prefix):
         if key in state_dict:
-            state_dict[key] = parameter.data
+            is_kept = isinstance(state_dict[key], nn.Parameter)  # with keep_vars=True
+            state_dict[key] = parameter if is_kept else parameter.data
 
 
 def _state_dict_path(path: str) -> str:
