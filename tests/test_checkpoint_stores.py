@@ -23,7 +23,7 @@ from fullshard.checkpoint import objects as objects_module
 from fullshard.checkpoint.lease import let_go
 from fullshard.checkpoint.objects import ObjectPath, location
 from fullshard.cli.main import app
-from fullshard.core.errors import CheckpointError, ConfigError, MissingExtraError
+from fullshard.core.errors import CheckpointError, ConfigError, MissingExtraError, StoreError
 from tests.stored import job, loaded, same, state_of
 
 
@@ -59,6 +59,8 @@ def test_a_store_is_named_by_a_url(tmp_path: Path) -> None:
     assert location(tmp_path) == tmp_path
     with pytest.raises(ConfigError, match="nowhere://b: Protocol not known: nowhere"):
         location("nowhere://b/x")
+    with pytest.raises(StoreError, match=r"ftp://no-such-host\.invalid/x cannot be opened: gaierror"):
+        location("ftp://no-such-host.invalid/x")
     with pytest.raises(ConfigError, match="names no directory of a bucket"):
         location("memory://b/../x")
     with pytest.raises(ConfigError, match="is a URL, expected a path on this host"):

@@ -103,6 +103,7 @@ def test_version() -> None:
         (["--steps", "0"], "--steps: Input should be greater than or equal to 1 (got 0)"),
         (["--warmup-steps", "9", "--steps", "3"], "--warmup-steps 9 is more than --steps 3"),
         (["--strategy", "FULL"], "--strategy: unknown sharding strategy 'FULL'\nhint: use one of FULL_SHARD (1)"),
+        (["--lr", "inf"], "--lr: Input should be a finite number (got inf)"),
         (["--nproc", "0"], "--nproc must be at least 1, got 0"),
         (["--stpes", "1"], "No such option: --stpes"),
         (["--precision", "fp8"], "'fp8' is not one of 'fp32', 'bf16', 'fp16'"),
@@ -113,6 +114,13 @@ def test_wrong_settings_are_named(arguments: list[str], message: str) -> None:
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_what_cannot_be_written_is_named(tmp_path: Path) -> None:
+    """A file of the user's that the system refuses is a message as any other, and no traceback."""
+    (tmp_path / "file").touch()
+    done = run_here("plan", "-m", "7B", "-d", "8xH100", "--plot", str(tmp_path / "file" / "x" / "plan.png"))
+    assert (done.returncode, done.stderr) == (2, f"NotADirectoryError: {tmp_path}/file/x: Not a directory\n")
 
 
 def test_nproc_under_a_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,8 @@ import dataclasses
 import io
 import json
 import math
+import os
+import resource
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fullshard.core.errors import DataError, MissingExtraError
+from fullshard.config.write import save_text
+from fullshard.core.errors import ConfigError, DataError, MissingExtraError
 from fullshard.observe import (
     ConsoleSink,
     JsonlSink,
@@ -25,6 +28,7 @@ from fullshard.observe import (
     plot_losses,
     read_metrics,
     require_plots,
+    write_text,
 )
 
 
@@ -42,6 +46,29 @@ def _metrics(step: int, **changes: object) -> StepMetrics:
         memory_nbytes=(2**30, 3 * 2**29),
     )
     return dataclasses.replace(metrics, **changes)  # type: ignore[arg-type]
+
+
+def test_files_are_written_to_what_their_name_stands_for(tmp_path: Path) -> None:
+    """The file of a link, the pipe itself; a limit of the disk leaves what was there, and the error has its name."""
+    real, link, pipe = tmp_path / "real", tmp_path / "link", tmp_path / "pipe"
+    link.symlink_to(real)
+    write_text(link, "text")
+    assert link.is_symlink() and real.read_text() == "text"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_text(pipe, "text")
+    assert os.read(reader, 9) == b"text" and pipe.is_fifo()
+    os.close(reader)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"File too large: '.*/real'"):
+            write_text(real, 99 * "x")
+        with pytest.raises(ConfigError, match=r"cannot write .*/real: File too large"):
+            save_text(99 * "x", real, overwrite=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert real.read_text() == "text" and len(list(tmp_path.iterdir())) == 3
 
 
 def test_json_keeps_every_bit() -> None:

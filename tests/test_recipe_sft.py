@@ -374,6 +374,13 @@ def loaded(data: Path, *words: str, chat_template_format: str = "chatml") -> tup
     return load_data(arguments.data, arguments.model, tokenizer, arguments.training)
 
 
+def test_a_model_that_is_not_there_is_one_message(tmp_path: Path) -> None:
+    from fullshard.recipes import sft, sft_arguments
+
+    with pytest.raises(ConfigError, match=r"cannot read the tokenizer of '.*nothing'"):
+        sft.load_tokenizer(sft_arguments.ModelArguments(model_name_or_path=str(tmp_path / "nothing")))
+
+
 def test_one_file_is_trained_on_and_not_evaluated_on(tmp_path: Path) -> None:
     train, test = loaded(write_rows(tmp_path / "chats.jsonl", CHAT, CHAT))
     assert len(train) == 2 and test is None

@@ -84,6 +84,8 @@ def test_families_that_make_their_own_mask() -> None:
 def test_a_configuration_that_transformers_cannot_use_is_told() -> None:
     with pytest.raises(ConfigError, match=r"takes this for no qwen2_moe.*mlp_only_layers(.|\n)*\nhint: the file must"):
         transformers_model({"model_type": "qwen2_moe", "mlp_only_layers": 3})()
+    with pytest.raises(ConfigError, match=r"takes this for no llama: Trying to create tensor with negative dimension"):
+        transformers_model({"model_type": "llama", "hidden_size": -64})()
 
 
 def test_models_without_sdpa_and_models_nobody_builds() -> None:

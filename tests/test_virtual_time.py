@@ -302,11 +302,15 @@ def test_the_command(tmp_path: Path) -> None:
     assert json.loads(slow.stdout)["seconds"] > figures["seconds"]
     text = CliRunner().invoke(app, [*usual, "--devices", "8xH100", "--timeline", str(trace)]).output
     assert "a step in virtual time" in text and f"wrote {trace}" in text
+    alone = CliRunner().invoke(app, [*usual, "--devices", "1xH100", "--timeline", str(trace)]).output
+    assert "(of 0.0 ms)" in alone and f"wrote {trace}" in alone
     trace.unlink()
     for wrong, message in {
         ("--timeline", str(trace)): "on what?",
         ("--timeline", str(trace), "-d", "8xH100", "--world-size", "4"): "leave one out",
         ("--timeline", str(trace), "-d", "8xH100", "--rank", "8"): "rank 8 of 8 ranks",
+        ("--timeline", str(trace), "-d", "8xH100", "--launch-us", "inf"): "less than or equal to 1000000",
+        ("--plot", str(tmp_path / "x.bmp"), "-d", "8xNone"): "cannot draw into this kind of file",
         (): "how many ranks?",
         ("--world-size", "8", "-d", "8xH100"): "of a step in virtual time",
         ("--world-size", "8", "--launch-us", "3"): "of a step in virtual time",

@@ -39,9 +39,9 @@ from fullshard.checkpoint.save import Pending, prepare_parts, prepare_save
 from fullshard.checkpoint.store import is_of_a_save
 from fullshard.checkpoint.torch_format import with_torch_format
 from fullshard.core.errors import CheckpointError, ConfigError
+from fullshard.core.files import whole_file
 from fullshard.core.paths import local_path
 from fullshard.launch.environment import RankEnvironment, run_on_main
-from fullshard.observe.files import whole_file
 from fullshard.optim import EMA
 
 _WHOLE = "model"

@@ -252,19 +252,19 @@ def transformers_model(values: dict[str, Any], *, attention: str | None = None) 
     def build() -> nn.Module:
         try:
             config = transformers.AutoConfig.for_model(**as_numbers(values))
+            config.use_cache = False
+            if not config.is_encoder_decoder:
+                kind = transformers.AutoModelForCausalLM
+            elif type(config) in transformers.AutoModelForSeq2SeqLM._model_mapping:
+                kind = transformers.AutoModelForSeq2SeqLM
+            else:
+                kind = transformers.AutoModelForSpeechSeq2Seq
+            model: nn.Module = kind.from_config(config, attn_implementation=attention)
         except Exception as error:  # each family checks its fields in its own way
             raise ConfigError(
                 f"Transformers {transformers.__version__} takes this for no {kind_of_model}: {error}",
                 hint="the file must be the model's whole config.json",
             ) from error
-        config.use_cache = False
-        if not config.is_encoder_decoder:
-            kind = transformers.AutoModelForCausalLM
-        elif type(config) in transformers.AutoModelForSeq2SeqLM._model_mapping:
-            kind = transformers.AutoModelForSeq2SeqLM
-        else:
-            kind = transformers.AutoModelForSpeechSeq2Seq
-        model: nn.Module = kind.from_config(config, attn_implementation=attention)
         return model
 
     return build

@@ -249,7 +249,8 @@ def location(written: str | os.PathLike[str] | ObjectPath) -> Location:
         raise ConfigError(
             f"{os.fspath(written)!r} names no directory of a bucket, expected {path.scheme}://BUCKET/NAME"
         )
-    path._files()
+    with asked(path, "opened"):
+        path._files()
     return path
 
 

@@ -22,7 +22,7 @@ def doctor(
         int | None, typer.Option("--nproc", "-n", min=1, help="Ranks. Default: one per GPU, else 2.")
     ] = None,
     device: Annotated[Literal["auto", "cpu", "cuda", "tpu"], typer.Option(help="What the ranks compute on.")] = "auto",
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds a rank waits for the others.")] = 60.0,
+    timeout: Annotated[float, typer.Option(min=1, max=1e9, help="Seconds a rank waits for the others.")] = 60.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say what is wrong with this machine.

@@ -97,3 +97,8 @@ def main() -> None:
     except FullshardError as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         sys.exit(USAGE_ERROR)
+    except OSError as error:
+        if error.filename is None:  # nothing that a user has named
+            raise
+        sys.stderr.write(f"{type(error).__name__}: {error.filename}: {error.strerror}\n")
+        sys.exit(USAGE_ERROR)

@@ -44,7 +44,7 @@ def sft(context: typer.Context) -> None:
     words = list(context.args)
     if not words or words[0] in ("-h", "--help"):
         sys.stdout.write(_HELP)
-        return
+        raise typer.Exit(0 if words else 2)
     from fullshard.launch.scratch import scratch_directory
 
     launch_words = _take_launch_flags(words)

@@ -43,7 +43,7 @@ def simulate(
     ] = None,
     launch_us: Annotated[
         float | None,
-        typer.Option(min=0, help="Microseconds of the host per operation, for --timeline", show_default="6"),
+        typer.Option(min=0, max=1e6, help="Microseconds of the host per operation, for --timeline", show_default="6"),
     ] = None,
     rank: Annotated[int, typer.Option(min=0, help="Which of them to be")] = 0,
     seq_len: Annotated[int, typer.Option(min=2, help="Tokens per sequence")] = 2048,
@@ -126,9 +126,12 @@ def _time(
     from fullshard.core.sizes import format_nbytes
     from fullshard.plan.hardware import parse_cluster
     from fullshard.plan.host import HostCosts
+    from fullshard.plan.pictures import check_picture
 
     if devices is None:
         raise ConfigError("--timeline and --plot: on what?", hint="give --devices, such as 64xH100")
+    if picture is not None:
+        check_picture(picture)
     cluster = parse_cluster(devices)
     if world_size not in (None, cluster.count):
         raise ConfigError(

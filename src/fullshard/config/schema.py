@@ -187,13 +187,13 @@ class LaunchConfig(Settings):
     """Whether a process per rank waits with its imports done, to take the place of one that is started again. Each
     takes the host memory of the imports."""
 
-    monitor_interval: float = setting(0.1, gt=0, le=10**9, allow_inf_nan=False, accelerate="--monitor_interval")
+    monitor_interval: float = setting(0.1, gt=0, le=10**9, accelerate="--monitor_interval")
     """Seconds between two looks at the processes."""
 
-    grace_period: float = setting(30.0, gt=0, le=10**9, allow_inf_nan=False)
+    grace_period: float = setting(30.0, gt=0, le=10**9)
     """Seconds that processes have to save and end after the launcher got SIGTERM, SIGINT, SIGUSR1 or SIGUSR2."""
 
-    timeout: float | None = setting(None, gt=0, le=10**9, allow_inf_nan=False)
+    timeout: float | None = setting(None, gt=0, le=10**9)
     """Seconds a rank waits for another before it fails. None: 120 once the first step is over, longer where steps take
     long; 1800 before that, in saves, and while another rank saves or compiles."""
 

@@ -98,7 +98,9 @@ def plain_message(error: BaseException) -> str:
 class Settings(BaseModel):
     """A frozen group of settings whose construction raises `SettingsError`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
     def __init__(self, **values: Any) -> None:
         try:

@@ -45,7 +45,7 @@ class ShardingConfig(Settings):
     the strategy that differs in this alone is taken: FULL_SHARD with `false` is SHARD_GRAD_OP, and so on. `auto`: those
     of as many units are kept as memory allows."""
 
-    unsharded_memory_gib: float | None = setting(None, ge=0, le=2**30, allow_inf_nan=False)
+    unsharded_memory_gib: float | None = setting(None, ge=0, le=2**30)
     """GiB (2**30 bytes) per rank that units kept by `reshard_after_forward: auto` may take. None: what is found free
     after two steps."""
 

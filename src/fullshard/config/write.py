@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 
 from fullshard.config.schema import GROUPS, RunConfig
 from fullshard.core.errors import ConfigError
+from fullshard.core.files import write_text
 from fullshard.core.strategy import STRATEGIES
 
 WIDTH = 110
@@ -116,11 +117,10 @@ def save_text(text: str, path: Path, *, overwrite: bool) -> None:
     Raises:
         ConfigError: it exists and may not be overwritten, or cannot be written.
     """
+    if path.exists() and not overwrite:
+        raise ConfigError(f"{path} exists already", hint="name another file, or pass --overwrite")
     try:
-        with path.open("w" if overwrite else "x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
-        raise ConfigError(f"{path} exists already", hint="name another file, or pass --overwrite") from None
+        write_text(path, text)
     except OSError as error:
         raise ConfigError(
             f"cannot write {path}: {error.strerror}", hint="name a file in a folder that exists"

@@ -1,6 +1,6 @@
 """What a run reports: numbers per step, where they are written, and pictures of them."""
 
-from fullshard.observe.files import whole_file, write_text
+from fullshard.core.files import whole_file, write_text
 from fullshard.observe.metrics import RateMeter, StepMetrics, memory_nbytes, reset_memory_peak
 from fullshard.observe.plots import plot_losses, require_plots
 from fullshard.observe.sinks import ConsoleSink, JsonlSink, MetricsSink, TensorboardSink, TrackerSink, read_metrics

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fullshard.core.errors import MissingExtraError
-from fullshard.observe.files import whole_file
+from fullshard.core.files import whole_file
 
 _PURPOSE = "drawing the loss curve"
 

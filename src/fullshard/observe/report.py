@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from fullshard import __version__
+from fullshard.core.files import write_text
 from fullshard.core.sizes import GIB, MIB, format_count, format_nbytes
 from fullshard.observe.charts import COLORS, Chart, Line, owners_svg, stack_svg
-from fullshard.observe.files import write_text
 from fullshard.observe.record import RunRecord, read_runs
 
 _TROUBLE = ("failure", "restart", "rollback", "skip", "preemption", "shrink", "growth", "replica", "slow")

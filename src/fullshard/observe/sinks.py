@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from fullshard.core.errors import DataError
+from fullshard.core.files import write_text
 from fullshard.core.imports import import_extra
 from fullshard.core.paths import local_path
-from fullshard.observe.files import write_text
 from fullshard.observe.metrics import StepMetrics
 
 

@@ -17,9 +17,9 @@ from torch import nn
 
 from fullshard.core.errors import DataError
 from fullshard.core.events import Event, EventKind
+from fullshard.core.files import write_text
 from fullshard.engine.lookup import units_of
 from fullshard.engine.schedule import schedule_of
-from fullshard.observe.files import write_text
 
 _MARK = "fullshard:"
 _RANGES = (

@@ -14,6 +14,7 @@ from typing import Any
 from fullshard.config.switches import COMM
 from fullshard.core.dtypes import itemsize
 from fullshard.core.errors import ConfigError
+from fullshard.core.files import write_text
 from fullshard.core.paths import local_path
 
 GB = 10**9
@@ -358,7 +359,7 @@ def parse_cluster(text: str, hosts: int | None = None) -> Cluster:
 
 def write_calibration(device: Device, path: Path) -> None:
     """Write a device's figures as JSON, for `find_device`."""
-    path.write_text(json.dumps(dataclasses.asdict(device), indent=2) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(dataclasses.asdict(device), indent=2) + "\n")
 
 
 def read_calibration(path: Path) -> Device:

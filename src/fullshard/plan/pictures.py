@@ -9,6 +9,7 @@ from typing import Any
 
 from fullshard.core.errors import ConfigError
 from fullshard.core.events import EventKind
+from fullshard.core.files import whole_file
 from fullshard.core.imports import import_extra
 from fullshard.core.sizes import GIB, MIB
 from fullshard.plan.evaluate import Plan, evaluate
@@ -87,6 +88,16 @@ def _title_of_sweep(plan: Plan, name: str) -> str:
     return f"{plan.model.name} on {plan.cluster}\n{rest}"
 
 
+def check_picture(path: Path) -> None:
+    """Refuse a file name that does not end in `.png`, `.svg` or `.pdf`.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if path.suffix.lower() not in _FORMATS:
+        raise ConfigError(f"{path}: cannot draw into this kind of file", hint=f"use one of {', '.join(_FORMATS)}")
+
+
 @contextlib.contextmanager
 def saved_figure(path: Path, size: tuple[float, float], *, purpose: str = "drawing a plan") -> Iterator[Any]:
     """Matplotlib's figure of `size` inches, to draw inside; then it is written.
@@ -95,8 +106,7 @@ def saved_figure(path: Path, size: tuple[float, float], *, purpose: str = "drawi
         ConfigError: as for `draw`.
         MissingExtraError: as for `draw`.
     """
-    if path.suffix.lower() not in _FORMATS:
-        raise ConfigError(f"{path}: cannot draw into this kind of file", hint=f"use one of {', '.join(_FORMATS)}")
+    check_picture(path)
     matplotlib = import_extra("matplotlib", extra="plots", purpose=purpose)
     from matplotlib.figure import Figure
 
@@ -104,7 +114,8 @@ def saved_figure(path: Path, size: tuple[float, float], *, purpose: str = "drawi
     with matplotlib.rc_context({"svg.fonttype": "none"}):  # text stays text
         figure = Figure(figsize=size, layout="constrained")
         yield figure
-        figure.savefig(path, dpi=150)
+        with whole_file(path) as temporary:
+            figure.savefig(temporary, dpi=150, format=path.suffix[1:].lower())
 
 
 def _legend_below(axes: Any, other: Any = None) -> None:

@@ -37,11 +37,11 @@ def build_model(
     config = default_config(tokenizer, seq_len=seq_len) if source is None else read_config(source)
     _check_fits(config, source, tokenizer=tokenizer, seq_len=seq_len)
     if source is not None and _has_weights(source):
-        with _own_errors(f"cannot load the model {source!r}"):
+        with own_errors(f"cannot load the model {source!r}"):
             loaded = from_pretrained(library.AutoModelForCausalLM, source, dtype=torch.float32)
         return loaded, f"weights from {source}"
     torch.manual_seed(seed)
-    with _own_errors(f"{source!r} is not a causal language model"):
+    with own_errors(f"{source!r} is not a causal language model"):
         with _no_random_weights() if is_loaded_later else contextlib.nullcontext():
             model = library.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         if is_loaded_later:
@@ -76,7 +76,7 @@ def read_config(source: str) -> Any:
     if path.suffix == ".json" and not path.is_file():
         raise ConfigError(f"no file {source!r}", hint="check --model")
     hint = "--model takes a config.json, a Hugging Face directory or a hub name"
-    with _own_errors(f"cannot read the configuration of a model from {source!r}", hint):
+    with own_errors(f"cannot read the configuration of a model from {source!r}", hint):
         return transformers().AutoConfig.from_pretrained(source)
 
 
@@ -90,7 +90,7 @@ def _no_random_weights() -> contextlib.AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def _own_errors(what: str, hint: str | None = None) -> Iterator[None]:
+def own_errors(what: str, hint: str | None = None) -> Iterator[None]:
     """Say so in one line whatever Transformers raises, which may be anything, where somebody else's files are wrong."""
     try:
         yield

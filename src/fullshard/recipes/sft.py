@@ -31,6 +31,7 @@ from fullshard.launch.worker import run_worker
 from fullshard.observe.report import write_report
 from fullshard.recipes.hub import Hub, pushing_later, say
 from fullshard.recipes.merging import merge, require_room_to_merge
+from fullshard.recipes.model import own_errors
 from fullshard.recipes.optimizers import matrix_optimizer
 from fullshard.recipes.profiling import StepMemory, StepProfile, profiled, watched
 from fullshard.recipes.rows import require_rows
@@ -156,7 +157,11 @@ def load_tokenizer(arguments: ModelArguments) -> tuple[Any, bool]:
     """The model's tokenizer, with the chat format's tokens; and whether it has more of them than before."""
     import transformers
 
-    tokenizer = transformers.AutoTokenizer.from_pretrained(arguments.model_name_or_path)
+    with own_errors(
+        f"cannot read the tokenizer of {arguments.model_name_or_path!r}",
+        hint="--model_name_or_path takes a Hugging Face directory or a hub name",
+    ):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(arguments.model_name_or_path)
     before = len(tokenizer)
     if arguments.chat_template_format != "none":
         template, tokens = _FORMATS[arguments.chat_template_format]

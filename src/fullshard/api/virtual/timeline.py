@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.api.virtual.clock import DEVICE
+from fullshard.core.files import write_text
 from fullshard.core.sizes import GIB, MIB
-from fullshard.observe.files import write_text
 from fullshard.plan.pictures import saved_figure
 
 
@@ -146,4 +146,4 @@ def joined(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
 
 def length(spans: Iterable[tuple[float, float]]) -> float:
     """Seconds that spans which do not overlap have."""
-    return sum(end - start for start, end in spans)
+    return sum((end - start for start, end in spans), 0.0)

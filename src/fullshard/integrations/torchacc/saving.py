@@ -30,11 +30,11 @@ from fullshard.api.collectives import all_gather_object
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.comm import torch_private
 from fullshard.core.errors import CheckpointError
+from fullshard.core.files import whole_file
 from fullshard.core.paths import local_path
 from fullshard.engine import ShardedTensor
 from fullshard.integrations.torchacc.process import joined
 from fullshard.launch.environment import run_on_main
-from fullshard.observe.files import whole_file
 
 METADATA_FORMAT = "fullshard.torchacc/1"
 CONSOLIDATED = "consolidated.pth"
