@@ -221,7 +221,7 @@ def loading_rules(model: nn.Module, outline: Outline, key_mapping: Mapping[str, 
     Raises:
         ConfigError: `key_mapping` with a version of Transformers that has no rules.
     """
-    mapping = _module("transformers.conversion_mapping")
+    mapping = _conversion_mapping()
     if mapping is not None:
         given = None if key_mapping is None else dict(key_mapping)
         return Rules(outline, mapping.get_model_conversion_mapping(model, given))
@@ -232,7 +232,7 @@ def loading_rules(model: nn.Module, outline: Outline, key_mapping: Mapping[str, 
 
 def saving_rules(model: nn.Module, outline: Outline) -> Rules:
     """Rules from `model` to a Hugging Face directory: those it was loaded by, reversed, or else those of its kind."""
-    mapping = _module("transformers.conversion_mapping")
+    mapping = _conversion_mapping()
     if mapping is None or not hasattr(getattr(model, "config", None), "save_pretrained"):
         return Rules(outline, ())
     transforms = getattr(model, "_weight_conversions", None)
@@ -282,8 +282,9 @@ def _natural(name: str) -> list[tuple[int, Any, int]]:
     return parts
 
 
-def _module(name: str) -> Any:
+def _conversion_mapping() -> Any:
+    """Where Transformers keeps its rules; None in a version that has none."""
     try:
-        return importlib.import_module(name)
+        return importlib.import_module("transformers.conversion_mapping")
     except ImportError:
         return None
