@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable
 from typing import Any, get_args
 
 from torch import nn
@@ -23,9 +22,7 @@ from fullshard.wrap.policies import unit_modules
 from fullshard.wrap.quantized import is_exact
 
 
-def model_shape(
-    model: nn.Module, *, policy: object = None, ignored_params: Iterable[nn.Parameter] | None = None
-) -> ModelShape:
+def model_shape(model: nn.Module, *, policy: object = None) -> ModelShape:
     """The units and parameters the engine would make of `model`, as it is (dtypes and `requires_grad` included).
 
     What a layer computes is known for the families of `fullshard.plan.families`, by the model's own `config`. For any
@@ -34,13 +31,12 @@ def model_shape(
     Args:
         model: not sharded yet, on any device.
         policy: which modules are units, as for `fullshard.wrap.policies.unit_modules`.
-        ignored_params: parameters that stay unsharded and are not planned.
 
     Raises:
         WrapError: the policy does not fit the model.
     """
     names = {id(module): name for name, module in model.named_modules()}
-    plans = partition([model], unit_modules(model, policy), ignored=ignored_params or ())
+    plans = partition([model], unit_modules(model, policy))
     order = {id(module): position for position, module in enumerate(model.modules())}
     first = min((order[id(plan.modules[0])] for plan in plans[:-1]), default=0)
     family = _family(model)
