@@ -173,8 +173,7 @@ class FullyShardedDataParallelPlugin:
             precision = self._beneath(said).precision
         except ConfigError:
             return None
-        output_dtype = precision.output_dtype and torch_dtype(precision.output_dtype)
-        policy = dataclasses.replace(policy_of(precision), output_dtype=output_dtype or None)
+        policy = dataclasses.replace(policy_of(precision), output_dtype=dtype_or_none(precision.output_dtype))
         return None if policy == MixedPrecisionPolicy() else policy
 
     def __post_init__(self) -> None:
@@ -521,15 +520,20 @@ def _precision_reading(settings: Mapping[str, Any] | None) -> Reading:
 
 def policy_of(precision: PrecisionConfig, virtual_ranks: int | None = None) -> MixedPrecisionPolicy:
     """What units are sharded with; outputs are the model's business."""
-    roles = {
-        "param_dtype": precision.compute_dtype,
-        "reduce_dtype": precision.gradient_dtype,
-        "buffer_dtype": precision.buffer_dtype,
-        "gather_as": precision.gather_as,
-        "reduce_as": precision.reduce_as,
-    }
-    dtypes: dict[str, Any] = {role: torch_dtype(name) for role, name in roles.items() if name is not None}
-    return MixedPrecisionPolicy(cast_forward_inputs=precision.cast_inputs, virtual_ranks=virtual_ranks, **dtypes)
+    return MixedPrecisionPolicy(
+        param_dtype=dtype_or_none(precision.compute_dtype),
+        reduce_dtype=dtype_or_none(precision.gradient_dtype),
+        cast_forward_inputs=precision.cast_inputs,
+        buffer_dtype=dtype_or_none(precision.buffer_dtype),
+        gather_as=dtype_or_none(precision.gather_as),
+        reduce_as=dtype_or_none(precision.reduce_as),
+        virtual_ranks=virtual_ranks,
+    )
+
+
+def dtype_or_none(name: str | None) -> torch.dtype | None:
+    """The dtype of that name; None if there is no name."""
+    return None if name is None else torch_dtype(name)
 
 
 def _from_torch_policy(policy: Any) -> WrapPolicy | None:

@@ -18,7 +18,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fullshard.api.options import AutocastKwargs
-from fullshard.api.plugin import FullyShardedDataParallelPlugin, configured_policy, modules_matching, policy_of
+from fullshard.api.plugin import (
+    FullyShardedDataParallelPlugin,
+    configured_policy,
+    dtype_or_none,
+    modules_matching,
+    policy_of,
+)
 from fullshard.api.state import ProcessState
 from fullshard.checkpoint.adapters import HOW_TO_SAVE_INNER, carries_adapters, is_adapted, is_saved_as_adapters
 from fullshard.checkpoint.full_state import gather_when_all_save
@@ -36,7 +42,7 @@ from fullshard.engine import (
     keep_unsharded,
     shard_model,
 )
-from fullshard.engine.precision import cast_floating, dtype_name
+from fullshard.engine.precision import cast_floating, dtype_name, torch_dtype
 from fullshard.engine.tile import plain_of, set_plain
 from fullshard.wrap.forwards import checkpoint_modules, compile_modules
 from fullshard.wrap.policies import WrapPolicy, embedding_modules, unit_modules
@@ -106,11 +112,6 @@ class Setup:
         }
         # Backends other than inductor refuse a mode; the default one needs none.
         return options if config.compile_mode == "default" else {**options, "mode": config.compile_mode}
-
-
-def torch_dtype(name: str | None) -> torch.dtype | None:
-    """The dtype called `name`."""
-    return None if name is None else getattr(torch, name)
 
 
 def shard(
@@ -300,7 +301,7 @@ class _Outer:
 def _change_dtypes(model: nn.Module, setup: Setup, device: torch.device) -> None:
     """Run the root under autocast in the modes bf16 and fp16, and cast its outputs."""
     precision, options = setup.precision, setup.autocast
-    dtype, output_dtype = torch_dtype(precision.compute_dtype), torch_dtype(precision.result_dtype)
+    dtype, output_dtype = dtype_or_none(precision.compute_dtype), dtype_or_none(precision.result_dtype)
     autocast: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
     if precision.mode in ("bf16", "fp16") and dtype in (torch.bfloat16, torch.float16):
         autocast = functools.partial(

@@ -16,7 +16,7 @@ from torch import nn
 
 from fullshard.api.counting import as_numbers
 from fullshard.api.planning import model_shape
-from fullshard.api.sharding import torch_dtype
+from fullshard.api.plugin import dtype_or_none
 from fullshard.comm.mesh import Mesh
 from fullshard.comm.simulated import SimulatedCollectives, simulated_mesh
 from fullshard.core.errors import ConfigError
@@ -192,10 +192,10 @@ def _shard(model: nn.Module, job: Job, mesh: Mesh, event_sink: EventSink) -> Non
         strategy=job.strategy,
         mesh=mesh,
         mp_policy=MixedPrecisionPolicy(
-            param_dtype=torch_dtype(dtypes.compute_dtype),
-            reduce_dtype=torch_dtype(dtypes.reduce_dtype),
-            gather_as=torch_dtype(dtypes.gather_as),
-            reduce_as=torch_dtype(dtypes.reduce_as),
+            param_dtype=dtype_or_none(dtypes.compute_dtype),
+            reduce_dtype=dtype_or_none(dtypes.reduce_dtype),
+            gather_as=dtype_or_none(dtypes.gather_as),
+            reduce_as=dtype_or_none(dtypes.reduce_as),
         ),
         offload_policy=OffloadPolicy(**dataclasses.asdict(job.on_host)),
         forward_prefetch=job.forward_prefetch,
