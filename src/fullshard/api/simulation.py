@@ -147,7 +147,7 @@ def simulate(
     built = time.perf_counter()
     mesh = simulated_mesh(rank=rank, replicate_size=replicate_size, shard_size=shard_size, device=torch.device("meta"))
     events: list[Event] = []
-    _shard(model, job, mesh, events.append)
+    shard_without_weights(model, job, mesh, events.append)
     sharded = time.perf_counter()
     sent, seconds = _second_step(model, job, mesh, events, run or _causal_step(job))
     layout = lay_out(
@@ -178,7 +178,7 @@ def simulate(
     )
 
 
-def _shard(model: nn.Module, job: Job, mesh: Mesh, event_sink: EventSink) -> None:
+def shard_without_weights(model: nn.Module, job: Job, mesh: Mesh, event_sink: EventSink) -> None:
     """Shard it as the job says, with weights that have no data."""
     units = unit_modules(model)
     apart = embedding_modules(model) if job.wrap_embeddings else ()

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fullshard.api.simulation import _shard, transformers_model
+from fullshard.api.simulation import shard_without_weights, transformers_model
 from fullshard.api.virtual.attention import register
 from fullshard.api.virtual.device import VirtualDevice
 from fullshard.api.virtual.ranks import name_groups, playing
@@ -59,7 +59,7 @@ def time_step(
         shard_size = job.row.shard_size_on(cluster.per_host, job.shard_size)
         mesh = init_mesh(shard_size=job.row.mesh_shape(cluster.count, shard_size)[1], device=torch.device("meta"))
         name_groups(mesh)
-        _shard(model, job, mesh, device.note_event)
+        shard_without_weights(model, job, mesh, device.note_event)
         batch = TokenBatch(job.micro_batch, job.seq_len, job.accumulation)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         return last_step(device, model, optimizer, batch)
