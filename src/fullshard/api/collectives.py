@@ -46,11 +46,8 @@ def map_leaves(function: Callable[[torch.Tensor], Any], data: Any, *, strict: bo
     """
     if isinstance(data, torch.Tensor):
         return function(data)
-    if isinstance(data, list | tuple):
-        items = [map_leaves(function, item, strict=strict) for item in data]
-        return type(data)(*items) if hasattr(data, "_fields") else type(data)(items)
-    if isinstance(data, Mapping):
-        return _mapping_like(data, {key: map_leaves(function, value, strict=strict) for key, value in data.items()})
+    if isinstance(data, list | tuple | Mapping):
+        return _map_items(lambda item: map_leaves(function, item, strict=strict), data)
     if strict:
         raise TypeError(f"expected tensors in lists, tuples and mappings, got a {type(data).__name__}")
     return data
@@ -63,16 +60,17 @@ def send_to_device(data: Any, device: torch.device, non_blocking: bool = False) 
             return data.to(device, non_blocking=non_blocking)
         except TypeError:  # BatchEncoding.to and the like take the device alone
             return data.to(device)
-    if isinstance(data, list | tuple):
-        items = [send_to_device(item, device, non_blocking) for item in data]
-        return type(data)(*items) if hasattr(data, "_fields") else type(data)(items)
-    if isinstance(data, Mapping):
-        return _mapping_like(data, {key: send_to_device(value, device, non_blocking) for key, value in data.items()})
+    if isinstance(data, list | tuple | Mapping):
+        return _map_items(lambda item: send_to_device(item, device, non_blocking), data)
     return data
 
 
-def _mapping_like(data: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
-    """`values` in a mapping of the kind of `data`."""
+def _map_items(function: Callable[[Any], Any], data: Any) -> Any:
+    """A list, (named) tuple or mapping of the same type, with `function` applied to each item."""
+    if not isinstance(data, Mapping):
+        items = [function(item) for item in data]
+        return type(data)(*items) if hasattr(data, "_fields") else type(data)(items)
+    values = {key: function(value) for key, value in data.items()}
     if type(data) is dict:
         return values
     if isinstance(data, defaultdict):
