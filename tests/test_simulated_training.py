@@ -117,3 +117,18 @@ def _lost_class() -> None:
 def test_a_parameter_whose_class_is_lost_on_the_way_to_the_device_is_refused() -> None:
     with pytest.raises(RuntimeError, match="of type Losing becomes a Tensor on its way to simulated"):
         on_device(_lost_class)
+
+
+def _device_of_the_state() -> str:
+    from fullshard.api.accelerator_state import AcceleratorState, PartialState
+
+    AcceleratorState._reset_state()
+    device = PartialState().device
+    AcceleratorState._reset_state()
+    return device.type
+
+
+def test_a_state_computes_where_accelerates_launcher_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert on_device(_device_of_the_state) == "simulated"
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    assert on_device(_device_of_the_state) == "cpu"

@@ -20,8 +20,7 @@ from fullshard.api.forwarding import forwarded
 from fullshard.api.options import DistributedType
 from fullshard.api.processes import Processes
 from fullshard.api.refused import ONE_ENGINE
-from fullshard.api.state import GradientState, ProcessState
-from fullshard.config.handover import handed_over
+from fullshard.api.state import GradientState, ProcessState, launched_device
 from fullshard.core.imports import after_import
 
 _TOLD: list[PartialState] = []
@@ -51,8 +50,7 @@ class PartialState(Processes):
         if _TOLD:
             super().__init__(_TOLD[0].process)
         else:
-            config = handed_over()
-            device = "cpu" if cpu else "auto" if config is None else config.launch.device
+            device = "cpu" if cpu else launched_device()
             seconds = None if timeout is None else timeout.total_seconds()
             super().__init__(ProcessState.start(device=device, timeout_seconds=seconds))
             self.tell_accelerate()

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm.stalls import STALLS
+from fullshard.config.handover import launched
+from fullshard.config.resolve import resolve
 from fullshard.launch.environment import (
     RankEnvironment,
     init_process_group_from_environment,
@@ -152,6 +154,11 @@ class GradientState:
             *(held for held in before if held in left or (held is not None and held() is loader)),
             *(held for held in left if held not in before),
         ]
+
+
+def launched_device() -> str:
+    """The kind of device that fullshard's or Accelerate's launcher says, `auto` if neither does."""
+    return resolve([launched()]).config.launch.device
 
 
 @dataclass(frozen=True, slots=True)

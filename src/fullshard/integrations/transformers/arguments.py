@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fullshard.api.accelerates import parallelism
-from fullshard.api.state import ProcessState
+from fullshard.api.state import ProcessState, launched_device
 from fullshard.config.dialect import Reading, refuse
 from fullshard.config.handover import launched
 from fullshard.config.load import load_fsdp_config
@@ -103,7 +103,7 @@ class ShardedArguments:
         """The device of this rank. The process group is made first, or Accelerate would make one without Gloo."""
         join_accelerate()
         if read_rank_environment().launched:
-            device = "cpu" if self.use_cpu else resolve([launched()]).config.launch.device
+            device = "cpu" if self.use_cpu else launched_device()
             ProcessState.start(device=device, timeout_seconds=asked_timeout(self))
         return super()._setup_devices  # type: ignore[misc, no-any-return]
 
