@@ -1,6 +1,5 @@
 """What users import: Accelerate's names, and one call for loops of one's own."""
 
-from fullshard.api.accelerates import ParallelismConfig
 from fullshard.api.accelerator import Accelerator
 from fullshard.api.accelerator_state import PartialState
 from fullshard.api.data import ShardedDataLoader, skip_first_batches
@@ -13,6 +12,7 @@ from fullshard.api.options import (
     GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
+    ParallelismConfig,
     ProfileKwargs,
     ProjectConfiguration,
 )

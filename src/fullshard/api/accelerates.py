@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 from typing import Any
 
+from fullshard.api.options import ParallelismConfig
 from fullshard.api.plugin import FullyShardedDataParallelPlugin
 from fullshard.config.dialect import Reading, Setting
 from fullshard.config.handover import handed_over
@@ -13,102 +13,6 @@ from fullshard.config.origin import Origin
 from fullshard.core.errors import ConfigError
 from fullshard.core.strategy import Axis, parse_strategy
 from fullshard.launch.environment import read_rank_environment
-
-
-@dataclass
-class ParallelismConfig:
-    """How many ranks share a model, and how many replicas of it there are.
-
-    Attributes:
-        dp_replicate_size: replicas of the model.
-        dp_shard_size: ranks over which a replica is sharded.
-        tp_size: ranks over which the script has split parameters before, by tensor parallelism. The three together are
-            all ranks; neighbouring ranks are those of one tensor-parallel group.
-        cp_size, sp_size: must be 1: context and sequence parallelism are not supported.
-    """
-
-    dp_replicate_size: int = 1
-    dp_shard_size: int = 1
-    tp_size: int = 1
-    cp_size: int = 1
-    sp_size: int = 1
-
-    @property
-    def data_parallel_size(self) -> int:
-        """Ranks with batches of their own."""
-        return self.dp_replicate_size * self.dp_shard_size
-
-    @property
-    def non_data_parallel_size(self) -> int:
-        """Ranks that compute on the same batch."""
-        return self.tp_size * self.cp_size * self.sp_size
-
-    @property
-    def total_size(self) -> int:
-        """All ranks."""
-        return self.data_parallel_size * self.non_data_parallel_size
-
-    @property
-    def dp_dim_names(self) -> list[str]:
-        """Axes of `Accelerator.torch_device_mesh` along which batches differ."""
-        return self._several("dp_replicate", "dp_shard")
-
-    @property
-    def non_dp_dim_names(self) -> list[str]:
-        """Axes along which they are the same."""
-        return self._several("tp")
-
-    @property
-    def dp_shard_cp_dim_names(self) -> list[str]:
-        """Axes that are `dp_shard_cp`, over which a replica is sharded."""
-        return self._several("dp_shard")
-
-    @property
-    def dp_cp_dim_names(self) -> list[str]:
-        """Axes that are `dp_cp`, over which losses are averaged."""
-        return self.dp_dim_names
-
-    @property
-    def fsdp_dim_names(self) -> list[str]:
-        """Axes over which a model is sharded and replicated."""
-        return [*self._several("dp_replicate"), "dp_shard_cp"]
-
-    @property
-    def active_mesh_dims(self) -> list[str]:
-        """All axes of several ranks."""
-        return self.dp_dim_names + self.non_dp_dim_names
-
-    def to_json(self) -> dict[str, int]:
-        """The sizes; Transformers puts them among its arguments in a log."""
-        return dataclasses.asdict(self)
-
-    def _several(self, *axes: str) -> list[str]:
-        return [axis for axis in axes if getattr(self, f"{axis}_size") > 1]
-
-    @property
-    def dp_replicate_enabled(self) -> bool:
-        """Whether there are several replicas."""
-        return self.dp_replicate_size > 1
-
-    @property
-    def dp_shard_enabled(self) -> bool:
-        """Whether a replica is sharded."""
-        return self.dp_shard_size > 1
-
-    @property
-    def tp_enabled(self) -> bool:
-        """Whether there is tensor parallelism."""
-        return self.tp_size > 1
-
-    @property
-    def cp_enabled(self) -> bool:
-        """Whether context parallelism is asked for."""
-        return self.cp_size > 1
-
-    @property
-    def sp_enabled(self) -> bool:
-        """Whether sequence parallelism is asked for."""
-        return self.sp_size > 1
 
 
 def is_accelerates(value: Any, name: str) -> bool:
