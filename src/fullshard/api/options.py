@@ -304,8 +304,9 @@ class Handlers:
         for name, handler in given.items():
             match name:
                 case "GradScalerKwargs":
-                    names = ("init_scale", "growth_factor", "backoff_factor", "growth_interval", "enabled")
-                    scaler = {name: getattr(handler, name) for name in names}
+                    scaler = {
+                        field.name: getattr(handler, field.name) for field in dataclasses.fields(GradScalerKwargs)
+                    }
                 case "AutocastKwargs":
                     autocast = AutocastKwargs(handler.enabled, handler.cache_enabled)
                 case "InitProcessGroupKwargs":
