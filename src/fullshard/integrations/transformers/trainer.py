@@ -288,30 +288,29 @@ class ShardedTraining:
         if not is_sharded(model):
             # Trainer's own code serves models that are loaded before they are sharded.
             raise CheckpointError(f"{directory} is to be loaded into a model that is not sharded yet")
-        state = directory / TRAINER_STATE
-        if (state / MANIFEST_NAME).is_file():
-            checkpoint.load_checkpoint(state, model=model, weights="stored", rng=False)
+        has_state = _has_state(directory)
+        if has_state:
+            checkpoint.load_checkpoint(directory / TRAINER_STATE, model=model, weights="stored", rng=False)
             if _saves_its_own_way(self) and self._keeps_weights_in_state():
                 return
         if is_saved_as_adapters(model):
-            if not (state / MANIFEST_NAME).is_file():
+            if not has_state:
                 load_adapters(directory, model)
         elif any((directory / name).is_file() for name in _WRITES_WEIGHTS):
             checkpoint.load_pretrained(directory, model)
-        elif not (state / MANIFEST_NAME).is_file():
+        elif not has_state:
             raise _unreadable(directory)
 
     def _load_optimizer_and_scheduler(self: Any, checkpoint_dir: str | None) -> None:
         if checkpoint_dir is None:
             return
-        state = Path(checkpoint_dir) / TRAINER_STATE
-        if not (state / MANIFEST_NAME).is_file():
+        if not _has_state(Path(checkpoint_dir)):
             raise CheckpointError(
                 f"{checkpoint_dir} holds no {TRAINER_STATE}, so neither optimizer nor schedule can go on",
                 hint="it was saved by another program or with save_only_model; load it with from_pretrained instead",
             )
         extra = checkpoint.load_checkpoint(
-            state,
+            Path(checkpoint_dir) / TRAINER_STATE,
             model=self.model,
             optimizer=self.optimizer.optimizer,
             scheduler=self.lr_scheduler,
@@ -368,6 +367,11 @@ def _of_global_batches(sampler: Any, world_size: int) -> Any:
     return sampler
 
 
+def _has_state(directory: Path) -> bool:
+    """Whether a `checkpoint-N` holds what resumes the training."""
+    return (directory / TRAINER_STATE / MANIFEST_NAME).is_file()
+
+
 def complete_checkpoints(directory: Path) -> list[Path]:
     """The checkpoints in an output directory that were written to their end, newest first."""
     found = [p for p in directory.glob("checkpoint-*") if p.name[11:].isdigit() and (p / _COMPLETE).is_file()]
@@ -379,7 +383,7 @@ def _newest_whole(directory: Path, accelerator: TrainerAccelerator) -> Path | No
     paths = run_on_main(accelerator.process.environment, lambda: complete_checkpoints(directory))
     for number, path in enumerate(paths, start=1):
         try:
-            if run_on_main(accelerator.process.environment, (path / TRAINER_STATE / MANIFEST_NAME).is_file):
+            if run_on_main(accelerator.process.environment, functools.partial(_has_state, path)):
                 checkpoint.prove_checkpoint(path / TRAINER_STATE)
             return path
         except DamagedError as error:
