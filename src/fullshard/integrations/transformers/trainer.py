@@ -374,8 +374,9 @@ def _has_state(directory: Path) -> bool:
 
 def complete_checkpoints(directory: Path) -> list[Path]:
     """The checkpoints in an output directory that were written to their end, newest first."""
-    found = [p for p in directory.glob("checkpoint-*") if p.name[11:].isdigit() and (p / _COMPLETE).is_file()]
-    return sorted(found, key=lambda path: int(path.name[11:]), reverse=True)
+    numbered = [(path.name.removeprefix("checkpoint-"), path) for path in directory.glob("checkpoint-*")]
+    found = [(int(n), path) for n, path in numbered if n.isdigit() and (path / _COMPLETE).is_file()]
+    return [path for _, path in sorted(found, reverse=True)]
 
 
 def _newest_whole(directory: Path, accelerator: TrainerAccelerator) -> Path | None:
