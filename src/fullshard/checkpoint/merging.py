@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.checkpoint.tensors import LocalTensor, local_buffers, local_parameters
+from fullshard.checkpoint.tensors import LocalTensor, local_tensors
 from fullshard.comm import torch_private
 from fullshard.core.errors import CheckpointError
 from fullshard.core.layout import Interval
@@ -47,8 +47,7 @@ class MergedModel:
     def __init__(self, model: nn.Module) -> None:
         check_mergeable(model)
         self.base: nn.Module = model.get_base_model()  # type: ignore[operator]
-        locals_ = [*local_parameters(self.base, rank=0, on_meta=True), *local_buffers(self.base, rank=0)]
-        self._local = {id(local.tensor): local for local in locals_}
+        self._local = {id(local.tensor): local for local in local_tensors(self.base, rank=0, on_meta=True)}
         self._layers: dict[int, list[nn.Module]] = {}
         self._last: tuple[list[nn.Module], dict[str, torch.Tensor]] = ([], {})
         self._paths: dict[int, str] = {}
@@ -96,7 +95,6 @@ class MergedModel:
         """Merge on the meta device, to learn names, shapes and which tensors are one."""
         stand_ins: dict[int, torch.Tensor] = {}
         named: dict[int, tuple[torch.Tensor, list[str]]] = {}
-        layers: dict[int, list[nn.Module]] = {}
         for path, module, is_adapted_here in _walk(self.base):
             copied = copy_module(module, self._stand_in, stand_ins, deep=is_adapted_here)
             if is_adapted_here:
@@ -104,24 +102,15 @@ class MergedModel:
                 copied = _unload(copied)
             for name, tensor in _named_tensors(copied, path, recurse=is_adapted_here):
                 named.setdefault(id(tensor), (tensor, []))[1].append(name)
-                if is_adapted_here and module not in layers.setdefault(id(tensor), []):
-                    layers[id(tensor)].append(module)
-        originals = {id(stand_in): tensor for tensor, stand_in in self._pairs(stand_ins)}
+                if is_adapted_here and module not in self._layers.setdefault(id(tensor), []):
+                    self._layers[id(tensor)].append(module)
+        originals = {id(stand_ins[key]): local.tensor for key, local in self._local.items() if key in stand_ins}
         sources = []
         for key, (stand_in, names) in named.items():
-            tensor = stand_in
-            if key in layers:
-                self._layers[id(stand_in)] = layers[key]
-            else:
-                tensor = originals[key]
+            tensor = stand_in if key in self._layers else originals[key]
             shape = tuple(stand_in.shape)
             sources.append(LocalTensor(tuple(names), tensor, shape, Interval(0, stand_in.numel()), is_writer=True))
         return sources
-
-    def _pairs(self, stand_ins: dict[int, torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        for key, stand_in in stand_ins.items():
-            if key in self._local:
-                yield self._local[key].tensor, stand_in
 
     def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
         local = self._local.get(id(tensor))

@@ -156,9 +156,9 @@ def local_buffers(model: nn.Module, *, rank: int) -> list[LocalTensor]:
     ]
 
 
-def local_tensors(model: nn.Module, *, rank: int) -> list[LocalTensor]:
+def local_tensors(model: nn.Module, *, rank: int, on_meta: bool = False) -> list[LocalTensor]:
     """Its parameters and its persistent buffers. Raises as `local_parameters` does."""
-    return [*local_parameters(model, rank=rank), *local_buffers(model, rank=rank)]
+    return [*local_parameters(model, rank=rank, on_meta=on_meta), *local_buffers(model, rank=rank)]
 
 
 def modules_with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
