@@ -291,11 +291,11 @@ class _Load:
             for target in sorted(self.targets, key=lambda t: (t.kind, order_key(t.record.dtype, t.record.numel))):
                 _fill(target, readers)
             readers.settle()
-            stored = readers.all_tensors(self.manifest.file_name("state", 0))
+            stored = readers.rank_state(0)
             if self.rank:
                 stored = {name: t for name, t in stored.items() if not name.startswith(RNG_PREFIX)}
                 if self.rank < self.manifest.world_size:
-                    stored |= readers.all_tensors(self.manifest.file_name("state", self.rank))
+                    stored |= readers.rank_state(self.rank)
         return stored
 
     def files(self) -> set[str]:

@@ -141,8 +141,9 @@ class Readers:
             reader.read_into(stored.start + start * itemsize(stored_dtype), tensor_bytes(result[ending]))
         return result
 
-    def all_tensors(self, name: str) -> dict[str, torch.Tensor]:
-        """Every tensor of a file, in host memory; none if there is no such file."""
+    def rank_state(self, rank: int) -> dict[str, torch.Tensor]:
+        """The tensors that a rank saved for itself, in host memory; none if it saved none."""
+        name = self._manifest.file_name("state", rank)
         if name not in self._manifest.files:
             return {}
         result = {}

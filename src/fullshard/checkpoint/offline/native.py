@@ -42,7 +42,6 @@ class NativeSource(Source):
             notes=_notes(path, manifest.files),
         )
         self._readers = Readers(path, manifest)
-        self._file_name = manifest.file_name
         self._records = {(kind, name): record for kind, name, record in self.contents.tensors()}
 
     def read(self, kind: Kind, name: str, interval: Interval) -> torch.Tensor:
@@ -54,7 +53,7 @@ class NativeSource(Source):
 
     def rank_state(self, rank: int) -> Mapping[str, torch.Tensor]:
         """See `Source.rank_state`."""
-        return self._readers.all_tensors(self._file_name("state", rank))
+        return self._readers.rank_state(rank)
 
     def close(self) -> None:
         """Close its files."""
