@@ -22,7 +22,8 @@ def rng_tensors(device: torch.device) -> dict[str, torch.Tensor]:
     version, words, gauss = random.getstate()
     if version != _PYTHON_VERSION:
         raise CheckpointError(f"Python's random state has version {version}, expected {_PYTHON_VERSION}")
-    kind, keys, position, has_gauss, cached = _numpy_state()
+    state: Any = np.random.get_state()  # the global generator is what data sets and collators use
+    kind, keys, position, has_gauss, cached = state
     if kind != "MT19937":
         raise CheckpointError(f"NumPy's global generator is {kind}, only the default (MT19937) can be saved")
     tensors = {
@@ -56,11 +57,6 @@ def restore_rng(tensors: Mapping[str, torch.Tensor], device: torch.device) -> li
     for name in saved & setters.keys():
         setters[name](tensors[RNG_PREFIX + name])
     return sorted(saved ^ setters.keys())
-
-
-def _numpy_state() -> tuple[str, Any, int, int, float]:
-    state: Any = np.random.get_state()  # the global generator is what data sets and collators use
-    return state[0], state[1], state[2], state[3], state[4]
 
 
 def _set_numpy(words: list[int], cached: float | int) -> None:
