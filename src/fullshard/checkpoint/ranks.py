@@ -172,7 +172,7 @@ class Ranks:
         """Raise on every rank if any rank passes an error. See `together`."""
         if self.all(error is None):  # one small message is all it takes nearly always
             return
-        message = None if error is None else (str(error) if isinstance(error, FullshardError) else _describe(error))
+        message = None if error is None else _describe(error)
         found: Sequence[tuple[str | None, bool]] = self.broadcast(self.gather([message, isinstance(error, StoreError)]))
         messages = [message for message, _ in found]
         if any(is_silent for _, is_silent in found):
@@ -214,7 +214,8 @@ def _as_tensor(data: bytes) -> torch.Tensor:
 
 
 def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+    """Its words; of one that is not ours its kind, too."""
+    return str(error) if isinstance(error, FullshardError) else f"{type(error).__name__}: {error}"
 
 
 def _name(ranks: Iterator[int]) -> str:
