@@ -291,7 +291,7 @@ def sizes_in(directory: Location, names: Iterable[str]) -> dict[str, int]:
 
 def entries_of(directory: Location) -> list[Location]:
     """What is directly in a directory, sorted by name."""
-    return sorted(directory.iterdir()) if isinstance(directory, ObjectPath) else [*sorted(directory.iterdir())]
+    return sorted(directory.iterdir(), key=lambda entry: entry.name)
 
 
 def on_this_host(path: Location) -> Path:
