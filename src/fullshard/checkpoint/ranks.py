@@ -85,7 +85,7 @@ class Ranks:
         if self.world_size == 1:
             return value
         with _peers("comparing notes"):
-            return all(self._sizes(int(value)))
+            return all(self._numbers(int(value)))
 
     def gather(self, value: Any) -> list[Any]:
         """JSON values of all ranks, on rank 0; an empty list elsewhere."""
@@ -93,7 +93,7 @@ class Ranks:
             return [value]
         data = json.dumps(value).encode()
         with _peers("collecting messages"):
-            sizes = self._sizes(len(data))
+            sizes = self._numbers(len(data))
             padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self.device)
             padded[: len(data)] = _as_tensor(data).to(self.device)
             parts = [torch.empty_like(padded) for _ in sizes] if self.rank == 0 else None
@@ -189,11 +189,11 @@ class Ranks:
         """Run `function` on rank 0 only; if it fails, fail on all. Returns its result there, None elsewhere."""
         return self.together(doing, lambda: function() if self.rank == 0 else None, kind=kind)
 
-    def _sizes(self, nbytes: int) -> list[int]:
-        sizes = torch.empty(self.world_size, dtype=torch.int64, device=self.device)
-        own = torch.tensor([nbytes], dtype=torch.int64, device=self.device)
-        all_gather_single(sizes, own, group=self._group)
-        return [int(size) for size in sizes.tolist()]
+    def _numbers(self, own: int) -> list[int]:
+        """A number of each rank, on all of them."""
+        numbers = torch.empty(self.world_size, dtype=torch.int64, device=self.device)
+        all_gather_single(numbers, torch.tensor([own], dtype=torch.int64, device=self.device), group=self._group)
+        return [int(number) for number in numbers.tolist()]
 
 
 @contextmanager
