@@ -206,18 +206,31 @@ def stored_tensors(
     if path.suffix != ".json":
         yield from _tensors_of(path)
         return
-    weight_map = _json_object(_read_index(path), path).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise CheckpointError(f"{path} has no weight_map")
-    for name in sorted(set(weight_map.values())):
-        file = file_beside(directory, name, where=str(path))
+    for file, keys in sorted(indexed_files(path).items()):
         if not file.is_file():
-            raise CheckpointError(f"{path} names {name}, which is not there", hint="download or copy it again")
+            raise CheckpointError(f"{path} names {file.name}, which is not there", hint="download or copy it again")
         tensors = dict(_tensors_of(file))
-        for key in (key for key, holder in weight_map.items() if holder == name):
+        for key in keys:
             if key not in tensors:
-                raise CheckpointError(f"{directory / name} does not hold {key!r}, which {path.name} promises")
+                raise CheckpointError(f"{file} does not hold {key!r}, which {path.name} promises")
             yield key, tensors[key]
+
+
+def indexed_files(index: Path) -> dict[Path, list[str]]:
+    """The files that an index names, each with the names of the tensors in it.
+
+    Raises:
+        CheckpointError: an index that is malformed or points outside its directory.
+    """
+    if index.stat().st_size > MAX_HEADER_NBYTES:
+        raise CheckpointError(f"{index} has {index.stat().st_size} bytes, more than any index")
+    weight_map = _json_object(index.read_bytes(), index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise CheckpointError(f"{index} has no weight_map")
+    found: dict[Path, list[str]] = {}
+    for key, name in weight_map.items():
+        found.setdefault(file_beside(index.parent, name, where=str(index)), []).append(key)
+    return found
 
 
 def _of_variant(name: str, variant: str | None) -> str:
@@ -275,12 +288,6 @@ def _file_tensors(path: Path) -> Iterator[tuple[str, StoredWeights]]:
         if claimed > size:
             raise CheckpointError(f"{path}: its tensors are larger than its {size} bytes, they overlap")
         yield name, StoredWeights(path, dtype, shape, start)
-
-
-def _read_index(path: Path) -> bytes:
-    if path.stat().st_size > MAX_HEADER_NBYTES:
-        raise CheckpointError(f"{path} has {path.stat().st_size} bytes, more than any index")
-    return path.read_bytes()
 
 
 def _json_object(data: bytes, path: Path) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,7 @@ from fullshard.checkpoint.offline.source import (
     tensor_record,
 )
 from fullshard.checkpoint.offline.torch_files import check_tensor, load_torch_file
-from fullshard.checkpoint.tensor_file import file_beside
-from fullshard.checkpoint.weight_files import PICKLED_INDEX_NAME, PICKLED_NAME
+from fullshard.checkpoint.weight_files import PICKLED_INDEX_NAME, PICKLED_NAME, indexed_files
 from fullshard.core.errors import CheckpointError
 
 _MODEL_KEYS = ("model", "state_dict", "module", "model_state_dict")
@@ -101,19 +99,9 @@ def memory_source(
 
 
 def bin_files(directory: Path) -> list[Path]:
-    """The files of a `pytorch_model.bin` directory.
-
-    Raises:
-        CheckpointError: an index that is malformed or points outside the directory.
-    """
+    """The files of a `pytorch_model.bin` directory. Raises as `indexed_files` does."""
     index = directory / PICKLED_INDEX_NAME
-    if not index.is_file():
-        return [directory / PICKLED_NAME]
-    try:
-        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-        return [file_beside(directory, name, where=str(index)) for name in names]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise CheckpointError(f"{index} has no weight_map") from None
+    return sorted(indexed_files(index)) if index.is_file() else [directory / PICKLED_NAME]
 
 
 def _describe(leaf: Any, where: str) -> TensorRecord | None:
