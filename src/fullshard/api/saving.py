@@ -144,7 +144,7 @@ def next_path(config: Any, output_dir: str | os.PathLike[str] | ObjectPath | Non
     if config.automatic_checkpoint_naming:
         if config.project_dir is None:
             raise ConfigError("automatic_checkpoint_naming needs a project_dir")
-        folder = local_path(config.project_dir) / "checkpoints"
+        folder = _numbered_folder(config)
         hold_folder(folder)
         return folder / f"checkpoint_{config.iteration}", False
     if output_dir is None:
@@ -173,21 +173,25 @@ def existing_path(config: Any, input_dir: str | os.PathLike[str] | ObjectPath | 
         return path
     if not (config.automatic_checkpoint_naming and config.project_dir):
         raise ConfigError("load_state needs a directory", hint="pass one, or use automatic_checkpoint_naming")
-    base = local_path(config.project_dir) / "checkpoints"
-    newest = checkpoint.latest_checkpoint(base)
+    folder = _numbered_folder(config)
+    newest = checkpoint.latest_checkpoint(folder)
     if newest is None:
-        raise CheckpointError(f"there is no complete checkpoint under {base}")
+        raise CheckpointError(f"there is no complete checkpoint under {folder}")
     return newest
 
 
 def number_after(path: Location, config: Any) -> int:
     """The number of the next checkpoint once `path` is loaded: after it, if it is one of those that are numbered."""
     match = _AUTOMATIC.fullmatch(path.name)
-    if match and config.project_dir is not None and isinstance(path, Path):
-        folder = local_path(config.project_dir) / "checkpoints"
-        if path.resolve().parent == folder.resolve():
-            return max(int(config.iteration), int(match[1]) + 1)
+    is_of_project = config.project_dir is not None and isinstance(path, Path)
+    if match and is_of_project and path.resolve().parent == _numbered_folder(config).resolve():
+        return max(int(config.iteration), int(match[1]) + 1)
     return int(config.iteration)
+
+
+def _numbered_folder(config: Any) -> Path:
+    """Where a project with `automatic_checkpoint_naming` has its checkpoints."""
+    return local_path(config.project_dir) / "checkpoints"
 
 
 def save(
