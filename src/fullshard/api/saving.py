@@ -54,6 +54,10 @@ class Together(nn.ModuleList):
     """Models that one optimizer steps, saved as one whose parameters are called `0.`, `1.` and so on."""
 
 
+Part = tuple[nn.Module, torch.optim.Optimizer | None]
+"""A model with the optimizer that holds its parameters: what one checkpoint is of."""
+
+
 @dataclass(frozen=True, slots=True)
 class TrainingState:
     """Everything that is saved.
@@ -78,13 +82,13 @@ class TrainingState:
     config: Mapping[str, Any]
     slices: Slices | None = None
 
-    def parts(self) -> list[tuple[nn.Module, torch.optim.Optimizer | None]]:
+    def parts(self) -> list[Part]:
         """Models with their optimizers: several in one `Together` that share one. A model with two comes twice.
 
         Raises:
             CheckpointError: an optimizer that holds no prepared model's parameters.
         """
-        pairs: list[tuple[nn.Module, torch.optim.Optimizer | None]] = []
+        pairs: list[Part] = []
         covered = set[int]()
         for optimizer in self.optimizers:
             held = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -110,7 +114,7 @@ class TrainingState:
         others = [each for each in self.objects if not isinstance(each, EMA)]
         return [*(self.schedulers if len(self.schedulers) != 1 else ()), *others]
 
-    def averages(self, parts: Sequence[tuple[nn.Module, torch.optim.Optimizer | None]]) -> list[list[EMA]]:
+    def averages(self, parts: Sequence[Part]) -> list[list[EMA]]:
         """The averages of each part's model; of a model that comes twice with the first.
 
         Raises:
@@ -237,7 +241,7 @@ def save(
     memory = None if saver is None else saver.memory
     parts = state.parts()
     averages = state.averages(parts)
-    first = SaveArguments(**_first_part(state), extra=state.extra)  # type: ignore[typeddict-item]
+    first = SaveArguments(**_first_part(state, parts), extra=state.extra)  # type: ignore[typeddict-item]
     pending: Pending
     if len(parts) == 1:
         first["total_limit"], first["overwrite"] = total_limit, overwrite
@@ -326,7 +330,7 @@ def load(path: Location, state: TrainingState) -> int:
     for number, (model, optimizer) in reversed(list(enumerate(parts))):
         part = path / f"{PART_PREFIX}{number}" if saved else path
         if number == 0:
-            extra = checkpoint.load_checkpoint(part, **_first_part(state))
+            extra = checkpoint.load_checkpoint(part, **_first_part(state, parts))
         else:
             checkpoint.load_checkpoint(part, model=model, optimizer=optimizer, objects=averages[number])
     return _set_extra(extra, state, where=path)
@@ -357,12 +361,12 @@ def _only_part(state: TrainingState) -> dict[str, Any]:
             f"copies in host memory are of one model with one optimizer, and {len(parts)} are prepared",
             hint="leave max_lost_steps out, and save checkpoints",
         )
-    return _first_part(state)
+    return _first_part(state, parts)
 
 
-def _first_part(state: TrainingState) -> dict[str, Any]:
+def _first_part(state: TrainingState, parts: Sequence[Part]) -> dict[str, Any]:
     """What is saved with the first model: schedules, counters and random states are those of the whole run."""
-    (model, optimizer), *_ = parts = state.parts()
+    model, optimizer = parts[0]
     objects = [*state.all_objects, *state.averages(parts)[0]]
     rest = {"scheduler": state.scheduler, "scaler": state.scaler, "objects": objects}
     return {"model": model, "optimizer": optimizer, **rest}
