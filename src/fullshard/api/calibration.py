@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -54,6 +54,11 @@ def calibrate(path: Path) -> Device:
     return read_calibration(path)
 
 
+def _on(device: torch.device, sizes: Mapping[str, int]) -> int:
+    """That of the sizes which is for a device."""
+    return sizes.get(device.type, sizes["other"])
+
+
 def _rate(work: Callable[[], object], amount: float, device: torch.device) -> float:
     """How much of `amount` per second `work` gets through: the median of several runs, after a warm-up."""
     work()
@@ -70,14 +75,14 @@ def _rate(work: Callable[[], object], amount: float, device: torch.device) -> fl
 
 def _flops(dtype: torch.dtype, device: torch.device) -> float:
     """Of the three products of a linear layer that is trained, two of which read an operand across its rows."""
-    side = _SIDE.get(device.type, _SIDE["other"])
+    side = _on(device, _SIDE)
     data, weight, gradient = (torch.randn(side, side, device=device).to(dtype) for _ in range(3))
     return _rate(lambda: (data @ weight.t(), gradient @ weight, gradient.t() @ data), 6 * side**3, device)
 
 
 def _memory_bandwidth(device: torch.device) -> float:
     """Of an elementwise operation on what is too large for any cache, in memory that is the process's already."""
-    nbytes = _NBYTES.get(device.type, _NBYTES["other"])
+    nbytes = _on(device, _NBYTES)
     source = torch.zeros(nbytes // 4, device=device)
     target = torch.zeros_like(source)
     return _rate(lambda: target.add_(source), 3 * nbytes, device)  # two read, one written
@@ -85,7 +90,7 @@ def _memory_bandwidth(device: torch.device) -> float:
 
 def _fresh_bandwidth(device: torch.device) -> float:
     """Of writing to memory that the process gets anew, page fault by page fault."""
-    nbytes = _NBYTES.get(device.type, _NBYTES["other"])
+    nbytes = _on(device, _NBYTES)
     return _rate(lambda: torch.empty(nbytes // 4, device=device).fill_(1), nbytes, device)
 
 
@@ -109,7 +114,7 @@ def _links(mesh: Mesh) -> tuple[float, float]:
     """
     if mesh.shard_size == 1:
         return (_memory_bandwidth(mesh.device),) * 2
-    numel = _LINK_NBYTES.get(mesh.device.type, _LINK_NBYTES["other"]) // 4 // mesh.shard_size * mesh.shard_size
+    numel = _on(mesh.device, _LINK_NBYTES) // 4 // mesh.shard_size * mesh.shard_size
     buffer = mesh.gather.full_buffer(numel, torch.float32, mesh.device, holds_main=True)
     main = torch.zeros(numel // mesh.shard_size, device=mesh.device) if buffer.main is None else buffer.main
     full = torch.zeros(numel, device=mesh.device)
