@@ -45,15 +45,12 @@ class Reporting(Checkpointing):
         if not self.is_main_process:
             return
         self.trackers = []  # those of a run before this one are finished
-        for wanted in self.log_with:
-            tracker = wanted
-            if not hasattr(wanted, "start"):  # a name
-                kind, further = (
-                    _accelerates().LOGGER_TYPE_TO_CLASS[str(wanted)],
-                    (init_kwargs or {}).get(str(wanted), {}),
-                )
+        for tracker in self.log_with:
+            if not hasattr(tracker, "start"):
+                name = str(tracker)
+                kind = _accelerates().LOGGER_TYPE_TO_CLASS[name]
                 place = (self.logging_dir,) if kind.requires_logging_directory else ()
-                tracker = kind(project_name, *place, **further)
+                tracker = kind(project_name, *place, **(init_kwargs or {}).get(name, {}))
             tracker.start()
             self.trackers.append(tracker)
             if config is not None:
