@@ -100,19 +100,15 @@ def prune(root: Location, *, keep: int, thorough: bool = False, dry_run: bool = 
         if directory.name.startswith((TEMP_PREFIX, OLD_PREFIX)):
             damaged.append((directory, "left by a save that was killed, or a save under way"))
             continue
-        try:
-            parts = _parts(directory)
-            problems = _problems(parts, thorough=thorough)
-        except CheckpointError as error:
-            parts, problems = [], [str(error)]
-        if problems:
-            damaged.append((directory, problems[0]))
+        parts, problem = _checkpoint_in(directory)
+        if parts:
+            problem = next(iter(_problems(parts, thorough=thorough)), "")
+        elif trainer_state(directory) != directory:
+            problem = "Trainer's, which may be its best: save_total_limit removes old ones"
+        if problem:
+            damaged.append((directory, problem))
         elif parts:
             whole.append((parts[0][1].saved_at, directory))
-        elif trainer_state(directory) != directory:
-            damaged.append((directory, "Trainer's, which may be its best: save_total_limit removes old ones"))
-        elif _looks_like_one(directory):
-            damaged.append((directory, f"it has no {MANIFEST_NAME}"))
     newest_first = [directory for _, directory in sorted(whole, key=lambda item: (item[0], str(item[1])), reverse=True)]
     for directory in [] if dry_run else reversed(newest_first[keep:]):
         store_of(directory).remove(directory)
@@ -125,22 +121,24 @@ def _newest_first(root: Location) -> list[tuple[Location, list[tuple[Location, M
     for directory in entries_of(root) if root.is_dir() else []:
         if directory.name.startswith(TEMP_PREFIX) or not directory.is_dir() or _is_superseded(directory):
             continue
-        try:
-            parts = _parts(directory)
-        except CheckpointError as error:
-            logger.warning("skipping checkpoint %s: %s", directory, error)
-            continue
-        if parts:
+        parts, problem = _checkpoint_in(directory)
+        if problem:
+            logger.warning("skipping checkpoint %s: %s", directory, problem)
+        elif parts:
             found.append((directory, parts))
-        elif _looks_like_one(directory):
-            logger.warning("skipping checkpoint %s: it has no %s", directory, MANIFEST_NAME)
     return sorted(found, key=lambda item: item[1][0][1].saved_at, reverse=True)
 
 
-def _parts(directory: Location) -> list[tuple[Location, Manifest]]:
-    """The checkpoint in a directory, or one per model; none if it holds none. Raises if a manifest is damaged."""
+def _checkpoint_in(directory: Location) -> tuple[list[tuple[Location, Manifest]], str]:
+    """The checkpoint in a directory, or one per model; else why what looks like one is none, if anything does."""
     places = [directory, *part_paths(directory)]
-    return [(place, read_manifest(place)) for place in places if (place / MANIFEST_NAME).exists()]
+    try:
+        parts = [(place, read_manifest(place)) for place in places if (place / MANIFEST_NAME).exists()]
+    except CheckpointError as error:
+        return [], str(error)
+    if parts or not any(directory.glob("model-rank*.safetensors")):
+        return parts, ""
+    return [], f"it has no {MANIFEST_NAME}"
 
 
 def _problems(parts: list[tuple[Location, Manifest]], *, thorough: bool) -> list[str]:
@@ -149,10 +147,6 @@ def _problems(parts: list[tuple[Location, Manifest]], *, thorough: bool) -> list
         for part, manifest in parts
         for problem in (verify_checkpoint(part).problems if thorough else quick_problems(part, manifest))
     ]
-
-
-def _looks_like_one(directory: Location) -> bool:
-    return any(directory.glob("model-rank*.safetensors"))
 
 
 def _is_superseded(directory: Location) -> bool:
