@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -41,6 +42,8 @@ from fullshard.core.layout import BucketLayout, Interval, ParameterSpec
 from fullshard.engine.precision import dtype_name
 
 _PROBE_NUMEL = 4096
+
+RecordT = TypeVar("RecordT", bound=TensorRecord)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +223,7 @@ def _cut(contents: Contents, size: int) -> _Cut:
     specs: dict[tuple[Kind, str], list[ParameterSpec]] = {}
     cut: _Cut = {}
     for kind, name, record in contents.tensors():
-        if isinstance(record, StateTensorRecord) and record.layout == "replicated":
+        if _is_replicated(record):
             intervals = [Interval(0, record.numel)] + [Interval(0, 0)] * (size - 1)
             cut[kind, name] = record, intervals
         else:
@@ -282,16 +285,14 @@ def _manifest(
         for key, (_, intervals) in cut.items()
     }
 
-    def placed(kind: Kind, records: Mapping[str, TensorRecord]) -> dict[str, TensorRecord]:
-        return {name: r.model_copy(update={"pieces": pieces[kind, name], "tiles": None}) for name, r in records.items()}
+    def placed(kind: Kind, name: str, record: RecordT) -> RecordT:
+        return record.model_copy(update={"pieces": pieces[kind, name], "tiles": None})
 
     optimizer = contents.optimizer
     if optimizer is not None:
         state = {
             name: {
-                key: value.model_copy(update={"pieces": pieces["optimizer", f"{name}/{key}"], "tiles": None})
-                if isinstance(value, StateTensorRecord)
-                else value
+                key: placed("optimizer", f"{name}/{key}", value) if isinstance(value, StateTensorRecord) else value
                 for key, value in values.items()
             }
             for name, values in optimizer.state.items()
@@ -306,8 +307,8 @@ def _manifest(
         world_size=world_size,
         mesh=MeshRecord(replicate=world_size // shard_size, shard=shard_size),
         files=files,
-        parameters=placed("model", contents.parameters),
-        buffers=placed("model", contents.buffers),
+        parameters={name: placed("model", name, record) for name, record in contents.parameters.items()},
+        buffers={name: placed("model", name, record) for name, record in contents.buffers.items()},
         optimizer=optimizer,
         states=dict(contents.states),
     )
