@@ -16,7 +16,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fullshard.checkpoint.format import LATEST_NAME, MANIFEST_NAME, PART_PREFIX, is_data_file, read_manifest
+from fullshard.checkpoint.format import (
+    LATEST_NAME,
+    MANIFEST_NAME,
+    PART_PREFIX,
+    is_data_file,
+    rank_file_name,
+    read_manifest,
+)
 from fullshard.checkpoint.lease import hold_name, holds, let_go_of
 from fullshard.checkpoint.objects import Location, ObjectPath
 from fullshard.checkpoint.storage import (
@@ -244,13 +251,19 @@ class NewCheckpoint:
 
     Attributes:
         directory: where its files go.
-        own_names: whether their names must carry the save's id.
+        save_id: of this save.
+        own_names: whether their names must carry it.
         manifest: to be set; what makes it count.
     """
 
     directory: Location
+    save_id: str
     own_names: bool
     manifest: bytes = b""
+
+    def file_of(self, kind: str, rank: int) -> Location:
+        """The data file of one rank."""
+        return self.directory / rank_file_name(kind, rank, self.save_id if self.own_names else "")
 
 
 @contextlib.contextmanager
@@ -262,10 +275,10 @@ def new_checkpoint(final: Location, save_id: str, *, overwrite: bool) -> Iterato
     """
     if not isinstance(final, ObjectPath):
         with committed_directory(final, save_id, overwrite=overwrite) as temp:
-            yield (new := NewCheckpoint(temp, own_names=False))
+            yield (new := NewCheckpoint(temp, save_id, own_names=False))
             write_file(temp / MANIFEST_NAME, new.manifest)
         return
-    new = NewCheckpoint(final, OBJECTS.prepare(final, save_id, overwrite=overwrite))
+    new = NewCheckpoint(final, save_id, OBJECTS.prepare(final, save_id, overwrite=overwrite))
     try:
         yield new
         OBJECTS.commit(final, save_id, new.manifest)

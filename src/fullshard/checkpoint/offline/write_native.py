@@ -25,7 +25,6 @@ from fullshard.checkpoint.format import (
     StateTensorRecord,
     TensorRecord,
     encode_manifest,
-    rank_file_name,
     rank_metadata,
 )
 from fullshard.checkpoint.objects import Location, location
@@ -94,7 +93,6 @@ def write_native(
     save_id = uuid.uuid4().hex[:16]
     notes = list(contents.notes)
     with new_checkpoint(location(path).absolute(), save_id, overwrite=overwrite) as new:
-        own_name = save_id if new.own_names else ""
         files: dict[str, FileRecord] = {}
         for rank in range(shard_size):
             for kind in ("model", "optimizer"):
@@ -104,9 +102,9 @@ def write_native(
                     if k == kind and intervals[rank].numel
                 ]
                 if parts:
-                    name = rank_file_name(kind, rank, own_name)
-                    files[name] = _write_rank_file(new.directory / name, parts, source, save_id, rank, progress)
-        files |= _write_rank_states(new, source, contents, save_id, world_size, notes)
+                    file = new.file_of(kind, rank)
+                    files[file.name] = _write_rank_file(file, parts, source, save_id, rank, progress)
+        files |= _write_rank_states(new, source, contents, world_size, notes)
         manifest = _manifest(contents, cut, files, save_id, world_size, shard_size)
         if new.own_names:
             manifest = manifest.model_copy(update={"own_names": True, "format_version": FORMAT_VERSION})
@@ -260,7 +258,7 @@ def _is_replicated(record: TensorRecord) -> bool:
 
 
 def _write_rank_states(
-    new: NewCheckpoint, source: Source, contents: Contents, save_id: str, world_size: int, notes: list[str]
+    new: NewCheckpoint, source: Source, contents: Contents, world_size: int, notes: list[str]
 ) -> dict[str, FileRecord]:
     """What ranks saved for themselves: all of it at the same world size, else that of rank 0 without generators."""
     files = {}
@@ -272,8 +270,8 @@ def _write_rank_states(
         if saved != world_size:
             tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(RNG_PREFIX)}
         if tensors:
-            name = rank_file_name("state", rank, save_id if new.own_names else "")
-            files[name] = write_tensors(new.directory / name, tensors, rank_metadata(save_id, rank))
+            file = new.file_of("state", rank)
+            files[file.name] = write_tensors(file, tensors, rank_metadata(new.save_id, rank))
     return files
 
 
