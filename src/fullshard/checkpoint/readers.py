@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import Self
 
 import torch
 
@@ -28,7 +29,7 @@ class Readers:
         self._directory, self._manifest = directory, manifest
         self._open: OrderedDict[str, TensorFileReader] = OrderedDict()
 
-    def __enter__(self) -> Readers:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
