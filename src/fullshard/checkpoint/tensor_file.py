@@ -245,11 +245,10 @@ class TensorFileReader:
 
     def damaged_chunks(self) -> Iterator[tuple[int, int]]:
         """Byte ranges of all chunks that fail their checksum."""
-        for index in range(len(self._record.crc32c)):
-            start = index * self._chunk_nbytes
-            data = self._pread(start, min(self._chunk_nbytes, self._record.nbytes - start))
-            if google_crc32c.extend(0, np.frombuffer(data, dtype=np.uint8)) != self._record.crc32c[index]:
-                yield start, start + len(data)
+        for index, expected in enumerate(self._record.crc32c):
+            start, nbytes = index * self._chunk_nbytes, self._size(index)
+            if google_crc32c.extend(0, np.frombuffer(self._pread(start, nbytes), dtype=np.uint8)) != expected:
+                yield start, start + nbytes
 
     def _size(self, index: int) -> int:
         """Bytes of chunk `index`; none or less if the file ends before it."""
