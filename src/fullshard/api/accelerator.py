@@ -58,7 +58,6 @@ from fullshard.config.schema import RunConfig, ShardingConfig
 from fullshard.core.errors import ConfigError, OptimizerError
 from fullshard.core.paths import local_name
 from fullshard.engine import (
-    ShardedParameter,
     clip_grad_norm_,
     clip_grad_value_,
     no_sync,
@@ -66,6 +65,7 @@ from fullshard.engine import (
     step_in_backward,
     with_sync,
 )
+from fullshard.engine.parameter import sharded_parameters
 from fullshard.launch import read_rank_environment
 from fullshard.launch.journal import record_events
 
@@ -558,8 +558,7 @@ class Accelerator(Loaders, Reporting):
 
     def _step_in_backward(self, optimizer: torch.optim.Optimizer) -> None:
         """Have it step there if that is wanted and it holds something sharded by now."""
-        parameters = (p for group in optimizer.param_groups for p in group["params"])
-        if self._config.training.step_in_backward and any(isinstance(p, ShardedParameter) for p in parameters):
+        if self._config.training.step_in_backward and sharded_parameters(optimizer):
             step_in_backward(optimizer)
 
     def _check_clipping(self) -> None:
