@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fullshard.checkpoint import pretrained
 from fullshard.checkpoint.full_state import gather_when_all_save
-from fullshard.comm.mesh import default_device, init_mesh
+from fullshard.comm.mesh import default_device, init_mesh, joined_world_size
 from fullshard.core.errors import ConfigError
 from fullshard.engine import CPUOffloadPolicy, MixedPrecisionPolicy, shard_model
 
@@ -120,8 +119,7 @@ def _config(given: Any) -> Any:
 
 def _device_mesh(config: Any) -> DeviceMesh | None:
     """The mesh of all ranks, by the sizes; None for one rank alone."""
-    init_mesh()  # joins the job, if the script has not
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    ranks = joined_world_size()
     sizes = (config.dp_replicate_size or 1, config.fsdp_size or 1, config.tp_size or 1)
     if math.prod(sizes) != ranks:
         said = " x ".join(f"{axis} {size}" for axis, size in zip(_AXES, sizes, strict=True))
