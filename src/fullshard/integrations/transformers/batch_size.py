@@ -10,8 +10,7 @@ import itertools
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
-
+from fullshard.api import collectives
 from fullshard.comm import torch_private
 from fullshard.core.errors import CommunicationError
 from fullshard.engine.module import units_of
@@ -36,20 +35,17 @@ def agree_to_start_again(error: Exception, batch_size: int, model: Any) -> None:
     """
     from accelerate.utils.memory import should_reduce_batch_size
 
-    if not dist.is_initialized() or dist.get_world_size() == 1 or not should_reduce_batch_size(error):
+    own, ranks = collectives.rank(), range(collectives.world_size())
+    if len(ranks) == 1 or not should_reduce_batch_size(error):
         return
-    store, place, ranks = (
-        torch_private.default_store(),
-        f"fullshard/out of memory/{next(_TRIES)}",
-        range(dist.get_world_size()),
-    )
-    store.set(f"{place}/{dist.get_rank()}", "")
+    store, place = torch_private.default_store(), f"fullshard/out of memory/{next(_TRIES)}"
+    store.set(f"{place}/{own}", "")
     try:
         store.wait([f"{place}/{rank}" for rank in ranks], WAIT)
     except RuntimeError:  # of one kind or another, by the kind of store
         whole = [rank for rank in ranks if not store.check([f"{place}/{rank}"])]
         raise CommunicationError(
-            f"auto_find_batch_size: rank {dist.get_rank()} ran out of memory with batches of {batch_size}, "
+            f"auto_find_batch_size: rank {own} ran out of memory with batches of {batch_size}, "
             f"but {'rank' if len(whole) == 1 else 'ranks'} {', '.join(map(str, whole))} did not within "
             f"{WAIT.total_seconds():.0f} s, so the ranks cannot start again together",
             hint=f"start with per_device_train_batch_size={max(1, int(batch_size * 0.9))}",
