@@ -267,7 +267,7 @@ class ShardedDataLoader(DataLoader[Any]):
         if set(state) != {"seed", "epoch", "consumed"}:
             raise DataError(f"not the position of a data loader: keys {sorted(state)}, expected seed, epoch, consumed")
         self._seed = state["seed"]
-        self._place.load(state["epoch"], state["consumed"])
+        self._place.move_to(state["epoch"], state["consumed"])
 
     def skipping(self, batches: int) -> ShardedDataLoader:
         """A copy whose every iteration leaves out the first `batches` steps; it has its place in common with this one.
@@ -314,14 +314,14 @@ class _LoopPlace:
             How many are left out.
         """
         if self.consumed != self.start and self._counts(updates):
-            self._move_to(self.epoch + 1)
+            self.move_to(self.epoch + 1)
         self.start = self.consumed = skip or self.loaded
         self.begun, self.was_looked_at = updates, False
         return self.start
 
     def end(self) -> None:
         """It has come to its end."""
-        self._move_to(self.epoch + 1)
+        self.move_to(self.epoch + 1)
 
     def end_within(self, before: _LoopPlace, *, is_look: bool) -> None:
         """It is over or broken off, and was within another, which was at `before`."""
@@ -344,16 +344,13 @@ class _LoopPlace:
 
     def set_epoch(self, epoch: int, updates: int | None) -> None:
         is_to_go_on = self.consumed == self.start or not self._counts(updates)
-        self._move_to(epoch, self.loaded if is_to_go_on else 0)
-
-    def load(self, epoch: int, consumed: int) -> None:
-        """The next iteration goes on after so many items."""
-        self._move_to(epoch, consumed)
+        self.move_to(epoch, self.loaded if is_to_go_on else 0)
 
     def copy(self) -> _LoopPlace:
         return dataclasses.replace(self)
 
-    def _move_to(self, epoch: int, loaded: int = 0) -> None:
+    def move_to(self, epoch: int, loaded: int = 0) -> None:
+        """The next iteration is that of `epoch`, and goes on after so many items."""
         self.epoch, self.consumed, self.loaded, self.start = epoch, loaded, loaded, loaded
 
     def _counts(self, updates: int | None) -> bool:
