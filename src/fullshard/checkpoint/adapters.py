@@ -55,7 +55,7 @@ def adapter_parameter_names(model: nn.Module) -> Container[str]:
     if not is_saved_as_adapters(model):
         return ()
     names = {name for stored in _wanted(model, Ranks.of(model)).values() for name in stored}
-    trained = (local for local in local_parameters(model, rank=0) if local.tensor.requires_grad)
+    trained = (local for local in local_parameters(model) if local.tensor.requires_grad)
     return names | {name for local in trained for name in local.names}
 
 

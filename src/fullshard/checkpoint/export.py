@@ -94,7 +94,7 @@ def export_hf(
 
 def is_exported_as_it_is(model: nn.Module) -> bool:
     """Whether `export_hf` writes every parameter and persistent buffer under its own name and in its own shape."""
-    convert = StoredForm(model, local_tensors(model, rank=0), cast=None)
+    convert = StoredForm(model, local_tensors(model), cast=None)
     return all(batch.group is None and batch.stored_name in batch.sources[0].names for batch in convert.batches)
 
 

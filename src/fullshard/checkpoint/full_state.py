@@ -136,10 +136,9 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True, cpu: bool = Tr
         CheckpointError: inside `unsharded(model)`.
     """
     rest(model)
-    rank = Ranks.of(model).rank
-    keep = rank == 0 or not rank0_only
+    keep = Ranks.of(model).rank == 0 or not rank0_only
     whole: dict[str, Any] = {}
-    for local in local_tensors(model, rank=rank):
+    for local in local_tensors(model):
         tensor = full_tensor(local)
         if not keep:
             continue
@@ -202,8 +201,7 @@ def local_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
         CheckpointError: inside `unsharded(model)`.
     """
     rest(model)
-    # As rank 0, which is asked of every parameter and buffer; who writes them does not matter here.
-    return {name: local.held.cpu().clone() for local in local_tensors(model, rank=0) for name in local.names}
+    return {name: local.held.cpu().clone() for local in local_tensors(model) for name in local.names}
 
 
 @torch.no_grad()
@@ -228,7 +226,7 @@ def load_full_state_dict(
     """
     ranks = Ranks.of(model)
     ranks.together("loading a state dict", lambda: rest(model))
-    locals_ = local_tensors(model, rank=ranks.rank)
+    locals_ = local_tensors(model)
     modules = modules_with_extra_state(model)
     if modules:
         raise CheckpointError(

@@ -251,13 +251,13 @@ class _Load:
         rest(model)
         self.directory, self.manifest, self.rank = directory, manifest, rank
         self.model, self.optimizer = model, optimizer
-        self.parameters = local_parameters(model, rank=rank)
+        self.parameters = local_parameters(model)
         check_is_plain(self.parameters)
         self._primary = {n: name for name, r in manifest.parameters.items() for n in (name, *r.aliases)}
         self._state: list[tuple[nn.Parameter, dict[str, Any]]] = []
         self._saved_groups: Sequence[GroupRecord] = ()
         problems: list[str] = []
-        buffers = local_buffers(model, rank=rank)
+        buffers = local_buffers(model)
         # An imported checkpoint has its buffers among the parameters: other formats do not tell them apart.
         names = {name for buffer in buffers for name in buffer.names}
         saved_buffers = manifest.buffers | {n: r for n, r in manifest.parameters.items() if n in names}

@@ -47,7 +47,7 @@ class MergedModel:
     def __init__(self, model: nn.Module) -> None:
         check_mergeable(model)
         self.base: nn.Module = model.get_base_model()  # type: ignore[operator]
-        self._local = {id(local.tensor): local for local in local_tensors(self.base, rank=0, on_meta=True)}
+        self._local = {id(local.tensor): local for local in local_tensors(self.base, on_meta=True)}
         self._layers: dict[int, list[nn.Module]] = {}
         self._last: tuple[list[nn.Module], dict[str, torch.Tensor]] = ([], {})
         self._paths: dict[int, str] = {}

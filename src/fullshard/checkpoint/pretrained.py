@@ -380,7 +380,7 @@ def load_pretrained(directory: str | Path, model: nn.Module) -> None:
     """
     rest(model)
     directory = local_path(directory)
-    locals_ = local_tensors(model, rank=0)
+    locals_ = local_tensors(model)
     metas = {name: stand_in(local) for local in locals_ for name in local.names}
     tensors = match(dict(stored_tensors(directory)), loading_rules(model, outline_of(model, metas))).sources
     found: list[tuple[LocalTensor, TensorSource]] = []

@@ -94,8 +94,13 @@ def rest(model: nn.Module) -> None:
         schedule.settle()
 
 
-def local_parameters(model: nn.Module, *, rank: int, on_meta: bool = False) -> list[LocalTensor]:
+def local_parameters(model: nn.Module, *, rank: int = 0, on_meta: bool = False) -> list[LocalTensor]:
     """All parameters in definition order, each once. `model` is at rest.
+
+    Args:
+        model: sharded or not.
+        rank: this one; it decides `is_writer` alone, which only a save asks.
+        on_meta: allow parameters on the meta device.
 
     Raises:
         CheckpointError: a parameter on the meta device, unless `on_meta` allows it.
@@ -142,8 +147,8 @@ def _is_first_of_copies(parameter: ShardedParameter, beneath: Tile | None) -> bo
     return beneath is None or parameter.mesh.world_size == dist.get_world_size() or beneath.rank == 0
 
 
-def local_buffers(model: nn.Module, *, rank: int) -> list[LocalTensor]:
-    """All persistent buffers, each once. Every rank holds them whole and rank 0 saves them."""
+def local_buffers(model: nn.Module, *, rank: int = 0) -> list[LocalTensor]:
+    """All persistent buffers, each once; see `local_parameters`. Every rank holds them whole and rank 0 saves them."""
     found: dict[int, tuple[torch.Tensor, list[str]]] = {}
     for path, module in model.named_modules():
         for attribute, buffer in module._buffers.items():
@@ -156,8 +161,8 @@ def local_buffers(model: nn.Module, *, rank: int) -> list[LocalTensor]:
     ]
 
 
-def local_tensors(model: nn.Module, *, rank: int, on_meta: bool = False) -> list[LocalTensor]:
-    """Its parameters and its persistent buffers. Raises as `local_parameters` does."""
+def local_tensors(model: nn.Module, *, rank: int = 0, on_meta: bool = False) -> list[LocalTensor]:
+    """Its parameters and its persistent buffers; see `local_parameters`."""
     return [*local_parameters(model, rank=rank, on_meta=on_meta), *local_buffers(model, rank=rank)]
 
 
