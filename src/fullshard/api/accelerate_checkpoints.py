@@ -92,15 +92,14 @@ def load_fsdp_model(
         return
     name = f"{_NAME}_{model_index}"
     path = directory if directory.name == name else directory / name
-    ranks = Ranks.of(model)
-    ranks.together(f"reading {path}", lambda: _read(_existing(path), model, ranks.rank))
+    Ranks.of(model).together(f"reading {path}", lambda: _read(_existing(path), model))
 
 
 @torch.no_grad()
-def _read(path: Path, model: torch.nn.Module, rank: int) -> None:
+def _read(path: Path, model: torch.nn.Module) -> None:
     """Read what this rank holds of a model out of any other's checkpoint."""
     rest(model)
-    locals_ = local_tensors(model, rank=rank)
+    locals_ = local_tensors(model)
     check_is_plain(locals_)
     with open_source(path, optimizer=False) as source:
         records = require_values(source)

@@ -73,7 +73,7 @@ def save_adapters(path: str | Path, model: nn.Module) -> None:
     rest(model)
     ranks = Ranks.of(model)
     state: dict[str, torch.Tensor] = {}
-    by_name = _by_name(model, ranks.rank)
+    by_name = _by_name(model)
     for name in dict.fromkeys(name for stored in _wanted(model, ranks).values() for name in stored):
         whole = full_tensor(by_name[name])
         if ranks.rank == 0:
@@ -132,7 +132,7 @@ def _wanted(model: nn.Module, ranks: Ranks) -> dict[str, list[str]]:
 
     Rank 0 asks: PEFT may look at the hub to see whether the embeddings were resized.
     """
-    stand_ins = {name: torch.empty(0, device="meta") for name in _by_name(model, 0)}
+    stand_ins = {name: torch.empty(0, device="meta") for name in _by_name(model)}
 
     def ask() -> dict[str, list[str]]:
         peft: Any = importlib.import_module("peft")
@@ -150,10 +150,10 @@ def _wanted(model: nn.Module, ranks: Ranks) -> dict[str, list[str]]:
     return wanted
 
 
-def _by_name(model: nn.Module, rank: int) -> dict[str, LocalTensor]:
+def _by_name(model: nn.Module) -> dict[str, LocalTensor]:
     """All parameters and buffers, under every name that a state dict has for them: layers share VeRA's buffers."""
-    buffers = local_buffers(model, rank=rank)
-    found = {name: local for local in (*local_parameters(model, rank=rank), *buffers) for name in local.names}
+    buffers = local_buffers(model)
+    found = {name: local for local in (*local_parameters(model), *buffers) for name in local.names}
     held = {id(local.tensor): local for local in buffers}
     for path, module in model.named_modules(remove_duplicate=False):
         for name, buffer in module._buffers.items():

@@ -77,7 +77,7 @@ def export_hf(
     destination = Destination.of(model, final)
     ranks, temp = destination.ranks, temp_directory(final, destination.save_id)
     with destination.discarded_on_failure():
-        plan, convert = ranks.together(f"exporting {final}", lambda: _plan(model, ranks.rank, limit=limit, cast=cast))
+        plan, convert = ranks.together(f"exporting {final}", lambda: _plan(model, limit=limit, cast=cast))
         destination.make("exporting", overwrite=overwrite)
         _write_weights(temp, plan, convert, ranks)
 
@@ -165,7 +165,7 @@ class StoredForm:
         self.batches = sorted(batches, key=lambda batch: min(order[id(source)] for source in batch.sources))
 
     @classmethod
-    def of(cls, model: nn.Module, *, rank: int, cast: torch.dtype | None) -> StoredForm:
+    def of(cls, model: nn.Module, *, cast: torch.dtype | None) -> StoredForm:
         """That of a model, adapters merged. Brings it to rest.
 
         Raises:
@@ -180,7 +180,7 @@ class StoredForm:
                 f"{type(model).__name__} carries adapters inside, whose names no plain model has",
                 hint=HOW_TO_SAVE_INNER,
             )
-        return cls(model, local_tensors(model, rank=rank), cast=cast)
+        return cls(model, local_tensors(model), cast=cast)
 
     def gather(self, batch: Batch) -> Callable[[], list[torch.Tensor]]:
         """Bring together what a batch is made of, which is a collective; what is returned makes it."""
@@ -212,9 +212,9 @@ class StoredForm:
         return whole.to(self._cast) if self._cast is not None and whole.is_floating_point() else whole
 
 
-def _plan(model: nn.Module, rank: int, *, limit: int, cast: torch.dtype | None) -> tuple[_Plan, StoredForm]:
+def _plan(model: nn.Module, *, limit: int, cast: torch.dtype | None) -> tuple[_Plan, StoredForm]:
     """Which tensor goes into which file, the same on every rank."""
-    convert = StoredForm.of(model, rank=rank, cast=cast)
+    convert = StoredForm.of(model, cast=cast)
     pairs = [
         (batch, TensorEntry(name, stored_dtype(tensor, where=name), tuple(tensor.shape)))
         for batch in convert.batches

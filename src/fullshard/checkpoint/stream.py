@@ -46,7 +46,7 @@ def stream_weights(
         ConfigError: a `dtype` that cannot be understood.
     """
     cast, ranks = parse_dtype(dtype), Ranks.of(model)
-    form = ranks.together(_DOING, lambda: StoredForm.of(model, rank=ranks.rank, cast=cast))
+    form = ranks.together(_DOING, lambda: StoredForm.of(model, cast=cast))
     held = local_tensors(model)
     lent = {local.held.untyped_storage().data_ptr() for local in held if not local.is_sharded}
     is_given = ranks.rank == 0 or not rank0_only
