@@ -27,7 +27,9 @@ from tests.distributed import run_ranks
 def build(seed: int, kind: Any) -> tuple[Accelerator, Any]:
     accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(state_dict_type=kind))
     torch.manual_seed(seed)
-    return accelerator, accelerator.prepare(nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 1)))
+    model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 1))
+    model[0].register_buffer("turned", torch.rand(3, 2).t())  # whose memory is in another order
+    return accelerator, accelerator.prepare(model)
 
 
 def _round(directory: str, kind: str, index: int) -> tuple[Any, Any]:

@@ -25,13 +25,12 @@ from fullshard.checkpoint.offline import open_source
 from fullshard.checkpoint.offline.source import require_values
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.tensors import check_is_plain, local_tensors, rest
-from fullshard.checkpoint.tiles import read_across
+from fullshard.checkpoint.tiles import fill_local
 from fullshard.checkpoint.torch_format import write_torch_format
 from fullshard.core.errors import CheckpointError, ConfigError
 from fullshard.core.imports import after_import
 from fullshard.core.layout import Interval
 from fullshard.core.paths import local_path
-from fullshard.core.tiling import UNTILED
 from fullshard.launch.environment import run_on_main
 
 _NAME = "pytorch_model_fsdp"
@@ -111,8 +110,7 @@ def _read(path: Path, model: torch.nn.Module) -> None:
                 if interval.numel:
                     out.copy_(source.read("model", name, interval))
 
-            out, tiling = local.held.view(-1), local.tiling
-            read_across(fill, out, shape=local.shape, source=UNTILED, target=tiling, wanted=local.interval)
+            fill_local(local, fill)
 
 
 def _refuse_optimizer(fsdp_plugin: Any, accelerator: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:

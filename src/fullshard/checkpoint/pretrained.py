@@ -28,7 +28,7 @@ from fullshard.checkpoint.conversion import Outline, loading_rules, outline_of
 from fullshard.checkpoint.places import Place, new_parts, not_ignored, places_of, tensors_of
 from fullshard.checkpoint.sources import Match, TensorSource, are_equal, match
 from fullshard.checkpoint.tensors import LocalTensor, local_tensors, rest, stand_in
-from fullshard.checkpoint.tiles import read_across
+from fullshard.checkpoint.tiles import fill_local, read_across
 from fullshard.checkpoint.weight_files import model_directory, stored_tensors
 from fullshard.core.errors import CheckpointError, ConfigError
 from fullshard.core.imports import import_extra
@@ -396,17 +396,7 @@ def load_pretrained(directory: str | Path, model: nn.Module) -> None:
     if problems:
         raise CheckpointError(f"{directory} does not fit {type(model).__name__}:\n" + "\n".join(problems))
     for local, stored in found:
-        plain = local.held.contiguous()  # a copy if its memory is in another order
-        read_across(
-            stored.read,
-            plain.view(-1),
-            shape=local.shape,
-            source=UNTILED,
-            target=local.tiling,
-            wanted=local.interval,
-        )
-        if plain.data_ptr() != local.held.data_ptr():
-            local.held.copy_(plain)
+        fill_local(local, stored.read)
 
 
 def _has_more_rows(module: nn.Module, shape: tuple[int, ...], stored: tuple[int, ...]) -> bool:

@@ -6,8 +6,22 @@ from collections.abc import Callable
 
 import torch
 
+from fullshard.checkpoint.tensors import LocalTensor
 from fullshard.core.layout import Interval
-from fullshard.core.tiling import Tiling, patches
+from fullshard.core.tiling import UNTILED, Tiling, patches
+
+
+def fill_local(local: LocalTensor, read: Callable[[Interval, torch.Tensor], None]) -> None:
+    """Fill what this rank holds of a tensor, in whatever order its memory is.
+
+    Args:
+        local: see `LocalTensor`.
+        read: fills a tensor, shape (m,), with an interval of the whole one, flattened row by row.
+    """
+    plain = local.held.contiguous()  # a copy if its memory is in another order
+    read_across(read, plain.view(-1), shape=local.shape, source=UNTILED, target=local.tiling, wanted=local.interval)
+    if plain.data_ptr() != local.held.data_ptr():
+        local.held.copy_(plain)
 
 
 def read_across(
