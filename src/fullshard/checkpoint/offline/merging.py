@@ -146,8 +146,7 @@ class MergedSource(Source):
             disk = next((self._disk[name] for name in plain if name in self._disk), None)
             if disk is None:
                 raise CheckpointError(f"neither {self._adapter} nor {self.path} holds {names[0]}")
-            record = self._base.contents.parameters[disk]
-            value = self._base.read("model", disk, Interval(0, record.numel)).reshape(record.shape)
+            value = self._base.whole(disk)
         else:
             value = found()
         if value.shape != tensor.shape:
@@ -188,13 +187,7 @@ class _Adapter:
     def by_model_name(self, model: nn.Module) -> dict[str, Callable[[], torch.Tensor]]:
         """A function per tensor that reads it, by the name it has in the PEFT model."""
         if self._native is not None:
-            native = self._native
-            return {
-                name: lambda name=name, shape=shape: native.read(  # type: ignore[misc]
-                    "model", name, Interval(0, torch.Size(shape).numel())
-                ).reshape(shape)
-                for name, shape in self.shapes.items()
-            }
+            return {name: functools.partial(self._native.whole, name) for name in self.shapes}
         peft: Any = importlib.import_module("peft")
         stand_ins = {name: torch.empty(0, device="meta") for name in model.state_dict()}
         stored = peft.get_peft_model_state_dict(

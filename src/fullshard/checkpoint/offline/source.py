@@ -87,6 +87,12 @@ class Source(ABC):
             CheckpointError: the file is damaged or not what it should be.
         """
 
+    def whole(self, name: str) -> torch.Tensor:
+        """All of a tensor of the model, in its shape. Raises as `read` does."""
+        parameters = self.contents.parameters
+        record = parameters[name] if name in parameters else self.contents.buffers[name]
+        return self.read("model", name, Interval(0, record.numel)).reshape(record.shape)
+
     def rank_state(self, rank: int) -> Mapping[str, torch.Tensor]:
         """Whole small tensors that rank saved for itself: generators, tensors inside `states`."""
         return {}

@@ -53,16 +53,16 @@ class StoredSource(Source):
 
     def __init__(self, held: Source, model: nn.Module) -> None:
         self.path, self._held = held.path, held
-        self._records = held.contents.model
+        held_records = held.contents.model
         metas = {
             name: torch.empty(record.shape, dtype=dtype_of(record), device="meta")
-            for name, record in self._records.items()
+            for name, record in held_records.items()
         }
         self._outline = outline_of(model, metas)
-        as_it_is, groups = saving_rules(model, self._outline).save(self._records)
+        as_it_is, groups = saving_rules(model, self._outline).save(held_records)
         self._names = {stored: name for name, stored in as_it_is.items()}
         self._groups: dict[str, int] = {}
-        records = {stored: self._records[name] for stored, name in self._names.items()}
+        records = {stored: held_records[name] for stored, name in self._names.items()}
         for number, group in enumerate(groups):
             for name, tensor in group.convert_meta(metas, self._outline).items():
                 self._groups[name] = number
@@ -77,9 +77,5 @@ class StoredSource(Source):
         return self._made(self._groups[name])[name][interval.start : interval.stop]
 
     def _make(self, group: Group) -> dict[str, torch.Tensor]:
-        made = group.convert(self._whole, self._outline)
+        made = group.convert(self._held.whole, self._outline)
         return {name: tensor.reshape(-1) for name, tensor in made.items()}
-
-    def _whole(self, name: str) -> torch.Tensor:
-        record = self._records[name]
-        return self._held.read("model", name, Interval(0, record.numel)).reshape(record.shape)
