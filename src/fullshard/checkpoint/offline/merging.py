@@ -12,7 +12,7 @@ import importlib
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,7 @@ class MergedSource(Source):
         wide = functools.reduce(torch.promote_types, dtypes & _COMPUTED_WITH or {torch.float32})
         self._model = _skeleton(self.path, directory, self._weights, wide)
         self._merged = MergedModel(self._model)
-        self._values = self._weights.by_model_name(self._model)
+        self._stored = self._weights.by_model_name(self._model)
         self._disk = _disk_names(base.contents.parameters, self._merged.base)
         self._sources = {self._name(source): source for source in self._merged.sources if self._is_changed(source)}
         changed = {
@@ -124,7 +124,7 @@ class MergedSource(Source):
         if self._merged.is_changed(source):
             return True
         return any(
-            self._full(name) in self._values for part in self._merged.parts(source) for name in self._names(part)
+            self._full(name) in self._stored for part in self._merged.parts(source) for name in self._names(part)
         )
 
     def _name(self, source: Any) -> str:
@@ -140,15 +140,15 @@ class MergedSource(Source):
     def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
         """A parameter of the skeleton, from the adapter's file or the base's."""
         names = self._names(tensor)
-        found = next((self._values[self._full(name)] for name in names if self._full(name) in self._values), None)
-        if found is None:
+        stored = next((self._stored[self._full(name)] for name in names if self._full(name) in self._stored), None)
+        if stored is not None:
+            value = self._weights.whole(stored)
+        else:
             plain = map(_plain, names)
             disk = next((self._disk[name] for name in plain if name in self._disk), None)
             if disk is None:
                 raise CheckpointError(f"neither {self._adapter} nor {self.path} holds {names[0]}")
             value = self._base.whole(disk)
-        else:
-            value = found()
         if value.shape != tensor.shape:
             raise CheckpointError(f"{names[0]} has shape {tuple(value.shape)}, expected {tuple(tensor.shape)}")
         return value.to(tensor.dtype)
@@ -184,10 +184,15 @@ class _Adapter:
             self._file.__exit__(None, None, None)  # the only way safetensors has
             self._file = None
 
-    def by_model_name(self, model: nn.Module) -> dict[str, Callable[[], torch.Tensor]]:
-        """A function per tensor that reads it, by the name it has in the PEFT model."""
+    def whole(self, name: str) -> torch.Tensor:
+        """One of them."""
+        value: torch.Tensor = self._file.get_tensor(name) if self._native is None else self._native.whole(name)
+        return value
+
+    def by_model_name(self, model: nn.Module) -> dict[str, str]:
+        """Their names, by those that they have in the PEFT model."""
         if self._native is not None:
-            return {name: functools.partial(self._native.whole, name) for name in self.shapes}
+            return {name: name for name in self.shapes}
         peft: Any = importlib.import_module("peft")
         stand_ins = {name: torch.empty(0, device="meta") for name in model.state_dict()}
         stored = peft.get_peft_model_state_dict(
@@ -198,10 +203,7 @@ class _Adapter:
         strangers = sorted(self.shapes.keys() - places.keys() - stand_ins.keys())
         if strangers:
             raise CheckpointError(f"{self._directory} does not fit the base: no place for {', '.join(strangers[:5])}")
-        return {
-            places.get(key, key): lambda key=key: self._file.get_tensor(key)  # type: ignore[misc]
-            for key in self.shapes
-        }
+        return {places.get(key, key): key for key in self.shapes}
 
 
 def _config_directory(adapter: Path) -> Path:
