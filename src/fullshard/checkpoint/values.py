@@ -65,7 +65,13 @@ def encode_value(value: Any, *, where: str, tensors: dict[str, torch.Tensor]) ->
 
 
 def encode_plain(value: Any, *, where: str) -> JsonValue:
-    """`value` as JSON, where there is no file for tensors. Raises `CheckpointError` if it holds some."""
+    """`value` as JSON, where there is no file for tensors: one of a single element is its number.
+
+    Raises:
+        CheckpointError: it holds others.
+    """
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
     tensors: dict[str, torch.Tensor] = {}
     encoded = encode_value(value, where=where, tensors=tensors)
     if tensors:

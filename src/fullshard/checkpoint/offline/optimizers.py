@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-import torch
-
 from fullshard.checkpoint.format import (
     GroupRecord,
     OptimizerRecord,
@@ -127,9 +125,7 @@ def _named(state: Mapping[Any, Any], groups: list[Any], *, where: str) -> tuple[
 
 def _group(group: Mapping[str, Any], *, where: str) -> GroupRecord:
     options = {
-        key: encode_plain(
-            value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value, where=f"{where}: {key}"
-        )
+        key: encode_plain(value, where=f"{where}: {key}")
         for key, value in group.items()
         if key not in ("params", "param_names")
     }

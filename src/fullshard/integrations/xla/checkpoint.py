@@ -69,7 +69,7 @@ def save_checkpoint(
             parameters={n: records.TensorRecord(**_stored(t), aliases=aliases[n]) for n, t in parameters.items()},
             buffers={name: records.TensorRecord(**_stored(tensor)) for name, tensor in buffers.items()},
             optimizer=record,
-            states={} if extra is None else {"extra": _encoded(extra, where="extra")},
+            states={} if extra is None else {"extra": encode_plain(extra, where="extra")},
         )
         write_file(temp / records.MANIFEST_NAME, records.encode_manifest(manifest))
 
@@ -175,11 +175,11 @@ def _optimizer_record(
                     is_on_host=value.device.type == "cpu",
                 )
             else:
-                state[name][key] = records.StateValueRecord(value=_encoded(value, where=f"{name}/{key}"))
+                state[name][key] = records.StateValueRecord(value=encode_plain(value, where=f"{name}/{key}"))
     groups = tuple(
         records.GroupRecord(
             parameters=tuple(names[parameter] for parameter in group["params"]),
-            options={key: _encoded(value, where=key) for key, value in group.items() if key != "params"},
+            options={key: encode_plain(value, where=key) for key, value in group.items() if key != "params"},
         )
         for group in optimizer.param_groups
     )
@@ -203,9 +203,3 @@ def _write(path: Path, tensors: Mapping[str, torch.Tensor], save_id: str) -> rec
     # As ranks write them: slices of flattened tensors, and scalars in their shape.
     kept = {name: t.reshape(-1) if t.dim() else t for name, t in tensors.items() if t.numel()}
     return write_tensors(path, kept, records.rank_metadata(save_id, 0))
-
-
-def _encoded(value: Any, *, where: str) -> Any:
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        value = value.item()
-    return encode_plain(value, where=where)
