@@ -92,8 +92,11 @@ class ShardedTraining:
             args.gradient_accumulation_steps = accumulation["num_steps"]
         asked = vars(args).setdefault("_steps_on_all_hosts", args.gradient_accumulation_steps)
         args.gradient_accumulation_steps = accumulation_steps(asked, read_rank_environment())
-        loader = DataLoaderConfiguration(**{name: chosen[name] for name in _DATALOADER})
-        loader.data_seed, loader.non_blocking = args.data_seed, chosen.get("non_blocking", False)
+        loader = DataLoaderConfiguration(
+            **{name: chosen[name] for name in _DATALOADER},
+            data_seed=args.data_seed,
+            non_blocking=chosen.get("non_blocking", False),
+        )
         tiles = getattr(self.model, "_tp_size", None) or 1
         self.accelerator = TrainerAccelerator(args, resolved, loader, tensor_parallel_size=tiles)
         self.gather_function = functools.partial(
