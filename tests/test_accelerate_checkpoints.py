@@ -76,6 +76,11 @@ def _refused(directory: str) -> None:
     wider = accelerator.prepare(nn.Sequential(nn.Linear(5, 9), nn.BatchNorm1d(9), nn.Linear(9, 1)))
     with pytest.raises(CheckpointError, match=r"'0.weight' has shape \(9, 5\), got \(7, 5\)"):
         accelerate.utils.load_fsdp_model(plugin, accelerator, wider, directory)
+    accelerator, model = build(1, "FULL_STATE_DICT")
+    file = Path(directory) / "pytorch_model_fsdp.bin"
+    file.write_bytes(b"cut short")
+    with pytest.raises(CheckpointError, match=rf"{file} is no file of torch\.save"):
+        accelerate.utils.load_fsdp_model(accelerator.fsdp_plugin, accelerator, model, directory)
 
 
 def test_what_cannot_be_is_an_error(tmp_path: Path) -> None:

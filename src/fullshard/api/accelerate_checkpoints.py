@@ -23,6 +23,7 @@ from fullshard.checkpoint.adapters import is_adapted
 from fullshard.checkpoint.full_state import match_names
 from fullshard.checkpoint.offline import open_source
 from fullshard.checkpoint.offline.source import require_values
+from fullshard.checkpoint.offline.torch_files import load_torch_file
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.tensors import check_is_plain, local_tensors, rest
 from fullshard.checkpoint.tiles import fill_local
@@ -84,7 +85,7 @@ def load_fsdp_model(
         whole: dict[str, Any] = {}
 
         def read() -> None:
-            whole.update(torch.load(_existing(directory / _file(model_index)), weights_only=True, mmap=True))
+            whole.update(load_torch_file(_existing(directory / _file(model_index))))
 
         run_on_main(environment, read)
         checkpoint.load_full_state_dict(model, whole)
