@@ -46,15 +46,11 @@ def model_shape(model: nn.Module, *, policy: object = None) -> ModelShape:
     )
     # An inner unit comes before the one around it in `plans`, and its forward begins after.
     calls = sorted(plans[:-1], key=lambda plan: order[id(plan.modules[0])])
-    shape = ModelShape(
-        type(model).__name__,
-        units,
-        vocab=family.vocab if family else 0,
-        hidden=family.hidden if family else 0,
-        tied=family.tied if family else False,
-        encoder_decoder=family.encoder_decoder if family else False,
+    shape = dataclasses.replace(
+        family or ModelShape("", ()),  # which knows vocabulary, width and head
+        name=type(model).__name__,
+        units=units,
         calls=tuple(names[id(plan.modules[0])] for plan in calls),
-        capped_logits=family.capped_logits if family else False,
     )
     return shape.with_adapters(dropout=_drops_adapter_inputs(model))
 
