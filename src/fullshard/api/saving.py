@@ -27,8 +27,8 @@ from fullshard.checkpoint.adapters import is_saved_as_adapters, save_adapters
 from fullshard.checkpoint.collect import SaveArguments
 from fullshard.checkpoint.format import (
     MANIFEST_NAME,
-    PART_PREFIX,
     is_for_others,
+    part_name,
     part_paths,
     read_manifest,
 )
@@ -249,7 +249,7 @@ def save(
     else:
         others = zip(parts[1:], averages[1:], strict=True)
         arguments = [first, *(SaveArguments(model=m, optimizer=o, objects=objects) for (m, o), objects in others)]
-        named = {f"{PART_PREFIX}{number}": part for number, part in enumerate(arguments)}
+        named = {part_name(number): part for number, part in enumerate(arguments)}
         pending = prepare_parts(path, named, memory, total_limit=total_limit, overwrite=overwrite)
     if torch_format:
         if any(isinstance(model, Together) for model, _ in parts):
@@ -266,7 +266,7 @@ def save(
         # Into the complete checkpoint: what resumes a run must not wait for what only other programs read.
         for number, (model, _) in enumerate(parts):
             directory = on_this_host(path)
-            part = directory if len(parts) == 1 else directory / f"{PART_PREFIX}{number}"
+            part = directory if len(parts) == 1 else directory / part_name(number)
             for place, each in enumerate(model if isinstance(model, Together) else [model]):
                 save_model(each, part / (f"{_WHOLE}_{place}" if place else _WHOLE), "10GB", environment)
 
@@ -323,12 +323,12 @@ def load(path: Location, state: TrainingState) -> int:
             hint="prepare the same models and optimizers, in the same order, as when it was saved",
         )
     for number in range(saved):  # all of them, before the first changes anything
-        checkpoint.prove_checkpoint(path / f"{PART_PREFIX}{number}")
+        checkpoint.prove_checkpoint(path / part_name(number))
     extra: dict[str, Any] = {}
     averages = state.averages(parts)
     # Backwards, so that the first part's random states are the ones that stay.
     for number, (model, optimizer) in reversed(list(enumerate(parts))):
-        part = path / f"{PART_PREFIX}{number}" if saved else path
+        part = path / part_name(number) if saved else path
         if number == 0:
             extra = checkpoint.load_checkpoint(part, **_first_part(state, parts))
         else:

@@ -40,7 +40,7 @@ LATEST_NAME = "LATEST"
 TRAINER_STATE = "training_state"
 """Directory in a `checkpoint-N` of Trainer's that holds what resumes the training: a checkpoint of ours."""
 
-PART_PREFIX = "part_"
+_PART_PREFIX = "part_"
 """A directory of `part_0`, `part_1`, ... holds a checkpoint for each of several models."""
 _DATA_FILE = re.compile(r"(model|optimizer|state)-rank[0-9]{5,}(\.[0-9a-f]{16})?\.safetensors")
 _FOR_OTHERS = re.compile(r"model|(pytorch_model_fsdp|optimizer)_[0-9]+")
@@ -321,8 +321,18 @@ def trainer_state(directory: Location) -> Location:
 
 def part_paths(directory: Location) -> list[Location]:
     """The checkpoints in a directory of several, in the order of their models; empty if it is a checkpoint itself."""
-    found = [path for path in directory.glob(f"{PART_PREFIX}*") if path.name.removeprefix(PART_PREFIX).isdigit()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix(PART_PREFIX)))
+    found = [path for path in directory.glob(f"{_PART_PREFIX}*") if is_part(path.name)]
+    return sorted(found, key=lambda path: int(path.name.removeprefix(_PART_PREFIX)))
+
+
+def part_name(number: int) -> str:
+    """The directory of one of several models."""
+    return f"{_PART_PREFIX}{number}"
+
+
+def is_part(name: str) -> bool:
+    """Whether a directory is called as those of one of several models."""
+    return name.startswith(_PART_PREFIX) and name.removeprefix(_PART_PREFIX).isdigit()
 
 
 def rank_file_name(kind: str, rank: int, save_id: str = "") -> str:

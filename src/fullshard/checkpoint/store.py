@@ -19,8 +19,8 @@ from pathlib import Path
 from fullshard.checkpoint.format import (
     LATEST_NAME,
     MANIFEST_NAME,
-    PART_PREFIX,
     is_data_file,
+    is_part,
     rank_file_name,
     read_manifest,
 )
@@ -313,8 +313,7 @@ def is_of_a_save(name: str) -> bool:
     directory, _, file = name.rpartition("/")
     if not directory:
         return is_data_file(file) or file == LATEST_NAME
-    is_part = directory.startswith(PART_PREFIX) and directory.removeprefix(PART_PREFIX).isdigit()
-    return is_part and (is_data_file(file) or file == MANIFEST_NAME)
+    return is_part(directory) and (is_data_file(file) or file == MANIFEST_NAME)
 
 
 def _is_manifest(name: str) -> bool:
