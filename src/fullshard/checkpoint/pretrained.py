@@ -26,7 +26,7 @@ from torch import nn
 
 from fullshard.checkpoint.conversion import Outline, loading_rules, outline_of
 from fullshard.checkpoint.places import Place, new_parts, not_ignored, places_of, tensors_of
-from fullshard.checkpoint.sources import Match, TensorSource, are_equal, match
+from fullshard.checkpoint.sources import Match, TensorSource, are_equal, match, read_whole
 from fullshard.checkpoint.tensors import LocalTensor, local_tensors, rest, stand_in
 from fullshard.checkpoint.tiles import fill_local, read_across
 from fullshard.checkpoint.weight_files import model_directory, stored_tensors
@@ -274,14 +274,10 @@ class PretrainedWeights:
         for attribute, buffer in list(module._buffers.items()):
             name = self._names.get((id(module), attribute))
             if name is not None and buffer is not None:
-                whole = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
-                self._sources[name].read(Interval(0, whole.numel()), whole.view(-1))
-                module._buffers[attribute] = whole
+                module._buffers[attribute] = read_whole(self._sources[name], buffer.shape, buffer.dtype, device)
         shape, name = whole_shape(module), self._names.get((id(module), "weight"))
         if shape is not None and name is not None:
-            values = torch.empty(shape, dtype=self._dtype, device=device)
-            self._sources[name].read(Interval(0, values.numel()), values.view(-1))
-            quantise(module, values)
+            quantise(module, read_whole(self._sources[name], shape, self._dtype, device))
 
     def holds(self, slot: Slot) -> bool:
         """Whether the files have this parameter as it is."""

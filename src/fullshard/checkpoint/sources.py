@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -87,6 +87,15 @@ def match(stored: Mapping[str, TensorSource], rules: Rules) -> Match:
     return Match(found, unused)
 
 
+def read_whole(
+    source: TensorSource, shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None
+) -> torch.Tensor:
+    """All of a source as a new tensor."""
+    whole = torch.empty(shape, dtype=dtype, device=device)
+    source.read(Interval(0, whole.numel()), whole.view(-1))
+    return whole
+
+
 def are_equal(one: TensorSource, other: TensorSource) -> bool:
     """Whether two hold the same values; both are read a few elements at a time."""
     if one == other:
@@ -138,10 +147,7 @@ class _Together:
             out[part.start - interval.start : part.stop - interval.start].copy_(row[start : start + part.numel])
 
     def _whole(self, key: str) -> torch.Tensor:
-        source = self._stored[key]
-        whole = torch.empty(source.shape, dtype=self._dtype)
-        source.read(Interval(0, source.numel), whole.view(-1))
-        return whole
+        return read_whole(self._stored[key], self._stored[key].shape, self._dtype)
 
 
 @dataclass(frozen=True, slots=True)
