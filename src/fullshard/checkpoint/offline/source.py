@@ -21,17 +21,19 @@ from pydantic import JsonValue
 from fullshard.checkpoint.format import DTYPES, Kind, Manifest, OptimizerRecord, TensorRecord, stored_tensors
 from fullshard.checkpoint.objects import Location
 from fullshard.checkpoint.tensor_file import Bytes
-from fullshard.checkpoint.tensors import tensor_bytes
+from fullshard.checkpoint.tensors import dtype_of, tensor_bytes
 from fullshard.comm import torch_private
 from fullshard.core.dtypes import itemsize
 from fullshard.core.errors import CheckpointError
 from fullshard.core.layout import Interval
 from fullshard.core.sizes import MIB
+from fullshard.engine.precision import dtype_name
 
 _HELD_NBYTES = 16 * MIB
 """Of a tensor, what is read, converted and written at a time."""
 
 T = TypeVar("T")
+RecordT = TypeVar("RecordT", bound=TensorRecord)
 
 _WRAPPERS = torch_private.WRAPPERS | {"_fsdp_wrapped_module", "_fpw_module"}
 """Parts of names that wrappers of torch and torch_xla add."""
@@ -121,6 +123,13 @@ def nbytes_of(record: TensorRecord) -> int:
     return record.numel * itemsize(record.dtype)
 
 
+def cast_record(record: RecordT, dtype: torch.dtype | None) -> RecordT:
+    """A record of what is to be stored as `dtype`, as tensors of floating-point numbers are; None leaves it."""
+    if dtype is None or not dtype_of(record).is_floating_point:
+        return record
+    return record.model_copy(update={"dtype": dtype_name(dtype)})
+
+
 def chunks(record: TensorRecord, interval: Interval | None = None) -> Iterator[Interval]:
     """The interval (default: the whole tensor) in parts of at most 16 MiB."""
     whole = Interval(0, record.numel) if interval is None else interval
@@ -130,18 +139,11 @@ def chunks(record: TensorRecord, interval: Interval | None = None) -> Iterator[I
 
 
 def stream(
-    source: Source,
-    kind: Kind,
-    name: str,
-    record: TensorRecord,
-    *,
-    interval: Interval | None = None,
-    dtype: torch.dtype | None = None,
+    source: Source, kind: Kind, name: str, record: TensorRecord, interval: Interval | None = None
 ) -> Iterator[Bytes]:
-    """The bytes of a tensor or of an interval of it, chunk by chunk, cast to `dtype` on the way."""
+    """The bytes of a tensor or of an interval of it, chunk by chunk, cast on the way to the dtype of the record."""
     for part in chunks(record, interval):
-        values = source.read(kind, name, part)
-        yield tensor_bytes(values if dtype is None else values.to(dtype))
+        yield tensor_bytes(source.read(kind, name, part).to(dtype_of(record)))
 
 
 class Pieces:

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from fullshard.checkpoint.format import StateTensorRecord, TensorRecord
 from fullshard.checkpoint.offline.progress import Progress, silent
-from fullshard.checkpoint.offline.source import Kind, Source, chunks, require_values
+from fullshard.checkpoint.offline.source import Kind, Source, cast_record, chunks, require_values
 from fullshard.checkpoint.storage import committed_directory
 from fullshard.checkpoint.tensors import dtype_of
 from fullshard.checkpoint.values import decode_value
@@ -68,7 +68,7 @@ def write_dcp(
     records = require_values(source)
     model: dict[str, Any] = {}
     for name, record in records.items():
-        reference = _reference("model", name, record, dtype if dtype_of(record).is_floating_point else None)
+        reference = _reference("model", name, cast_record(record, dtype))
         model |= dict.fromkeys((name, *record.aliases), reference)
     optimizer = _optimizer(source)
     with committed_directory(local_path(path).absolute(), uuid.uuid4().hex[:16], overwrite=overwrite) as temp:
@@ -136,8 +136,8 @@ def _flattened(optimizer: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _reference(kind: Kind, name: str, record: TensorRecord, dtype: torch.dtype | None = None) -> _Reference:
-    empty = torch.empty(record.shape, dtype=dtype or dtype_of(record), device="meta").as_subclass(_Reference)
+def _reference(kind: Kind, name: str, record: TensorRecord) -> _Reference:
+    empty = torch.empty(record.shape, dtype=dtype_of(record), device="meta").as_subclass(_Reference)
     empty.place = kind, name, record
     return empty
 

@@ -10,7 +10,6 @@ import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 
@@ -29,20 +28,26 @@ from fullshard.checkpoint.format import (
 )
 from fullshard.checkpoint.objects import Location, location
 from fullshard.checkpoint.offline.progress import Progress, reported, silent
-from fullshard.checkpoint.offline.source import Contents, Kind, Source, chunks, require_values, stream
+from fullshard.checkpoint.offline.source import (
+    Contents,
+    Kind,
+    RecordT,
+    Source,
+    cast_record,
+    chunks,
+    require_values,
+    stream,
+)
 from fullshard.checkpoint.rng import RNG_PREFIX
 from fullshard.checkpoint.store import NewCheckpoint, new_checkpoint
 from fullshard.checkpoint.tensor_file import TensorEntry, TensorFileWriter, storage_order
-from fullshard.checkpoint.tensors import dtype_of, tensor_bytes, write_tensors
+from fullshard.checkpoint.tensors import tensor_bytes, write_tensors
 from fullshard.checkpoint.verify import structure_problems
 from fullshard.core.dtypes import itemsize
 from fullshard.core.errors import CheckpointError, ConfigError
 from fullshard.core.layout import BucketLayout, Interval, ParameterSpec
-from fullshard.engine.precision import dtype_name
 
 _PROBE_NUMEL = 4096
-
-RecordT = TypeVar("RecordT", bound=TensorRecord)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +142,8 @@ def _renamed(source: Source, dtype: torch.dtype | None, optimizer_kind: str | No
         if optimizer is not None:
             optimizer = _without(optimizer, {name for record in parameters.values() for name in record.aliases})
     return Contents(
-        parameters=_cast(parameters, dtype),
-        buffers=_cast(contents.buffers, dtype),
+        parameters={name: cast_record(record, dtype) for name, record in parameters.items()},
+        buffers={name: cast_record(record, dtype) for name, record in contents.buffers.items()},
         optimizer=optimizer,
         states=contents.states,
         manifest=contents.manifest,
@@ -154,16 +159,6 @@ def _without(optimizer: OptimizerRecord, names: set[str]) -> OptimizerRecord:
     )
     state = {name: values for name, values in optimizer.state.items() if name not in names}
     return optimizer.model_copy(update={"groups": groups, "state": state})
-
-
-def _cast(records: Mapping[str, TensorRecord], dtype: torch.dtype | None) -> dict[str, TensorRecord]:
-    if dtype is None:
-        return dict(records)
-    name = dtype_name(dtype)
-    return {
-        key: record.model_copy(update={"dtype": name}) if dtype_of(record).is_floating_point else record
-        for key, record in records.items()
-    }
 
 
 def _tied(source: Source) -> dict[str, list[str]]:
@@ -246,10 +241,8 @@ def _write_rank_file(
     with TensorFileWriter(path, entries, rank_metadata(save_id, rank)) as writer:
         for entry in storage_order(entries):
             part = by_name[entry.name]
-            bytes_ = stream(
-                source, part.kind, part.name, part.record, interval=part.interval, dtype=dtype_of(part.record)
-            )
-            writer.write_parts(entry.name, reported(bytes_, progress))
+            parts_ = stream(source, part.kind, part.name, part.record, part.interval)
+            writer.write_parts(entry.name, reported(parts_, progress))
         return writer.finish()
 
 

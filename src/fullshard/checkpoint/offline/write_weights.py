@@ -13,16 +13,14 @@ from pathlib import Path
 
 import torch
 
-from fullshard.checkpoint.format import TensorRecord
 from fullshard.checkpoint.objects import ObjectPath
 from fullshard.checkpoint.offline.huggingface import CONFIG_NAME, files_beside_weights
 from fullshard.checkpoint.offline.progress import Progress, reported, silent
-from fullshard.checkpoint.offline.source import Source, require_values, stream
+from fullshard.checkpoint.offline.source import Source, cast_record, require_values, stream
 from fullshard.checkpoint.offline.stored_form import in_stored_form
 from fullshard.checkpoint.shards import file_names, file_numbers, parse_dtype, parse_size, write_index
 from fullshard.checkpoint.storage import committed_directory
 from fullshard.checkpoint.tensor_file import TensorEntry, TensorFileWriter, storage_order
-from fullshard.checkpoint.tensors import dtype_of
 from fullshard.core.errors import CheckpointError, ConfigError
 from fullshard.core.paths import local_path
 from fullshard.engine.precision import dtype_name
@@ -67,8 +65,8 @@ def write_weights(
     copied = _configuration(source, config_from, needs_config=needs_config)
     if needs_config:
         source = in_stored_form(source, next(file.parent for file in copied if file.name == CONFIG_NAME))
-    records = source.contents.model
-    entries = [TensorEntry(name, _stored_dtype(record, cast), record.shape) for name, record in records.items()]
+    records = {name: cast_record(record, cast) for name, record in source.contents.model.items()}
+    entries = [TensorEntry(name, record.dtype, record.shape) for name, record in records.items()]
     numbers = file_numbers((entry.nbytes for entry in entries), limit)
     names = file_names(max(numbers, default=0) + 1)
     files = {
@@ -79,9 +77,7 @@ def write_weights(
         for name, members in files.items():
             with TensorFileWriter(temp / name, members, {"format": "pt"}) as writer:
                 for entry in members:
-                    parts = stream(
-                        source, "model", entry.name, records[entry.name], dtype=_cast(records[entry.name], cast)
-                    )
+                    parts = stream(source, "model", entry.name, records[entry.name])
                     writer.write_parts(entry.name, reported(parts, progress))
                 writer.finish()
         write_index(temp, files)
@@ -90,15 +86,6 @@ def write_weights(
         if cast is not None and (temp / CONFIG_NAME).exists():
             _set_dtype(temp / CONFIG_NAME, cast)
     return [file.name for file in copied]
-
-
-def _cast(record: TensorRecord, cast: torch.dtype | None) -> torch.dtype | None:
-    return cast if dtype_of(record).is_floating_point else None
-
-
-def _stored_dtype(record: TensorRecord, cast: torch.dtype | None) -> str:
-    used = _cast(record, cast)
-    return record.dtype if used is None else dtype_name(used)
 
 
 def _refuse_what_is_no_model(source: Source, *, needs_config: bool) -> None:
