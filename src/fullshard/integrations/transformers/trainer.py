@@ -36,6 +36,7 @@ from fullshard.checkpoint.adapters import adapter_parameter_names, is_saved_as_a
 from fullshard.checkpoint.format import MANIFEST_NAME, TRAINER_STATE
 from fullshard.checkpoint.full_state import whole_in_state_dicts
 from fullshard.checkpoint.lease import lease
+from fullshard.checkpoint.offline.huggingface import has_safetensors
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.torch_format import write_torch_format
 from fullshard.core.errors import CheckpointError, ConfigError, DamagedError
@@ -58,7 +59,6 @@ _COMPLETE = "trainer_state.json"
 _DATALOADER = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler")
 _KNOWN = ("transformers.", "peft.")
 """Where `save_pretrained` writes what `export_hf` does."""
-_WRITES_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 
 
 class ShardedTraining:
@@ -299,7 +299,7 @@ class ShardedTraining:
         if is_saved_as_adapters(model):
             if not has_state:
                 load_adapters(directory, model)
-        elif any((directory / name).is_file() for name in _WRITES_WEIGHTS):
+        elif has_safetensors(directory):
             checkpoint.load_pretrained(directory, model)
         elif not has_state:
             raise _unreadable(directory)
