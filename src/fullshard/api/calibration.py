@@ -59,17 +59,22 @@ def _on(device: torch.device, sizes: Mapping[str, int]) -> int:
     return sizes.get(device.type, sizes["other"])
 
 
+def _timed(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds until the device has done it."""
+    synchronize(device)
+    start = time.perf_counter()
+    work()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
 def _rate(work: Callable[[], object], amount: float, device: torch.device) -> float:
     """How much of `amount` per second `work` gets through: the median of several runs, after a warm-up."""
     work()
     times: list[float] = []
     end = time.monotonic() + SECONDS
     while time.monotonic() < end or len(times) < 3:
-        synchronize(device)
-        start = time.perf_counter()
-        work()
-        synchronize(device)
-        times.append(time.perf_counter() - start)
+        times.append(_timed(work, device))
     return amount / sorted(times)[len(times) // 2]
 
 
@@ -141,11 +146,7 @@ def _seconds(work: Callable[[], None], device: torch.device) -> float:
     for _ in range(8):
         if dist.is_initialized():
             dist.barrier()
-        synchronize(device)
-        start = time.perf_counter()
-        work()
-        synchronize(device)
-        times.append(time.perf_counter() - start)
+        times.append(_timed(work, device))
     return sorted(times[1:])[len(times) // 2]
 
 
