@@ -202,8 +202,6 @@ class Accelerator(Loaders, Reporting):
         """What knows the loop: micro-batches per step, by the script's plugin or by the settings."""
         accumulation = plugin or GradientAccumulationPlugin(self._config.training.gradient_accumulation_steps)
         steps = accumulation.num_steps
-        if steps < 1:
-            raise ConfigError(f"gradient_accumulation_steps must be at least 1, got {steps}")
         if self._accumulates and self._config.training.summed_ranks is None:  # else slices are what is shared
             steps = accumulation_steps(steps, read_rank_environment())
         state = self._gradient_state_class(

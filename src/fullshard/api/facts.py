@@ -16,7 +16,6 @@ from fullshard.api.gathering import Gathering
 from fullshard.api.options import DistributedType, Handlers
 from fullshard.comm import torch_private
 from fullshard.config.schema import RunConfig
-from fullshard.core.errors import ConfigError
 
 
 class Facts(Gathering):
@@ -126,17 +125,8 @@ class Facts(Gathering):
     save_iteration: int = forwarded("project_configuration.iteration", int)
     """Number of the next checkpoint."""
 
-    @property
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches per optimizer step."""
-        return self.gradient_state.num_steps
-
-    @gradient_accumulation_steps.setter
-    def gradient_accumulation_steps(self, steps: int) -> None:
-        if steps < 1:
-            raise ConfigError(f"gradient_accumulation_steps must be at least 1, got {steps}")
-        self.gradient_state.plugin_kwargs["num_steps"] = steps
-
+    gradient_accumulation_steps: int = forwarded("gradient_state.num_steps", may_set=True)
+    """Micro-batches per optimizer step."""
     sync_gradients: bool = forwarded("gradient_state.sync_gradients", may_set=True)
     """Whether the current micro-batch ends a step."""
 

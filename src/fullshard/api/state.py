@@ -12,6 +12,7 @@ import torch.distributed as dist
 from fullshard.comm.stalls import STALLS
 from fullshard.config.handover import launched
 from fullshard.config.resolve import resolve
+from fullshard.core.errors import ConfigError
 from fullshard.launch.environment import (
     RankEnvironment,
     init_process_group_from_environment,
@@ -41,6 +42,9 @@ class GradientState:
         adjust_scheduler: kept for scripts that read it; schedulers step with the optimizer, whatever it says.
         sync_each_batch: no choice: every micro-batch is reduced into the sharded gradient.
 
+    Raises:
+        ConfigError: `num_steps` below 1.
+
     Attributes:
         plugin_kwargs: the arguments.
         sync_gradients: whether the current micro-batch ends a step.
@@ -61,11 +65,11 @@ class GradientState:
         sync_each_batch: bool = False,
     ) -> None:
         self.plugin_kwargs: dict[str, Any] = {
-            "num_steps": num_steps,
             "adjust_scheduler": adjust_scheduler,
             "sync_with_dataloader": sync_with_dataloader,
             "sync_each_batch": sync_each_batch,
         }
+        self.num_steps = num_steps
         self.sync_gradients = True
         self.step = 0
         self._dataloader_references_ref: list[weakref.ref[Loader] | None] = [None]
@@ -79,6 +83,12 @@ class GradientState:
     def num_steps(self) -> int:
         """Micro-batches per optimizer step."""
         return int(self.plugin_kwargs["num_steps"])
+
+    @num_steps.setter
+    def num_steps(self, steps: int) -> None:
+        if steps < 1:
+            raise ConfigError(f"gradient_accumulation_steps must be at least 1, got {steps}")
+        self.plugin_kwargs["num_steps"] = steps
 
     @property
     def sync_with_dataloader(self) -> bool:
