@@ -113,8 +113,7 @@ class Checkpointing(Facts):
             ConfigError: no directory, or a way of saving that is not supported.
             CheckpointError: nothing new is left there.
         """
-        if not safe_serialization:
-            raise ConfigError("safe_serialization=False would write pickles, which can execute code when loaded")
+        _refuse_pickles(safe_serialization)
         config = self.project_configuration
         if config.save_on_each_node:
             raise ConfigError("save_on_each_node: a checkpoint lies in storage that all hosts share")
@@ -241,8 +240,7 @@ class Checkpointing(Facts):
         safe_serialization: bool = True,
     ) -> None:
         """Write the whole model as safetensors into a directory, with its config if it has one. A collective."""
-        if not safe_serialization:
-            raise ConfigError("safe_serialization=False would write pickles, which can execute code when loaded")
+        _refuse_pickles(safe_serialization)
         saving.save_model(model, local_path(save_directory), max_shard_size, self.process.environment)
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
@@ -277,3 +275,8 @@ class Checkpointing(Facts):
             config=self._config.model_dump(mode="json"),
             slices=self.slices,
         )
+
+
+def _refuse_pickles(safe_serialization: bool) -> None:
+    if not safe_serialization:
+        raise ConfigError("safe_serialization=False would write pickles, which can execute code when loaded")
