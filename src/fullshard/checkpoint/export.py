@@ -33,7 +33,7 @@ from fullshard.checkpoint.tensors import (
 from fullshard.core.errors import CheckpointError
 from fullshard.core.paths import local_path
 from fullshard.core.user_class import user_class
-from fullshard.engine.precision import dtype_name
+from fullshard.engine.precision import cast_floating, dtype_name
 
 
 def export_hf(
@@ -197,7 +197,7 @@ class StoredForm:
 
     def __call__(self, batch: Batch, wholes: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """The stored tensors by name. Works on the meta device too, to learn names and shapes."""
-        cast = [self._casted(whole) for whole in wholes]
+        cast = cast_floating(list(wholes), self._cast)
         if batch.group is None:
             return {batch.stored_name: cast[0]}
         by_name = dict(zip(batch.names, cast, strict=True))
@@ -207,9 +207,6 @@ class StoredForm:
         """Of the names of a tied weight the one that the others are tied to."""
         names = [name for name in source.names if not any(re.search(pattern, name) for pattern in self._tied)]
         return names[0] if names else source.name
-
-    def _casted(self, whole: torch.Tensor) -> torch.Tensor:
-        return whole.to(self._cast) if self._cast is not None and whole.is_floating_point() else whole
 
 
 def _plan(model: nn.Module, *, limit: int, cast: torch.dtype | None) -> tuple[_Plan, StoredForm]:

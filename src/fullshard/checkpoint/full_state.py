@@ -22,6 +22,7 @@ from fullshard.core.errors import CheckpointError, LifecycleError
 from fullshard.core.user_class import user_class
 from fullshard.engine import ShardedTensor
 from fullshard.engine.lookup import clean_name, unit_of
+from fullshard.engine.precision import cast_floating
 
 
 def full_tensor(local: LocalTensor, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -31,7 +32,7 @@ def full_tensor(local: LocalTensor, dtype: torch.dtype | None = None) -> torch.T
         local: what this rank holds of it.
         dtype: cast it to this before, if it is a floating-point tensor.
     """
-    held = local.held.to(dtype) if dtype is not None and local.held.is_floating_point() else local.held
+    held: torch.Tensor = cast_floating(local.held, dtype)
     return local.tensor.span.gather(held) if isinstance(local.tensor, ShardedTensor) else held
 
 
