@@ -98,7 +98,7 @@ def run(script: str, switch: str) -> list[int]:
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other libraries have no malloc_trim")
-@pytest.mark.parametrize("switch", ["trim", "keep"])
+@pytest.mark.parametrize("switch", ["trim", pytest.param("keep", marks=pytest.mark.full)])
 def test_holes_are_given_back(switch: str) -> None:
     """64 MiB between blocks that stay, once so many bytes have been announced, unless more was resident before."""
     few, after, between, below = run(HOLES, switch)
@@ -112,7 +112,7 @@ def test_holes_are_given_back(switch: str) -> None:
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other libraries have no malloc_trim")
-@pytest.mark.parametrize("switch", ["trim", "keep"])
+@pytest.mark.parametrize("switch", ["trim", pytest.param("keep", marks=pytest.mark.full)])
 def test_what_grew_is_given_back_before_the_last_unit(switch: str) -> None:
     """When it is 64 MiB or more since the last time, or since the heap was first asked for: not in small models."""
     first, little, more = run(STEPS, switch)

@@ -527,7 +527,7 @@ def check_load(directory: str, sizes: tuple[int, int] | None, sequence: bool) ->
         pytest.param(4, (2, 2), marks=pytest.mark.full),
         pytest.param(4, (1, 4), marks=pytest.mark.full),
         (2, (1, 2)),
-        (3, None),
+        pytest.param(3, None, marks=pytest.mark.full),
     ],
 )
 def test_checkpoints_of_any_mesh_into_any_other(tmp_path: Path, ranks: int, sizes: tuple[int, int] | None) -> None:
