@@ -162,6 +162,8 @@ def check_training(options: dict[str, Any]) -> None:
     state = optimizers[0].state[model[2].weight]["exp_avg"]
     wanted = optimizers[1].state[reference[2].weight]["exp_avg"]
     torch.testing.assert_close(state.full_tensor(), wanted, rtol=10 * near, atol=near / 10)
+    every, none = state.split([4, 0])
+    assert torch.equal(every.full_tensor(), state.full_tensor()) and none.shape == (0, ROWS)
     assert full_state_dict(model, rank0_only=False)["0.weight"].codes.shape == (ROWS, WIDTH)
     span = model[2].weight.span
     assert span.cut(torch.zeros(4, ROWS)).shape == span.local_shape  # none for the third of three ranks
