@@ -55,7 +55,7 @@ NOWHERE = Nowhere()
 class Unchecked(Lockstep):
     """That of a rank which notes nothing of what it does, and tells the others nothing."""
 
-    def note_gather(self, unit: Any) -> None:
+    def note_gather(self, unit: Any, *, in_backward: bool = False) -> None:
         """Nothing."""
 
     def note_end_of_forward(self) -> None:

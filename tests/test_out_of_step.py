@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
 
 from fullshard import fully_shard
 from fullshard.api import collectives
@@ -293,6 +294,49 @@ def test_a_rank_is_named_as_the_job_numbers_it(kind: str) -> None:
     _, (first, paces), (second, _) = run_ranks(lose_step_in_a_part, 3, kind)
     assert NAMED[kind] in first and "rank 1" in first and second
     assert paces == [1, 2]
+
+
+class Heads(nn.Module):
+    """Layers in reentrant checkpoints, and two heads that are units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.heads = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2)), nn.ModuleList()
+        self.heads.extend(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=True)
+        return [head(x) for head in self.heads]
+
+
+def leave_units_out_of_backward(kind: str) -> tuple[str, float]:
+    """On rank 1 the backward of the third step comes to fewer units than on rank 0."""
+    is_odd = rank_and_size()[0] == 1
+    model: Any = Heads()
+    model = shard_model(model, unit_modules=[*model.layers, *model.heads])
+    for step in range(3):
+        is_less = is_odd and step == 2
+        inputs = torch.ones(2, WIDTH, requires_grad=not (is_less and kind == "inputs"))
+        first, second = model(inputs)
+        loss = first.sum() if is_less and kind == "loss" else (first + second).sum()
+        begin = time.monotonic()
+        try:
+            loss.backward()
+        except CommunicationError as error:
+            return f"{step}: {error}", time.monotonic() - begin
+    return "", 0.0
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs")
+@pytest.mark.parametrize("comm", ["auto", "gloo"])
+@pytest.mark.parametrize(("kind", "units"), [("inputs", "layers.1"), ("loss", "heads.1")])
+def test_a_backward_that_leaves_units_out(kind: str, units: str, comm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FULLSHARD_COMM", comm)
+    found = run_ranks(leave_units_out_of_backward, 2, kind)
+    messages = " ".join(message for message, _ in found)
+    assert f"[unit '{units}']" in messages and "ranks are out of step: this rank has come to" in messages, found
+    assert all(message.startswith("2: ") and seconds < 20 for message, seconds in found), found
 
 
 class Fails(torch.autograd.Function):

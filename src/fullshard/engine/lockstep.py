@@ -1,11 +1,11 @@
 """Sees to it that all ranks do the same in each step, or says which one does not.
 
 Before the first forward the ranks compare the model and what was loaded, and within it which unit they are at before
-that is unsharded. Later, what a forward gathers is noted where the ranks of the host see it: one that waits for another
-looks whether that has gone another way (`comm.track`). At the end of a backward eight bytes of what this rank has
-done since the step before ride on the message that is sent anyway (`engine.end_of_backward`): units in their order,
-backwards, those that failed, optimizer steps, the run's step, learning rates, orders of the data. That one has failed
-is told to ranks that wait (`comm.stalls`): whoever has caught the error goes on elsewhere.
+that is unsharded. Later, what forwards and backwards gather is noted where the ranks of the host see it: one that waits
+for another looks whether that has gone another way (`comm.track`). At the end of a backward eight bytes of what this
+rank has done since the step before ride on the message that is sent anyway (`engine.end_of_backward`): units in their
+order, backwards, those that failed, optimizer steps, the run's step, learning rates, orders of the data. That one has
+failed is told to ranks that wait (`comm.stalls`): whoever has caught the error goes on elsewhere.
 """
 
 from __future__ import annotations
@@ -115,9 +115,9 @@ class Lockstep:
         self._mesh.check_agreement([line], what="the order in which units run", hint=_ORDER_HINT)
         self.is_order_verified = unit is None
 
-    def note_gather(self, unit: Unit) -> None:
-        """A forward is about to wait for a unit's parameters."""
-        self._has_gathered = self._mesh.gather.size > 1
+    def note_gather(self, unit: Unit, *, in_backward: bool = False) -> None:
+        """A forward is about to wait for a unit's parameters, or a backward."""
+        self._has_gathered |= not in_backward and self._mesh.gather.size > 1
         self._note(unit.number)
 
     def note_end_of_forward(self) -> None:
@@ -154,10 +154,13 @@ class Lockstep:
         self._mesh.forget_failures()
 
     def note_end_of_backward(self) -> None:
-        """A backward is over on this rank."""
+        """A backward has come to its end on this rank, which gathers nothing more in it."""
+        self._note(_END_OF_BACKWARD)
+
+    def count_backward(self) -> None:
+        """It is over: all ranks have come so far."""
         self._is_in_backward = False
         self._backwards += 1
-        self._note(_END_OF_BACKWARD)
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:

@@ -156,7 +156,7 @@ class Schedule:
             self._activations.turn(unit)  # before the unit saves anything
         if not self.lockstep.is_order_verified:  # before this rank may wait for the others in vain
             self.lockstep.compare_first(len(self._forward), unit)
-        elif unit.state is UnitState.SHARDED or unit.state is UnitState.GATHERING:  # it would have to wait
+        elif _waits(unit):
             self.lockstep.note_gather(unit)
         self._forward.append(unit)
         if 1 < len(self._forward) == len(self._order):
@@ -307,6 +307,11 @@ class Schedule:
         if unit not in self._queued:
             self._enqueue(unit)
 
+    def note_gather_in_backward(self, unit: Unit) -> None:
+        """A unit is about to be unsharded in backward. Replicas, and runs of neighbours, may differ there."""
+        if _waits(unit) and unit.neighbours is None and self.mesh.gather.size == self.mesh.world_size:
+            self.lockstep.note_gather(unit, in_backward=True)
+
     def _steppers_at_work(self) -> list[StepsInBackward]:
         return [each for each in self.steppers if each.begin(self, is_last=self.is_last_backward)]
 
@@ -377,6 +382,7 @@ class Schedule:
     @torch.no_grad()
     def _finish_backward(self) -> None:
         """Called by autograd when the outermost backward is over."""
+        self.lockstep.note_end_of_backward()
         self.unannounced.leave(after=-1)  # of other models, too: it is over for them
         self.unannounced.finish_others()
         if self.reducer.steppers:  # others wait for it before they step, and then are here, too
@@ -391,7 +397,7 @@ class Schedule:
         self._end_round()
         for bucket in self.reducer.published:  # not as it is published: until here the message may have wanted to know
             gradient_of(bucket).unsharded.forget_used()
-        self.lockstep.note_end_of_backward()
+        self.lockstep.count_backward()
         if used:
             self.guard.announce()
         for unit in self.units:
@@ -556,6 +562,11 @@ class Schedule:
         for mesh in dict.fromkeys(unit.mesh for unit in self.units):
             with self.units[-1].waiting("after the last reshard"):
                 mesh.gather.pages.wait_for_readers()
+
+
+def _waits(unit: Unit) -> bool:
+    """Whether who unshards it has to wait for others."""
+    return unit.state is UnitState.SHARDED or unit.state is UnitState.GATHERING
 
 
 def schedule_of(unit: Unit) -> Schedule:

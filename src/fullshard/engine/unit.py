@@ -67,6 +67,9 @@ class UnitSchedule(UnitOwner, Protocol):
     def begin_backward(self, unit: Unit) -> None:
         """Backward has reached the unit."""
 
+    def note_gather_in_backward(self, unit: Unit) -> None:
+        """It is about to be unsharded there, or for what is computed again."""
+
     def prefetch_backward(self, unit: Unit, call: Call[Unit]) -> None:
         """Its parameters are there, and its gradients about to be computed."""
 
@@ -199,6 +202,7 @@ class Unit(UnitParameters):
         in_backward = torch_private.backward_under_way() != -1
         if in_backward:  # a recompute is no forward of the model: order and depth are those of the first
             self.schedule.unannounced.leave_before_recompute()
+            self.schedule.note_gather_in_backward(self)
         else:
             self.schedule.begin_forward(self)
         self._running += 1
@@ -279,6 +283,7 @@ class Unit(UnitParameters):
         call.begin()
         self._gradient_hooks.stay_last()
         if self.unshard_in_backward:
+            self.schedule.note_gather_in_backward(self)
             self.unshard()
         self.schedule.prefetch_backward(self, call)
         self.emit(EventKind.BACKWARD_BEGIN)
