@@ -199,6 +199,8 @@ def _saved_by_itself(directory: str, strategy: str) -> Any:
         accelerator.end_training()
         with pytest.raises(LifecycleError, match="would write this rank's intervals"):
             model.save_pretrained(f"{directory}/ended")
+        with pytest.raises(CheckpointError, match="sharded over 2 ranks, which this process has left"):
+            checkpoint.full_state_dict(model)
     return weights
 
 

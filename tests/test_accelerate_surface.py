@@ -28,6 +28,8 @@ import fullshard
 from fullshard import api
 from fullshard.api import Accelerator, ParallelismConfig
 from fullshard.api.refused import ACCELERATES_OWN, ARGUMENTS, METHODS, NAMES
+from fullshard.config.handover import hand_over
+from fullshard.config.schema import RunConfig
 from fullshard.core.errors import CheckpointError, CommunicationError, ConfigError
 from tests.distributed import preload, run_ranks
 
@@ -255,6 +257,17 @@ def test_accelerates_plugin_means_what_it_says(version: int) -> None:
         assert sharding.backward_prefetch == "BACKWARD_POST"
     # What nobody chose is fullshard's default and not Accelerate's.
     assert sharding.forward_prefetch and sharding.sync_module_states
+
+
+def test_what_accelerates_plugin_is_told_counts_though_it_be_its_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = RunConfig.of({"sharding": {"activation_checkpointing": True, "cpu_offload": True}})
+    for name, value in hand_over(config, tmp_path / "config.json").items():
+        monkeypatch.setenv(name, value)
+    for fields, expected in ({}, (True, True)), ({"activation_checkpointing": False}, (False, True)):
+        sharding = Accelerator(cpu=True, fsdp_plugin=_their_plugin(fsdp_version=2, **fields)).setup.sharding
+        assert (sharding.activation_checkpointing, sharding.cpu_offload) == expected
 
 
 def test_accelerates_plugin_with_a_policy_for_a_model() -> None:

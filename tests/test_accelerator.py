@@ -234,6 +234,12 @@ def test_fp16_with_two_optimizers_is_refused() -> None:
         accelerator.prepare(*model_and_optimizer())
 
 
+def test_wrappers_that_replicate_are_taken_off() -> None:
+    accelerator, model = Accelerator(cpu=True), nn.Linear(2, 2)
+    assert accelerator.unwrap_model(nn.DataParallel(nn.DataParallel(model))) is model
+    assert accelerator.unwrap_model(model) is accelerator.unwrap_model(accelerator.prepare(model)) is model
+
+
 def test_a_model_that_was_compiled_as_a_whole_is_refused() -> None:
     with pytest.raises(ConfigError, match="compiled as a whole"):
         Accelerator().prepare(torch.compile(model_and_optimizer()[0]))

@@ -394,6 +394,8 @@ def misused(directory: str) -> None:
             one.save_pretrained(directory, state_dict=state)
     with pytest.raises(LifecycleError, match="add_adapter on a sharded"):
         model.add_adapter("late", LoraConfig(r=2, target_modules="all-linear"))
+    with pytest.raises(LifecycleError, match="adds the initial adapter to the model, and this one is sharded"):
+        model.save_pretrained(directory, path_initial_model_for_weight_conversion=f"{directory}/initial")
     with pytest.raises(LifecycleError, match="load_adapter on a sharded"):
         model.load_adapter(directory, "late")
     injected = inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj"]), build())

@@ -31,7 +31,7 @@ from fullshard import checkpoint
 from fullshard.api import saving
 from fullshard.api.accelerate_checkpoints import teach_accelerate
 from fullshard.api.accelerate_loaders import teach_accelerate_to_skip
-from fullshard.api.accelerates import Followed, compilation, is_accelerates
+from fullshard.api.accelerates import Followed, compilation, is_accelerates, teach_accelerates_plugin
 from fullshard.api.accelerator_state import AcceleratorState, earlier_gradient_state
 from fullshard.api.configure import changed_config, of_accelerator, run_config
 from fullshard.api.data import ShardedDataLoader
@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from fullshard.api.plan_check import PlanWatch
 
 teach_accelerate()
+teach_accelerates_plugin()
 teach_accelerate_to_skip()
 
 _RNG_TYPES = {"generator", "torch", "cuda"}
@@ -468,11 +469,13 @@ class Accelerator(Loaders, Reporting):
         """The model itself: it was sharded in place. A module made by `torch.compile` is unwrapped if asked.
 
         Args:
-            model: a prepared model.
+            model: a prepared model; of another one what DataParallel or DistributedDataParallel is around.
             keep_fp32_wrapper: False also takes back the autocast around its forward.
             keep_torch_compile: False gives the module inside one that `torch.compile` made.
         """
         inner = torch_private.inside_compiled(model)
+        if isinstance(inner, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            return self.unwrap_model(inner.module, keep_fp32_wrapper, keep_torch_compile)
         if not keep_fp32_wrapper:
             remove_autocast(inner)
         return model if keep_torch_compile else inner

@@ -64,7 +64,7 @@ PLUGIN = Dialect(
 
 _OBJECTS = ("mixed_precision_policy", "param_init_fn")
 _NAMES = ("sharding_strategy", "backward_prefetch", "state_dict_type")
-_SETTINGS = (
+SETTINGS = (
     *("sharding_strategy", "reshard_after_forward", "backward_prefetch", "forward_prefetch", "cpu_offload"),
     *("activation_checkpointing", "activation_checkpointing_offload", "mixed_precision_policy", "state_dict_type"),
     *("sync_module_states", "cpu_ram_efficient_loading"),
@@ -207,7 +207,7 @@ class FullyShardedDataParallelPlugin:
 
     def settings(self) -> dict[str, Any]:
         """What was set, of the fields that are settings of a run."""
-        return {name: self.said(name) for name in _SETTINGS}
+        return {name: self.said(name) for name in SETTINGS}
 
     def changes(self, before: Mapping[str, Any]) -> Reading:
         """What was set since `settings` gave `before`; of what a field said then nothing is left."""
@@ -267,7 +267,7 @@ class FullyShardedDataParallelPlugin:
     def refill(self, config: RunConfig) -> None:
         """Give the fields that are settings of a run its values; the others stay as they were set."""
         for name, value in self._in_effect(config).items():
-            if name in _SETTINGS:
+            if name in SETTINGS:
                 setattr(self, name, value)
         self._filled = config
 

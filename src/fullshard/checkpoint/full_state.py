@@ -53,6 +53,13 @@ def gather_when_all_save(model: nn.Module) -> None:
     @functools.wraps(save)
     def save_pretrained(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = _by_name(save, args, kwargs)
+        if kwargs.get("path_initial_model_for_weight_conversion") is not None:
+            raise LifecycleError(
+                f"{user_class(model).__name__}.save_pretrained(path_initial_model_for_weight_conversion=...): for that "
+                "PEFT adds the initial adapter to the model, and this one is sharded",
+                hint="save without it, and convert in one process: PeftModel.from_pretrained(base, saved)"
+                ".save_pretrained(converted, path_initial_model_for_weight_conversion=initial)",
+            )
         may_be_alone = kwargs.get("state_dict") is None and "is_main_process" not in kwargs and dist.is_initialized()
         if may_be_alone and not _is_whole_here(model) and all_come("save_pretrained", ALONE_SECONDS):
             kwargs["is_main_process"] = dist.get_rank() == 0

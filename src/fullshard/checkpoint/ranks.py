@@ -63,6 +63,12 @@ class Ranks:
         if not parameters:
             return cls()
         first = max(parameters, key=_spread)
+        if _spread(first) > 1 and not dist.is_initialized():
+            raise CheckpointError(
+                f"{first.name} is sharded over {_spread(first)} ranks, which this process has left: its process group "
+                "is destroyed",
+                hint="save before accelerator.end_training(), or whatever else destroys it",
+            )
         ranks = cls(first.mesh.control_group if first.span.tile is None else None)
         if _spread(first) != ranks.world_size:
             raise CheckpointError(
