@@ -530,6 +530,29 @@ def test_fullshard_merge_of_a_trainers_checkpoint(tmp_path: Path) -> None:
     compare_bitwise(first, second)
 
 
+def test_fullshard_merge_of_a_checkpoint_with_transformers_own_adapters(tmp_path: Path) -> None:
+    """Whose names begin with no model of PEFT's."""
+    from peft import LoraConfig
+
+    from fullshard.checkpoint import save_checkpoint
+    from fullshard.checkpoint.offline import HuggingFaceSource, MergedSource, write_weights
+
+    build().save_pretrained(tmp_path / "base")
+    model = build()
+    model.add_adapter(LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    model.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
+    model.save_pretrained(tmp_path / "adapter")
+    save_checkpoint(tmp_path / "adapter" / "state", model=model)
+    for name, place in (("a", "adapter"), ("b", "adapter/state")):
+        with (
+            MergedSource(HuggingFaceSource(tmp_path / "base"), tmp_path / place) as merged,
+            merged.configuration() as config,
+        ):
+            write_weights(merged, tmp_path / name, config_from=config, needs_config=True)
+    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("a", "b", "base")]
+    assert files[0] == files[1] != files[2]
+
+
 def load_with_peft(directory: str) -> bool:
     """PEFT's own function, which believes DTensors to be tensor parallelism's."""
     from peft import LoraConfig, get_peft_model, load_peft_weights, set_peft_model_state_dict

@@ -73,7 +73,7 @@ class MergedSource(Source):
         wide = functools.reduce(torch.promote_types, dtypes & _COMPUTED_WITH or {torch.float32})
         self._model = _skeleton(self.path, directory, self._weights, wide)
         self._merged = MergedModel(self._model)
-        self._stored = self._weights.by_model_name(self._model)
+        self._stored = self._weights.by_model_name(self._model, self._merged.prefix)
         self._disk = _disk_names(base.contents.parameters, self._merged.base)
         self._sources = {self._name(source): source for source in self._merged.sources if self._is_changed(source)}
         changed = {
@@ -189,10 +189,14 @@ class _Adapter:
         value: torch.Tensor = self._file.get_tensor(name) if self._native is None else self._native.whole(name)
         return value
 
-    def by_model_name(self, model: nn.Module) -> dict[str, str]:
-        """Their names, by those that they have in the PEFT model."""
+    def by_model_name(self, model: nn.Module, prefix: str) -> dict[str, str]:
+        """Their names, by those that they have in the PEFT model.
+
+        A checkpoint of a model with Transformers' own `add_adapter` lacks the prefix of its base.
+        """
         if self._native is not None:
-            return {name: name for name in self.shapes}
+            known = model.state_dict().keys()
+            return {name if name in known else prefix + name: name for name in self.shapes}
         peft: Any = importlib.import_module("peft")
         stand_ins = {name: torch.empty(0, device="meta") for name in model.state_dict()}
         stored = peft.get_peft_model_state_dict(
