@@ -209,16 +209,13 @@ def test_a_rank_that_saves_is_waited_for() -> None:
 
 
 def wait_for_one_another(directory: str) -> str:
-    """In the first step, which is waited for patiently, each rank comes to another unit than the other.
+    """In the first step, which is waited for patiently, each rank comes to another model than the other.
 
     The one that gives up first does not end.
     """
     rank, _ = rank_and_size()
-    model: Any = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
-    for layer in model:
-        fully_shard(layer)
-    fully_shard(model)
-    outputs = model[0](torch.ones(2, 8)), model[1](torch.ones(2, 8))
+    models = [fully_shard(nn.Linear(8, 8), reshard_after_forward=True) for _ in range(2)]
+    outputs = [model(torch.ones(2, 8)) for model in models]
     message, here, there = "", Path(directory) / str(rank), Path(directory) / str(1 - rank)
     dist.barrier()
     patience._STALL_SECONDS, patience.LATER_SECONDS, STALLS._asked, PLACE.slowest = 1.0, 2.0, None, 0.0
@@ -234,7 +231,7 @@ def wait_for_one_another(directory: str) -> str:
 
 def test_where_all_ranks_wait_none_is_waited_for_patiently(tmp_path: Path) -> None:
     for rank, error in enumerate(run_ranks(wait_for_one_another, 2, str(tmp_path))):
-        assert error.startswith(f"rank {rank}, unit '{rank}', ") and "no answer from another rank for 2 s" in error
+        assert error.startswith(f"rank {rank}, unit '', ") and "no answer from another rank for 2 s" in error
 
 
 def generate_unevenly() -> str:
