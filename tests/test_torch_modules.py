@@ -318,14 +318,37 @@ def check_tools() -> None:
     torch.testing.assert_close(own, plain(x), **EXACT)
     others = {name: torch.rand_like(p).requires_grad_() for name, p in plain.named_parameters()}
     results = []
-    for each, whole in ((model, unsharded(model)), (plain, contextlib.nullcontext())):
+    for each, whole in wholes(model, plain):
         with whole:
             out = torch.func.functional_call(each, others, (x,))
             results.append((out, *torch.autograd.grad(out.sum(), list(others.values()))))
     torch.testing.assert_close(results[0], results[1], **EXACT)
+    results = [second_derivatives(each, x[0], whole) for each, whole in wholes(model, plain)]
+    torch.testing.assert_close(results[0], results[1], **EXACT)
+    assert_same_gradients(model, plain)
 
 
-def test_torch_func() -> None:
+def wholes(model: nn.Module, plain: nn.Module) -> list[tuple[nn.Module, Any]]:
+    return [(model, unsharded(model)), (plain, contextlib.nullcontext())]
+
+
+def second_derivatives(model: nn.Module, x: torch.Tensor, whole: Any) -> tuple[torch.Tensor, ...]:
+    """Those of `torch.func`, one of which goes back to the parameters."""
+
+    def loss(x: torch.Tensor) -> Any:
+        return model(x).square().sum()
+
+    with whole:
+        gradient = torch.func.grad(loss)(x)
+        gradient.square().sum().backward()
+        per_sample = torch.vmap(torch.func.grad(loss))(torch.stack([x, x + 1]))
+        found = gradient, per_sample, torch.func.jacrev(model)(x), torch.func.hessian(loss)(x)
+    return tuple(each.detach() for each in found)
+
+
+@pytest.mark.parametrize("comm", ["auto", "gloo"])
+def test_torch_func(comm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FULLSHARD_COMM", comm)  # without shared memory parameters are copied to be sent
     run_ranks(check_tools, 2)
 
 

@@ -368,6 +368,7 @@ class Schedule:
             self._launch(due)
 
     @torch.no_grad()
+    @torch_private.without_transforms()
     def _launch(self, bucket: Bucket) -> None:
         if self._reduces(owner_of(bucket)):
             self.reducer.launch(bucket)
@@ -380,6 +381,7 @@ class Schedule:
         self.reducer.step_when_final()
 
     @torch.no_grad()
+    @torch_private.without_transforms()
     def _finish_backward(self) -> None:
         """Called by autograd when the outermost backward is over."""
         self.lockstep.note_end_of_backward()

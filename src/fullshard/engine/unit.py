@@ -289,14 +289,11 @@ class Unit(UnitParameters):
         self.emit(EventKind.BACKWARD_BEGIN)
 
     def _check_second_derivatives(self) -> None:
-        is_functional = torch_private.are_transforms_active()
-        if is_functional or not self.is_pinned:
-            what = "torch.func's grad, jacrev or hessian" if is_functional else "backward with create_graph=True"
+        if not self.is_pinned:
             raise LifecycleError(
-                f"rank {self.mesh.rank}, unit {self.name!r}: {what}, which would read parameters again after they were "
-                "freed",
-                hint="use torch.autograd.grad, and for second derivatives go on to their backward, inside "
-                "`with unsharded(model)`",
+                f"rank {self.mesh.rank}, unit {self.name!r}: backward with create_graph=True, as torch.func's grad, "
+                "jacrev and hessian have it, too, which would read parameters again after they were freed",
+                hint="do that and all that is computed of it, its backward included, inside `with unsharded(model)`",
             )
 
     def post_backward(self, call: Call[Unit]) -> None:

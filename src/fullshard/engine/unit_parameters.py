@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from enum import Enum, auto
 from typing import Any, Protocol
 
+from fullshard.comm import torch_private
 from fullshard.comm.base import Collectives
 from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import LifecycleError
@@ -201,8 +202,9 @@ class UnitParameters:
             return
         self.state = UnitState.GATHERING  # before the launches: if one fails, `reshard` waits for those before it
         self.emit(EventKind.UNSHARD_ISSUED, self.full_nbytes)
-        for bucket in self.buckets:
-            bucket.issue_unshard(exactly=exactly)
+        with torch_private.without_transforms():  # what they would make of the memory ends with them
+            for bucket in self.buckets:
+                bucket.issue_unshard(exactly=exactly)
 
     def unshard(self, *, exactly: bool = False) -> None:
         """Make the parameters whole, waiting as long as it takes.
@@ -215,7 +217,7 @@ class UnitParameters:
         """
         self.issue_unshard(exactly=exactly)
         if self.state is UnitState.GATHERING:
-            with self.waiting("unshard"):
+            with self.waiting("unshard"), torch_private.without_transforms():
                 for bucket in self.buckets:
                     bucket.wait_unshard()
             self.state = UnitState.GATHERED
