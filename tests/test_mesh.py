@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fullshard.checkpoint import full_state_dict
 from fullshard.comm.mesh import init_mesh
@@ -24,24 +25,29 @@ def _threads_of_gloo() -> int:
     return sum("gloo" in task.read_text() for task in Path("/proc/self/task").glob("*/comm"))
 
 
-def _train_once(store: Path) -> int:
+def _train_once(store: Path, *, is_part: bool) -> int:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    shard_model(model, unit_modules=list(model))
+    if is_part:
+        fully_shard(model, mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))["dp"])
+    else:
+        shard_model(model, unit_modules=list(model))
     model(torch.ones(1, 4)).sum().backward()
     del model
     gc.collect()
     return _threads_of_gloo()
 
 
-def _train_in_turn(stores: list[Path]) -> list[int]:
-    return [_train_once(store) for store in stores]
+def _train_in_turn(stores: list[Path]) -> list[list[int]]:
+    ways = (False, True)
+    return [[_train_once(store.with_suffix(f".{part}"), is_part=part) for store in stores] for part in ways]
 
 
 def test_groups_end_with_the_world_that_they_were_made_in(tmp_path: Path) -> None:
-    for threads in run_ranks(_train_in_turn, 2, [tmp_path / str(number) for number in range(4)]):
+    stores = [tmp_path / str(number) for number in range(4)]
+    for threads in itertools.chain.from_iterable(run_ranks(_train_in_turn, 2, stores)):
         # One generation is let go as the next mesh is made; each has at least four groups.
         assert threads[0] >= 4
         assert threads[-1] == threads[1]

@@ -270,13 +270,17 @@ def init_mesh(
     replicate_size = replicas(ranks, shard_size)
     key = (dist.group.WORLD, device, shard_size)
     if key not in _CACHE:
-        # Of groups that have been destroyed, which would keep their threads.
-        for old, mesh in list(_CACHE.items()):
-            if old[0] is not dist.group.WORLD and mesh.thread == get_ident():
-                del _CACHE[old]
+        _forget_destroyed()
         _CACHE[key] = _build(replicate_size, shard_size, device)
         _CACHE[key].watch()
     return _CACHE[key]
+
+
+def _forget_destroyed() -> None:
+    """Meshes of groups that have been destroyed would keep their threads."""
+    for key, mesh in list(_CACHE.items()):
+        if key[0] is not dist.group.WORLD and mesh.thread == get_ident():
+            del _CACHE[key]
 
 
 def data_parallel(device_mesh: Any, dims: Any) -> Mesh:
@@ -386,6 +390,7 @@ def _from_device_mesh(device_mesh: DeviceMesh, device: torch.device, *, only_rep
         known = init_mesh(shard_size=1 if only_replicates else ranks.shape[-1], device=device)
         return _CACHE.setdefault(key, replace(known, device_mesh=device_mesh))
     if key not in _CACHE:
+        _forget_destroyed()
         _check_part(device_mesh)
         _CACHE[key] = _part(device_mesh, device, only_replicates=only_replicates)
         _CACHE[key].watch()
