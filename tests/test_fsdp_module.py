@@ -422,6 +422,8 @@ def check_named_axes() -> None:
     dims = fullshard.DataParallelMeshDims(shard="dp", replicate="copies")
     fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
     assert model.weight.mesh.shard_size == 2
+    alone: Any = fully_shard(nn.Linear(6, 4), mesh=mesh["tp"])
+    assert alone.weight.mesh.ranks == (rank_and_size()[0],) and alone.weight.mesh.is_first
     both: Any = fully_shard(nn.Linear(6, 4), mesh=mesh, dp_mesh_dims=fullshard.DataParallelMeshDims(shard=("dp", "tp")))
     assert (both.weight.mesh.shard_size, both.weight.device_mesh.mesh_dim_names) == (2, ("dp_tp",))
     whole: Any = fully_shard(nn.Linear(6, 4), mesh=mesh, dp_mesh_dims=fullshard.DataParallelMeshDims(replicate="dp"))

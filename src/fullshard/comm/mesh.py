@@ -301,7 +301,8 @@ def data_parallel(device_mesh: Any, dims: Any) -> Mesh:
             f"dp_mesh_dims = {dims} of a mesh with axes {names}: {unknown} not found in mesh.mesh_dim_names",
             hint="name axes of the mesh that fully_shard is given",
         )
-    replicate, shard = (torch_private.flattened(device_mesh[part]) if part else None for part in wanted)
+    parts = [device_mesh[part] if part else None for part in wanted]
+    replicate, shard = (torch_private.flattened(p) if p is not None and p.ndim > 1 else p for p in parts)
     if shard is None:
         return init_mesh(device_mesh=replicate, shard_size=1)
     return init_mesh(device_mesh=shard if replicate is None else torch_private.joined([replicate, shard]))
