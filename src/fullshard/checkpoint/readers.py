@@ -8,7 +8,7 @@ from typing import Self
 import torch
 
 from fullshard.checkpoint.coded_state import CodedTensor, decode
-from fullshard.checkpoint.format import DTYPES, CodedPieceRecord, Manifest, TensorRecord, stored_as
+from fullshard.checkpoint.format import CodedPieceRecord, Manifest, TensorRecord, stored_as
 from fullshard.checkpoint.objects import Location
 from fullshard.checkpoint.resharding import plan_reads
 from fullshard.checkpoint.tensor_file import Bytes, TensorFileReader
@@ -18,6 +18,7 @@ from fullshard.checkpoint.verify import pieces_of
 from fullshard.core.dtypes import itemsize
 from fullshard.core.layout import Interval
 from fullshard.core.tiling import UNTILED, Tiling
+from fullshard.engine.precision import torch_dtype
 
 _MAX_OPEN_FILES = 16
 
@@ -137,7 +138,7 @@ class Readers:
             ending = part.rpartition(".")[2]
             many, one = share.get(ending, (0, 1))
             start, stop = (blocks.start * many // one, -(-blocks.stop * many // one)) if many else (0, numel)
-            result[ending] = torch.empty(stop - start, dtype=dtype_called(DTYPES[stored_dtype]))
+            result[ending] = torch.empty(stop - start, dtype=torch_dtype(stored_dtype))
             stored = reader.find(part, stored_dtype, numel)
             reader.read_into(stored.start + start * itemsize(stored_dtype), tensor_bytes(result[ending]))
         return result

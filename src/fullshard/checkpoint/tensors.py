@@ -18,7 +18,7 @@ from fullshard.core.layout import Interval
 from fullshard.core.tiling import UNTILED, Tiling
 from fullshard.engine import ShardedParameter, ShardedTensor
 from fullshard.engine.lookup import clean_name, units_of
-from fullshard.engine.precision import dtype_name
+from fullshard.engine.precision import dtype_name, torch_dtype
 from fullshard.engine.schedule import schedule_of
 from fullshard.engine.tile import Tile
 
@@ -195,7 +195,7 @@ def dtype_called(code: str) -> torch.dtype:
     """The dtype that safetensors calls `code`. Raises `CheckpointError` for one it does not know."""
     if code not in NAMES:
         raise CheckpointError(f"unknown dtype {code!r} in a data file")
-    return getattr(torch, NAMES[code])  # type: ignore[no-any-return]
+    return torch_dtype(NAMES[code])
 
 
 def dtype_of(record: TensorRecord) -> torch.dtype:
