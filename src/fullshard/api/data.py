@@ -368,12 +368,16 @@ def skip_first_batches(loader: DataLoader[Any], num_batches: int = 0) -> DataLoa
     return loader.skipping(num_batches)
 
 
+def sampler_of(loader: DataLoader[Any]) -> Any:
+    """What orders the samples of a loader, inside what makes batches of them if there is that."""
+    return getattr(loader.batch_sampler, "sampler", None) or loader.sampler
+
+
 def _refuse_sharded(loader: DataLoader[Any], world_size: int) -> None:
     """Data that was divided over the ranks once must not be divided again: most of it would never be seen."""
     if world_size == 1:
         return
-    sampler = getattr(loader.batch_sampler, "sampler", None) or loader.sampler
-    if isinstance(sampler, DistributedSampler):
+    if isinstance(sampler_of(loader), DistributedSampler):
         raise DataError(
             "the data loader has a DistributedSampler, so it divides the data over the ranks already",
             hint="pass the loader without it (shuffle=True instead); prepare() divides the data",

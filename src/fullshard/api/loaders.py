@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from fullshard.api import collectives
 from fullshard.api.checkpointing import Checkpointing
-from fullshard.api.data import ShardedDataLoader, skip_first_batches
+from fullshard.api.data import ShardedDataLoader, sampler_of, skip_first_batches
 from fullshard.api.dealing import Deal
 from fullshard.api.sharding import is_sharded
 from fullshard.api.state import GradientState, ProcessState
@@ -145,8 +145,7 @@ class Loaders(Checkpointing):
 
     def _say_order(self, loader: DataLoader[Any]) -> None:
         """Seeded samplers are no choice; say so where one was chosen."""
-        sampler = getattr(loader.batch_sampler, "sampler", None) or loader.sampler
-        if not self.dataloader_config.use_seedable_sampler and hasattr(sampler, "generator"):
+        if not self.dataloader_config.use_seedable_sampler and hasattr(sampler_of(loader), "generator"):
             self._say_once(
                 "use_seedable_sampler=False has no effect: the order of samples follows from seed and epoch, "
                 "whatever was drawn before"
