@@ -81,8 +81,7 @@ class Share:
 
     def initial_seed(self) -> int:
         """That of the loader's own generator, else torch's."""
-        generator = getattr(self._order, "generator", None)
-        return int(generator.initial_seed()) if isinstance(generator, torch.Generator) else torch.initial_seed()
+        return _initial_seed(self._order)
 
     def length(self) -> int:
         """Of the order; `TypeError` if it has none."""
@@ -107,6 +106,12 @@ class Share:
     def unpack(self, given: Any) -> Iterable[tuple[Any, Real | None]]:
         """Batches in what the loader gave, each with what is real of its round if that is known."""
         return [(given, None)]
+
+
+def _initial_seed(holder: object) -> int:
+    """That of the generator of a sampler or dataset, else torch's."""
+    generator = getattr(holder, "generator", None)
+    return int(generator.initial_seed()) if isinstance(generator, torch.Generator) else torch.initial_seed()
 
 
 @dataclass(slots=True)
@@ -287,8 +292,7 @@ class _IterableShare(Share):
         return has_generator or callable(getattr(dataset, "set_epoch", None))
 
     def initial_seed(self) -> int:
-        generator = getattr(self._dataset.dataset, "generator", None)
-        return int(generator.initial_seed()) if isinstance(generator, torch.Generator) else torch.initial_seed()
+        return _initial_seed(self._dataset.dataset)
 
     def length(self) -> int:
         return len(cast("Sized", self._dataset.dataset))
