@@ -403,10 +403,9 @@ def read_manifest_bytes(directory: Location) -> bytes:
     path = directory / MANIFEST_NAME
     try:
         status = path.stat()
-        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_MANIFEST_NBYTES:
-            what = (
-                f"a file of {status.st_size} bytes" if stat.S_ISREG(status.st_mode) else "no file, but a pipe or device"
-            )
+        is_file = stat.S_ISREG(status.st_mode)
+        if not is_file or status.st_size > MAX_MANIFEST_NBYTES:
+            what = f"a file of {status.st_size} bytes" if is_file else "no file, but a pipe or device"
             raise CheckpointError(f"{path} is {what}, expected a file of at most {MAX_MANIFEST_NBYTES} bytes")
         if isinstance(path, ObjectPath):
             return path.read_bytes()
