@@ -30,8 +30,9 @@ from fullshard.plan.traffic import carried, exchanged
 class VirtualEvent:
     """A moment of a stream, with the methods of `torch.Event`."""
 
-    def __init__(self, device: VirtualDevice, task: Task | None = None) -> None:
-        self._device, self._task = device, task
+    def __init__(self, device: VirtualDevice) -> None:
+        self._device = device
+        self._task: Task | None = None  # of a stream, when it was recorded; nothing before
 
     def record(self, stream: VirtualStream | None = None) -> VirtualEvent:
         """Now, on the current stream or another."""
