@@ -36,7 +36,7 @@ def open_source(path: str | Location, *, optimizer: bool = True, index: int = 0)
     if path.is_file():
         if is_rank_file(path):
             return open_xla(path.parent, rank_files(path.parent), optimizer=optimizer)
-        return open_torch_state(f"torch file ({path.name})", path, [path], optimizer=None if optimizer else False)
+        return open_torch_state(f"torch file ({path.name})", path, [path], optimizer=optimizer)
     if not path.is_dir():
         raise CheckpointError(f"there is no checkpoint at {path}")
     for open_it in (_native, _of_trainer, _accelerate_sharded, _dcp, _accelerate_full, _xla, _hugging_face):

@@ -31,7 +31,7 @@ def open_torch_state(
     path: Path,
     files: Sequence[Path],
     *,
-    optimizer: Path | bool | None = None,
+    optimizer: Path | bool = True,
     notes: Sequence[str] = (),
 ) -> MemorySource:
     """A model, and optimizer state if there is any, in files of `torch.save`.
@@ -40,7 +40,7 @@ def open_torch_state(
         title: what it is, for people.
         path: for messages.
         files: each a state dict, or a dictionary that holds one as `model` and perhaps the optimizer's.
-        optimizer: a file of its own for the optimizer's state; False: leave all of it alone.
+        optimizer: whether to open the optimizer's state, or the file of its own that has it.
         notes: see `Contents`.
 
     Raises:
@@ -67,7 +67,7 @@ def open_torch_state(
                 raise CheckpointError(f"{file} holds {name!r}, which another file of {path} holds too")
     if isinstance(optimizer, Path):
         nested = load_torch_file(optimizer)
-    elif optimizer is False:
+    elif not optimizer:
         nested = None
     if others:
         notes = [*notes, f"{', '.join(others[:20])}: not part of the model"]
