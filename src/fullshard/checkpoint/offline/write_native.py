@@ -93,7 +93,7 @@ def write_native(
     shard_size = world_size if shard_size is None else shard_size
     if world_size < 1 or shard_size < 1 or world_size % shard_size:
         raise ConfigError(f"{world_size} ranks cannot be divided into groups of {shard_size}")
-    contents = _renamed(source, dtype, optimizer_kind)
+    contents = _as_stored(source, dtype, optimizer_kind)
     cut = _cut(contents, shard_size)
     save_id = uuid.uuid4().hex[:16]
     notes = list(contents.notes)
@@ -110,16 +110,14 @@ def write_native(
                     file = new.file_of(kind, rank)
                     files[file.name] = _write_rank_file(file, parts, source, save_id, rank, progress)
         files |= _write_rank_states(new, source, contents, world_size, notes)
-        manifest = _manifest(contents, cut, files, save_id, world_size, shard_size)
-        if new.own_names:
-            manifest = manifest.model_copy(update={"own_names": True, "format_version": FORMAT_VERSION})
+        manifest = _manifest(new, contents, cut, files, world_size, shard_size)
         if problems := structure_problems(manifest):
             raise CheckpointError(f"{source.path} is no complete checkpoint:\n" + "\n".join(problems))
         new.manifest = encode_manifest(manifest)
     return notes
 
 
-def _renamed(source: Source, dtype: torch.dtype | None, optimizer_kind: str | None) -> Contents:
+def _as_stored(source: Source, dtype: torch.dtype | None, optimizer_kind: str | None) -> Contents:
     """The contents as they will be stored: cast, tied tensors once, the optimizer's class known."""
     contents = source.contents
     require_values(source, hint="it was saved with an adapter whose base model lies elsewhere; load it in a run")
@@ -241,8 +239,8 @@ def _write_rank_file(
     with TensorFileWriter(path, entries, rank_metadata(save_id, rank)) as writer:
         for entry in storage_order(entries):
             part = by_name[entry.name]
-            parts_ = stream(source, part.kind, part.name, part.record, part.interval)
-            writer.write_parts(entry.name, reported(parts_, progress))
+            data = stream(source, part.kind, part.name, part.record, part.interval)
+            writer.write_parts(entry.name, reported(data, progress))
         return writer.finish()
 
 
@@ -269,7 +267,12 @@ def _write_rank_states(
 
 
 def _manifest(
-    contents: Contents, cut: _Cut, files: dict[str, FileRecord], save_id: str, world_size: int, shard_size: int
+    new: NewCheckpoint,
+    contents: Contents,
+    cut: _Cut,
+    files: dict[str, FileRecord],
+    world_size: int,
+    shard_size: int,
 ) -> Manifest:
     pieces = {
         key: tuple(PieceRecord(rank=rank, start=i.start, stop=i.stop) for rank, i in enumerate(intervals) if i.numel)
@@ -291,7 +294,9 @@ def _manifest(
         optimizer = optimizer.model_copy(update={"state": state})
     saved = contents.manifest
     return Manifest(
-        save_id=save_id,
+        format_version=FORMAT_VERSION if new.own_names else 1,
+        own_names=new.own_names,
+        save_id=new.save_id,
         saved_at=saved.saved_at if saved else time.time(),
         fullshard_version=fullshard.__version__,
         torch_version=str(torch.__version__),
