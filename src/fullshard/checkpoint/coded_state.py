@@ -30,7 +30,6 @@ class CodedTensor:
     Attributes:
         codes, scales, book: 1-D; see `CodeRecord`.
         record: how they are to be read.
-        numel: elements they stand for.
         dtype: of the values, where they are not coded.
     """
 
@@ -38,7 +37,6 @@ class CodedTensor:
     scales: torch.Tensor
     book: torch.Tensor | None
     record: CodeRecord
-    numel: int
     dtype: torch.dtype
 
     def parts(self) -> dict[str, torch.Tensor]:
@@ -48,7 +46,7 @@ class CodedTensor:
 
     @torch.no_grad()
     def write(self, values: torch.Tensor) -> None:
-        """Code `numel` values anew, in place."""
+        """Code values anew, in place."""
         # Where the scales are: codes in paged memory pass for the host's.
         codes, scales = encode(values.to(self.scales.device, torch.float32), self.book, self.record)
         self.codes.view(-1).copy_(codes)
@@ -125,7 +123,7 @@ def _of_bitsandbytes(key: str, codes: torch.Tensor, scales: Any, book: Any) -> C
             hint="use bitsandbytes' Adam, AdamW, AdEMAMix, Lion, SGD, RMSprop or Adagrad in 8 bits",
         )
     record = CodeRecord(dtype="uint8", bits=8, block=_BITSANDBYTES_BLOCK, book=book.numel())
-    return CodedTensor(codes, scales, book, record, codes.numel(), torch.float32)
+    return CodedTensor(codes, scales, book, record, torch.float32)
 
 
 def _of_torchao(value: Any, bits: int) -> CodedTensor:
@@ -136,7 +134,7 @@ def _of_torchao(value: Any, bits: int) -> CodedTensor:
         block=value.block_size,
         book=0 if book is None else book.numel(),
     )
-    return CodedTensor(value.codes, value.scale, book, record, value.numel(), value.dtype)
+    return CodedTensor(value.codes, value.scale, book, record, value.dtype)
 
 
 def fresh_state(optimizer: Any, group: int, index: int) -> dict[str, Any] | None:
