@@ -24,7 +24,7 @@ from fullshard import checkpoint
 from fullshard.api.data import ShardedDataLoader
 from fullshard.api.slices import Slices
 from fullshard.checkpoint.adapters import is_saved_as_adapters, save_adapters
-from fullshard.checkpoint.collect import SaveArguments
+from fullshard.checkpoint.collect import LoadArguments, SaveArguments
 from fullshard.checkpoint.format import (
     MANIFEST_NAME,
     is_for_others,
@@ -354,7 +354,7 @@ def load_copy(copies: checkpoint.MemoryCopies, state: TrainingState) -> tuple[in
     return int(found["step"]), _set_extra(found["accelerator"], state, where=copies.directory)
 
 
-def _only_part(state: TrainingState) -> dict[str, Any]:
+def _only_part(state: TrainingState) -> LoadArguments:
     """What is saved of a single model with its optimizer. Raises `ConfigError` if there are several."""
     if len(parts := state.parts()) > 1:
         raise ConfigError(
@@ -364,12 +364,16 @@ def _only_part(state: TrainingState) -> dict[str, Any]:
     return _first_part(state, parts)
 
 
-def _first_part(state: TrainingState, parts: Sequence[Part]) -> dict[str, Any]:
+def _first_part(state: TrainingState, parts: Sequence[Part]) -> LoadArguments:
     """What is saved with the first model: schedules, counters and random states are those of the whole run."""
     model, optimizer = parts[0]
-    objects = [*state.all_objects, *state.averages(parts)[0]]
-    rest = {"scheduler": state.scheduler, "scaler": state.scaler, "objects": objects}
-    return {"model": model, "optimizer": optimizer, **rest}
+    return LoadArguments(
+        model=model,
+        optimizer=optimizer,
+        scheduler=state.scheduler,
+        scaler=state.scaler,
+        objects=[*state.all_objects, *state.averages(parts)[0]],
+    )
 
 
 def _set_extra(extra: Mapping[str, Any], state: TrainingState, *, where: Location) -> int:

@@ -53,15 +53,20 @@ from fullshard.engine.precision import dtype_name
 from fullshard.optim import EMA
 
 
-class SaveArguments(TypedDict, total=False):
-    """The keyword arguments of `save_checkpoint`."""
+class LoadArguments(TypedDict, total=False):
+    """What a load fills, and a save saves: arguments of `load_checkpoint`."""
 
     model: Required[nn.Module]
     optimizer: torch.optim.Optimizer | None
     scheduler: Any
     scaler: Any
-    extra: Mapping[str, Any] | None
     objects: Sequence[Any]
+
+
+class SaveArguments(LoadArguments, total=False):
+    """The keyword arguments of `save_checkpoint`."""
+
+    extra: Mapping[str, Any] | None
     weights: Container[str] | None
     total_limit: int | None
     overwrite: bool

@@ -27,9 +27,9 @@ from typing import Any, Self, Unpack
 import numpy as np
 
 from fullshard.checkpoint.background import AsyncSaver
-from fullshard.checkpoint.collect import RankReport, RankWriter, SaveArguments
+from fullshard.checkpoint.collect import LoadArguments, RankReport, RankWriter, SaveArguments
 from fullshard.checkpoint.format import MANIFEST_NAME, Manifest, decode_manifest, encode_manifest, read_manifest
-from fullshard.checkpoint.load import LoadArguments, load_proved
+from fullshard.checkpoint.load import load_proved
 from fullshard.checkpoint.objects import Location
 from fullshard.checkpoint.optimizer_state import unwrapped
 from fullshard.checkpoint.partners import HostGrid, transfers

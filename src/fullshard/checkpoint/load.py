@@ -10,13 +10,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, Literal, Required, TypedDict
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from fullshard.checkpoint.averages import AVERAGES, average_records, averages_in
 from fullshard.checkpoint.coded_state import CodedTensor, coded_tensors, fresh_state, rows_of
+from fullshard.checkpoint.collect import LoadArguments
 from fullshard.checkpoint.format import (
     MANIFEST_NAME,
     GroupRecord,
@@ -128,16 +129,6 @@ def load_checkpoint(
 
     parts = LoadArguments(model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler, objects=objects)
     return load_proved(directory, data, ranks, prove, parts, weights=weights, rng=rng)
-
-
-class LoadArguments(TypedDict, total=False):
-    """What a load fills: arguments of `load_checkpoint`."""
-
-    model: Required[nn.Module]
-    optimizer: torch.optim.Optimizer | None
-    scheduler: Any
-    scaler: Any
-    objects: Sequence[Any]
 
 
 def load_proved(
