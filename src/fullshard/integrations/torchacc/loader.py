@@ -9,7 +9,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -198,10 +198,6 @@ class Padding:
 
     lengths: list[int]
     values: Mapping[str, float] | None = None
-    _known: Mapping[str, float] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._known = DEFAULT_PADDING if self.values is None else self.values
 
     def __call__(self, batch: Any) -> Any:
         """The padded batch.
@@ -215,14 +211,15 @@ class Padding:
                 hint="have the dataset or collate_fn return dicts",
             )
         rows = {key for key, value in batch.items() if isinstance(value, torch.Tensor) and value.ndim > 1}
-        unknown = sorted(rows - self._known.keys())
+        known = DEFAULT_PADDING if self.values is None else self.values
+        unknown = sorted(rows - known.keys())
         absent = [] if self.values is None else sorted(self.values.keys() - batch.keys())
         if unknown or absent:
             raise DataError(
-                f"the batch has {sorted(batch)}, and there are values to pad {sorted(self._known)} with",
+                f"the batch has {sorted(batch)}, and there are values to pad {sorted(known)} with",
                 hint=f"give pad_value_dict with one value for each of {sorted(rows)}",
             )
-        return {**batch, **{key: self._padded(batch[key], self._known[key]) for key in rows}}
+        return {**batch, **{key: self._padded(batch[key], known[key]) for key in rows}}
 
     def _padded(self, tensor: torch.Tensor, value: float) -> torch.Tensor:
         length = tensor.shape[-1]
