@@ -63,8 +63,9 @@ def may_differ(tensor: torch.Tensor) -> bool:
 
     With gradients it may not say so: what comes back to a plain tensor would be spread over ranks.
     """
-    is_vouched_for = torch_private.takes_plain_as_replicated() and not torch.is_grad_enabled()
-    return not isinstance(tensor, DTensor) and tensor.numel() != 1 and not is_vouched_for
+    if isinstance(tensor, DTensor) or tensor.numel() == 1:
+        return False
+    return torch.is_grad_enabled() or not torch_private.takes_plain_as_replicated()
 
 
 def refuse_plain(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
