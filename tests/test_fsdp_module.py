@@ -6,6 +6,7 @@ pytest tests/test_fsdp_module.py
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 from collections.abc import Callable
 from typing import Any, cast
@@ -456,6 +457,21 @@ def check_settings_of_parts() -> None:
 
 def test_settings_of_a_part_hold_for_the_model_around_it() -> None:
     run_ranks(check_settings_of_parts, 1)
+
+
+def arguments_of(function: Callable[..., Any]) -> dict[str, Any]:
+    return {name: (each.kind, each.default) for name, each in inspect.signature(function).parameters.items()}
+
+
+def test_each_of_torchs_methods_is_here_with_its_arguments() -> None:
+    """One that a later release has would run torch's engine, which has nothing to do with the module."""
+    for name, method in vars(torchs.FSDPModule).items():
+        if inspect.isfunction(method) and not name.startswith("_"):
+            assert arguments_of(vars(FSDPModule)[name]) == arguments_of(method), name
+    for name in ("fully_shard", "register_fsdp_forward_method", "share_comm_ctx"):
+        assert list(arguments_of(getattr(fullshard, name))) == list(arguments_of(getattr(torchs, name)))
+    for name in ("MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy"):
+        assert arguments_of(getattr(torchs, name)).keys() <= arguments_of(getattr(fullshard, name)).keys()
 
 
 def test_names_of_torchs_later_releases(monkeypatch: pytest.MonkeyPatch) -> None:
