@@ -268,7 +268,7 @@ REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
     "DataParallel": (lambda m: m._replicate_for_data_parallel(), "DataParallel around a sharded Around"),
     "weight_norm, hook": (lambda m: nn.utils.weight_norm(m.inner), r"inner\.weight_g, of shape .* was put into"),
     "spectral_norm, hook": (lambda m: nn.utils.spectral_norm(m.inner), r"inner\.weight_orig"),
-    "a parametrization": (parametrize_after, r"inner\.parametrizations\.weight\.original|set_"),
+    "a parametrization": (parametrize_after, r"`set_` of inner\.weight .*\n.*register parametrizations before"),
     "pruning": (prune_after, r"inner\.weight_orig"),
     "pruning of all": (prune_globally, r"inner\.weight_orig"),
     "SyncBatchNorm": (nn.SyncBatchNorm.convert_sync_batchnorm, r"inner\.norm\.weight"),

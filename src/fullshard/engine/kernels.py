@@ -73,7 +73,8 @@ def _check_changes(func: torch_private.Kernel, name: str, args: Sequence[Any], k
     held = first_sharded((args, kwargs))
     raise LifecycleError(
         f"`{name}` of {'a tensor' if held is None else held.name} would change more than the values of one tensor",
-        hint="compute with .full_tensor() of it, or with a function that returns a new tensor",
+        hint="compute with .full_tensor() of it, or with a function that returns a new tensor; register "
+        "parametrizations before sharding",
     )
 
 
