@@ -13,7 +13,7 @@ import inspect
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, wraps
@@ -117,8 +117,13 @@ Since 2.8."""
 are_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 """Whether `torch.func` is at work: its tensors have no graph to hook into. Since 2.0."""
 
-without_transforms = temporarily_clear_interpreter_stack
-"""Context without them, for messages between ranks, which have no memory under `torch.func.vmap`. Since 2.4."""
+_NOTHING = nullcontext()
+
+
+def without_transforms() -> AbstractContextManager[object]:
+    """Context without them, for messages between ranks, which have no memory under `torch.func.vmap`. Since 2.4."""
+    return temporarily_clear_interpreter_stack() if are_transforms_active() else _NOTHING
+
 
 accumulated_hooks: Callable[[torch.Tensor], OrderedDict[int, object] | None] = attrgetter("_post_accumulate_grad_hooks")
 """The hooks that `register_post_accumulate_grad_hook` has put on a parameter, by number; None before the first. Else a

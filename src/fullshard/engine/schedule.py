@@ -368,10 +368,10 @@ class Schedule:
             self._launch(due)
 
     @torch.no_grad()
-    @torch_private.without_transforms()
     def _launch(self, bucket: Bucket) -> None:
         if self._reduces(owner_of(bucket)):
-            self.reducer.launch(bucket)
+            with torch_private.without_transforms():
+                self.reducer.launch(bucket)
 
     def _reduces(self, unit: Unit) -> bool:
         return unit.reduce_gradients and (self.is_last_backward or not self.keeps_gradients)
@@ -381,9 +381,12 @@ class Schedule:
         self.reducer.step_when_final()
 
     @torch.no_grad()
-    @torch_private.without_transforms()
     def _finish_backward(self) -> None:
         """Called by autograd when the outermost backward is over."""
+        with torch_private.without_transforms():
+            self._finish()
+
+    def _finish(self) -> None:
         self.lockstep.note_end_of_backward()
         self.unannounced.leave(after=-1)  # of other models, too: it is over for them
         self.unannounced.finish_others()
