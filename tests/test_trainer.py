@@ -108,7 +108,10 @@ def test_activation_checkpointing(tmp_path: Path, spelling: str) -> None:
 
 def bf16(output: str) -> Any:
     made = trainer(build(), arguments(output, bf16=True))
+    counts: list[torch.Tensor] = []
+    made.model.register_forward_pre_hook(lambda _, __, k: counts.append(k["num_items_in_batch"]), with_kwargs=True)
     made.train()
+    assert counts and all(count.dtype is torch.long for count in counts)  # in bf16 it would be another number
     assert all(p.dtype is torch.float32 for p in made.model.parameters())
     return result(made)["losses"], made.accelerator.mixed_precision
 

@@ -169,6 +169,11 @@ class ShardedTraining:
             return [], None
         return super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
 
+    def _get_num_items_in_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """How many labels count, whole: the quotient that Transformers makes of it would be rounded as an input in bf16."""
+        count = super()._get_num_items_in_batch(*args, **kwargs)  # type: ignore[misc]
+        return count.round().long() if isinstance(count, torch.Tensor) else count
+
     def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
         """One micro-batch, forward and backward."""
         with teachers_head(self):
