@@ -170,7 +170,7 @@ class ShardedTraining:
         return super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
 
     def _get_num_items_in_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """How many labels count, whole: the quotient that Transformers makes of it would be rounded as an input in bf16."""
+        """How many labels count, whole: the quotient that Transformers makes of it is rounded with inputs in bf16."""
         count = super()._get_num_items_in_batch(*args, **kwargs)  # type: ignore[misc]
         return count.round().long() if isinstance(count, torch.Tensor) else count
 
