@@ -11,6 +11,7 @@ import itertools
 import os
 import resource
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,12 +28,14 @@ from fullshard.api import (
     GradScalerKwargs,
     ProjectConfiguration,
     accelerate,
+    skip_first_batches,
 )
 from fullshard.checkpoint import full_state_dict, verify_checkpoint
 from fullshard.config.handover import hand_over
 from fullshard.config.schema import CheckpointConfig, RunConfig
 from fullshard.core.errors import CheckpointError, CommunicationError, ConfigError, DataError, OptimizerError
 from fullshard.engine import ShardedParameter, describe, units_of
+from fullshard.engine.lockstep import Lockstep
 from tests.distributed import run_ranks
 
 
@@ -167,11 +170,42 @@ def _looks(accelerator: Accelerator) -> list[list[int]]:
         for each in (values, values.tolist()):
             with pytest.raises(DataError, match=differ):
                 accelerator.gather_for_metrics(each)
-        with pytest.raises(DataError, match=differ):
+        with pytest.warns(UserWarning, match=differ):
             backward()
+        backward()  # it is said once
         break
     backward()
     return epochs
+
+
+def _rightly_apart() -> tuple[int, list[str]]:
+    """Ranks read in different orders as they may: how often they were compared in 20 steps, and what was said of it."""
+    data = TensorDataset(torch.arange(10.0))
+    uneven = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=False))
+    loader, model = uneven.prepare(DataLoader(data, batch_size=2, shuffle=True), nn.Linear(1, 1))
+    own = skip_first_batches(DataLoader(data, batch_size=5, shuffle=True), 0)  # each rank reads all of it
+    other = Accelerator(cpu=True).prepare(DataLoader(data, batch_size=2, shuffle=True))
+    left_lying = iter(other)
+    compared: list[object] = []
+    whole = Lockstep.compare
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        if uneven.process_index == 0:
+            list(own)
+        for several in (itertools.chain(loader, loader), itertools.chain(own, own)):
+            for (values,) in itertools.islice(several, 4):
+                model(values[:1, None]).sum().backward()
+        patch.setattr(Lockstep, "compare", lambda *args: (compared.append(args), whole(*args)))
+        if uneven.process_index == 0:
+            next(left_lying)
+        for _ in range(20):
+            model(torch.ones(1, 1)).sum().backward()
+    texts = [str(warning.message) for warning in said]
+    return len(compared), [text for text in texts if "orders" in text]
+
+
+def test_ranks_may_read_in_different_orders() -> None:
+    assert run_ranks(_rightly_apart, 2) == [(1, [])] * 2
 
 
 def test_metrics_and_collectives() -> None:

@@ -16,11 +16,13 @@ import torch
 import torch.distributed.fsdp as torchs
 from torch import nn
 from torch.distributed._composable import replicate
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fullshard
+from fullshard.comm.mesh import init_mesh
 from fullshard.core.errors import ConfigError, LifecycleError, WrapError
 from fullshard.core.events import Event, EventKind
 from fullshard.engine import FSDPModule, fully_shard, units_of
@@ -431,6 +433,16 @@ def check_named_axes() -> None:
     assert whole.weight.placements == (Replicate(),) and "NO_SHARD" in str(fullshard.describe(whole))
     with pytest.raises(ConfigError, match=r"dp_mesh_dims = .*\['other'\] not found in mesh\.mesh_dim_names"):
         fully_shard(nn.Linear(6, 4), mesh=mesh, dp_mesh_dims=fullshard.DataParallelMeshDims(shard="other"))
+    for wrong in ({"shard": ("copies", "dp")}, {"shard": "dp", "replicate": "dp"}):
+        with pytest.raises(ConfigError, match=r"dp_mesh_dims = .*\nhint: name each axis once"):
+            fully_shard(nn.Linear(6, 4), mesh=mesh, dp_mesh_dims=fullshard.DataParallelMeshDims(**wrong))
+    with pytest.raises(ConfigError, match=r"shard_size=1 with .*its axes say how many"):
+        init_mesh(device_mesh=mesh["dp", "copies"], shard_size=1)
+    # Of the same mesh as the one that replicates, which is not taken for this one's.
+    shared: Any = fully_shard(nn.Linear(6, 4), mesh=mesh["dp"])
+    state = {"weight": torch.arange(24.0).view(4, 6), "bias": torch.ones(4)}
+    set_model_state_dict(shared, dict(state), options=StateDictOptions(full_state_dict=True))
+    assert all(torch.equal(shared.get_parameter(name).full_tensor(), value) for name, value in state.items())
 
 
 def check_newer_names() -> None:

@@ -128,8 +128,7 @@ class ShardedDataLoader(DataLoader[Any]):
         self._skip_each = 0
         seed = share.initial_seed() if data_seed is None else data_seed
         said = (seed, next(_NUMBERS))
-        self._seed, number = broadcast_object(said) if world_size > 1 else said
-        self._name = (number, self._length())
+        self._seed, self._number = broadcast_object(said) if world_size > 1 else said
 
     epoch: int = forwarded("_place.epoch")
     """Iterations so far, or what `set_epoch` said."""
@@ -238,11 +237,15 @@ class ShardedDataLoader(DataLoader[Any]):
             return None
 
     def _note_order(self) -> None:
-        """Of the innermost iteration, for the backward of all ranks."""
+        """Of the innermost iteration, for the backward of all ranks, if they must all be in the same one."""
+        deal, is_stream = self.share.deal, isinstance(self.dataset, IterableDataset)
+        if deal.world_size == 1 or deal.for_all or is_stream or not (deal.even and self.share.depends_on_epoch):
+            return
+        name = (self._number, self._length())
         if self._place.under_way:
-            ORDERS[self._name] = self._place.under_way[-1].order_number
+            ORDERS[name] = self._place.under_way[-1].order_number
         else:
-            ORDERS.pop(self._name, None)
+            ORDERS.pop(name, None)
 
     def _read(self, discard: int) -> Iterator[tuple[Any, Real | None]]:
         """Batches, with what is real of their rounds if it is known; after what the loader gives at first."""

@@ -66,10 +66,10 @@ class Gathering(Processes):
                     f"object for each sample, and this is a {type(input_data).__name__} (hint: put it into a list)"
                 )
             said = collectives.all_gather_object((input_data, order))
-            check_orders(enumerate(order for _, order in said))
+            check_orders(order for _, order in said)
             data = [item for part, _ in said[:: self._tensor_parallel_size] for item in part]
             return data[: self._real_rows(len(data))]
-        data = self._gather_once(input_data, check=lambda orders: check_orders(enumerate(orders)), note=order)
+        data = self._gather_once(input_data, check=check_orders, note=order)
 
         def cut(tensor: torch.Tensor) -> torch.Tensor:
             return tensor[: self._real_rows(tensor.shape[0])]

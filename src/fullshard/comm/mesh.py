@@ -247,7 +247,7 @@ def init_mesh(
     (torchrun), in which case the default group is initialised as torch's `fully_shard` does.
 
     Args:
-        shard_size: ranks per shard group; divides the world size. Of a `device_mesh` 1 or left out.
+        shard_size: ranks per shard group; divides the world size. With a `device_mesh` 1 or left out.
         device: where to compute; the accelerator if there is one, unless `device_mesh` is of CPUs.
         device_mesh: a torch mesh to use instead: 1-D is the shard axis, or with `shard_size=1` the replicate axis; 2-D
             is (replicate, shard).
@@ -261,7 +261,13 @@ def init_mesh(
     ranks = joined_world_size()
     require_gloo(device, dist.group.WORLD if dist.is_initialized() else None)
     if device_mesh is not None:
-        return _from_device_mesh(device_mesh, device, only_replicates=shard_size == 1)
+        only_replicates = shard_size == 1 and device_mesh.ndim == 1
+        if shard_size is not None and not only_replicates:
+            raise ConfigError(
+                f"shard_size={shard_size} with {device_mesh}: its axes say how many ranks share",
+                hint="leave shard_size out, or pass 1 with a mesh of one axis, along which every rank is to have all",
+            )
+        return _from_device_mesh(device_mesh, device, only_replicates=only_replicates)
     if not dist.is_initialized():
         alone = collectives_for(None, device)
         device_mesh = torch_private.mesh_without_groups(device.type, [0], 0)
@@ -291,15 +297,21 @@ def data_parallel(device_mesh: Any, dims: Any) -> Mesh:
         dims: torch's `DataParallelMeshDims`. Several axes to shard along, or to replicate along, are taken as one.
 
     Raises:
-        ConfigError: no such axes, or no mesh of torch's.
+        ConfigError: no such axes, twice or in another order, or no mesh of torch's.
     """
-    names = device_mesh.mesh_dim_names if isinstance(device_mesh, DeviceMesh) else None
+    names = (device_mesh.mesh_dim_names if isinstance(device_mesh, DeviceMesh) else None) or ()
     wanted = [tuple(dims.replicate_names), tuple(dims.shard_names)]
-    unknown = [name for part in wanted for name in part if name not in (names or ())]
+    named = [name for part in wanted for name in part]
+    unknown = [name for name in named if name not in names]
     if unknown:
         raise ConfigError(
             f"dp_mesh_dims = {dims} of a mesh with axes {names}: {unknown} not found in mesh.mesh_dim_names",
             hint="name axes of the mesh that fully_shard is given",
+        )
+    if len(set(named)) < len(named) or any(list(part) != sorted(part, key=names.index) for part in wanted):
+        raise ConfigError(
+            f"dp_mesh_dims = {dims} of a mesh with axes {names}",
+            hint="name each axis once, in the order that they have in the mesh",
         )
     parts = [device_mesh[part] if part else None for part in wanted]
     replicate, shard = (torch_private.flattened(p) if p is not None and p.ndim > 1 else p for p in parts)
@@ -313,7 +325,8 @@ def mesh_of(device_mesh: DeviceMesh) -> Mesh | None:
     if not dist.is_initialized():
         return init_mesh(device=torch.device(device_mesh.device_type))  # of one process alone, which are all alike
     own = (mesh for key, mesh in list(_CACHE.items()) if key[0] is dist.group.WORLD)
-    return next((mesh for mesh in own if mesh.device_mesh == device_mesh), None)
+    alike = (mesh for mesh in own if mesh.device_mesh == device_mesh)
+    return next((mesh for mesh in alike if mesh.shard_size == device_mesh.shape[-1]), None)  # not one that replicates
 
 
 def _build(replicate_size: int, shard_size: int, device: torch.device) -> Mesh:

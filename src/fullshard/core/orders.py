@@ -17,18 +17,32 @@ ORDERS: Orders = {}
 """Of this process, for the loaders that are being iterated."""
 
 
-def check_orders(orders: Iterable[tuple[int, int | None]]) -> None:
-    """Compare the order in which each rank reads one loader; None: it does not read it, and has nothing to say.
+def difference(orders: Iterable[tuple[int, int | None]]) -> str | None:
+    """How the order in which a rank reads one loader differs from that of those before it, in words; None: they agree.
 
-    Raises:
-        DataError: they do.
+    Args:
+        orders: ranks, and the order's number of each; None: it does not read it, and has nothing to say.
     """
     known = [(rank, order) for rank, order in orders if order is not None]
     for rank, order in known:
         first, expected = known[0]
         if order != expected:
-            raise DataError(
+            return (
                 f"ranks read a data loader in different orders: rank {first} in that of epoch {expected}, rank {rank} "
-                f"in that of epoch {order}; so some samples are read twice, and others never",
-                hint="a rank has read it alone before: read it on every rank, or call loader.set_epoch(number) on all",
+                f"in that of epoch {order}; so some samples are read twice, and others never"
             )
+    return None
+
+
+HINT = "a rank has read it alone before: read it on every rank, or call loader.set_epoch(number) on all"
+"""What to do about a difference that was not meant."""
+
+
+def check_orders(orders: Iterable[int | None]) -> None:
+    """Compare the orders in which ranks 0, 1, ... read one loader.
+
+    Raises:
+        DataError: they differ.
+    """
+    if (found := difference(enumerate(orders))) is not None:
+        raise DataError(found, hint=HINT)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import struct
 import sys
+import warnings
 import weakref
 import zlib
 from collections.abc import Collection, Sequence
@@ -24,7 +25,7 @@ from fullshard.comm.stalls import STALLS
 from fullshard.comm.track import Track
 from fullshard.core.errors import CommunicationError
 from fullshard.core.journal import JOURNAL
-from fullshard.core.orders import ORDERS, check_orders
+from fullshard.core.orders import HINT, ORDERS, difference
 from fullshard.core.stopping import STOPPING
 from fullshard.engine.end_of_backward import BucketEnd, EndOfBackward
 from fullshard.engine.unit import Unit
@@ -69,6 +70,8 @@ class Lockstep:
         self._has_gathered = self._is_in_backward = False
         self.has_begun = self.is_order_verified = False
         self.loads = 0
+        self._compared: set[tuple[int, int]] = set()  # orders of loaders, which are no reason to compare again
+        self._told: set[tuple[int, int | None]] = set()
         self._stepped: list[tuple[weakref.ref[torch.optim.Optimizer], list[dict[str, Any]]]] = []
 
     def begin(self, units: Sequence[Unit]) -> None:
@@ -209,7 +212,8 @@ class Lockstep:
         """
         entered = zlib.crc32(struct.pack(f"={len(units)}I", *[unit.number for unit in units]))
         rates = sum(zlib.crc32(struct.pack(f"={len(r)}d", *r)) for r in self._rates()) & 0xFFFFFFFF
-        orders = zlib.crc32(repr(sorted((number, order) for (number, _), order in ORDERS.items())).encode())
+        read = sorted({(number, order) for (number, _), order in list(ORDERS.items())} - self._compared)
+        orders = zlib.crc32(repr(read).encode())
         done = struct.pack("=QQQqII", steps, self._backwards, self._failures, _run_step(), rates, orders)
         return struct.pack("=II", entered, zlib.crc32(done))
 
@@ -241,9 +245,10 @@ class Lockstep:
     def compare(self, units: Collection[Unit], steps: int) -> None:
         """Find out what differs. A collective, once some rank's digest is another.
 
+        That ranks read a loader in different orders is a warning, and said once: some scripts mean to.
+
         Raises:
             CommunicationError: on every rank, with what rank 0 and the first other one have.
-            DataError: on every rank, about a loader that some read in another order.
         """
         lines = [f"errors in forward or backward: {self._failures}", f"{steps} optimizer steps of this process"]
         lines += [f"backward {self._backwards + 1} since the last of them"]
@@ -251,9 +256,14 @@ class Lockstep:
         lines += [f"learning rates {rates}" for rates in sorted(self._rates())]
         lines += [f"forward {number}: unit {unit.name!r}" for number, unit in enumerate(units)]
         self._mesh.check_agreement(lines, what=f"step {steps + 1} of this process", hint=_HINT)
-        of_all = self._mesh.all_gather_object(ORDERS)
-        for loader in sorted(set().union(*of_all), key=str):
-            check_orders((rank, o.get(loader)) for rank, o in zip(self._mesh.ranks, of_all, strict=True))
+        own = dict(ORDERS)  # a script's threads may read, too
+        of_all = dict(zip(self._mesh.ranks, self._mesh.all_gather_object(own), strict=True))
+        self._compared = {(number, order) for (number, _), order in own.items()}
+        for loader in sorted(set().union(*of_all.values()) - self._told, key=str):
+            found = difference((rank, orders.get(loader)) for rank, orders in of_all.items())
+            if found is not None:
+                self._told.add(loader)
+                warnings.warn(f"{found}\nhint: {HINT}", stacklevel=2)
 
     def _rates(self) -> list[list[float]]:
         """Of each optimizer that stepped last, as they are now. Those that are on a device are not waited for."""
