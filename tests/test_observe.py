@@ -8,7 +8,9 @@ import json
 import math
 import os
 import resource
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -69,6 +71,57 @@ def test_files_are_written_to_what_their_name_stands_for(tmp_path: Path) -> None
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert real.read_text() == "text" and len(list(tmp_path.iterdir())) == 3
+
+
+def test_what_a_process_has_open_is_written_to_and_not_replaced(tmp_path: Path) -> None:
+    """A pipe without a name (`>(...)`), and standard output that is a file; both have names in /dev/fd."""
+    source, sink = os.pipe()
+    write_text(Path(f"/dev/fd/{sink}"), "text")
+    assert os.read(source, 9) == b"text"
+    with (tmp_path / "real").open("w") as file:
+        (tmp_path / "link").symlink_to(f"/dev/fd/{file.fileno()}")
+        write_text(tmp_path / "link", "text")
+        assert os.path.samestat(os.fstat(file.fileno()), (tmp_path / "real").stat())
+    assert (tmp_path / "real").read_text() == "text"
+    os.close(source), os.close(sink)
+
+
+def test_a_full_device_is_named() -> None:
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+        write_text(Path("/dev/full"), "text")
+
+
+def test_a_file_that_is_overwritten_keeps_its_mode(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.touch(0o600)
+    write_text(path, "text")
+    assert (path.stat().st_mode & 0o777, path.read_text()) == (0o600, "text")
+
+
+def test_a_file_is_written_where_it_is_if_it_cannot_be_replaced() -> None:
+    """In a folder of somebody else's, and, where tests may mount, as a mount of its own."""
+    user = os.geteuid()
+    with tempfile.TemporaryDirectory() as name:
+        path, other = Path(name, "file"), Path(name, "other")
+        path.touch(), path.chmod(0o666), other.touch()
+        path.parent.chmod(0o555)
+        try:
+            os.seteuid(user or 65534)
+            write_text(path, "text")
+            with pytest.raises(PermissionError, match=r"Permission denied: '.*/new'"):
+                write_text(path.with_name("new"), "text")
+        finally:
+            os.seteuid(user)
+            path.parent.chmod(0o755)
+        assert path.read_text() == "text"
+        if subprocess.run(["mount", "--bind", other, path], capture_output=True).returncode:
+            return
+        try:
+            write_text(path, "mounted")
+            assert {each.name for each in path.parent.iterdir()} == {"file", "other"}
+        finally:
+            subprocess.run(["umount", path], check=True)
+        assert (path.read_text(), other.read_text()) == ("text", "mounted")
 
 
 def test_json_keeps_every_bit() -> None:
