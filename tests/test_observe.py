@@ -86,6 +86,21 @@ def test_what_a_process_has_open_is_written_to_and_not_replaced(tmp_path: Path) 
     os.close(source), os.close(sink)
 
 
+def test_a_new_file_overwrites_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even one that comes while it is looked whether there is one; what could not be written leaves none."""
+    path = tmp_path / "file"
+    save_text("mine", path, overwrite=False)
+    with pytest.raises(ConfigError, match=r"cannot write .*: File name too long\nhint: name a file elsewhere, or call"):
+        save_text("text", tmp_path / (300 * "x"), overwrite=False)
+    monkeypatch.setattr(Path, "exists", lambda path: False)
+    with pytest.raises(ConfigError, match="file exists already"):
+        save_text("text", path, overwrite=False)
+    assert path.read_text() == "mine"
+    with pytest.raises(UnicodeEncodeError):
+        save_text("\udcff", tmp_path / "new", overwrite=False)
+    assert [each.name for each in tmp_path.iterdir()] == ["file"]
+
+
 def test_a_full_device_is_named() -> None:
     with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
         write_text(Path("/dev/full"), "text")

@@ -117,11 +117,18 @@ def save_text(text: str, path: Path, *, overwrite: bool) -> None:
     Raises:
         ConfigError: it exists and may not be overwritten, or cannot be written.
     """
-    if path.exists() and not overwrite:
-        raise ConfigError(f"{path} exists already", hint="name another file, or pass --overwrite")
     try:
-        write_text(path, text)
+        if not overwrite:
+            path.touch(exist_ok=False)  # of two who write it at once one is told
+        try:
+            write_text(path, text)
+        except BaseException:
+            if not overwrite:
+                path.unlink()
+            raise
+    except FileExistsError:
+        raise ConfigError(f"{path} exists already", hint="name another file, or pass --overwrite") from None
     except OSError as error:
-        raise ConfigError(
-            f"cannot write {path}: {error.strerror}", hint="name a file in a folder that exists"
-        ) from None
+        missing = isinstance(error, FileNotFoundError | NotADirectoryError)
+        hint = f"name a file {'in a folder that exists' if missing else 'elsewhere, or call it otherwise'}"
+        raise ConfigError(f"cannot write {path}: {error.strerror}", hint=hint) from None
