@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import math
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from fullshard.config.deepspeed import DEEPSPEED
 from fullshard.config.dialect import Dialect, Key, Reading, Status
 from fullshard.config.document import read_document
 from fullshard.config.fsdp import FSDP
+from fullshard.config.handover import hand_over, handed_over
 from fullshard.config.load import (
     VARIABLES,
     load_arguments,
@@ -400,6 +403,24 @@ def test_the_loss_scale_of_fp16_that_is_off_is_of_no_account(tmp_path: Path) -> 
 def test_numbers_that_are_none(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("run.yaml", "training: {gradient_clipping: .inf}"),
+        ("run.yaml", "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 3, gradient_clipping: .inf}"),
+        ("ds.json", '{"zero_optimization": {"stage": 3}, "gradient_clipping": Infinity}'),
+    ],
+)
+def test_a_norm_may_be_clipped_to_any_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str
+) -> None:
+    """Which clips nothing, in the processes too that get it from the launcher."""
+    config = read(tmp_path, text, name).config
+    assert config.training.gradient_clipping == math.inf
+    monkeypatch.setattr(os, "environ", {**os.environ, **hand_over(config, tmp_path / "handed.json")})
+    assert handed_over() == config
 
 
 def test_nested_keys_where_one_value_belongs_are_shown_as_written(tmp_path: Path) -> None:

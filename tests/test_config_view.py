@@ -5,6 +5,8 @@ pytest tests/test_config_view.py
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,6 +34,16 @@ def test_fields_of_the_run_are_the_schemas(view: type[View]) -> None:
             assert field.default == setting.default
         if name not in OWN_WORDS[view]:
             assert field.description.split()[:3] == (setting.description or "").replace("`", "").split()[:3], name
+
+
+def test_the_norm_that_train_clips_to_may_be_infinite(tmp_path: Path) -> None:
+    """The ranks get it in a file."""
+    arguments = TrainArguments.of({"max_grad_norm": "inf"})
+    (tmp_path / "file").write_text(arguments.to_json())
+    assert TrainArguments.read(tmp_path / "file").max_grad_norm == math.inf
+    for wrong in ({"max_grad_norm": "nan"}, {"lr": "inf"}):
+        with pytest.raises(ConfigError, match="Input should be"):
+            TrainArguments.of(wrong)
 
 
 @pytest.mark.parametrize("view", VIEWS)

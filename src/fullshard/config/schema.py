@@ -309,8 +309,11 @@ class TrainingConfig(Settings):
     )
     """Micro-batches per optimizer step."""
 
-    gradient_clipping: float | None = setting(None, gt=0, accelerate="call accelerator.clip_grad_norm_ in the script")
-    """Norm that the gradients of an optimizer are clipped to before its step. None: as the script does."""
+    gradient_clipping: float | None = setting(
+        None, gt=0, allow_inf_nan=True, accelerate="call accelerator.clip_grad_norm_ in the script"
+    )
+    """Norm that the gradients of an optimizer are clipped to before its step; an infinite one is none. None: as the
+    script does."""
 
     step_in_backward: bool = False
     """Whether the optimizer updates every bucket within backward, as soon as its gradient is final, and frees that: the

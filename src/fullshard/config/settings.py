@@ -99,7 +99,12 @@ class Settings(BaseModel):
     """A frozen group of settings whose construction raises `SettingsError`."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        ser_json_inf_nan="constants",  # an infinite one would become null, which means something else
+        use_attribute_docstrings=True,
     )
 
     def __init__(self, **values: Any) -> None:

@@ -50,7 +50,7 @@ def kept_or_auto(choice: str) -> Mapping[str, Any]:
 class View(BaseModel):
     """Settings of a command, frozen. Build it with `of`, whose errors are `ConfigError`s."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, ser_json_inf_nan="constants")
     subject: ClassVar[str]
     """What is set, for messages."""
 

@@ -78,7 +78,9 @@ class TrainArguments(View):
     min_lr_ratio: float = Field(0.1, ge=0, le=1, description="Learning rate at the end, as a part of the highest")
     warmup_steps: int | None = Field(None, ge=0, description="Steps of linear warm-up. Default: a tenth of the steps")
     weight_decay: float = Field(0.1, ge=0, description="Decay of matrices; vectors are never decayed")
-    max_grad_norm: float = Field(1.0, ge=0, description="Clip the global gradient norm to this; 0 does not clip")
+    max_grad_norm: float = Field(
+        1.0, ge=0, allow_inf_nan=True, description="Clip the global gradient norm to this; 0 and inf do not clip"
+    )
     step_in_backward: bool = of_run(
         "training.step_in_backward",
         help="Update every bucket within backward, so that all gradients never exist at once; "
