@@ -5,6 +5,7 @@ pytest tests/test_simulate.py
 
 from __future__ import annotations
 
+import importlib.util
 import time
 
 import pytest
@@ -86,6 +87,9 @@ def test_a_configuration_that_transformers_cannot_use_is_told() -> None:
         transformers_model({"model_type": "qwen2_moe", "mlp_only_layers": 3})()
     with pytest.raises(ConfigError, match=r"takes this for no llama: Trying to create tensor with negative dimension"):
         transformers_model({"model_type": "llama", "hidden_size": -64})()
+    if importlib.util.find_spec("flash_attn") is None:  # what is missing is not the file's fault
+        with pytest.raises(ImportError, match="FlashAttention2"):
+            transformers_model({**SMALL, "model_type": "llama"}, attention="flash_attention_2")()
 
 
 def test_models_without_sdpa_and_models_nobody_builds() -> None:

@@ -239,7 +239,8 @@ def transformers_model(values: dict[str, Any], *, attention: str | None = None) 
         attention: what computes it, by Transformers' name. None: what the model itself would take.
 
     Raises:
-        ConfigError: Transformers does not know the model. What was built raises it where Transformers cannot.
+        ConfigError: Transformers does not know the model. What was built raises it where Transformers cannot, but
+            for an `ImportError`, which it passes on.
     """
     transformers = import_extra("transformers", extra="hf", purpose="simulating a Transformers model")
     kind_of_model = values.get("model_type")
@@ -260,6 +261,8 @@ def transformers_model(values: dict[str, Any], *, attention: str | None = None) 
             else:
                 kind = transformers.AutoModelForSpeechSeq2Seq
             model: nn.Module = kind.from_config(config, attn_implementation=attention)
+        except ImportError:  # of what computes its attention
+            raise
         except Exception as error:  # each family checks its fields in its own way
             raise ConfigError(
                 f"Transformers {transformers.__version__} takes this for no {kind_of_model}: {error}",
