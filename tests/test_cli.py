@@ -123,6 +123,32 @@ def test_what_cannot_be_written_is_named(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (2, f"NotADirectoryError: {tmp_path}/file/x: Not a directory\n")
 
 
+@pytest.mark.parametrize(
+    ("error", "words", "is_a_message"),
+    [
+        (FileNotFoundError(2, "None such", "mine/part"), ["mine"], True),
+        (FileNotFoundError(2, "None such", "mine/part"), ["--file=./mine/part"], True),
+        (FileNotFoundError(2, "None such", "/usr/lib/ours.so"), ["mine", "-x", ""], False),
+        (ChildProcessError(2, "None such", "ours"), ["mine"], False),
+        (OSError(5, None, "mine"), ["mine"], False),
+        (OSError(5, "Broken", 3), ["3"], False),
+    ],
+)
+def test_a_fault_of_no_file_that_is_named_keeps_its_traceback(
+    monkeypatch: pytest.MonkeyPatch, error: OSError, words: list[str], is_a_message: bool
+) -> None:
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr("fullshard.cli.main.app", fail)
+    monkeypatch.setattr("fullshard.cli.main.check_words", lambda words: None)
+    if is_a_message:
+        assert run_here(*words).stderr == "FileNotFoundError: mine/part: None such\n"
+    else:
+        with pytest.raises(OSError):
+            run_here(*words)
+
+
 def test_nproc_under_a_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     result = CliRunner().invoke(app, ["train", "--nproc", "2"])

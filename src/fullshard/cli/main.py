@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -88,6 +90,16 @@ def _options(
     pass
 
 
+def _is_named(file: object) -> bool:
+    """Whether it is a file that the command line names, or one in it, or a folder that is to hold one."""
+    if not isinstance(file, str | Path):
+        return False
+    words = (word.split("=", 1)[-1] if word.startswith("-") else word for word in sys.argv[1:])
+    named = [Path(os.path.expanduser(word)) for word in words if word]  # noqa: PTH111 - Path's raises
+    real = Path(os.path.realpath(file))
+    return any(name.is_relative_to(file) or real.is_relative_to(os.path.realpath(name)) for name in named)
+
+
 def main() -> None:
     """Run the command line of this process and exit."""
     try:
@@ -98,7 +110,7 @@ def main() -> None:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         sys.exit(USAGE_ERROR)
     except OSError as error:
-        if error.filename is None:  # nothing that a user has named
+        if error.strerror is None or not _is_named(error.filename):
             raise
         sys.stderr.write(f"{type(error).__name__}: {error.filename}: {error.strerror}\n")
         sys.exit(USAGE_ERROR)
