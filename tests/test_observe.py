@@ -83,7 +83,8 @@ def test_what_a_process_has_open_is_written_to_and_not_replaced(tmp_path: Path) 
         write_text(tmp_path / "link", "text")
         assert os.path.samestat(os.fstat(file.fileno()), (tmp_path / "real").stat())
     assert (tmp_path / "real").read_text() == "text"
-    os.close(source), os.close(sink)
+    os.close(source)
+    os.close(sink)
 
 
 def test_a_new_file_overwrites_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +119,9 @@ def test_a_file_is_written_where_it_is_if_it_cannot_be_replaced() -> None:
     user = os.geteuid()
     with tempfile.TemporaryDirectory() as name:
         path, other = Path(name, "file"), Path(name, "other")
-        path.touch(), path.chmod(0o666), other.touch()
+        path.touch()
+        path.chmod(0o666)
+        other.touch()
         path.parent.chmod(0o555)
         try:
             os.seteuid(user or 65534)
