@@ -6,6 +6,7 @@ pytest tests/test_accelerate_surface.py
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
 import json
 import warnings
@@ -266,8 +267,11 @@ def test_what_accelerates_plugin_is_told_counts_though_it_be_its_default(
     for name, value in hand_over(config, tmp_path / "config.json").items():
         monkeypatch.setenv(name, value)
     for fields, expected in ({}, (True, True)), ({"activation_checkpointing": False}, (False, True)):
-        sharding = Accelerator(cpu=True, fsdp_plugin=_their_plugin(fsdp_version=2, **fields)).setup.sharding
+        theirs = _their_plugin(fsdp_version=2, cpu_offload=None, **fields)  # None is what the environment says
+        sharding = Accelerator(cpu=True, fsdp_plugin=theirs).setup.sharding
         assert (sharding.activation_checkpointing, sharding.cpu_offload) == expected
+    replaced = dataclasses.replace(_their_plugin(fsdp_version=2), transformer_cls_names_to_wrap=["Linear"])
+    assert Accelerator(cpu=True, fsdp_plugin=replaced).setup.sharding.cpu_offload
 
 
 def test_accelerates_plugin_with_a_policy_for_a_model() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import sys
 from typing import Any
 
 from fullshard.api.options import ParallelismConfig
@@ -54,7 +55,9 @@ def _remember_arguments(module: Any) -> None:
     @functools.wraps(init)
     def remembering(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
-        vars(self)[_SAID] = set(signature.bind(*args, **kwargs).arguments)
+        if sys._getframe(1).f_globals.get("__name__") != dataclasses.__name__:  # `replace` says every field
+            said = signature.bind(*args, **kwargs).arguments
+            vars(self)[_SAID] = {name for name, value in said.items() if value is not None}  # which leaves it open
 
     cls.__init__ = remembering
 
