@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from fullshard.comm.stalls import STALLS
 from fullshard.config.handover import launched
-from fullshard.config.resolve import resolve
 from fullshard.core.errors import ConfigError
 from fullshard.launch.environment import (
     RankEnvironment,
@@ -167,8 +166,12 @@ class GradientState:
 
 
 def launched_device() -> str:
-    """The kind of device that fullshard's or Accelerate's launcher says, `auto` if neither does."""
-    return resolve([launched()]).config.launch.device
+    """The kind of device that fullshard's or Accelerate's launcher says, `auto` if neither does.
+
+    Of the rest nothing is judged: a process that shards no model may have been told what is refused.
+    """
+    setting = launched().setting("launch.device")
+    return "auto" if setting is None else str(setting.value)
 
 
 @dataclass(frozen=True, slots=True)
