@@ -225,6 +225,10 @@ def test_checkpoints_of_trainer(tmp_path: Path) -> None:
     assert "no difference" in _run("diff", tmp_path / "ours", tmp_path / "checkpoint-1").stdout
     text = _run("prune", tmp_path, "--keep", 1).stdout
     assert "checkpoint-1: Trainer's" in text and "save_total_limit" in text and (tmp_path / "checkpoint-1").is_dir()
+    (tmp_path / "checkpoint-1" / "part_0").mkdir()
+    (tmp_path / "checkpoint-1" / "part_0" / "manifest.json").write_text("{}")
+    text = _run("prune", tmp_path, "--keep", 1).stdout
+    assert "checkpoint-1: Trainer's" not in text and "manifest.json" in text and "checkpoint-2: Trainer's" in text
 
 
 def _llama(directory: Path) -> Any:

@@ -103,7 +103,7 @@ def prune(root: Location, *, keep: int, thorough: bool = False, dry_run: bool = 
         parts, problem = _checkpoint_in(directory)
         if parts:
             problem = next(iter(_problems(parts, thorough=thorough)), "")
-        elif trainer_state(directory) != directory:
+        elif not problem and trainer_state(directory) != directory:
             problem = "Trainer's, which may be its best: save_total_limit removes old ones"
         if problem:
             damaged.append((directory, problem))
