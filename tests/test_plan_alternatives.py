@@ -130,6 +130,7 @@ def test_files_and_settings_side_by_side(tmp_path: Path) -> None:
     [
         (["8xA100"], "belongs to no option"),
         (["--compare", "none.yaml"], "none.yaml"),
+        (["--compare", ""], "--compare: there is nothing"),
         (["--compare", "micro-batch=2,fast"], "'fast' is no setting"),
         (["--compare", "sped=2"], "unknown setting 'sped'"),
     ],

@@ -285,7 +285,10 @@ def _compared(compare: list[str] | None, others: list[str] | None) -> list[str]:
             f"{' '.join(others)}: belongs to no option",
             hint="write --compare before what is to be compared, and quotes around a value with spaces: -d '8 H100'",
         )
-    return [*(compare or []), *(others or [])]
+    found = [*(compare or []), *(others or [])]
+    if not all(word.strip() for word in found):
+        raise ConfigError("--compare: there is nothing in ''", hint="name a file, settings or devices")
+    return found
 
 
 def _is_file(text: str) -> bool:
