@@ -22,6 +22,7 @@ from torch import nn
 from fullshard.comm.cpu.gloo import GlooCollectives
 from fullshard.comm.torch_dist import completed
 from fullshard.config.hardware import DetectedDevice, Hardware
+from fullshard.core.errors import ConfigError
 from fullshard.core.sizes import MIB
 from fullshard.launch import doctor, doctor_ranks
 from fullshard.launch.doctor import BFLOAT16_TIME, Finding, Trial, judge
@@ -168,6 +169,11 @@ def test_stale_variables_make_the_exit_code_1() -> None:
 def test_n_without_run_is_an_error() -> None:
     done = run("-n", "2")
     assert (done.returncode, "add --run" in done.stderr) == (2, True)
+
+
+def test_more_ranks_than_this_host_can_start() -> None:
+    with pytest.raises(ConfigError, match=r"1000000 processes on this host, and it has .* processors"):
+        doctor.try_ranks(1_000_000, "cpu", 10.0)
 
 
 # -- ranks --------------------------------------------------------------------------------------------------------

@@ -266,7 +266,7 @@ def try_ranks(nproc: int, device: str, timeout_seconds: float) -> Trial:
         timeout_seconds: how long a rank waits for the others.
 
     Raises:
-        ConfigError: `nproc` is less than 1.
+        ConfigError: `nproc` is less than 1, or more than this host can start.
     """
     from fullshard.launch.local import launch_local
 

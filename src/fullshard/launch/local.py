@@ -46,7 +46,15 @@ from fullshard.launch.logs import DRAIN_SECONDS, RankLogs, write_all
 from fullshard.launch.membership import Membership
 from fullshard.launch.network import DEFAULT_PORT, interface_of, listen, resolve
 from fullshard.launch.preemption import AGAIN_SECONDS, PREEMPTED, listening_in
-from fullshard.launch.processes import adopt_orphans, below, descendants, end_descendants, reap_orphans, threads_of_each
+from fullshard.launch.processes import (
+    adopt_orphans,
+    below,
+    check_count,
+    descendants,
+    end_descendants,
+    reap_orphans,
+    threads_of_each,
+)
 from fullshard.launch.rendezvous import LOOPBACK, MultiHostRendezvous, OneHostRendezvous
 from fullshard.launch.rendezvous_server import (
     JOIN_SECONDS,
@@ -158,10 +166,11 @@ def launch_local(
         The exit code; see `run_job`.
 
     Raises:
-        ConfigError: `nproc` is less than 1.
+        ConfigError: `nproc` is less than 1, or more than this host can start.
     """
     if nproc < 1:
         raise ConfigError(f"the number of processes must be at least 1, got {nproc}")
+    check_count(nproc)
     prepare_host(device, nproc)
     variables = worker_variables(nproc)
     return run_job(

@@ -17,13 +17,13 @@ from fullshard.config.settings import plain_message
 from fullshard.config.switches import TIMEOUT
 from fullshard.core.errors import ConfigError
 from fullshard.launch import bootstrap
-from fullshard.launch.processes import threads_of_each, usable_cpu_count
+from fullshard.launch.processes import check_count, threads_of_each, usable_cpu_count
 from fullshard.launch.rendezvous_server import JOIN_SECONDS, LAST_CALL_SECONDS
 from fullshard.launch.slurm import devices_per_host
 
 DETECTED = Origin(Precedence.DEFAULT, "found on this host")
 
-_MOST_PER_PROCESSOR, _MOST_SECONDS = 64, 10**9
+_MOST_SECONDS = 10**9
 _RENDEZVOUS_SETTINGS = {"join_timeout": "join_timeout", "timeout": "join_timeout", "last_call_timeout": "last_call"}
 _RENDEZVOUS_SECONDS = {"join_timeout": JOIN_SECONDS, "last_call": LAST_CALL_SECONDS}
 
@@ -116,12 +116,8 @@ def make_plan(
             f"{what}{'s' if devices > 1 else ''}",
             hint=f"use {devices * launch.num_machines}, or --cpu",
         )
-    if device == "cpu" and not elsewhere and per_host > (most := _MOST_PER_PROCESSOR * usable_cpu_count()):
-        raise ConfigError(
-            f"{resolved.origin('launch.num_processes')}: {per_host} processes on this host, and it has "
-            f"{usable_cpu_count()} processors",
-            hint=f"use at most {most}: one or two per processor are fast, more are for trials",
-        )
+    if device == "cpu" and not elsewhere:
+        check_count(per_host, f"{resolved.origin('launch.num_processes')}: ")
     if device == "tpu" and resolved.config.precision.mode == "fp16":
         raise ConfigError(
             f"{resolved.origin('precision.mode')}: fp16, and a TPU computes in bfloat16 and float32",

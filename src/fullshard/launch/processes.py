@@ -12,7 +12,9 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from fullshard.config.hardware import usable_cpu_count as usable_cpu_count
+from fullshard.core.errors import ConfigError
 
+_MOST_PER_PROCESSOR = 64
 _PR_SET_CHILD_SUBREAPER = 36
 _PATIENCE_SECONDS = 1.0
 """How long a killed process may take to be gone."""
@@ -21,6 +23,20 @@ _PATIENCE_SECONDS = 1.0
 def threads_of_each(nproc: int) -> int:
     """Threads per process: with one per core each, `nproc` processes would slow one another down."""
     return max(1, usable_cpu_count() // nproc)
+
+
+def check_count(nproc: int, said_by: str = "") -> None:
+    """See to it that this host has processors for so many processes, if only to try something.
+
+    Raises:
+        ConfigError: it has not.
+    """
+    processors = usable_cpu_count()
+    if nproc > (most := _MOST_PER_PROCESSOR * processors):
+        raise ConfigError(
+            f"{said_by}{nproc} processes on this host, and it has {processors} processors",
+            hint=f"use at most {most}: one or two per processor are fast, more are for trials",
+        )
 
 
 def adopt_orphans() -> None:
