@@ -303,17 +303,18 @@ def test_a_script_of_ones_own(tmp_path: Path) -> None:
     assert (first.returncode, third.returncode) == (0, 0), said
     assert float(re.findall(r"trained (\S+)", said[0])[0]) == pytest.approx(right, rel=1e-6)
     last: dict[int, dict[int, list[int]]] = {}
-    sizes = {}
+    sizes, every_size = {}, set()
     for rank in (0, 1):
         for line in read(tmp_path / "out" / f"samples{rank}").splitlines():
             step, size, samples = json.loads(line)
+            every_size.add(size)
             if rank == 0:
                 sizes[step] = size  # of the last time that it was made
             if rank < sizes[step]:
                 last.setdefault(step, {})[rank] = samples
     dealt = {step: sorted(number for part in parts.values() for number in part) for step, parts in last.items()}
     assert dealt == {step: list(range(4 * step - 4, 4 * step)) for step in range(1, 41)}
-    assert set(sizes.values()) == {1, 2}
+    assert every_size == {1, 2}  # what was done alone may have been made again by two
 
 
 def test_what_cannot_be_shared_is_an_error_before_the_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
