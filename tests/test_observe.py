@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fullshard import observe
 from fullshard.config.write import save_text
 from fullshard.core.errors import ConfigError, DataError, MissingExtraError
 from fullshard.observe import (
@@ -140,6 +141,10 @@ def test_a_file_is_written_where_it_is_if_it_cannot_be_replaced() -> None:
         finally:
             subprocess.run(["umount", path], check=True)
         assert (path.read_text(), other.read_text()) == ("text", "mounted")
+def test_the_module_of_files_is_found_where_it_was() -> None:
+    from fullshard.observe import files
+
+    assert (files.whole_file, files.write_text) == (observe.whole_file, observe.write_text)
 
 
 def test_json_keeps_every_bit() -> None:
