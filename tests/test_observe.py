@@ -141,6 +141,8 @@ def test_a_file_is_written_where_it_is_if_it_cannot_be_replaced() -> None:
         finally:
             subprocess.run(["umount", path], check=True)
         assert (path.read_text(), other.read_text()) == ("text", "mounted")
+
+
 def test_the_module_of_files_is_found_where_it_was() -> None:
     from fullshard.observe import files
 

@@ -28,6 +28,8 @@ def whole_file(path: Path) -> Iterator[Path]:
     Raises:
         OSError: it cannot be written; with its name, which an error of a full disk lacks.
     """
+    if path.is_dir():  # else it would be said by whoever writes, in words of its own
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     target = Path(os.path.realpath(path))
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
