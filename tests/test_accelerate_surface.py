@@ -263,6 +263,7 @@ def test_accelerates_plugin_means_what_it_says(version: int) -> None:
 def test_what_accelerates_plugin_is_told_counts_though_it_be_its_default(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "False")  # as Accelerate's plugin does, which leaves it there
     config = RunConfig.of({"sharding": {"activation_checkpointing": True, "cpu_offload": True}})
     for name, value in hand_over(config, tmp_path / "config.json").items():
         monkeypatch.setenv(name, value)

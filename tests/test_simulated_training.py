@@ -129,6 +129,7 @@ def _device_of_the_state() -> str:
 
 
 def test_a_state_computes_where_accelerates_launcher_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)  # that of `tests.trainers`
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")  # which is refused when a model is sharded
     assert on_device(_device_of_the_state) == "simulated"
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")

@@ -109,7 +109,7 @@ def wait_for_a_dawdler(comm: str, where: str, directory: str) -> tuple[str, str]
     if where == "the norm of gradients":
         model(torch.ones(2, 8)).sum().backward()
     dist.barrier()
-    STALLS._asked = 2.0  # not before: a busy machine takes longer for what was before
+    STALLS._asked = 3.0  # not before: a busy machine takes longer for what was before
     if rank == 1:
         until(done.exists)
         return "", ""
@@ -136,7 +136,7 @@ def test_who_is_waited_for_is_said_and_then_an_error(comm: str, where: str, tmp_
     step = r"\(step 3 of this process\)"
     assert re.match(rf"fullshard: rank 0 has waited \d+ s, in {where}.*{step}: {missing}", line), line
     assert line.count("\n") == 1
-    words = rf"rank 0, {where}.*: no answer from another rank for 2 s: {missing}.*{step}"
+    words = rf"rank 0, {where}.*: no answer from another rank for 3 s: {missing}.*{step}"
     assert re.match(words, error), error
 
 
