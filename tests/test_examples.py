@@ -29,8 +29,6 @@ PAGE = (EXAMPLES / "README.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"\| `([^`]+)` \|$", PAGE, re.MULTILINE)
 SCRIPTS = [command for command in COMMANDS if ".py" in command]
 ALONE = [command for command in SCRIPTS if "resume.py" not in command]
-DEFAULT = ("own_loop.py",)
-"""Of these the loss is looked at in the default tests, too."""
 SAVES = {"dpo_lora": "adapter_model", "qlora": "adapter_model", "sft.py": "model", "--output": "model"}
 """What examples leave, by a word of their commands."""
 LOSS = re.compile(r"(?<!_)\bloss'?:? +'?(\d+\.\d+(?:e-\d+)?)")
@@ -77,13 +75,8 @@ def falls(output: str, to: float = 0.9) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        pytest.param(command, marks=() if any(name in command for name in DEFAULT) else pytest.mark.full, id=id_)
-        for command, id_ in ((command, re.search(r"(\w+)\.py", command)[1]) for command in ALONE)  # type: ignore[index]
-    ],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("command", ALONE, ids=[re.search(r"(\w+)\.py", c)[1] for c in ALONE])  # type: ignore[index]
 def test_it_learns(place: Path, command: str) -> None:
     output = run(command, place, proof="torchacc" not in command)
     if "grpo" in command:

@@ -1,14 +1,20 @@
 """Random programs of forward, backward, freezing, failing, saving, loading on 1 to 3 ranks, beside a plain model.
 
+Each example is four programs that the same ranks run one after the other: to join a job takes as long as to run one.
+
 pytest tests/test_programs.py
 """
 
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.distributed import preload, run_ranks
 from tests.programs import Program, programs, run_program
@@ -16,40 +22,49 @@ from tests.programs_of_two import ProgramOfTwo, programs_of_two, run_program_of_
 
 preload("tests.programs", "tests.programs_of_two")
 
+TOGETHER = 4
 
-def check(program: Program) -> None:
+
+def together(of: Callable[[tuple[int, ...]], st.SearchStrategy[Any]]) -> st.SearchStrategy[tuple[Any, ...]]:
+    return st.sampled_from((1, 2, 3)).flatmap(lambda ranks: st.tuples(*[of((ranks,))] * TOGETHER))
+
+
+def run_each(run: Callable[[Any, str], None], several: tuple[Any, ...], folder: str) -> None:
+    """On each rank."""
+    for number, program in enumerate(several):
+        place = Path(folder, str(number))
+        place.mkdir(exist_ok=True)
+        run(program, str(place))
+
+
+def check(run: Callable[[Any, str], None], several: tuple[Any, ...], timeout: float) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        run_ranks(run_program, program.world_size, program, folder, timeout=60)
+        run_ranks(run_each, several[0].world_size, run, several, folder, timeout=timeout)
 
 
-@given(programs())
-@settings(max_examples=60, derandomize=True)
-def test_random_programs(program: Program) -> None:
-    check(program)
+@given(together(programs))
+@settings(max_examples=60 // TOGETHER, derandomize=True)
+def test_random_programs(several: tuple[Program, ...]) -> None:
+    check(run_program, several, 60)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(7200)
-@given(programs())
-@settings(max_examples=10_000)
-def test_many_random_programs(program: Program) -> None:
-    check(program)
+@given(together(programs))
+@settings(max_examples=10_000 // TOGETHER)
+def test_many_random_programs(several: tuple[Program, ...]) -> None:
+    check(run_program, several, 60)
 
 
-def check_two(program: ProgramOfTwo) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        run_ranks(run_program_of_two, program.world_size, program, folder, timeout=20)
-
-
-@given(programs_of_two())
-@settings(max_examples=40, derandomize=True)
-def test_random_programs_of_two_models(program: ProgramOfTwo) -> None:
-    check_two(program)
+@given(together(programs_of_two))
+@settings(max_examples=40 // TOGETHER, derandomize=True)
+def test_random_programs_of_two_models(several: tuple[ProgramOfTwo, ...]) -> None:
+    check(run_program_of_two, several, 60)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(7200)
-@given(programs_of_two())
-@settings(max_examples=10_000)
-def test_many_random_programs_of_two_models(program: ProgramOfTwo) -> None:
-    check_two(program)
+@given(together(programs_of_two))
+@settings(max_examples=10_000 // TOGETHER)
+def test_many_random_programs_of_two_models(several: tuple[ProgramOfTwo, ...]) -> None:
+    check(run_program_of_two, several, 60)

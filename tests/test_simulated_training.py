@@ -35,7 +35,9 @@ def test_every_pair_of_choices_is_among_the_cases() -> None:
     assert {(case.optimizer, case.ranks) for case in MORE} == {(o, r) for o in OTHERS["optimizer"] for r in (1, 2)}
 
 
-IN_ORDERS = pytest.mark.parametrize("step", [2, pytest.param(1, marks=pytest.mark.full)], ids=["half", "all"])
+ALL = pytest.param(1, marks=pytest.mark.full)
+IN_ORDERS = pytest.mark.parametrize("step", [2, ALL], ids=["half", "all"])
+IN_FEW_ORDERS = pytest.mark.parametrize("step", [4, ALL], ids=["quarter", "all"])
 
 
 @IN_ORDERS
@@ -45,7 +47,7 @@ def test_every_order_of_the_streams_gives_the_same(part: int, step: int) -> None
     assert on_device(_all_differences, CASES[part::SLICES], 1, step) == {}
 
 
-@IN_ORDERS
+@IN_FEW_ORDERS
 @pytest.mark.parametrize("part", range(2))
 def test_parameters_of_other_kinds_and_optimizers_of_whole_matrices_do(part: int, step: int) -> None:
     """Every two choices of `OTHERS` meet."""
@@ -78,7 +80,7 @@ def _wrong_programs(names: list[str], step: int) -> dict[str, list[str]]:
 OTHER_PROGRAMS = [name for name, (program, _) in PROGRAMS.items() if program is not train]
 
 
-@IN_ORDERS
+@IN_FEW_ORDERS
 @pytest.mark.parametrize("part", range(2))
 def test_what_a_script_does_beside_training(part: int, step: int) -> None:
     """Weights changed, read, saved and loaded at once, gradients hooked, text generated, while copies are under way."""

@@ -135,6 +135,7 @@ def test_operations(tmp_path: Path) -> None:
     assert run("test_ops.py", tmp_path) == passing("test_ops.py")
 
 
+@pytest.mark.full
 def test_script(tmp_path: Path) -> None:
     assert run("test_script.py", tmp_path, SCRIPT) == passing("test_script.py")
 
