@@ -84,6 +84,7 @@ def checked(tmp_path: Path, way: str, steps: int, *flags: str) -> list[str]:
     return lines[first:]
 
 
+@pytest.mark.full
 def test_a_launched_script_keeps_to_its_plan(tmp_path: Path) -> None:
     """Said once, by rank 0, with every category; accumulation is that of the launch."""
     lines = checked(tmp_path, "accelerator", 4, "--gradient_accumulation_steps", "2", "--strategy", "SHARD_GRAD_OP")

@@ -104,7 +104,8 @@ def make_a_step():
 """Their imports take no time: for what becomes of processes."""
 
 
-@pytest.mark.parametrize("kind", ["script", pytest.param("module", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["script", "module"])
 def test_it_is_as_a_new_process(tmp_path: Path, kind: str) -> None:
     """Names, arguments, search path, environment, streams, errors, Trainer's class; the script is read anew."""
     trainer = "" if kind == "script" else "from transformers import Trainer"

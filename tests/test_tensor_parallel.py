@@ -580,6 +580,7 @@ def check_weights(directory: str) -> None:
     check_pretrained(directory)
 
 
+@pytest.mark.full
 def test_from_the_meta_device_and_plain_weights_into_tiles(tmp_path: Path) -> None:
     save_file(build().state_dict(), tmp_path / "model.safetensors")
     run_ranks(check_weights, 4, str(tmp_path))

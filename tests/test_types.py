@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import fullshard
 
 SOURCES = Path(fullshard.__file__).parents[1]
@@ -24,6 +26,8 @@ follow_imports = silent
 follow_imports = skip
 """
 RIGHT = """
+import pytest
+
 import fullshard
 from fullshard import Accelerator, notebook_launcher
 from fullshard.integrations.transformers import SFTTrainer
@@ -36,6 +40,8 @@ def train(model: object) -> object:
     return SFTTrainer, accelerator.state.num_processes
 """
 WRONG = """
+import pytest
+
 import fullshard
 from fullshard import Acelerator
 from fullshard.integrations.transformers import SFTTrainr
@@ -48,6 +54,7 @@ accelerator.state.num_procesess
 """
 
 
+@pytest.mark.full
 def test_misspelt_names_and_arguments_are_found(tmp_path: Path) -> None:
     (tmp_path / "mypy.ini").write_text(CONFIG)
     (tmp_path / "right.py").write_text(RIGHT)
