@@ -65,7 +65,7 @@ class Memory:
         steps_peak_nbytes: peak from the first warm-up step to the last step.
         shared_nbytes: shared memory resident at the end. Pages that several ranks map count in full on each of them.
         pss_nbytes: resident at the end with shared pages divided by the number of their users.
-        device_peak_nbytes: peak of what torch allocated on the accelerator, set-up and steps; 0 without one.
+        device_peak_nbytes: peak of what torch allocated on the accelerator in the measured steps; 0 without one.
         setup_pss_peak_nbytes, steps_pss_peak_nbytes: the peaks with shared pages divided by the number of their users,
             from many samples; 0 where they were not taken.
     """

@@ -47,6 +47,8 @@ def measure(job: Job) -> RankResult:
     warmup_seconds, warmup_losses = _run_steps(train_step, batches, range(job.warmup))
     if job.engine != BARE:
         dist.barrier()
+    if job.device == "cuda":  # how each engine took the whole model apart is no matter of its steps
+        torch.cuda.reset_peak_memory_stats()
     step_seconds, losses = _run_steps(train_step, batches, range(job.warmup, job.warmup + job.steps))
     memory = Memory(
         imports_nbytes=imports_nbytes,

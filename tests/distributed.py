@@ -1,4 +1,4 @@
-"""Runs a function on several real processes over Gloo and brings back what each returned.
+"""Runs a function on several real processes over Gloo, or NCCL, and brings back what each returned.
 
 The processes are kept for all tests of a file; each call gets a new process group. A call that fails, hangs or kills a
 rank ends the processes, and the next call starts new ones.
@@ -25,6 +25,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from fullshard.comm import device
+
 # A server that has imported what takes seconds; every process is a fresh copy of it, which takes none.
 _CONTEXT = mp.get_context("forkserver")
 _PRELOADED = [
@@ -49,7 +51,7 @@ def _serve(tasks: Any, results: Any) -> None:
         if len(sys.modules) > frozen:  # what has been imported will never go, and takes a tenth of a second to look at
             frozen = len(sys.modules)
             gc.freeze()
-        rank, world_size, store, environment, function, args = tasks.get()
+        rank, world_size, kind, store, environment, function, args = tasks.get()
         os.environ.clear()
         os.environ.update(environment)
         own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
@@ -59,8 +61,14 @@ def _serve(tasks: Any, results: Any) -> None:
         torch.manual_seed(0)
         random.seed(0)
         try:
+            if kind != "cpu":
+                _take_device(kind, rank, world_size)
             dist.init_process_group(
-                "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
+                device.backends_of(kind),
+                init_method=f"file://{store}",
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=60),
             )
             dist.barrier()  # or a rank that is soon done closes its end while the others still connect
             outcome = (rank, True, function(*args))
@@ -75,6 +83,24 @@ def _serve(tasks: Any, results: Any) -> None:
         results.put(_pickled(outcome))
         del outcome, function, args
         gc.collect()  # models are cycles, and hold their groups, of which each keeps threads awake
+
+
+def _take_device(kind: str, rank: int, world_size: int) -> None:
+    """Make this rank's device the current one; ranks may share one."""
+    count = device.count(kind)
+    if not count:
+        raise RuntimeError(f"no {kind} device: this test is for machines that have one")
+    if world_size > count:  # NCCL lets them if it takes them for ranks of several hosts, over loopback
+        os.environ.update(NCCL_HOSTID=f"rank{rank}", NCCL_SOCKET_IFNAME="lo")
+    device.select(kind, rank % count)
+
+
+def place_of(kind: str) -> torch.device:
+    """Where this rank computes on a device of this kind; ranks may share one, and of TPUs a process has one."""
+    if kind == "cpu":
+        return torch.device(kind)
+    is_one = device.traits_of(torch.device(kind)).is_one_per_process
+    return torch.device(kind, 0 if is_one else dist.get_rank() % device.count(kind))
 
 
 def _pickled(outcome: tuple[int, bool, Any]) -> bytes:
@@ -118,14 +144,17 @@ def end_workers() -> None:
     _POOL.end()
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 180.0) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 180.0, kind: str = "cpu"
+) -> list[Any]:
     """Call `function(*args)` on `world_size` ranks and return the results in rank order.
 
     Args:
         function: a function at module level.
-        world_size: number of processes, joined in a Gloo process group.
+        world_size: number of processes, joined in a process group of Gloo and the device's own backend.
         args: passed on; must be picklable.
         timeout: seconds until all processes are ended and the test fails.
+        kind: of device, of which each rank has one made current, beside the CPU.
 
     Raises:
         RuntimeError: a rank raised (the message holds the first traceback), died, or the time is over.
@@ -134,7 +163,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
     try:
         with tempfile.TemporaryDirectory() as directory:
             for rank, (_, tasks) in enumerate(_POOL.workers[:world_size]):
-                tasks.put((rank, world_size, str(Path(directory) / "store"), dict(os.environ), function, args))
+                tasks.put((rank, world_size, kind, str(Path(directory) / "store"), dict(os.environ), function, args))
             return _collect(world_size, time.monotonic() + timeout)
     except BaseException:
         _POOL.end()

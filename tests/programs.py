@@ -21,6 +21,7 @@ from torch import nn
 from fullshard.checkpoint import full_state_dict, load_checkpoint, load_full_state_dict, save_checkpoint
 from fullshard.engine import clip_grad_norm_, no_sync, shard_model, unsharded
 from tests.differential import own_part
+from tests.distributed import place_of
 from tests.traps import own_elements, sharded_parameters
 
 WIDTH = 6
@@ -169,6 +170,7 @@ class Run:
 
     program: Program
     folder: Path
+    place: torch.device = field(default_factory=lambda: torch.device("cpu"))
     sharded: Any = None
     plain: Any = None
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
@@ -181,10 +183,10 @@ class Run:
     def __post_init__(self) -> None:
         torch.manual_seed(0)
         torch.set_default_dtype(torch.float64)
-        self.plain = Net()
+        self.plain = Net().to(self.place)
         model = copy.deepcopy(self.plain)
         units = [model.blocks[index] for index in self.program.units]
-        self.sharded = shard_model(model, unit_modules=units, strategy=self.program.strategy)
+        self.sharded = shard_model(model, unit_modules=units, strategy=self.program.strategy, device=self.place)
         self.optimizers = _optimizers(self.program.optimizers, self.sharded)
         self.references = _optimizers(self.program.optimizers, self.plain)
 
@@ -197,7 +199,7 @@ class Run:
 
     def tokens(self, step: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-        return torch.randint(0, 7, (2, 3), generator=generator)
+        return torch.randint(0, 7, (2, 3), generator=generator).to(self.place)
 
     # What a program does.
 
@@ -208,7 +210,7 @@ class Run:
 
         def loss_of(model: nn.Module) -> torch.Tensor:
             batches = [self.tokens(1000 * self.count + turn) for turn in range(forwards)]
-            return sum((model(b, skipped, branch).square().mean() for b in batches), torch.zeros(()))
+            return sum((model(b, skipped, branch).square().mean() for b in batches), torch.zeros((), device=self.place))
 
         expected = loss_of(self.plain)
         learns = any(p.requires_grad for p in self.plain.parameters())
@@ -241,7 +243,7 @@ class Run:
                 if new is not None:
                     self.unreduced[index] = new
                 continue
-            is_used = torch.tensor([float(new is not None)])
+            is_used = torch.tensor([float(new is not None)], device=self.place)
             dist.all_reduce(is_used)
             if is_used.item():
                 total = torch.zeros_like(parameter) if new is None else new.clone()
@@ -354,14 +356,15 @@ def assert_close(name: str, value: torch.Tensor, expected: torch.Tensor) -> None
     if not expected.numel():
         assert not value.numel(), name
         return
+    expected = expected.to(value.device)
     scale = max(expected.abs().max().item(), 1e-6)
     apart = (value - expected).abs().max().item() / scale
     assert apart <= EXACT, f"{name}: {apart:.2e} apart"
 
 
-def run_program(program: Program, folder: str) -> None:
-    """On each rank."""
+def run_program(program: Program, folder: str, kind: str = "cpu") -> None:
+    """On each rank, on its device of this kind."""
     try:
-        Run(program, Path(folder) / "checkpoint").run()
+        Run(program, Path(folder) / "checkpoint", place_of(kind)).run()
     finally:
         torch.set_default_dtype(torch.float32)

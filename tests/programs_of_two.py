@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from fullshard.checkpoint import load_checkpoint, load_full_state_dict, save_checkpoint
 from fullshard.engine import fully_shard, no_sync, shard_model
 from tests.differential import own_part
+from tests.distributed import place_of
 from tests.programs import OPTIMIZERS, WIDTH, Block, Injected, Operation, assert_close, weighted
 from tests.traps import own_elements, sharded_parameters
 
@@ -156,6 +157,7 @@ class RunOfTwo:
 
     program: ProgramOfTwo
     folder: Path
+    place: torch.device = field(default_factory=lambda: torch.device("cpu"))
     plain: list[Net] = field(default_factory=list)
     sharded: list[Any] = field(default_factory=list)
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
@@ -167,7 +169,7 @@ class RunOfTwo:
 
     def __post_init__(self) -> None:
         torch.manual_seed(0)
-        self.plain = [Net(self.program.tower) for _ in range(2)]
+        self.plain = [Net(self.program.tower).to(self.place) for _ in range(2)]
         if self.program.are_twins:
             self.plain[1] = copy.deepcopy(self.plain[0])
         self.sharded = [self.shard(model) for model in self.plain]
@@ -182,7 +184,7 @@ class RunOfTwo:
                 fully_shard(unit)
             return fully_shard(model)  # type: ignore[no-any-return]
         units = list(model.blocks) if how == "blocks" else []
-        return shard_model(model, unit_modules=units, strategy=self.program.strategy)
+        return shard_model(model, unit_modules=units, strategy=self.program.strategy, device=self.place)
 
     def run(self) -> None:
         for index, operation in enumerate(self.program.operations):
@@ -192,7 +194,7 @@ class RunOfTwo:
 
     def loss(self, models: list[Any], loss: str, branches: Branches, rank: int, turn: int = 0) -> torch.Tensor:
         generator = torch.Generator().manual_seed(1000 * self.count + 10 * turn + rank)
-        x = torch.rand(4, WIDTH, generator=generator)
+        x = torch.rand(4, WIDTH, generator=generator).to(self.place)
         (a, b), (i, j) = models, branches[rank]
         return LOSSES[loss](a, b, x, i, j)
 
@@ -339,13 +341,13 @@ class _Faulty:
         return self._model(x, branch, self._where)  # type: ignore[no-any-return]
 
 
-def run_program_of_two(program: ProgramOfTwo, folder: str) -> None:
-    """On each rank."""
+def run_program_of_two(program: ProgramOfTwo, folder: str, kind: str = "cpu") -> None:
+    """On each rank, on its device of this kind."""
     os.environ["FULLSHARD_COMM"] = program.comm
     torch.set_default_dtype(torch.float64)
     gc.disable()
     try:
-        RunOfTwo(program, Path(folder)).run()
+        RunOfTwo(program, Path(folder), place_of(kind)).run()
     finally:
         gc.enable()
         torch.set_default_dtype(torch.float32)

@@ -9,13 +9,14 @@ import re
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from fullshard.launch.bootstrap import PREEMPTION_DIR, STACK_SIGNAL
 from fullshard.launch.scene import Scene
-from tests.launching import LAUNCH, alive, read, started
+from tests.launching import LAUNCH, alive, free_port, read, started
 
 SCRIPT = """
 import os, signal, sys, time
@@ -160,3 +161,27 @@ def test_a_stack_is_read_when_it_is_whole(tmp_path: Path) -> None:
         writer.join()
         process.kill()
     assert scene.missing({process.pid: 0}, 1).endswith(f"the innermost call first:\n{LAST}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", ["stop", "sleep", "kill"])
+def test_on_a_gpu_too(tmp_path: Path, how: str) -> None:
+    """Over NCCL, whose collectives no host waits for; two hosts of one rank each share the GPU."""
+    (tmp_path / "hang.py").write_text(SCRIPT.replace('torch.device("cpu")', 'torch.device("cuda", 0)'))
+    port = str(free_port())
+    with ExitStack() as stack:
+        launchers = []
+        for host in ("0", "1"):
+            words = ["--num_processes", "2", "--num_machines", "2", "--machine_rank", host, "--main_process_port", port]
+            words += ["--main_process_ip", "127.0.0.1", "hang.py", str(tmp_path), how]
+            apart = {"NCCL_HOSTID": host, "NCCL_SOCKET_IFNAME": "lo"}
+            launchers.append(stack.enter_context(started(*LAUNCH, *words, cwd=tmp_path, **apart)))
+        output = "".join(launcher.communicate(timeout=90)[0] for launcher in launchers)
+    print(output)
+    assert all(launcher.returncode for launcher in launchers)
+    assert not any(alive(int(read(tmp_path / f"pid{rank}"))) for rank in (0, 1))
+    if how == "kill":
+        assert re.search(r"rank 1 of 2 \(process \d+ on .+\) was ended by SIGKILL", output)
+    else:
+        assert re.search(r"rank 0, unit '.*', .*\(step 4 of this process\)", output)
+        assert "in next_batch" in output

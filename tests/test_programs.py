@@ -29,17 +29,17 @@ def together(of: Callable[[tuple[int, ...]], st.SearchStrategy[Any]]) -> st.Sear
     return st.sampled_from((1, 2, 3)).flatmap(lambda ranks: st.tuples(*[of((ranks,))] * TOGETHER))
 
 
-def run_each(run: Callable[[Any, str], None], several: tuple[Any, ...], folder: str) -> None:
+def run_each(run: Callable[[Any, str, str], None], several: tuple[Any, ...], folder: str, kind: str = "cpu") -> None:
     """On each rank."""
     for number, program in enumerate(several):
         place = Path(folder, str(number))
         place.mkdir(exist_ok=True)
-        run(program, str(place))
+        run(program, str(place), kind)
 
 
-def check(run: Callable[[Any, str], None], several: tuple[Any, ...], timeout: float) -> None:
+def check(run: Callable[[Any, str, str], None], several: tuple[Any, ...], timeout: float, kind: str = "cpu") -> None:
     with tempfile.TemporaryDirectory() as folder:
-        run_ranks(run_each, several[0].world_size, run, several, folder, timeout=timeout)
+        run_ranks(run_each, several[0].world_size, run, several, folder, kind, timeout=timeout, kind=kind)
 
 
 @given(together(programs))
@@ -68,3 +68,17 @@ def test_random_programs_of_two_models(several: tuple[ProgramOfTwo, ...]) -> Non
 @settings(max_examples=10_000 // TOGETHER)
 def test_many_random_programs_of_two_models(several: tuple[ProgramOfTwo, ...]) -> None:
     check(run_program_of_two, several, 60)
+
+
+@pytest.mark.gpu
+@given(together(programs))
+@settings(max_examples=240 // TOGETHER)
+def test_random_programs_on_a_gpu(several: tuple[Program, ...]) -> None:
+    check(run_program, several, 60, "cuda")
+
+
+@pytest.mark.gpu
+@given(together(programs_of_two))
+@settings(max_examples=160 // TOGETHER)
+def test_random_programs_of_two_models_on_a_gpu(several: tuple[ProgramOfTwo, ...]) -> None:
+    check(run_program_of_two, several, 60, "cuda")

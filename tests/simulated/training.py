@@ -37,10 +37,11 @@ from fullshard.engine import (
 from fullshard.optim import SOAP, Muon, Shampoo
 from fullshard.wrap.chunked_loss import chunked_cross_entropy
 from fullshard.wrap.forwards import checkpoint_modules
+from tests.distributed import place_of
 from tests.test_composed import Coded
 from tests.test_extended import Halved
 
-WIDTH, DEPTH, TOKENS = 16, 3, 11
+WIDTH, DEPTH, TOKENS, BATCH, CHUNK = 16, 3, 11, (2, 7), 5
 KEPT_NBYTES = 16_000
 
 CHOICES: dict[str, tuple[Any, ...]] = {
@@ -167,7 +168,7 @@ class Model(nn.Module):
 
     def __init__(self, case: Case) -> None:
         super().__init__()
-        self.used, self.chunk = DEPTH, 5 if case.loss == "in chunks" else 0
+        self.used, self.chunk = DEPTH, CHUNK if case.loss == "in chunks" else 0
         self.embedding = nn.Embedding(TOKENS, WIDTH)
         self.layers = nn.ModuleList(Layer(case) for _ in range(DEPTH))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, TOKENS, bias=False)
@@ -276,14 +277,9 @@ def optimizer_of(case: Case, model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(trained, lr=0.01, foreach=case.optimizer == "foreach")
 
 
-def place_of(kind: str) -> torch.device:
-    """Where this rank computes. Of TPUs a process has one."""
-    return torch.device(kind) if kind == "cpu" else torch.device(kind, 0 if kind == "tpu" else dist.get_rank())
-
-
 def batch(step: int, micro: int, place: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(100 * step + 10 * micro + dist.get_rank())
-    tokens = torch.randint(0, TOKENS, (2, 7), generator=generator).to(place)
+    tokens = torch.randint(0, TOKENS, BATCH, generator=generator).to(place)
     return tokens[:, :-1], tokens[:, 1:]
 
 
