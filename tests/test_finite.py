@@ -15,10 +15,13 @@ import torch
 from torch import nn
 
 from fullshard.api import Accelerator
+from fullshard.comm.device import current
+from fullshard.comm.mesh import init_mesh
 from fullshard.config.schema import RunConfig, TrainingConfig
 from fullshard.config.switches import COMM
 from fullshard.core.errors import ConfigError, LifecycleError, NonFiniteError
 from fullshard.engine import MixedPrecisionPolicy, clip_grad_norm_, shard_model, step_in_backward
+from fullshard.engine.finite import FiniteGuard
 from tests.distributed import run_ranks
 from tests.traps import BLOCKS, Stack, batch, build_sharded, rank_and_size
 
@@ -257,3 +260,17 @@ def test_policies_are_checked() -> None:
         model.set_nonfinite_gradients("ignore")  # type: ignore[operator]
     with pytest.raises(ConfigError, match="use 1 or more"):
         model.set_nonfinite_gradients("skip", limit=0)  # type: ignore[operator]
+
+
+@pytest.mark.gpu
+def test_more_elements_than_a_dot_product_takes_there() -> None:
+    device = current()
+    if device.type == "cpu":
+        pytest.fail("no accelerator: this test is for machines that have one")
+    guard = FiniteGuard(init_mesh(), list)
+    part = torch.ones(2**31, device=device)
+    guard.watch(part, {})
+    assert not guard.has_seen_any
+    part[-1] = math.inf
+    guard.watch(part, {})
+    assert guard.has_seen_any

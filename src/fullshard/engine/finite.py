@@ -96,11 +96,11 @@ class FiniteGuard:
         """Look at a part of a sum of gradients; see `comm.base.Watch`."""
         if self.policy == "off" or not part.numel() or not has_values(part.device):
             return
+        if part.device.type != "cpu":  # no `dot`: CUDA's takes no more than 2^31 elements
+            self._squares.append(torch.linalg.vector_norm(part))  # read later: the host is not to wait here
+            return
         is_plain = part.dtype in (torch.float32, torch.float64)
         square = torch.dot(part, part) if is_plain else torch.linalg.vector_norm(part)
-        if part.device.type != "cpu":
-            self._squares.append(square)  # read later: the host is not to wait here
-            return
         if math.isfinite(square.item()) or bool(part.isfinite().all()):  # a square overflows before what it is of
             return
         self._is_bad = True
