@@ -61,7 +61,8 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
 
 
 def _check_can_fork(name: str) -> None:
-    kind = devices.accelerator()
+    with cuda.asking_the_driver():
+        kind = devices.accelerator()
     if kind is not None and not devices.traits_of(torch.device(kind)).may_fork:
         raise ConfigError(
             f"{name} forks the notebook, which a {kind.upper()} does not bear",
