@@ -12,9 +12,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -38,6 +40,7 @@ from fullshard.plan.search import pareto, search
 from fullshard.plan.setting import PlanSetting
 from fullshard.plan.time import time_of
 from fullshard.plan.traffic import traffic_of
+from fullshard.recipes.planned import planned_device
 from tests.commands import run_here
 
 
@@ -204,6 +207,7 @@ def test_how_many_of_what(text: str) -> None:
         ("4xA6000", "4 x RTX-A6000 in 1 host"),
         ("8xGB200", "8 x GB200 in 2 hosts"),
         ("8xV100-32GB", "8 x V100 in 1 host"),
+        ("NVIDIA RTX 6000 Ada Generation", "1 x RTX6000-Ada in 1 host"),
         ("64xTrillium", "64 x TPU-v6e in 1 host"),
         ("v5e-8", "8 x TPU-v5e in 1 host"),
         ("v5litepod-16", "16 x TPU-v5e in 1 host"),
@@ -212,6 +216,24 @@ def test_how_many_of_what(text: str) -> None:
 )
 def test_devices_by_name(text: str, expected: str) -> None:
     assert str(parse_cluster(text)) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "gb", "expected"),
+    [
+        ("NVIDIA H100 80GB HBM3", 85.0, "H100"),
+        ("NVIDIA H100 PCIe", 85.0, "H100-PCIe"),
+        ("NVIDIA H100 NVL", 100.0, "H100-NVL"),
+        ("NVIDIA H200", 150.0, "H200"),
+        ("NVIDIA A100-SXM4-40GB", 42.3, "A100-40"),
+        ("NVIDIA H200 MIG 1g.18gb", 18.0, None),
+        ("NVIDIA H100 80GB HBM3", 10.0, None),
+    ],
+)
+def test_the_device_of_a_run(name: str, gb: float, expected: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=int(gb * 1e9)))
+    assert planned_device(torch.device("cuda", 0)) == expected
 
 
 def test_links_of_a_rack() -> None:

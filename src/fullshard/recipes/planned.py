@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,7 @@ from fullshard.comm.device import name_of
 from fullshard.core.errors import ConfigError, WrapError
 from fullshard.launch import RankEnvironment
 from fullshard.plan.evaluate import Plan
-from fullshard.plan.hardware import DEVICES
+from fullshard.plan.hardware import find_device
 from fullshard.plan.job import Job
 from fullshard.plan.report import as_dict
 from fullshard.recipes.arguments import TrainArguments
@@ -122,10 +121,8 @@ def planned_device(device: torch.device) -> str | None:
         return "CPU"
     if device.type != "cuda":
         return None
-    named, nbytes = re.sub(r"[^a-z0-9]", "", name_of(device).lower()), cuda.memory_nbytes(device)
-    alike = [
-        row.name
-        for row in DEVICES.values()
-        if row.name.lower().partition("-")[0] in named and abs(row.memory / nbytes - 1) < _SAME_MEMORY
-    ]
-    return max(alike, key=len, default=None)
+    try:
+        row = find_device(name_of(device))
+    except ConfigError:
+        return None
+    return row.name if abs(row.memory / cuda.memory_nbytes(device) - 1) < _SAME_MEMORY else None
