@@ -15,7 +15,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fullshard.checkpoint import full_state_dict
-from fullshard.comm.mesh import init_mesh
+from fullshard.comm.device import current
+from fullshard.comm.mesh import _part, init_mesh
 from fullshard.core.errors import ConfigError, NonFiniteError
 from fullshard.engine import fully_shard, shard_model
 from tests.distributed import end_workers, run_ranks
@@ -129,3 +130,36 @@ def _refuse() -> None:
 def test_replicas_whose_shards_would_differ_are_refused() -> None:
     end_workers()
     run_ranks(_refuse, 4)
+
+
+def _messages_without_a_group_for_the_host() -> list[Any]:
+    group = dist.new_group([0, 1], backend="cuda:gloo")  # as in a job that began with init_process_group("nccl")
+    if dist.get_rank() == 2:
+        return []
+    part = _part(DeviceMesh.from_group(group, "cpu"), torch.device("cuda", 0), only_replicates=False)
+    assert part.shard_group is group is part.world_group
+    return part.all_gather_object(dist.get_rank())
+
+
+def test_a_part_of_the_world_whose_groups_send_nothing_from_the_host() -> None:
+    assert run_ranks(_messages_without_a_group_for_the_host, 3) == [[0, 1], [0, 1], []]
+
+
+@pytest.mark.parametrize(
+    ("environ", "was_used", "expected"),
+    [({"LOCAL_RANK": "1"}, False, 1), ({"LOCAL_RANK": "1"}, True, 0), ({"LOCAL_RANK": "2"}, False, 0), ({}, False, 0)],
+)
+def test_a_rank_takes_the_device_that_the_launcher_says(
+    environ: dict[str, str], was_used: bool, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torch's meshes do: unless the script has taken one, or there is none with that number."""
+    chosen = [0]
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: chosen[-1])
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: was_used)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.append(device.index))
+    assert current() == torch.device("cuda", expected) and chosen[-1] == expected

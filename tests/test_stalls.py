@@ -32,7 +32,7 @@ from fullshard.core.place import PLACE, Whereabouts, read_place
 from fullshard.engine import fully_shard
 from fullshard.engine.materialize import _take_from_rank_0
 from fullshard.engine.rounds import square_sum
-from fullshard.launch import read_rank_environment, run_on_main
+from fullshard.launch import RankEnvironment, read_rank_environment, run_on_main
 from fullshard.optim import Adafactor
 from tests.distributed import run_ranks
 from tests.traps import rank_and_size
@@ -170,6 +170,17 @@ def test_every_wait_of_a_step_is_told() -> None:
     for said in run_ranks(waits_of_a_step, 2):
         assert said.count("the norm of gradients") == said.count("weights of rank 0's") == 2
         assert {"unscaling gradients", "Adafactor's sums", "what rank 0 does"} <= {*said}
+
+
+def test_what_rank_0_says_goes_where_the_group_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that began with `init_process_group("nccl")` sends nothing from the host."""
+    sent: list[torch.device | None] = []
+    monkeypatch.setattr(dist, "broadcast_object_list", lambda *_, device, **__: sent.append(device))
+    for backend, config in (("nccl", "cuda:nccl"), ("cpu:gloo,cuda:nccl", "cpu:gloo,cuda:nccl")):
+        monkeypatch.setattr(dist, "get_backend", lambda found=backend: found)
+        monkeypatch.setattr(dist, "get_backend_config", lambda found=config: found)
+        run_on_main(RankEnvironment(0, 2, 0, 2, launched=True), int)
+    assert sent == [None, torch.device("cpu")]
 
 
 class Blocking(io.BytesIO):

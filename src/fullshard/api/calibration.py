@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard.comm import cuda
-from fullshard.comm.device import name_of, synchronize
-from fullshard.comm.mesh import Mesh, default_device, init_mesh
+from fullshard.comm.device import current, name_of, synchronize
+from fullshard.comm.mesh import Mesh, init_mesh
 from fullshard.core.errors import CommunicationError
 from fullshard.core.paths import local_path
 from fullshard.engine import shard_model
@@ -44,7 +44,7 @@ def calibrate(path: Path) -> Device:
         CommunicationError: the measuring processes failed; what they said is on standard error.
     """
     path = local_path(path)
-    device = default_device()
+    device = current()
     nproc = 2 if device.type == "cpu" else torch.accelerator.device_count()
     code = launch_local("fullshard.api.calibration", [str(path.absolute())], nproc=nproc, device=device.type)
     if code:

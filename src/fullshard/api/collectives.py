@@ -15,12 +15,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
+from fullshard.comm.device import object_device
 from fullshard.comm.stalls import STALLS
 from fullshard.core.errors import CommunicationError, ConfigError
 
 T = TypeVar("T")
 Reduction = Literal["sum", "mean", "max", "none"]
-_CPU = torch.device("cpu")
 
 
 def world_size() -> int:
@@ -84,7 +84,7 @@ def broadcast_object(value: T) -> T:
         return value
     box = [value]
     with STALLS.waiting_for_all("an object of rank 0's"):
-        dist.broadcast_object_list(box, src=0, device=_CPU if _has_cpu_backend() else None)
+        dist.broadcast_object_list(box, src=0, device=object_device())
     return box[0]
 
 
@@ -225,7 +225,3 @@ def _check_agreement(data: Any, note: Any = None) -> list[Any]:
                 hint="pad them to the same shape first (pad_across_processes)",
             )
     return [note for _, note in said]
-
-
-def _has_cpu_backend() -> bool:
-    return "gloo" in dist.get_backend() or "cpu" in str(dist.get_backend_config())

@@ -6,6 +6,7 @@ What the kinds have in common is asked of `torch.accelerator`. What sets one apa
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -96,6 +97,18 @@ def select(kind: str, local_rank: int) -> torch.device:
     return device
 
 
+def current() -> torch.device:
+    """The accelerator of this rank if there is one, else the CPU: until one was used, that which the launcher says."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None:
+        return torch.device("cpu")
+    was_used: Any = getattr(torch.get_device_module(found), "is_initialized", lambda: True)
+    local_rank = os.environ.get("LOCAL_RANK", "")
+    if not was_used() and local_rank.isdigit() and int(local_rank) < count(found.type):
+        return select(found.type, int(local_rank))
+    return torch.device(found.type, torch.accelerator.current_device_index())
+
+
 def backends_of(kind: str) -> str:
     """What `init_process_group` is given: the kind's own (`nccl`, `tpu_dist`), and Gloo for what is in host memory."""
     return "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
@@ -114,6 +127,12 @@ def require_gloo(device: torch.device, group: dist.ProcessGroup | None) -> None:
             f"the process group has {dist.get_backend_config(group)} and no Gloo: {device.type} sends tensors alone",
             hint=f'init_process_group("{backends_of(device.type)}")',
         )
+
+
+def object_device() -> torch.device | None:
+    """Where the default group sends objects: in host memory if it can. None: where its only backend does."""
+    sends_from_host = "gloo" in dist.get_backend() or "cpu" in str(dist.get_backend_config())
+    return torch.device("cpu") if sends_from_host else None
 
 
 def require_dtype(device: torch.device, dtype: torch.dtype, what: str) -> None:

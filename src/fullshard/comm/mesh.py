@@ -27,7 +27,7 @@ from fullshard.comm import torch_private
 from fullshard.comm.base import Collectives
 from fullshard.comm.cpu.gloo import end_waits
 from fullshard.comm.cpu.shared_memory import MAX_BUFFERS
-from fullshard.comm.device import require_gloo
+from fullshard.comm.device import current, require_gloo
 from fullshard.comm.select import collectives_for
 from fullshard.comm.stalls import STALLS
 from fullshard.core.errors import CommunicationError, ConfigError
@@ -225,12 +225,6 @@ _MARGIN = timedelta(seconds=5)
 _CACHE: dict[tuple[object, ...], Mesh] = {}
 
 
-def default_device() -> torch.device:
-    """The accelerator of this rank if there is one, else the CPU."""
-    kind = torch.accelerator.current_accelerator(check_available=True)
-    return torch.device("cpu" if kind is None else f"{kind.type}:{torch.accelerator.current_device_index()}")
-
-
 def joined_world_size() -> int:
     """How many ranks there are. Initialises the default group as `init_mesh` does, and makes no other."""
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -257,7 +251,7 @@ def init_mesh(
     """
     if device is None:
         is_of_cpus = isinstance(device_mesh, DeviceMesh) and device_mesh.device_type == "cpu"
-        device = torch.device("cpu") if is_of_cpus else default_device()
+        device = torch.device("cpu") if is_of_cpus else current()
     ranks = joined_world_size()
     require_gloo(device, dist.group.WORLD if dist.is_initialized() else None)
     if device_mesh is not None:
@@ -388,6 +382,16 @@ def _control_backend(device: torch.device) -> str | None:
     return None if is_python and sends_from_host else "gloo"
 
 
+def _messages_of(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    """A group itself, unless it is one that sends nothing from the host; then one of Gloo that its ranks alone make."""
+    is_python = torch_private.backend_of(group, device) is None
+    if is_python or torch_private.backend_of(group, torch.device("cpu")) is not None:
+        return group
+    ranks, timeout = dist.get_process_group_ranks(group), _timeout(device)
+    made: dist.ProcessGroup = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
+    return made
+
+
 def _own_group(rank_lists: list[list[int]], timeout: timedelta) -> dist.ProcessGroup | None:
     """Make one group per list, all of a length, and return the one this rank is in. All ranks take part in all."""
     return dist.new_subgroups_by_enumeration(rank_lists, timeout=timeout)[0] if len(rank_lists[0]) > 1 else None
@@ -455,7 +459,7 @@ def _part(device_mesh: DeviceMesh, device: torch.device, *, only_replicates: boo
         world_group=world_group,
         shard_group=shard_group,
         replicate_group=replicate_group,
-        control_group=world_group if ranks.numel() > 1 else None,
+        control_group=_messages_of(world_group, device) if ranks.numel() > 1 else None,
         gather=collectives_for(shard_group, device),
         reduce=collectives_for(shard_group, device),
         replicate=collectives_for(replicate_group, device, only_all_reduce=True),

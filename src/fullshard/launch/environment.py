@@ -169,7 +169,7 @@ def run_on_main(environment: RankEnvironment, function: Callable[[], T]) -> T:
     from fullshard.comm.stalls import STALLS  # not before there are ranks: a launcher reads this file, too
 
     with STALLS.waiting_for_all("what rank 0 does"):
-        dist.broadcast_object_list(outcome, src=0, device=torch.device("cpu"))
+        dist.broadcast_object_list(outcome, src=0, device=devices.object_device())
     result, received = outcome[0]
     if (failure := raised or received) is not None:
         raise failure

@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fullshard.checkpoint import pretrained
 from fullshard.checkpoint.full_state import gather_when_all_save
-from fullshard.comm.mesh import default_device, init_mesh, joined_world_size
+from fullshard.comm.device import current
+from fullshard.comm.mesh import init_mesh, joined_world_size
 from fullshard.core.errors import ConfigError
 from fullshard.engine import CPUOffloadPolicy, MixedPrecisionPolicy, shard_model
 
@@ -127,4 +128,4 @@ def _device_mesh(config: Any) -> DeviceMesh | None:
             f"DistributedConfig makes {said}, but the job has {ranks} ranks",
             hint="dp_replicate_size x fsdp_size x tp_size is the number of ranks",
         )
-    return init_device_mesh(default_device().type, sizes, mesh_dim_names=_AXES) if ranks > 1 else None
+    return init_device_mesh(current().type, sizes, mesh_dim_names=_AXES) if ranks > 1 else None
