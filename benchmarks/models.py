@@ -18,10 +18,10 @@ NUM_BATCHES = 4
 
 
 def build_model(job: Job) -> nn.Module:
-    """The row's model on the job's device, in fp32 unless the row is bf16 only; the same weights everywhere."""
+    """The row's model, made on the job's device, in fp32 unless the row is bf16 only; the same weights everywhere."""
     torch.manual_seed(job.seed)
     config = _config(SHAPES[job.row.model])
-    with torch.device(job.device):  # one thread of a CPU takes half a minute to draw a billion numbers
+    with torch.device(job.device):  # one thread of a host takes a minute for 3B random numbers
         model: nn.Module = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     dtype = torch.bfloat16 if job.row.dtype == "bf16only" else torch.float32
     model = model.to(job.device, dtype).train()

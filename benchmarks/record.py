@@ -17,6 +17,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from benchmarks.catalog import Row
+from fullshard.config.hardware import detect_hardware
 
 FORMAT = 1
 ROOT = Path(__file__).resolve().parent.parent
@@ -65,7 +66,7 @@ class Memory:
         steps_peak_nbytes: peak from the first warm-up step to the last step.
         shared_nbytes: shared memory resident at the end. Pages that several ranks map count in full on each of them.
         pss_nbytes: resident at the end with shared pages divided by the number of their users.
-        device_peak_nbytes: peak of what torch allocated on the accelerator in the measured steps; 0 without one.
+        device_peak_nbytes: the same peak of what torch allocated on the accelerator, from the first warm-up step; or 0.
         setup_pss_peak_nbytes, steps_pss_peak_nbytes: the peaks with shared pages divided by the number of their users,
             from many samples; 0 where they were not taken.
     """
@@ -118,6 +119,7 @@ class Machine:
 
     Args:
         bf16_instructions: the processor's; without any, bf16 arithmetic is emulated and slower than fp32.
+        accelerators: what their driver calls them.
     """
 
     cpu: str
@@ -128,6 +130,7 @@ class Machine:
     python: str
     packages: dict[str, str | None]
     environment: dict[str, str]
+    accelerators: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -187,6 +190,7 @@ def describe_machine() -> Machine:
         python=platform.python_version(),
         packages={name: _version(name) for name in PACKAGES},
         environment={name: value for name, value in sorted(os.environ.items()) if _moves_results(name)},
+        accelerators=[device.name for device in detect_hardware().accelerators],
     )
 
 

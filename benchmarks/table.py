@@ -248,17 +248,18 @@ def conditions(record: Record) -> str:
     machine, job = record.machine, record.runs[0].job
     packages = ", ".join(f"{name} {version or 'not installed'}" for name, version in machine.packages.items())
     commit = "no commit" if record.commit is None else record.commit[:12]
-    ranks = max(run.job.ranks for run in record.runs)
+    ranks, host = max(run.job.ranks for run in record.runs), f"{machine.num_cpus} x {machine.cpu}"
     return "\n".join(
         [
-            f"{ranks} ranks on {machine.num_cpus} x {machine.cpu}, {machine.memory_nbytes / 2**30:.0f} GiB; "
+            f"{ranks} ranks on {', '.join([*machine.accelerators, host])}, {machine.memory_nbytes / 2**30:.0f} GiB; "
             f"bf16 instructions: {', '.join(machine.bf16_instructions) or 'none, emulated'}; "
             f"{machine.system}; Python {machine.python}; {packages}.",
             f"`{record.command}` at {record.created}, {commit}{' with changes' if record.dirty else ''}; "
             f"{len({run.job.repeat for run in record.runs})} repeats of {job.steps} steps after {job.warmup}; "
             f"others used {disturbance(record.runs, machine.num_cpus):.0%} of the CPU time meanwhile.",
             "Step: median over repeats of the median step of the slowest rank (lowest-highest repeat). Peak: resident",
-            "memory above imports of the largest rank, set-up included. Ratios: median of the ratios within a repeat.",
+            "memory above imports of the largest rank, set-up included; on accelerators what torch allocated from the",
+            "first warm-up step on. Ratios: median of the ratios within a repeat.",
             f"Losses: largest relative difference over all steps, at most {TOLERANCES['fp32']:g} (fp32) or "
             f"{TOLERANCES['bf16']:g} (bf16).",
         ]

@@ -47,8 +47,6 @@ def measure(job: Job) -> RankResult:
     warmup_seconds, warmup_losses = _run_steps(train_step, batches, range(job.warmup))
     if job.engine != BARE:
         dist.barrier()
-    if job.device == "cuda":  # how each engine took the whole model apart is no matter of its steps
-        torch.cuda.reset_peak_memory_stats()
     step_seconds, losses = _run_steps(train_step, batches, range(job.warmup, job.warmup + job.steps))
     memory = Memory(
         imports_nbytes=imports_nbytes,
@@ -106,8 +104,10 @@ def _import_engine(job: Job) -> Engine:
 
 
 def _reset_peak() -> None:
-    """Makes the kernel's peak of resident memory start again from what is resident now."""
+    """Makes the kernel's peak of resident memory, and torch's of the accelerator's, start again from what is now."""
     Path("/proc/self/clear_refs").write_text("5")
+    if torch.accelerator.is_available():
+        torch.accelerator.reset_peak_memory_stats()
 
 
 def _nbytes(path: Path, field: str) -> int:
