@@ -5,6 +5,7 @@ make test-gpu ARGS=tests/test_plan_gpu.py            # needs a CUDA device with 
 
 from __future__ import annotations
 
+import gc
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -78,10 +79,19 @@ def optimizer_of(kind: str, model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=kind == "adamw-fused")
 
 
+def taken_before(device: torch.device) -> int:
+    """Bytes of cuBLAS's workspaces, of this thread's and of backward's: they are the framework's."""
+    gc.collect()  # models of tests before
+    torch.cuda.empty_cache()
+    layer = torch.nn.Linear(64, 64, bias=False, device=device, dtype=torch.bfloat16)
+    layer(torch.ones(64, 64, device=device, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
+    return torch.cuda.memory_allocated() - 2 * layer.weight.nbytes
+
+
 def measured(case: Case) -> tuple[int, int]:
     """(bytes between steps, most bytes in a step), after two steps that are not counted."""
-    torch.cuda.empty_cache()
     device = torch.device("cuda")
+    before = taken_before(device)
     config = AutoConfig.for_model(**MODEL)
     config.use_cache = False
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
@@ -103,13 +113,13 @@ def measured(case: Case) -> tuple[int, int]:
     rest = 0
     for step in range(3):
         if step == 2:
-            rest = torch.cuda.memory_allocated()
+            rest = torch.cuda.memory_allocated() - before
             torch.cuda.reset_peak_memory_stats()
         for _ in range(case.accumulation):
             model(input_ids=tokens, labels=tokens).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    return rest, torch.cuda.max_memory_allocated()
+    return rest, torch.cuda.max_memory_allocated() - before
 
 
 @pytest.mark.gpu
@@ -124,5 +134,5 @@ def test_peak_on_a_gpu(name: str) -> None:
     rest, peak = measured(case)
     predicted = memory.peak_of_step - framework
     print(f"{name}: persistent predicted {memory.persistent}, found {rest}; peak predicted {predicted}, found {peak}")
-    assert memory.persistent == pytest.approx(rest, rel=0.05)
+    assert memory.persistent == pytest.approx(rest, rel=0.05, abs=2**21)  # a batch, buffers: all there is if offloaded
     assert predicted == pytest.approx(peak, rel=0.05)

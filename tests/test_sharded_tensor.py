@@ -26,8 +26,9 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn import functional
 from torch.optim import swa_utils
 
+from fullshard.comm.torch_dist import NativeCollectives
 from fullshard.core.errors import LifecycleError
-from fullshard.engine import ShardedParameter, ShardedTensor
+from fullshard.engine import ShardedParameter, ShardedTensor, shard_model
 from tests.distributed import run_ranks
 from tests.traps import (
     BLOCKS,
@@ -775,3 +776,24 @@ def refuse_all(folder: str) -> dict[str, str]:
 def test_what_cannot_be_right_is_refused(tmp_path: Path) -> None:
     assert run_ranks(refuse_all, 2, str(tmp_path)) == [{}, {}]
     assert not list(tmp_path.glob("*.safetensors"))
+
+
+def _gathered_bytes() -> list[bool]:
+    codes = torch.arange(64, dtype=torch.uint8)
+    same = []
+    for dtype in (torch.int16, torch.uint16, torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.bfloat16):
+        model = nn.Linear(4, 4)
+        model.codes = nn.Parameter(codes.view(dtype), requires_grad=False)
+        shard_model(model, unit_modules=[], device=torch.device("cpu"))
+        whole = model.codes.full_tensor()  # type: ignore[attr-defined]
+        same.append(torch.equal(whole.view(torch.uint8), codes))
+        full, half = torch.zeros(64, dtype=torch.uint8), slice(32 * dist.get_rank(), 32 * dist.get_rank() + 32)
+        full[half] = codes[half]
+        assert dist.group.WORLD is not None
+        NativeCollectives(dist.group.WORLD).all_gather(full.view(dtype), tag=0).wait()
+        same.append(torch.equal(full, codes))
+    return same
+
+
+def test_dtypes_that_a_backend_does_not_know_are_gathered() -> None:
+    assert all(map(all, run_ranks(_gathered_bytes, 2)))

@@ -115,9 +115,10 @@ class NativeCollectives(Collectives):
         return ResizedBuffer(self, spec)
 
     def all_gather(self, full: torch.Tensor, *, tag: int) -> Work:
-        """One in-place all-gather."""
-        own = own_interval(full, self.rank, self.size)
-        return filling(full, [all_gather_single(full, own, group=self.group, async_op=True)])
+        """One in-place all-gather, of bytes: NCCL knows no int16, and Gloo no float8."""
+        whole = full.view(torch.uint8)
+        own = own_interval(whole, self.rank, self.size)
+        return filling(full, [all_gather_single(whole, own, group=self.group, async_op=True)])
 
     def _reduce(self, full: torch.Tensor, how: Reduction) -> Work:
         """One reduce-scatter into this rank's interval; packed, one all-to-all and a sum."""

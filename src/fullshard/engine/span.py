@@ -232,7 +232,7 @@ class Span:
                 for owner in range(self.mesh.shard_size if self.mesh.shard_group is not None else 0):
                     interval = self.placement.interval(owner, self.numel)
                     if interval.numel:
-                        part = full[interval.start : interval.stop]
+                        part = full[interval.start : interval.stop].view(torch.uint8)  # any dtype, whoever sends
                         dist.broadcast(part, group=self.mesh.shard_group, group_src=owner)
             tile = full.view(self.tile_shape)
             return tile if self.tile is None else self.tile.gather(tile)
