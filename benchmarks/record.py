@@ -23,7 +23,7 @@ FORMAT = 1
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
 PACKAGES = ("fullshard", "torch", "transformers", "deepspeed", "numpy")
-# Anything here moves times or memory without showing up in a job. OMP_NUM_THREADS is not here: workers always get 1.
+# Anything here moves times or memory without showing up in a job. `benchmarks.run` sets OMP_NUM_THREADS by itself.
 ENVIRONMENT = ("MKL_NUM_THREADS", "LD_PRELOAD", "GLOO_SOCKET_IFNAME", "FULLSHARD_*", "MALLOC_*", "DS_*")
 
 

@@ -41,6 +41,7 @@ from benchmarks.record import (
     save,
 )
 from benchmarks.table import render
+from fullshard.config.hardware import usable_cpu_count
 from fullshard.plan.evaluate import evaluate
 from fullshard.plan.families import from_config
 from fullshard.plan.hardware import parse_cluster
@@ -170,6 +171,8 @@ def _run_ranks(job: Job, folder: Path, timeout: float) -> str | None:
     # The store lives here and the ranks join it, as they do under torchrun: no port to guess and none to collide on.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = []
+    # On CPUs the ranks compute with them; beside a GPU they only step what is offloaded.
+    threads = 1 if job.device == "cpu" else max(1, usable_cpu_count() // job.ranks)
     for rank in range(job.ranks):
         command = [
             sys.executable,
@@ -179,7 +182,7 @@ def _run_ranks(job: Job, folder: Path, timeout: float) -> str | None:
             str(result_path(folder, rank)),
         ]
         environment = os.environ | {
-            "OMP_NUM_THREADS": "1",
+            "OMP_NUM_THREADS": str(threads),
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(job.ranks),
