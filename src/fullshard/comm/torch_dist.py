@@ -50,6 +50,11 @@ def dividing(work: dist.Work, total: torch.Tensor, how: Reduction) -> Work:
     return WorkOf(wait)
 
 
+def as_sent(flat: torch.Tensor) -> torch.Tensor:
+    """The same memory, 1-D, in a dtype that every backend sends: NCCL knows no int16, and Gloo no float8."""
+    return flat if flat.dtype in _SENT_AS_THEY_ARE else flat.view(torch.uint8)
+
+
 class PersistentBuffer(FullBuffer):
     """A buffer that one rank owns whole, in the dtype of the main weights: those are it."""
 
@@ -115,8 +120,8 @@ class NativeCollectives(Collectives):
         return ResizedBuffer(self, spec)
 
     def all_gather(self, full: torch.Tensor, *, tag: int) -> Work:
-        """One in-place all-gather, of bytes: NCCL knows no int16, and Gloo no float8."""
-        whole = full.view(torch.uint8)
+        """One in-place all-gather."""
+        whole = as_sent(full)
         own = own_interval(whole, self.rank, self.size)
         return filling(full, [all_gather_single(whole, own, group=self.group, async_op=True)])
 
@@ -168,3 +173,4 @@ class NativeCollectives(Collectives):
 # torch 2.13 renamed both functions and warns on the old names.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_SENT_AS_THEY_ARE = (torch.bfloat16, torch.float32, torch.float16, torch.float64)

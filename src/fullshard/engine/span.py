@@ -13,6 +13,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from fullshard.comm import torch_private
 from fullshard.comm.mesh import Mesh
 from fullshard.comm.stalls import STALLS
+from fullshard.comm.torch_dist import as_sent
 from fullshard.core.boxes import IntervalBox, boxes
 from fullshard.core.errors import LifecycleError
 from fullshard.core.layout import Interval
@@ -232,7 +233,7 @@ class Span:
                 for owner in range(self.mesh.shard_size if self.mesh.shard_group is not None else 0):
                     interval = self.placement.interval(owner, self.numel)
                     if interval.numel:
-                        part = full[interval.start : interval.stop].view(torch.uint8)  # any dtype, whoever sends
+                        part = as_sent(full[interval.start : interval.stop])
                         dist.broadcast(part, group=self.mesh.shard_group, group_src=owner)
             tile = full.view(self.tile_shape)
             return tile if self.tile is None else self.tile.gather(tile)
