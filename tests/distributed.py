@@ -38,7 +38,13 @@ _CONTEXT.set_forkserver_preload(_PRELOADED)
 
 
 def preload(*modules: str) -> None:
-    """Have the server import these too, if it has not begun yet: called by modules of tests as they are collected."""
+    """Have the server import these too, if it has not begun yet: called by modules of tests as they are collected.
+
+    Not where there is a GPU: some of them (bitsandbytes, which Transformers and PEFT bring along) begin to use it as
+    they are imported, and no copy of the server could use it then.
+    """
+    if torch.cuda.is_available():
+        return
     _PRELOADED.extend(name for name in modules if name not in _PRELOADED)
     _CONTEXT.set_forkserver_preload(_PRELOADED)
 

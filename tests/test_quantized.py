@@ -58,7 +58,7 @@ class Block(nn.Module):
         return result
 
 
-def build(make: Any, *, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+def build(make: Any, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> nn.Sequential:
     """The same model with the same quantised weights in every process."""
     torch.manual_seed(3)
     model = nn.Sequential(*(Block(make) for _ in range(3)))
@@ -67,8 +67,7 @@ def build(make: Any, *, dtype: torch.dtype = torch.float32) -> nn.Sequential:
             parameter.data = torch.randn_like(parameter) * 0.05 + ("norm.weight" in name)
             parameter.requires_grad_("down" in name or "up" in name)
             parameter.data = parameter.data.to(dtype)
-    model.to("cpu")  # here bitsandbytes quantises
-    return model
+    return model.to(device)  # here bitsandbytes quantises
 
 
 @dataclass(frozen=True)
@@ -98,27 +97,27 @@ def eight_bits(width: int, out: int) -> nn.Module:
     return layer
 
 
-def batch(rank: int, step: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def batch(rank: int, step: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randn(6, WIDTH, generator=generator).to(dtype)
+    return torch.randn(6, WIDTH, generator=generator).to(device, dtype)
 
 
-def sharded(make: Any, *, dtype: torch.dtype = torch.float32, policy: Any = None) -> nn.Sequential:
-    model = build(make, dtype=dtype)
-    return shard_model(model, unit_modules=list(model), mp_policy=policy, device=torch.device("cpu"))
+def sharded(make: Any, *, dtype: torch.dtype = torch.float32, policy: Any = None, device: str = "cpu") -> nn.Sequential:
+    model = build(make, dtype=dtype, device=device)
+    return shard_model(model, unit_modules=list(model), mp_policy=policy, device=torch.device(device))
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad]
 
 
-def check_training(make: Any, dtype: torch.dtype, exact_forward: bool = True) -> None:
+def check_training(make: Any, dtype: torch.dtype, exact_forward: bool = True, device: str = "cpu") -> None:
     rank, size = rank_and_size()
-    reference, model = build(make, dtype=dtype), sharded(make, dtype=dtype)
+    reference, model = build(make, dtype=dtype, device=device), sharded(make, dtype=dtype, device=device)
     optimizers = [torch.optim.AdamW(trainable(m), lr=1e-2) for m in (reference, model)]
     for step in range(3):
-        outputs = [reference(batch(r, step, dtype)) for r in range(size)]
-        output = model(batch(rank, step, dtype))
+        outputs = [reference(batch(r, step, dtype, device)) for r in range(size)]
+        output = model(batch(rank, step, dtype, device))
         if step == 0 and exact_forward:
             assert is_same_product(output, outputs[rank])
         torch.stack([o.float().square().mean() for o in outputs]).mean().backward()

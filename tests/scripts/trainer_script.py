@@ -20,6 +20,7 @@ class MyTrainer(Trainer):
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--samples", type=int, default=24)
+    parser.add_argument("--generate", type=int, default=0, help="tokens, at the end")
     own, rest = parser.parse_known_args()
     [args] = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(rest)
     torch.manual_seed(1)
@@ -29,6 +30,10 @@ def main() -> None:
     trainer = MyTrainer(model, args, train_dataset=[{"input_ids": row, "labels": row} for row in rows])
     checkpoint = args.resume_from_checkpoint
     trainer.train(resume_from_checkpoint=checkpoint)
+    if own.generate:
+        first = rows[0][None, :4].to(trainer.model.device)
+        print("DEVICE", first.device)
+        print("TOKENS", *trainer.model.generate(first, max_new_tokens=own.generate, do_sample=False)[0, 4:].tolist())
     held = [p.to_local() if isinstance(p, DTensor) else p for p in trainer.model.parameters()]
     # In one piece: another rank's line may come in between where a stream is not buffered.
     sys.stdout.write(f"PARAMETERS {trainer.is_fsdp_enabled} {sum(part.numel() for part in held)}\n")
