@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard.comm.mesh import init_mesh
+from fullshard.engine import shard_model
 from tests.simulated.process import on_device
 
 
@@ -387,3 +388,15 @@ def _devices_of_meshes() -> list[tuple[str, str]]:
 def test_a_mesh_of_cpus_is_one_although_there_is_an_accelerator() -> None:
     """As under torch's `fully_shard`."""
     assert on_device(_devices_of_meshes) == [("cpu", "simulated")] * 2
+
+
+def _index_left_out() -> list[str]:
+    """A device named by its kind alone is the current one, to all that compares devices."""
+    model = shard_model(nn.Linear(8, 8), unit_modules=[], device=torch.device("simulated"))
+    model.to("simulated")
+    model.to("simulated:0").float()
+    return [str(init_mesh(device=torch.device(kind)).device) for kind in ("simulated", "simulated:0", "cpu", "meta")]
+
+
+def test_a_device_may_be_named_by_its_kind() -> None:
+    assert on_device(_index_left_out) == ["simulated:0", "simulated:0", "cpu", "meta"]

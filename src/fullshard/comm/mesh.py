@@ -252,6 +252,7 @@ def init_mesh(
     if device is None:
         is_of_cpus = isinstance(device_mesh, DeviceMesh) and device_mesh.device_type == "cpu"
         device = torch.device("cpu") if is_of_cpus else current()
+    device = torch.empty(0, device=device).device  # with its index, as its tensors have it: `cuda` is not `cuda:0`
     ranks = joined_world_size()
     require_gloo(device, dist.group.WORLD if dist.is_initialized() else None)
     if device_mesh is not None:
