@@ -45,17 +45,10 @@ def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture
-def gpu() -> str:
-    """The name of this machine's."""
-    if not torch.cuda.is_available():
-        pytest.fail("torch finds no GPU: this test is for machines that have one")
-    return torch.cuda.get_device_name(0)
-
-
 def run(*words: str, cwd: Path, **variables: str) -> tuple[str, str]:
     """What Python says with these words, on one GPU at most, if all goes well."""
-    variables |= {"HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
+    places = [str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    variables |= {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(places)}
     done = run_python([sys.executable, *words], cwd, environment(**variables), 150)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     return done.stdout, done.stderr
@@ -92,7 +85,7 @@ def test_the_planner_measures_the_device(device: str, tmp_path: Path, monkeypatc
     done = run_here("plan", "--calibrate", str(tmp_path / "here.json"))
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "here.json").read_text())
-    assert found["flops"] > 1e9 and found["memory_bandwidth"] > 1e8
+    assert found["flops"] > 1e9 and found["memory_bandwidth"] > 1e8 and found["memory"] > 2**28
     if device == "cuda":
         properties = torch.cuda.get_device_properties(0)
         assert found["name"] == properties.name and found["memory"] == properties.total_memory
@@ -137,16 +130,18 @@ def test_a_loop_of_ones_own_goes_from_device_to_host_and_back(device: str, tmp_p
 
 
 @pytest.mark.gpu
-def test_more_processes_than_gpus_are_refused(gpu: str, tmp_path: Path) -> None:
+def test_more_processes_than_gpus_are_refused(inputs: Path, tmp_path: Path) -> None:
     count = torch.cuda.device_count()
+    assert count, "torch finds no GPU: this test is for machines that have one"
     words = [*FULLSHARD, "launch", "-n", str(count + 1), str(SCRIPTS / "user_loop.py")]
     done = run_python(words, tmp_path, environment(), 60)
-    assert done.returncode == 2, gpu
-    assert f"{count + 1} processes per host, and this host has {count} GPU" in done.stderr
+    assert done.returncode == 2, done.stderr
+    assert f"{count + 1} processes per host, and this host has {count} GPU" in done.stderr, done.stderr
     assert f"hint: use {count}, or --cpu" in done.stderr
-    words = [*FULLSHARD, "train", "--nproc", str(count + 1), "--data", str(SCRIPTS), "--output-dir", str(tmp_path)]
-    done = run_python(words, tmp_path, environment(), 60)
-    assert done.returncode != 0 and f"{count} " in done.stderr and "Traceback" not in done.stderr
+    data = ["--model", str(inputs / "config.json"), "--data", str(inputs / "data.txt"), "--output-dir", str(tmp_path)]
+    done = run_python([*FULLSHARD, "train", "--nproc", str(count + 1), *data], tmp_path, environment(), 60)
+    assert done.returncode != 0
+    assert f"local rank {count} has no CUDA device: this host has {count}" in done.stderr, done.stderr
 
 
 def train(device: str, inputs: Path, output: Path, *more: str) -> str:
@@ -236,17 +231,15 @@ def trainer_losses(output: str) -> list[float]:
     return [float(line.split()[1]) for line in output.splitlines() if line.startswith("LOSS")]
 
 
-def trainer_words(output: Path, *more: str) -> list[str]:
-    sizes = ["--per_device_train_batch_size", "4", "--max_steps", "6", "--tf32", "False"]
-    return [str(SCRIPTS / "trainer_script.py"), "--output_dir", str(output), *LOGGING, *sizes, *more]
+def trainer_words(device: str, output: Path, *more: str) -> list[str]:
+    sizes = ["--per_device_train_batch_size", "4", "--max_steps", "6"]
+    exact = ["--tf32", "False"] if device == "cuda" else []  # which Transformers refuses on a CPU
+    return [str(SCRIPTS / "trainer_script.py"), "--output_dir", str(output), *LOGGING, *sizes, *exact, *more]
 
 
 def test_a_trainer_script_has_the_losses_it_has_without_sharding(device: str, tmp_path: Path) -> None:
     """In fp32, where the kernels are the same and only sums may be added in another order."""
-    words = trainer_words(tmp_path / "out", "--generate", "5", "--save_strategy", "no")
-    if device == "cpu":
-        words = [word for word in words if word != "--tf32"]
-        words.remove("False")
+    words = trainer_words(device, tmp_path / "out", "--generate", "5", "--save_strategy", "no")
     variables = {"ACCELERATE_USE_CPU": "true"} if device == "cpu" else {}
     plain, _ = run(*words, cwd=tmp_path, **variables)
     sharded, _ = launched(device, "--fsdp", "full_shard auto_wrap", *words, cwd=tmp_path)
@@ -261,10 +254,7 @@ def test_a_trainer_script_has_the_losses_it_has_without_sharding(device: str, tm
 
 def test_a_trainer_script_in_bf16_with_checkpointing_goes_on(device: str, tmp_path: Path) -> None:
     more = ["--bf16", "True", "--gradient_checkpointing", "True", "--save_steps", "3", "--generate", "5"]
-    words = trainer_words(tmp_path / "out", *more)
-    if device == "cpu":
-        words = [word for word in words if word != "--tf32"]
-        words.remove("False")
+    words = trainer_words(device, tmp_path / "out", *more)
     fsdp = ["--fsdp", "full_shard auto_wrap"]
     whole, _ = launched(device, *fsdp, *words, cwd=tmp_path)
     resumed, _ = launched(
@@ -297,7 +287,7 @@ def test_an_accelerate_script_has_accelerates_losses(device: str, mode: str, tmp
 def test_a_loss_scale_that_is_too_large_comes_down(device: str, tmp_path: Path) -> None:
     found = accelerated(device, "fullshard", "fp16", tmp_path, scale=2.0**26)
     assert 3 <= found["skipped"] <= 12 and found["scale"] < 2.0**24
-    assert found["losses"][0] == found["losses"][0] and all(0 < loss < 2 for loss in found["losses"])
+    assert all(0 < loss < 2 for loss in found["losses"])
 
 
 @pytest.mark.parametrize("kind", ["4 bits", "8 bits"])
