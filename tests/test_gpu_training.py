@@ -10,6 +10,7 @@ another or each is waited for by the host (`CUDA_LAUNCH_BLOCKING`): a wait that 
 from __future__ import annotations
 
 import hashlib
+import traceback
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -22,7 +23,7 @@ from tests.simulated.programs import PROGRAMS
 from tests.simulated.steps import host_waits_as_known
 from tests.simulated.training import MATRICES, OTHERS, Case, Program, pairwise, small_activations, train
 
-EXACT = 1e-6
+EXACT = 1e-5
 """In float64, relative to the largest element: sums in another order, and Adam's division by gradients near zero."""
 ROUGH = 0.1
 """In half precision, after a few steps of Adam, each of at most 0.01 whatever the gradient."""
@@ -55,9 +56,14 @@ def unlike_the_cpu(names: list[str], kind: str) -> dict[str, str]:
     for name in names:
         program, case = RUNS[name]
         torch.set_default_dtype(torch.float32 if is_rough(case) else torch.float64)
-        with small_activations():
-            expected, found = program(case, "cpu"), program(case, kind)
-        torch.set_default_dtype(torch.float32)
+        try:
+            with small_activations():
+                expected, found = program(case, "cpu"), program(case, kind)
+        except Exception:  # the others are of interest, too
+            wrong[name] = traceback.format_exc()[-1500:]
+            continue
+        finally:
+            torch.set_default_dtype(torch.float32)
         apart = [_apart(value, right) for value, right in zip(found, expected, strict=True)]
         limit = ROUGH if is_rough(case) else EXACT
         if beyond := [place for place, much in enumerate(apart) if not much <= limit]:

@@ -262,8 +262,6 @@ def _train(case: Case) -> Any:
 
     step()
     step()
-    with torch.no_grad():
-        model(tokens)  # gives the main gradients back, as the next step's forward would
     with record_function("measured"):
         step()
     with record_function("after"):

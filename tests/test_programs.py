@@ -72,13 +72,13 @@ def test_many_random_programs_of_two_models(several: tuple[ProgramOfTwo, ...]) -
 
 @pytest.mark.gpu
 @given(together(programs))
-@settings(max_examples=240 // TOGETHER)
+@settings(max_examples=24 // TOGETHER)
 def test_random_programs_on_a_gpu(several: tuple[Program, ...]) -> None:
     check(run_program, several, 60, "cuda")
 
 
 @pytest.mark.gpu
 @given(together(programs_of_two))
-@settings(max_examples=160 // TOGETHER)
+@settings(max_examples=24 // TOGETHER)
 def test_random_programs_of_two_models_on_a_gpu(several: tuple[ProgramOfTwo, ...]) -> None:
     check(run_program_of_two, several, 60, "cuda")

@@ -13,7 +13,14 @@ from tests.simulated.features import compare_replicas, look_at_whole, not_finite
 from tests.simulated.mutations import MUTATIONS, SOURCE, Mutation, run
 from tests.simulated.process import on_device
 from tests.simulated.programs import PROGRAMS
-from tests.simulated.steps import WAITS, collectives, train_with_torch, use_different_parameters, waits_of_a_step
+from tests.simulated.steps import (
+    WAITS,
+    collectives,
+    memory_between_steps,
+    train_with_torch,
+    use_different_parameters,
+    waits_of_a_step,
+)
 from tests.simulated.training import Case, as_with_nccl, small_activations
 
 
@@ -29,6 +36,19 @@ def test_where_the_host_waits_in_a_step() -> None:
     assert dict(zip(map(str, WAITS), on_device(_waits, list(WAITS)), strict=True)) == {
         str(case): waits for case, waits in WAITS.items()
     }
+
+
+def _memory() -> list[tuple[int, list[int]]]:
+    from tests.simulated.group import run_ranks
+
+    return [run_ranks(memory_between_steps, ranks, Case(ranks=ranks, precision="bf16"))[0] for ranks in (1, 2)]
+
+
+def test_a_step_leaves_nothing_behind() -> None:
+    """Gradients go as they are cleared, and nothing grows from step to step; but for the message of the last one."""
+    for made, (first, *others) in on_device(_memory):
+        assert set(others) == {first}
+        assert first - made <= 2 * 512
 
 
 def _collectives() -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -71,6 +72,25 @@ def waits_of_a_step(case: Case, clips: bool = True) -> dict[str, int]:
             found = Counter(waits)
         dist.barrier()
     return dict(found)
+
+
+def memory_between_steps(case: Case, steps: int = 5) -> tuple[int, list[int]]:
+    """Bytes of the device that a model takes as it is sharded, and after each step, whose gradients are cleared."""
+    place = torch.device("simulated", dist.get_rank())
+    gc.collect()  # models of earlier programs
+    dist.barrier()
+    model: Any = made(case, place)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    made_nbytes, found = torch.accelerator.memory_allocated(place), []
+    for step in range(steps):
+        tokens, targets = batch(step, 0, place)
+        functional.cross_entropy(model(tokens).float().flatten(0, 1), targets.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        del tokens, targets
+        torch.accelerator.synchronize(place)
+        found.append(torch.accelerator.memory_allocated(place))
+    return made_nbytes, found
 
 
 def host_waits_as_known(case: Case, kind: str) -> list[torch.Tensor]:

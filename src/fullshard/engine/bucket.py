@@ -317,6 +317,11 @@ class Bucket(BucketSpec):
             hint="change it between steps, under unsharded(model, writeback=True) and on every rank alike",
         )
 
+    def note_cleared(self) -> None:
+        """The script has set a gradient to None: with the last of them their memory goes."""
+        if self.gradient is not None:
+            self.gradient.main.release_if_cleared()
+
     def set_requires_grad(self, index: int, requires_grad: bool) -> None:
         """A sharded parameter was frozen or unfrozen: so is the original one, at once.
 

@@ -73,7 +73,8 @@ class FiniteGuard:
     def _forget(self) -> None:
         self._is_bad = False
         self._ranks: set[int] = set()
-        self._squares: list[torch.Tensor] = []
+        self._squares: list[torch.Tensor] = []  # of an accelerator, for which the host does not wait in backward,
+        self._seen: torch.Tensor | None = None  # and what those of earlier backwards have shown
         self._message: tuple[torch.Tensor, dist.Work | None] | None = None
         self._alarm: bool | None = None
         self._names: dict[str, str] | None = None
@@ -97,7 +98,7 @@ class FiniteGuard:
         if self.policy == "off" or not part.numel() or not has_values(part.device):
             return
         if part.device.type != "cpu":  # no `dot`: CUDA's takes no more than 2^31 elements
-            self._squares.append(torch.linalg.vector_norm(part))  # read later: the host is not to wait here
+            self._squares.append(torch.linalg.vector_norm(part))
             return
         is_plain = part.dtype in (torch.float32, torch.float64)
         square = torch.dot(part, part) if is_plain else torch.linalg.vector_norm(part)
@@ -112,18 +113,21 @@ class FiniteGuard:
     @property
     def has_seen_any(self) -> bool:
         """Whether this rank has seen any since the last step."""
-        if self._squares:
-            self._is_bad |= bool(self._flag())
-            self._squares.clear()
+        if self._squares or self._seen is not None:
+            self._is_bad, self._seen = bool(self._flag()), None
         return self._is_bad
 
     def _flag(self) -> torch.Tensor:
         """Shape (1,), uint8: whether this rank has seen any."""
-        seen = torch.full((1,), self._is_bad, dtype=torch.uint8, device=self._mesh.device)
+        flag = torch.full((1,), self._is_bad, dtype=torch.uint8, device=self._mesh.device)
+        if self._seen is not None:
+            flag |= self._seen
         if self._squares:
             squares = torch.stack([square.float() for square in self._squares])
-            seen |= squares.isfinite().all().logical_not()
-        return seen
+            self._squares.clear()
+            flag |= squares.isfinite().all().logical_not()
+            self._seen = flag.clone()  # the flag itself becomes all ranks'
+        return flag
 
     def announce(self) -> None:
         """Tell the other ranks whether this one has seen any. Each does at the end of each backward; nobody waits.

@@ -127,8 +127,8 @@ class MainGradient:
         return any(published is not None for published in self._published)
 
     def release_if_cleared(self) -> None:
-        """Give its memory back once the user has set every `.grad` to None."""
-        if self.tensor is not None and all(grad is None for grad in local_gradients(self._parameters)):
+        """Give its memory back once the script has set every `.grad` to None, which it does from the first on."""
+        if self.tensor is not None and all(grad is None for grad in local_gradients(reversed(self._parameters))):
             self.tensor = self._rounded = None
             self._published, self._versions = [], []
 

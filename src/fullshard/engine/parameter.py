@@ -40,6 +40,9 @@ class ParameterOwner(Protocol):
     def set_requires_grad(self, index: int, requires_grad: bool) -> None:
         """Parameter `index` was frozen or unfrozen."""
 
+    def note_cleared(self) -> None:
+        """The script has set the gradient of a parameter to None."""
+
 
 class ShardedParameter(ShardedTensor):
     """A parameter, this rank's interval of it being a view of the bucket's main buffer.
@@ -111,6 +114,8 @@ class ShardedParameter(ShardedTensor):
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
         self.publish(None if value is None else self.interval_of(value, "gradient"))
+        if value is None:
+            self._bucket.note_cleared()
 
     def publish(self, local_grad: torch.Tensor | None) -> None:
         """From now on this is the gradient."""

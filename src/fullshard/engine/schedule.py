@@ -202,13 +202,10 @@ class Schedule:
             self._number_buckets(self.mesh.take_tags(len(self._buckets())))  # not another model's
             for unit in self.units:
                 unit.warn_of_empty()
-        # What the user may have done between steps: frozen something, loaded weights, cleared gradients.
+        # What the user may have done between steps: frozen something, loaded weights.
         for unit in self.units:
             unit.take_requires_grad()
             unit.reshard_if_outdated()
-            for bucket in unit.buckets:
-                if bucket.gradient is not None:
-                    bucket.gradient.main.release_if_cleared()
         self.rounds.begin_forward()
         self._last_ended = None
         self._forward = []

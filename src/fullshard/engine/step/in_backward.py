@@ -258,7 +258,6 @@ class Stepper:
         gradient = bucket.gradient
         assert gradient is not None  # noqa: S101 -- its parameters have gradients
         gradient.unsharded.is_used_up = True
-        gradient.main.release_if_cleared()  # now, not at the next forward: that is what stepping in backward is for
         return True
 
     # -- after it -----------------------------------------------------------------------------------------------
