@@ -133,7 +133,7 @@ def test_a_loop_of_ones_own_goes_from_device_to_host_and_back(device: str, tmp_p
 def test_more_processes_than_gpus_are_refused(inputs: Path, tmp_path: Path) -> None:
     count = torch.cuda.device_count()
     assert count, "torch finds no GPU: this test is for machines that have one"
-    words = [*FULLSHARD, "launch", "-n", str(count + 1), str(SCRIPTS / "user_loop.py")]
+    words = [*FULLSHARD, "launch", "--num_processes", str(count + 1), str(SCRIPTS / "user_loop.py")]
     done = run_python(words, tmp_path, environment(), 60)
     assert done.returncode == 2, done.stderr
     assert f"{count + 1} processes per host, and this host has {count} GPU" in done.stderr, done.stderr
