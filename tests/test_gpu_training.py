@@ -27,7 +27,7 @@ EXACT = 1e-5
 """In float64, relative to the largest element: sums in another order, and Adam's division by gradients near zero."""
 ROUGH = 0.1
 """In half precision, after a few steps of Adam, each of at most 0.01 whatever the gradient."""
-LARGE = {"WIDTH": 1024, "TOKENS": 4096, "BATCH": (8, 257), "CHUNK": 500, "KEPT_NBYTES": 60_000_000}
+LARGE = {"WIDTH": 768, "TOKENS": 4096, "BATCH": (8, 257), "CHUNK": 500, "KEPT_NBYTES": 60_000_000}
 
 RUNS: dict[str, tuple[Program, Case]] = {
     **{str(case): (train, case) for case in (*pairwise(), *pairwise(3, **OTHERS))},
@@ -112,7 +112,8 @@ def test_the_numbers_are_the_cpus(ranks: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_kernels_beside_one_another_give_the_same_bit_for_bit(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = [name for name in runs_of(ranks) if RUNS[name][1].optimizer not in ("SOAP", "Shampoo")]
+    """In every third case: what a model of that size takes is mostly the host's, to make it and to compare."""
+    names = [name for name in runs_of(ranks) if RUNS[name][1].optimizer not in ("SOAP", "Shampoo")][::3]
     beside = run_ranks(digests, ranks, names, "cuda", kind="cuda", timeout=400)
     end_workers()
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
