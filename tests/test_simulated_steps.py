@@ -17,6 +17,7 @@ from tests.simulated.steps import (
     WAITS,
     collectives,
     memory_between_steps,
+    train_on_host_batches,
     train_with_torch,
     use_different_parameters,
     waits_of_a_step,
@@ -49,6 +50,17 @@ def test_a_step_leaves_nothing_behind() -> None:
     for made, (first, *others) in on_device(_memory):
         assert set(others) == {first}
         assert first - made <= 2 * 512
+
+
+def _on_host_batches() -> list[list[list[torch.Tensor]]]:
+    from tests.simulated.group import run_ranks
+
+    return [run_ranks(train_on_host_batches, 2, kind) for kind in ("cpu", "simulated")]
+
+
+def test_what_a_script_gives_the_model_is_taken_to_its_device() -> None:
+    expected, found = on_device(_on_host_batches)
+    assert all(map(torch.equal, found[0], expected[0])) and all(map(torch.equal, found[1], expected[1]))
 
 
 def _collectives() -> list[str]:

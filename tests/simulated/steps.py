@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from fullshard.checkpoint.staging import HostMemory
 from fullshard.engine import clip_grad_norm_, shard_model
+from tests.distributed import place_of
 from tests.simulated.training import MATRICES, Case, Model, batch, made, optimizer_of
 
 ALARM = "aten::_local_scalar_dense in engine/finite.py:is_alarmed"
@@ -91,6 +92,32 @@ def memory_between_steps(case: Case, steps: int = 5) -> tuple[int, list[int]]:
         torch.accelerator.synchronize(place)
         found.append(torch.accelerator.memory_allocated(place))
     return made_nbytes, found
+
+
+def train_on_host_batches(kind: str) -> list[torch.Tensor]:
+    """Batches and masks stay on the host, some in dicts: it is the model that takes them to its device."""
+    place = place_of(kind)
+    torch.manual_seed(1)
+    model: Any = nn.Sequential(_Gated(), _Gated())
+    shard_model(model[1], unit_modules=[], device=place)
+    shard_model(model[0], unit_modules=[model[0].linear], device=place)
+    found = []
+    for step in range(2):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+        out = model[1]({"x": model[0]({"x": x}, gates=[x > 0])}, gates=(torch.ones(4, 8),))
+        out.square().mean().backward()
+        found += [out.detach().cpu(), clip_grad_norm_(model[0], 1.0).cpu()]
+    return found
+
+
+class _Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, batch: dict[str, torch.Tensor], *, gates: Any) -> torch.Tensor:
+        out: torch.Tensor = self.linear(batch["x"]) * gates[0]
+        return out
 
 
 def host_waits_as_known(case: Case, kind: str) -> list[torch.Tensor]:

@@ -162,3 +162,8 @@ def cast_floating(value: Any, dtype: torch.dtype | None) -> Any:
     if dtype is None:
         return value
     return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, value)
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """`value` with every tensor on an accelerator; on a CPU, which has no other place for them, it is itself."""
+    return value if device.type in ("cpu", "meta") else map_tensors(lambda t: t.to(device), value)

@@ -145,8 +145,8 @@ class Schedule:
 
     # -- forward ------------------------------------------------------------------------------------------------
 
-    def begin_forward(self, unit: Unit) -> None:
-        """A unit is about to run forward (not as a recompute)."""
+    def begin_forward(self, unit: Unit) -> bool:
+        """A unit is about to run forward (not as a recompute). Whether it is the first, which others are within."""
         if self._depth and unit is self.units[-1]:
             self._abandon_forward()
         self._depth += 1  # before anything that may raise, because end_forward is called even then
@@ -161,6 +161,7 @@ class Schedule:
         self._forward.append(unit)
         if 1 < len(self._forward) == len(self._order):
             self.mesh.gather.pages.begin_last_unit()
+        return self._depth == 1
 
     def _abandon_forward(self) -> None:
         """The last forward ended in an interrupt from the keyboard, after which torch calls no hooks."""

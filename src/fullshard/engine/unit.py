@@ -27,7 +27,7 @@ from fullshard.engine.call import Call, uncompiled
 from fullshard.engine.gradient_hooks import GradientHooks
 from fullshard.engine.materialize import Values
 from fullshard.engine.offload import Storage
-from fullshard.engine.precision import MixedPrecisionPolicy, cast_floating
+from fullshard.engine.precision import MixedPrecisionPolicy, cast_floating, moved
 from fullshard.engine.unannounced import Unannounced
 from fullshard.engine.unit_parameters import UnitOwner, UnitParameters, UnitState
 from fullshard.wrap.partition import UnitPlan
@@ -46,8 +46,8 @@ class UnitSchedule(UnitOwner, Protocol):
     def is_in_forward(self) -> bool:
         """Whether a forward is under way."""
 
-    def begin_forward(self, unit: Unit) -> None:
-        """The unit is about to run forward (not as a recompute)."""
+    def begin_forward(self, unit: Unit) -> bool:
+        """The unit is about to run forward (not as a recompute). Whether it is the first, which others are within."""
 
     def begin_call(self, unit: Unit) -> None:
         """A forward that backward may come back to has begun."""
@@ -203,8 +203,8 @@ class Unit(UnitParameters):
         if in_backward:  # a recompute is no forward of the model: order and depth are those of the first
             self.schedule.unannounced.leave_before_recompute()
             self.schedule.note_gather_in_backward(self)
-        else:
-            self.schedule.begin_forward(self)
+        elif self.schedule.begin_forward(self):  # as torch's, it takes what the script has left on the host
+            args, kwargs = moved((args, kwargs), self.schedule.mesh.device)
         self._running += 1
         self.unshard()
         if not in_backward:  # after this unit's own: gathers on one communicator arrive in the order of their launch
