@@ -298,6 +298,26 @@ def test_quantised_layers_train_as_unsharded_ones(device: str, kind: str) -> Non
     check_training(FourBits() if kind == "4 bits" else eight_bits, torch.float32, device=device)
 
 
+@pytest.mark.parametrize("kind", ["4 bits", "4 bits, scales not quantised", "8 bits"])
+def test_layers_that_the_cpu_has_quantised_compute_on_the_device(device: str, kind: str) -> None:
+    """As ones moved there by `model.to`, where bitsandbytes moves what its kernels read. One row has its own kernel."""
+    pytest.importorskip("bitsandbytes", reason="needs the extra `quant`")
+    from tests.test_quantized import FourBits, batch, build, eight_bits
+
+    make = eight_bits if kind == "8 bits" else FourBits(nested=kind == "4 bits", compute=torch.bfloat16)
+    expected = build(make).to(device)
+    model = build(make)
+    shard_model(model, unit_modules=list(model), device=torch.device(device))
+    for rows in (1, 6):
+        x = batch(0, 0, device=device)[:rows]
+        with torch.no_grad():
+            torch.testing.assert_close(model(x), expected(x))
+        ours, theirs = (x.clone().requires_grad_() for _ in range(2))
+        model(ours).sum().backward()
+        expected(theirs).sum().backward()
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
 @pytest.mark.parametrize("name", ["AdamW8bit", "PagedAdamW8bit", "Lion8bit"])
 def test_optimizers_in_8_bits_step_as_without_sharding(device: str, name: str) -> None:
     """One rank has all of each parameter, so that blocks are cut where they are without sharding."""

@@ -254,6 +254,19 @@ def test_a_layer_that_is_not_quantised_yet_is_refused() -> None:
     assert error.value.hint is not None and "move the model" in error.value.hint
 
 
+@pytest.mark.parametrize("nested", [True, False])
+def test_tables_are_where_the_weight_is(nested: bool) -> None:
+    """Kernels take them by address. The meta device stands for any other than the one that has quantised."""
+    model = build(FourBits(nested=nested))
+    weights: list[Any] = [module.weight for module in model.modules() if isinstance(module, bnb.nn.Linear4bit)]
+    shard_model(model, unit_modules=list(model), device=torch.device("meta"))
+    for weight in weights:
+        state = weight.quant_state
+        tables = [state.code, state.offset, state.state2.code] if nested else [state.code]
+        assert all(table.is_meta for table in tables)
+        assert weight.module._buffers.get("weight.nested_offset") is state.offset
+
+
 def check_replaced_bias() -> None:
     rank, _ = rank_and_size()
     model = build(FourBits(compute=torch.bfloat16))

@@ -23,7 +23,7 @@ from fullshard.core.layout import Interval
 from fullshard.engine.tile import plain_of, set_plain, wrapped_as
 from fullshard.wrap.extended import inner_tensors, is_composed
 from fullshard.wrap.partition import Slot, UnitPlan
-from fullshard.wrap.quantized import is_exact
+from fullshard.wrap.quantized import is_exact, place_tables
 
 InitFunction = Callable[[nn.Module], Any]
 """Initialises the parameters and buffers that belong to one module directly (not to its children)."""
@@ -116,6 +116,7 @@ def materialize(
             owner._parameters[name] = current
     for module in modules:
         _place_buffers(module, mesh.device, buffer_dtype)
+        place_tables(module, mesh.device)
     if any(is_made) or sync_module_states:
         buffers = [b for m in modules for b in m._buffers.values() if b is not None]
         parameters = [held for s in plan.slots if id(s) not in deferred for held in _held_by(s.parameter)]

@@ -10,8 +10,8 @@ gives it in a state dict, and the very object that the kernels read, so nothing 
 | `Linear4bit`, `Embedding4bit` | packed values, any `quant_storage` | `weight.absmax`, `weight.nested_absmax` |
 | `Linear8bitLt`, `Embedding8bit` | int8 | `SCB` |
 
-What stays on every rank is what does not grow with the layer: the code book, and with double quantisation one offset,
-which becomes a buffer so that checkpoints hold it.
+What stays on every rank is what does not grow with the layer: the code books, and with double quantisation one offset,
+which becomes a buffer so that checkpoints hold it. Kernels take them by address, so they must be where the weight is.
 
 Weights and scales are *exact*: they are gathered as the bytes they are, whatever the precision policy says.
 """
@@ -67,6 +67,20 @@ def expose_scales(model: nn.Module) -> None:
             # Not register_parameter, which allows no dot in a name: bitsandbytes' state dicts have one.
             module._parameters[name] = scale
         _keep_in_place(module, weight)
+
+
+def place_tables(module: nn.Module, device: torch.device) -> None:
+    """Bring what stays on every rank to the device that computes; where all of it is there already, nothing is done."""
+    weight: Any = module._parameters.get("weight")
+    state = getattr(weight, "quant_state", None)
+    if state is None or not is_exact(weight) or state.code.is_meta:
+        return
+    state.code = state.code.to(device)
+    if state.nested:
+        state.state2.code = state.state2.code.to(device)
+    if state.offset is not None:
+        state.offset = module._buffers["weight.nested_offset"] = state.offset.to(device)
+        _mark(state.offset)
 
 
 def _keep_in_place(module: nn.Module, weight: Any) -> None:
