@@ -6,6 +6,7 @@ pytest tests/test_plan_activations.py
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import warnings
 from collections.abc import Iterable, Iterator
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.activations import ACT2FN
 
@@ -22,6 +24,7 @@ from fullshard.plan.families import FAMILIES, from_config
 from fullshard.plan.job import Job
 from fullshard.plan.methods import apply_method
 from fullshard.plan.mixtures import ESTIMATED, MIXTURES
+from fullshard.plan.shapes import Block
 from fullshard.wrap.forwards import checkpoint_modules
 from fullshard.wrap.policies import unit_modules
 
@@ -118,7 +121,9 @@ def saving(parameters: Iterable[torch.Tensor]) -> Iterator[dict[int, Any]]:
         yield storages
 
 
-def compare(kind: str, precision: str, attention: str, *, in_decoder: bool = False, **changes: Any) -> None:
+def compare(
+    kind: str, precision: str, attention: str, *, in_decoder: bool = False, on_cpu: bool = True, **changes: Any
+) -> None:
     """What one layer more saves, and what the formulas say, within 3 %: the rest is statistics and indices."""
     more = {"layers": 1, "decoders": 2} if in_decoder else {"layers": 2}
     small, large = configuration(kind, 1, **changes), configuration(kind, **more, **changes)
@@ -126,10 +131,31 @@ def compare(kind: str, precision: str, attention: str, *, in_decoder: bool = Fal
     shape, notes = from_config(large, where=kind)
     assert not notes
     job = Job.of({"precision": precision, "attention": attention, "micro_batch": BATCH, "seq_len": SEQUENCE})
-    predicted = layer_activations(shape.blocks[-1 if in_decoder else 0], job, on_cpu=True).kept
+    predicted = layer_activations(shape.blocks[-1 if in_decoder else 0], job, on_cpu=on_cpu).kept
     print(f"{kind}, {precision}, {attention}: predicted {predicted}, saved {measured}, {predicted / measured:.3f}")
     # A router that reads a float32 copy is not in the formulas; in layers as narrow as these it is a twentieth.
     assert predicted == pytest.approx(measured, rel=0.1 if kind in MIXTURES else 0.03)
+
+
+def test_where_an_accelerator_has_no_kernel_scores_are_kept() -> None:
+    """Float32 with grouped heads: there `sdpa` runs what it does here if it may not fuse."""
+    with sdpa_kernel(SDPBackend.MATH):
+        compare("llama", "no", "sdpa", on_cpu=False)
+    block = Block(128, 4, 2, 32, 352)
+    tokens = 512
+    scores = 4 * 4 * tokens**2
+    for precision, kv_heads, kept in (("no", 2, scores), ("bf16", 2, 0), ("no", 4, 0)):
+        changed = dataclasses.replace(block, kv_heads=kv_heads)
+        job = Job.of({"precision": precision, "seq_len": tokens})
+        there, here = (layer_activations(changed, job, on_cpu=on_cpu) for on_cpu in (False, True))
+        repeated = 4 * 2 * 2 * 32 * tokens if kept else 0  # keys and values, of two heads more
+        assert there.kept - here.kept == kept + repeated
+        assert (there.working > here.working) == bool(kept)
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_a_mask_is_kept_and_keys_are_repeated_for_it(precision: str) -> None:
+    compare("mistral", precision, "sdpa", sliding_window=SEQUENCE // 4)
 
 
 @pytest.mark.parametrize("kind", sorted(FAMILIES.keys() - ESTIMATED.keys()))

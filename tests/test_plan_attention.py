@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fullshard.plan.attention import BACKWARD, Kernel, attention_flops, part_of_peak, seen_keys
-from fullshard.plan.evaluate import Plan, evaluate
+from fullshard.plan.evaluate import Plan, evaluate, notes_of
 from fullshard.plan.hardware import DEVICES, parse_cluster
 from fullshard.plan.host import HostCosts
 from fullshard.plan.job import Job
@@ -83,6 +83,28 @@ def test_a_window_saves_time_and_flops() -> None:
     assert with_window.time.model_flops < 0.7 * without.time.model_flops
     masked = plan("OLMo-3-7B", "8xH100", **job, attention="sdpa")
     assert masked.time.total > without.time.total and masked.time.model_flops == with_window.time.model_flops
+
+
+def test_float32_with_grouped_heads_has_no_kernel() -> None:
+    """Its scores are written out, which takes memory and time, on accelerators only; and a note says so."""
+    job: dict[str, Any] = {"precision": "fp32", "seq_len": 4096, "attention": "sdpa"}
+    grouped = load_model("Llama-3.1-8B")[0]
+    units = [
+        unit if unit.block is None else dataclasses.replace(unit, block=dataclasses.replace(unit.block, kv_heads=32))
+        for unit in grouped.units
+    ]
+    alone = dataclasses.replace(grouped, units=tuple(units))
+    with_groups, without = (evaluate(model, Job.of(job), parse_cluster("8xH100")) for model in (grouped, alone))
+    scores = 32 * 4 * 32 * 4096**2
+    assert with_groups.memory.peak - without.memory.peak > 0.9 * scores
+    assert with_groups.time.compute > without.time.compute
+
+    def says_so(**changes: Any) -> bool:
+        devices = changes.pop("devices", "8xH100")
+        return any("grouped" in note for note in notes_of(plan("Llama-3.1-8B", devices, **job | changes)))
+
+    assert says_so() and says_so(attention="flash")
+    assert not says_so(precision="bf16") and not says_so(attention="eager") and not says_so(devices="2xcpu")
 
 
 @pytest.mark.parametrize(("devices", "least"), [("1xH100", 0.012), ("8xH100", 0.012), ("8xB200", 0.012)])

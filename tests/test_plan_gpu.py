@@ -27,7 +27,6 @@ MODEL: dict[str, Any] = {
     "intermediate_size": 2816,
     "num_hidden_layers": 8,
     "num_attention_heads": 16,
-    "num_key_value_heads": 4,
     "vocab_size": 32000,
 }
 
@@ -43,7 +42,12 @@ class Case:
     accumulation: int = 1
     strategy: str = "FULL_SHARD"
     seq_len: int = 1024
+    kv_heads: int = 4
     offload: OffloadPolicy = field(default_factory=OffloadPolicy)
+
+    @property
+    def model(self) -> dict[str, Any]:
+        return {**MODEL, "num_key_value_heads": self.kv_heads}
 
     @property
     def job(self) -> Job:
@@ -54,7 +58,8 @@ class Case:
 
 CASES = {
     "bf16": Case(),
-    "fp32": Case(precision="fp32"),
+    "fp32": Case(precision="fp32"),  # grouped heads: attention keeps its scores
+    "fp32, each head its own keys": Case(precision="fp32", kv_heads=16),
     "checkpointing": Case(checkpointing="full", micro_batch=8),
     "fused": Case(optimizer="adamw-fused", micro_batch=1),
     "accumulation": Case(accumulation=3),
@@ -92,7 +97,7 @@ def measured(case: Case) -> tuple[int, int]:
     """(bytes between steps, most bytes in a step), after two steps that are not counted."""
     device = torch.device("cuda")
     before = taken_before(device)
-    config = AutoConfig.for_model(**MODEL)
+    config = AutoConfig.for_model(**case.model)
     config.use_cache = False
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     units = unit_modules(model)
@@ -128,7 +133,7 @@ def test_peak_on_a_gpu(name: str) -> None:
     if not torch.cuda.is_available():
         pytest.fail("no CUDA device: these tests are for machines that have one")
     case = CASES[name]
-    shape, _ = from_config(MODEL, where="test")
+    shape, _ = from_config(case.model, where="test")
     memory = evaluate(shape, case.job, parse_cluster("1xA100-80")).memory
     framework = memory.phases["load"]["framework"]
     rest, peak = measured(case)

@@ -12,6 +12,8 @@ queries and the keys (heads times head size). What autograd saves in a layer as 
 | latents of q, k, v, and what v is a slice of | norms', b (latents + kv) | DeepSeek's: norms, projections, slices |
 | the projection that v is a slice of | b (q + kv) | a slice keeps all of it; not `eager`, which copies |
 | written out: scores, keys per head | `_scores` | softmax, its copy for the product, dropout's mask |
+| the same where `sdpa` has no kernel, as in float32 with grouped heads | 4 (4 q) + `_scores` | `plan/attention` |
+| a mask that `sdpa` reads, keys and values per head | b S + b (2 q) | made of the window, of the compute dtype |
 | gated feed-forward | 4 b I | gate (SiLU), its activation and up (product), the product (down projection) |
 | plain feed-forward | 2 b I | before and after the activation |
 | an activation of several operations | `KEPT_BY_ACTIVATION` | each keeps what it needs |
@@ -36,6 +38,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fullshard.core.dtypes import itemsize
+from fullshard.plan.attention import has_no_kernel, reads_mask
 from fullshard.plan.job import Job
 from fullshard.plan.shapes import Adapters, Block
 
@@ -95,8 +98,9 @@ def layer_activations(block: Block, job: Job, *, on_cpu: bool = False) -> LayerA
     tokens, widest = job.tokens, width * block.active_intermediate
     between = _saved_between(block, job, width, on_cpu=on_cpu) * job.tokens_between
     whole = _saved_within(block, job, width, on_cpu=on_cpu) * tokens + between
-    working = ((3 if block.gated else 2) * widest + 2 * width * block.hidden) * tokens
-    inputs, temporaries = width * block.hidden * job.tokens_between, (working, working - widest * tokens)
+    feeding = ((3 if block.gated else 2) * widest + 2 * width * block.hidden) * tokens
+    working = max(feeding, _working_on_scores(block, job, width, on_cpu=on_cpu) * tokens)
+    inputs, temporaries = width * block.hidden * job.tokens_between, (working, feeding - widest * tokens)
     if job.checkpointing == "none":
         return LayerActivations(whole, inputs, 0, *temporaries)
     if job.checkpointing == "full":
@@ -212,14 +216,30 @@ def _attention(block: Block, job: Job, width: int, *, on_cpu: bool, has_trained_
         return width * 2 * (queries + block.heads * value_dim) + _scores(
             block, job, softmax, width, mask=width if on_cpu else 1
         )
-    if on_cpu and (block.attention_dropout or has_trained_bias):
-        # The fused kernel takes neither, and what torch falls back to computes in float32.
-        return width * queries + 4 * 3 * queries + _scores(block, job, 4, 4, mask=4)
+    if _is_written_out(block, job, on_cpu=on_cpu, has_trained_bias=has_trained_bias):
+        return width * queries + 4 * 3 * queries + _scores(block, job, 4, 4, mask=4 if on_cpu else 1)
+    if reads_mask(block, job.attention, job.seq_len):
+        return width * (2 * queries + 2 * block.heads * value_dim + job.seq_len)
     saved = queries + keys + (block.heads + block.kv_heads) * value_dim
     if block.sliced_values:
         # On a CPU the output has the rotated queries' layout, so that the projection after it reads a copy.
         saved += queries + keys + (queries if on_cpu else 0)
     return width * saved
+
+
+def _is_written_out(block: Block, job: Job, *, on_cpu: bool, has_trained_bias: bool) -> bool:
+    """Whether torch has no fused kernel for it, and computes scores in float32."""
+    if on_cpu:
+        return block.attention_dropout or has_trained_bias
+    return has_no_kernel(block, job.attention, job.seq_len, width=itemsize(job.compute_dtype))
+
+
+def _working_on_scores(block: Block, job: Job, width: int, *, on_cpu: bool) -> int:
+    """Per token, while backward has the gradients of softmax's output and of its input; 0 if nothing is written out."""
+    is_eager = job.attention == "eager"
+    if not is_eager and not _is_written_out(block, job, on_cpu=on_cpu, has_trained_bias=block.trained_bias):
+        return 0
+    return 2 * (width if is_eager and not block.float32_scores else 4) * block.heads * job.seq_len
 
 
 def _scores(block: Block, job: Job, softmax: int, width: int, *, mask: int) -> int:

@@ -17,6 +17,20 @@ The parts of the peak are the papers' own, of long sequences and heads of 128, b
 
 Heads of 64 and of 256 reach 0.89 of that (figure 5). A row of S keys is worth S / (S + 350): 512 tokens reach 0.57 to
 0.66 of what 16k do, in either direction, for heads of 64 as of 128 (figures 5 and 6).
+
+What PyTorch's `sdpa` runs on an accelerator, by `can_use_flash_attention` and `can_use_mem_efficient_attention` in its
+aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, and by what Transformers gives it (`use_gqa_in_sdpa`):
+
+| | grouped heads | each head its own keys |
+|---|---|---|
+| half precision, no mask | flash attention | the same |
+| a mask: a window shorter than the sequence | memory-efficient, keys and values repeated before | the same |
+| float32, no mask | **written out** | memory-efficient |
+| heads above 256, values of another size | memory-efficient, repeated before | the same |
+
+Flash attention is for halves alone, and the memory-efficient kernel has no groups: on an H200 with torch 2.11 a float32
+step of a grouped Llama kept its scores. The rest of the table is read, not measured.
+On a CPU its fused kernel takes masks, groups and every dtype, but neither dropout nor a bias that is trained.
 """
 
 from __future__ import annotations
@@ -75,6 +89,21 @@ def part_of_size(head_dim: int, keys: int, *, flash: float) -> float:
     return flash * _OF_HEAD_SIZE.get(head_dim, 1.0) * keys / (keys + _HALF)
 
 
-def is_computed_whole(block: Block, kernel: Kernel, seq_len: int) -> bool:
-    """Whether scores are computed where nobody looks: written out, or behind a mask that `sdpa` has to read."""
-    return kernel == "eager" or (kernel == "sdpa" and 0 < block.window < seq_len)
+def reads_mask(block: Block, kernel: Kernel, seq_len: int) -> bool:
+    """Whether `sdpa` is given a mask, and with it keys and values that are repeated for each head."""
+    return kernel == "sdpa" and 0 < block.window < seq_len
+
+
+def has_no_kernel(block: Block, kernel: Kernel, seq_len: int, *, width: int) -> bool:
+    """Whether no fused kernel of an accelerator takes it, of elements of `width` bytes; then scores are written out.
+
+    In float32 the flash kernels are `sdpa`, too: there are none.
+    """
+    is_grouped = block.kv_heads < block.heads and block.value_dim in (0, block.head_dim) and block.head_dim <= 256
+    return kernel != "eager" and width == 4 and is_grouped and not reads_mask(block, kernel, seq_len)
+
+
+def is_computed_whole(block: Block, kernel: Kernel, seq_len: int, *, width: int) -> bool:
+    """Whether an accelerator computes scores where nobody looks: written out, or behind a mask that has to be read."""
+    is_written_out = kernel == "eager" or has_no_kernel(block, kernel, seq_len, width=width)
+    return is_written_out or reads_mask(block, kernel, seq_len)

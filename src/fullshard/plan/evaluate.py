@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from fullshard.core.dtypes import itemsize
 from fullshard.core.errors import ConfigError
 from fullshard.core.events import Event
 from fullshard.core.offload import Offload
@@ -15,6 +16,7 @@ from fullshard.core.route import Route
 from fullshard.core.schedule import SPENT, count_kept
 from fullshard.core.sizes import GIB, format_nbytes
 from fullshard.plan.activations import page_nbytes
+from fullshard.plan.attention import has_no_kernel
 from fullshard.plan.copies import Copies, copies_of
 from fullshard.plan.hardware import Cluster
 from fullshard.plan.job import Job
@@ -25,7 +27,7 @@ from fullshard.plan.memory import Memory, memory_of
 from fullshard.plan.methods import apply_method
 from fullshard.plan.schedule import ScheduleOptions, predict_step
 from fullshard.plan.setting import PlanSetting
-from fullshard.plan.shapes import ModelShape
+from fullshard.plan.shapes import Block, ModelShape
 from fullshard.plan.streaming import Streaming, streaming_of
 from fullshard.plan.tiles import groups_of, sent_nbytes, tiled
 from fullshard.plan.time import StepTime, time_of
@@ -260,6 +262,11 @@ def notes_of(plan: Plan) -> list[str]:
         notes.append(f"a {device.name} has no bfloat16 in hardware: the speed is that of float16 (--precision fp16)")
     if said := loss_note(plan.model, job):
         notes.append(said)
+    if not device.is_cpu and _keeps_scores(plan.model.blocks, job):
+        notes.append(
+            "in float32 PyTorch has no fused attention for grouped key and value heads, so layers keep their scores; "
+            "in bf16 (--precision bf16) they do not"
+        )
     if job.tp > 1:
         notes.append(_tiles_note(plan))
     if job.float8:
@@ -285,6 +292,11 @@ def notes_of(plan: Plan) -> list[str]:
     if job.method == "qlora" and not device.is_cpu and job.precision == "fp32":
         notes.append("4-bit layers compute in float32 here; bf16 is usual")
     return notes
+
+
+def _keeps_scores(blocks: Sequence[Block], job: Job) -> bool:
+    width = itemsize(job.compute_dtype)
+    return any(has_no_kernel(block, job.attention, job.seq_len, width=width) for block in blocks)
 
 
 def _tiles_note(plan: Plan) -> str:

@@ -41,10 +41,10 @@ def forward_flops(unit: UnitShape, job: Job, *, in_float8: bool = False) -> floa
 
 def attention_seconds(block: Block, job: Job, cluster: Cluster) -> tuple[float, float]:
     """Of a layer's forward and backward for one micro-batch, without what is recomputed."""
-    device = cluster.device
-    whole = is_computed_whole(block, job.attention, job.seq_len)
+    device, width = cluster.device, itemsize(job.compute_dtype)
+    whole = is_computed_whole(block, job.attention, job.seq_len, width=width)
     flops = attention_flops(block, job.tokens, job.seq_len, whole=whole and not device.is_cpu)
-    if device.is_cpu or job.attention == "eager" or itemsize(job.compute_dtype) == 4:
+    if device.is_cpu or job.attention == "eager" or width == 4:
         seconds = flops / (cluster.device.peak(job.compute_dtype) * device.efficiency)
         return seconds, 2 * seconds
     part = part_of_peak(block, job.attention, job.seq_len, flash=device.flash, newest=device.newest_flash)
