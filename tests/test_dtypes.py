@@ -141,7 +141,7 @@ def test_what_is_on_the_host(
     assert nbytes == {"main": 4 * 24, "compute": 2 * 24}
     assert (plan.main_is_on_host, plan.is_gathered_from_host, plan.state_visits_device) == (main, gathered, visits)
     assert plan.device_nbytes == sum(nbytes[name] for name in device.split())
-    assert plan.host_nbytes == sum(nbytes[name] for name in host.split())
+    assert sum(plan.host_buffers) == sum(nbytes[name] for name in host.split())
     assert plan.compute_shard_is_main == (not main)
 
 
@@ -150,7 +150,7 @@ def test_what_is_packed_is_copied_exact() -> None:
     offload = {"compute_shards": True, "main_weights": True, "optimizer_state": True}
     packed = make_plan(Dtypes("float16", gather_as="int8"), offload)
     assert (packed.gather_as, packed.compute_shard_dtype, packed.compute_shard_is_main) == ("int8", "float32", True)
-    assert packed.host_nbytes == packed.main_nbytes
+    assert packed.host_buffers == (packed.main_nbytes,)
     assert make_plan(offload=offload).compute_shard_dtype == "bfloat16"
 
 

@@ -162,12 +162,12 @@ class BucketPlan:
         return 0 if self.is_gathered_from_host else self.compute_shard_nbytes
 
     @property
-    def host_nbytes(self) -> int:
-        """Bytes of it in host memory; of another dtype than the stored one, what is gathered from is a second copy."""
+    def host_buffers(self) -> tuple[int, ...]:
+        """Bytes of each buffer in host memory; of another dtype than the stored one, a second is gathered from."""
         if not self.main_is_on_host:
-            return 0
+            return ()
         has_copy = self.is_gathered_from_host and not self.compute_shard_is_main
-        return self.main_nbytes + (self.compute_shard_nbytes if has_copy else 0)
+        return (self.main_nbytes, self.compute_shard_nbytes) if has_copy else (self.main_nbytes,)
 
     @property
     def full_nbytes(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from fullshard.core.sizes import page_locked_nbytes
 from fullshard.plan.hardware import Cluster
 from fullshard.plan.work import PCIE
 
@@ -54,5 +55,6 @@ def copies_of(checkpoint: int, step_seconds: float, cluster: Cluster) -> Copies:
     else:
         seconds += share / PCIE
     on_host = (share + sent) * cluster.per_host
+    aside = share if device.is_cpu else page_locked_nbytes(round(share))
     every = max(1, math.ceil(seconds / (COST * step_seconds)))
-    return Copies(round(2 * on_host + share * cluster.per_host), seconds, every)
+    return Copies(round(2 * on_host + aside * cluster.per_host), seconds, every)

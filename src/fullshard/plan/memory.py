@@ -25,7 +25,7 @@ from fullshard.core.bucket import BucketPlan
 from fullshard.core.dtypes import itemsize
 from fullshard.core.events import Event, EventKind
 from fullshard.core.schedule import launched_until_over
-from fullshard.core.sizes import LONG_NBYTES
+from fullshard.core.sizes import LONG_NBYTES, many_page_locked_nbytes, page_locked_nbytes
 from fullshard.plan.activations import LayerActivations, layer_activations
 from fullshard.plan.layout import UnitLayout
 from fullshard.plan.losses import LogitsNbytes, logits_nbytes
@@ -528,7 +528,8 @@ def _host(setting: PlanSetting, ranks_per_host: int) -> tuple[int, int, int]:
     """Loading here, loading with Transformers, and training, where what is offloaded stays.
 
     Transformers reads the whole model in every process, in its stored dtype. Here a process reads its interval of one
-    parameter after the other; one that is quantised on the way is read whole (`checkpoint/pretrained`).
+    parameter after the other; one that is quantised on the way is read whole (`checkpoint/pretrained`). What is copied
+    to and from the device is page-locked.
     """
     buckets, base = setting.layout.buckets, itemsize(setting.job.stored_dtype)
     whole = sum(bucket.layout.numel * itemsize(bucket.dtype) for bucket in buckets)
@@ -538,14 +539,24 @@ def _host(setting: PlanSetting, ranks_per_host: int) -> tuple[int, int, int]:
         else b.largest_numel * itemsize(b.dtype) // setting.layout.shard_size
         for b in buckets
     )
-    shards = sum(bucket.host_nbytes for bucket in buckets)
-    steady = shards + (_state_nbytes(setting) if setting.on_host.optimizer_state else 0)
-    # All pages but the one that is still, or again, on the device: the last never leaves.
-    steady += sum(unit.page_nbytes for unit in setting.layout.calls[:-1])
+    shards = sum(page_locked_nbytes(nbytes) for bucket in buckets for nbytes in bucket.host_buffers)
+    steady = shards + _host_state_nbytes(setting)
+    # All pages but the one that is still, or again, on the device: the last never leaves. Of a layer that is
+    # checkpointed a page is its input alone.
+    locked = many_page_locked_nbytes if setting.job.checkpointing == "none" else page_locked_nbytes
+    steady += sum(locked(unit.page_nbytes) for unit in setting.layout.calls[:-1])
     # Those of a later micro-batch arrive beside those they are added to.
     times = 2 if setting.job.accumulation > 1 else 1
-    steady += sum(times * b.reduced_nbytes for b in buckets if b.trainable and b.main_is_on_host)
+    steady += sum(times * page_locked_nbytes(b.reduced_nbytes) for b in buckets if b.trainable and b.main_is_on_host)
     return (largest + shards) * ranks_per_host, (whole + shards) * ranks_per_host, steady * ranks_per_host
+
+
+def _host_state_nbytes(setting: PlanSetting) -> int:
+    """Of the optimizer's state there: made beside main weights by the optimizer, or page-locked because it travels."""
+    if not setting.on_host.optimizer_state:
+        return 0
+    nbytes = _state_nbytes(setting)
+    return nbytes if setting.on_host.main_weights else many_page_locked_nbytes(nbytes)
 
 
 def _checkpoint(setting: PlanSetting) -> int:
