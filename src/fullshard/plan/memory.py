@@ -539,8 +539,9 @@ def _host(setting: PlanSetting, ranks_per_host: int) -> tuple[int, int, int]:
         else b.largest_numel * itemsize(b.dtype) // setting.layout.shard_size
         for b in buckets
     )
-    shards = sum(page_locked_nbytes(nbytes) for bucket in buckets for nbytes in bucket.host_buffers)
-    steady = shards + _host_state_nbytes(setting)
+    on_host = [nbytes for bucket in buckets for nbytes in bucket.host_buffers]
+    shards, locked_shards = sum(on_host), sum(map(page_locked_nbytes, on_host))
+    steady = locked_shards + _host_state_nbytes(setting)
     # All pages but the one that is still, or again, on the device: the last never leaves. Of a layer that is
     # checkpointed a page is its input alone.
     locked = many_page_locked_nbytes if setting.job.checkpointing == "none" else page_locked_nbytes
@@ -548,7 +549,9 @@ def _host(setting: PlanSetting, ranks_per_host: int) -> tuple[int, int, int]:
     # Those of a later micro-batch arrive beside those they are added to.
     times = 2 if setting.job.accumulation > 1 else 1
     steady += sum(times * page_locked_nbytes(b.reduced_nbytes) for b in buckets if b.trainable and b.main_is_on_host)
-    return (largest + shards) * ranks_per_host, (whole + shards) * ranks_per_host, steady * ranks_per_host
+    # Of a whole model parts are gone before all shards are there, which is more than rounding takes.
+    loads = largest + locked_shards, whole + shards
+    return loads[0] * ranks_per_host, loads[1] * ranks_per_host, steady * ranks_per_host
 
 
 def _host_state_nbytes(setting: PlanSetting) -> int:
