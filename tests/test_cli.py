@@ -104,7 +104,7 @@ def test_version() -> None:
         (["--warmup-steps", "9", "--steps", "3"], "--warmup-steps 9 is more than --steps 3"),
         (["--strategy", "FULL"], "--strategy: unknown sharding strategy 'FULL'\nhint: use one of FULL_SHARD (1)"),
         (["--lr", "inf"], "--lr: Input should be a finite number (got inf)"),
-        (["--nproc", "0"], "--nproc must be at least 1, got 0"),
+        (["-n", "0"], "--nproc must be at least 1, got 0"),
         (["--stpes", "1"], "No such option: --stpes"),
         (["--precision", "fp8"], "'fp8' is not one of 'fp32', 'bf16', 'fp16'"),
     ],

@@ -32,6 +32,8 @@ def test_the_command_line_is_cut_at_the_script() -> None:
     line = parse(["--num-processes=2", "-q", "--debug", "train.py", "--num_processes", "9", "-m"])
     assert (line.kind, line.target, line.arguments) == ("script", "train.py", ["--num_processes", "9", "-m"])
     assert line.option("quiet") is True
+    line = parse(["-n", "2", "train.py", "-n", "9"])
+    assert (line.target, line.arguments) == ("train.py", ["-n", "9"])
     line = parse(["-m", "pack.age", "--x"])
     assert (line.kind, line.target, line.arguments) == ("module", "pack.age", ["--x"])
     line = parse(["--no-python", "--", "-strange", "--", "y"])
@@ -42,6 +44,8 @@ def test_the_command_line_is_cut_at_the_script() -> None:
     ("argv", "path", "value"),
     [
         (["--num-processes", "8"], "launch.num_processes", 8),
+        (["-n", "8"], "launch.num_processes", 8),
+        (["-n=8"], "launch.num_processes", 8),
         (["--nnodes", "2:2"], "launch.num_machines", 2),
         (["--nnodes", "1:4"], "launch.min_machines", 1),
         (["--num_machines", "1:4"], "launch.min_machines", 1),
@@ -196,7 +200,7 @@ def test_what_does_nothing_with_the_rest_is_said() -> None:
     ("argv", "words"),
     [
         (["--num_machines", "2", "--cpu"], "2 hosts, and main_process_ip is not given"),
-        (["--gpu_ids", "0", "--num_processes", "2"], "2 processes per host, and this host has 1 GPU"),
+        (["--gpu_ids", "0", "-n", "2"], "-n: 2 processes per host, and this host has 1 GPU"),
         (["--num_processes", "15", "--num_machines", "2"], "cannot be shared equally"),
         (["--cpu", "--rdzv_conf", "read_timeout=3"], "expected join_timeout=SECONDS"),
         (["--cpu", "--rdzv_conf", "join_timeout=nan"], "expected join_timeout=SECONDS"),

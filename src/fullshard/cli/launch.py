@@ -15,7 +15,7 @@ import typer
 
 from fullshard.cli.options import check_words
 from fullshard.config.dialect import Reading, Setting, Status
-from fullshard.config.flags import FLAGS, OPTIONS, CommandLine, flag_choices, parse
+from fullshard.config.flags import FLAGS, OPTIONS, SHORT, CommandLine, flag_choices, parse
 from fullshard.config.handover import hand_over
 from fullshard.config.load import load_environment, load_file
 from fullshard.config.origin import Origin, Precedence
@@ -207,7 +207,8 @@ def help_text() -> str:
             path = f"{group}.{name}"
             flags = [key.name for key in FLAGS.keys if key.target == path]
             flags.sort(key=lambda flag: flag != name)
-            lines += _entry(", ".join(f"--{flag}" for flag in flags), field.description or "")
+            letters = [f"-{letter}" for letter, flag in SHORT.items() if flag in flags]
+            lines += _entry(", ".join([*letters, *(f"--{flag}" for flag in flags)]), field.description or "")
     others = [f"--{key.name}" for key in FLAGS.keys if not key.target and key.status is not Status.REFUSED]
     lines += ["", "Accepted, and explained when used:", *textwrap.wrap(" ".join(others), _WIDTH, **_INDENT)]
     return "\n".join(lines) + "\n"

@@ -21,7 +21,11 @@ def train(
     *,
     nproc: Annotated[
         int | None,
-        typer.Option(help="Processes to start. Default: 2 on a CPU with two cores or more, one per device otherwise."),
+        typer.Option(
+            "--nproc",
+            "-n",
+            help="Processes to start. Default: 2 on a CPU with two cores or more, one per device otherwise.",
+        ),
     ] = None,
     settings: dict[str, Any],
 ) -> None:

@@ -147,6 +147,9 @@ OPTIONS = (
     Option("help", "h", help="Print this."),
 )
 
+SHORT = {"n": "num_processes", **{option.short: option.name for option in OPTIONS if option.short}}
+"""Flags of one letter, and those that they stand for; `-n` is the same to `train` and `doctor`."""
+
 _KINDS: dict[str, Kind] = {"module": "module", "no_python": "program"}
 _TRUTHS = {
     *("cpu", "use_cpu", "multi_gpu", "use_fsdp", "use_deepspeed", "use_megatron_lm", "use_parallelism_config", "tpu"),
@@ -234,7 +237,7 @@ def parse(argv: Sequence[str]) -> CommandLine:
 
 def _take(line: CommandLine, written: str, rest: list[str]) -> None:
     spelled, equals, value = written.partition("=")
-    name = _names().get(spelled[1:]) if not spelled.startswith("--") else spelled[2:].replace("-", "_")
+    name = SHORT.get(spelled[1:]) if not spelled.startswith("--") else spelled[2:].replace("-", "_")
     negated = False
     if name is not None and _find(name) is None and name.startswith("no_") and _is_truth(name[3:]):
         name, negated = name[3:], True
@@ -287,10 +290,6 @@ def flag_choices(written: str) -> tuple[str, ...]:
 
 def _find(name: str) -> Option | Key | None:
     return next((option for option in OPTIONS if option.name == name), None) or FLAGS.find(name)
-
-
-def _names() -> dict[str, str]:
-    return {option.short: option.name for option in OPTIONS if option.short}
 
 
 def _is_truth(name: str) -> bool:
