@@ -5,6 +5,7 @@ Run: pytest tests/test_launch_flags.py. Nothing is started here.
 
 from __future__ import annotations
 
+import importlib.metadata
 import subprocess
 import sys
 from pathlib import Path
@@ -12,13 +13,16 @@ from typing import Any
 
 import pytest
 
+import fullshard
 from fullshard.cli.launch import help_text
 from fullshard.config.dialect import Status
 from fullshard.config.flags import FLAGS, OPTIONS, CommandLine, parse
+from fullshard.config.hardware import Hardware
 from fullshard.config.resolve import Resolved, resolve
 from fullshard.config.schema import GROUPS, RunConfig
 from fullshard.core.errors import ConfigError
-from fullshard.launch.plan import make_plan
+from fullshard.launch.plan import make_plan, shared_settings
+from fullshard.launch.report import make_report
 from fullshard.launch.streams import StreamPlan
 from tests.commands import run_here
 from tests.launching import environment, launch
@@ -26,6 +30,19 @@ from tests.launching import environment, launch
 
 def resolved(*argv: str) -> Resolved:
     return resolve(parse([*argv, "train.py"]).readings())
+
+
+def test_a_source_tree_that_is_not_installed_knows_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.metadata.Distribution.from_name
+
+    def from_name(name: str) -> importlib.metadata.Distribution:
+        if name == "fullshard":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return found(name)
+
+    monkeypatch.setattr(importlib.metadata.Distribution, "from_name", from_name)
+    assert shared_settings(RunConfig())["version of fullshard"] == fullshard.__version__
+    assert make_report(Hardware(1, None), {})["packages"]["fullshard"] == fullshard.__version__
 
 
 def test_the_command_line_is_cut_at_the_script() -> None:

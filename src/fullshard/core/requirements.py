@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 from pathlib import Path
 
+from fullshard import __version__
 from fullshard.core.errors import VersionError
 
 OLDEST_TORCH = (2, 11)
@@ -27,7 +28,7 @@ def require_torch() -> None:
     Raises:
         VersionError: it is too old.
     """
-    version = _installed("torch")
+    version = version_of("torch")
     if version is not None and is_too_old(version):  # else built from source, or not there: the import will tell
         oldest = ".".join(map(str, OLDEST_TORCH))
         hint = f"pip install 'torch>={oldest}'"
@@ -38,7 +39,7 @@ def require_torch() -> None:
 
 def is_installed(distribution: str) -> bool:
     """Whether a distribution is, whatever it is good for here."""
-    return _installed(distribution) is not None
+    return version_of(distribution) is not None
 
 
 def why_no_xla() -> str | None:
@@ -46,7 +47,7 @@ def why_no_xla() -> str | None:
 
     Looks at what is installed and imports neither.
     """
-    xla, torch = _installed("torch_xla"), _installed("torch")
+    xla, torch = version_of("torch_xla"), version_of("torch")
     if xla is None or torch is None:
         return f"{'torch_xla' if xla is None else 'torch'} is not installed"
     return None if _release(xla) == _release(torch) else f"torch_xla {xla} does not go with torch {torch}"
@@ -67,7 +68,7 @@ def why_no_tpu() -> str | None:
     Looks at what is installed and at what the host shows, and imports neither torch nor torch_tpu, which torch imports
     itself.
     """
-    version = _installed("torch_tpu")
+    version = version_of("torch_tpu")
     if version is None:
         return "torch_tpu is not installed"
     if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
@@ -77,8 +78,10 @@ def why_no_tpu() -> str | None:
     return None
 
 
-def _installed(distribution: str) -> str | None:
-    """The version of a distribution; None: it is not installed."""
+def version_of(distribution: str) -> str | None:
+    """The version of a distribution; None: it is not installed. Of fullshard it is known where that is not, too."""
+    if distribution == "fullshard":
+        return __version__
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
 from fullshard.config.dialect import Note, Reading, Setting, Status, shown
@@ -16,6 +15,7 @@ from fullshard.config.schema import SETTINGS, LaunchConfig, RunConfig
 from fullshard.config.settings import plain_message
 from fullshard.config.switches import TIMEOUT
 from fullshard.core.errors import ConfigError
+from fullshard.core.requirements import version_of
 from fullshard.launch import bootstrap
 from fullshard.launch.processes import check_count, threads_of_each, usable_cpu_count
 from fullshard.launch.rendezvous_server import JOIN_SECONDS, LAST_CALL_SECONDS
@@ -213,7 +213,7 @@ def worker_environment(launch: LaunchConfig, device: str, per_host: int, environ
 
 def shared_settings(config: RunConfig) -> dict[str, str]:
     """What must be equal on all hosts, by name: every setting that is not about one host, and the versions."""
-    found = {f"version of {name}": version(name) for name in ("fullshard", "torch")}
+    found = {f"version of {name}": str(version_of(name)) for name in ("fullshard", "torch")}
     return found | {path: shown(config.value(path)) for path in SETTINGS if not path.startswith("launch.")}
 
 

@@ -7,11 +7,11 @@ import platform
 import shutil
 import socket
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 
 from fullshard.config.hardware import Hardware
 from fullshard.config.switches import SWITCHES
+from fullshard.core.requirements import version_of
 from fullshard.core.sizes import format_nbytes
 
 PACKAGES = (
@@ -49,7 +49,7 @@ def make_report(hardware: Hardware, environ: Mapping[str, str]) -> Report:
         "system": _system(hardware),
         "accelerators": _accelerators(hardware),
         "torch": _torch(),
-        "packages": {name: version for name in PACKAGES if (version := _version(name)) is not None},
+        "packages": {name: version for name in PACKAGES if (version := version_of(name)) is not None},
         "limits": _limits(),
         "variables": shown_variables(environ),
     }
@@ -135,13 +135,6 @@ def _torch() -> dict[str, str]:
     if (version := cuda.nccl_version()) is not None:
         lines["NCCL"] = version
     return lines
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _limits() -> dict[str, str]:
