@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from fullshard.core.imports import on_demand
+from fullshard.core.version import __version__
 
 if TYPE_CHECKING:
     # Accelerate's own, which are no part of `__all__`: `x as x` is what re-exports them.
@@ -72,8 +73,6 @@ if TYPE_CHECKING:
     from fullshard.launch.preemption import should_stop
     from fullshard.optim import EMA
     from fullshard.wrap.chunked_loss import use_chunked_loss
-
-__version__ = "0.1.0"
 
 __all__ = [  # noqa: RUF022 -- alphabetical, capitals or not
     "Accelerator",

@@ -6,8 +6,8 @@ import importlib.metadata
 import os
 from pathlib import Path
 
-from fullshard import __version__
 from fullshard.core.errors import VersionError
+from fullshard.core.version import __version__
 
 OLDEST_TORCH = (2, 11)
 """The oldest that the tests pass with; `pyproject.toml` says the same. 2.10 cannot join a mesh for a part of it."""
