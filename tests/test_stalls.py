@@ -12,6 +12,7 @@ import re
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fullshard.api.state import ProcessState
 from fullshard.comm import torch_private
 from fullshard.comm.cpu.gloo import end_waits, receive
 from fullshard.comm.mesh import init_mesh
@@ -138,6 +140,42 @@ def test_who_is_waited_for_is_said_and_then_an_error(comm: str, where: str, tmp_
     assert line.count("\n") == 1
     words = rf"rank 0, {where}.*: no answer from another rank for 3 s: {missing}.*{step}"
     assert re.match(words, error), error
+
+
+def meet_alone(directory: str) -> list[str]:
+    """What rank 0 gets, which computes on an accelerator, where rank 1 does not come: what is sent there never ends."""
+    rank, _ = rank_and_size()
+    model, done, errors = fully_shard(nn.Linear(8, 8)), Path(directory) / "done", list[str]()
+    whole: Any = model.weight
+    whole.full_tensor()  # the first one compares what is sharded
+    cuda = torch.device("cuda")
+    places = [
+        lambda: ProcessState(read_rank_environment(), cuda).barrier(),
+        replace(init_mesh(), device=cuda).compare_shardings,
+    ]
+    dist.barrier()
+    STALLS._asked = 2.0
+    if rank == 1:
+        until(done.exists)
+        return errors
+    until(lambda: _read_words(own=0)[1])
+    barrier, dist.barrier = dist.barrier, lambda: time.sleep(20)  # type: ignore[assignment, misc]
+    for place in places:
+        try:
+            place()
+        except CommunicationError as error:
+            errors.append(str(error))
+    done.touch()
+    dist.barrier = barrier
+    return errors
+
+
+def test_on_accelerators_ranks_meet_from_host_to_host(tmp_path: Path) -> None:
+    """NCCL's barrier ends with NCCL's time-out alone, and with the process."""
+    (barrier, whole), _ = run_ranks(meet_alone, 2, str(tmp_path))
+    missing = r"no answer from another rank for 2 s: rank 1 \(process \d+ on \S+\) (is running, at|gives no sign)"
+    assert re.match(rf"rank 0, the end of a barrier: {missing}", barrier), barrier
+    assert re.match(rf"rank 0, gathering a whole tensor: rank 0 has given up: {missing}", whole), whole
 
 
 def waits_of_a_step() -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.stalls import STALLS
+from fullshard.comm.stalls import STALLS, meet
 from fullshard.config.handover import launched
 from fullshard.core.errors import ConfigError
 from fullshard.launch.environment import (
@@ -206,5 +206,7 @@ class ProcessState:
     def barrier(self) -> None:
         """Wait for all ranks."""
         if dist.is_initialized() and dist.get_world_size() > 1:
+            assert dist.group.WORLD is not None  # noqa: S101 -- it is initialised
+            meet(dist.group.WORLD, self.device, "the end of a barrier")
             with STALLS.waiting_for_all("the end of a barrier"):
                 dist.barrier()

@@ -29,7 +29,7 @@ from fullshard.comm.cpu.gloo import end_waits
 from fullshard.comm.cpu.shared_memory import MAX_BUFFERS
 from fullshard.comm.device import current, require_gloo
 from fullshard.comm.select import collectives_for
-from fullshard.comm.stalls import STALLS
+from fullshard.comm.stalls import STALLS, meet
 from fullshard.core.errors import CommunicationError, ConfigError
 from fullshard.core.place import PLACE
 from fullshard.core.strategy import replicas
@@ -160,12 +160,15 @@ class Mesh:
     def compare_shardings(self) -> None:
         """Before whole tensors are gathered: one that a rank could not shard would not be among what that gathers.
 
-        A collective of the shard group, when something has been sharded since the last time.
+        A collective of the shard group: else, where the ranks meet on accelerators, one that does not come is named.
 
         Raises:
-            CommunicationError: on some rank a sharding has failed, which was done on others.
+            CommunicationError: on some rank a sharding has failed, which was done on others; or one does not come.
         """
-        if self._shardings == self._agreed or self.shard_group is None:
+        if self.shard_group is None:
+            return
+        if self._shardings == self._agreed:
+            meet(self.shard_group, self.device, "gathering a whole tensor")
             return
         begun, done = self._shardings
         hint = "see why it failed there; after a sharding that some ranks failed in, make a new process group"

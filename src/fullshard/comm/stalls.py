@@ -401,6 +401,26 @@ def all_reduce(
             dist.all_reduce(tensor, op=op, group=group)
 
 
+def meet(group: dist.ProcessGroup, device: torch.device, what: str) -> None:
+    """Wait until all ranks of a group have come here, before they do what nobody could end, or name, if one did not.
+
+    By a message from host to host, where the group sends such. The collectives of an accelerator either have no host
+    wait, which then does where it reads a number, or, as NCCL's barrier, until NCCL ends the process.
+
+    Args:
+        group: whose ranks meet.
+        device: where they go on. Messages between CPUs are watched as they are.
+        what: as in `Stalls.waiting_in`.
+
+    Raises:
+        CommunicationError: as there.
+    """
+    host = torch.device("cpu")
+    if device.type != "cpu" and torch_private.backend_of(group, host) is not None:
+        with torch_private.without_transforms(), STALLS.waiting_in([group], what):
+            dist.all_reduce(torch.zeros(1, device=host), group=group)
+
+
 def _pause(stall: float) -> float:
     """Seconds between two looks."""
     return min(0.5, stall / _LOOKS)
