@@ -5,6 +5,7 @@ pytest tests/test_launch_ends.py. Real processes over Gloo.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -14,8 +15,10 @@ from multiprocessing import shared_memory
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from fullshard.core.journal import read_journal
+from fullshard.launch.failures import failure_report
 from fullshard.launch.preemption import PREEMPTED
 from fullshard.launch.scene import is_of_a_hang, is_of_a_loss
 from tests.launching import LAUNCH, alive, free_port, read, started, started_into, wait_until
@@ -241,7 +244,7 @@ def test_a_host_that_is_replaced_before_the_first_copy(tmp_path: Path) -> None:
 
 
 FAILS = """
-import atexit, os, weakref
+import atexit, os, sys, types, weakref
 
 class Aborts:
     def __del__(self):
@@ -250,6 +253,8 @@ class Aborts:
 held, other = Aborts(), set()
 weakref.finalize(other, print, "finalized")
 atexit.register(print, "at exit", end="")
+# NCCL waits then for what others do not come to, until its watchdog does this.
+sys.modules["torch.distributed"] = types.SimpleNamespace(is_initialized=lambda: True, destroy_process_group=os.abort)
 raise ValueError("the cause")
 """
 
@@ -260,3 +265,13 @@ def test_nothing_that_happens_as_a_failed_script_ends_takes_its_place(tmp_path: 
         output, _ = launcher.communicate(timeout=60)
     assert launcher.returncode == 1 and "ended by SIGABRT" not in output
     assert "at exit" in output and "finalized" in output and "ValueError: the cause" in output
+
+
+def test_what_ends_a_rank_that_has_failed_is_not_the_cause(tmp_path: Path) -> None:
+    """NCCL's watchdog, say."""
+    path = tmp_path / "error.json"
+    report = {"message": "ValueError: one", "extraInfo": {"py_callstack": "ValueError: one", "timestamp": "1"}}
+    for text, said in ((json.dumps({"message": report}), "failed\nValueError: one\n"), ("", "was ended by SIGABRT\n")):
+        path.write_text(text)
+        failure = ProcessFailure(local_rank=0, pid=7, exitcode=-signal.SIGABRT, error_file=str(path))
+        assert failure_report(0, failure, world_size=2).endswith(f"(process 7 on {socket.gethostname()}) {said}")

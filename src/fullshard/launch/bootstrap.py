@@ -184,9 +184,12 @@ def main() -> None:
 
 
 def leave_process_group() -> None:
-    """Leave a process group that the script left open, and wait until nothing is left of what it did."""
+    """Leave a process group that the script left open, and wait until nothing is left of what it did.
+
+    Not after a failure: NCCL would wait for what others do not come to, until its watchdog aborts the process.
+    """
     distributed = sys.modules.get("torch.distributed")
-    if distributed is None:
+    if distributed is None or _failures:
         return
     if distributed.is_initialized():
         distributed.destroy_process_group()
