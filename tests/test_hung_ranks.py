@@ -26,7 +26,8 @@ from fullshard import fully_shard
 from fullshard.launch import init_process_group_from_environment
 
 directory, how = Path(sys.argv[1]), sys.argv[2]
-environment = init_process_group_from_environment(torch.device("cpu"), timeout_seconds=3)
+device, seconds = torch.device(sys.argv[3]), float(sys.argv[4])
+environment = init_process_group_from_environment(device, timeout_seconds=seconds)
 model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
 fully_shard(model)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -43,7 +44,7 @@ def next_batch(step):
         while how == "loop":
             pass
         time.sleep(600)  # a data loader that waits for its disk
-    return torch.ones(4, 8)
+    return torch.ones(4, 8, device=device)
 
 (directory / f"pid{environment.rank}").write_text(str(os.getpid()))
 for step in range(10):
@@ -55,7 +56,7 @@ for step in range(10):
 def end_of(tmp_path: Path, how: str, comm: str) -> tuple[str, float]:
     """What the launcher says, and how long after the hang."""
     (tmp_path / "hang.py").write_text(SCRIPT)
-    command = [*LAUNCH, "--num_processes", "2", "--cpu", "hang.py", str(tmp_path), how]
+    command = [*LAUNCH, "--num_processes", "2", "--cpu", "hang.py", str(tmp_path), how, "cpu", "3"]
     with started(*command, cwd=tmp_path, FULLSHARD_COMM=comm) as launcher:
         output, _ = launcher.communicate(timeout=120)
         seconds = time.monotonic() - float(read(tmp_path / "hangs"))
@@ -166,22 +167,25 @@ def test_a_stack_is_read_when_it_is_whole(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("how", ["stop", "sleep", "kill"])
 def test_on_a_gpu_too(tmp_path: Path, how: str) -> None:
-    """Over NCCL, whose collectives no host waits for; two hosts of one rank each share the GPU."""
-    (tmp_path / "hang.py").write_text(SCRIPT.replace('torch.device("cpu")', 'torch.device("cuda", 0)'))
+    """Over NCCL, whose collectives no host waits for; two hosts of one rank each share the GPU.
+
+    Ten seconds: before the first step each rank starts the device, and NCCL connects them.
+    """
+    (tmp_path / "hang.py").write_text(SCRIPT)
     port = str(free_port())
     with ExitStack() as stack:
         launchers = []
         for host in ("0", "1"):
             words = ["--num_processes", "2", "--num_machines", "2", "--machine_rank", host, "--main_process_port", port]
-            words += ["--main_process_ip", "127.0.0.1", "hang.py", str(tmp_path), how]
+            words += ["--main_process_ip", "127.0.0.1", "hang.py", str(tmp_path), how, "cuda:0", "10"]
             apart = {"NCCL_HOSTID": host, "NCCL_SOCKET_IFNAME": "lo"}
             launchers.append(stack.enter_context(started(*LAUNCH, *words, cwd=tmp_path, **apart)))
-        output = "".join(launcher.communicate(timeout=90)[0] for launcher in launchers)
+        output = "".join(launcher.communicate(timeout=120)[0] for launcher in launchers)
     print(output)
-    assert all(launcher.returncode for launcher in launchers)
+    assert [launcher.returncode for launcher in launchers] == [1, 137 if how == "kill" else 1]
     assert not any(alive(int(read(tmp_path / f"pid{rank}"))) for rank in (0, 1))
     if how == "kill":
         assert re.search(r"rank 1 of 2 \(process \d+ on .+\) was ended by SIGKILL", output)
     else:
         assert re.search(r"rank 0, unit '.*', .*\(step 4 of this process\)", output)
-        assert "in next_batch" in output
+        assert "in next_batch" in output and "SIGABRT" not in output
