@@ -119,6 +119,31 @@ def test_ranks_have_their_own_numbers_wherever_a_mesh_puts_them() -> None:
     run_ranks(_blame, 4, [[0, 2], [1, 3]], 2)
 
 
+def _made_by_their_ranks() -> list[Any]:
+    """The device that the default group is bound to while neighbours make a group, and after it."""
+    world, new_group, found = dist.group.WORLD, dist.new_group, list[Any]()
+    assert world is not None
+    mesh, bound = init_mesh(), torch.device("cuda", 0)
+    world.bound_device_id = bound
+
+    def make(*arguments: Any, **options: Any) -> Any:
+        found.append(world.bound_device_id)
+        return new_group(*arguments, **options)
+
+    dist.new_group = make
+    try:
+        if dist.get_rank() < 2:  # the others do something else
+            mesh.neighbours(2)
+    finally:
+        dist.new_group = new_group
+    return [*found, world.bound_device_id == bound]
+
+
+def test_neighbours_make_their_group_without_the_rest_of_the_world() -> None:
+    """Torch splits groups off a default group that is bound to a device, which takes all of its ranks with NCCL."""
+    assert run_ranks(_made_by_their_ranks, 4) == [[None, True]] * 2 + [[True]] * 2
+
+
 def _refuse() -> None:
     with pytest.raises(ConfigError, match=r"list their ranks in different orders(?s:.*)ascending"):
         mesh = DeviceMesh("cpu", [[0, 3], [2, 1]], mesh_dim_names=("replicate", "shard"))

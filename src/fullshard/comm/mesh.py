@@ -94,7 +94,7 @@ class Mesh:
             assert self.shard_group is not None  # noqa: S101 -- a part of one rank has no neighbours
             first = self.shard_rank // size * size
             ranks = dist.get_process_group_ranks(self.shard_group)[first : first + size]
-            group = dist.new_group(ranks, timeout=_timeout(self.device), use_local_synchronization=True)
+            group = _made_by(ranks, self.device)
             # Those of a replicate axis, which send messages: where ranks share memory none of this is needed.
             self._neighbours[size] = collectives_for(group, self.device, only_all_reduce=True)
         return self._neighbours[size]
@@ -391,8 +391,23 @@ def _messages_of(group: dist.ProcessGroup, device: torch.device) -> dist.Process
     is_python = torch_private.backend_of(group, device) is None
     if is_python or torch_private.backend_of(group, torch.device("cpu")) is not None:
         return group
-    ranks, timeout = dist.get_process_group_ranks(group), _timeout(device)
-    made: dist.ProcessGroup = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
+    return _made_by(dist.get_process_group_ranks(group), device, backend="gloo")
+
+
+def _made_by(ranks: Sequence[int], device: torch.device, backend: str | None = None) -> dist.ProcessGroup:
+    """A group that its ranks alone make.
+
+    Of a default group that is bound to a device torch splits one off, which NCCL does on all ranks of that, or hangs.
+    """
+    world = dist.group.WORLD
+    assert world is not None  # noqa: S101 -- the default group is initialised
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
+        made: dist.ProcessGroup = dist.new_group(
+            list(ranks), timeout=_timeout(device), backend=backend, use_local_synchronization=True
+        )
+    finally:
+        world.bound_device_id = bound
     return made
 
 
