@@ -12,18 +12,22 @@ import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from typer.testing import CliRunner
 
+from fullshard.cli.main import app
+from fullshard.comm import device
 from fullshard.comm.cpu.gloo import GlooCollectives
 from fullshard.comm.torch_dist import completed
 from fullshard.config.hardware import DetectedDevice, Hardware
 from fullshard.core.errors import ConfigError
-from fullshard.core.sizes import MIB
+from fullshard.core.sizes import GIB, MIB
 from fullshard.launch import doctor, doctor_ranks
 from fullshard.launch.doctor import BFLOAT16_TIME, Finding, Trial, judge
 from fullshard.launch.report import make_report
@@ -169,6 +173,27 @@ def test_stale_variables_make_the_exit_code_1() -> None:
 def test_n_without_run_is_an_error() -> None:
     done = run("-n", "2")
     assert (done.returncode, "add --run" in done.stderr) == (2, True)
+
+
+def test_what_torch_sees_where_there_is_no_nvidia_smi(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many ranks as devices, which are in the report."""
+    properties = SimpleNamespace(name="NVIDIA H100", total_memory=80 * GIB, major=9, minor=0)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(device, "accelerator", lambda: "cuda")
+    started: list[int] = []
+
+    def try_ranks(count: int, *_: Any) -> Trial:
+        started.append(count)
+        return Trial(0, {}, [], {})
+
+    monkeypatch.setattr(doctor, "try_ranks", try_ranks)
+    said = [
+        CliRunner().invoke(app, ["doctor", "--run", *more]).stdout for more in ([], ["--device", "cpu"], ["-n", "1"])
+    ]
+    assert started == [3, 2, 1]
+    assert "NVIDIA H100, 80.00 GiB, compute capability 9.0" in said[0]
 
 
 def test_more_ranks_than_this_host_can_start() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Annotated, Any, Literal
 
 import typer
@@ -19,7 +19,7 @@ UNHEALTHY = 1
 def doctor(
     run: Annotated[bool, typer.Option("--run", help="Start ranks that check and measure communication.")] = False,
     nproc: Annotated[
-        int | None, typer.Option("--nproc", "-n", min=1, help="Ranks. Default: one per GPU, else 2.")
+        int | None, typer.Option("--nproc", "-n", min=1, help="Ranks. Default: one per device, else 2.")
     ] = None,
     device: Annotated[Literal["auto", "cpu", "cuda", "tpu"], typer.Option(help="What the ranks compute on.")] = "auto",
     timeout: Annotated[float, typer.Option(min=1, max=1e9, help="Seconds a rank waits for the others.")] = 60.0,
@@ -34,13 +34,18 @@ def doctor(
     """
     if nproc is not None and not run:
         raise ConfigError("-n is the number of ranks to start", hint="add --run")
+    from fullshard.comm import cuda
+    from fullshard.comm import device as devices
     from fullshard.config.hardware import detect_hardware
     from fullshard.launch.doctor import examine, judge, try_ranks
     from fullshard.launch.report import make_report
 
     hardware = detect_hardware()
+    if not hardware.accelerators and hardware.failure is None:  # nvidia-smi is not here; torch has its own way to them
+        hardware = replace(hardware, accelerators=cuda.seen())
     report = make_report(hardware, os.environ)
-    count = nproc or (len(hardware.accelerators) if hardware.accelerators and device != "cpu" else 2)
+    kind = device if device != "auto" else devices.accelerator()
+    count = nproc or (devices.count(kind) if kind is not None else 0) or 2
     findings = examine(hardware, os.environ, report, count, device)
     trial = None
     if not as_json:

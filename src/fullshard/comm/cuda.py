@@ -9,6 +9,8 @@ from collections.abc import Iterator
 
 import torch
 
+from fullshard.config.hardware import DetectedDevice
+
 
 def is_available() -> bool:
     """Whether torch can use a CUDA device here."""
@@ -48,6 +50,12 @@ def memory_nbytes(device: torch.device) -> int:
 def computes_bfloat16(device: torch.device) -> bool:
     """Whether it has bfloat16 arithmetic of its own."""
     return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+
+
+def seen() -> tuple[DetectedDevice, ...]:
+    """What torch sees, where nobody else tells. Starts the runtime, after which processes cannot be forked."""
+    found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    return tuple(DetectedDevice(each.name, each.total_memory, each.major + each.minor / 10) for each in found)
 
 
 def nccl_version() -> str | None:
