@@ -22,13 +22,14 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard.api.state import ProcessState
+from fullshard.checkpoint.ranks import Ranks
 from fullshard.comm import torch_private
 from fullshard.comm.cpu.gloo import end_waits, receive
 from fullshard.comm.mesh import init_mesh
 from fullshard.comm.stalls import STALLS, Stalls, _read_words, all_come
 from fullshard.config.switches import COMM, timeout_of_environment
 from fullshard.core import patience
-from fullshard.core.errors import CommunicationError, ConfigError, LifecycleError
+from fullshard.core.errors import CheckpointError, CommunicationError, ConfigError, LifecycleError
 from fullshard.core.patience import seconds_to_wait, stall_seconds
 from fullshard.core.place import PLACE, Whereabouts, read_place
 from fullshard.engine import fully_shard
@@ -176,6 +177,33 @@ def test_on_accelerators_ranks_meet_from_host_to_host(tmp_path: Path) -> None:
     missing = r"no answer from another rank for 2 s: rank 1 \(process \d+ on \S+\) (is running, at|gives no sign)"
     assert re.match(rf"rank 0, the end of a barrier: {missing}", barrier), barrier
     assert re.match(rf"rank 0, gathering a whole tensor: rank 0 has given up: {missing}", whole), whole
+
+
+def save_alone(directory: str) -> str:
+    """What rank 0 gets that saves a model of several axes, over the default group, where rank 1 does not come."""
+    rank, _ = rank_and_size()
+    fully_shard(nn.Linear(8, 8))
+    done = Path(directory) / "done"
+    dist.barrier()
+    STALLS._asked = 2.0
+    if rank == 1:
+        until(done.exists)
+        return ""
+    try:
+        Ranks().all(True)
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        done.touch()
+    return ""
+
+
+def test_a_checkpoint_of_several_axes_does_not_wait_for_ever(tmp_path: Path) -> None:
+    begin = time.monotonic()
+    said, _ = run_ranks(save_alone, 2, str(tmp_path))
+    missing = r"no answer from another rank for 2 s: rank 1 \(process \d+ on \S+\) "
+    assert re.match(rf"lost the other ranks while comparing notes: {missing}", said), said
+    assert time.monotonic() - begin < 40  # the group's own time-out is 60
 
 
 def waits_of_a_step() -> list[str]:

@@ -20,8 +20,7 @@ from fullshard.checkpoint.tensor_file import Bytes
 from fullshard.comm import torch_private
 from fullshard.comm.stalls import STALLS
 from fullshard.comm.torch_dist import all_gather_single
-from fullshard.core.errors import CheckpointError, FullshardError, StoreError
-from fullshard.core.place import PLACE
+from fullshard.core.errors import CheckpointError, CommunicationError, FullshardError, StoreError
 from fullshard.engine import ShardedParameter
 
 T = TypeVar("T")
@@ -90,7 +89,7 @@ class Ranks:
         """Whether `value` is true on every rank."""
         if self.world_size == 1:
             return value
-        with _peers("comparing notes"):
+        with self._peers("comparing notes"):
             return all(self._numbers(int(value)))
 
     def gather(self, value: Any) -> list[Any]:
@@ -98,7 +97,7 @@ class Ranks:
         if self.world_size == 1:
             return [value]
         data = json.dumps(value).encode()
-        with _peers("collecting messages"):
+        with self._peers("collecting messages"):
             sizes = self._numbers(len(data))
             padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self.device)
             padded[: len(data)] = _as_tensor(data).to(self.device)
@@ -118,7 +117,7 @@ class Ranks:
 
         Messages must lie in host memory: for the ranks that `apart` gives.
         """
-        with _peers("exchanging what they hold"):
+        with self._peers("exchanging what they hold"):
             tensors, works = [], []
             for ranks, begin in ((received, dist.irecv), (sent, dist.isend)):
                 for rank, data in ranks:
@@ -137,7 +136,7 @@ class Ranks:
         """Rank 0's bytes."""
         if self.world_size == 1:
             return data
-        with _peers("waiting for rank 0"):
+        with self._peers("waiting for rank 0"):
             size = torch.tensor([len(data)], dtype=torch.int64, device=self.device)
             dist.broadcast(size, src=0, group=self._group)
             buffer = torch.empty(int(size.item()), dtype=torch.uint8, device=self.device)
@@ -149,7 +148,7 @@ class Ranks:
     def broadcast_tensor(self, tensor: torch.Tensor) -> None:
         """Overwrite `tensor`, which lies on `device`, with rank 0's."""
         if self.world_size > 1 and tensor.numel():
-            with _peers("receiving tensors"):
+            with self._peers("receiving tensors"):
                 dist.broadcast(tensor, src=0, group=self._group)
 
     def together(self, doing: str, function: Callable[[], T], *, kind: type[CheckpointError] = CheckpointError) -> T:
@@ -201,18 +200,18 @@ class Ranks:
         all_gather_single(numbers, torch.tensor([own], dtype=torch.int64, device=self.device), group=self._group)
         return [int(number) for number in numbers.tolist()]
 
-
-@contextmanager
-def _peers(doing: str) -> Iterator[None]:
-    """Say what a failed collective means: another rank is gone or stuck."""
-    try:
-        with PLACE.waiting(f"a checkpoint, {doing}"):
-            yield
-    except RuntimeError as error:
-        raise CheckpointError(
-            f"lost the other ranks while {doing}: {STALLS.reason(error)}",
-            hint="see the log of the rank that stopped first",
-        ) from error
+    @contextmanager
+    def _peers(self, doing: str) -> Iterator[None]:
+        """Say what a failed collective means: another rank is gone or stuck."""
+        group = self._group or dist.group.WORLD
+        try:
+            with STALLS.waiting_in([] if group is None else [group], f"a checkpoint, {doing}"):
+                yield
+        except CommunicationError as error:
+            why = STALLS.reason(error.__cause__) if isinstance(error.__cause__, RuntimeError) else error
+            raise CheckpointError(
+                f"lost the other ranks while {doing}: {why}", hint="see the log of the rank that stopped first"
+            ) from error
 
 
 def _as_tensor(data: bytes) -> torch.Tensor:
