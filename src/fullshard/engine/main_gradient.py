@@ -127,8 +127,13 @@ class MainGradient:
         return any(published is not None for published in self._published)
 
     def release_if_cleared(self) -> None:
-        """Give its memory back once the script has set every `.grad` to None, which it does from the first on."""
-        if self.tensor is not None and all(grad is None for grad in local_gradients(reversed(self._parameters))):
+        """Give its memory back once the script has set every `.grad` to None, which it does from the first on.
+
+        Not while a backward adds to it: `publish_early` is to say what the script has done.
+        """
+        if self.tensor is None or self.is_ahead:
+            return
+        if all(grad is None for grad in local_gradients(reversed(self._parameters))):
             self.tensor = self._rounded = None
             self._published, self._versions = [], []
 
