@@ -13,6 +13,7 @@ from torch import nn
 
 from fullshard.core.events import Event, EventKind
 from fullshard.engine import units_of
+from fullshard.engine.parameter import ShardedParameter
 from tests.distributed import run_ranks
 from tests.traps import BLOCKS, Stack, adamw, assert_at_rest, batch, build_sharded, rank_and_size, run_squared
 from tests.traps import unsharded_nbytes as held
@@ -283,12 +284,11 @@ def test_reshard_switches() -> None:
 
 
 def check_no_gradient_memory(strategy: str) -> None:
-    """After a step whose gradients were set to None, the next forward gives their memory back."""
+    """As soon as all of a unit's gradients are set to None, whatever the order."""
     model = build_sharded(Stack, BLOCKS, strategy=strategy)
     run_squared(model, 0, 0)
-    model.zero_grad()
-    with torch.no_grad():
-        model(batch(0, 0))
+    for parameter in reversed(list(model.parameters())):
+        parameter.grad = None
     for unit in units_of(model):
         for bucket in unit.buckets:
             assert bucket.gradient is not None and bucket.gradient.main.tensor is None
@@ -296,6 +296,30 @@ def check_no_gradient_memory(strategy: str) -> None:
 
 def test_gradient_memory_is_given_back() -> None:
     run_ranks(check_no_gradient_memory, 2, "FULL_SHARD")
+
+
+def check_clearing_reads_few() -> None:
+    """One gradient after the other is set to None, and each time the last one tells that there is something left."""
+    model, reads = build_sharded(Stack, []), 0
+    run_squared(model, 0, 0)
+
+    def read(parameter: Any) -> object:
+        nonlocal reads
+        reads += 1
+        return parameter.__dict__["local_grad"]
+
+    counted: Any = ShardedParameter
+    counted.local_grad = property(read, lambda parameter, grad: parameter.__dict__.update(local_grad=grad))
+    try:
+        model.zero_grad()
+    finally:
+        del counted.local_grad
+    number = len(list(model.parameters()))
+    assert number > 10 and number < reads <= 4 * number
+
+
+def test_clearing_gradients_takes_no_longer_per_parameter_of_more() -> None:
+    run_ranks(check_clearing_reads_few, 1)
 
 
 def count_hooks(model: nn.Module) -> int:

@@ -133,7 +133,8 @@ class MainGradient:
         """
         if self.tensor is None or self.is_ahead:
             return
-        if all(grad is None for grad in local_gradients(reversed(self._parameters))):
+        # The last first: while that has one, nothing else is looked at.
+        if all(parameter.local_grad is None for parameter in reversed(self._parameters)):
             self.tensor = self._rounded = None
             self._published, self._versions = [], []
 
