@@ -11,6 +11,7 @@ import contextlib
 import gc
 import mmap
 import os
+import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,7 +25,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from fullshard.api.planning import model_shape
+from fullshard.comm.base import Work, WorkOf
 from fullshard.comm.cpu.buffer_pool import BufferPool
+from fullshard.comm.cpu.gloo import GlooCollectives
 from fullshard.comm.cpu.shared_memory import MappedBuffer
 from fullshard.core.route import Route
 from fullshard.engine import FSDPModule, MixedPrecisionPolicy, shard_model, step_in_backward
@@ -203,10 +206,15 @@ def note(nbytes: int) -> None:
 
 @contextlib.contextmanager
 def _watched() -> Iterator[None]:
-    """Note each tensor that is cut out of shared memory, and its end; of a bucket this rank's interval."""
+    """Note each tensor that is cut out of shared memory, and its end; of a bucket this rank's interval.
+
+    A thread of Gloo holds what it has summed up until some time after it has said so. If that is the last to hold it,
+    the profiler, which looks at this thread alone, never sees its end: wait for the other to let go.
+    """
     pool_class: Any = BufferPool
     buffer_class: Any = MappedBuffer
-    empty, make = pool_class.empty, buffer_class.__init__
+    gloo_class: Any = GlooCollectives
+    empty, make, all_reduce = pool_class.empty, buffer_class.__init__, gloo_class.all_reduce
 
     def noted_empty(pool: BufferPool, numel: int, dtype: torch.dtype) -> torch.Tensor:
         if not isinstance(pool._returned, _Returned):
@@ -219,11 +227,23 @@ def _watched() -> Iterator[None]:
         make(buffer, *args, **options)
         note(buffer._interval.nbytes)
 
-    pool_class.empty, buffer_class.__init__ = noted_empty, noted_make
+    def watched_all_reduce(collectives: GlooCollectives, tensor: Any, *, tag: int) -> Work:
+        holders = tensor._use_count()
+        works = [all_reduce(collectives, tensor, tag=tag)]
+
+        def wait() -> torch.Tensor:
+            works.pop().wait()
+            while tensor._use_count() > holders:
+                time.sleep(1e-4)
+            return cast(torch.Tensor, tensor)
+
+        return WorkOf(wait)
+
+    pool_class.empty, buffer_class.__init__, gloo_class.all_reduce = noted_empty, noted_make, watched_all_reduce
     try:
         yield
     finally:
-        pool_class.empty, buffer_class.__init__ = empty, make
+        pool_class.empty, buffer_class.__init__, gloo_class.all_reduce = empty, make, all_reduce
 
 
 def _train(case: Case) -> Any:
