@@ -26,10 +26,12 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from fullshard.api.planning import model_shape
 from fullshard.comm.base import Work, WorkOf
+from fullshard.comm.cpu.averages import average
 from fullshard.comm.cpu.buffer_pool import BufferPool
 from fullshard.comm.cpu.gloo import GlooCollectives
 from fullshard.comm.cpu.shared_memory import MappedBuffer
 from fullshard.core.route import Route
+from fullshard.core.sizes import SUM_BLOCK_NBYTES, sum_blocks
 from fullshard.engine import FSDPModule, MixedPrecisionPolicy, shard_model, step_in_backward
 from fullshard.plan.evaluate import evaluate
 from fullshard.plan.hardware import parse_cluster
@@ -318,6 +320,18 @@ def test_persistent_and_peak_bytes(name: str) -> None:
         print(f"{name}, rank {rank}: rest {rest} / {memory.persistent}, peak {most} / {peak} = {peak / most:.3f}")
         assert memory.persistent == pytest.approx(rest, rel=0.03)
         assert 0.97 * most <= peak <= 1.03 * most + spared
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sum_takes_the_blocks_that_are_planned(dtype: torch.dtype) -> None:
+    into = torch.empty(SUM_BLOCK_NBYTES)  # four of them
+    for number in (2, 3, 4, 5, 8):
+        terms = [torch.ones(len(into), dtype=dtype) for _ in range(number)]
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            average(terms, into, 2.0)
+        reports = [e.nbytes() for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+        taken = [nbytes for nbytes in reports if nbytes > into.itemsize * 2]  # more than the divisor
+        assert taken == [SUM_BLOCK_NBYTES] * sum_blocks(number, is_cast=dtype != into.dtype)
 
 
 def unit(name: str, role: str = "matrix") -> UnitShape:

@@ -11,6 +11,14 @@ LONG_NBYTES = 2**25
 """Of a tensor that glibc maps anew each time, its pages cleared by the kernel, which costs more than it saves: 32 MiB
 (DEFAULT_MMAP_THRESHOLD_MAX in malloc.c)."""
 
+SUM_BLOCK_NBYTES = 512 * KIB
+"""Of a sum that a CPU makes in one go: short enough that it is still in the cache when it is divided and looked at."""
+
+
+def sum_blocks(terms: int, *, is_cast: bool) -> int:
+    """Blocks of memory that a sum takes besides: one a level of its tree, and what is cast; in place, two take none."""
+    return (terms - 1).bit_length() + is_cast if is_cast or terms > 2 else 0
+
 
 def page_locked_nbytes(nbytes: int) -> int:
     """What one page-locked buffer of `nbytes` takes of the host.

@@ -390,10 +390,12 @@ class _Ledger:
     def _shrink(self, gradient: _Gradient) -> list[dict[str, int]]:
         """The reduction is over: this rank's interval is copied out and the rest freed, or it stays in its buffer."""
         bucket = gradient.bucket
-        self.now["reduce buffers"] -= gradient.extra  # the sum stays in the buffer that this rank contributed
+        summing = {"reduce buffers": self.setting.summing_nbytes(bucket)}
+        moments = self._for_a_moment(summing)[:1]
+        self.now["reduce buffers"] -= gradient.extra
         self.now["gradients"] += self._held_nbytes(bucket)
-        stays = self.setting.layout.shard_size == 1 or self._stays(bucket)
-        moments = [] if stays else [self.nbytes]
+        if not (gradient.extra or self.setting.layout.shard_size == 1 or self._stays(bucket)):
+            moments = self._for_a_moment(summing)[:1]  # the sum is in new memory, not in what was received or collected
         self.now["reduce buffers"] -= self.setting.collected_nbytes(bucket)
         if bucket.main_is_on_host:  # the one before it has left for the host
             self.now["gradients"] -= self.leaving

@@ -10,6 +10,7 @@ from fullshard.core.bucket import BucketPlan
 from fullshard.core.dtypes import collected, itemsize
 from fullshard.core.offload import Offload
 from fullshard.core.route import Route
+from fullshard.core.sizes import SUM_BLOCK_NBYTES, sum_blocks
 from fullshard.plan.job import Job
 from fullshard.plan.layout import ModelLayout, UnitLayout
 from fullshard.plan.matrices import MatrixWork
@@ -60,6 +61,12 @@ class PlanSetting:
     def collected_nbytes(self, bucket: BucketPlan) -> int:
         """Bytes of the unsharded gradient as it is collected."""
         return bucket.layout.full_numel * itemsize(self.collected_dtype(bucket))
+
+    def summing_nbytes(self, bucket: BucketPlan) -> int:
+        """What summing the gradients of the ranks takes besides, on a CPU."""
+        is_cast = self.collected_dtype(bucket) != bucket.reduce_dtype
+        blocks = sum_blocks(self.layout.shard_size, is_cast=is_cast) if self.on_cpu else 0
+        return blocks * min(SUM_BLOCK_NBYTES, bucket.reduced_nbytes)
 
     def copies_nbytes(self, bucket: BucketPlan) -> int:
         """What lasts of a bucket in the dtype it is computed in, besides its main weights."""

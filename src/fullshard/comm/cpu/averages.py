@@ -7,9 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from fullshard.comm.base import Watch
-
-_BLOCK_NBYTES = 512 * 1024
-"""Of a sum that is made in one go: short enough that it is still in the cache when it is divided and looked at."""
+from fullshard.core.sizes import SUM_BLOCK_NBYTES, sum_blocks
 
 
 @torch.no_grad()
@@ -32,20 +30,18 @@ def average(
         watch: see `Reduction`.
         first_rank: see there.
     """
-    length = _BLOCK_NBYTES // into.itemsize
-    is_cast = any(term.dtype != into.dtype for term in terms)
-    is_apart = is_cast or len(terms) > 2  # `into` may be a term that is still to be read
-    levels = (len(terms) - 1).bit_length() + is_cast
-    rooms = [into.new_empty(min(length, into.numel())) for _ in range(levels)] if is_apart else []
+    length = SUM_BLOCK_NBYTES // into.itemsize
+    number = sum_blocks(len(terms), is_cast=any(term.dtype != into.dtype for term in terms))
+    rooms = [into.new_empty(min(length, into.numel())) for _ in range(number)]
     for start in range(0, into.numel(), length):
         block = into[start : start + length]
         parts = [term[start : start + length] for term in terms]
-        total = _sum(parts, [room[: block.numel()] for room in rooms] if is_apart else [block])
+        total = _sum(parts, [room[: block.numel()] for room in rooms] or [block])
         if divisor != 1:
             total.div_(divisor)
         if watch is not None:
             watch(total, dict(enumerate(parts, start=first_rank)))
-        if is_apart:
+        if rooms:  # apart, for `into` may be a term that is still to be read
             block.copy_(total)
     return into
 
