@@ -195,6 +195,12 @@ def test_what_torch_sees_where_there_is_no_nvidia_smi(monkeypatch: pytest.Monkey
     assert started == [3, 2, 1]
     assert "NVIDIA H100, 80.00 GiB, compute capability 9.0" in said[0]
 
+    def fail(_: int) -> None:
+        raise RuntimeError("CUDA error: system not yet initialized\nFor debugging consider")
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", fail)
+    assert "CUDA error: system not yet initialized" in CliRunner().invoke(app, ["doctor"]).stdout
+
 
 def test_more_ranks_than_this_host_can_start() -> None:
     with pytest.raises(ConfigError, match=r"1000000 processes on this host, and it has .* processors"):

@@ -226,6 +226,8 @@ def test_devices_by_name(text: str, expected: str) -> None:
         ("NVIDIA H100 NVL", 100.0, "H100-NVL"),
         ("NVIDIA H200", 150.0, "H200"),
         ("NVIDIA A100-SXM4-40GB", 42.3, "A100-40"),
+        ("NVIDIA A100-PCIE-40GB", 42.3, "A100-40"),
+        ("NVIDIA B300 SXM6 AC", 287.0, "B300"),
         ("NVIDIA H200 MIG 1g.18gb", 18.0, None),
         ("NVIDIA H100 80GB HBM3", 10.0, None),
     ],

@@ -26,6 +26,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn import functional
 from torch.optim import swa_utils
 
+from fullshard.checkpoint import full_state_dict, load_full_state_dict
 from fullshard.comm.torch_dist import NativeCollectives
 from fullshard.core.errors import LifecycleError
 from fullshard.engine import ShardedParameter, ShardedTensor, shard_model
@@ -792,8 +793,18 @@ def _gathered_bytes() -> list[bool]:
         assert dist.group.WORLD is not None
         NativeCollectives(dist.group.WORLD).all_gather(full.view(dtype), tag=0).wait()
         same.append(torch.equal(full, codes))
+        state = full_state_dict(model, rank0_only=False)
+        with torch.no_grad():
+            model.codes.local.view(torch.uint8).zero_()  # type: ignore[attr-defined]
+        load_full_state_dict(model, state if dist.get_rank() == 0 else None)
+        same.append(torch.equal(model.codes.full_tensor().view(torch.uint8), codes))  # type: ignore[attr-defined]
+        own = codes if dist.get_rank() == 0 else torch.zeros_like(codes)
+        other = nn.Linear(4, 4)
+        other.register_buffer("codes", own.view(dtype))
+        shard_model(other, unit_modules=[], sync_module_states=True, device=torch.device("cpu"))
+        same.append(torch.equal(other.codes.view(torch.uint8), codes))  # type: ignore[operator]
     return same
 
 
-def test_dtypes_that_a_backend_does_not_know_are_gathered() -> None:
+def test_dtypes_that_a_backend_does_not_know_are_gathered_and_sent() -> None:
     assert all(map(all, run_ranks(_gathered_bytes, 2)))

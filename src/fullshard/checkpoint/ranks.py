@@ -19,7 +19,7 @@ from torch import nn
 from fullshard.checkpoint.tensor_file import Bytes
 from fullshard.comm import torch_private
 from fullshard.comm.stalls import STALLS
-from fullshard.comm.torch_dist import all_gather_single
+from fullshard.comm.torch_dist import all_gather_single, as_sent
 from fullshard.core.errors import CheckpointError, CommunicationError, FullshardError, StoreError
 from fullshard.engine import ShardedParameter
 
@@ -146,10 +146,10 @@ class Ranks:
         return buffer.cpu().numpy().tobytes()
 
     def broadcast_tensor(self, tensor: torch.Tensor) -> None:
-        """Overwrite `tensor`, which lies on `device`, with rank 0's."""
+        """Overwrite `tensor`, which lies on `device` and is contiguous, with rank 0's."""
         if self.world_size > 1 and tensor.numel():
             with self._peers("receiving tensors"):
-                dist.broadcast(tensor, src=0, group=self._group)
+                dist.broadcast(as_sent(tensor.view(-1)), src=0, group=self._group)
 
     def together(self, doing: str, function: Callable[[], T], *, kind: type[CheckpointError] = CheckpointError) -> T:
         """Run `function` on every rank; if it fails on any, fail on all.

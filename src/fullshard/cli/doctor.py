@@ -42,7 +42,10 @@ def doctor(
 
     hardware = detect_hardware()
     if not hardware.accelerators and hardware.failure is None:  # nvidia-smi is not here; torch has its own way to them
-        hardware = replace(hardware, accelerators=cuda.seen())
+        try:
+            hardware = replace(hardware, accelerators=cuda.seen())
+        except RuntimeError as error:
+            hardware = replace(hardware, failure=str(error).partition("\n")[0])
     report = make_report(hardware, os.environ)
     kind = device if device != "auto" else devices.accelerator()
     count = nproc or (devices.count(kind) if kind is not None else 0) or 2

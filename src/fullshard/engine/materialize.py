@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.comm import torch_private
 from fullshard.comm.mesh import Mesh
 from fullshard.comm.stalls import STALLS
+from fullshard.comm.torch_dist import as_sent
 from fullshard.core.errors import WrapError
 from fullshard.core.layout import Interval
 from fullshard.engine.tile import plain_of, set_plain, wrapped_as
@@ -248,6 +249,6 @@ def _take_from_rank_0(tensors: list[torch.Tensor], mesh: Mesh) -> None:
     for tensor in tensors:
         whole = tensor.contiguous()
         with STALLS.waiting_in([mesh.world_group], "weights of rank 0's"):  # each may take as long as a wait may
-            dist.broadcast(whole, group=mesh.world_group, group_src=0)
+            dist.broadcast(as_sent(whole.reshape(-1)), group=mesh.world_group, group_src=0)
         if whole is not tensor:
             tensor.copy_(whole)

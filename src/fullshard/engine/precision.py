@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import operator
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from fullshard.comm.packing import packing_for
 from fullshard.core.dtypes import Dtypes, saves
@@ -165,5 +167,23 @@ def cast_floating(value: Any, dtype: torch.dtype | None) -> Any:
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    """`value` with every tensor on an accelerator; on a CPU, which has no other place for them, it is itself."""
-    return value if device.type in ("cpu", "meta") else map_tensors(lambda t: t.to(device), value)
+    """`value` with what lies on a CPU taken to an accelerator, in tuples, lists and mappings; for a CPU it is itself.
+
+    Torch's `fully_shard` does so with the same containers, and leaves other objects alone, dataclasses too.
+    """
+    if device.type in ("cpu", "meta"):
+        return value
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, PackedSequence):  # a tuple, of which the lengths stay where they are
+        return cast(Any, value).to(device)
+    if not isinstance(value, (Mapping, list, tuple)):
+        return value
+    items = value.values() if isinstance(value, Mapping) else value
+    taken = [moved(item, device) for item in items]
+    if all(map(operator.is_, taken, items)):
+        return value
+    if isinstance(value, Mapping):
+        mapped = dict(zip(value, taken, strict=True))
+        return mapped if type(value) is dict else _rebuild_mapping(value, mapped)
+    return type(value)(*taken) if hasattr(value, "_fields") else type(value)(taken)

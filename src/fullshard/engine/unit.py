@@ -1,6 +1,6 @@
 """A unit: a module whose parameters are unsharded together, by hooks that do it at the right moments.
 
-    pre-forward       unshard, prefetch the next unit, cast inputs, watch the inputs' gradients
+    pre-forward       take inputs to the device, unshard, prefetch the next unit, cast and watch inputs
     post-forward      watch the outputs' gradients, reshard, cast outputs
     pre-backward      unshard, prefetch the unit before (fires when the gradient of an output is there)
     post-backward     reshard, hand the gradients over for reduction (fires when those of all inputs are there)
@@ -116,7 +116,7 @@ class Unit(UnitParameters):
         self._current: list[Call[Unit]] = []
         self._ran: set[int] = set()
         self._running = 0
-        self._is_in_method = False
+        self._is_in_method = self._is_outermost = False
         super().__init__(plan, policy=policy, storage=storage, schedule=schedule, weights=weights)
         for module in self.modules:
             module.register_forward_pre_hook(uncompiled(self._pre_forward), prepend=True, with_kwargs=True)
@@ -203,7 +203,9 @@ class Unit(UnitParameters):
         if in_backward:  # a recompute is no forward of the model: order and depth are those of the first
             self.schedule.unannounced.leave_before_recompute()
             self.schedule.note_gather_in_backward(self)
-        elif self.schedule.begin_forward(self):  # as torch's, it takes what the script has left on the host
+        else:
+            self._is_outermost = self.schedule.begin_forward(self)
+        if self._is_outermost:  # as torch's, it takes what the script has left on the host; for a recompute again
             args, kwargs = moved((args, kwargs), self.schedule.mesh.device)
         self._running += 1
         self.unshard()

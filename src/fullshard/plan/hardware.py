@@ -204,6 +204,7 @@ _ALIASES = {
     "a10080gb": "A100-80",
     "a10080gbpcie": "A100-PCIe",
     "a10040gb": "A100-40",
+    "a100pcie40gb": "A100-40",
     "h10080gb": "H100",
     "h10080": "H100",
     "h100sxm": "H100",
@@ -258,7 +259,7 @@ def find_device(name: str) -> Device:
     return DEVICES[found]
 
 
-_FORM = re.compile(r"[-_ ](?:sxm\d?|hbm\d?e?)(?=[-_ ]|$)", re.IGNORECASE)
+_FORM = re.compile(r"[-_ ](?:sxm\d?|hbm\d?e?|ac)(?=[-_ ]|$)", re.IGNORECASE)
 _MEMORY = re.compile(r"[-_ ](\d+) ?gi?b(?=[-_ ]|$)", re.IGNORECASE)
 
 
