@@ -24,6 +24,7 @@ from typing import Literal
 
 from fullshard.core.dtypes import itemsize
 from fullshard.plan.activations import layer_activations
+from fullshard.plan.hardware import DEVICES
 from fullshard.plan.job import Job
 from fullshard.plan.losses import BACKWARD_LOSS_NBYTES
 from fullshard.plan.memory import fragments_nbytes
@@ -112,7 +113,7 @@ def _gathered(model: ModelShape, job: Job, peer: Peer) -> dict[str, int]:
 
 
 def _kept(model: ModelShape, job: Job) -> int:
-    return sum(layer_activations(block, job).kept for block in model.blocks)
+    return sum(layer_activations(block, job, DEVICES["H100"]).kept for block in model.blocks)
 
 
 def _loss_moment(model: ModelShape, job: Job, peer: Peer) -> dict[str, int]:
@@ -123,7 +124,7 @@ def _loss_moment(model: ModelShape, job: Job, peer: Peer) -> dict[str, int]:
 def _layer_moment(model: ModelShape, job: Job, peer: Peer, ranks: int) -> dict[str, int]:
     block = model.blocks[0]
     unit = max(model.units[:-1], key=lambda unit: unit.numel)
-    layer = layer_activations(block, job)
+    layer = layer_activations(block, job, DEVICES["H100"])
     compute = itemsize(job.compute_dtype)
     trained = sum(p.numel for p in unit.parameters if p.trainable)
     width = itemsize("float32" if job.method == "full" else peer.adapter_dtype)

@@ -289,8 +289,8 @@ def test_the_planner_knows_what_is_held_where(checkpointing: str) -> None:
         for moment in plan.memory.timeline
         if moment.event.kind is EventKind.FORWARD_END and moment.event.unit
     ]
-    own = layer_activations(shape.blocks[0], job)
-    stays = own.kept - page_nbytes(shape.blocks[0], job)
+    own = layer_activations(shape.blocks[0], job, plan.setting.device)
+    stays = own.kept - page_nbytes(shape.blocks[0], job, plan.setting.device)
     for index in range(5):  # the second moment of each: without what is there for a moment
         # The model holds the first layer's input, which then counts with a later layer.
         slack = own.inputs if checkpointing != "none" else 0
@@ -314,7 +314,7 @@ def test_the_plan_of_a_large_model() -> None:
             for more in ({}, {"offload_activations": True})
         )
         layers = len(model.blocks)
-        page = page_nbytes(model.blocks[0], moved.job)
+        page = page_nbytes(model.blocks[0], moved.job, cluster.device)
         most = [max(moment.nbytes.get("activations", 0) for moment in p.memory.timeline) for p in (plain, moved)]
         assert most[0] - most[1] == (layers - 2) * page
         assert 0 <= plain.memory.peak_of_step - moved.memory.peak_of_step <= (layers - 2) * page

@@ -6,7 +6,6 @@ pytest tests/test_plan_activations.py
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
 import warnings
 from collections.abc import Iterable, Iterator
@@ -21,6 +20,7 @@ from transformers.activations import ACT2FN
 from fullshard.core.errors import ConfigError
 from fullshard.plan.activations import KEPT_BY_ACTIVATION, layer_activations
 from fullshard.plan.families import FAMILIES, from_config
+from fullshard.plan.hardware import DEVICES
 from fullshard.plan.job import Job
 from fullshard.plan.methods import apply_method
 from fullshard.plan.mixtures import ESTIMATED, MIXTURES
@@ -122,7 +122,7 @@ def saving(parameters: Iterable[torch.Tensor]) -> Iterator[dict[int, Any]]:
 
 
 def compare(
-    kind: str, precision: str, attention: str, *, in_decoder: bool = False, on_cpu: bool = True, **changes: Any
+    kind: str, precision: str, attention: str, *, in_decoder: bool = False, device: str = "CPU", **changes: Any
 ) -> None:
     """What one layer more saves, and what the formulas say, within 3 %: the rest is statistics and indices."""
     more = {"layers": 1, "decoders": 2} if in_decoder else {"layers": 2}
@@ -131,26 +131,35 @@ def compare(
     shape, notes = from_config(large, where=kind)
     assert not notes
     job = Job.of({"precision": precision, "attention": attention, "micro_batch": BATCH, "seq_len": SEQUENCE})
-    predicted = layer_activations(shape.blocks[-1 if in_decoder else 0], job, on_cpu=on_cpu).kept
+    predicted = layer_activations(shape.blocks[-1 if in_decoder else 0], job, DEVICES[device]).kept
     print(f"{kind}, {precision}, {attention}: predicted {predicted}, saved {measured}, {predicted / measured:.3f}")
     # A router that reads a float32 copy is not in the formulas; in layers as narrow as these it is a twentieth.
     assert predicted == pytest.approx(measured, rel=0.1 if kind in MIXTURES else 0.03)
 
 
-def test_where_an_accelerator_has_no_kernel_scores_are_kept() -> None:
-    """Float32 with grouped heads: there `sdpa` runs what it does here if it may not fuse."""
+@pytest.mark.parametrize(("precision", "device"), [("no", "H100"), ("no", "V100"), ("bf16", "V100")])
+def test_where_an_accelerator_has_no_kernel_scores_are_kept(precision: str, device: str) -> None:
+    """There `sdpa` runs what it does here if it may not fuse."""
     with sdpa_kernel(SDPBackend.MATH):
-        compare("llama", "no", "sdpa", on_cpu=False)
-    block = Block(128, 4, 2, 32, 352)
-    tokens = 512
-    scores = 4 * 4 * tokens**2
-    for precision, kv_heads, kept in (("no", 2, scores), ("bf16", 2, 0), ("no", 4, 0)):
-        changed = dataclasses.replace(block, kv_heads=kv_heads)
-        job = Job.of({"precision": precision, "seq_len": tokens})
-        there, here = (layer_activations(changed, job, on_cpu=on_cpu) for on_cpu in (False, True))
-        repeated = 4 * 2 * 2 * 32 * tokens if kept else 0  # keys and values, of two heads more
-        assert there.kept - here.kept == kept + repeated
-        assert (there.working > here.working) == bool(kept)
+        compare("llama", precision, "sdpa", device=device)
+
+
+@pytest.mark.parametrize(
+    ("precision", "kv_heads", "without"),
+    [("fp32", 2, "H100 L40S MI300X V100 T4"), ("fp16", 2, "V100 T4"), ("bf16", 2, "V100 T4"), ("bf16", 4, "V100 T4"),
+     ("fp16", 4, ""), ("fp32", 4, "")],
+)  # fmt: skip
+def test_which_devices_have_a_kernel(precision: str, kv_heads: int, without: str) -> None:
+    """PyTorch's flash attention begins with Ampere, and its memory-efficient one has no groups; a CPU's takes all."""
+    block, tokens = Block(128, 4, kv_heads, 32, 352), 512
+    job = Job.of({"precision": precision, "seq_len": tokens})
+    here = layer_activations(block, job, DEVICES["CPU"])
+    for device in ("H100", "L40S", "MI300X", "V100", "T4"):
+        there = layer_activations(block, job, DEVICES[device])
+        if device in without.split():
+            assert there.kept - here.kept > 4 * 4 * tokens**2 and there.working > here.working, device
+        else:
+            assert there == here, device
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
@@ -270,7 +279,7 @@ def test_what_adapters_read_is_kept(targets: str, precision: str, dtype: str, dr
     settings = {"method": "lora", "lora_dropout": dropout, "lora_targets": targets, "base_dtype": dtype}
     job = Job.of({**settings, "precision": precision, "attention": "sdpa", "micro_batch": BATCH, "seq_len": SEQUENCE})
     shape = apply_method(from_config(configuration("llama", 1), where="x")[0], job)
-    predicted, measured = layer_activations(shape.blocks[0], job, on_cpu=True).kept, totals[1] - totals[0]
+    predicted, measured = layer_activations(shape.blocks[0], job, DEVICES["CPU"]).kept, totals[1] - totals[0]
     print(f"{targets}: predicted {predicted}, saved {measured}, {predicted / measured:.3f}")
     assert predicted == pytest.approx(measured, rel=0.03)
 
@@ -313,7 +322,7 @@ def test_a_selective_checkpoint_keeps_what_the_formula_says(kind: str, precision
     values = configuration(kind, 3, **changes)
     shape, _ = from_config(values, where=kind)
     of_job = {"precision": precision, "micro_batch": BATCH, "seq_len": 8 * SEQUENCE, "checkpointing": "selective"}
-    predicted = layer_activations(shape.blocks[0], Job.of(of_job)).kept
+    predicted = layer_activations(shape.blocks[0], Job.of(of_job), DEVICES["CPU"]).kept
     measured = held_by_checkpoints(AutoConfig.for_model(**values), PRECISIONS[precision], "sdpa")
     assert predicted == pytest.approx(measured, rel=0.02)
 
@@ -321,7 +330,7 @@ def test_a_selective_checkpoint_keeps_what_the_formula_says(kind: str, precision
 def test_checkpointing_trades_kept_for_recomputed() -> None:
     shape, _ = from_config({**LLAMA, "model_type": "llama"}, where="x")
     by = {
-        kind: layer_activations(shape.blocks[0], Job.of({"checkpointing": kind, "seq_len": 128}))
+        kind: layer_activations(shape.blocks[0], Job.of({"checkpointing": kind, "seq_len": 128}), DEVICES["CPU"])
         for kind in ("none", "selective", "full")
     }
     assert by["none"].kept > by["selective"].kept > by["full"].kept == 2 * 128 * 128

@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 
-from fullshard.plan.attention import BACKWARD, Kernel, attention_flops, part_of_peak, seen_keys
+from fullshard.plan.attention import BACKWARD, attention_flops, part_of_peak, seen_keys
 from fullshard.plan.evaluate import Plan, evaluate, notes_of
 from fullshard.plan.hardware import DEVICES, parse_cluster
 from fullshard.plan.host import HostCosts
-from fullshard.plan.job import Job
+from fullshard.plan.job import Job, Kernel
 from fullshard.plan.library import load_model
 from fullshard.plan.shapes import Block
 from fullshard.plan.time import LAYER_KERNELS, LAYER_VIEWS
+from fullshard.plan.work import attention_seconds
 
 BLOCK = Block(2048, 16, 16, 128, 8192)
 H100 = {
@@ -99,12 +100,32 @@ def test_float32_with_grouped_heads_has_no_kernel() -> None:
     assert with_groups.memory.peak - without.memory.peak > 0.9 * scores
     assert with_groups.time.compute > without.time.compute
 
-    def says_so(**changes: Any) -> bool:
+    def says(**changes: Any) -> str:
         devices = changes.pop("devices", "8xH100")
-        return any("grouped" in note for note in notes_of(plan("Llama-3.1-8B", devices, **job | changes)))
+        return "; ".join(n for n in notes_of(plan("Llama-3.1-8B", devices, **job | changes)) if "keep scores" in n)
 
-    assert says_so() and says_so(attention="flash")
-    assert not says_so(precision="bf16") and not says_so(attention="eager") and not says_so(devices="2xcpu")
+    assert says() == says(attention="flash")
+    assert "8 heads of keys and values for 32" in says() and "in bf16 (--precision bf16) they do not" in says()
+    assert not says(precision="bf16") + says(attention="eager") + says(devices="2xcpu")
+
+
+def test_before_ampere_grouped_heads_have_no_kernel_in_float16_either() -> None:
+    """There is no flash attention: scores are written out, whole and in float32, where an A100 keeps none."""
+    job: dict[str, Any] = {"precision": "fp16", "seq_len": 4096, "checkpointing": "full"}
+    for attention in ("sdpa", "flash"):
+        grouped, alone = (plan(model, "8xV100", **job, attention=attention) for model in ("Llama-3.1-8B", "Llama-2-7B"))
+        assert grouped.memory.peak - alone.memory.peak > 2 * 4 * 32 * 4096**2  # of one layer, and a gradient
+        assert any("keep scores" in n and "they do not" not in n for n in notes_of(grouped))
+        assert not any("keep scores" in note for note in notes_of(alone))
+    device, block = DEVICES["V100"], load_model("Llama-3.1-8B")[0].blocks[0]
+    forward, backward = attention_seconds(block, Job.of(job), device)
+    flops = attention_flops(block, 4096, 4096, whole=True)
+    assert backward == 2 * forward == pytest.approx(2 * flops / (device.flops_fp32 * device.efficiency))
+
+
+def test_backward_of_one_kernel_computes_scores_again_in_float32_too() -> None:
+    forward, backward = attention_seconds(BLOCK, Job.of({"precision": "fp32"}), DEVICES["H100"])
+    assert backward == BACKWARD * forward
 
 
 @pytest.mark.parametrize(("devices", "least"), [("1xH100", 0.012), ("8xH100", 0.012), ("8xB200", 0.012)])

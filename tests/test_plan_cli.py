@@ -466,7 +466,7 @@ def test_one_micro_batch_stands_for_all(sync: bool, steps: bool) -> None:
     cluster = parse_cluster("8xA100")
     plan = evaluate(shape, job, cluster)
     layout = lay_out(shape, strategy=job.row, world_size=8, dtypes=job.dtypes)
-    setting = PlanSetting(shape, layout, job, framework=cluster.device.framework)
+    setting = PlanSetting(shape, layout, job, cluster.device)
     events = predict_step(layout, job.schedule)
     whole = time_of(events, setting, cluster)
     assert plan.traffic == traffic_of(events, layout)

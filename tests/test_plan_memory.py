@@ -34,7 +34,7 @@ from fullshard.core.route import Route
 from fullshard.core.sizes import SUM_BLOCK_NBYTES, sum_blocks
 from fullshard.engine import FSDPModule, MixedPrecisionPolicy, shard_model, step_in_backward
 from fullshard.plan.evaluate import evaluate
-from fullshard.plan.hardware import parse_cluster
+from fullshard.plan.hardware import DEVICES, parse_cluster
 from fullshard.plan.job import Job
 from fullshard.plan.layout import lay_out
 from fullshard.plan.memory import Memory, fragments_nbytes, memory_of
@@ -162,7 +162,7 @@ def predict(case: Case) -> Memory:
     job = case.job
     layout = lay_out(shape, strategy=job.row, world_size=case.world_size, shard_size=case.shard_size, dtypes=job.dtypes)
     route = Route.of(layout.shard_size, on_cpu=True, per_host=None if case.gloo else layout.shard_size)
-    setting = PlanSetting(shape, layout, job, on_cpu=True, route=route)
+    setting = PlanSetting(shape, layout, job, DEVICES["CPU"], route=route)
     return memory_of(predict_step(layout, job.schedule), setting, ranks_per_host=case.world_size)
 
 

@@ -22,6 +22,7 @@ from fullshard.engine import MixedPrecisionPolicy, OffloadPolicy, shard_model
 from fullshard.engine.offload import Host
 from fullshard.engine.step.local_parameters import as_local
 from fullshard.plan.families import from_config
+from fullshard.plan.hardware import DEVICES
 from fullshard.plan.job import Job
 from fullshard.plan.layout import lay_out
 from fullshard.plan.memory import Memory, memory_of
@@ -145,7 +146,7 @@ def planned(settings: dict[str, Any]) -> Memory:
     shape = apply_method(from_config(CONFIG, where="test")[0], job)
     layout = lay_out(shape, strategy=job.row, world_size=RANKS, dtypes=job.dtypes, offload=job.on_host)
     route = Route.of(RANKS, on_cpu=True, per_host=None)
-    setting = PlanSetting(shape, layout, job, on_host=job.on_host, on_cpu=True, route=route)
+    setting = PlanSetting(shape, layout, job, DEVICES["CPU"], on_host=job.on_host, route=route)
     return memory_of(predict_step(layout, job.schedule), setting, ranks_per_host=RANKS)
 
 

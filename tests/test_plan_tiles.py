@@ -35,7 +35,7 @@ from fullshard.engine.schedule import schedule_of
 from fullshard.plan.activations import layer_activations
 from fullshard.plan.evaluate import Plan, evaluate, notes_of
 from fullshard.plan.families import from_config
-from fullshard.plan.hardware import parse_cluster
+from fullshard.plan.hardware import DEVICES, parse_cluster
 from fullshard.plan.job import Job
 from fullshard.plan.library import load_model
 from fullshard.plan.tiles import tiled
@@ -191,7 +191,7 @@ def test_a_rank_keeps_what_the_formulas_say(ranks: int, dtype: torch.dtype, *, s
     job = Job.of({**settings, "sequence_parallel": sequence_parallel,
                   "precision": "bf16" if dtype is torch.bfloat16 else "no"})  # fmt: skip
     shape = tiled(from_config(LAYER, where="test")[0], ranks, sequence_parallel=sequence_parallel)
-    layer = layer_activations(shape.blocks[0], job, on_cpu=True)
+    layer = layer_activations(shape.blocks[0], job, DEVICES["CPU"])
     for (one, given), (two, _) in run_ranks(
         functools.partial(saved_in_layers, dtype, sequence_parallel=sequence_parallel), ranks
     ):
@@ -207,7 +207,9 @@ def test_what_is_split_along_the_sequence() -> None:
     whole, part = (
         evaluate(shape, Job.of({**settings, "sequence_parallel": on}), parse_cluster("16xH100")) for on in (False, True)
     )
-    one, two = (layer_activations(plan.setting.model.blocks[0], plan.job) for plan in (whole, part))
+    one, two = (
+        layer_activations(plan.setting.model.blocks[0], plan.job, plan.setting.device) for plan in (whole, part)
+    )
     assert one.inputs == 4 * two.inputs == 4 * two.kept == 2 * 4096 * 4096
     assert one.recomputed - two.recomputed == 4096 * 2 * (4 + 2) * 4096 * 3 // 4  # of two norms
     embedding = 4 * 128256 * 4096
@@ -231,7 +233,9 @@ def test_what_tiles_change() -> None:
     assert two.setting.layout.world_size == 8 and two.time.tokens == one.time.tokens / 2
     assert two.time.model_flops == pytest.approx(one.time.model_flops / 2, rel=1e-6)
     assert one.memory.persistent < two.memory.persistent < 1.1 * one.memory.persistent  # embedding and norms are whole
-    whole, part = (layer_activations(plan.setting.model.blocks[0], plan.job) for plan in (one, two))
+    whole, part = (
+        layer_activations(plan.setting.model.blocks[0], plan.job, plan.setting.device) for plan in (one, two)
+    )
     assert part.inputs == whole.inputs and 0.5 * whole.recomputed < part.recomputed < 0.75 * whole.recomputed
     message = 4096 * 4096 * 2
     assert two.traffic.tiles_nbytes == 32 * 6 * message + 4096 * (128256 + 2 * 4096) * 2 // 2

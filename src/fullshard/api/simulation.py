@@ -28,6 +28,7 @@ from fullshard.engine.lookup import units_of
 from fullshard.engine.materialize import WEIGHTS
 from fullshard.engine.sharding import Sharding
 from fullshard.plan.activations import page_nbytes
+from fullshard.plan.hardware import DEVICES
 from fullshard.plan.job import Job
 from fullshard.plan.layout import lay_out
 from fullshard.plan.optimizers import OPTIMIZERS
@@ -159,7 +160,7 @@ def simulate(
         offload=job.on_host,
     )
     if job.offload_activations:
-        layout = layout.with_pages(lambda block: page_nbytes(block, job))
+        layout = layout.with_pages(lambda block: page_nbytes(block, job, DEVICES["H100"]))
     predicted = predict_step(layout, dataclasses.replace(job.schedule, optimizer=OPTIMIZERS["sgd"]))
     return Simulation(
         sharding=describe(model),

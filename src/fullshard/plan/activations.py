@@ -12,7 +12,7 @@ queries and the keys (heads times head size). What autograd saves in a layer as 
 | latents of q, k, v, and what v is a slice of | norms', b (latents + kv) | DeepSeek's: norms, projections, slices |
 | the projection that v is a slice of | b (q + kv) | a slice keeps all of it; not `eager`, which copies |
 | written out: scores, keys per head | `_scores` | softmax, its copy for the product, dropout's mask |
-| the same where `sdpa` has no kernel, as in float32 with grouped heads | 4 (4 q) + `_scores` | `plan/attention` |
+| the same where `sdpa` has no kernel, in float32 | 4 (4 q) + `_scores` | `plan/attention` |
 | a mask that `sdpa` reads, keys and values per head | b S + b (2 q) | made of the window, of the compute dtype |
 | gated feed-forward | 4 b I | gate (SiLU), its activation and up (product), the product (down projection) |
 | plain feed-forward | 2 b I | before and after the activation |
@@ -35,10 +35,11 @@ activation (`tests/test_plan_activations.py`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fullshard.core.dtypes import itemsize
-from fullshard.plan.attention import has_no_kernel, reads_mask
+from fullshard.plan.attention import WRITTEN_OUT, what_runs
+from fullshard.plan.hardware import Device
 from fullshard.plan.job import Job
 from fullshard.plan.shapes import Adapters, Block
 
@@ -92,14 +93,14 @@ class LayerActivations:
     in_product: int
 
 
-def layer_activations(block: Block, job: Job, *, on_cpu: bool = False) -> LayerActivations:
-    """What one layer needs; `on_cpu`: by torch's CPU kernels, which draw dropout's masks in the compute dtype."""
+def layer_activations(block: Block, job: Job, device: Device) -> LayerActivations:
+    """What one layer needs; torch's CPU kernels draw dropout's masks in the compute dtype."""
     width = itemsize(job.compute_dtype)
     tokens, widest = job.tokens, width * block.active_intermediate
-    between = _saved_between(block, job, width, on_cpu=on_cpu) * job.tokens_between
-    whole = _saved_within(block, job, width, on_cpu=on_cpu) * tokens + between
+    between = _saved_between(block, job, width, device) * job.tokens_between
+    whole = _saved_within(block, job, width, device) * tokens + between
     feeding = ((3 if block.gated else 2) * widest + 2 * width * block.hidden) * tokens
-    working = max(feeding, _working_on_scores(block, job, width, on_cpu=on_cpu) * tokens)
+    working = max(feeding, _working_on_scores(block, job, width, device) * tokens)
     inputs, temporaries = width * block.hidden * job.tokens_between, (working, feeding - widest * tokens)
     if job.checkpointing == "none":
         return LayerActivations(whole, inputs, 0, *temporaries)
@@ -109,16 +110,16 @@ def layer_activations(block: Block, job: Job, *, on_cpu: bool = False) -> LayerA
     return LayerActivations(kept, inputs, whole - kept, *temporaries)
 
 
-def page_nbytes(block: Block, job: Job) -> int:
+def page_nbytes(block: Block, job: Job, device: Device) -> int:
     """Bytes of one layer that are in host memory between its forward and its backward, if any are.
 
     What selective checkpointing keeps besides the input is its own, not autograd's, and stays on the device.
     """
-    layer = layer_activations(block, job)
+    layer = layer_activations(block, job, device)
     return layer.inputs if job.checkpointing == "selective" else layer.kept
 
 
-def between_products_nbytes(block: Block, job: Job) -> tuple[int, int]:
+def between_products_nbytes(block: Block, job: Job, device: Device) -> tuple[int, int]:
     """Bytes that what lies between the products reads and writes in a layer's forward and in its backward.
 
     One kernel for each norm and activation, or fused by a compiler: what is saved is written and read once; backward
@@ -133,7 +134,7 @@ def between_products_nbytes(block: Block, job: Job) -> tuple[int, int]:
     | what is added to the residual stream | 3 b H for each part |
     | an adapter's outcome, scaled and added | 5 b of the widths written |
     """
-    layer, width = layer_activations(block, job), itemsize(job.compute_dtype)
+    layer, width = layer_activations(block, job, device), itemsize(job.compute_dtype)
     saved = layer.kept + layer.recomputed
     if job.compile or block.norm == "layer":
         return 2 * saved, 3 * saved
@@ -146,11 +147,11 @@ def between_products_nbytes(block: Block, job: Job) -> tuple[int, int]:
     return max(2 * saved, eager), max(3 * saved, 2 * eager)
 
 
-def _saved_between(block: Block, job: Job, width: int, *, on_cpu: bool) -> int:
+def _saved_between(block: Block, job: Job, width: int, device: Device) -> int:
     """Per token, of norms and what is added up between the parts of a layer."""
     saved = _norm(block, job, width) * (1 if block.parallel else block.norms) * block.hidden
     if block.dropout:
-        saved += (width if on_cpu else 1) * _sublayers(block) * block.hidden
+        saved += (width if device.is_cpu else 1) * _sublayers(block) * block.hidden
     return saved
 
 
@@ -158,15 +159,15 @@ def _sublayers(block: Block) -> int:
     return 3 if block.cross_attention else 2
 
 
-def _saved_within(block: Block, job: Job, width: int, *, on_cpu: bool) -> int:
+def _saved_within(block: Block, job: Job, width: int, device: Device) -> int:
     """Per token, of attention and the feed-forward part, what they read included."""
-    mask = width if on_cpu else 1
+    mask = width if device.is_cpu else 1
     normed = block.latents
     if block.head_norms:
         normed += (block.heads + block.kv_heads) * block.head_dim
-    attention = _attention(block, job, width, on_cpu=on_cpu, has_trained_bias=block.trained_bias)
+    attention = _attention(block, job, width, device)
     if block.cross_attention:
-        attention += _attention(block, job, width, on_cpu=on_cpu, has_trained_bias=False)
+        attention += _attention(replace(block, trained_bias=False), job, width, device)
     saved = _norm(block, job, width) * normed + width * _sublayers(block) * block.hidden + attention
     saved += width * _feed_forward_tensors(block, job) * block.active_intermediate
     if block.experts:
@@ -176,13 +177,13 @@ def _saved_within(block: Block, job: Job, width: int, *, on_cpu: bool) -> int:
     if block.shared_intermediate:
         saved += width * block.hidden  # its output, which is multiplied by a gate
     if block.adapters is not None:
-        saved += _adapters(block, block.adapters, job, width, on_cpu=on_cpu)
+        saved += _adapters(block, block.adapters, job, width, device)
     if block.inner_dropout:
         saved += (mask + width) * block.intermediate
     return saved
 
 
-def _adapters(block: Block, adapters: Adapters, job: Job, width: int, *, on_cpu: bool) -> int:
+def _adapters(block: Block, adapters: Adapters, job: Job, width: int, device: Device) -> int:
     """What they keep, less what a frozen layer does not keep of what its products read.
 
     PEFT casts what an adapter reads to the adapter's dtype. With a precision both are the compute dtype.
@@ -192,7 +193,7 @@ def _adapters(block: Block, adapters: Adapters, job: Job, width: int, *, on_cpu:
     if own == width and not adapters.dropout:
         kept += width * adapters.read_once
     else:
-        kept += (own + (0 if not adapters.dropout else own if on_cpu else 1)) * adapters.read
+        kept += (own + (0 if not adapters.dropout else own if device.is_cpu else 1)) * adapters.read
     if block.experts or block.cross_attention:  # theirs are not told apart
         return max(0, kept - width * adapters.read_once)
     return kept - width * (2 * block.hidden + block.intermediate)
@@ -207,48 +208,40 @@ def _norm(block: Block, job: Job, width: int) -> int:
     return max(4, width) + before_weight + uncast
 
 
-def _attention(block: Block, job: Job, width: int, *, on_cpu: bool, has_trained_bias: bool) -> int:
+def _attention(block: Block, job: Job, width: int, device: Device) -> int:
     """Queries, keys, values, the output, and the scores where they exist."""
     queries, keys = block.heads * block.head_dim, block.kv_heads * block.head_dim
     value_dim = block.value_dim or block.head_dim
-    if job.attention == "eager":
+    way = what_runs(block, job, device)
+    if way == "eager":
         softmax = max(4, width) if block.float32_scores else width
-        return width * 2 * (queries + block.heads * value_dim) + _scores(
-            block, job, softmax, width, mask=width if on_cpu else 1
-        )
-    if _is_written_out(block, job, on_cpu=on_cpu, has_trained_bias=has_trained_bias):
-        return width * queries + 4 * 3 * queries + _scores(block, job, 4, 4, mask=4 if on_cpu else 1)
-    if reads_mask(block, job.attention, job.seq_len):
+        return width * 2 * (queries + block.heads * value_dim) + _scores(block, job, softmax, width, device)
+    if way == "math":
+        return width * queries + 4 * 3 * queries + _scores(block, job, 4, 4, device)
+    if way == "masked":
         return width * (2 * queries + 2 * block.heads * value_dim + job.seq_len)
     saved = queries + keys + (block.heads + block.kv_heads) * value_dim
     if block.sliced_values:
         # On a CPU the output has the rotated queries' layout, so that the projection after it reads a copy.
-        saved += queries + keys + (queries if on_cpu else 0)
+        saved += queries + keys + (queries if device.is_cpu else 0)
     return width * saved
 
 
-def _is_written_out(block: Block, job: Job, *, on_cpu: bool, has_trained_bias: bool) -> bool:
-    """Whether torch has no fused kernel for it, and computes scores in float32."""
-    if on_cpu:
-        return block.attention_dropout or has_trained_bias
-    return has_no_kernel(block, job.attention, job.seq_len, width=itemsize(job.compute_dtype))
-
-
-def _working_on_scores(block: Block, job: Job, width: int, *, on_cpu: bool) -> int:
+def _working_on_scores(block: Block, job: Job, width: int, device: Device) -> int:
     """Per token, while backward has the gradients of softmax's output and of its input; 0 if nothing is written out."""
-    is_eager = job.attention == "eager"
-    if not is_eager and not _is_written_out(block, job, on_cpu=on_cpu, has_trained_bias=block.trained_bias):
+    way = what_runs(block, job, device)
+    if way not in WRITTEN_OUT:
         return 0
-    return 2 * (width if is_eager and not block.float32_scores else 4) * block.heads * job.seq_len
+    return 2 * (width if way == "eager" and not block.float32_scores else 4) * block.heads * job.seq_len
 
 
-def _scores(block: Block, job: Job, softmax: int, width: int, *, mask: int) -> int:
+def _scores(block: Block, job: Job, softmax: int, width: int, device: Device) -> int:
     """Of each query with every key: softmax's output, what is multiplied by the values, masks. In bytes of each."""
     each = softmax
     if block.attention_dropout or softmax != width:
         each += width
     if block.attention_dropout:
-        each += mask
+        each += width if device.is_cpu else 1
     if block.capped_scores:
         each += width
     return each * block.heads * job.seq_len

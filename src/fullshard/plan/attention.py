@@ -18,18 +18,22 @@ The parts of the peak are the papers' own, of long sequences and heads of 128, b
 Heads of 64 and of 256 reach 0.89 of that (figure 5). A row of S keys is worth S / (S + 350): 512 tokens reach 0.57 to
 0.66 of what 16k do, in either direction, for heads of 64 as of 128 (figures 5 and 6).
 
-What PyTorch's `sdpa` runs on an accelerator, by `can_use_flash_attention` and `can_use_mem_efficient_attention` in its
-aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, and by what Transformers gives it (`use_gqa_in_sdpa`):
+What PyTorch's `sdpa` runs on an accelerator, up to 2.13, by `can_use_flash_attention` and
+`can_use_mem_efficient_attention` in its aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, and by what Transformers
+gives it (`use_gqa_in_sdpa`):
 
 | | grouped heads | each head its own keys |
 |---|---|---|
 | half precision, no mask | flash attention | the same |
 | a mask: a window shorter than the sequence | memory-efficient, keys and values repeated before | the same |
-| float32, no mask | **written out** | memory-efficient |
+| float32, no mask; before Ampere float16, too | **written out** | memory-efficient |
+| bfloat16 before Ampere | **written out** | **written out** |
 | heads above 256, values of another size | memory-efficient, repeated before | the same |
 
-Flash attention is for halves alone, and the memory-efficient kernel has no groups: on an H200 with torch 2.11 a float32
-step of a grouped Llama kept its scores. The rest of the table is read, not measured.
+Flash attention is for halves alone, of NVIDIA's from compute capability 8.0 on, and the memory-efficient kernel has no
+groups (PyTorch after 2.13 gives it some), and bfloat16 from 8.0 on: on an H200 with torch 2.11 a float32 step of a
+grouped Llama kept its scores. The rest is read, not measured. AMD's two, of AOTriton, take what those of an A100 do.
+Written out, all of it is in float32.
 On a CPU its fused kernel takes masks, groups and every dtype, but neither dropout nor a bias that is trained.
 """
 
@@ -37,9 +41,16 @@ from __future__ import annotations
 
 from typing import Literal
 
+from fullshard.core.dtypes import itemsize
+from fullshard.plan.hardware import Device
+from fullshard.plan.job import Job, Kernel
 from fullshard.plan.shapes import Block
 
-Kernel = Literal["flash", "flash1", "flash3", "flash4", "sdpa", "eager"]
+Way = Literal["fused", "masked", "math", "eager"]
+"""What is run: one kernel; one that reads a mask, with keys and values that are repeated for each head; torch's way in
+several operations, in float32; Transformers' in several. The last two write scores out."""
+
+WRITTEN_OUT = ("math", "eager")
 
 BACKWARD = 2.5
 """FLOP of backward, of those of forward, where scores are computed again."""
@@ -89,21 +100,19 @@ def part_of_size(head_dim: int, keys: int, *, flash: float) -> float:
     return flash * _OF_HEAD_SIZE.get(head_dim, 1.0) * keys / (keys + _HALF)
 
 
-def reads_mask(block: Block, kernel: Kernel, seq_len: int) -> bool:
-    """Whether `sdpa` is given a mask, and with it keys and values that are repeated for each head."""
-    return kernel == "sdpa" and 0 < block.window < seq_len
-
-
-def has_no_kernel(block: Block, kernel: Kernel, seq_len: int, *, width: int) -> bool:
-    """Whether no fused kernel of an accelerator takes it, of elements of `width` bytes; then scores are written out.
-
-    In float32 the flash kernels are `sdpa`, too: there are none.
-    """
-    is_grouped = block.kv_heads < block.heads and block.value_dim in (0, block.head_dim) and block.head_dim <= 256
-    return kernel != "eager" and width == 4 and is_grouped and not reads_mask(block, kernel, seq_len)
-
-
-def is_computed_whole(block: Block, kernel: Kernel, seq_len: int, *, width: int) -> bool:
-    """Whether an accelerator computes scores where nobody looks: written out, or behind a mask that has to be read."""
-    is_written_out = kernel == "eager" or has_no_kernel(block, kernel, seq_len, width=width)
-    return is_written_out or reads_mask(block, kernel, seq_len)
+def what_runs(block: Block, job: Job, device: Device) -> Way:
+    """By the table above, of what the job asks for. Where there is no flash attention, asking for it is `sdpa`."""
+    if job.attention == "eager":
+        return "eager"
+    has_flash = itemsize(job.compute_dtype) == 2 and device.has_bfloat16 and not device.is_cpu
+    reads_mask = (job.attention == "sdpa" or not has_flash) and 0 < block.window < job.seq_len
+    if device.is_cpu:
+        has_kernel = not (block.attention_dropout or block.trained_bias)
+    else:
+        is_repeated = reads_mask or block.value_dim not in (0, block.head_dim) or block.head_dim > 256
+        is_grouped = block.kv_heads < block.heads and not is_repeated
+        is_known = device.has_bfloat16 or job.compute_dtype != "bfloat16"
+        has_kernel = has_flash or (is_known and not is_grouped)
+    if not has_kernel:
+        return "math"
+    return "masked" if reads_mask else "fused"

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fullshard.core.dtypes import itemsize
 from fullshard.core.errors import ConfigError
 from fullshard.core.events import Event
 from fullshard.core.offload import Offload
@@ -16,7 +15,7 @@ from fullshard.core.route import Route
 from fullshard.core.schedule import SPENT, count_kept
 from fullshard.core.sizes import GIB, format_nbytes
 from fullshard.plan.activations import page_nbytes
-from fullshard.plan.attention import has_no_kernel
+from fullshard.plan.attention import what_runs
 from fullshard.plan.copies import Copies, copies_of
 from fullshard.plan.hardware import Cluster
 from fullshard.plan.job import Job
@@ -200,7 +199,7 @@ def _evaluate(model: ModelShape, job: Job, cluster: Cluster, *, budget: int | No
         offload=on_host,
     )
     if on_host.activations:
-        layout = layout.with_pages(lambda block: page_nbytes(block, job))
+        layout = layout.with_pages(lambda block: page_nbytes(block, job, cluster.device))
     per_host = min(layout.shard_size, neighbours)
     is_apart = layout.shard_size % per_host != 0 or not cluster.shares_memory
     route = Route.of(layout.shard_size, on_cpu=is_cpu, per_host=None if is_apart else per_host)
@@ -216,9 +215,8 @@ def _evaluate(model: ModelShape, job: Job, cluster: Cluster, *, budget: int | No
         trained,
         layout,
         job,
+        cluster.device,
         on_host=on_host,
-        framework=cluster.device.framework,
-        on_cpu=is_cpu,
         route=route,
         matrices=matrix_work(trained, layout, job.dtypes, owner) if (owner := job.planned_optimizer.owner) else None,
     )
@@ -262,11 +260,8 @@ def notes_of(plan: Plan) -> list[str]:
         notes.append(f"a {device.name} has no bfloat16 in hardware: the speed is that of float16 (--precision fp16)")
     if said := loss_note(plan.model, job):
         notes.append(said)
-    if not device.is_cpu and _keeps_scores(plan.model.blocks, job):
-        notes.append(
-            "in float32 PyTorch has no fused attention for grouped key and value heads, so layers keep their scores; "
-            "in bf16 (--precision bf16) they do not"
-        )
+    if said := _attention_note(plan):
+        notes.append(said)
     if job.tp > 1:
         notes.append(_tiles_note(plan))
     if job.float8:
@@ -294,9 +289,21 @@ def notes_of(plan: Plan) -> list[str]:
     return notes
 
 
-def _keeps_scores(blocks: Sequence[Block], job: Job) -> bool:
-    width = itemsize(job.compute_dtype)
-    return any(has_no_kernel(block, job.attention, job.seq_len, width=width) for block in blocks)
+def _attention_note(plan: Plan) -> str:
+    """Where an accelerator has no kernel for what is asked, and in which precision it has one; else nothing."""
+    job, device, blocks = plan.job, plan.cluster.device, plan.model.blocks
+
+    def without(job: Job) -> list[Block]:
+        return [block for block in blocks if what_runs(block, job, device) == "math"]
+
+    if device.is_cpu or not (found := without(job)):
+        return ""
+    heads = f"{found[0].kv_heads} heads of keys and values for {found[0].heads} of queries"
+    note = f"on a {device.name} PyTorch has no fused attention in {job.compute_dtype} with {heads}: layers keep scores"
+    for precision in ("bf16", "fp16"):
+        if not without(job.model_copy(update={"precision": precision})):
+            return f"{note}, which in {precision} (--precision {precision}) they do not"
+    return note
 
 
 def _tiles_note(plan: Plan) -> str:

@@ -46,7 +46,8 @@ class Device:
         function_seconds: what an exponential, or a function like it, costs per element, on a CPU.
         unit_seconds: what the engine costs per unit and micro-batch, hooks and starting collectives, on a CPU.
         rack: devices that `link` reaches though they are in several hosts; 0: none.
-        has_bfloat16: whether `flops` are there in bfloat16, or in float16 alone.
+        has_bfloat16: whether `flops` are there in bfloat16, or in float16 alone; and whether PyTorch has flash
+            attention for it: of NVIDIA's both begin with compute capability 8.0.
         flash: part of `flops` that flash attention's second version reaches (`plan/attention`): as on the A100, whose
             kernel it is, or as on the H100, where faster products leave it behind.
         newest_flash: the newest version that is made for it.

@@ -15,7 +15,6 @@ from fullshard.core.dtypes import COMPUTE, Dtypes, main_dtype
 from fullshard.core.errors import ConfigError
 from fullshard.core.offload import Offload
 from fullshard.core.strategy import Strategy, parse_strategy
-from fullshard.plan.attention import Kernel
 from fullshard.plan.optimizers import OPTIMIZERS, OptimizerRow
 from fullshard.plan.schedule import ScheduleOptions
 
@@ -23,6 +22,7 @@ Optimizer = Literal["adamw", "adamw-fused", "adamw-8bit", "muon", "soap", "shamp
 Method = Literal["full", "lora", "qlora"]
 Checkpointing = Literal["none", "selective", "full"]
 Loss = Literal["eager", "kernel", "fused"]
+Kernel = Literal["flash", "flash1", "flash3", "flash4", "sdpa", "eager"]
 
 
 def token_count(value: Any) -> Any:

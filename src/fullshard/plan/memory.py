@@ -217,14 +217,14 @@ class _Ledger:
 
     def __post_init__(self) -> None:
         persistent = persistent_of(self.setting)
-        self.now["framework"] = self.setting.framework
+        self.now["framework"] = self.setting.device.framework
         self.now.update(persistent)
         self.rest = self.nbytes
         self.units = {unit.name: unit for unit in self.setting.layout.units}
         self.root = self.setting.layout.root
         blocks = {unit.name: unit.block for unit in self.setting.layout.units if unit.block is not None}
-        job, on_cpu = self.setting.job, self.setting.on_cpu
-        each = {block: layer_activations(block, job, on_cpu=on_cpu) for block in set(blocks.values())}
+        job, device = self.setting.job, self.setting.device
+        each = {block: layer_activations(block, job, device) for block in set(blocks.values())}
         self.layers = {name: each[block] for name, block in blocks.items()}
         self.logits = logits_nbytes(self.setting.model, self.setting.job)
 
@@ -333,7 +333,7 @@ class _Ledger:
             self.collecting.add(unit.name)
             self.now["reduce buffers"] += sum(self.setting.collected_nbytes(bucket) for bucket in unit.trainable)
         largest = 0 if self._is_product_in_place(unit) else _largest_nbytes(unit)
-        if self.setting.on_cpu:
+        if self.setting.device.is_cpu:
             halves = (b.largest_numel for b in unit.trainable if itemsize(b.compute_dtype) == 2)
             working += 4 * max(halves, default=0)
         return self._for_a_moment({"reduce buffers": largest, "activations": working})
@@ -359,7 +359,9 @@ class _Ledger:
         moments = []
         if unit is self.root:
             self._leave_backward()
-            if self._is_product_in_place(unit) and not (self.setting.on_cpu and self.setting.layout.world_size > 1):
+            if self._is_product_in_place(unit) and not (
+                self.setting.device.is_cpu and self.setting.layout.world_size > 1
+            ):
                 moments = self._for_a_moment({"reduce buffers": _largest_nbytes(unit)})  # the embedding's, mostly zeros
         if unit.name not in self.collecting:
             moments = self._collect(unit)
@@ -487,7 +489,7 @@ class _Ledger:
         if matrices is not None:
             pieces = max(bucket.main_nbytes for bucket in buckets)  # one bucket's, there and back
             return matrices.owned_nbytes + matrices.working_nbytes + pieces
-        if not self.setting.on_cpu:
+        if not self.setting.device.is_cpu:
             # torch: "uses ~ sizeof(params) more peak memory than the for-loop version".
             return sum(bucket.main_nbytes for bucket in buckets)
         # One parameter at a time: the square root of its second moment, and that with the step's scale.

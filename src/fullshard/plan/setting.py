@@ -11,6 +11,7 @@ from fullshard.core.dtypes import collected, itemsize
 from fullshard.core.offload import Offload
 from fullshard.core.route import Route
 from fullshard.core.sizes import SUM_BLOCK_NBYTES, sum_blocks
+from fullshard.plan.hardware import Device
 from fullshard.plan.job import Job
 from fullshard.plan.layout import ModelLayout, UnitLayout
 from fullshard.plan.matrices import MatrixWork
@@ -26,10 +27,9 @@ class PlanSetting:
         model: the shapes, as they are trained.
         layout: the same, laid out.
         job: the run.
+        device: what it runs on. On a CPU optimizers take one parameter after the other, and a product in half precision
+            has a float32 copy of its result for a moment.
         on_host: what lives in host memory beside the device's, as the layout has it.
-        framework: bytes the framework holds on the device from the start.
-        on_cpu: whether torch's CPU rules hold: optimizers take one parameter after the other, and a product in half
-            precision has a float32 copy of its result for a moment.
         route: how the ranks of a shard group reach one another. Where they share memory, unsharded parameters are
             main weights, or copies of those that last, in the dtype they compute in. Each rank counts its own part.
         matrices: what an optimizer that needs them does with whole ones; None for any other.
@@ -38,9 +38,8 @@ class PlanSetting:
     model: ModelShape
     layout: ModelLayout
     job: Job
+    device: Device
     on_host: Offload = field(default_factory=Offload)
-    framework: int = 0
-    on_cpu: bool = False
     route: Route = Route.NATIVE
     matrices: MatrixWork | None = None
 

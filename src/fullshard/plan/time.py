@@ -228,7 +228,7 @@ class _Clock:
             for unit in model.units:
                 self.forwards[unit.name] -= gain * forward_flops(unit, job, in_float8=True) / speed
         self.forwards[model.root.name] += head_flops(model, job) / speed
-        each = {block: attention_seconds(block, job, self.cluster) for block in set(model.blocks)}
+        each = {block: attention_seconds(block, job, self.cluster.device) for block in set(model.blocks)}
         self.attention = {unit.name: each[unit.block] if unit.block else (0.0, 0.0) for unit in model.units}
         device = self.cluster.device
         bandwidth = device.memory_speed

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fullshard.core.dtypes import itemsize
 from fullshard.core.sizes import LONG_NBYTES
 from fullshard.plan.activations import between_products_nbytes, layer_activations
-from fullshard.plan.attention import BACKWARD, attention_flops, is_computed_whole, part_of_peak
+from fullshard.plan.attention import BACKWARD, WRITTEN_OUT, attention_flops, part_of_peak, what_runs
 from fullshard.plan.hardware import Cluster, Device
 from fullshard.plan.host import HostCosts
 from fullshard.plan.job import Job
@@ -39,26 +39,26 @@ def forward_flops(unit: UnitShape, job: Job, *, in_float8: bool = False) -> floa
     return flops
 
 
-def attention_seconds(block: Block, job: Job, cluster: Cluster) -> tuple[float, float]:
+def attention_seconds(block: Block, job: Job, device: Device) -> tuple[float, float]:
     """Of a layer's forward and backward for one micro-batch, without what is recomputed."""
-    device, width = cluster.device, itemsize(job.compute_dtype)
-    whole = is_computed_whole(block, job.attention, job.seq_len, width=width)
-    flops = attention_flops(block, job.tokens, job.seq_len, whole=whole and not device.is_cpu)
-    if device.is_cpu or job.attention == "eager" or width == 4:
-        seconds = flops / (cluster.device.peak(job.compute_dtype) * device.efficiency)
-        return seconds, 2 * seconds
-    part = part_of_peak(block, job.attention, job.seq_len, flash=device.flash, newest=device.newest_flash)
-    seconds = flops / (device.flops * part)
-    return seconds, BACKWARD * seconds
+    way = what_runs(block, job, device)
+    dtype = "float32" if way == "math" else job.compute_dtype
+    flops = attention_flops(block, job.tokens, job.seq_len, whole=way != "fused" and not device.is_cpu)
+    speed = device.peak(dtype) * device.efficiency
+    if way not in WRITTEN_OUT and not device.is_cpu and itemsize(dtype) == 2:
+        kernel, newest = job.attention, device.newest_flash
+        speed = device.flops * part_of_peak(block, kernel, job.seq_len, flash=device.flash, newest=newest)
+    seconds = flops / speed
+    return seconds, seconds * (2 if way in WRITTEN_OUT or device.is_cpu else BACKWARD)
 
 
 def pass_seconds(block: Block, job: Job, device: Device) -> tuple[float, float]:
     """Seconds of what lies between a layer's products, in forward and in backward."""
     bandwidth = device.memory_speed
     if not device.is_cpu:
-        forward, backward = between_products_nbytes(block, job)
+        forward, backward = between_products_nbytes(block, job, device)
         return forward / bandwidth, backward / bandwidth
-    layer = layer_activations(block, job, on_cpu=True)
+    layer = layer_activations(block, job, device)
     saved = layer.kept + layer.recomputed
     return 2 * saved / bandwidth, 3 * saved / bandwidth
 
