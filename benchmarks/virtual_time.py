@@ -41,6 +41,7 @@ from fullshard.engine.materialize import WEIGHTS
 from fullshard.optim import Muon
 from fullshard.plan.hardware import parse_cluster
 from fullshard.plan.host import HostCosts
+from fullshard.plan.job import Job
 from fullshard.plan.library import MODELS
 from fullshard.wrap.forwards import checkpoint_modules
 from fullshard.wrap.policies import embedding_modules, unit_modules
@@ -138,7 +139,7 @@ def build(case: Case) -> nn.Module:
     """The model on the meta device: it stands for one that has its weights."""
     values = {**MODELS[case.model], "max_position_embeddings": 131072}
     with meta_parameters():
-        model = transformers_model(values, attention=register())()
+        model = transformers_model(values, attention=register(Job(), parse_cluster(case.devices).device))()
         model = model.to(torch.bfloat16) if case.lora else model.float()
         if case.lora:
             model = _adapted(model, case.lora)

@@ -132,6 +132,22 @@ def test_attention_reaches_what_its_kernel_does() -> None:
     assert there.end - there.start == pytest.approx(flops / (cluster.device.flops * part), rel=0.02)
 
 
+@pytest.mark.parametrize(
+    ("devices", "precision", "attention"),
+    [("8xH100", "fp32", "sdpa"), ("8xV100", "fp16", "flash"), ("8xH100", "bf16", "eager")],
+)
+def test_scores_that_are_written_out_take_what_the_plan_says(devices: str, precision: str, attention: str) -> None:
+    """Grouped heads, of which a kernel would keep no scores: memory and time are mostly those of the scores here."""
+    job = Job.of({"precision": precision, "attention": attention, "seq_len": 8192, "optimizer": "adamw-fused"})
+    cluster, model = parse_cluster(devices), from_config(SMALL, where="a test")[0]
+    step, plan = time_step(SMALL, job, cluster), evaluate(model, job, cluster)
+    peak, scores = plan.memory.peak_of_step - cluster.device.framework, 4 * 8 * 8192**2
+    print(f"{plan.time.total / step.seconds:.3f} of the time, {peak / step.peak_allocated:.3f} of the memory")
+    assert step.peak_allocated > (len(model.blocks) + 2) * scores
+    assert plan.time.total == pytest.approx(step.seconds, rel=0.05)
+    assert peak == pytest.approx(step.peak_allocated, rel=0.05)
+
+
 def _cpu(**figures: Any) -> Cluster:
     """Two ranks of a host that share its memory."""
     device = dataclasses.replace(parse_cluster("2xH100").device, framework=0, per_host=2, fresh_bandwidth=0.0)
@@ -143,7 +159,8 @@ def test_values_may_be_narrower_than_keys() -> None:
     query, value = (torch.zeros(1, 4, 16, width, device="meta") for width in (24, 16))
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    mixed, _ = ALL_ATTENTION_FUNCTIONS[register()](None, query, query, value, None)
+    name = register(Job(), parse_cluster("1xH100").device)
+    mixed, _ = ALL_ATTENTION_FUNCTIONS[name](None, query, query, value, None)
     assert mixed.shape == (1, 16, 4, 16)
 
 

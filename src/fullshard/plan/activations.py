@@ -38,7 +38,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from fullshard.core.dtypes import itemsize
-from fullshard.plan.attention import WRITTEN_OUT, what_runs
+from fullshard.plan.attention import what_runs
 from fullshard.plan.hardware import Device
 from fullshard.plan.job import Job
 from fullshard.plan.shapes import Adapters, Block
@@ -133,18 +133,41 @@ def between_products_nbytes(block: Block, job: Job, device: Device) -> tuple[int
     | gated activation, its product | 5 b I |
     | what is added to the residual stream | 3 b H for each part |
     | an adapter's outcome, scaled and added | 5 b of the widths written |
+    | scores that are written out | `_passes_over_scores` |
     """
     layer, width = layer_activations(block, job, device), itemsize(job.compute_dtype)
     saved = layer.kept + layer.recomputed
-    if job.compile or block.norm == "layer":
+    if job.compile:
         return 2 * saved, 3 * saved
+    saved -= _scores(block, job, device) * (2 if block.cross_attention else 1) * job.tokens
+    forward, backward = (nbytes * job.tokens for nbytes in _passes_over_scores(block, job, device))
+    if block.norm == "layer":
+        return 2 * saved + forward, 3 * saved + backward
     between = block.hidden * (block.norms * (24 + 6 * width if width < 4 else 28) + 3 * width * _sublayers(block))
     within = 10 * width * (block.heads + block.kv_heads) * block.head_dim
     within += (5 if block.gated else 2) * width * block.active_intermediate
     if block.adapters is not None:
         within += 5 * width * block.adapters.written
     eager = between * job.tokens_between + within * job.tokens
-    return max(2 * saved, eager), max(3 * saved, 2 * eager)
+    return max(2 * saved, eager) + forward, max(3 * saved, 2 * eager) + backward
+
+
+def _passes_over_scores(block: Block, job: Job, device: Device) -> tuple[int, int]:
+    """Per token: a mask is added, and softmax.
+
+    Transformers scales scores before, and casts there and back around softmax. Torch scales queries and keys, repeats
+    keys and values, and of halves makes a copy of the scores that nobody reads.
+    """
+    way, (softmax, width) = what_runs(block, job, device), _score_widths(block, job, device)
+    each = 2 * (softmax + width) if softmax != width else 0
+    copy = operands = 0
+    if way == "eager":
+        each += 2 * width
+    elif way == "math":
+        operands = 8 * (3 * block.heads + block.kv_heads) * block.head_dim
+        copy = 6 if itemsize(job.compute_dtype) == 2 else 0
+    scores = block.heads * job.seq_len * (2 if block.cross_attention else 1)
+    return (each + copy + 2 * width + 2 * softmax) * scores + operands, (each + 3 * softmax) * scores + operands
 
 
 def _saved_between(block: Block, job: Job, width: int, device: Device) -> int:
@@ -214,10 +237,9 @@ def _attention(block: Block, job: Job, width: int, device: Device) -> int:
     value_dim = block.value_dim or block.head_dim
     way = what_runs(block, job, device)
     if way == "eager":
-        softmax = max(4, width) if block.float32_scores else width
-        return width * 2 * (queries + block.heads * value_dim) + _scores(block, job, softmax, width, device)
+        return width * 2 * (queries + block.heads * value_dim) + _scores(block, job, device)
     if way == "math":
-        return width * queries + 4 * 3 * queries + _scores(block, job, 4, 4, device)
+        return width * queries + 4 * 3 * queries + _scores(block, job, device)
     if way == "masked":
         return width * (2 * queries + 2 * block.heads * value_dim + job.seq_len)
     saved = queries + keys + (block.heads + block.kv_heads) * value_dim
@@ -228,19 +250,30 @@ def _attention(block: Block, job: Job, width: int, device: Device) -> int:
 
 
 def _working_on_scores(block: Block, job: Job, width: int, device: Device) -> int:
-    """Per token, while backward has the gradients of softmax's output and of its input; 0 if nothing is written out."""
-    way = what_runs(block, job, device)
-    if way not in WRITTEN_OUT:
-        return 0
-    return 2 * (width if way == "eager" and not block.float32_scores else 4) * block.heads * job.seq_len
+    """Per token, while backward has the gradients of softmax's output and of its input, if they are written out.
+
+    By then what the feed-forward part kept is gone, and of the scores the copy that was multiplied by the values.
+    """
+    softmax, copy = _score_widths(block, job, device)
+    each = 2 * softmax - (copy if copy != softmax else 0)
+    return each * block.heads * job.seq_len - width * _feed_forward_tensors(block, job) * block.active_intermediate
 
 
-def _scores(block: Block, job: Job, softmax: int, width: int, device: Device) -> int:
+def _score_widths(block: Block, job: Job, device: Device) -> tuple[int, int]:
+    """Bytes of a score after softmax, and as it is multiplied by the values; none if scores are not written out."""
+    way, width = what_runs(block, job, device), itemsize(job.compute_dtype)
+    if way == "eager":
+        return max(4, width) if block.float32_scores else width, width
+    return (4, 4) if way == "math" else (0, 0)
+
+
+def _scores(block: Block, job: Job, device: Device) -> int:
     """Of each query with every key: softmax's output, what is multiplied by the values, masks. In bytes of each."""
+    softmax, width = _score_widths(block, job, device)
     each = softmax
     if block.attention_dropout or softmax != width:
         each += width
-    if block.attention_dropout:
+    if block.attention_dropout and softmax:
         each += width if device.is_cpu else 1
     if block.capped_scores:
         each += width

@@ -49,6 +49,9 @@ def attention_seconds(block: Block, job: Job, device: Device) -> tuple[float, fl
         kernel, newest = job.attention, device.newest_flash
         speed = device.flops * part_of_peak(block, kernel, job.seq_len, flash=device.flash, newest=newest)
     seconds = flops / speed
+    if way in WRITTEN_OUT and not device.is_cpu:
+        scores = flops / (2 * block.head_dim + 2 * (block.value_dim or block.head_dim))
+        seconds = max(seconds, 2 * scores * itemsize(dtype) / device.memory_speed)  # written by a product, read by one
     return seconds, seconds * (2 if way in WRITTEN_OUT or device.is_cpu else BACKWARD)
 
 

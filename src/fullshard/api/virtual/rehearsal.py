@@ -52,8 +52,9 @@ def time_step(
         )
     if not 0 <= rank < cluster.count:
         raise ConfigError(f"rank {rank} of {cluster.count} ranks", hint="ranks count from 0")
+    attention = "eager" if job.attention == "eager" else register(job, cluster.device)
     with meta_parameters():
-        model = transformers_model({**values, **_positions(values, job)}, attention=register())().float()
+        model = transformers_model({**values, **_positions(values, job)}, attention=attention)().float()
     device = VirtualDevice(cluster, host)
     with playing(device, rank, cluster.count), fused_optimizers():
         shard_size = job.row.shard_size_on(cluster.per_host, job.shard_size)
