@@ -414,7 +414,8 @@ def test_copies_are_planned() -> None:
     cluster = parse_cluster("4xCPU", 2)
     copies = copies_of(1600, 1.0, cluster)
     assert copies.nbytes == 2 * (400 + 400) * 2 + 400 * 2, "two copies with the neighbour's, and one being collected"
-    assert copies.every == 1 and copies.max_lost_steps == 2
+    assert copies.every == 1 and copies.max_lost_steps == 2 and copies.aside == 400 * 2
+    assert copies_of(8 * 5 * 2**28, 1.0, parse_cluster("8xH100")).aside == 8 * 2**31, "page-locked, a power of two each"
     seldom = copies_of(10**10, 1.0, cluster)
     assert 0.02 < seldom.seconds / seldom.every <= 0.03
     alone = copies_of(10**10, 1.0, parse_cluster("4xCPU", 1))

@@ -1,4 +1,8 @@
-"""What copies of the state in host memory take (`checkpoint/copies`), and how often they are cheap enough."""
+"""What copies of the state in host memory take, and how often they are cheap enough.
+
+Those that outlive a kill (`checkpoint/copies`), and the one that a save in the background writes from
+(`checkpoint/staging`).
+"""
 
 from __future__ import annotations
 
@@ -21,11 +25,14 @@ class Copies:
         nbytes: of host memory on each host while one is made beside the one before: at most.
         seconds: that training misses by one.
         every: steps from one to the next, so that they cost at most `COST`.
+        aside: of `nbytes`, what is copied out of the ranks and not yet kept; saves in the background keep it from one
+            to the next.
     """
 
     nbytes: int
     seconds: float
     every: int
+    aside: int
 
     @property
     def max_lost_steps(self) -> int:
@@ -55,6 +62,6 @@ def copies_of(checkpoint: int, step_seconds: float, cluster: Cluster) -> Copies:
     else:
         seconds += share / PCIE
     on_host = (share + sent) * cluster.per_host
-    aside = share if device.is_cpu else page_locked_nbytes(round(share))
+    aside = (round(share) if device.is_cpu else page_locked_nbytes(round(share))) * cluster.per_host
     every = max(1, math.ceil(seconds / (COST * step_seconds)))
-    return Copies(round(2 * on_host + aside * cluster.per_host), seconds, every)
+    return Copies(round(2 * on_host) + aside, seconds, every, aside)

@@ -102,7 +102,8 @@ def _rest_table(plan: Plan) -> Table:
             f"{format_nbytes(traffic.to_device_nbytes)} to the device, {format_nbytes(traffic.to_host_nbytes)} back "
             f"({plan.job.on_host} on the host)",
         )
-    table.add_row("disk, each checkpoint", format_nbytes(memory.checkpoint))
+    in_background = f"{format_nbytes(plan.copies.aside)} more of host memory on each host with async_save"
+    table.add_row("disk, each checkpoint", f"{format_nbytes(memory.checkpoint)}; {in_background}")
     if plan.job.method != "qlora":
         streaming = plan.streaming
         table.add_row(
@@ -184,6 +185,7 @@ def as_dict(plan: Plan, changes: Sequence[Change] = (), notes: Sequence[str] = (
         "memory": _memory_dict(plan),
         "copies": {
             "host": plan.copies.nbytes,
+            "aside": plan.copies.aside,
             "seconds": plan.copies.seconds,
             "every": plan.copies.every,
             "max_lost_steps": plan.copies.max_lost_steps,
