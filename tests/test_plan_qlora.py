@@ -103,8 +103,6 @@ def measure(settings: dict[str, Any]) -> int:
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
         step(model, optimizer)
         step(model, optimizer)
-        with torch.no_grad():
-            model(input_ids=torch.arange(TOKENS)[None])  # gives the main gradients back
         with record_function("measured"):
             step(model, optimizer)
         with record_function("after"):
