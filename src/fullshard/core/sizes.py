@@ -31,8 +31,11 @@ def page_locked_nbytes(nbytes: int) -> int:
 
 
 def many_page_locked_nbytes(nbytes: int) -> int:
-    """The same of many buffers, `nbytes` in all, whose sizes are not known: the mean if their logarithms are even."""
-    return round(nbytes / math.log(2))
+    """The same of many buffers, `nbytes` in all, whose sizes are not known, only that their logarithms are even.
+
+    Of a buffer between 1 and 2 that is 2 in all cases, and the mean of their sizes is 1 / ln 2.
+    """
+    return round(nbytes * 2 * math.log(2))
 
 
 def format_nbytes(nbytes: int) -> str:

@@ -64,7 +64,7 @@ class PlanSetting:
     def summing_nbytes(self, bucket: BucketPlan) -> int:
         """What summing the gradients of the ranks takes besides, on a CPU."""
         is_cast = self.collected_dtype(bucket) != bucket.reduce_dtype
-        blocks = sum_blocks(self.layout.shard_size, is_cast=is_cast) if self.on_cpu else 0
+        blocks = sum_blocks(self.layout.shard_size, is_cast=is_cast) if self.device.is_cpu else 0
         return blocks * min(SUM_BLOCK_NBYTES, bucket.reduced_nbytes)
 
     def copies_nbytes(self, bucket: BucketPlan) -> int:
