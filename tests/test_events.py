@@ -299,8 +299,9 @@ def test_gradient_memory_is_given_back() -> None:
 
 
 def check_clearing_reads_few() -> None:
-    """One gradient after the other is set to None, and each time the last one tells that there is something left."""
+    """One gradient after the other is set to None, in any order, and each time one tells that something is left."""
     model, reads = build_sharded(Stack, []), 0
+    parameters = list(model.parameters())
     run_squared(model, 0, 0)
 
     def read(parameter: Any) -> object:
@@ -310,12 +311,17 @@ def check_clearing_reads_few() -> None:
 
     counted: Any = ShardedParameter
     counted.local_grad = property(read, lambda parameter, grad: parameter.__dict__.update(local_grad=grad))
+    spent = []
     try:
-        model.zero_grad()
+        for order in (parameters, parameters[::-1], parameters[1::2] + parameters[::2]):
+            before = reads
+            for parameter in order:
+                parameter.grad = None
+            spent.append(reads - before)
+            run_squared(model, 0, 0)
     finally:
         del counted.local_grad
-    number = len(list(model.parameters()))
-    assert number > 10 and number < reads <= 4 * number
+    assert len(parameters) > 10 and all(len(parameters) < number <= 4 * len(parameters) for number in spent), spent
 
 
 def test_clearing_gradients_takes_no_longer_per_parameter_of_more() -> None:

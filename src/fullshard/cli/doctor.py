@@ -44,7 +44,7 @@ def doctor(
     if not hardware.accelerators and hardware.failure is None:  # nvidia-smi is not here; torch has its own way to them
         try:
             hardware = replace(hardware, accelerators=cuda.seen())
-        except RuntimeError as error:
+        except Exception as error:  # of torch's own for CUDA some are no RuntimeError
             hardware = replace(hardware, failure=str(error).partition("\n")[0])
     report = make_report(hardware, os.environ)
     kind = device if device != "auto" else devices.accelerator()

@@ -39,6 +39,7 @@ class MainGradient:
         self.is_ahead = False
         self._rounded: torch.Tensor | None = None
         self._torn: list[int] = []
+        self._found = len(parameters) - 1  # one that had a gradient when somebody looked
         self._published: list[torch.Tensor | None] = []
         self._versions: list[int] = []
         self._cut = Cut(spec.layout, own=spec.layout.rank_interval(spec.mesh.shard_rank))
@@ -131,12 +132,18 @@ class MainGradient:
 
         Not while a backward adds to it: `publish_early` is to say what the script has done.
         """
-        if self.tensor is None or self.is_ahead:
-            return
-        # The last first: while that has one, nothing else is looked at.
-        if all(parameter.local_grad is None for parameter in reversed(self._parameters)):
+        if self.tensor is not None and not self.is_ahead and not self._has_any():
             self.tensor = self._rounded = None
             self._published, self._versions = [], []
+
+    def _has_any(self) -> bool:
+        """Whether any parameter has a gradient. While the one that was found last has, no other is looked at."""
+        number = len(self._parameters)
+        for index in range(self._found, self._found - number, -1):  # once around
+            if self._parameters[index].local_grad is not None:
+                self._found = index % number
+                return True
+        return False
 
     def reset(self) -> None:
         """A backward has failed. If something of it was added, nobody may go on with that: see `check_whole`."""

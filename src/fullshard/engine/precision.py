@@ -169,7 +169,7 @@ def cast_floating(value: Any, dtype: torch.dtype | None) -> Any:
 def moved(value: Any, device: torch.device) -> Any:
     """`value` with what lies on a CPU taken to an accelerator, in tuples, lists and mappings; for a CPU it is itself.
 
-    Torch's `fully_shard` does so with the same containers, and leaves other objects alone, dataclasses too.
+    Torch's `fully_shard` does so with tuples, lists and dicts, and leaves other objects alone, dataclasses too.
     """
     if device.type in ("cpu", "meta"):
         return value
@@ -177,13 +177,15 @@ def moved(value: Any, device: torch.device) -> Any:
         return value.to(device)
     if isinstance(value, PackedSequence):  # a tuple, of which the lengths stay where they are
         return cast(Any, value).to(device)
-    if not isinstance(value, (Mapping, list, tuple)):
+    if not isinstance(value, (MutableMapping, list, tuple)):
         return value
-    items = value.values() if isinstance(value, Mapping) else value
+    items = value.values() if isinstance(value, MutableMapping) else value
     taken = [moved(item, device) for item in items]
     if all(map(operator.is_, taken, items)):
         return value
-    if isinstance(value, Mapping):
+    if isinstance(value, MutableMapping):
         mapped = dict(zip(value, taken, strict=True))
         return mapped if type(value) is dict else _rebuild_mapping(value, mapped)
-    return type(value)(*taken) if hasattr(value, "_fields") else type(value)(taken)
+    if hasattr(value, "_fields"):
+        return type(value)(*taken)
+    return (tuple if isinstance(value, tuple) else list)(taken)  # classes of others may not be made from their items

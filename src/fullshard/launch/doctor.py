@@ -214,7 +214,7 @@ def _torch(hardware: Hardware, report: Report, device: str) -> Iterator[Finding]
     if is_too_old(version):
         yield Finding(f"torch {version} is too old", f"install torch {'.'.join(map(str, OLDEST_TORCH))} or later")
     if hardware.failure:
-        yield Finding(hardware.failure, "check the driver with nvidia-smi, or restart the host")
+        yield Finding(hardware.failure, "see with nvidia-smi whether the driver fits torch's CUDA, or restart the host")
     if report["torch"]["CUDA available"] != "false":
         return
     built = report["torch"]["built for"]
