@@ -148,6 +148,24 @@ def test_scores_that_are_written_out_take_what_the_plan_says(devices: str, preci
     assert peak == pytest.approx(step.peak_allocated, rel=0.05)
 
 
+def test_a_window_is_a_mask_that_is_read_whole() -> None:
+    """Mistral says its window as it calls; in float32 its grouped heads have a kernel for that reason alone."""
+    model = {**MODELS["Mistral-7B"], **{name: SMALL[name] for name in SMALL.keys() & MODELS["Mistral-7B"].keys()}}
+    values, cluster = {**model, "model_type": "mistral", "sliding_window": 2048}, parse_cluster("8xH100")
+    for precision in ("bf16", "fp32"):
+        job = Job.of({"precision": precision, "attention": "sdpa", "seq_len": 8192, "optimizer": "adamw-fused"})
+        step, plan = time_step(values, job, cluster), evaluate(from_config(values, where="a test")[0], job, cluster)
+        assert sum(s.name.endswith("efficient_attention") for s in step.slices) == 2
+        assert plan.time.total == pytest.approx(step.seconds, rel=0.05)
+        assert plan.memory.peak_of_step - cluster.device.framework == pytest.approx(step.peak_allocated, rel=0.05)
+
+
+def test_dropout_of_scores_writes_them_out_where_its_kernel_has_none() -> None:
+    job, values = Job.of({"precision": "fp32", "seq_len": 1024}), {**MODELS["GPT-2"], "n_layer": 1}
+    on_cpu, elsewhere = (time_step(values, job, cluster) for cluster in (_cpu(), parse_cluster("2xH100")))
+    assert [any("attention" in s.name for s in step.slices) for step in (on_cpu, elsewhere)] == [False, True]
+
+
 def _cpu(**figures: Any) -> Cluster:
     """Two ranks of a host that share its memory."""
     device = dataclasses.replace(parse_cluster("2xH100").device, framework=0, per_host=2, fresh_bandwidth=0.0)

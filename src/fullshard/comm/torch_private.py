@@ -592,9 +592,18 @@ def is_for_shapes(kind: type) -> bool:
     return issubclass(kind, FakeTensor)
 
 
-def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Causal attention in one kernel that keeps no scores, on a device that has none to choose from. Since 2.0."""
-    mixed: torch.Tensor = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True)[0]
+def attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Attention in one kernel that keeps no scores, on a device that has none to choose from: causal, or of a mask.
+
+    Since 2.0. The one that reads a mask computes every score.
+    """
+    aten = torch.ops.aten
+    if mask is None:
+        mixed: torch.Tensor = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True)[0]
+    else:
+        mixed = aten._scaled_dot_product_efficient_attention(query, key, value, mask, True)[0]
     return mixed
 
 

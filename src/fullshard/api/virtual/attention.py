@@ -42,17 +42,27 @@ def _attend(
     key: torch.Tensor,
     value: torch.Tensor,
     mask: Any,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Shapes (batch, heads, tokens, width); keys and values may have fewer heads, and are read by several.
 
     The kernel has one width: narrower values are padded to that of the keys, as Transformers does.
     """
-    window, width = getattr(module, "sliding_window", None) or 0, value.shape[-1]
-    block = Block(0, query.shape[1], key.shape[1], key.shape[-1], 0, value_dim=width, window=window)
-    if what_runs(block, job, device) == "math":
+    width = value.shape[-1]
+    block = Block(
+        *(0, query.shape[1], key.shape[1], key.shape[-1], 0),
+        value_dim=width,
+        window=sliding_window or 0,
+        attention_dropout=dropout > 0,
+    )
+    way = what_runs(block, job, device)
+    if way == "math":
         with sdpa_kernel(SDPBackend.MATH):  # torch's own operations, of any device
-            mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+            mixed = nn.functional.scaled_dot_product_attention(
+                query, key, value, dropout_p=dropout, is_causal=True, enable_gqa=True
+            )
         return mixed.transpose(1, 2).contiguous(), None
     if width < key.shape[-1]:
         value = nn.functional.pad(value, (0, key.shape[-1] - width))
@@ -62,4 +72,7 @@ def _attend(
             tensor[:, :, None].expand(-1, -1, groups, -1, -1).reshape(*query.shape[:2], *tensor.shape[2:])
             for tensor in (key, value)
         )
-    return torch_private.attend(query, key, value)[..., :width].transpose(1, 2).contiguous(), None
+    read = None
+    if way == "masked" and not device.is_cpu:  # made of the window for each layer, of the dtype of compute
+        read = query.new_zeros(query.shape[0], 1, query.shape[2], key.shape[2]).expand(-1, query.shape[1], -1, -1)
+    return torch_private.attend(query, key, value, read)[..., :width].transpose(1, 2).contiguous(), None
