@@ -148,6 +148,15 @@ def test_scores_that_are_written_out_take_what_the_plan_says(devices: str, preci
     assert peak == pytest.approx(step.peak_allocated, rel=0.05)
 
 
+def test_selective_checkpointing_writes_scores_out_again() -> None:
+    """It keeps what a kernel of attention returns, and here is none."""
+    for devices, precision, attention in (("8xV100", "fp16", "sdpa"), ("8xH100", "bf16", "eager")):
+        job = Job.of({"precision": precision, "attention": attention, "seq_len": 8192, "checkpointing": "selective"})
+        job, cluster = job.model_copy(update={"optimizer": "adamw-fused"}), parse_cluster(devices)
+        step, plan = time_step(SMALL, job, cluster), evaluate(from_config(SMALL, where="a test")[0], job, cluster)
+        assert plan.time.total == pytest.approx(step.seconds, rel=0.05)
+
+
 def test_a_window_is_a_mask_that_is_read_whole() -> None:
     """Mistral says its window as it calls; in float32 its grouped heads have a kernel for that reason alone."""
     model = {**MODELS["Mistral-7B"], **{name: SMALL[name] for name in SMALL.keys() & MODELS["Mistral-7B"].keys()}}

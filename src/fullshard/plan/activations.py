@@ -133,14 +133,14 @@ def between_products_nbytes(block: Block, job: Job, device: Device) -> tuple[int
     | gated activation, its product | 5 b I |
     | what is added to the residual stream | 3 b H for each part |
     | an adapter's outcome, scaled and added | 5 b of the widths written |
-    | scores that are written out | `_passes_over_scores` |
+    | scores that are written out | `passes_over_scores` |
     """
     layer, width = layer_activations(block, job, device), itemsize(job.compute_dtype)
     saved = layer.kept + layer.recomputed
     if job.compile:
         return 2 * saved, 3 * saved
     saved -= _scores(block, job, device) * (2 if block.cross_attention else 1) * job.tokens
-    forward, backward = (nbytes * job.tokens for nbytes in _passes_over_scores(block, job, device))
+    forward, backward = (nbytes * job.tokens for nbytes in passes_over_scores(block, job, device))
     if block.norm == "layer":
         return 2 * saved + forward, 3 * saved + backward
     between = block.hidden * (block.norms * (24 + 6 * width if width < 4 else 28) + 3 * width * _sublayers(block))
@@ -152,8 +152,8 @@ def between_products_nbytes(block: Block, job: Job, device: Device) -> tuple[int
     return max(2 * saved, eager) + forward, max(3 * saved, 2 * eager) + backward
 
 
-def _passes_over_scores(block: Block, job: Job, device: Device) -> tuple[int, int]:
-    """Per token: a mask is added, and softmax.
+def passes_over_scores(block: Block, job: Job, device: Device) -> tuple[int, int]:
+    """Bytes per token in forward and in backward: a mask is added, and softmax.
 
     Transformers scales scores before, and casts there and back around softmax. Torch scales queries and keys, repeats
     keys and values, and of halves makes a copy of the scores that nobody reads.

@@ -5,7 +5,8 @@ and its unit's `unshard ready` (or the next reduction) waits for it; only that w
 
     forward of a unit     2 FLOP per parameter and token, and attention's own (`plan/attention`)
     backward              twice the forward; with full recomputation again a forward, which ends where nothing more is
-                          needed: without a layer's last product (not reentrant); with selective a part of it
+                          needed: without a layer's last product (not reentrant); with selective a part of it, but all
+                          of attention that is written out
     everything else       bytes / memory bandwidth: each operation's that is not fused (`plan/activations`), and at
                           least what a layer saves, written and read once in forward; backward reads it, and writes and
                           reads its gradient
@@ -62,6 +63,7 @@ from fullshard.plan.work import (
     pass_seconds,
     recomputed_part,
     step_flops,
+    written_again_seconds,
 )
 
 BASE_LATENCY = 14e-6
@@ -212,6 +214,7 @@ class _Clock:
     forwards: dict[str, float] = field(init=False)
     attention: dict[str, tuple[float, float]] = field(init=False)
     passes: dict[str, tuple[float, float]] = field(init=False)
+    written: dict[str, float] = field(init=False)
     ops: dict[str, float] = field(init=False)
     weights: dict[str, float] = field(init=False)
     casts: dict[str, tuple[float, float]] = field(init=False)
@@ -234,6 +237,8 @@ class _Clock:
         bandwidth = device.memory_speed
         moved = {block: pass_seconds(block, job, device) for block in set(model.blocks)}
         self.passes = {unit.name: moved[unit.block] if unit.block else (0.0, 0.0) for unit in model.units}
+        again = {block: written_again_seconds(block, job, device) for block in set(model.blocks)}
+        self.written = {unit.name: again[unit.block] if unit.block else 0.0 for unit in model.units}
         self.ops = {unit.name: device.op_seconds if unit.block else 0.0 for unit in model.units}
         # Elsewhere they are read while the products before them are computed.
         beside = float("inf") if not device.is_cpu else bandwidth
@@ -275,7 +280,8 @@ class _Clock:
                     + self.attention[unit.name][1]
                     + self.passes[unit.name][1]
                     + LAYER_OPS[1] * self.ops[unit.name]
-                    + again * (self._forward(unit.name) - self._left_out(unit.name)),
+                    + again * (self._forward(unit.name) - self._left_out(unit.name))
+                    + self.written[unit.name],
                     self._issued(unit.name, 1) + again * self._issued(unit.name, 0),
                 )
                 self._cast(self.casts[unit.name][1])
@@ -297,9 +303,9 @@ class _Clock:
                 self._wait(self.copied.get("to host", 0.0))
 
     def _left_out(self, name: str) -> float:
-        """Seconds of a layer's forward that are not run again."""
+        """Seconds of a layer's forward that are not run again, or are counted apart."""
         if self.setting.job.checkpointing == "selective":
-            return self.attention[name][0]
+            return self.written[name] or self.attention[name][0]
         return self.forwards[name] * last_product(self.shapes[name], self.setting.job)
 
     def _forward(self, name: str) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fullshard.core.dtypes import itemsize
 from fullshard.core.sizes import LONG_NBYTES
-from fullshard.plan.activations import between_products_nbytes, layer_activations
+from fullshard.plan.activations import between_products_nbytes, layer_activations, passes_over_scores
 from fullshard.plan.attention import BACKWARD, WRITTEN_OUT, attention_flops, part_of_peak, what_runs
 from fullshard.plan.hardware import Cluster, Device
 from fullshard.plan.host import HostCosts
@@ -98,6 +98,16 @@ def backward_factor(unit: UnitShape) -> float:
 def recomputed_part(job: Job) -> float:
     """Forwards run again in backward: all of it, or all but what selective checkpointing keeps (half the products)."""
     return {"none": 0.0, "selective": 0.4, "full": 1.0}[job.checkpointing]
+
+
+def written_again_seconds(block: Block, job: Job, device: Device) -> float:
+    """Seconds of a layer's attention that selective checkpointing runs again: it keeps what one kernel returns."""
+    if job.checkpointing != "selective" or what_runs(block, job, device) not in WRITTEN_OUT:
+        return 0.0
+    products = attention_seconds(block, job, device)[0]
+    if device.is_cpu:
+        return products
+    return products + passes_over_scores(block, job, device)[0] * job.tokens / device.memory_speed
 
 
 def cast_seconds(setting: PlanSetting, unit: UnitLayout, device: Device) -> tuple[float, float]:
