@@ -325,7 +325,9 @@ def test_an_exchange_is_not_shared_as_a_gather_is() -> None:
     assert exchanged(7.0, 8, stride=8, ranks_per_host=8) == (0.0, 7.0)
 
 
-@pytest.mark.parametrize("settings", [{"offload": True}, {"method": "lora"}, {"optimizer": "muon"}])
+@pytest.mark.parametrize(
+    "settings", [{"offload": True}, {"method": "lora"}, {"optimizer": "muon"}, {"attention": "flash3"}]
+)
 def test_what_has_no_virtual_time_is_refused(settings: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="no virtual time with"):
         time_step(SMALL, Job.of(settings), parse_cluster("8xH100"))
@@ -344,6 +346,10 @@ def test_the_command(tmp_path: Path) -> None:
     assert max(e["ts"] + e["dur"] for e in events if e["ph"] == "X") == pytest.approx(figures["seconds"] * 1e6)
     slow = CliRunner().invoke(app, [*usual, "-d", "8xH100", "--timeline", str(trace), "--launch-us", "500", "--json"])
     assert json.loads(slow.stdout)["seconds"] > figures["seconds"]
+    eager = CliRunner().invoke(
+        app, [*usual, "-d", "8xH100", "--timeline", str(trace), "--attention", "eager", "--json"]
+    )
+    assert json.loads(eager.stdout)["peak_allocated"] > figures["peak_allocated"]
     text = CliRunner().invoke(app, [*usual, "--devices", "8xH100", "--timeline", str(trace)]).output
     assert "a step in virtual time" in text and f"wrote {trace}" in text
     alone = CliRunner().invoke(app, [*usual, "--devices", "1xH100", "--timeline", str(trace)]).output
@@ -358,6 +364,7 @@ def test_the_command(tmp_path: Path) -> None:
         (): "how many ranks?",
         ("--world-size", "8", "-d", "8xH100"): "of a step in virtual time",
         ("--world-size", "8", "--launch-us", "3"): "of a step in virtual time",
+        ("--world-size", "8", "--attention", "eager"): "of a step in virtual time",
     }.items():
         refused = CliRunner().invoke(app, [*usual, *wrong])
         assert refused.exit_code != 0 and message in f"{refused.output} {refused.exception}", wrong

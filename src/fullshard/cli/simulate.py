@@ -20,7 +20,9 @@ DIFFERS = 1
 
 
 @options_from(
-    Job, "strategy", "shard_size", "precision", "checkpointing", "accumulation", "micro_batch", "wrap_embeddings"
+    Job,
+    *("strategy", "shard_size", "precision", "checkpointing", "accumulation", "micro_batch", "wrap_embeddings"),
+    "attention",
 )
 def simulate(
     *,
@@ -62,9 +64,9 @@ def simulate(
     if timeline is not None or plot is not None:
         _time(model, devices, world_size, rank, {**settings, "seq_len": seq_len}, timeline, plot, launch_us, as_json)
         return
-    if devices is not None or launch_us is not None:
+    if devices is not None or launch_us is not None or settings["attention"] != Job().attention:
         raise ConfigError(
-            "--devices and --launch-us are of a step in virtual time",
+            "--devices, --launch-us and --attention are of a step in virtual time",
             hint="give --timeline or --plot, too; or leave them",
         )
     if world_size is None:

@@ -42,6 +42,7 @@ def time_step(
         "tp": job.tp > 1,
         "float8": job.float8,
         "loss": job.loss != "eager",
+        "attention": job.attention not in ("flash", "sdpa", "eager"),
         "step_in_backward": job.step_in_backward,
         "optimizer": job.optimizer not in ("adamw", "adamw-fused"),
     }
