@@ -22,7 +22,7 @@ class Copies:
     """Of the whole state, once per host where it is made, and once more on the next host.
 
     Attributes:
-        nbytes: of host memory on each host while one is made beside the one before: at most.
+        nbytes: of host memory on a host while one is made beside the one before: at most.
         seconds: that training misses by one.
         every: steps from one to the next, so that they cost at most `COST`.
         aside: of `nbytes`, what is copied out of the ranks and not yet kept; saves in the background keep it from one
@@ -40,7 +40,7 @@ class Copies:
         return 2 * self.every
 
 
-def copies_of(checkpoint: int, step_seconds: float, cluster: Cluster) -> Copies:
+def copies_of(checkpoint: int, step_seconds: float, cluster: Cluster, *, writers: int, is_on_host: bool) -> Copies:
     """Predict them.
 
     On a CPU all of it is work for the processors that compute: a rank's share is copied aside (read and written),
@@ -52,8 +52,10 @@ def copies_of(checkpoint: int, step_seconds: float, cluster: Cluster) -> Copies:
         checkpoint: bytes of the state, all ranks together.
         step_seconds: of a step.
         cluster: where it runs.
+        writers: ranks that it comes from, the first ones: of several that hold the same one does.
+        is_on_host: whether what is trained, and the optimizer's state, is there anyway, so that no device copies it.
     """
-    share, device = checkpoint / cluster.count, cluster.device
+    share, device = checkpoint / writers, cluster.device
     sent = share if cluster.hosts > 1 else 0.0
     seconds = sent / (device.network * device.link_efficiency)
     if device.is_cpu:
@@ -61,7 +63,8 @@ def copies_of(checkpoint: int, step_seconds: float, cluster: Cluster) -> Copies:
         seconds += (share + sent) / device.fresh_bandwidth if device.fresh_bandwidth else 0.0
     else:
         seconds += share / PCIE
-    on_host = (share + sent) * cluster.per_host
-    aside = (round(share) if device.is_cpu else page_locked_nbytes(round(share))) * cluster.per_host
+    on_host = (share + (sent if writers > cluster.per_host else 0.0)) * min(writers, cluster.per_host)
+    block = round(share) if device.is_cpu or is_on_host else page_locked_nbytes(round(share))
+    aside = block * min(writers, cluster.per_host)
     every = max(1, math.ceil(seconds / (COST * step_seconds)))
     return Copies(round(2 * on_host) + aside, seconds, every, aside)

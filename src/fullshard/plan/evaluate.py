@@ -89,7 +89,13 @@ class Plan:
     @functools.cached_property
     def copies(self) -> Copies:
         """What copies of the state in host memory would take."""
-        return copies_of(self.memory.checkpoint, self.time.total, self.cluster)
+        return copies_of(
+            self.memory.checkpoint,
+            self.time.total,
+            self.cluster,
+            writers=self.setting.layout.shard_size * self.job.tp,
+            is_on_host=self.setting.on_host.main_weights,
+        )
 
     @functools.cached_property
     def streaming(self) -> Streaming:

@@ -102,7 +102,7 @@ def _rest_table(plan: Plan) -> Table:
             f"{format_nbytes(traffic.to_device_nbytes)} to the device, {format_nbytes(traffic.to_host_nbytes)} back "
             f"({plan.job.on_host} on the host)",
         )
-    in_background = f"{format_nbytes(plan.copies.aside)} more of host memory on each host with async_save"
+    in_background = f"{format_nbytes(plan.copies.aside)} more of host memory on a host, at most, with async_save"
     table.add_row("disk, each checkpoint", f"{format_nbytes(memory.checkpoint)}; {in_background}")
     if plan.job.method != "qlora":
         streaming = plan.streaming
