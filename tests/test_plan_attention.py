@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fullshard.plan.attention import BACKWARD, attention_flops, part_of_peak, seen_keys
-from fullshard.plan.evaluate import Plan, evaluate, notes_of
+from fullshard.plan.evaluate import Plan, changes_that_fit, evaluate, notes_of
 from fullshard.plan.hardware import DEVICES, parse_cluster
 from fullshard.plan.host import HostCosts
 from fullshard.plan.job import Job, Kernel
@@ -121,6 +121,14 @@ def test_before_ampere_grouped_heads_have_no_kernel_in_float16_either() -> None:
     forward, backward = attention_seconds(block, Job.of(job), device)
     flops = attention_flops(block, 4096, 4096, whole=True)
     assert backward == 2 * forward == pytest.approx(2 * flops / (device.flops_fp32 * device.efficiency))
+
+
+def test_only_a_kernel_that_is_there_is_proposed() -> None:
+    """On a V100 `sdpa` writes the scores of grouped heads out, too, but not where it reads a window's mask."""
+    for model, seq_len, is_proposed in (("Llama-3.2-3B", 2048, False), ("Mistral-7B", 8192, True)):
+        there = plan(model, "16xV100", precision="fp16", attention="eager", seq_len=seq_len)
+        words = " ".join(change.words for change in changes_that_fit(there))
+        assert words and ("attention that keeps no scores" in words) == is_proposed
 
 
 def test_backward_of_one_kernel_computes_scores_again_in_float32_too() -> None:

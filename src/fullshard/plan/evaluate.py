@@ -297,19 +297,20 @@ def notes_of(plan: Plan) -> list[str]:
 
 def _attention_note(plan: Plan) -> str:
     """Where an accelerator has no kernel for what is asked, and in which precision it has one; else nothing."""
-    job, device, blocks = plan.job, plan.cluster.device, plan.model.blocks
-
-    def without(job: Job) -> list[Block]:
-        return [block for block in blocks if what_runs(block, job, device) == "math"]
-
-    if device.is_cpu or not (found := without(job)):
+    job, device = plan.job, plan.cluster.device
+    if device.is_cpu or not (found := _without_kernel(plan, job)):
         return ""
     heads = f"{found[0].kv_heads} heads of keys and values for {found[0].heads} of queries"
     note = f"on a {device.name} PyTorch has no fused attention in {job.compute_dtype} with {heads}: layers keep scores"
     for precision in ("bf16", "fp16"):
-        if not without(job.model_copy(update={"precision": precision})):
+        if not _without_kernel(plan, job.model_copy(update={"precision": precision})):
             return f"{note}, which in {precision} (--precision {precision}) they do not"
     return note
+
+
+def _without_kernel(plan: Plan, job: Job) -> list[Block]:
+    """Layers whose scores PyTorch writes out."""
+    return [block for block in plan.model.blocks if what_runs(block, job, plan.cluster.device) == "math"]
 
 
 def _tiles_note(plan: Plan) -> str:
@@ -355,7 +356,7 @@ def changes_that_fit(plan: Plan, *, most: int = 5, margin: float = MARGIN) -> li
 
     What is trained stays the same unless nothing else helps; then adapters are proposed.
     """
-    singles = list(_changes(plan.job))
+    singles = list(_changes(plan))
     found = [change for words, values in singles if (change := _try(plan, words, values, margin)) is not None]
     if not found:
         singles = [(words, values) for words, values in singles if values.get("checkpointing") != "selective"]
@@ -383,7 +384,8 @@ _EVERYTHING = {
 }
 
 
-def _changes(job: Job) -> Iterator[tuple[str, dict[str, Any]]]:
+def _changes(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
+    job = plan.job
     size = job.micro_batch // 2
     while size >= 1:
         steps = job.accumulation * job.micro_batch // size
@@ -415,7 +417,7 @@ def _changes(job: Job) -> Iterator[tuple[str, dict[str, Any]]]:
     if not job.offload_activations:
         what = "what layers keep for backward" if job.checkpointing == "none" else "the inputs of checkpointed layers"
         yield f"{what} on the host", {"offload_activations": True}
-    if job.attention == "eager":
+    if job.attention == "eager" and not _without_kernel(plan, job.model_copy(update={"attention": "sdpa"})):
         yield "attention that keeps no scores (sdpa)", {"attention": "sdpa"}
 
 
