@@ -148,6 +148,16 @@ def test_scores_that_are_written_out_take_what_the_plan_says(devices: str, preci
     assert peak == pytest.approx(step.peak_allocated, rel=0.05)
 
 
+def test_scores_that_are_capped_take_what_the_plan_says() -> None:
+    """Gemma 2: a division, tanh and a product, each of which reads and writes all of them."""
+    known = MODELS["Gemma-2-9B"]
+    values = {**known, **{name: SMALL[name] for name in SMALL if name in known and name != "architectures"}}
+    values |= {"model_type": "gemma2", "head_dim": 128}
+    job, cluster = Job.of({"attention": "eager", "seq_len": 8192, "optimizer": "adamw-fused"}), parse_cluster("8xH100")
+    step, plan = time_step(values, job, cluster), evaluate(from_config(values, where="a test")[0], job, cluster)
+    assert plan.time.total == pytest.approx(step.seconds, rel=0.07)
+
+
 def test_selective_checkpointing_writes_scores_out_again() -> None:
     """It keeps what a kernel of attention returns, and here is none."""
     for devices, precision, attention in (("8xV100", "fp16", "sdpa"), ("8xH100", "bf16", "eager")):

@@ -153,7 +153,7 @@ def between_products_nbytes(block: Block, job: Job, device: Device) -> tuple[int
 
 
 def passes_over_scores(block: Block, job: Job, device: Device) -> tuple[int, int]:
-    """Bytes per token in forward and in backward: a mask is added, and softmax.
+    """Bytes per token in forward and in backward: a mask is added, and softmax; three for a cap, one for dropout.
 
     Transformers scales scores before, and casts there and back around softmax. Torch scales queries and keys, repeats
     keys and values, and of halves makes a copy of the scores that nobody reads.
@@ -166,8 +166,12 @@ def passes_over_scores(block: Block, job: Job, device: Device) -> tuple[int, int
     elif way == "math":
         operands = 8 * (3 * block.heads + block.kv_heads) * block.head_dim
         copy = 6 if itemsize(job.compute_dtype) == 2 else 0
+    capped, back = (6 * width, 7 * width) if block.capped_scores else (0, 0)
+    if block.attention_dropout and softmax:
+        each += 2 * width + 1
     scores = block.heads * job.seq_len * (2 if block.cross_attention else 1)
-    return (each + copy + 2 * width + 2 * softmax) * scores + operands, (each + 3 * softmax) * scores + operands
+    forward, backward = each + capped + copy + 2 * width + 2 * softmax, each + back + 3 * softmax
+    return forward * scores + operands, backward * scores + operands
 
 
 def _saved_between(block: Block, job: Job, width: int, device: Device) -> int:
