@@ -158,6 +158,15 @@ def test_scores_that_are_capped_take_what_the_plan_says() -> None:
     assert plan.time.total == pytest.approx(step.seconds, rel=0.07)
 
 
+def test_dropout_of_scores_is_one_pass_on_an_accelerator() -> None:
+    """And keeps a byte of each; what is multiplied by the values is gone before the gradients of softmax are there."""
+    values = {**MODELS["GPT-2"], "n_layer": 2, "vocab_size": 4096}
+    job, cluster = Job.of({"attention": "eager", "seq_len": 8192, "optimizer": "adamw-fused"}), parse_cluster("8xH100")
+    step, plan = time_step(values, job, cluster), evaluate(from_config(values, where="a test")[0], job, cluster)
+    assert plan.time.total == pytest.approx(step.seconds, rel=0.07)
+    assert plan.memory.peak_of_step - cluster.device.framework == pytest.approx(step.peak_allocated, rel=0.05)
+
+
 def test_selective_checkpointing_writes_scores_out_again() -> None:
     """It keeps what a kernel of attention returns, and here is none."""
     for devices, precision, attention in (("8xV100", "fp16", "sdpa"), ("8xH100", "bf16", "eager")):

@@ -259,7 +259,7 @@ def _working_on_scores(block: Block, job: Job, width: int, device: Device) -> in
     By then what the feed-forward part kept is gone, and of the scores the copy that was multiplied by the values.
     """
     softmax, copy = _score_widths(block, job, device)
-    each = 2 * softmax - (copy if copy != softmax else 0)
+    each = 2 * softmax - (copy if copy != softmax or block.attention_dropout else 0)
     return each * block.heads * job.seq_len - width * _feed_forward_tensors(block, job) * block.active_intermediate
 
 

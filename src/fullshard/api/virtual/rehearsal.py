@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from fullshard.api.simulation import shard_without_weights, transformers_model
 from fullshard.api.virtual.attention import register
 from fullshard.api.virtual.device import VirtualDevice
 from fullshard.api.virtual.ranks import name_groups, playing
-from fullshard.api.virtual.step import TokenBatch, fused_optimizers, last_step
+from fullshard.api.virtual.step import TokenBatch, fused_dropout, fused_optimizers, last_step
 from fullshard.api.virtual.timeline import Timeline
 from fullshard.comm.mesh import init_mesh
 from fullshard.core.errors import ConfigError
@@ -57,7 +58,8 @@ def time_step(
     with meta_parameters():
         model = transformers_model({**values, **_positions(values, job)}, attention=attention)().float()
     device = VirtualDevice(cluster, host)
-    with playing(device, rank, cluster.count), fused_optimizers():
+    dropout = contextlib.nullcontext() if cluster.device.is_cpu else fused_dropout()
+    with playing(device, rank, cluster.count), fused_optimizers(), dropout:
         shard_size = job.row.shard_size_on(cluster.per_host, job.shard_size)
         mesh = init_mesh(shard_size=job.row.mesh_shape(cluster.count, shard_size)[1], device=torch.device("meta"))
         name_groups(mesh)

@@ -92,3 +92,18 @@ def fused_optimizers() -> Iterator[None]:
         yield
     finally:
         setattr(place.owner, place.name, place.torchs)
+
+
+@contextlib.contextmanager
+def fused_dropout() -> Iterator[None]:
+    """Within it dropout is one kernel with a mask of bytes, as on accelerators; for the meta device torch has three."""
+    torchs = nn.functional.dropout
+
+    def dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+        return torch.native_dropout(input, p, True)[0] if training and p and not inplace else torchs(input, p, training)
+
+    nn.functional.dropout = dropout
+    try:
+        yield
+    finally:
+        nn.functional.dropout = torchs
