@@ -16,7 +16,7 @@ from fullshard.plan.hardware import DEVICES, parse_cluster
 from fullshard.plan.host import HostCosts
 from fullshard.plan.job import Job, Kernel
 from fullshard.plan.library import load_model
-from fullshard.plan.shapes import Block
+from fullshard.plan.shapes import Block, ModelShape
 from fullshard.plan.time import LAYER_KERNELS, LAYER_VIEWS
 from fullshard.plan.work import attention_seconds
 
@@ -86,16 +86,22 @@ def test_a_window_saves_time_and_flops() -> None:
     assert masked.time.total > without.time.total and masked.time.model_flops == with_window.time.model_flops
 
 
+def with_heads_of_keys(kv_heads: int) -> ModelShape:
+    """Llama 3.1 8B, whose layers compute with so many; parameters are as they were."""
+    shape = load_model("Llama-3.1-8B")[0]
+    units = [
+        unit
+        if unit.block is None
+        else dataclasses.replace(unit, block=dataclasses.replace(unit.block, kv_heads=kv_heads))
+        for unit in shape.units
+    ]
+    return dataclasses.replace(shape, units=tuple(units))
+
+
 def test_float32_with_grouped_heads_has_no_kernel() -> None:
     """Its scores are written out, which takes memory and time, on accelerators only; and a note says so."""
     job: dict[str, Any] = {"precision": "fp32", "seq_len": 4096, "attention": "sdpa"}
-    grouped = load_model("Llama-3.1-8B")[0]
-    units = [
-        unit if unit.block is None else dataclasses.replace(unit, block=dataclasses.replace(unit.block, kv_heads=32))
-        for unit in grouped.units
-    ]
-    alone = dataclasses.replace(grouped, units=tuple(units))
-    with_groups, without = (evaluate(model, Job.of(job), parse_cluster("8xH100")) for model in (grouped, alone))
+    with_groups, without = (evaluate(with_heads_of_keys(n), Job.of(job), parse_cluster("8xH100")) for n in (8, 32))
     scores = 32 * 4 * 32 * 4096**2
     assert with_groups.memory.peak - without.memory.peak > 0.9 * scores
     assert with_groups.time.compute > without.time.compute
@@ -113,7 +119,10 @@ def test_before_ampere_grouped_heads_have_no_kernel_in_float16_either() -> None:
     """There is no flash attention: scores are written out, whole and in float32, where an A100 keeps none."""
     job: dict[str, Any] = {"precision": "fp16", "seq_len": 4096, "checkpointing": "full"}
     for attention in ("sdpa", "flash"):
-        grouped, alone = (plan(model, "8xV100", **job, attention=attention) for model in ("Llama-3.1-8B", "Llama-2-7B"))
+        grouped, alone = (
+            evaluate(with_heads_of_keys(kv_heads), Job.of(job | {"attention": attention}), parse_cluster("8xV100"))
+            for kv_heads in (8, 32)
+        )
         assert grouped.memory.peak - alone.memory.peak > 2 * 4 * 32 * 4096**2  # of one layer, and a gradient
         assert any("keep scores" in n and "they do not" not in n for n in notes_of(grouped))
         assert not any("keep scores" in note for note in notes_of(alone))
