@@ -260,7 +260,7 @@ def test_what_a_device_cannot_is_said(device: str, note: str) -> None:
     assert any(note in said for said in notes_of(evaluate(shape, Job.of({}), parse_cluster(f"8x{device}"))))
 
 
-@pytest.mark.parametrize("text", ["A100-PCIE-40GB", "H100 40GB", "V100-PCIE-16GB"])
+@pytest.mark.parametrize("text", ["A100-PCIE-24GB", "H100 40GB", "V100-PCIE-16GB"])
 def test_memory_that_a_kind_does_not_have_is_not_taken_for_another(text: str) -> None:
     with pytest.raises(ConfigError, match="unknown hardware"):
         find_device(text)
