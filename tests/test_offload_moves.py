@@ -5,7 +5,6 @@ pytest tests/test_offload_moves.py
 
 from __future__ import annotations
 
-import math
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +20,7 @@ from fullshard.comm.packing import packing_for
 from fullshard.comm.resized_buffer import ResizedBuffer
 from fullshard.comm.torch_dist import Alone, completed
 from fullshard.core.events import Event, EventKind
-from fullshard.core.sizes import GIB, page_locked_nbytes
+from fullshard.core.sizes import GIB, many_page_locked_nbytes, page_locked_nbytes
 from fullshard.engine import units_of, unsharded
 from fullshard.engine.offload import Host
 from fullshard.plan.evaluate import evaluate
@@ -162,7 +161,7 @@ def test_the_plan_has_host_and_device_apart() -> None:
         "": (12 * numel, 0, 0, 0),
         "offload": (0, 8 * (halves + 3 * floats + 8 * numel), 3 * 2 * (2 * numel - root), 3 * 4 * numel),
         "offload_main_weights": (2 * numel, 8 * (3 * floats + 8 * numel), 2 * numel, 3 * 4 * numel),
-        "offload_optimizer_state": (4 * numel, 8 * 8 * numel / math.log(2), 8 * numel, 8 * numel),
+        "offload_optimizer_state": (4 * numel, 8 * many_page_locked_nbytes(round(8 * numel)), 8 * numel, 8 * numel),
     }
     for switch, (device, host, there, back) in expected.items():
         plan = planned(**({switch: True} if switch else {}))

@@ -14,6 +14,7 @@ from fullshard.core.sizes import GIB, format_count, format_nbytes
 from fullshard.plan.copies import COST
 from fullshard.plan.evaluate import Change, Plan, notes_of
 from fullshard.plan.job import Job
+from fullshard.plan.matrices import MatrixWork
 from fullshard.plan.memory import CATEGORIES
 
 
@@ -86,16 +87,7 @@ def _rest_table(plan: Plan) -> Table:
         f"{format_nbytes(memory.host_steady)} in steady state",
     )
     if (work := plan.setting.matrices) is not None:
-        table.add_row(
-            "matrices",
-            f"{work.count} of {format_count(work.numel)} elements, dealt to {work.ranks} ranks: the busiest computes "
-            f"{work.over_mean:.2f} of the mean, {work.dealing.balance:.2f} of the least that whole matrices allow"
-            + (f" ({work.idle} ranks own none)" * bool(work.idle))
-            + "; "
-            f"each rank sends {format_nbytes(round(work.sent_nbytes))} to owners and back"
-            + (f", {format_nbytes(round(work.replicated_nbytes))} to replicas" if work.replicated_nbytes else "")
-            + (f"; the fullest keeps {format_nbytes(work.kept_nbytes)} of state for its own" * bool(work.kept_nbytes)),
-        )
+        table.add_row("matrices", _told_of(work))
     if plan.job.on_host and not plan.cluster.device.is_cpu:
         table.add_row(
             "between host and device",
@@ -118,6 +110,21 @@ def _rest_table(plan: Plan) -> Table:
         f"they cost {COST:.0%}, and a kill undoes {copies.max_lost_steps} at most (--max_lost_steps 0)",
     )
     return table
+
+
+def _told_of(work: MatrixWork) -> str:
+    told = (
+        f"{work.count} of {format_count(work.numel)} elements, dealt to {work.ranks} ranks: the busiest computes "
+        f"{work.over_mean:.2f} of the mean, {work.dealing.balance:.2f} of the least that whole matrices allow"
+    )
+    if work.idle:
+        told += f" ({work.idle} ranks own none)"
+    told += f"; each rank sends {format_nbytes(round(work.sent_nbytes))} to owners and back"
+    if work.replicated_nbytes:
+        told += f", {format_nbytes(round(work.replicated_nbytes))} to replicas"
+    if work.kept_nbytes:
+        told += f"; the fullest keeps {format_nbytes(work.kept_nbytes)} of state for its own"
+    return told
 
 
 def front_table(plans: Sequence[Plan], title: str) -> Table:
