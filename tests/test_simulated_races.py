@@ -101,7 +101,8 @@ def _races_of(cases: list[Case], programs: list[str]) -> dict[str, list[str]]:
 
 
 def test_the_engine_has_none() -> None:
-    assert on_device(_races_of, CASES[::8], ["packed", "everything, two ranks", "hook", "staged"]) == {}
+    programs = ["two ranks, bf16", "packed", "everything, two ranks", "hook", "staged"]
+    assert on_device(_races_of, CASES[::8], programs) == {}
 
 
 @pytest.mark.full
