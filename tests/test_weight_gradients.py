@@ -180,10 +180,31 @@ def check_product() -> None:
     assert out.grad_fn is not None and type(out.grad_fn).__name__ == "_LinearBackward"
 
 
+class Folded(nn.Linear):
+    """A layer with more paths through its graph than anybody could follow one by one."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = super().forward(hidden)
+        for _ in range(50):
+            hidden = (hidden + hidden.tanh()) / 2
+        return hidden
+
+
+def check_paths() -> None:
+    os.environ[GRADIENTS.name] = "uses"
+    model = Tied()
+    weight = model.head.weight
+    model.head = Folded(WIDTH, VOCABULARY, bias=False)
+    model.head.weight = weight
+    fully_shard(model)
+    plain(model, torch.tensor([[1, 2]]))
+
+
 def check_all() -> None:
     check(None)
     check(MIXED)
     check_product()
+    check_paths()
     float16 = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
     assert all(gradient is not None for gradient in gradients(twice, "uses", float16))  # which torch cannot add sparse
 

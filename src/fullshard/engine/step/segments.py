@@ -169,7 +169,8 @@ class _Group:
                 items.append(item)
             for parameter in alone:
                 segment = _Segment([parameter], state)
-                items.append(segment if parameter.local_grad is not None and segment.prepare(state) else parameter)
+                segment.prepare(state)  # which can be refused to several only
+                items.append(segment)
         self.items = items
         return [item.flat if isinstance(item, _Segment) else item for item in items]
 
