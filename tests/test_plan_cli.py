@@ -19,12 +19,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from fullshard.cli.plan import OTHER_WORDS, _question
 from fullshard.config.load import load_file
 from fullshard.config.resolve import resolve
 from fullshard.core.errors import ConfigError
 from fullshard.core.route import Route
+from fullshard.launch.environment import read_rank_environment
 from fullshard.plan.alternatives import swept, with_settings
 from fullshard.plan.evaluate import MARGIN, changes_that_fit, evaluate, notes_of
 from fullshard.plan.families import from_config
@@ -40,7 +42,8 @@ from fullshard.plan.search import pareto, search
 from fullshard.plan.setting import PlanSetting
 from fullshard.plan.time import time_of
 from fullshard.plan.traffic import traffic_of
-from fullshard.recipes.planned import planned_device
+from fullshard.recipes.arguments import TrainArguments
+from fullshard.recipes.planned import plan_run, planned_device
 from tests.commands import run_here
 
 
@@ -228,14 +231,41 @@ def test_devices_by_name(text: str, expected: str) -> None:
         ("NVIDIA A100-SXM4-40GB", 42.3, "A100-40"),
         ("NVIDIA A100-PCIE-40GB", 42.3, "A100-40"),
         ("NVIDIA B300 SXM6 AC", 287.0, "B300"),
-        ("NVIDIA H200 MIG 1g.18gb", 18.0, None),
-        ("NVIDIA H100 80GB HBM3", 10.0, None),
+        ("NVIDIA H200 NVL", 150.8, "H200-NVL"),
+        ("NVIDIA L40", 48.3, "L40"),
+        ("NVIDIA A40", 48.3, "A40"),
+        ("Tesla V100-PCIE-32GB", 34.1, "V100-PCIe"),
     ],
 )
-def test_the_device_of_a_run(name: str, gb: float, expected: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_device_of_a_run(name: str, gb: float, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _device_is(name, gb, monkeypatch)
+    assert planned_device(torch.device("cuda", 0)) == expected
+
+
+def _device_is(name: str, gb: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=int(gb * 1e9)))
-    assert planned_device(torch.device("cuda", 0)) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "gb", "message"),
+    [
+        ("NVIDIA H200 MIG 1g.18gb", 18.0, "unknown hardware 'NVIDIA H200 MIG 1g.18gb'"),
+        (
+            "NVIDIA H100 80GB HBM3",
+            10.0,
+            "NVIDIA H100 80GB HBM3 has 9.31 GiB, and plans for H100 are made",
+        ),
+    ],
+)
+def test_a_run_that_is_not_planned_says_why(
+    name: str, gb: float, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _device_is(name, gb, monkeypatch)
+    said: list[str] = []
+    run = TrainArguments(), read_rank_environment(), torch.device("cuda", 0)
+    assert plan_run(nn.Linear(2, 2), *run, said.append, before=0) is None
+    assert len(said) == 1 and said[0].startswith(f"plan: none for this run: {message}")
 
 
 def test_links_of_a_rack() -> None:

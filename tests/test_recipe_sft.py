@@ -763,6 +763,7 @@ lr_scheduler_kwargs: {x: [1, 2]}
         (["--check_plan=True", "--warm_spares=0"], ["--check_plan"]),
         (["--check_plan", "False", "--max_restarts", "1", "--warm_spares"], ["--max_restarts", "1", "--warm_spares"]),
         (["--check_plan"], ["--check_plan"]),
+        (["-n", "2"], ["-n", "2"]),
     ],
 )
 def test_the_launchers_flags_take_true_and_false(

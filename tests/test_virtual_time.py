@@ -210,6 +210,18 @@ def test_values_may_be_narrower_than_keys() -> None:
     assert mixed.shape == (1, 16, 4, 16)
 
 
+def test_models_that_cannot_be_timed_are_named() -> None:
+    """Torch has grouped products of experts in bfloat16 only; a model with an encoder wants other inputs."""
+    few = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
+           "num_key_value_heads": 4, "vocab_size": 64, "num_local_experts": 2}  # fmt: skip
+    job, cluster = Job.of({"seq_len": 16, "precision": "fp16"}), parse_cluster("2xV100")
+    with pytest.raises(ConfigError, match="the forward of MixtralForCausalLM does not run in virtual time"):
+        time_step({**MODELS["Mixtral-8x7B"], **few}, job, cluster)
+    t5 = {"model_type": "t5", "d_model": 64, "d_ff": 64, "d_kv": 16, "num_layers": 1, "num_heads": 4, "vocab_size": 64}
+    with pytest.raises(ConfigError, match="no virtual time of T5ForConditionalGeneration"):
+        time_step(t5, job, cluster)
+
+
 def test_on_a_cpu_nothing_runs_beside_anything_else() -> None:
     plain = time_step(SMALL, FEW, _cpu())
     assert plain.seconds == pytest.approx(sum(s.end - s.start for s in plain.slices))

@@ -14,6 +14,7 @@ from fullshard.core.errors import ConfigError
 
 _LAUNCH = {
     "--num_processes": 2,
+    "-n": 2,
     "--config_file": 2,
     "--check_plan": 1,
     "--max_restarts": 2,
@@ -24,7 +25,7 @@ _LAUNCH = {
 """The launcher's flags, and how many words each takes; those of one word may be followed by true or false."""
 _SAYS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 _RECIPE = "fullshard.recipes.sft"
-_HELP = """Usage: fullshard sft [--num_processes N] [--config_file FILE]
+_HELP = """Usage: fullshard sft [-n N] [--config_file FILE]
                      --model_name_or_path M --dataset_name D ...
        fullshard sft RUN.yaml
 
@@ -32,7 +33,7 @@ Fine-tune a model on chats or texts: all weights, LoRA (--use_peft_lora True),
 or LoRA on a quantised model (--use_4bit_quantization True). The flags are those
 of PEFT's examples/sft/train.py and TRL's SFTConfig; docs/sft.md lists what is
 particular. RUN.yaml holds the same names, and fullshard's sections (launch,
-sharding, ...) beside them. --num_processes, --config_file, --check_plan,
+sharding, ...) beside them. --num_processes (-n), --config_file, --check_plan,
 --max_restarts, --warm_spares, --grace_period and --timeout are those of
 `fullshard launch`; its other flags go with
   fullshard launch ... -m fullshard.recipes.sft --model_name_or_path ...
@@ -77,7 +78,8 @@ def _take_launch_flags(words: list[str]) -> list[str]:
     taken: list[str] = []
     for position in reversed(range(len(words))):
         name, sign, value = words[position].partition("=")
-        name = name.replace("-", "_").replace("__", "--", 1)
+        if name.startswith("--"):
+            name = name.replace("-", "_").replace("__", "--", 1)
         if name not in _LAUNCH:
             continue
         count = 1 if sign else _LAUNCH[name]

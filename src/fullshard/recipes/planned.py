@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from fullshard.api.plugin import configured_policy
 from fullshard.comm import cuda
 from fullshard.comm.device import name_of
 from fullshard.core.errors import ConfigError, WrapError
+from fullshard.core.sizes import format_nbytes
 from fullshard.launch import RankEnvironment
 from fullshard.plan.evaluate import Plan
 from fullshard.plan.hardware import find_device
@@ -73,20 +75,24 @@ class RunPlan:
 
 
 def plan_run(
-    model: nn.Module, arguments: TrainArguments, environment: RankEnvironment, device: torch.device, *, before: int
+    model: nn.Module,
+    arguments: TrainArguments,
+    environment: RankEnvironment,
+    device: torch.device,
+    say: Callable[[str], None],
+    *,
+    before: int,
 ) -> RunPlan | None:
-    """The plan of a run on the hardware that it runs on; None if the planner knows not enough.
+    """The plan of a run on the hardware that it runs on; None if the planner knows not enough, which is said.
 
     Args:
         model: not sharded yet.
         arguments: of the run.
         environment: says how many ranks there are, on how many hosts.
         device: of this rank.
+        say: takes a line for whoever watches the run.
         before: bytes it uses already.
     """
-    name = planned_device(device)
-    if name is None:
-        return None
     world_size = environment.world_size
     hosts = max(1, world_size // max(1, environment.local_world_size))
     job = Job.from_run(arguments.run_config(), **job_values(arguments, world_size))
@@ -96,8 +102,9 @@ def plan_run(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # sharding will say the same
         try:
-            plan = plan_model(model, f"{world_size}x{name}", hosts=hosts, policy=policy, **settings)
-        except (ConfigError, WrapError):  # sharding will say that, too; not planned is no reason to stop
+            plan = plan_model(model, f"{world_size}x{planned_device(device)}", hosts=hosts, policy=policy, **settings)
+        except (ConfigError, WrapError) as error:  # no reason to stop; what sharding minds it says itself
+            say(f"plan: none for this run: {str(error).splitlines()[0]}")
             return None
     return RunPlan(plan, before if plan.cluster.device.is_cpu else 0)
 
@@ -115,14 +122,20 @@ def job_values(arguments: TrainArguments, world_size: int) -> dict[str, Any]:
     }
 
 
-def planned_device(device: torch.device) -> str | None:
-    """The planner's name for a device; None if it has none."""
+def planned_device(device: torch.device) -> str:
+    """The planner's name for a device.
+
+    Raises:
+        ConfigError: it has none; or the device has not the memory that is planned with, as a part of a GPU has not.
+    """
     if device.type == "cpu":
         return "CPU"
     if device.type != "cuda":
-        return None
-    try:
-        row = find_device(name_of(device))
-    except ConfigError:
-        return None
-    return row.name if abs(row.memory / cuda.memory_nbytes(device) - 1) < _SAME_MEMORY else None
+        raise ConfigError(f"the planner has no numbers for a device of type {device.type}")
+    name, nbytes = name_of(device), cuda.memory_nbytes(device)
+    row = find_device(name)
+    if abs(row.memory / nbytes - 1) >= _SAME_MEMORY:
+        raise ConfigError(
+            f"{name} has {format_nbytes(nbytes)}, and plans for {row.name} are made with {format_nbytes(row.memory)}"
+        )
+    return row.name

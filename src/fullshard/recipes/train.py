@@ -243,7 +243,8 @@ def _make_trainer(
     )
     model.train()
     console.say(f"model: {type(model).__name__}, {origin}")
-    console.plan = plan_run(model, arguments, accelerator.process.environment, accelerator.device, before=before)
+    environment = accelerator.process.environment
+    console.plan = plan_run(model, arguments, environment, accelerator.device, console.say, before=before)
     if arguments.loss_chunk is not None:
         use_chunked_loss(model, tokens=arguments.loss_chunk)
     model = accelerator.prepare(model)

@@ -57,6 +57,11 @@ def time_step(
     attention = "eager" if job.attention == "eager" else register(job, cluster.device)
     with meta_parameters():
         model = transformers_model({**values, **_positions(values, job)}, attention=attention)().float()
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ConfigError(
+            f"no virtual time of {type(model).__name__}, which has an encoder and a decoder",
+            hint="ask fullshard plan; or leave out --timeline and --plot",
+        )
     device = VirtualDevice(cluster, host)
     dropout = contextlib.nullcontext() if cluster.device.is_cpu else fused_dropout()
     with playing(device, rank, cluster.count), fused_optimizers(), dropout:

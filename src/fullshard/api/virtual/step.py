@@ -13,6 +13,7 @@ from fullshard.api.virtual.clock import DEVICE
 from fullshard.api.virtual.device import VirtualDevice
 from fullshard.api.virtual.timeline import Slice, Timeline, joined, length
 from fullshard.comm import torch_private
+from fullshard.core.errors import ConfigError, FullshardError
 
 STEPS = 2
 """The first makes the optimizer's state and learns the order of units; the second is like all that follow."""
@@ -27,10 +28,22 @@ class TokenBatch:
     accumulation: int = 1
 
     def loss(self, model: nn.Module) -> torch.Tensor:
-        """A forward of a causal language model and its loss."""
+        """A forward of a causal language model and its loss.
+
+        Raises:
+            ConfigError: the model does not run on this device.
+        """
         ids = torch.zeros(self.sequences, self.tokens, dtype=torch.long, device="meta")
         places = torch.arange(self.tokens, device="meta")[None]
-        logits = model(input_ids=ids, position_ids=places).logits
+        try:
+            logits = model(input_ids=ids, position_ids=places).logits
+        except FullshardError:
+            raise
+        except Exception as error:  # of a model's own code, or of a kernel that knows no such dtype
+            raise ConfigError(
+                f"the forward of {type(model).__name__} does not run in virtual time: {error}",
+                hint="ask fullshard plan, which runs nothing",
+            ) from error
         return nn.functional.cross_entropy(logits.float().flatten(0, 1), ids.flatten())
 
 
