@@ -648,8 +648,19 @@ def _hugging_face(directory: str) -> dict[str, Any]:
     for name in ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING"):
         del os.environ[name]  # set by the plugin for Transformers; these processes serve other tests too
     files = sorted(path.name for path in (base / "saved").iterdir())
+    accelerator.wait_for_everyone()
+    pickles = []
+    for size in ("10KB", "10GB"):  # those of the first must not be left
+        accelerator.save_model(model, base / "saved", max_shard_size=size, safe_serialization=False)
+        accelerator.wait_for_everyone()
+        pickles.append(sorted(path.name for path in (base / "saved").glob("*model*")))
+        pickled = transformers.GPT2LMHeadModel.from_pretrained(base / "saved")(input_ids=tokens).logits
+        same.append(torch.allclose(pickled, expected, atol=1e-6))
+    weights = torch.load(base / "saved" / "pytorch_model.bin")
     return {
         "files": files,
+        "pickles": pickles,
+        "tied": weights["lm_head.weight"].data_ptr() == weights["transformer.wte.weight"].data_ptr(),
         "shards": shards,
         "loaded": loaded_equal,
         "same": same,
@@ -663,8 +674,9 @@ def test_models_go_to_and_come_from_hugging_face(tmp_path: Path) -> None:
     first, second = run_ranks(_hugging_face, 2, str(tmp_path))
     for result in (first, second):
         assert result["loaded"]
-        assert result["same"] == [True, True, True]
+        assert result["same"] == [True] * 5
         assert result["shards"] > 1
+        assert len(result["pickles"][0]) > 2 and result["pickles"][1] == ["pytorch_model.bin"] and result["tied"]
         assert result["files"] == ["config.json", "generation_config.json", "model.safetensors", "notes.txt"]
         assert result["step"] == {"step": 3}
     assert first["keys"] > 0

@@ -20,7 +20,7 @@ from torch import nn
 from fullshard.checkpoint import full_state_dict
 from fullshard.checkpoint.adapters import load_adapters, save_adapters
 from fullshard.checkpoint.format import read_manifest
-from fullshard.core.errors import CheckpointError, LifecycleError, OptimizerError
+from fullshard.core.errors import CheckpointError, ConfigError, LifecycleError, OptimizerError
 from fullshard.engine import shard_model, unsharded
 from tests.differential import gradients, is_same_product
 from tests.distributed import run_ranks
@@ -405,6 +405,8 @@ def misused(directory: str) -> None:
     assert "save_model will refuse it: it carries adapters inside" in said.getvalue() or dist.get_rank()
     with pytest.raises(CheckpointError, match="carries adapters inside"):
         Accelerator(cpu=True).save_model(injected, directory)
+    with pytest.raises(ConfigError, match="adapters are written as safetensors"):
+        Accelerator(cpu=True).save_model(injected, directory, safe_serialization=False)
     parameter = next(p for name, p in model.named_parameters() if "lora_B" in name)
     with torch.no_grad():
         parameter.fill_(float("nan"))

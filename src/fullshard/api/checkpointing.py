@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -64,7 +65,11 @@ class Checkpointing(Facts):
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Have `save_state` and `load_state` include objects with `state_dict()` and `load_state_dict()`."""
-        wrong = [type(o).__name__ for o in objects if not (hasattr(o, "state_dict") and hasattr(o, "load_state_dict"))]
+        wrong = [
+            f"{type(item).__name__} (Item at index {index})"
+            for index, item in enumerate(objects)
+            if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict"))
+        ]
         if wrong:
             raise ConfigError(f"cannot checkpoint {', '.join(wrong)}: no state_dict() and load_state_dict()")
         self._custom_objects.extend(objects)
@@ -101,7 +106,7 @@ class Checkpointing(Facts):
             output_dir: directory to create, or a URL of an object store (`s3://bucket/run/step-10`); an earlier
                 checkpoint there is replaced once the new one is complete. With `automatic_checkpoint_naming` it is
                 `project_dir/checkpoints/checkpoint_N` instead.
-            safe_serialization: must not be False: there is no other.
+            safe_serialization: no effect, as with Accelerate's FSDP: a checkpoint holds no pickles. False warns.
             wait: whether training waits until it is written. If not, an error is raised by the `backward` that ends a
                 step, by the next `save_state` or by `end_training`. Default: as `async_save` of the project or of the
                 configuration says; without either it waits.
@@ -113,7 +118,9 @@ class Checkpointing(Facts):
             ConfigError: no directory, or a way of saving that is not supported.
             CheckpointError: nothing new is left there.
         """
-        _refuse_pickles(safe_serialization)
+        if not safe_serialization:
+            what = "save_state(safe_serialization=False) has no effect: a checkpoint holds no pickles"
+            warnings.warn(what, stacklevel=2)
         config = self.project_configuration
         if config.save_on_each_node:
             raise ConfigError("save_on_each_node: a checkpoint lies in storage that all hosts share")
@@ -239,9 +246,20 @@ class Checkpointing(Facts):
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Write the whole model as safetensors into a directory, with its config if it has one. A collective."""
-        _refuse_pickles(safe_serialization)
-        saving.save_model(model, local_path(save_directory), max_shard_size, self.process.environment)
+        """Write the whole model into a directory. A collective.
+
+        Args:
+            model: a prepared one.
+            save_directory: which may exist.
+            max_shard_size: of a file, in bytes or as `5GB`.
+            safe_serialization: as safetensors, a tensor at a time, with its configuration if it has one. False: as
+                `pytorch_model.bin`, of which the main process's host holds all at once.
+
+        Raises:
+            ConfigError: adapters with `safe_serialization=False`.
+        """
+        directory = local_path(save_directory)
+        saving.save_model(model, directory, max_shard_size, self.process.environment, safe=safe_serialization)
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
         """Write an object on the main process: `torch.save`, or safetensors for a dict of tensors; never half of it."""
@@ -275,8 +293,3 @@ class Checkpointing(Facts):
             config=self._config.model_dump(mode="json"),
             slices=self.slices,
         )
-
-
-def _refuse_pickles(safe_serialization: bool) -> None:
-    if not safe_serialization:
-        raise ConfigError("safe_serialization=False would write pickles, which can execute code when loaded")

@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,7 @@ from fullshard.checkpoint.store import is_of_a_save
 from fullshard.checkpoint.torch_format import with_torch_format
 from fullshard.core.errors import CheckpointError, ConfigError
 from fullshard.core.files import whole_file
+from fullshard.core.imports import import_extra
 from fullshard.core.paths import local_path
 from fullshard.launch.environment import RankEnvironment, run_on_main
 from fullshard.optim import EMA
@@ -47,6 +49,7 @@ from fullshard.optim import EMA
 _WHOLE = "model"
 _HOOKS = "files-of-hooks.json"
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
+_PICKLES = re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin(\.index\.json)?")
 _AUTOMATIC = re.compile(r"checkpoint_(\d+)")
 
 
@@ -391,25 +394,44 @@ def _set_extra(extra: Mapping[str, Any], state: TrainingState, *, where: Locatio
     return int(extra["step"])
 
 
-def save_model(model: nn.Module, directory: Path, max_shard_size: int | str, environment: RankEnvironment) -> None:
-    """Write the whole model as safetensors into a directory, which may exist and hold other files. A collective.
+def save_model(
+    model: nn.Module, directory: Path, max_shard_size: int | str, environment: RankEnvironment, *, safe: bool = True
+) -> None:
+    """Write the whole model into a directory, which may exist and hold other files. A collective.
 
     Of a model with adapters that is those. Weights that an earlier save left there are removed, since `from_pretrained`
     might read them instead.
+
+    Args:
+        model: sharded or not.
+        directory: where to.
+        max_shard_size: of a file.
+        environment: of this rank.
+        safe: as safetensors, with its configuration; otherwise its state dict as `torch.save` writes it, of which the
+            main process's host holds all at once.
+
+    Raises:
+        ConfigError: adapters that are not to be safetensors.
     """
     if is_saved_as_adapters(model):
+        if not safe:
+            raise ConfigError("safe_serialization=False: adapters are written as safetensors", hint="leave it out")
         save_adapters(directory, model)
         return
-    if not run_on_main(environment, directory.exists):
+    staged, replaced = directory / ".fullshard-export", [_WEIGHTS]
+    if not safe:
+        weights, replaced = checkpoint.full_state_dict(model), [_WEIGHTS, _PICKLES]
+        run_on_main(environment, lambda: _write_pickles(weights, staged, max_shard_size))
+    elif run_on_main(environment, directory.exists):
+        checkpoint.export_hf(staged, model=model, max_shard_size=max_shard_size, overwrite=True)
+    else:
         checkpoint.export_hf(directory, model=model, max_shard_size=max_shard_size)
         return
-    staged = directory / ".fullshard-export"
-    checkpoint.export_hf(staged, model=model, max_shard_size=max_shard_size, overwrite=True)
 
     def move() -> None:
         new = {path.name for path in staged.iterdir()}
         for path in directory.iterdir():
-            if _WEIGHTS.fullmatch(path.name) and path.name not in new:
+            if any(pattern.fullmatch(path.name) for pattern in replaced) and path.name not in new:
                 path.unlink()
         # The index goes last: until then a reader finds weights it refuses, never a mixture it accepts.
         for name in sorted(new, key=lambda name: (name.endswith(".index.json"), name)):
@@ -417,6 +439,13 @@ def save_model(model: nn.Module, directory: Path, max_shard_size: int | str, env
         staged.rmdir()
 
     run_on_main(environment, move)
+
+
+def _write_pickles(weights: dict[str, Any], directory: Path, max_shard_size: int | str) -> None:
+    hub = import_extra("huggingface_hub", extra="hf", purpose="cutting a state dict into files")
+    shutil.rmtree(directory, ignore_errors=True)  # of a save that was killed
+    directory.mkdir(parents=True)
+    hub.save_torch_state_dict(weights, directory, max_shard_size=max_shard_size, safe_serialization=False)
 
 
 def save_object(obj: Any, path: Path, *, safe: bool) -> None:
