@@ -19,6 +19,7 @@ from torch.distributed._composable import replicate
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 
 import fullshard
@@ -637,6 +638,43 @@ def check_smaller_group_in_shared_memory() -> None:
 @pytest.mark.full
 def test_a_smaller_group_in_shared_memory() -> None:
     run_ranks(check_smaller_group_in_shared_memory, 4)
+
+
+def collectives_of_a_step(shard: Callable[..., Any]) -> list[dict[str, int]]:
+    """What `CommDebugMode` counts of forward, backward and clipping, in the first step and in one of two backwards."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    for module in list(model)[1:]:
+        shard(module)
+    shard(model)
+    counts = []
+
+    def counted(do: Callable[[], Any]) -> Any:
+        with CommDebugMode() as mode:
+            value = do()
+        counts.append({str(packet): count for packet, count in mode.get_comm_counts().items()})
+        return value
+
+    for is_last in (True, False, True):
+        cast(Any, model).set_requires_gradient_sync(is_last)
+        loss = counted(lambda: model(torch.ones(2, 4)).sum())
+        counted(loss.backward)
+        if is_last:
+            counted(lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+            model.zero_grad()
+    counted(model.state_dict)
+    return counts
+
+
+def check_collectives_are_counted() -> None:
+    torchs_own = collectives_of_a_step(torchs.fully_shard)
+    assert any("reduce_scatter" in name for name in torchs_own[1])
+    assert collectives_of_a_step(fully_shard) == torchs_own
+
+
+@pytest.mark.parametrize("comm", ["auto", "gloo"])
+def test_torchs_tool_counts_the_collectives_that_there_are(comm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FULLSHARD_COMM", comm)
+    run_ranks(check_collectives_are_counted, 2)
 
 
 SWITCHES: dict[str, Callable[[Any], list[bool]]] = {

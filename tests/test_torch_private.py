@@ -32,6 +32,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import optimizer as torch_optimizer
@@ -645,6 +646,18 @@ def process_groups() -> None:
         assert calls_of(torch_private.check_sent_list, lambda: dist.all_gather([torch.ones(1)], torch.ones(1)))
     finally:
         dist.destroy_process_group()
+
+
+@check("count_for_debugging", "uncounted")
+def counts_of_collectives() -> None:
+    names = ("c10d._allgather_base_", "c10d._reduce_scatter_base_", "c10d.alltoall_base_", "c10d_functional.all_reduce")
+    with CommDebugMode() as counts:
+        for name in names:
+            torch_private.count_for_debugging(name)
+        with torch_private.uncounted():
+            torch_private.count_for_debugging(names[0])
+    assert [f"{packet}" for packet in counts.get_comm_counts()] == list(names)
+    assert set(counts.get_comm_counts().values()) == {1} and counts.generate_comm_debug_tracing_table(noise_level=3)
 
 
 @check("worker_context", "remaining_restarts", "grant_restart", "allow_no_restart", "forget_store")

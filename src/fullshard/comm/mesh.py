@@ -193,7 +193,12 @@ class Mesh:
             return [value]
         values: list[Any] = [None] * group.size()
         without = torch_private.without_transforms()  # those have no message's memory
-        with PLACE.waiting("comparing notes"), without, STALLS.explaining("comparing notes with the other ranks"):
+        with (
+            PLACE.waiting("comparing notes"),
+            without,
+            torch_private.uncounted(),
+            STALLS.explaining("comparing notes with the other ranks"),
+        ):
             dist.all_gather_object(values, value, group=group)
         return values
 

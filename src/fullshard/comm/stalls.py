@@ -398,7 +398,9 @@ def all_reduce(
     groups = list(groups)
     with STALLS.waiting_in(groups, what, in_step=True):
         for group in groups:
-            dist.all_reduce(tensor, op=op, group=group)
+            torch_private.count_for_debugging("c10d_functional.all_reduce")  # as where a DTensor's partial sum is read
+            with torch_private.uncounted():
+                dist.all_reduce(tensor, op=op, group=group)
 
 
 def meet(group: dist.ProcessGroup, device: torch.device, what: str) -> None:

@@ -459,6 +459,42 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     return dist.default_pg_timeout if backend is None else backend.options._timeout
 
 
+def count_for_debugging(operation: str) -> None:
+    """Have `CommDebugMode` count a collective, by its name in `torch.ops`, that torch has no part in.
+
+    Else it would say that ranks on CPUs, which share memory or send one another messages, exchange nothing. Since 2.5.
+    """
+    for mode in _Collective.counters():
+        mode.__torch_dispatch__(_Collective(attrgetter(operation)(torch.ops)), ())
+
+
+def uncounted() -> AbstractContextManager[object]:
+    """Within it `CommDebugMode` does not count: messages of a few bytes about what ranks do. Since 2.0."""
+    return _python_dispatch._disable_current_modes() if _Collective.counters() else nullcontext()
+
+
+class _Collective:
+    """Stands for a kernel where `CommDebugMode` is told of it."""
+
+    def __init__(self, packet: Any) -> None:
+        self._overloadpacket = packet
+
+    def __call__(self) -> None:
+        """What there is to do is done elsewhere."""
+
+    def __str__(self) -> str:
+        return str(self._overloadpacket)
+
+    @staticmethod
+    def counters() -> list[Any]:
+        """Who counts now."""
+        if not torch._C._len_torch_dispatch_stack():
+            return []
+        from torch.distributed.tensor.debug import CommDebugMode
+
+        return [mode for mode in _python_dispatch._get_current_dispatch_mode_stack() if isinstance(mode, CommDebugMode)]
+
+
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
     """What sends tensors of a device; None in a group that is written in Python, which has no such part. Since 2.0."""
     try:

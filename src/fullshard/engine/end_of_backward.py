@@ -19,6 +19,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from fullshard.comm import torch_private
+
 DIGEST_NBYTES = 8
 _STOP, _DIGEST = 2, 3
 _BUCKETS = _DIGEST + 2 * DIGEST_NBYTES
@@ -60,7 +62,8 @@ class EndOfBackward:
     def exchange(self, group: dist.ProcessGroup) -> None:
         """From here on it says what is known of all ranks of `group`. A collective."""
         message = torch.frombuffer(self._bytes, dtype=torch.uint8)  # the same memory
-        dist.all_reduce(message, op=dist.ReduceOp.MAX, group=group)
+        with torch_private.uncounted():
+            dist.all_reduce(message, op=dist.ReduceOp.MAX, group=group)
 
     @property
     def wants_to_stop(self) -> bool:

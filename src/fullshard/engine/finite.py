@@ -19,6 +19,7 @@ from typing import Literal, get_args
 import torch
 import torch.distributed as dist
 
+from fullshard.comm import torch_private
 from fullshard.comm.device import has_values
 from fullshard.comm.mesh import Mesh
 from fullshard.comm.stalls import STALLS, all_reduce
@@ -138,12 +139,13 @@ class FiniteGuard:
             return
         mesh, flag, work = self._mesh, self._flag(), None
         group = mesh.control_group if mesh.device.type == "cpu" else mesh.world_group
-        if group is not None:
-            work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group, async_op=True)
-        for outer in self._outer_groups():
-            if work is not None:
-                work.wait()
-            work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=outer, async_op=True)
+        with torch_private.uncounted():
+            if group is not None:
+                work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group, async_op=True)
+            for outer in self._outer_groups():
+                if work is not None:
+                    work.wait()
+                work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=outer, async_op=True)
         self._message, self._alarm = (flag, work), None
 
     def largest_outside(self, number: int) -> int:

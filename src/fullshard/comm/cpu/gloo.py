@@ -30,12 +30,19 @@ class GlooCollectives(NativeCollectives):
 
     def all_gather(self, full: torch.Tensor, *, tag: int) -> Work:
         """Send this rank's interval to every peer and receive theirs."""
+        torch_private.count_for_debugging("c10d._allgather_base_")
         own = own_interval(full, self.rank, self.size)
         works = []
         for to, source in self._rounds():
             works.append(receive(own_interval(full, source, self.size), self.group, source, tag))
             works.append(send(own, self.group, to, tag))
         return filling(full, works)
+
+    def reduce_scatter(self, full: torch.Tensor, **how: Any) -> Work:
+        """See `Collectives`."""
+        if how.get("packing") is None:  # which is an exchange
+            torch_private.count_for_debugging("c10d._reduce_scatter_base_")
+        return super().reduce_scatter(full, **how)
 
     def _reduce(self, full: torch.Tensor, how: Reduction) -> Work:
         """Send every peer its interval, receive theirs for this one, and sum locally."""
@@ -59,6 +66,7 @@ class GlooCollectives(NativeCollectives):
 
     def exchange(self, leaving: torch.Tensor, arriving: torch.Tensor, parts: Parts, *, tag: int) -> Work:
         """Send every peer its part and receive what it has; nothing where that is nothing."""
+        torch_private.count_for_debugging("c10d.alltoall_base_")
         there, here = cut(leaving, parts.leaving), cut(arriving, parts.arriving)
         works = []
         for to, source in self._rounds():

@@ -182,7 +182,8 @@ def connect(group: dist.ProcessGroup, make: Callable[[Peers], Made]) -> tuple[Ma
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     mine, own_file = _offer()
     offers: list[_Offer] = [mine] * size
-    dist.all_gather_object(offers, mine, group=group)
+    with torch_private.uncounted():
+        dist.all_gather_object(offers, mine, group=group)
     files: list[int] = []
     made = problem = None
     try:
@@ -205,7 +206,8 @@ def connect(group: dist.ProcessGroup, make: Callable[[Peers], Made]) -> tuple[Ma
         problem = str(error)
     # Also from a rank that cannot: the others would wait for it, and share memory without it.
     problems: list[str | None] = [None] * size
-    dist.all_gather_object(problems, problem, group=group)
+    with torch_private.uncounted():
+        dist.all_gather_object(problems, problem, group=group)
     if any(problems):
         reason = next(p for p in problems if p)
         logger.debug("no shared memory between the ranks: %s", reason)

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from fullshard.comm import torch_private
 from fullshard.comm.base import BufferSpec, FullBuffer, Parts, Reduction, Work, WorkOf
 from fullshard.comm.cpu.gloo import GlooCollectives
 from fullshard.comm.cpu.heap import TRIM_NBYTES, CpuPages, heap, is_at_peak
@@ -72,6 +73,7 @@ class SharedMemoryCollectives(GlooCollectives):
 
     def exchange(self, leaving: torch.Tensor, arriving: torch.Tensor, parts: Parts, *, tag: int) -> Work:
         """One copy, out of the peers' memory. A tensor that is not from `staging` is copied first."""
+        torch_private.count_for_debugging("c10d.alltoall_base_")
         return self._queues.exchange(leaving, arriving, parts, tag)
 
 
@@ -218,6 +220,7 @@ class MappedBuffer(FullBuffer):
 
     def gather(self, main: torch.Tensor, *, tag: int, exactly: bool = False, is_unchanged: bool = False) -> Work:
         """Offer this rank's interval, which others see as it was put there until it is put there again."""
+        torch_private.count_for_debugging("c10d._allgather_base_")
         is_there = self.main is not None or (is_unchanged and self._offers > 0)
         self._offers += 1
         offer = partial(self.offer, None if is_there else main, self._offers)

@@ -26,6 +26,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from fullshard.comm import torch_private
 from fullshard.comm.base import BufferSpec, Parts, Reduction, Watch, Work, WorkOf
 from fullshard.comm.cpu.averages import average
 from fullshard.comm.cpu.buffer_pool import BufferPool
@@ -197,6 +198,7 @@ class TwoLevelBuffer(MappedBuffer):
 
     def gather(self, main: torch.Tensor, *, tag: int, exactly: bool = False, is_unchanged: bool = False) -> Work:
         """Send this rank's interval, and receive those of its counterparts."""
+        torch_private.count_for_debugging("c10d._allgather_base_")
         self._offers += 1
         own_main = None if self.main is not None else main
         packing = None if exactly else self._packing
