@@ -20,6 +20,7 @@ from fullshard.config.handover import hand_over
 from fullshard.config.load import load_environment, load_file
 from fullshard.config.origin import Origin, Precedence
 from fullshard.config.schema import GROUPS
+from fullshard.config.settings import words_of
 from fullshard.config.values import integer
 from fullshard.core.errors import ConfigError
 from fullshard.core.paths import local_path
@@ -208,7 +209,10 @@ def help_text() -> str:
             flags = [key.name for key in FLAGS.keys if key.target == path]
             flags.sort(key=lambda flag: flag != name)
             letters = [f"-{letter}" for letter, flag in SHORT.items() if flag in flags]
-            lines += _entry(", ".join([*letters, *(f"--{flag}" for flag in flags)]), field.description or "")
+            spelled = [*letters, *(f"--{flag}" for flag in flags)]
+            if len(words := words_of(field)) > 1:
+                spelled[len(letters)] += f" {'|'.join(words)}"
+            lines += _entry(", ".join(spelled), field.description or "")
     others = [f"--{key.name}" for key in FLAGS.keys if not key.target and key.status is not Status.REFUSED]
     lines += ["", "Accepted, and explained when used:", *textwrap.wrap(" ".join(others), _WIDTH, **_INDENT)]
     return "\n".join(lines) + "\n"

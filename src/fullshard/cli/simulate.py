@@ -10,6 +10,7 @@ import typer
 
 from fullshard.cli.options import file_word, options_from
 from fullshard.core.errors import ConfigError
+from fullshard.plan.host import HostCosts
 from fullshard.plan.job import Job
 
 if TYPE_CHECKING:
@@ -45,7 +46,12 @@ def simulate(
     ] = None,
     launch_us: Annotated[
         float | None,
-        typer.Option(min=0, max=1e6, help="Microseconds of the host per operation, for --timeline", show_default="6"),
+        typer.Option(
+            min=0,
+            max=1e6,
+            help="Microseconds of the host per operation, for --timeline",
+            show_default=f"{HostCosts().launch * 1e6:g}",
+        ),
     ] = None,
     rank: Annotated[int, typer.Option(min=0, help="Which of them to be")] = 0,
     seq_len: Annotated[int, typer.Option(min=2, help="Tokens per sequence")] = 2048,
@@ -127,7 +133,6 @@ def _time(
     from fullshard.api.virtual.rehearsal import time_step
     from fullshard.core.sizes import format_nbytes
     from fullshard.plan.hardware import parse_cluster
-    from fullshard.plan.host import HostCosts
     from fullshard.plan.pictures import check_picture
 
     if devices is None:

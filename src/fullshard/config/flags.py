@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, get_args
 
 from fullshard.config import values
 from fullshard.config.accelerate import FLAT, ON_EACH_HOST, hosts
@@ -28,7 +28,7 @@ from fullshard.config.dialect import (
 from fullshard.config.load import load_file, load_fsdp_config
 from fullshard.config.origin import Entry, Origin
 from fullshard.config.schema import SETTINGS
-from fullshard.config.settings import closest, plain_message
+from fullshard.config.settings import closest, plain_message, words_of
 from fullshard.config.transformers import read_fsdp_words
 from fullshard.config.xla import XLA_TRAINS, asks_for_xla
 from fullshard.core.errors import ConfigError
@@ -284,8 +284,7 @@ def flag_choices(written: str) -> tuple[str, ...]:
         return tuple(found.metavar.split("|")) if "|" in found.metavar else ()
     if found is None or not found.target:
         return ()
-    kind = SETTINGS[found.target].annotation
-    return tuple(word for one in (kind, *get_args(kind)) if get_origin(one) is Literal for word in get_args(one))
+    return words_of(SETTINGS[found.target])
 
 
 def _find(name: str) -> Option | Key | None:

@@ -64,7 +64,8 @@ class PrecisionConfig(Settings):
             "no": "as the model has them: no dtype is changed",
         },
     )
-    """The row of the table above."""
+    """What forward and backward compute in. Main weights are float32 but with `no`, which leaves every dtype as the
+    model has it; fp16 scales the loss."""
 
     param_dtype: Dtype | None = setting(None, accelerate=_IN_THE_POLICY)
     """Compute dtype of parameters and inputs, instead of the mode's."""

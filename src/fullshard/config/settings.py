@@ -145,9 +145,14 @@ class Settings(BaseModel):
     def _advice(cls, name: str, value: object) -> str:
         """The choice that a wrong one resembles, else what the setting is."""
         field = cls.model_fields[name]
-        choices = [str(choice) for choice in get_args(field.annotation) if get_origin(field.annotation) is Literal]
-        close = closest(str(value), choices)
+        close = closest(str(value), words_of(field))
         return f"did you mean {close}?" if close else f"{name}: {(field.description or '').split('. ')[0].rstrip('.')}"
+
+
+def words_of(field: FieldInfo) -> tuple[str, ...]:
+    """The words that a setting may be, beside other kinds of values; none if it may be any text."""
+    kinds = (field.annotation, *get_args(field.annotation))
+    return tuple(word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind))
 
 
 def closest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:

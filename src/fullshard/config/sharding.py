@@ -35,7 +35,8 @@ class ShardingConfig(Settings):
             "NO_SHARD": "NO_SHARD (DDP): every rank holds all; for models that fit many times over",
         },
     )
-    """A row of the strategy table, by name in any case or by its number 1 to 5."""
+    """FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD, HYBRID_SHARD_ZERO2, SHARD_GRAD_OPTIMIZER (ZeRO-2) or
+    SHARD_OPTIMIZER (ZeRO-1), in any case; or Accelerate's number of the first five."""
 
     shard_size: int | None = setting(None, ge=1, ask="Ranks per shard group? (usually the devices of one host)")
     """Ranks per shard group. Needed by the hybrid strategies, fixed by the others."""

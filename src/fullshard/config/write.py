@@ -10,6 +10,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from fullshard.config.schema import GROUPS, RunConfig
+from fullshard.config.settings import words_of
 from fullshard.core.errors import ConfigError
 from fullshard.core.files import write_text
 from fullshard.core.strategy import STRATEGIES
@@ -58,8 +59,9 @@ def _lines(name: str, field: FieldInfo, value: Any, comments: bool, only_changed
     if is_default and only_changed:
         return []
     setting = f"{name}: {scalar(value)}"
+    words = f" One of: {', '.join(words)}." if len(words := words_of(field)) > 1 else ""
     return [
-        *(_comment(field.description, "  ") if comments else ()),
+        *(_comment(f"{field.description}{words}", "  ") if comments else ()),
         f"  # {setting}" if is_default else f"  {setting}",
     ]
 

@@ -16,7 +16,7 @@ and its unit's `unshard ready` (or the next reduction) waits for it; only that w
     all-reduce            twice a reduce-scatter
     what is on the host   bytes / 25 GB/s, either way beside computing; the optimizer reads the host's memory
     latency of a ring     14 microseconds, and (S - 1) steps of 3; of an all-reduce twice, or up and down a tree
-    host                  5 microseconds per operation, 0.4 ms per unit; the device waits where that is longer
+    host                  of each operation (`plan/host`), 0.4 ms per unit; the device waits where that is longer
     loss                  the float32 logits, read or written six times; in chunks the head's product once more, and
                           what is cast, added and made again (`plan/losses`)
     optimizer             bytes read and written / memory bandwidth
