@@ -385,6 +385,8 @@ def test_the_command(tmp_path: Path) -> None:
     assert "a step in virtual time" in text and f"wrote {trace}" in text
     alone = CliRunner().invoke(app, [*usual, "--devices", "1xH100", "--timeline", str(trace)]).output
     assert "(of 0.0 ms)" in alone and f"wrote {trace}" in alone
+    cpu = json.loads(CliRunner().invoke(app, [*usual, "-d", "2xCPU", "--timeline", str(trace), "--json"]).stdout)
+    assert cpu["seconds"] == pytest.approx(time_step(SMALL, FEW, parse_cluster("2xCPU")).seconds)  # its own host
     trace.unlink()
     for wrong, message in {
         ("--timeline", str(trace)): "on what?",

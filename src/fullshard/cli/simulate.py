@@ -144,7 +144,7 @@ def _time(
         raise ConfigError(
             f"--world-size {world_size} and --devices {devices}, which are {cluster.count}", hint="leave one out"
         )
-    host = HostCosts() if launch_us is None else HostCosts(launch=launch_us / 1e6)
+    host = None if launch_us is None else HostCosts(launch=launch_us / 1e6)
     step = time_step(_config(model), Job.of(settings), cluster, rank=rank, host=host)
     if trace is not None:
         step.write_trace(trace)
