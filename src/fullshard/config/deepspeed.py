@@ -216,7 +216,7 @@ _ZERO = Dialect(
         *no_effect("host memory is managed by the engine", "cpu_offload_use_pin_memory"),
         *no_effect("there is one engine", "legacy_stage1", "override_module_apply"),
         *refused(
-            "communication is not quantised",
+            "precision.gather_as and reduce_as round what is sent",
             *("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"),
             *("zeropp_loco_param",),
         ),

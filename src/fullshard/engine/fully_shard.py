@@ -88,8 +88,8 @@ def fully_shard(
     Raises:
         ConfigError: an argument that cannot be honoured.
         WrapError: already a unit, nothing to shard where something must be, a parameter that is tied to one in another
-            unit, one of a tensor subclass that wraps other tensors (torchao's), or a DTensor that is not over another
-            axis of the same mesh (tensor parallelism).
+            unit, one of a tensor subclass that wraps other tensors and does not say how it is gathered, or a DTensor
+            that is not over another axis of the same mesh (tensor parallelism).
     """
     modules: list[nn.Module] = list(module) if isinstance(module, list) else [module]
     if dp_mesh_dims is not None:

@@ -129,9 +129,10 @@ class FSDPModule(TorchFSDPModule):
             unit.reshard_after_backward = reshard_after_backward
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Whether the next backward ends an accumulation: in no other does an optimizer step (`step_in_backward`).
+        """Whether the next backward ends an accumulation.
 
-        For the whole model. No effect without an optimizer that steps in backward.
+        For the whole model. In no other does an optimizer step in backward (`step_in_backward`), and are gradients that
+        wait for the last micro-batch reduced (SHARD_OPTIMIZER). No effect without either.
         """
         schedule_of(require_unit(self)).is_last_backward = is_last_backward
 

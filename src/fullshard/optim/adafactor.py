@@ -93,7 +93,7 @@ class _Window:
 
 
 class Adafactor(MatrixOptimizer):
-    """Adafactor, with the arguments and numbers of `torch.optim.Adafactor` (1e-6, as sums over ranks round).
+    """Adafactor, with the arguments and numbers of `torch.optim.Adafactor` (to 1e-5, as sums over ranks round).
 
     Args:
         params: parameters, or groups of them, sharded or not.
