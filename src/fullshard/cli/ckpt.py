@@ -36,6 +36,7 @@ _Checkpoint = Annotated[
     str,
     typer.Argument(help="A checkpoint of any known kind; the kind is found out and printed. Of ours the URL, too."),
 ]
+_Ours = Annotated[str, typer.Argument(help="A checkpoint of ours, or its URL.")]
 _OutputOrUrl = Annotated[str, typer.Argument(help="Directory or URL to create. It appears when it is complete.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _WorldSize = Annotated[int, typer.Option(min=1, help="Ranks to cut it for.")]
@@ -81,7 +82,7 @@ def inspect(
 
 @app.command()
 def verify(
-    checkpoint: Annotated[str, typer.Argument(help="A checkpoint of ours, or its URL.")],
+    checkpoint: _Ours,
     *,
     as_json: _Json = False,
 ) -> None:
@@ -188,7 +189,7 @@ def export(
 
 @app.command()
 def reshard(
-    checkpoint: _Checkpoint,
+    checkpoint: _Ours,
     output: _OutputOrUrl,
     *,
     world_size: _WorldSize,
