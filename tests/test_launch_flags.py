@@ -274,10 +274,13 @@ def test_mistakes_are_a_message_with_exit_code_2(tmp_path: Path, argv: list[str]
 def test_per_host_count_becomes_the_total(tmp_path: Path) -> None:
     """Also when the number of hosts comes from elsewhere."""
     (tmp_path / "train.py").write_text("")
-    (tmp_path / "run.yaml").write_text("launch:\n  num_machines: 3\n  main_process_ip: 10.0.0.1\n")
+    (tmp_path / "run.yaml").write_text(
+        "launch: {num_machines: 3, main_process_ip: 10.0.0.1}\nsharding: {wrap_classes: [Block]}\n"
+    )
     flags = ["--config_file", "run.yaml", "--nproc_per_node", "2", "--cpu", "--dry_run"]
     done = launch(*flags, "train.py", cwd=tmp_path, timeout=60)
     assert "starting 6 processes on 3 hosts (2 each)" in done.stdout, done.stderr
+    assert "sharding.wrap = class  (follows from other settings)" in done.stdout
 
 
 def test_environment_wins_over_the_file_and_flags_over_both(tmp_path: Path) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import shlex
 
 from fullshard.config.dialect import shown
+from fullshard.config.explain import explain
 from fullshard.config.flags import CommandLine
-from fullshard.config.schema import SETTINGS
 from fullshard.launch.network import DEFAULT_PORT
 from fullshard.launch.plan import LaunchPlan
 
@@ -42,7 +42,7 @@ def _meeting(plan: LaunchPlan) -> str:
 
 def _settings(plan: LaunchPlan) -> list[str]:
     return [
-        f"  {path} = {shown(plan.resolved.value(path))}  ({plan.resolved.origin(path)})"
-        for path, field in SETTINGS.items()
-        if plan.resolved.value(path) != field.default
+        f"  {setting.path} = {shown(setting.value)}  ({setting.source})"
+        for setting in explain(plan.resolved)
+        if setting.value != setting.default
     ]
