@@ -173,7 +173,8 @@ class LaunchConfig(Settings):
     """Name of the job, the same on every host."""
 
     rdzv_conf: str = setting("", accelerate="--rdzv_conf")
-    """Further settings of the rendezvous, as `key=value,key=value`."""
+    """Seconds to wait for other hosts: `join_timeout=600,last_call_timeout=30` for those that there must be, and for
+    further ones once these are there."""
 
     max_restarts: int = setting(
         0,
@@ -220,7 +221,7 @@ class LaunchConfig(Settings):
     """Directory for each rank's standard output and error."""
 
     role: str = setting("default", accelerate="--role")
-    """Name of the processes in the logs."""
+    """Name of the processes, which they find in ROLE_NAME."""
 
     debug: bool = setting(
         False,
