@@ -33,7 +33,7 @@ def accelerate(
         optimizer: made from the model before or after this call; re-pointed in place.
         dataloader: every rank takes its share of each step; batches arrive on the rank's device.
         config: `ShardingConfig` or a dict of its settings.
-        mixed_precision: `no` or `bf16`. Default: the launcher's, else `no`.
+        mixed_precision: `no`, `fp32` or `bf16`. Default: the launcher's, else `no`.
 
     Returns:
         Model, optimizer and loader; None for what was not given.

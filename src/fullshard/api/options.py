@@ -128,7 +128,7 @@ class InitProcessGroupKwargs:
 
     Attributes:
         timeout: how long a collective waits for the other ranks.
-        backend: no choice: `nccl` for CUDA, `gloo` for a CPU. Another one is an error.
+        backend: no choice: CUDA has `nccl` and a CPU `gloo`, whichever of these is named. Another one is an error.
         init_method: must be None or `env://`: the launcher's variables say where to meet.
     """
 

@@ -131,8 +131,8 @@ class FSDPModule(TorchFSDPModule):
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backward ends an accumulation.
 
-        For the whole model. In no other does an optimizer step in backward (`step_in_backward`), and are gradients that
-        wait for the last micro-batch reduced (SHARD_OPTIMIZER). No effect without either.
+        For the whole model. Only there does an optimizer step in backward (`step_in_backward`), and are gradients
+        reduced that wait for the last micro-batch (SHARD_OPTIMIZER). No effect without either.
         """
         schedule_of(require_unit(self)).is_last_backward = is_last_backward
 
