@@ -128,7 +128,7 @@ def test_a_wrong_assignment_is_an_error_at_once(fields: dict[str, Any], message:
     ("fields", "message", "hint"),
     [
         ({"compute__fp16": True, "compute__bf16": True}, "compute.fp16 means precision.mode = fp16", "keep one"),
-        ({"dist__tp__size": 2}, "dist.tp.size = 2 is not supported: tensor parallelism", "leave dist.tp.size out"),
+        ({"dist__tp__size": 2}, "dist.tp.size = 2 is not supported: layers are split", "leave dist.tp.size out"),
         ({"dist__pp__size": 2}, "dist.pp.size = 2 is not supported: pipeline", "leave dist.pp.size out"),
         ({"dist__sp__size": 2}, "dist.sp.size = 2 is not supported: sequence", "leave dist.sp.size out"),
         ({"dist__fsdp__shard_output_callable": print}, "asks for PyTorch/XLA", "outputs belong to each rank alone"),
