@@ -6,7 +6,7 @@ pytest tests/test_data_loader.py
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy
@@ -31,6 +31,9 @@ from fullshard.api.data import ShardedDataLoader, skip_first_batches
 from fullshard.api.dealing import Deal
 from fullshard.api.state import GradientState
 from fullshard.core.errors import ConfigError, DataError
+
+Draw = Callable[[int], list[int]]
+"""So many numbers in an order of a generator's."""
 
 
 class Numbers(Dataset[int]):
@@ -61,14 +64,14 @@ class Stream(IterableDataset[int]):
 class Shuffling(Sampler[int]):
     """A sampler of the user's own that draws from a global generator and has no `generator`."""
 
-    def __init__(self, count: int) -> None:
-        self.count = count
+    def __init__(self, count: int, draw: Draw) -> None:
+        self.count, self.draw = count, draw
 
     def __len__(self) -> int:
         return self.count
 
     def __iter__(self) -> Iterator[int]:
-        return iter(torch.randperm(self.count).tolist())
+        return iter(self.draw(self.count))
 
 
 def numbers(count: int) -> TensorDataset:
@@ -226,14 +229,28 @@ def test_a_sampler_that_is_a_batch_sampler() -> None:
     assert shares(loader, 2) == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
 
 
-def test_unknown_samplers_repeat_after_a_restart_and_leave_the_global_generator_alone() -> None:
-    loader = ShardedDataLoader(DataLoader(numbers(6), batch_size=2, sampler=Shuffling(6)), data_seed=1)
-    before = torch.get_rng_state()
-    first = epoch(loader)
-    torch.manual_seed(99)
-    again = ShardedDataLoader(DataLoader(numbers(6), batch_size=2, sampler=Shuffling(6)), data_seed=1)
-    assert epoch(again) == first
-    torch.set_rng_state(before)
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda count: torch.randperm(count).tolist(),
+        lambda count: random.sample(range(count), count),
+        lambda count: numpy.random.permutation(count).tolist(),
+    ],
+    ids=["torch", "random", "numpy"],
+)
+def test_unknown_samplers_repeat_after_a_restart_and_leave_the_global_generators_alone(draw: Draw) -> None:
+    def read_from(number: int, loader: Any) -> tuple[list[list[int]], list[int]]:
+        """An epoch, and what everybody draws after it."""
+        for seed in (torch.manual_seed, random.seed, numpy.random.seed):
+            seed(number)
+        return epoch(loader), draw(6)
+
+    def own() -> ShardedDataLoader:
+        return ShardedDataLoader(DataLoader(numbers(6), batch_size=2, sampler=Shuffling(6, draw)), data_seed=1)
+
+    first, following = read_from(98, own())
+    assert following == read_from(98, DataLoader(numbers(6), batch_size=2))[1]
+    assert read_from(99, own())[0] == first
 
 
 class Buckets(BatchSampler):
