@@ -36,6 +36,7 @@ from fullshard.config.schema import CheckpointConfig, RunConfig
 from fullshard.core.errors import CheckpointError, CommunicationError, ConfigError, DataError, OptimizerError
 from fullshard.engine import ShardedParameter, describe, units_of
 from fullshard.engine.lockstep import Lockstep
+from tests.differential import own_part
 from tests.distributed import run_ranks
 
 
@@ -65,6 +66,19 @@ def whole(model: nn.Module) -> dict[str, torch.Tensor]:
     return full_state_dict(model, rank0_only=False)
 
 
+def clear(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Leave nothing of what is to be loaded."""
+    for parameter in model.parameters():
+        for tensor in (parameter, *optimizer.state[parameter].values()):
+            tensor.detach().zero_()
+
+
+def moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """This rank's part of Adam's state."""
+    named = ((name, optimizer.state[parameter]) for name, parameter in model.named_parameters())
+    return {f"{name}/{key}": own_part(value) for name, state in named for key, value in state.items()}
+
+
 class Stream(IterableDataset[torch.Tensor]):
     """Numbers as a stream."""
 
@@ -75,7 +89,7 @@ class Stream(IterableDataset[torch.Tensor]):
 # -- metrics and collectives ------------------------------------------------------------------------------------
 
 
-def _metrics() -> dict[str, Any]:
+def _metrics(marker: Path) -> dict[str, Any]:
     accelerator = Accelerator()
     results: dict[str, Any] = {}
     for name, dataset in {"map": TensorDataset(torch.arange(11)), "stream": Stream()}.items():
@@ -117,9 +131,11 @@ def _metrics() -> dict[str, Any]:
     with contextlib.redirect_stdout(output):
         accelerator.print("once")
     results["printed"] = output.getvalue()
-    order: list[int] = []
     with accelerator.main_process_first():
-        order.append(accelerator.process_index)
+        results["first"] = marker.exists()
+        if rank == 0:
+            time.sleep(0.1)
+            marker.touch()
     results["main"] = accelerator.on_main_process(lambda: "main")()
     results["last"] = accelerator.on_process(process_index=1)(lambda: "last")()
     return results
@@ -213,8 +229,8 @@ def test_ranks_may_read_in_different_orders() -> None:
     assert run_ranks(_rightly_apart, 2) == [(1, [])] * 2
 
 
-def test_metrics_and_collectives() -> None:
-    results = run_ranks(_metrics, 2)
+def test_metrics_and_collectives(tmp_path: Path) -> None:
+    results = run_ranks(_metrics, 2, tmp_path / "made by rank 0")
     for rank, result in enumerate(results):
         for name in ("map", "stream"):
             rows, objects = result[name]
@@ -235,6 +251,7 @@ def test_metrics_and_collectives() -> None:
         assert result["split"] == (["a", "b"] if rank == 0 else ["c"])
         assert result["split_padded"] == ([0, 1] if rank == 0 else [2, 2])
         assert result["printed"] == ("once\n" if rank == 0 else "")
+        assert result["first"] == (rank == 1), "rank 0 runs the block before the others"
         assert result["main"] == ("main" if rank == 0 else None)
         assert result["last"] == ("last" if rank == 1 else None)
 
@@ -878,7 +895,7 @@ def _kinds(directory: str) -> dict[str, list[str]]:
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     accelerator.backward(model(torch.ones(2, 4)).sum())
     optimizer.step()
-    full = whole(model)
+    full, held = whole(model), moments(model, optimizer)
     for kind in ("SHARDED_STATE_DICT", "LOCAL_STATE_DICT", "FULL_STATE_DICT"):
         plugin.set_state_dict_type(kind)
         path = Path(accelerator.save_state(f"{directory}/{kind}"))
@@ -893,8 +910,10 @@ def _kinds(directory: str) -> dict[str, list[str]]:
             assert all(torch.equal(state[name], full[name]) for name in full)
         else:
             assert state == {}
+        clear(model, optimizer)
         accelerator.load_state(f"{directory}/{kind}")
         assert all(torch.equal(now, full[name]) for name, now in whole(model).items())
+        assert all(torch.equal(moments(model, optimizer)[name], then) for name, then in held.items())
     return names
 
 
@@ -918,8 +937,13 @@ def _with_torch_format(directory: str, wait: bool) -> dict[str, torch.Tensor]:
     optimizer.step()
     for _ in range(2):  # the second replaces the first
         accelerator.save_state(f"{directory}/a", wait=wait)
+    expected, held = whole(model), moments(model, optimizer)
+    accelerator.load_state(f"{directory}/a")  # waits for what is being saved
+    clear(model, optimizer)
     accelerator.load_state(f"{directory}/a")
-    return whole(model)
+    assert all(torch.equal(moments(model, optimizer)[name], then) for name, then in held.items())
+    assert all(torch.equal(now, expected[name]) for name, now in whole(model).items())
+    return expected
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
