@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch import nn
 
-from fullshard.api import Accelerator, FullyShardedDataParallelPlugin
+from fullshard.api import Accelerator, FullyShardedDataParallelPlugin, GradScalerKwargs
 from fullshard.api import accelerator as accelerator_module
 from fullshard.api import plugin as plugin_module
 from fullshard.config.accelerate import FLAT
@@ -201,12 +201,18 @@ def test_a_model_spread_over_devices_is_refused() -> None:
         Accelerator().prepare(spread)
 
 
-def test_gradients_are_clipped_by_value() -> None:
-    accelerator = Accelerator()
-    prepared = accelerator.prepare(model())
+@pytest.mark.parametrize("mode", ["no", "fp16"])
+def test_gradients_are_clipped_by_value(mode: str) -> None:
+    """Not those of a loss that is scaled: what moves the weights is."""
+    accelerator = Accelerator(cpu=True, mixed_precision=mode, kwargs_handlers=[GradScalerKwargs(init_scale=8.0)])
+    prepared, optimizer = model(), None
+    prepared, optimizer = accelerator.prepare(prepared, torch.optim.SGD(prepared.parameters(), lr=1.0))
+    before = accelerator.get_state_dict(prepared)
     accelerator.backward(prepared(torch.ones(2, 4)).sum() * 100)
     accelerator.clip_grad_value_(prepared.parameters(), 0.01)
-    assert max(p.grad.abs().max() for p in prepared.parameters() if p.grad is not None and p.grad.shape.numel()) <= 0.01
+    optimizer.step()
+    after = accelerator.get_state_dict(prepared)
+    assert max((after[name] - before[name]).abs().max().item() for name in before) == pytest.approx(0.01, rel=1e-4)
 
 
 # -- Transformers -------------------------------------------------------------------------------------------------
