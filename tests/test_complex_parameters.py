@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fullshard.checkpoint import export_hf, full_state_dict, load_checkpoint, save_checkpoint
 from fullshard.engine import MixedPrecisionPolicy, clip_grad_norm_, no_sync, shard_model
 from fullshard.engine.bucket import bucket_of
+from tests.differential import compare, optimizer_state
 from tests.distributed import run_ranks
 from tests.traps import assert_same_parameters, rank_and_size, sharded_parameters, whole_gradient
 
@@ -76,6 +77,8 @@ def check_training(directory: str, strategy: str) -> None:
     shard_model(other, unit_modules=[])
     other_optimizer = torch.optim.AdamW(other.parameters(), lr=0.01)
     load_checkpoint(path / "saved", model=other, optimizer=other_optimizer)
+    moments, loaded = optimizer_state(model, optimizers[0]), optimizer_state(other, other_optimizer)
+    assert moments and set(compare({"state": loaded}, {"state": moments}).values()) == {0.0}
     whole = full_state_dict(model, rank0_only=False)
     [file] = (path / "exported").glob("*.safetensors")
     for tensors in (full_state_dict(other, rank0_only=False), load_file(file)):
