@@ -178,6 +178,7 @@ def test_a_scheduler_steps_once_per_optimizer_step() -> None:
             optimizer.zero_grad()
         rates.append(scheduler.get_last_lr()[0])
         ends.append(accelerator.sync_gradients)
+        assert not accelerator.optimizer_step_was_skipped, "what scripts ask whose schedule is not prepared"
     assert ends == [False, True, False, True, True], "the last batch of an epoch ends a step"
     assert rates == [0.1, 0.05, 0.05, 0.025, 0.0125]
 
@@ -226,6 +227,25 @@ def test_clipping_between_steps_only_measures() -> None:
         assert accelerator.clip_grad_norm_(model.parameters(), float("inf")) == pytest.approx(0.1, rel=1e-4)
         accelerator.clip_grad_value_(model.parameters(), 0.01)
     assert max(p.grad.abs().max().item() for p in model.parameters()) == pytest.approx(0.01)
+
+
+def test_a_closure_is_called_in_the_step_that_ends_an_accumulation() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, optimizer = accelerator.prepare(*model_and_optimizer())
+    before = accelerator.get_state_dict(model)
+    losses: list[float] = []
+
+    def closure() -> float:
+        loss = model(torch.ones(1, 4)).sum()
+        accelerator.backward(loss)
+        losses.append(loss.item())
+        return losses[-1]
+
+    with accelerator.accumulate(model):
+        assert optimizer.step(closure) is None and not losses
+    with accelerator.accumulate(model):
+        assert [optimizer.step(closure)] == losses
+    assert not any(torch.equal(value, before[name]) for name, value in accelerator.get_state_dict(model).items())
 
 
 def test_fp16_with_two_optimizers_is_refused() -> None:

@@ -473,8 +473,8 @@ def test_fp16_overflow_on_one_rank_skips_the_step_everywhere() -> None:
         assert result["rates"] == [0.025, 0.025, 0.00625], "a schedule steps once for each rank"
         assert result["finite"]
         assert result["scale"] == 512.0
-        assert result["norms"][0] < 10, "the norm must be that of unscaled gradients"
-    assert results[0]["norms"][0] == results[1]["norms"][0]
+        assert max(result["norms"][::2]) < 10, "norms must be those of unscaled gradients, in every step"
+    assert results[0]["norms"][::2] == results[1]["norms"][::2]
 
 
 def _refusals() -> str:
