@@ -56,11 +56,12 @@ def run_hosts(
         function: a function at module level.
         ranks_per_host: how many ranks each host has.
         args: passed on; must be picklable.
-        dies: a rank that will not return; its result is None.
+        dies: a rank that neither returns nor raises; its result is None.
         timeout: seconds until all processes are ended and the test fails.
 
     Raises:
-        RuntimeError: a rank raised (the message holds all tracebacks, the first one first), died, or the time is over.
+        RuntimeError: a rank raised (the message holds all tracebacks, the first one first), died or did not although
+            it was to, or the time is over.
     """
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
@@ -79,24 +80,26 @@ def run_hosts(
                 if time.monotonic() > deadline:
                     raise RuntimeError(f"not finished in time: {_logs(directory)}")
                 time.sleep(_POLL_SECONDS)
-            return _results(directory, [rank for rank in range(first) if rank != dies], first)
+            return _results(directory, first, dies)
         finally:
             for process in hosts:
                 process.kill()
                 process.join()
 
 
-def _results(directory: Path, ranks: Sequence[int], world_size: int) -> list[Any]:
+def _results(directory: Path, world_size: int, dies: int | None) -> list[Any]:
     values: list[Any] = [None] * world_size
     problems = []
-    for rank in ranks:
+    for rank in range(world_size):
         path = directory / f"result{rank}"
-        if not path.exists():
+        if path.exists():
+            succeeded, values[rank] = pickle.loads(path.read_bytes())  # noqa: S301 -- our own
+            if not succeeded:
+                problems.append((path.stat().st_mtime, f"rank {rank} raised:\n{values[rank]}"))
+            elif rank == dies:
+                problems.append((path.stat().st_mtime, f"rank {rank} did not die"))
+        elif rank != dies:
             problems.append((time.time(), f"rank {rank} died"))
-            continue
-        succeeded, values[rank] = pickle.loads(path.read_bytes())  # noqa: S301 -- our own
-        if not succeeded:
-            problems.append((path.stat().st_mtime, f"rank {rank} raised:\n{values[rank]}"))
     if problems:  # the first of them may have led to the others
         raise RuntimeError("\n".join([*(text for _, text in sorted(problems)), _logs(directory)]))
     return values
