@@ -248,6 +248,7 @@ def check_export(directory: str) -> None:
     if init_mesh().rank == 0:
         assert all(torch.equal(whole[name], average[name]) for name in average)
         stored = load_file(Path(directory) / "hf" / "model.safetensors")
+        assert stored.keys() == average.keys() - {"head.weight"}, "which is tied"
         assert all(torch.equal(stored[name], average[name]) for name in stored)
 
 
