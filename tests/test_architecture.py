@@ -151,14 +151,20 @@ def test_no_absolute_paths_in_the_sources() -> None:
     assert [path for path in ROOT.rglob("*.py") if pattern.search(path.read_text())] == []
 
 
+UNPICKLES = {"pickle.load", "pickle.loads", "pickle.Unpickler"}
+
+
 def test_no_pickle_on_a_load_path() -> None:
     """A checkpoint must not be able to run code. (`launch` pickles messages between this job's own ranks.)"""
-    for path in source_files(*(layer for layer in LAYERS if layer != "launch")):
+    for path in (*source_files(*(layer for layer in LAYERS if layer != "launch")), *ROOT.glob("*.py")):
         for node in nodes(path):
+            if isinstance(node, ast.ImportFrom):
+                found = {f"{node.module}.{alias.name}" for alias in node.names}
+                assert not found & {*UNPICKLES, "torch.load"}, f"{path}:{node.lineno} hides what it calls"
             if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
                 continue
             function = ast.unparse(node.func)
-            assert function not in ("pickle.load", "pickle.loads"), f"{path}:{node.lineno}"
+            assert function not in UNPICKLES, f"{path}:{node.lineno}"
             if function == "torch.load":
                 safe = [k for k in node.keywords if k.arg == "weights_only" and ast.unparse(k.value) == "True"]
                 assert safe, f"{path}:{node.lineno} loads without weights_only=True"
