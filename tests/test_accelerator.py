@@ -6,6 +6,7 @@ pytest tests/test_accelerator.py
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import pickle
 import shutil
@@ -229,6 +230,22 @@ def test_clipping_between_steps_only_measures() -> None:
     assert max(p.grad.abs().max().item() for p in model.parameters()) == pytest.approx(0.01)
 
 
+def test_groups_and_state_are_those_of_the_optimizer_inside() -> None:
+    accelerator, (model, _) = Accelerator(cpu=True), model_and_optimizer()
+    first, second = (list(layer.parameters()) for layer in model.children())
+    inner = torch.optim.SGD(first, lr=0.1, momentum=0.9)
+    model, optimizer = accelerator.prepare(model, inner)
+    optimizer.add_param_group({"params": second, "lr": 0.2})
+    assert [p for group in inner.param_groups for p in group["params"]] == list(model.parameters())
+    accelerator.backward(model(torch.ones(1, 4)).sum())
+    optimizer.step()
+    state = copy.deepcopy(optimizer.state_dict())
+    state["param_groups"][1]["lr"] = 0.3
+    inner.state.clear()
+    optimizer.load_state_dict(state)
+    assert [group["lr"] for group in inner.param_groups] == [0.1, 0.3] and len(inner.state) == 4
+
+
 def test_a_closure_is_called_in_the_step_that_ends_an_accumulation() -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model, optimizer = accelerator.prepare(*model_and_optimizer())
@@ -303,6 +320,24 @@ def test_loading_into_other_objects_is_refused(tmp_path: Path) -> None:
     other.prepare(*model_and_optimizer(), *model_and_optimizer())
     with pytest.raises(CheckpointError, match="holds 1 models with optimizers, 2 are prepared"):
         other.load_state(tmp_path / "state")
+
+
+def test_a_damaged_part_leaves_the_others_as_they_are(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    models = accelerator.prepare(*model_and_optimizer(), *model_and_optimizer())[::2]
+    accelerator.save_state(tmp_path)
+    for parameter in itertools.chain(*(model.parameters() for model in models)):
+        parameter.detach().zero_()
+    for number in range(2):
+        [file] = (tmp_path / f"part_{number}").glob("model-*")
+        whole = file.read_bytes()
+        file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        with pytest.raises(CheckpointError, match=rf"part_{number}.* is damaged"):
+            accelerator.load_state(tmp_path)
+        file.write_bytes(whole)
+    assert not any(value.any() for model in models for value in accelerator.get_state_dict(model).values())
+    accelerator.load_state(tmp_path)
+    assert all(value.any() for model in models for value in accelerator.get_state_dict(model).values())
 
 
 def test_what_another_accelerator_prepared_is_taken_over(capsys: pytest.CaptureFixture[str]) -> None:
