@@ -322,6 +322,20 @@ def test_loading_into_other_objects_is_refused(tmp_path: Path) -> None:
         other.load_state(tmp_path / "state")
 
 
+@pytest.mark.parametrize("beside", [True, False])
+def test_a_model_without_an_optimizer_is_saved_too(tmp_path: Path, beside: bool) -> None:
+    accelerator = Accelerator(cpu=True)
+    if beside:
+        accelerator.prepare(*model_and_optimizer())
+    model = accelerator.prepare(model_and_optimizer()[0])
+    expected = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+    accelerator.save_state(tmp_path)
+    for parameter in model.parameters():
+        parameter.detach().zero_()
+    accelerator.load_state(tmp_path)
+    assert all(torch.equal(value, expected[name]) for name, value in accelerator.get_state_dict(model).items())
+
+
 def test_a_damaged_part_leaves_the_others_as_they_are(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True)
     models = accelerator.prepare(*model_and_optimizer(), *model_and_optimizer())[::2]
