@@ -18,7 +18,7 @@ from torch import nn
 from fullshard.checkpoint import load_checkpoint, save_checkpoint
 from fullshard.core.errors import CheckpointError, ConfigError, OptimizerError
 from fullshard.engine import ShardedParameter, init_mesh, shard_model
-from fullshard.optim import Adafactor, TransformersAdafactor
+from fullshard.optim import Adafactor, Muon, TransformersAdafactor
 from tests import optimizers, trainers
 from tests.differential import check, compare, optimizer_state, parameters
 from tests.distributed import run_ranks
@@ -194,6 +194,20 @@ def test_trainer(tmp_path: Path) -> None:
     two = run_ranks(partial(train, stock=False), 2, str(tmp_path / "two"))[0]
     assert two["own"] < two["total"]
     assert trainers.close(two["losses"], expected["losses"], 1e-4)
+
+
+@pytest.mark.parametrize("kind", [Adafactor, TransformersAdafactor, Muon])
+def test_a_closure_computes_what_is_stepped_with(kind: Any) -> None:
+    model = nn.Linear(3, 2, bias=False)
+    optimizer, before = kind(model.parameters()), model.weight.detach().clone()
+
+    def closure() -> torch.Tensor:
+        loss = model(torch.ones(1, 3)).square().sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() > 0
+    assert not torch.equal(model.weight, before)
 
 
 # -- refused ------------------------------------------------------------------------------------------------------
