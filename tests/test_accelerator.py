@@ -26,6 +26,7 @@ import fullshard
 from fullshard.api import Accelerator, DistributedType, FullyShardedDataParallelPlugin, GradientAccumulationPlugin
 from fullshard.api.collectives import send_to_device
 from fullshard.api.options import Handlers, ProjectConfiguration
+from fullshard.checkpoint.save import PendingSave
 from fullshard.config.schema import ShardingConfig
 from fullshard.core.errors import CheckpointError, ConfigError, LifecycleError
 from fullshard.engine import FSDPModule
@@ -363,6 +364,24 @@ def test_what_another_accelerator_prepared_is_taken_over(capsys: pytest.CaptureF
     )
     assert second.prepare(optimizer).scaler is second.scaler is not first.scaler
     assert first.gradient_accumulation_steps == 3
+
+
+def test_a_save_in_the_background_that_failed_is_told_by_the_next_and_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers = itertools.count()
+
+    def fail(*_: Any) -> None:
+        raise CheckpointError(f"save {next(numbers)} failed")
+
+    monkeypatch.setattr(PendingSave, "complete", fail)
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(*model_and_optimizer())
+    for number, then in enumerate((lambda: accelerator.save_state(tmp_path / "next"), accelerator.end_training)):
+        accelerator.save_state(tmp_path / str(number), wait=False)
+        with pytest.raises(CheckpointError, match=f"save {number} failed"):
+            then()
+    accelerator.end_training()
 
 
 def test_loading_never_numbers_checkpoints_anew(tmp_path: Path) -> None:
