@@ -876,7 +876,7 @@ def _scaled(directory: str) -> list[float]:
         scales += [accelerator.scaler.get_scale(), float(accelerator.step)]
         assert model is not None
         accelerator.free_memory()
-        accelerator.step = 0
+        assert accelerator.step == 0
     return scales
 
 

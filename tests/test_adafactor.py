@@ -202,7 +202,7 @@ def test_a_closure_computes_what_is_stepped_with(kind: Any) -> None:
     optimizer, before = kind(model.parameters()), model.weight.detach().clone()
 
     def closure() -> torch.Tensor:
-        loss = model(torch.ones(1, 3)).square().sum()
+        loss: torch.Tensor = model(torch.ones(1, 3)).square().sum()
         loss.backward()
         return loss
 
