@@ -187,8 +187,9 @@ def check_scaler(fused: bool, overflow: bool) -> float:
     """An overflow on the last rank only: every rank skips the step and halves the scale."""
     rank, size = rank_and_size()
     reference, model = build(Single), build_sharded(Single, BLOCKS)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
-    expected = torch.optim.AdamW(reference.parameters(), lr=0.01)
+    # An epsilon as large as the gradients: without it Adam would step the same with gradients that are still scaled.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=0.1, fused=fused)
+    expected = torch.optim.AdamW(reference.parameters(), lr=0.01, eps=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=100)
     before = {name: p.full_tensor() for name, p in sharded_parameters(model).items()}
     x = batch(0, rank).float()
