@@ -119,6 +119,7 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "equal": lambda p: torch.equal(p, p.clone()),
     "not equal": lambda p: torch.equal(p, p + 1),
     "allclose": lambda p: torch.allclose(p, p * 1.0),
+    "not allclose": lambda p: torch.allclose(p, p + 1),
     "item": lambda p: p[1, 2, 3].item(),
     "exp": torch.exp,
     "p * p - 1": lambda p: p * p - 1,

@@ -352,19 +352,8 @@ def _equal(_func: torch_private.Kernel, left: Any, right: Any) -> Any:
     are_both = isinstance(left, ShardedTensor) and isinstance(right, ShardedTensor)
     if left.shape != right.shape or not are_both or not left.span.is_like(right.span):
         return NotImplemented if left.shape == right.shape else False
-    return _everywhere(torch.equal(left.local, right.local), left.span)
-
-
-def _all_close(_func: torch_private.Kernel, left: Any, right: Any, *args: Any, **options: Any) -> bool:
-    close = torch.isclose(left, right, *args, **options)
-    if not isinstance(close, ShardedTensor):
-        return bool(close.full_tensor().all() if isinstance(close, DTensor) else close.all())
-    return _everywhere(bool(close.local.all()), close.span)
-
-
-def _everywhere(holds: bool, span: Span) -> bool:
-    """Whether something holds for the intervals of all ranks."""
-    return not _reduced(torch.tensor(int(not holds), device=span.mesh.device), span, Partial()).item()
+    differ = torch.tensor(int(not torch.equal(left.local, right.local)), device=left.span.mesh.device)
+    return not _reduced(differ, left.span, Partial()).item()
 
 
 def _new(func: torch_private.Kernel, tensor: ShardedTensor, size: Sequence[int], *args: Any, **options: Any) -> Any:
@@ -380,7 +369,6 @@ _SPECIAL: dict[str, Callable[..., Any]] = {
     "linalg_vector_norm": _norm,
     torch_private.MAX_OF_MANY: lambda _, tensors: [tensor.max() for tensor in tensors],
     torch_private.NORM_OF_MANY: _norms,
-    "allclose": _all_close,
     "equal": _equal,
     torch_private.ITEM: lambda _, tensor: tensor.span.gather(tensor.local).item(),
     "is_same_size": lambda _, left, right: left.shape == right.shape,
