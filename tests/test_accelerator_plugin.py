@@ -22,6 +22,7 @@ from torch.distributed.fsdp import wrap
 from fullshard.api import Accelerator, FullyShardedDataParallelPlugin
 from fullshard.api import plugin as plugin_module
 from fullshard.api.configure import run_config
+from fullshard.config.fsdp import FSDP
 from fullshard.config.handover import hand_over
 from fullshard.config.resolve import resolve
 from fullshard.config.schema import PrecisionConfig, RunConfig
@@ -48,7 +49,15 @@ def precision_of(plugin: Plugin) -> PrecisionConfig:
 
 def test_the_field_names_are_accelerates() -> None:
     theirs = pytest.importorskip("accelerate.utils").FullyShardedDataParallelPlugin
-    assert {f.name for f in dataclasses.fields(Plugin)} == {f.name for f in dataclasses.fields(theirs)}
+    names = {f.name for f in dataclasses.fields(theirs)} | {"activation_checkpointing_mode"}
+    assert {f.name for f in dataclasses.fields(Plugin)} == names
+
+
+def test_what_an_fsdp_config_sets_can_be_said_by_a_field() -> None:
+    """A Trainer gives its `fsdp_config` to the engine by a plugin: what that has no field for would be lost."""
+    rows = [plugin_module.PLUGIN.find(field.name) for field in dataclasses.fields(Plugin)]
+    said = {row.target for row in rows if row is not None}.union(*plugin_module._PARTS.values())
+    assert {key.target for key in FSDP.keys if key.target is not None} <= said
 
 
 def test_unknown_fields_are_type_errors() -> None:
@@ -393,6 +402,10 @@ def test_what_is_changed_on_the_plugin_counts_for_the_next_model() -> None:
     sharding = accelerator.setup.sharding
     assert sharding.activation_checkpointing and sharding.cpu_offload
     assert sharding.resolved_strategy().name == "SHARD_GRAD_OP" and plugin.reshard_after_forward is False
+    plugin.activation_checkpointing_mode = "selective"
+    _dtypes(accelerator)
+    assert accelerator.setup.sharding.activation_checkpointing_mode == "selective"
+    plugin.activation_checkpointing_mode = "full"
     plugin.reshard_after_forward, plugin.activation_checkpointing = True, False
     _dtypes(accelerator)
     sharding = accelerator.setup.sharding

@@ -25,10 +25,11 @@ from fullshard.checkpoint.lease import LEASE_NAME
 from fullshard.config.trackers import PACKAGES
 from fullshard.core.errors import CheckpointError, ConfigError, DamagedError, DataError, NonFiniteError, WrapError
 from fullshard.core.journal import read_journal
+from fullshard.engine import describe
 from fullshard.launch.preemption import PREEMPTED, exit_code
 from fullshard.observe import StepMetrics, read_metrics
 from fullshard.recipes.arguments import TrainArguments
-from fullshard.recipes.loop import Trainer, learning_rate
+from fullshard.recipes.loop import StepResult, Trainer, learning_rate
 from fullshard.recipes.tokenizer import train_tokenizer
 from fullshard.recipes.train import train
 from tests.distributed import run_ranks
@@ -105,30 +106,58 @@ def reference(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> list[St
     return list(read_metrics(arguments.output_dir / "metrics.jsonl"))
 
 
+def _watched(arguments: TrainArguments) -> tuple[str, int]:
+    """Train; what the model is in the last step, and how often a part of its first layer ran in it."""
+    seen: list[tuple[str, int]] = []
+    step = Trainer.step
+
+    def watched(trainer: Trainer, number: int) -> StepResult:
+        runs: list[int] = []
+        part = trainer.model.get_submodule("model.layers.0.mlp")
+        handle = part.register_forward_pre_hook(lambda *_: runs.append(number))
+        result = step(trainer, number)
+        handle.remove()
+        seen.append((str(describe(trainer.model)), len(runs)))
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "step", watched)
+        train(arguments)
+    return seen[-1]
+
+
+SELECTIVE = {"activation_checkpointing": True, "activation_checkpointing_mode": "selective"}
+
+
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "said", "runs"),
     [
-        {},
-        {"strategy": "SHARD_GRAD_OP"},
-        {"strategy": "NO_SHARD"},
-        {"strategy": "HYBRID_SHARD", "shard_size": 1},
-        {"micro_batch_size": 1},
-        {"micro_batch_size": 2, "activation_checkpointing": True, "activation_checkpointing_mode": "selective"},
-        pytest.param({"micro_batch_size": 2, "activation_checkpointing": True}, marks=pytest.mark.full),
-        {"micro_batch_size": 2, "loss_chunk": 50, "reshard_after_forward": "auto", "unsharded_memory_gib": 0.001},
-        {"wrap": "LlamaMLP, LlamaAttention"},
-        {"wrap": "none"},
-        pytest.param({"compile": True}, marks=pytest.mark.full),
+        ({}, "(FULL_SHARD, 1 x 2)", 1),
+        ({"strategy": "SHARD_GRAD_OP"}, "(SHARD_GRAD_OP, 1 x 2)", 1),
+        ({"strategy": "NO_SHARD"}, "(NO_SHARD, 2 x 1)", 1),
+        ({"strategy": "HYBRID_SHARD", "shard_size": 1}, "(NO_SHARD, 2 x 1)", 1),
+        ({"micro_batch_size": 1}, "", 3),
+        ({"micro_batch_size": 2, **SELECTIVE}, "", 4),
+        pytest.param({"micro_batch_size": 2, "activation_checkpointing": True}, "", 4, marks=pytest.mark.full),
+        (
+            {"micro_batch_size": 2, "loss_chunk": 50, "reshard_after_forward": "auto", "unsharded_memory_gib": 0.001},
+            "(SHARD_GRAD_OP, 1 x 2)",  # all of them are kept
+            2,
+        ),
+        ({"wrap": "LlamaMLP, LlamaAttention"}, "in 5 units", 1),
+        ({"wrap": "none"}, "in 1 units", 1),
+        pytest.param({"compile": True}, "", 0, marks=pytest.mark.full),  # of which hooks inside see nothing
     ],
     ids=str,
 )
 @pytest.mark.filterwarnings("ignore:.*only the root.*")
 def test_layout_does_not_change_the_training(
-    inputs: Path, tmp_path: Path, reference: list[StepMetrics], changes: dict[str, Any]
+    inputs: Path, tmp_path: Path, reference: list[StepMetrics], changes: dict[str, Any], said: str, runs: int
 ) -> None:
     """Two ranks see the global batch of 5 that one process sees (3 and 2 sequences), however they are sharded."""
     arguments = _arguments(inputs, tmp_path, **changes)
-    run_ranks(train, 2, arguments)
+    line, count = run_ranks(_watched, 2, arguments)[0]
+    assert said in line and count == runs, (line, count)
     metrics = list(read_metrics(tmp_path / "metrics.jsonl"))
     assert _losses(metrics) == pytest.approx(_losses(reference), rel=2e-5)
     norms = [[record.grad_norm for record in records] for records in (metrics, reference)]

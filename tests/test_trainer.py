@@ -92,8 +92,23 @@ def test_every_sample_is_dealt_once(tmp_path: Path, strategy: str) -> None:
         assert all(len(set(a + b)) <= 2 for a, b in zip(*ranks, strict=True))  # alike over both ranks
 
 
-@pytest.mark.parametrize("spelling", ["gradient_checkpointing", "activation_checkpointing", "fsdp_config", "mode"])
-def test_activation_checkpointing(tmp_path: Path, spelling: str) -> None:
+def recomputed(output: str, options: dict[str, Any]) -> tuple[list[float], int, str]:
+    """Losses, how often a part of a layer ran, and what of this library has the layer recomputed."""
+    made, runs = trainer(build(), arguments(output, **options)), list[int]()
+    layer = made.model.model.layers[0]
+    layer.mlp.register_forward_pre_hook(lambda *_: runs.append(1))
+    made.train()
+    how = vars(layer).get("_recomputed_by")
+    return result(made)["losses"], len(runs), how.__name__ if how else ""
+
+
+@pytest.mark.parametrize(
+    ("spelling", "expected"),
+    [("gradient_checkpointing", ""), ("activation_checkpointing", ""), ("fsdp_config", "_wholly"),
+     ("mode", "_selectively")],
+)  # fmt: skip
+def test_activation_checkpointing(tmp_path: Path, spelling: str, expected: str) -> None:
+    """As Transformers does it where its own arguments ask for it."""
     [stock] = run_ranks(run, 1, str(tmp_path / "stock"), "llama", True, {})
     options = (
         {"fsdp_config": {"activation_checkpointing": True}}
@@ -102,8 +117,9 @@ def test_activation_checkpointing(tmp_path: Path, spelling: str) -> None:
         if spelling == "mode"
         else {spelling: True, f"{spelling}_kwargs": {"use_reentrant": spelling == "gradient_checkpointing"}}
     )
-    sharded = run_ranks(run, 2, str(tmp_path / "sharded"), "llama", False, options)
-    assert close(sharded[0]["losses"], stock["losses"])
+    losses, runs, how = run_ranks(recomputed, 2, str(tmp_path / "sharded"), options)[0]
+    assert close(losses, stock["losses"])
+    assert (runs, how) == (2 * len(losses), expected)
 
 
 def bf16(output: str) -> Any:

@@ -66,8 +66,8 @@ _OBJECTS = ("mixed_precision_policy", "param_init_fn")
 _NAMES = ("sharding_strategy", "backward_prefetch", "state_dict_type")
 SETTINGS = (
     *("sharding_strategy", "reshard_after_forward", "backward_prefetch", "forward_prefetch", "cpu_offload"),
-    *("activation_checkpointing", "activation_checkpointing_offload", "mixed_precision_policy", "state_dict_type"),
-    *("sync_module_states", "cpu_ram_efficient_loading"),
+    *("activation_checkpointing", "activation_checkpointing_mode", "activation_checkpointing_offload"),
+    *("mixed_precision_policy", "state_dict_type", "sync_module_states", "cpu_ram_efficient_loading"),
 )
 """The others have no effect, or are asked for when a model is sharded, as they may be modules and functions."""
 _PARTS = {
@@ -113,6 +113,8 @@ class FullyShardedDataParallelPlugin:
             `sync_module_states`.
         transformer_cls_names_to_wrap: class names of the units; a text with commas, or a list.
         min_num_params: parameters a unit has at least, for `size_based_wrap`.
+        activation_checkpointing_mode: with `activation_checkpointing`: `full`, or `selective`, which keeps what is dear
+            to compute for its size. Not in Accelerate.
 
     Raises:
         ConfigError: a value that is unknown or cannot be honoured.
@@ -139,6 +141,7 @@ class FullyShardedDataParallelPlugin:
     cpu_ram_efficient_loading: bool | None = None
     transformer_cls_names_to_wrap: str | list[str] | None = None
     min_num_params: int | None = None
+    activation_checkpointing_mode: str | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "ignored_modules" and value is not None and not isinstance(value, str):
@@ -212,6 +215,8 @@ class FullyShardedDataParallelPlugin:
     def changes(self, before: Mapping[str, Any]) -> Reading:
         """What was set since `settings` gave `before`; of what a field said then nothing is left."""
         changed = {name: value for name, value in self.settings().items() if value != before[name]}
+        if "activation_checkpointing_mode" in changed:  # by itself it would mean nothing
+            changed["activation_checkpointing"] = self.said("activation_checkpointing")
         policy, anew, origin = changed.get("mixed_precision_policy"), Reading(), Origin.argument(type(self).__name__)
         for name, value in changed.items():
             row, is_left = PLUGIN.find(name), value is None or name == "mixed_precision_policy"
