@@ -19,9 +19,12 @@ from torch import nn
 
 from fullshard import Accelerator
 from fullshard.api.options import ProjectConfiguration
+from fullshard.checkpoint import lease as leases
 from fullshard.checkpoint import save_checkpoint
 from fullshard.checkpoint.lease import LASTS_SECONDS, LEASE_NAME, hold_folder, lease, let_go
+from fullshard.checkpoint.objects import ObjectPath, location
 from fullshard.core.errors import CheckpointError, ConfigError
+from tests.launching import wait_until
 
 HOLDER = """
 import sys, time
@@ -89,6 +92,23 @@ def test_clocks_of_two_hosts_may_be_apart(
     os.utime(path, (old, old))
     with lease(tmp_path):
         assert [file.name for file in tmp_path.iterdir()] == [LEASE_NAME]
+
+
+def test_a_lease_is_renewed_while_it_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or another host would take a job that runs for one that has ended."""
+    monkeypatch.setattr(leases, "RENEWED_EVERY_SECONDS", 0.01)
+    monkeypatch.setattr(leases, "_THREAD", "not one that sleeps already")
+    for folder in (tmp_path, location(f"memory://bucket/{tmp_path.name}")):
+        path = folder / LEASE_NAME
+        with lease(folder):
+            text = json.loads(path.read_text()) | {"renewed": 0.0}
+            if isinstance(path, ObjectPath):
+                path.write_bytes(json.dumps(text).encode())
+                wait_until(lambda: json.loads(path.read_text())["renewed"] > text["since"], 10, "a renewal")  # noqa: B023
+                assert json.loads(path.read_text()) | {"renewed": 0.0} == text
+            else:
+                os.utime(path, (0, 0))
+                wait_until(lambda: path.stat().st_mtime > 0, 10, "a renewal")  # noqa: B023
 
 
 def test_a_save_that_replaces_or_removes_is_kept_from_anothers(tmp_path: Path) -> None:
