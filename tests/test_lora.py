@@ -556,7 +556,7 @@ def test_fullshard_merge_of_a_checkpoint_with_transformers_own_adapters(tmp_path
 
 
 def load_with_peft(directory: str) -> bool:
-    """PEFT's own function, which believes DTensors to be tensor parallelism's."""
+    """By PEFT's own function, which believes DTensors to be tensor parallelism's, and by ours."""
     from peft import LoraConfig, get_peft_model, load_peft_weights, set_peft_model_state_dict
 
     def make(seed: int) -> Any:
@@ -564,12 +564,12 @@ def load_with_peft(directory: str) -> bool:
         model = get_peft_model(build(), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
         return shard_model(model, unit_modules=list(model.base_model.model.model.layers))
 
-    first, second = make(1), make(2)
+    first, second, third = make(1), make(2), make(3)
     save_adapters(directory, first)
     set_peft_model_state_dict(second, load_peft_weights(directory, device="cpu"))
-    whole, loaded = (full_state_dict(model, rank0_only=False) for model in (first, second))
-    load_adapters(directory, make(3))
-    return all(torch.equal(whole[name], loaded[name]) for name in whole if "lora_" in name)
+    load_adapters(directory, third)
+    whole, *others = (full_state_dict(model, rank0_only=False) for model in (first, second, third))
+    return all(torch.equal(whole[name], loaded[name]) for loaded in others for name in whole if "lora_" in name)
 
 
 def test_adapters_are_loaded_into_sharded_ones(tmp_path: Path) -> None:

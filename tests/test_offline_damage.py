@@ -383,7 +383,7 @@ def test_an_index_stays_in_its_directory(tmp_path: Path, index: str, name: str) 
     save_file({"a": torch.ones(2)}, tmp_path / "secret.safetensors")
     save_file({"a": torch.ones(2)}, directory / "sub" / "model.safetensors")
     (directory / index).write_text(json.dumps({"weight_map": {"a": name}}))
-    with pytest.raises(CheckpointError):
+    with pytest.raises(CheckpointError, match="outside its directory"):
         open_source(directory)
 
 
