@@ -560,8 +560,9 @@ def load_with_peft(directory: str) -> bool:
     from peft import LoraConfig, get_peft_model, load_peft_weights, set_peft_model_state_dict
 
     def make(seed: int) -> Any:
-        torch.manual_seed(seed)
-        model = get_peft_model(build(), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+        base = build()
+        torch.manual_seed(seed)  # after the base, which is built of one seed
+        model = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
         return shard_model(model, unit_modules=list(model.base_model.model.model.layers))
 
     first, second, third = make(1), make(2), make(3)
@@ -580,21 +581,21 @@ def other_adapters(method: str, seed: int) -> Any:
     """A model with adapters of another method of PEFT's than LoRA."""
     import peft
 
-    torch.manual_seed(seed)
+    base = build()
+    torch.manual_seed(seed)  # after the base, which is built of one seed
     options: dict[str, Any] = {"task_type": "CAUSAL_LM"}
     if method == "transformers":  # its own way to add them, with no model of PEFT's around
-        base = build()
         for name in ("first", "second"):  # the last one is at work
             base.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False), name)
         return base
     match method:
         case "vera":  # its layers share two buffers
-            config: Any = peft.VeraConfig(r=4, target_modules=["q_proj"], **options)
+            config: Any = peft.VeraConfig(r=4, target_modules=["q_proj"], init_weights=False, **options)
         case "prompt":  # what is stored is computed
             config = peft.PromptTuningConfig(num_virtual_tokens=3, **options)
         case "adalora":  # parts of what is there are stored
             config = peft.AdaLoraConfig(init_r=4, total_step=10, target_modules=["q_proj"], **options)
-    model: Any = peft.get_peft_model(build(), config)
+    model: Any = peft.get_peft_model(base, config)
     if method == "adalora":
         names = [name for name, _ in model.base_model.model.named_parameters() if name.endswith("lora_E.default")]
         model.peft_config["default"].rank_pattern = {name: [True, False, True, True] for name in names}
