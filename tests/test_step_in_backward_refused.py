@@ -17,7 +17,7 @@ from fullshard.engine import MixedPrecisionPolicy, shard_model, step_in_backward
 from fullshard.wrap.forwards import checkpoint_modules
 from tests.optimizers import Make
 from tests.stepping import make_model, run_backward, stepping
-from tests.traps import BLOCKS, Stack
+from tests.traps import BLOCKS, Stack, batch
 
 
 def clip_norm(model: nn.Module, optimizer: optim.Optimizer) -> None:
@@ -106,6 +106,19 @@ def test_a_hook_before_the_step() -> None:
         run_backward(model, 0)
     handle.remove()
     run_backward(model, 0)
+
+
+def test_gradients_that_want_a_gradient() -> None:
+    """Where parameters stay whole, too, so that nothing else is in the way."""
+    for kind in ("plain", "NO_SHARD"):
+        model, optimizer = stepping(kind)
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        loss = model(batch(0, 0).to(before[0].dtype)).square().mean()
+        with pytest.raises(LifecycleError, match="create_graph=True, and AdamW would step in it"):
+            loss.backward(create_graph=True)
+        assert all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
+        run_backward(model, 0)
+        optimizer.step()
 
 
 def test_inside_unsharded() -> None:
