@@ -705,15 +705,6 @@ def remove_norm(model: Any) -> None:
     run_squared(changed, 0, 0)
 
 
-class Upper(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.triu()
-
-
-def parametrize_upper(model: Any) -> None:
-    nn.utils.parametrize.register_parametrization(model.embed, "weight", Upper())
-
-
 class Normed(Weighted):
     def __init__(self) -> None:
         super().__init__()

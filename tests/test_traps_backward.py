@@ -170,12 +170,6 @@ class Branching(nn.Module):
         return out
 
 
-def run_expert_per_rank(model: nn.Module, step: int, rank: int) -> torch.Tensor:
-    loss: torch.Tensor = model(batch(step, rank), expert=(step + rank) % 2).square().mean()
-    loss.backward()
-    return loss.detach()
-
-
 def run_expert_per_step(model: nn.Module, step: int, rank: int) -> torch.Tensor:
     loss: torch.Tensor = model(batch(step, rank), expert=(step // 2) % 2).square().mean()
     loss.backward()

@@ -243,27 +243,28 @@ def penalty_of_weights(model: nn.Module, step: int, rank: int) -> torch.Tensor:
     return loss.detach()
 
 
-def check_double_backward(strategy: str) -> None:
+def check_double_backward(run: Any, strategy: str) -> None:
     """The right numbers or an error of ours; nothing else, and the model works afterwards."""
     reference, model = build(Stack), build_sharded(Stack, BLOCKS, strategy=strategy)
     rank, _ = rank_and_size()
     try:
-        penalty(model, 0, rank)
+        run(model, 0, rank)
     except FullshardError:
         model.zero_grad()
     else:
         from tests.traps import reference_step
 
-        reference_step(reference, penalty, 0)
+        reference_step(reference, run, 0)
         assert_same_gradients(model, reference)
         model.zero_grad()
         reference.zero_grad()
     assert_trains_alike(model, reference, run_squared, steps=2)
 
 
+@pytest.mark.parametrize("run", [penalty, penalty_of_weights])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-def test_double_backward(strategy: str) -> None:
-    run_ranks(check_double_backward, 2, strategy)
+def test_double_backward(run: Any, strategy: str) -> None:
+    run_ranks(check_double_backward, 2, run, strategy)
 
 
 def check_functional() -> None:
