@@ -199,7 +199,9 @@ class DPConfig(_ConfigGroup, path="config.dist.dp"):
 class TPConfig(_ConfigGroup, path="config.dist.tp"):
     """Tensor parallelism, which is applied before."""
 
-    size: Annotated[Size, _refused("layers are split by torch's parallelize_module, before the model is sharded", unset=1)] = 1
+    size: Annotated[
+        Size, _refused("layers are split by torch's parallelize_module, before the model is sharded", unset=1)
+    ] = 1
 
 
 class PPConfig(_ConfigGroup, path="config.dist.pp"):
