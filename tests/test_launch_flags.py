@@ -251,6 +251,7 @@ def test_streams_are_checked() -> None:
     ("argv", "words"),
     [
         ([], "no script was named"),
+        (["-m", ""], "no script was named"),
         (["trian.py"], "the script trian.py does not exist\nhint: . has train.py"),
         (["."], ". is a folder without a __main__.py\nhint: name the script in it"),
         *(

@@ -1,4 +1,4 @@
-"""A URL where a path is expected is refused everywhere, and `~` is one's home everywhere.
+"""A URL, or nothing, where a path is expected is refused everywhere, and `~` is one's home everywhere.
 
 pytest tests/test_paths.py
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -50,14 +51,29 @@ def test_a_url_is_refused_with_its_scheme(written: str | Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "written", ["out", "out/x", "/abs/x", "./s3:/x", "a:b", "org/name", "C:x", Path("x"), "", "a/b://c"]
+    "written", ["out", "out/x", "/abs/x", "./s3:/x", "a:b", "org/name", "C:x", Path("x"), ".", "a/b://c"]
 )
 def test_everything_else_is_left_as_it_is(written: str | Path) -> None:
     assert local_name(written) == os.fspath(written)
     assert local_path(written) == Path(written)
 
 
+@pytest.mark.parametrize("written", ["", " "])
+def test_nothing_is_not_the_current_folder(written: str) -> None:
+    for border in (
+        local_path,
+        lambda text: TrainArguments.parse({"output_dir": text}),
+        lambda text: checkpoint.save_checkpoint(text, model=_model()),
+        lambda text: checkpoint.latest_checkpoint(text),
+        lambda text: LaunchConfig(log_dir=text),
+    ):
+        with pytest.raises(ConfigError, match=rf"'{written}' names nothing"):
+            border(written)
+
+
 def test_a_name_that_no_file_can_have() -> None:
+    with pytest.raises(ConfigError, match=r"'a.x00b' has a character in it that no path has: NUL"):
+        local_path("a\0b")
     with pytest.raises(ConfigError, match="has a name of 300 characters, file systems take 255 bytes"):
         local_path("/tmp/" + "n" * 300 + "/x")
     assert local_path("n" * 255) == Path("n" * 255)
@@ -184,6 +200,16 @@ def test_every_command_refuses_a_url(words: list[str]) -> None:
     assert done.exit_code != 0
     said = f"{done.output} {done.exception}"
     assert "is a URL" in " ".join(said.replace("│", " ").split()), said
+
+
+@pytest.mark.usefixtures("empty")
+@pytest.mark.parametrize("words", [words for words in _COMMANDS if "--log_dir" not in words], ids=" ".join)
+def test_every_command_refuses_an_empty_path(words: list[str]) -> None:
+    """`--output-dir "$OUT"` of a variable that is not set, with --overwrite perhaps. No `--log_dir` is none."""
+    done = CliRunner().invoke(app, ["" if "://" in word else word for word in words])
+    assert done.exit_code != 0
+    said = " ".join(f"{done.output} {done.exception}".replace("│", " ").split())
+    assert re.search("names nothing|devices ''", said), said
 
 
 def test_every_path_of_a_command_is_parsed_by_the_rule() -> None:

@@ -11,6 +11,7 @@ import typer
 
 from fullshard.config.schema import GROUPS
 from fullshard.core.errors import ConfigError
+from fullshard.core.paths import local_path
 
 _LAUNCH = {
     "--num_processes": 2,
@@ -51,7 +52,7 @@ def sft(context: typer.Context) -> None:
     launch_words = _take_launch_flags(words)
     with scratch_directory("fullshard-sft-") as directory:
         if len(words) == 1 and not words[0].startswith("-"):
-            words = _split_file(Path(words[0]), directory, launch_words)
+            words = _split_file(local_path(words[0]), directory, launch_words)
         if "RANK" in os.environ:
             if launch_words:
                 raise ConfigError(f"{launch_words[0]} has no effect here: a launcher has started the processes already")

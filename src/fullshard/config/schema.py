@@ -22,7 +22,7 @@ from fullshard.config.settings import CombinationError, Settings, plain_message,
 from fullshard.config.sharding import ShardingConfig
 from fullshard.core.dtypes import COMPUTE, saves
 from fullshard.core.errors import ConfigError
-from fullshard.core.paths import refuse_url
+from fullshard.core.paths import check_path
 from fullshard.core.virtual_ranks import MOST, check_virtual_ranks
 
 PrecisionMode = Literal["no", "fp32", "bf16", "fp16"]
@@ -239,7 +239,7 @@ class LaunchConfig(Settings):
     @classmethod
     def _is_local(cls, value: str | None) -> str | None:
         if value is not None:
-            refuse_url(value)  # as written it goes on: `~` is the home of the host that starts the processes
+            check_path(value)  # as written it goes on: `~` is the home of the host that starts the processes
         return value
 
     @field_validator("gpu_ids", mode="before")

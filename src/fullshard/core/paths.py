@@ -1,7 +1,8 @@
 """What people write where a path is expected: one rule, which every border that takes a path asks.
 
-A path is one of this host; `~` is one's home directory. A URL is refused: to `pathlib` it is a relative path, and what
-was to go to `s3://bucket` would lie in a folder `./s3:`.
+A path is one of this host; `~` is one's home directory. What `pathlib` takes for another path is refused: a URL, since
+what was to go to `s3://bucket` would lie in a folder `./s3:`, and nothing (a variable of the shell that is not set),
+which would be the current folder.
 """
 
 from __future__ import annotations
@@ -24,26 +25,36 @@ _ELSEWHERE = (
 )
 
 
-def refuse_url(written: str) -> None:
-    """Raise for a URL where a path is expected.
+def check_path(written: str) -> None:
+    """Raise for what is a path on no host.
 
     Raises:
-        ConfigError: it is a URL. A relative path that looks like one is written with `./` in front.
+        ConfigError: it is empty; a URL, and a relative path that looks like one is written with `./` in front; or has
+            a name in it that no file can have.
     """
+    if not written.strip():
+        raise ConfigError(f"{written!r} names nothing", hint="is a variable empty? The current folder is written .")
     if found := _URL.match(written):
         scheme = found[1].lower()
         raise ConfigError(
             f"{written!r} is a URL, expected a path on this host: this is not read from or written to {scheme}://",
             hint=_HINTS.get(scheme.removesuffix("s"), _ELSEWHERE),
         )
+    for part in written.split("/"):
+        if len(os.fsencode(part)) > _LONGEST_NAME:
+            raise ConfigError(
+                f"{cut(written, 300)!r} has a name of {len(part)} characters, file systems take {_LONGEST_NAME} bytes",
+                hint="check the quotes around what comes before and after it",
+            )
+    if "\0" in written:
+        raise ConfigError(f"{written!r} has a character in it that no path has: NUL", hint="see how it was read")
 
 
 def local_path(text: str | os.PathLike[str]) -> Path:
     """The path that somebody wrote, on this host.
 
     Raises:
-        ConfigError: it is a URL, begins with the home of a user whom this host does not know, or has a name in it that
-            no file can have.
+        ConfigError: it is none (see `check_path`), or begins with the home of a user whom this host does not know.
     """
     return Path(local_name(text))
 
@@ -55,13 +66,7 @@ def local_name(text: str | os.PathLike[str]) -> str:
         ConfigError: as `local_path`.
     """
     written = os.fspath(text) if isinstance(text, str | os.PathLike) else str(text)
-    refuse_url(written)
-    for part in written.split("/"):
-        if len(os.fsencode(part)) > _LONGEST_NAME:
-            raise ConfigError(
-                f"{cut(written, 300)!r} has a name of {len(part)} characters, file systems take {_LONGEST_NAME} bytes",
-                hint="check the quotes around what comes before and after it",
-            )
+    check_path(written)
     if not written.startswith("~"):
         return written
     try:
