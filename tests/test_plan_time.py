@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.plan_ranking import CONFIGURATIONS, compare, spearman, table
+from fullshard.api import calibration
 from fullshard.api.calibration import calibrate
 from fullshard.api.virtual.costs import is_view
 from fullshard.core.errors import ConfigError
@@ -158,6 +159,18 @@ def test_rank_correlation() -> None:
     assert spearman([1, 2, 3, 4], [4, 3, 2, 1]) == -1
     assert spearman([1, 2, 3, 4], [1, 3, 2, 4]) == pytest.approx(0.8)
     assert len({c.name for c in CONFIGURATIONS}) == len(CONFIGURATIONS) >= 6
+
+
+def test_a_calibration_that_cannot_be_written_is_said_with_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the process that was asked for it; what measures has said nothing until then."""
+
+    def measure(_: str, arguments: list[str], **__: object) -> int:
+        write_calibration(MEASURED, Path(arguments[0]))
+        return 0
+
+    monkeypatch.setattr(calibration, "launch_local", measure)
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+        calibrate(Path("/dev/full"))
 
 
 @pytest.mark.full

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import html.parser
 import json
+import os
 import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from fullshard.cli.main import app
+from fullshard.cli.options import file_word
 from fullshard.core.errors import DataError
 from fullshard.observe import StepMetrics
 from fullshard.observe.charts import COLORS, Chart, Line
@@ -202,3 +206,20 @@ def test_where_nothing_can_be_written_is_said_first(output: str, what: str, tmp_
         result = CliRunner().invoke(app, command, env={"COLUMNS": "400"})
         assert result.exit_code == 2
         assert what in result.output
+
+
+def test_a_folder_that_takes_no_file_is_said_first() -> None:
+    users = os.getresuid()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "there").touch(0o666)
+        (folder / "there").chmod(0o666)
+        folder.chmod(0o555)
+        try:
+            os.setresuid(*(user or 65534 for user in users[:2]), users[2])
+            with pytest.raises(typer.BadParameter, match="cannot be written, nothing can in"):
+                file_word(f"{folder}/new")
+            assert file_word(f"{folder}/there") == folder / "there"
+        finally:
+            os.setresuid(*users)
+            folder.chmod(0o755)

@@ -18,10 +18,12 @@ from torch import nn
 from fullshard.comm import cuda
 from fullshard.comm.device import current, name_of, synchronize
 from fullshard.comm.mesh import Mesh, init_mesh
+from fullshard.config.hardware import usable_memory_nbytes
 from fullshard.core.errors import CommunicationError
 from fullshard.core.paths import local_path
 from fullshard.engine import shard_model
 from fullshard.launch.local import launch_local
+from fullshard.launch.scratch import scratch_directory
 from fullshard.launch.worker import run_worker
 from fullshard.plan.hardware import Device, read_calibration, write_calibration
 
@@ -42,16 +44,21 @@ def calibrate(path: Path) -> Device:
 
     Raises:
         CommunicationError: the measuring processes failed; what they said is on standard error.
+        OSError: it cannot be written.
     """
     path = local_path(path)
     device = current()
     nproc = 2 if device.type == "cpu" else torch.accelerator.device_count()
-    code = launch_local("fullshard.api.calibration", [str(path.absolute())], nproc=nproc, device=device.type)
-    if code:
-        raise CommunicationError(
-            f"calibration failed: its processes ended with code {code}", hint="see above what they said"
-        )
-    return read_calibration(path)
+    with scratch_directory("fullshard-calibration-") as directory:
+        measured = directory / "device.json"
+        code = launch_local("fullshard.api.calibration", [str(measured)], nproc=nproc, device=device.type)
+        if code:
+            raise CommunicationError(
+                f"calibration failed: its processes ended with code {code}", hint="see above what they said"
+            )
+        found = read_calibration(measured)
+    write_calibration(found, path)
+    return found
 
 
 def _on(device: torch.device, sizes: Mapping[str, int]) -> int:
@@ -173,7 +180,7 @@ def _unit_seconds(mesh: Mesh) -> float:
 def _device_memory(device: torch.device, per_host: int) -> int:
     if device.type == "cuda":
         return cuda.memory_nbytes(device)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // per_host
+    return (usable_memory_nbytes() or 0) // per_host
 
 
 def measure() -> Device:

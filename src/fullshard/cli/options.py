@@ -6,6 +6,7 @@ import functools
 import importlib
 import inspect
 import itertools
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,8 @@ def file_word(text: str) -> Path:
         raise typer.BadParameter(f"{path} is a folder; name a file in it")
     if not path.parent.is_dir():
         raise typer.BadParameter(f"there is no folder {path.parent}; make it, or name another")
+    if not (os.access(path.parent, os.W_OK) or (path.exists() and os.access(path, os.W_OK))):
+        raise typer.BadParameter(f"{path} cannot be written, nothing can in {path.parent}; name another folder")
     return path
 
 

@@ -300,7 +300,7 @@ def _is_file(text: str) -> bool:
 
 
 def _is_calibration(path: Path) -> bool:
-    return "memory_bandwidth" in path.read_text(encoding="utf-8", errors="replace")
+    return path.is_file() and "memory_bandwidth" in path.read_text(encoding="utf-8", errors="replace")
 
 
 def _beside(
