@@ -466,6 +466,31 @@ def test_fullshard_merge_is_bitwise_pefts(tmp_path: Path, case: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Setting `save")
+def test_fullshard_merge_of_damaged_files_names_them(tmp_path: Path) -> None:
+    """They are not JSON, no model's or adapter's, or cut: each library has errors of its own for that."""
+    from fullshard.checkpoint.offline import HuggingFaceSource, MergedSource
+
+    whole_and_adapter(tmp_path, "plain")
+    weights = (tmp_path / "adapter" / "adapter_model.safetensors").read_bytes()
+    for name, content, what in (
+        ("base/config.json", b"{", "is not the JSON it should be"),
+        ("base/config.json", b"[]", "is not the JSON it should be"),
+        ("base/config.json", b'{"hidden_size": 8}', "makes no model of it: ValueError"),
+        ("base/config.json", b'{"model_type": "llama", "hidden_size": "x"}', "makes no model of it: .*expected int"),
+        ("adapter/adapter_config.json", b"{", "is not the JSON it should be"),
+        ("adapter/adapter_config.json", b'{"peft_type": "X"}', "makes no adapter of it for .*base: KeyError: 'X'"),
+        ("adapter/adapter_model.safetensors", b"", "claims a header of 0 bytes"),
+        ("adapter/adapter_model.safetensors", weights[:-8], "lies at bytes"),
+    ):
+        path = tmp_path / name
+        whole = path.read_bytes()
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError, match=f"(?s){path}.*{what}"):
+            MergedSource(HuggingFaceSource(tmp_path / "base"), tmp_path / "adapter")
+        path.write_bytes(whole)
+
+
+@pytest.mark.filterwarnings("ignore:Setting `save")
 @pytest.mark.parametrize(("files", "config"), [("float32", "bfloat16"), ("float16", None)])
 def test_fullshard_merge_of_files_in_another_dtype_than_the_configuration_says(
     tmp_path: Path, files: str, config: str | None
@@ -526,7 +551,7 @@ def test_fullshard_merge_of_a_trainers_checkpoint(tmp_path: Path) -> None:
             merged.configuration() as config,
         ):
             write_weights(merged, tmp_path / name, config_from=config, needs_config=True)
-            assert files_in_use(tmp_path)
+            assert bool(files_in_use(tmp_path)) == (name == "b")  # an adapter's file is opened to be read
         assert files_in_use(tmp_path) == []
     first, second = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in "ab")
     compare_bitwise(first, second)

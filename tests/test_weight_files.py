@@ -117,13 +117,13 @@ def test_pickled_code_is_not_run(saved: Any, tmp_path: Path, monkeypatch: pytest
     path, state = saved
     to_pickle(path, state)
     torch.save({**state, "model.norm.weight": Evil()}, path / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match="as tensors alone"):
+    with pytest.raises(CheckpointError, match="holds more than tensors and plain values, and was not run"):
         loaded(path)
     (path / "pytorch_model.bin").write_bytes(pickle.dumps({"model.norm.weight": Evil()}))
-    with pytest.raises(CheckpointError, match="as tensors alone"):
+    with pytest.raises(CheckpointError, match="is no file of torch"):
         loaded(path)
     torch.save({**state, "step": 3}, path / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match="holds a int under 'step'"):
+    with pytest.raises(CheckpointError, match="'step' is a int, not a tensor"):
         loaded(path)
     torch.save([1], path / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match="holds a list, not tensors by name"):
@@ -191,9 +191,9 @@ def test_a_file_of_the_old_format_is_refused(saved: Any) -> None:
     path, state = saved
     to_pickle(path, state)
     torch.save(state, path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
-    with pytest.raises(CheckpointError, match="mapped into memory") as error:
+    with pytest.raises(CheckpointError, match="one from before torch 1") as error:
         loaded(path)
-    assert "save_pretrained" in str(error.value.hint)
+    assert "save it again" in str(error.value.hint)
 
 
 def test_a_hub_name_that_cannot_be_had_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

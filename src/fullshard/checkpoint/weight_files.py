@@ -10,7 +10,6 @@ import importlib
 import json
 import math
 import os
-import pickle
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ import torch
 
 from fullshard.checkpoint.tensor_file import MAX_HEADER_NBYTES, Bytes, file_beside
 from fullshard.checkpoint.tensors import dtype_called
+from fullshard.checkpoint.torch_files import check_tensor, load_torch_file
 from fullshard.core.errors import CheckpointError
 from fullshard.core.layout import Interval
 from fullshard.core.paths import local_path
@@ -204,12 +204,12 @@ def stored_tensors(
             hint="save_pretrained writes them",
         )
     if path.suffix != ".json":
-        yield from _tensors_of(path)
+        yield from tensors_of(path)
         return
     for file, keys in sorted(indexed_files(path).items()):
         if not file.is_file():
             raise CheckpointError(f"{path} names {file.name}, which is not there", hint="download or copy it again")
-        tensors = dict(_tensors_of(file))
+        tensors = dict(tensors_of(file))
         for key in keys:
             if key not in tensors:
                 raise CheckpointError(f"{file} does not hold {key!r}, which {path.name} promises")
@@ -224,7 +224,7 @@ def indexed_files(index: Path) -> dict[Path, list[str]]:
     """
     if index.stat().st_size > MAX_HEADER_NBYTES:
         raise CheckpointError(f"{index} has {index.stat().st_size} bytes, more than any index")
-    weight_map = _json_object(index.read_bytes(), index).get("weight_map")
+    weight_map = json_object(index.read_bytes(), index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointError(f"{index} has no weight_map")
     found: dict[Path, list[str]] = {}
@@ -240,35 +240,32 @@ def _of_variant(name: str, variant: str | None) -> str:
     return f"{stem}.{variant}.{end}"
 
 
-def _tensors_of(path: Path) -> Iterator[tuple[str, StoredWeights | MappedWeights]]:
-    return _file_tensors(path) if path.suffix == ".safetensors" else _pickled_tensors(path)
+def tensors_of(path: Path) -> Iterator[tuple[str, StoredWeights | MappedWeights]]:
+    """Every tensor of one file by name.
+
+    Raises:
+        CheckpointError: it is cut or malformed.
+    """
+    return _safetensors_of(path) if path.suffix == ".safetensors" else _pickled_tensors(path)
 
 
 def _pickled_tensors(path: Path) -> Iterator[tuple[str, MappedWeights]]:
     """Tensors of a file that `torch.save` has written, without running any code that is in it."""
-    try:
-        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (RuntimeError, OSError, EOFError, ValueError, pickle.UnpicklingError) as error:
-        raise CheckpointError(
-            f"cannot read {path} as tensors alone, mapped into memory: {str(error).splitlines()[0]}",
-            hint="load it with Transformers and save_pretrained it, which writes safetensors",
-        ) from error
-    if not isinstance(tensors, dict):
+    tensors = load_torch_file(path)
+    if not isinstance(tensors, dict) or not all(isinstance(name, str) for name in tensors):
         raise CheckpointError(f"{path} holds a {type(tensors).__name__}, not tensors by name")
     for name, tensor in tensors.items():
-        if not isinstance(name, str) or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-            raise CheckpointError(f"{path} holds a {type(tensor).__name__} under {name!r}, not a tensor")
-        yield name, MappedWeights(path, tensor.detach())
+        yield name, MappedWeights(path, check_tensor(tensor, where=f"{path}: {name!r}"))
 
 
-def _file_tensors(path: Path) -> Iterator[tuple[str, StoredWeights]]:
+def _safetensors_of(path: Path) -> Iterator[tuple[str, StoredWeights]]:
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
             nbytes = int.from_bytes(file.read(8), "little")
             if not 0 < nbytes <= min(size - 8, MAX_HEADER_NBYTES):
                 raise CheckpointError(f"{path} claims a header of {nbytes} bytes in a file of {size}")
-            header = _json_object(file.read(nbytes), path)
+            header = json_object(file.read(nbytes), path)
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
     claimed = 0
@@ -290,7 +287,12 @@ def _file_tensors(path: Path) -> Iterator[tuple[str, StoredWeights]]:
         yield name, StoredWeights(path, dtype, shape, start)
 
 
-def _json_object(data: bytes, path: Path) -> dict[str, Any]:
+def json_object(data: bytes, path: Path) -> dict[str, Any]:
+    """The JSON object that a file, or a part of it, holds.
+
+    Raises:
+        CheckpointError: it is none.
+    """
     try:
         value = json.loads(data)
     except (ValueError, RecursionError):

@@ -9,11 +9,13 @@ import torch
 from torch import nn
 
 from fullshard.checkpoint.offline.source import Contents, Kind, Source, tensor_record
-from fullshard.checkpoint.weight_files import INDEX_NAME, SINGLE_NAME, stored_tensors
+from fullshard.checkpoint.weight_files import INDEX_NAME, SINGLE_NAME, json_object, stored_tensors, tensors_of
+from fullshard.core.errors import CheckpointError
 from fullshard.core.layout import Interval
 from fullshard.engine.contexts import meta_parameters
 
 CONFIG_NAME = "config.json"
+_MAX_CONFIG_NBYTES = 2**26
 _COPIED = (
     CONFIG_NAME, "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model",
@@ -24,15 +26,19 @@ _COPIED = (
 class HuggingFaceSource(Source):
     """A directory with `model.safetensors`, or several such files and an index.
 
+    Args:
+        path: the directory.
+        file: the one file of it to read, whatever its name.
+
     Raises:
         CheckpointError: an index that points elsewhere, or a file that is cut or malformed.
     """
 
     title = "Hugging Face directory (safetensors)"
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, file: Path | None = None) -> None:
         self.path = path
-        self._stored = dict(stored_tensors(path))
+        self._stored = dict(stored_tensors(path) if file is None else tensors_of(file))
         self.contents = Contents({n: tensor_record(s.shape, s.dtype, where=n) for n, s in self._stored.items()})
 
     def read(self, kind: Kind, name: str, interval: Interval) -> torch.Tensor:
@@ -62,12 +68,34 @@ def skeleton_of(transformers: Any, directory: Path, dtype: torch.dtype) -> nn.Mo
         dtype: of its parameters.
 
     Raises:
-        OSError, ValueError: Transformers cannot read the configuration, or knows no such model.
+        CheckpointError: there is no configuration, it is damaged, or Transformers makes no model of it.
     """
-    config = transformers.AutoConfig.from_pretrained(directory)
-    names = getattr(config, "architectures", None) or ["AutoModelForCausalLM"]
-    cls = getattr(transformers, names[0], transformers.AutoModelForCausalLM)
-    make = getattr(cls, "_from_config", None) or cls.from_config
-    with meta_parameters():
-        model: nn.Module = make(config, dtype=dtype)
+    path = directory / CONFIG_NAME
+    read_configuration(path)  # what Transformers says of one that is no JSON names no file
+    try:
+        config = transformers.AutoConfig.from_pretrained(directory)
+        names = getattr(config, "architectures", None) or ["AutoModelForCausalLM"]
+        cls = getattr(transformers, names[0], transformers.AutoModelForCausalLM)
+        make = getattr(cls, "_from_config", None) or cls.from_config
+        with meta_parameters():
+            model: nn.Module = make(config, dtype=dtype)
+    except Exception as error:  # each family checks its fields in its own way
+        raise CheckpointError(
+            f"{path}: Transformers {transformers.__version__} makes no model of it: {type(error).__name__}: {error}",
+            hint="it must be the model's whole configuration, and Transformers new enough to know the model",
+        ) from error
     return model
+
+
+def read_configuration(path: Path) -> dict[str, Any]:
+    """What a configuration says, of a model or of an adapter.
+
+    Raises:
+        CheckpointError: it cannot be read, or is no JSON object.
+    """
+    try:
+        if path.stat().st_size > _MAX_CONFIG_NBYTES:
+            raise CheckpointError(f"{path} has {path.stat().st_size} bytes, more than any configuration")
+        return json_object(path.read_bytes(), path)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from None

@@ -23,7 +23,13 @@ from torch import nn
 from fullshard.checkpoint.format import MANIFEST_NAME, TRAINER_STATE, TensorRecord
 from fullshard.checkpoint.merging import MergedModel
 from fullshard.checkpoint.objects import on_this_host
-from fullshard.checkpoint.offline.huggingface import CONFIG_NAME, files_beside_weights, skeleton_of
+from fullshard.checkpoint.offline.huggingface import (
+    CONFIG_NAME,
+    HuggingFaceSource,
+    files_beside_weights,
+    read_configuration,
+    skeleton_of,
+)
 from fullshard.checkpoint.offline.native import NativeSource
 from fullshard.checkpoint.offline.source import Contents, Kind, Source, tensor_record
 from fullshard.checkpoint.tensors import dtype_of
@@ -107,9 +113,10 @@ class MergedSource(Source):
                     if file.name != CONFIG_NAME or place is self.path:
                         shutil.copyfile(file, directory / file.name)
             path = directory / CONFIG_NAME
-            config = json.loads(path.read_text(encoding="utf-8"))
+            config = read_configuration(path)
             final: Any = self._merged.base.config
-            config["vocab_size"] = getattr(final, "vocab_size", config.get("vocab_size"))
+            if (rows := getattr(final, "vocab_size", None)) is not None:
+                config["vocab_size"] = rows
             if config.get("tie_word_embeddings", getattr(final, "tie_word_embeddings", False)):
                 config["tie_word_embeddings"] = self._merged.ties_embeddings
             path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
@@ -160,41 +167,25 @@ class _Adapter:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         file = directory / _ADAPTER_WEIGHTS
-        self._native: NativeSource | None = None
-        self._file: Any = None
-        if file.is_file():
-            safetensors: Any = importlib.import_module("safetensors")
-            self._file = safetensors.safe_open(file, framework="pt")
-            self.shapes = {name: tuple(self._file.get_slice(name).get_shape()) for name in self._file.keys()}  # noqa: SIM118
-            return
         state = next((d for d in (directory, directory / TRAINER_STATE) if (d / MANIFEST_NAME).is_file()), None)
-        if state is None:
+        if file.is_file():
+            self._source: Source = HuggingFaceSource(directory, file)
+        elif state is not None:
+            self._source = NativeSource(state)
+        else:
             raise CheckpointError(
                 f"{directory} holds neither {_ADAPTER_WEIGHTS} nor a checkpoint", hint="give the adapter's directory"
             )
-        self._native = NativeSource(state)
-        records: Mapping[str, TensorRecord] = self._native.contents.parameters
+        records = self._source.contents.parameters
         self.shapes = {name: record.shape for name, record in records.items() if record.is_stored}
-
-    def close(self) -> None:
-        """Close its files."""
-        if self._native is not None:
-            self._native.close()
-        if self._file is not None:
-            self._file.__exit__(None, None, None)  # the only way safetensors has
-            self._file = None
-
-    def whole(self, name: str) -> torch.Tensor:
-        """One of them."""
-        value: torch.Tensor = self._file.get_tensor(name) if self._native is None else self._native.whole(name)
-        return value
+        self.close, self.whole = self._source.close, self._source.whole
 
     def by_model_name(self, model: nn.Module, prefix: str) -> dict[str, str]:
         """Their names, by those that they have in the PEFT model.
 
         A checkpoint of a model with Transformers' own `add_adapter` lacks the prefix of its base.
         """
-        if self._native is not None:
+        if isinstance(self._source, NativeSource):
             known = model.state_dict().keys()
             return {name if name in known else prefix + name: name for name in self.shapes}
         peft: Any = importlib.import_module("peft")
@@ -224,13 +215,21 @@ def _skeleton(base: Path, adapter: Path, weights: _Adapter, dtype: torch.dtype) 
     """The PEFT model on the meta device."""
     transformers, peft = _import("transformers", "hf"), _import("peft", "sft")
     model: Any = skeleton_of(transformers, base, dtype)
-    adapter_config = peft.PeftConfig.from_pretrained(str(adapter))
+    path = adapter / ADAPTER_CONFIG
+    read_configuration(path)
     with meta_parameters():
         rows = _table_rows(weights, model.get_input_embeddings().weight.shape)
         if rows is not None:
             model.resize_token_embeddings(rows, mean_resizing=False)
-        adapter_config.inference_mode = False
-        skeleton: nn.Module = peft.get_peft_model(model, adapter_config, low_cpu_mem_usage=True)
+        try:
+            adapter_config = peft.PeftConfig.from_pretrained(str(adapter))
+            adapter_config.inference_mode = False
+            skeleton: nn.Module = peft.get_peft_model(model, adapter_config, low_cpu_mem_usage=True)
+        except Exception as error:  # each method checks its fields in its own way
+            raise CheckpointError(
+                f"{path}: PEFT {peft.__version__} makes no adapter of it for {base}: {type(error).__name__}: {error}",
+                hint="it must be the adapter's whole configuration, and the base the model that it was trained on",
+            ) from error
     return skeleton
 
 

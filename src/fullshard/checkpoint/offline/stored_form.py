@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from fullshard.checkpoint.conversion import Group, outline_of, saving_rules
-from fullshard.checkpoint.offline.huggingface import skeleton_of
+from fullshard.checkpoint.offline.huggingface import CONFIG_NAME, read_configuration, skeleton_of
 from fullshard.checkpoint.offline.source import Contents, Kind, Source, tensor_record
 from fullshard.checkpoint.tensors import dtype_of
+from fullshard.core.errors import CheckpointError
 from fullshard.core.imports import import_extra
 from fullshard.core.layout import Interval
 
@@ -31,12 +32,14 @@ def in_stored_form(source: Source, directory: Path) -> Source:
         directory: where the model's configuration is.
 
     Raises:
+        CheckpointError: the configuration is damaged.
         MissingExtraError: without Transformers.
     """
+    read_configuration(directory / CONFIG_NAME)
     transformers = import_extra("transformers", extra="hf", purpose="the form that it stores a model in")
     try:
         model = skeleton_of(transformers, directory, torch.float32)
-    except (OSError, ValueError):  # of no model that it knows
+    except CheckpointError:  # of no model that it knows
         return source
     return StoredSource(source, model) if source.contents.model.keys() <= model.state_dict().keys() else source
 

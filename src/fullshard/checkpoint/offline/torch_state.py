@@ -18,7 +18,7 @@ from fullshard.checkpoint.offline.source import (
     plain_names,
     tensor_record,
 )
-from fullshard.checkpoint.offline.torch_files import check_tensor, load_torch_file
+from fullshard.checkpoint.torch_files import check_tensor, load_torch_file
 from fullshard.checkpoint.weight_files import PICKLED_INDEX_NAME, PICKLED_NAME, indexed_files
 from fullshard.core.errors import CheckpointError
 

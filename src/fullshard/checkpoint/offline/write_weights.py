@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from fullshard.checkpoint.objects import ObjectPath
-from fullshard.checkpoint.offline.huggingface import CONFIG_NAME, files_beside_weights
+from fullshard.checkpoint.offline.huggingface import CONFIG_NAME, files_beside_weights, read_configuration
 from fullshard.checkpoint.offline.progress import Progress, reported, silent
 from fullshard.checkpoint.offline.source import Source, cast_record, require_values, stream
 from fullshard.checkpoint.offline.stored_form import in_stored_form
@@ -24,8 +24,6 @@ from fullshard.checkpoint.tensor_file import TensorEntry, TensorFileWriter, stor
 from fullshard.core.errors import CheckpointError, ConfigError
 from fullshard.core.paths import local_path
 from fullshard.engine.precision import dtype_name
-
-_MAX_CONFIG_NBYTES = 2**26
 
 
 def write_weights(
@@ -119,12 +117,6 @@ def _configuration(source: Source, config_from: str | Path | None, *, needs_conf
 
 def _set_dtype(path: Path, cast: torch.dtype) -> None:
     """Let the configuration say the dtype that the files now have."""
-    if path.stat().st_size > _MAX_CONFIG_NBYTES:
-        raise CheckpointError(f"{path.name} has {path.stat().st_size} bytes, more than any configuration")
-    try:
-        config = json.loads(path.read_bytes())
-        key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
-        config[key] = dtype_name(cast)
-    except (ValueError, TypeError, RecursionError):
-        raise CheckpointError(f"{path.name} is not the JSON it should be") from None
+    config = read_configuration(path)
+    config["torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"] = dtype_name(cast)
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")

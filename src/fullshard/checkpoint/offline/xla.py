@@ -25,7 +25,7 @@ from fullshard.checkpoint.offline.source import (
     plain_name,
     tensor_record,
 )
-from fullshard.checkpoint.offline.torch_files import check_tensor, load_torch_file
+from fullshard.checkpoint.torch_files import check_tensor, load_torch_file
 from fullshard.core.errors import CheckpointError
 
 _OUTER = "model.model."

@@ -28,6 +28,7 @@ from torch import nn
 
 from fullshard.api.collectives import all_gather_object
 from fullshard.checkpoint.ranks import Ranks
+from fullshard.checkpoint.torch_files import load_torch_file
 from fullshard.comm import torch_private
 from fullshard.core.errors import CheckpointError
 from fullshard.core.files import whole_file
@@ -247,11 +248,9 @@ def _rank_files(prefix: Path, suffix: str) -> list[Path]:
 
 
 def _load_part(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    try:
-        content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-    except Exception as error:  # torch raises errors of many kinds for files that are not its own
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
-    if not isinstance(content, dict) or not {"model", "shard_metadata"} <= content.keys():
+    content = load_torch_file(file)
+    parts = (content.get("model"), content.get("shard_metadata")) if isinstance(content, dict) else ()
+    if not parts or not all(isinstance(part, dict) for part in parts):
         raise CheckpointError(
             f"{file} has no 'model' and 'shard_metadata'",
             hint="save({'model': model.state_dict(), 'shard_metadata': model.get_shard_metadata()}, ...)",

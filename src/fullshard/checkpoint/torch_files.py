@@ -59,12 +59,14 @@ def check_archive(file: IO[bytes], size: int, *, where: str) -> None:
         raise CheckpointError(f"{where} unpacks to more than its {size} bytes, which torch.save never writes")
 
 
-def check_tensor(tensor: torch.Tensor, *, where: str) -> torch.Tensor:
+def check_tensor(tensor: object, *, where: str) -> torch.Tensor:
     """The tensor, if its elements are all there: a strided one in host memory that repeats no element.
 
     Raises:
         CheckpointError: it is not.
     """
+    if not isinstance(tensor, torch.Tensor):
+        raise CheckpointError(f"{where} is a {type(tensor).__name__}, not a tensor")
     is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
     if not is_plain or tensor.device.type != "cpu" or tensor.is_quantized:
         raise CheckpointError(f"{where} is a {type(tensor).__name__} on {tensor.device}, not a tensor with values")
