@@ -16,6 +16,7 @@ from typing import Any
 import pexpect
 import pytest
 
+from fullshard.config import hardware as detection
 from fullshard.config.hardware import DetectedDevice, Hardware, detect_hardware
 from fullshard.config.load import load_file
 from fullshard.config.questions import BACK, QUESTIONS, Interview, hardware_words
@@ -164,7 +165,7 @@ def test_every_choice_leads_to_a_valid_configuration() -> None:
 
 def test_hardware_is_described_and_detected() -> None:
     assert hardware_words(SERVER) == "8 x NVIDIA H200 (140 GiB); 64 processors, 512 GiB of memory"
-    assert hardware_words(Hardware(1, None)) == "no accelerator; 1 processor"
+    assert hardware_words(Hardware(1, None)) == "no accelerator of NVIDIA or AMD; 1 processor"
     found = detect_hardware()
     assert found.cpu_count == len(os.sched_getaffinity(0))
     assert found.memory_nbytes
@@ -189,6 +190,29 @@ def test_accelerators_are_those_that_are_visible(
         assert found == (DetectedDevice("A", 81559 * 2**20, 9.0), DetectedDevice("B", None, 7.0))
     program.write_text("#!/bin/sh\necho 'driver mismatch'; exit 9\n")
     assert "driver mismatch" in (detect_hardware().failure or "")
+
+
+def test_accelerators_without_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the drivers list them, in files of their form."""
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    files = {
+        "nvidia/0000:01:00.0/information": "Model: \t\t NVIDIA H200\nIRQ:   \t\t 255\nGPU UUID: \t GPU-aa11\n",
+        "nvidia/0000:02:00.0/information": "Model: \t\t NVIDIA H100 NVL\nIRQ:   \t\t 255\nGPU UUID: \t GPU-bb22\n",
+        "amd/0/properties": "cpu_cores_count 64\nsimd_count 0\n",
+        "amd/1/properties": "cpu_cores_count 0\nsimd_count 304\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(detection, "_NVIDIA", tmp_path / "nvidia")
+    monkeypatch.setattr(detection, "_AMD", tmp_path / "amd")
+    names = ["NVIDIA H200", "NVIDIA H100 NVL", "AMD GPU"]
+    assert [device.name for device in detect_hardware().accelerators] == names
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-bb")
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "")
+    assert [device.name for device in detect_hardware().accelerators] == names[1:2]
 
 
 # -- in a terminal ------------------------------------------------------------------------------------------------
@@ -230,7 +254,7 @@ def finish(child: Any) -> str:
 
 def test_in_a_terminal_to_the_end_and_back_once(tmp_path: Path) -> None:
     with terminal(tmp_path) as child:
-        child.expect("This host has no accelerator; ")
+        child.expect("This host has no accelerator of NVIDIA or AMD; ")
         reply(child, "What will the job run on?", ENTER)
         reply(child, "How many hosts?", ENTER)
         reply(child, "How many processes over all hosts?", CTRL_U, "eight", ENTER)

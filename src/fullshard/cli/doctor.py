@@ -41,9 +41,9 @@ def doctor(
     from fullshard.launch.report import make_report
 
     hardware = detect_hardware()
-    if not hardware.accelerators and hardware.failure is None:  # nvidia-smi is not here; torch has its own way to them
-        try:
-            hardware = replace(hardware, accelerators=cuda.seen())
+    if hardware.failure is None and not any(each.memory_nbytes for each in hardware.accelerators):
+        try:  # nvidia-smi is not here; torch has its own way to them
+            hardware = replace(hardware, accelerators=cuda.seen() or hardware.accelerators)
         except Exception as error:  # of torch's own for CUDA some are no RuntimeError
             hardware = replace(hardware, failure=str(error).partition("\n")[0])
     report = make_report(hardware, os.environ)

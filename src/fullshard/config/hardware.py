@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import shutil
 import subprocess
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from fullshard.core.sizes import MIB
 
 _QUERY_SECONDS = 20
+_NVIDIA = Path("/proc/driver/nvidia/gpus")
+_AMD = Path("/sys/class/kfd/kfd/topology/nodes")
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
@@ -41,7 +46,7 @@ class Hardware:
     Attributes:
         cpu_count: processors this process may run on.
         memory_nbytes: memory it may use; None if the system does not say.
-        accelerators: those that are visible to it.
+        accelerators: those of NVIDIA's and AMD's that are visible to it; of others there is no list.
         failure: why accelerators could not be counted, in words; None if they could.
     """
 
@@ -53,7 +58,7 @@ class Hardware:
 
 def detect_hardware() -> Hardware:
     """What this host has, in well under a second where no driver is slow. Nothing is raised."""
-    accelerators, failure = _nvidia()
+    accelerators, failure = _accelerators()
     return Hardware(usable_cpu_count(), usable_memory_nbytes(), accelerators, failure)
 
 
@@ -76,10 +81,18 @@ def usable_memory_nbytes() -> int | None:
     return total
 
 
-def _nvidia() -> tuple[tuple[DetectedDevice, ...], str | None]:
+_Row = tuple[str, ...]
+"""Of a device: index, UUID, name, MiB of memory, compute capability; nothing where that is unknown."""
+
+
+def _accelerators() -> tuple[tuple[DetectedDevice, ...], str | None]:
     program = shutil.which("nvidia-smi")
-    if program is None:
-        return (), None
+    if program is None:  # in a container, say; the drivers' own lists have no memory in them
+        listed = (
+            *_visible(_listed_by_nvidia(), "CUDA_VISIBLE_DEVICES"),
+            *_visible(_listed_by_amd(), "HIP_VISIBLE_DEVICES"),
+        )
+        return listed, None
     command = [program, "--query-gpu=index,uuid,name,memory.total,compute_cap", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_QUERY_SECONDS, check=False)
@@ -87,14 +100,38 @@ def _nvidia() -> tuple[tuple[DetectedDevice, ...], str | None]:
         return (), f"nvidia-smi did not answer: {error}"
     if done.returncode:
         return (), f"nvidia-smi failed: {(done.stderr or done.stdout).strip().splitlines()[-1:] or done.returncode}"
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    wanted = None if visible is None else [item.strip() for item in visible.split(",") if item.strip()]
-    rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line.count(",") == 4]
+    lines = (line for line in done.stdout.splitlines() if line.count(",") == 4)
+    rows = (tuple(cell.strip() for cell in line.split(",")) for line in lines)
+    return _visible(rows, "CUDA_VISIBLE_DEVICES"), None
+
+
+def _visible(rows: Iterable[_Row], variable: str) -> tuple[DetectedDevice, ...]:
+    """The devices that an environment variable leaves: by index, or by how a UUID begins."""
+    said = os.environ.get(variable)
+    wanted = None if said is None else [item.strip() for item in said.split(",") if item.strip()]
     return tuple(
         DetectedDevice(name, int(memory) * MIB if memory.isdigit() else None, _number(capability))
         for index, uuid, name, memory, capability in rows
         if wanted is None or index in wanted or any(uuid.startswith(item) for item in wanted if item.startswith("GPU"))
-    ), None
+    )
+
+
+def _listed_by_nvidia() -> Iterator[_Row]:
+    for index, text in enumerate(_texts(_NVIDIA, "information")):
+        said = dict(re.findall(r"^(.+?):\s*(.+?)\s*$", text, re.MULTILINE))
+        yield str(index), said.get("GPU UUID", ""), said.get("Model", "NVIDIA GPU"), "", ""
+
+
+def _listed_by_amd() -> Iterator[_Row]:
+    """Processors are among the nodes; they have no vector units."""
+    found = (text for text in _texts(_AMD, "properties") if re.search(r"^simd_count [1-9]", text, re.MULTILINE))
+    return ((str(index), "", "AMD GPU", "", "") for index, _ in enumerate(found))
+
+
+def _texts(folder: Path, name: str) -> Iterator[str]:
+    for path in sorted(folder.glob(f"*/{name}")):
+        with contextlib.suppress(OSError):
+            yield path.read_text(errors="replace")
 
 
 def _number(text: str) -> float | None:

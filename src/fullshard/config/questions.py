@@ -162,7 +162,7 @@ def hardware_words(hardware: Hardware) -> str:
         for device in hardware.accelerators
     ]
     counts = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
-    return f"{counts or 'no accelerator'}; {cpu}{memory}"
+    return f"{counts or 'no accelerator of NVIDIA or AMD'}; {cpu}{memory}"
 
 
 def _ask(
