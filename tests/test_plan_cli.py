@@ -126,6 +126,7 @@ def test_what_does_not_fit_comes_with_changes() -> None:
         (["-m", "Llama-2-7B", "-d", "8xH100", "--zero-stage=3"], "it is --strategy here"),
         (["-m", "Llama-2-7B", "-d", "8xH100", "--strategy", "zero3"], "stage 3 is FULL_SHARD"),
         (["-m", "RoBERTa-base", "-d", "8xH100", "--seq-len", "1024"], "positions for 512 tokens"),
+        (["-m", "GPT-2", "-d", "8xH100", "--seq-len", "4.5k"], "expected a whole number, got '4.5k'"),
     ],
 )
 def test_mistakes_are_named(arguments: list[str], expected: str) -> None:

@@ -34,6 +34,14 @@ def path_word(text: str) -> Path:
         raise typer.BadParameter(str(error)) from None
 
 
+def _word(read: Callable[[str], Any], text: str) -> Any:
+    """What a field's own reader makes of a word of the command line."""
+    try:
+        return read(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
 def file_word(text: str) -> Path:
     """The `parser` of a file that is written after long work: that it can be is known before."""
     path = path_word(text)
@@ -144,7 +152,7 @@ def _option(name: str, field: Any) -> inspect.Parameter:
     if field.annotation is bool:
         flag += "/--no-" + name.replace("_", "-")
     read = [check.func for check in field.metadata if hasattr(check, "func")]  # what the field itself reads text with
-    parser = path_word if field.annotation is Path else read[0] if read else None
+    parser = path_word if field.annotation is Path else functools.partial(_word, read[0]) if read else None
     choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
     metavar = "<name>" if len("|".join(choices)) > _MOST_CHOICES else None
     option = typer.Option(flag, help=f"{field.description}.", parser=parser, metavar=metavar)

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field
 
+from fullshard.config import values
 from fullshard.config.schema import Dtype, Packing, PrecisionMode, RunConfig
 from fullshard.config.sharding import BackwardPrefetch
 from fullshard.config.view import View, kept_or_auto, of_run
@@ -26,9 +27,11 @@ Kernel = Literal["flash", "flash1", "flash3", "flash4", "sdpa", "eager"]
 
 
 def token_count(value: Any) -> Any:
-    """`128k`, as text, is 128 x 1024."""
-    found = re.fullmatch(r"\s*(\d+)\s*k\s*", value, re.IGNORECASE) if isinstance(value, str) else None
-    return int(found[1]) * 1024 if found else int(value) if isinstance(value, str) and value.isdecimal() else value
+    """`128k`, as text, is 128 x 1024; what is no text is the model's to check."""
+    if not isinstance(value, str):
+        return value
+    found = re.fullmatch(r"\s*(\d+)\s*k\s*", value, re.IGNORECASE)
+    return int(found[1]) * 1024 if found else values.integer(value)
 
 
 def _checkpointing(kind: str) -> Mapping[str, Any]:
