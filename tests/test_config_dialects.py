@@ -428,6 +428,18 @@ def test_nested_keys_where_one_value_belongs_are_shown_as_written(tmp_path: Path
         read(tmp_path, "distributed_type: FSDP\nmixed_precision:\n  dtype: bf16\n")
 
 
+def test_keys_that_are_merged_in_are_where_they_are_merged(tmp_path: Path) -> None:
+    path = tmp_path / "merged.yaml"
+    text = "fsdp_config: &common {fsdp_version: 2}\nnum_processes: 4\n<<: {mixed_precision: bf16}\n"
+    path.write_text(text)
+    assert resolve([load_file(path)]).config.precision.mode == "bf16"
+    path.write_text(text + "parallelism_config:\n  <<: *common\n")
+    assert f"{path}:5:3: unknown key 'fsdp_version'" in str(load_file(path).problems[0])
+    path.write_text(text.replace("bf16", "bf61"))
+    with pytest.raises(ConfigError, match=r"merged\.yaml:1:1: .*bf61"):
+        resolve([load_file(path)])
+
+
 def test_one_gpu_may_be_a_number(tmp_path: Path) -> None:
     assert read(tmp_path, "distributed_type: FSDP\ngpu_ids: 0\n").config.launch.gpu_ids == ("0",)
 

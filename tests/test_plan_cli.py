@@ -159,7 +159,7 @@ def test_a_model_without_so_many_positions() -> None:
 
 def test_thousands_of_tokens() -> None:
     assert [Job.of({"seq_len": text}).seq_len for text in ("128k", "2K", "4096")] == [131072, 2048, 4096]
-    with pytest.raises(ConfigError, match=r"seq_len: .* integer"):
+    with pytest.raises(ConfigError, match="seq_len: expected a whole number, got '8q'"):
         Job.of({"seq_len": "8q"})
 
 
@@ -376,6 +376,14 @@ def test_a_deepspeed_file_says_the_batch_and_not_the_precision(tmp_path: Path) -
     assert job.micro_batch == 1 and not any("precision" in note for note in notes)
     path.write_text(path.read_text(encoding="utf-8").replace("4", '"auto"'), encoding="utf-8")
     assert _question({}, "8xA100", None, path, None)[0].micro_batch == 1
+    named = tmp_path / "accelerate.yaml"
+    named.write_text("distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: ds.json}\n")
+    for value, count in (('"4"', 4), ("4.0", 4), ('"AUTO"', 1)):
+        path.write_text(f'\ufeff{{"zero_optimization": {{"stage": 2}}, "train_micro_batch_size_per_gpu": {value}}}')
+        assert [_question({}, "8xA100", None, each, None)[0].micro_batch for each in (path, named)] == [count, count]
+    path.write_text('{"train_micro_batch_size_per_gpu": 0}')
+    with pytest.raises(ConfigError, match=r"ds\.json:1:2: train_micro_batch_size_per_gpu: expected 1 or more, got 0"):
+        _question({}, "8xA100", None, path, None)
 
 
 def test_the_best_is_written_as_a_configuration(tmp_path: Path) -> None:

@@ -13,10 +13,12 @@ import typer
 
 from fullshard.cli.options import file_word, options_from, path_word
 from fullshard.config.dialect import shown
+from fullshard.config.values import integer
 from fullshard.core.errors import ConfigError
 from fullshard.plan.job import Job
 
 if TYPE_CHECKING:
+    from fullshard.config.dialect import Reading
     from fullshard.config.resolve import Resolved
     from fullshard.plan.alternatives import Alternative
     from fullshard.plan.evaluate import Plan
@@ -203,8 +205,8 @@ def _question(
         from fullshard.config.load import load_file
         from fullshard.config.resolve import resolve
 
-        resolved = resolve([load_file(config)])
-        batch = _micro_batch_of(config)
+        resolved = resolve([reading := load_file(config)])
+        batch = _micro_batch_of(reading)
         if batch is not None:
             given = {"micro_batch": batch, **given}
         job = Job.from_run(resolved.config, **given)
@@ -267,12 +269,11 @@ def _unplanned(resolved: Resolved) -> list[str]:
 _MICRO_BATCH = "train_micro_batch_size_per_gpu"
 
 
-def _micro_batch_of(config: Path) -> int | None:
-    """What DeepSpeed's file says of it, which a run leaves to the script's loader and a plan needs."""
-    if config.suffix != ".json":
-        return None
-    said = json.loads(config.read_text(encoding="utf-8")).get(_MICRO_BATCH)
-    return said if isinstance(said, int) else None
+def _micro_batch_of(reading: Reading) -> int | None:
+    """What DeepSpeed's words say of it, which a run leaves to the script's loader and a plan needs."""
+    entry = reading.entries.get(_MICRO_BATCH)
+    is_said = entry is not None and entry.value is not None and str(entry.value).strip().lower() != "auto"
+    return integer(entry.value) if is_said else None
 
 
 _Rows = dict[str, list[Any]]

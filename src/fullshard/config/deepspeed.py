@@ -97,7 +97,8 @@ def _clipping(value: Any) -> Settings | str:
 def _batch(value: Any) -> str:
     if _is_auto(value):
         return _AUTO
-    values.integer(value)
+    if values.integer(value) < 1:
+        raise ValueError(f"expected 1 or more, got {value!r}")
     return "the script's data loader has the batch size"
 
 
