@@ -207,6 +207,23 @@ def test_errors_are_one_message_and_exit_code_2(tmp_path: Path) -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 
+def test_the_current_directory_is_not_replaced(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "work" / "here").mkdir(parents=True)
+    (tmp_path / "work" / "mine").touch()
+    monkeypatch.chdir(tmp_path / "work" / "here")
+    for output in (".", "..", str(tmp_path / "work")):
+        for words in (("consolidate",), ("export", "--to", "dcp"), ("reshard", "--world-size", "1")):
+            with pytest.raises(CheckpointError, match="is the current directory, or around it"):
+                _run(*words, str(saved), output, "--overwrite")
+    assert (tmp_path / "work" / "mine").exists()
+
+
+def test_ranks_without_number_are_refused(saved: Path, tmp_path: Path) -> None:
+    """Cutting for them took all memory, or was an OverflowError."""
+    done = CliRunner().invoke(app, ["reshard", str(saved), str(tmp_path / "x"), "--world-size", "9" * 20])
+    assert done.exit_code == 2 and "less than or equal to 65536" in done.output
+
+
 def test_checkpoints_of_trainer(tmp_path: Path) -> None:
     """By the name of the directory that Trainer made; with the configuration that lies there."""
     torch.manual_seed(0)

@@ -80,6 +80,18 @@ def refuse_file(path: Path) -> None:
         )
 
 
+def refuse_current(path: Path) -> None:
+    """Raise `CheckpointError` if replacing a directory would take away the current one, whose content is no checkpoint.
+
+    An `--overwrite` of `.` is a slip: all that lies there would be removed.
+    """
+    if path.exists() and Path.cwd().is_relative_to(path.resolve()):
+        raise CheckpointError(
+            f"{path} is the current directory, or around it: replacing it would remove all that is there",
+            hint="name a directory in it",
+        )
+
+
 def require_room(directory: Path, nbytes: int) -> None:
     """Raise `CheckpointError` if the file system of `directory` has less room than `nbytes`."""
     usage = shutil.disk_usage(directory)
@@ -107,8 +119,9 @@ def committed_directory(final: Path, save_id: str, *, overwrite: bool) -> Iterat
     For one process; its files are flushed to the disk before the rename.
 
     Raises:
-        CheckpointError: see `make_temp_directory`, or the disk refused something.
+        CheckpointError: see `make_temp_directory` and `refuse_current`, or the disk refused something.
     """
+    refuse_current(final)
     temp = make_temp_directory(final, save_id, overwrite=overwrite)
     try:
         yield temp

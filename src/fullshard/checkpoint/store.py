@@ -31,6 +31,7 @@ from fullshard.checkpoint.storage import (
     committed_directory,
     discard_directory,
     make_temp_directory,
+    refuse_current,
     remove_directory,
     replaced_directories,
     require_room,
@@ -102,6 +103,7 @@ class FileStore(Store):
 
     def prepare(self, final: Location, save_id: str, *, overwrite: bool, several: bool = False) -> bool:
         """See `Store`."""
+        refuse_current(_file(final))
         make_temp_directory(_file(final), save_id, overwrite=overwrite)
         return False
 

@@ -39,7 +39,7 @@ _Checkpoint = Annotated[
 _Ours = Annotated[str, typer.Argument(help="A checkpoint of ours, or its URL.")]
 _OutputOrUrl = Annotated[str, typer.Argument(help="Directory or URL to create. It appears when it is complete.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-_WorldSize = Annotated[int, typer.Option(min=1, help="Ranks to cut it for.")]
+_WorldSize = Annotated[int, typer.Option(min=1, max=65536, help="Ranks to cut it for.")]
 _ShardSize = Annotated[int | None, typer.Option(min=1, help="Ranks of a shard group (hybrid). Default: all.")]
 _Index = Annotated[int, typer.Option(min=0, help="Which model of an Accelerate checkpoint with several.")]
 _ConfigFrom = Annotated[
