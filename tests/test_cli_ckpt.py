@@ -218,6 +218,14 @@ def test_the_current_directory_is_not_replaced(saved: Path, tmp_path: Path, monk
     assert (tmp_path / "work" / "mine").exists()
 
 
+def test_what_is_not_there_is_not_passed_over(saved: Path, tmp_path: Path) -> None:
+    """An index of one model, and a directory of which the one around it was taken."""
+    with pytest.raises(CheckpointError, match=r"step-2 holds no model 5 of a checkpoint of Accelerate"):
+        _run("inspect", saved, "--index", "5")
+    with pytest.raises(ConfigError, match=r"there is no directory .*/none"):
+        _run("export", saved, tmp_path / "x", "--config-from", tmp_path / "none")
+
+
 def test_ranks_without_number_are_refused(saved: Path, tmp_path: Path) -> None:
     """Cutting for them took all memory, or was an OverflowError."""
     done = CliRunner().invoke(app, ["reshard", str(saved), str(tmp_path / "x"), "--world-size", "9" * 20])

@@ -31,6 +31,8 @@ def open_source(path: str | Location, *, optimizer: bool = True, index: int = 0)
         CheckpointError: nothing here that is known, or a checkpoint that is damaged.
     """
     path = location(path)
+    if index:
+        return _further(path, optimizer, index)
     if isinstance(path, ObjectPath):
         return _in_a_store(path)
     if path.is_file():
@@ -48,6 +50,17 @@ def open_source(path: str | Location, *, optimizer: bool = True, index: int = 0)
     raise CheckpointError(
         f"{path} holds no checkpoint of a known kind; it holds {', '.join(entries[:10]) or 'nothing'}",
         hint=f"did you mean {path / inside[-1]}?" if inside else "docs/migration.md lists what can be read",
+    )
+
+
+def _further(path: Location, optimizer: bool, index: int) -> Source:
+    """One of several models, which checkpoints of Accelerate have and no others."""
+    for open_it in (_accelerate_sharded, _accelerate_full):
+        source = open_it(path, optimizer, index) if isinstance(path, Path) else None
+        if source is not None:
+            return source
+    raise CheckpointError(
+        f"{path} holds no model {index} of a checkpoint of Accelerate with several", hint="leave it out"
     )
 
 

@@ -105,6 +105,10 @@ def _configuration(source: Source, config_from: str | Path | None, *, needs_conf
                 hint="name the directory of the model that training started from: --config-from DIRECTORY",
             )
         return []
+    if not directory.exists():
+        raise ConfigError(
+            f"there is no directory {directory}", hint="name that of the model that training started from"
+        )
     directory = directory if directory.is_dir() else directory.parent
     found = files_beside_weights(directory)
     if needs_config and not any(file.name == CONFIG_NAME for file in found):
