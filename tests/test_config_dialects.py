@@ -442,6 +442,8 @@ def test_keys_that_are_merged_in_are_where_they_are_merged(tmp_path: Path) -> No
 
 def test_one_gpu_may_be_a_number(tmp_path: Path) -> None:
     assert read(tmp_path, "distributed_type: FSDP\ngpu_ids: 0\n").config.launch.gpu_ids == ("0",)
+    with pytest.raises(ConfigError, match="gpu_ids names 0 twice"):
+        read(tmp_path, "distributed_type: FSDP\ngpu_ids: 0,1,0\n")
 
 
 def test_a_hint_that_lists_all_keys_is_said_once(tmp_path: Path) -> None:

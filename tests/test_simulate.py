@@ -98,6 +98,8 @@ def test_models_without_sdpa_and_models_nobody_builds() -> None:
     assert simulate(transformers_model(gemma), Job.of({"seq_len": 16}), world_size=4).differences == []
     with pytest.raises(ConfigError, match=r"model_type 'kimi_k2' is none of Transformers.*\nhint: update"):
         transformers_model(MODELS["Kimi-K2"])
+    with pytest.raises(ConfigError, match=r"model_type \['llama'\] is none of Transformers"):
+        transformers_model({"model_type": ["llama"]})
 
 
 @pytest.mark.parametrize(

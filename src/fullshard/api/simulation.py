@@ -246,7 +246,7 @@ def transformers_model(values: dict[str, Any], *, attention: str | None = None) 
     """
     transformers = import_extra("transformers", extra="hf", purpose="simulating a Transformers model")
     kind_of_model = values.get("model_type")
-    if kind_of_model not in transformers.CONFIG_MAPPING:
+    if not isinstance(kind_of_model, str) or kind_of_model not in transformers.CONFIG_MAPPING:
         raise ConfigError(
             f"model_type {kind_of_model!r} is none of Transformers {transformers.__version__}, which builds the model",
             hint="update transformers, or ask fullshard plan, which builds none",

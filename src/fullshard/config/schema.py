@@ -249,9 +249,12 @@ class LaunchConfig(Settings):
             value = str(value)
         if isinstance(value, str):
             value = None if value.strip().lower() == "all" else value.split(",")
-        if isinstance(value, list | tuple):
-            return tuple(str(item).strip() for item in value)
-        return value
+        if not isinstance(value, list | tuple):
+            return value
+        ids = tuple(str(item).strip() for item in value)
+        if twice := [name for name in ids if ids.count(name) > 1]:
+            raise ValueError(f"gpu_ids names {twice[0]} twice, and each process has a device of its own")
+        return ids
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
