@@ -750,3 +750,18 @@ def check_ignored_around() -> None:
 
 def test_ddp_that_leaves_units_alone() -> None:
     run_ranks(check_ignored_around, 2)
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "message"),
+    [
+        (3, {}, "expected a module or a list of them, got int"),
+        ([nn.Linear(2, 2), "head"], {}, "expected a module or a list of them, got str"),
+        ([], {}, "got an empty list"),
+        (nn.Linear(2, 2), {"mesh": 2}, "mesh: expected a DeviceMesh, got int"),
+        (nn.Linear(2, 2), {"ignored_params": {"weight"}}, "ignored_params: expected parameters, got str"),
+    ],
+)
+def test_what_is_no_module_mesh_or_parameter_is_named(module: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        fully_shard(module, **options)

@@ -92,6 +92,8 @@ def fully_shard(
             that is not over another axis of the same mesh (tensor parallelism).
     """
     modules: list[nn.Module] = list(module) if isinstance(module, list) else [module]
+    ignored = list(ignored_params or ())
+    _check_arguments(modules, mesh, ignored)
     if dp_mesh_dims is not None:
         resolved = data_parallel(mesh, dp_mesh_dims)
     else:
@@ -108,7 +110,7 @@ def fully_shard(
     for one in modules:
         _check_can_be_unsharded(one, [one])
         expose_scales(one)
-    [plan] = partition(modules, ignored=ignored_params or (), stop_at=_units_in(modules))
+    [plan] = partition(modules, ignored=ignored, stop_at=_units_in(modules))
     check_types([plan], modules)
     if isinstance(mesh, DeviceMesh) and dp_mesh_dims is not None:
         note_data_axes(plan, mesh, dp_mesh_dims)
@@ -292,6 +294,21 @@ def _make_unit(
 
 def _units_in(modules: Sequence[nn.Module]) -> list[nn.Module]:
     return [inner for module in modules for inner in module.modules() if unit_of(inner) is not None]
+
+
+def _check_arguments(modules: Sequence[object], mesh: object, ignored: Iterable[object]) -> None:
+    """Of what is handed in: names of parameters would leave none alone, and no module would be no unit."""
+    others = [one for one in modules if not isinstance(one, nn.Module)]
+    if others or not modules:
+        found = type(others[0]).__name__ if others else "an empty list"
+        raise ConfigError(f"fully_shard: expected a module or a list of them, got {found}", hint="hand the model over")
+    if not isinstance(mesh, DeviceMesh | Mesh | None):
+        raise ConfigError(f"mesh: expected a DeviceMesh, got {type(mesh).__name__}", hint="init_device_mesh makes one")
+    for one in ignored:
+        if not isinstance(one, torch.Tensor):
+            raise ConfigError(
+                f"ignored_params: expected parameters, got {type(one).__name__}", hint="set(m.parameters())"
+            )
 
 
 def _check_can_be_unsharded(root: nn.Module, units: Iterable[nn.Module]) -> None:
