@@ -209,17 +209,17 @@ def test_where_nothing_can_be_written_is_said_first(output: str, what: str, tmp_
 
 
 def test_a_folder_that_takes_no_file_is_said_first() -> None:
-    users = os.getresuid()
+    real, effective, saved = os.getresuid()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "there").touch(0o666)
         (folder / "there").chmod(0o666)
         folder.chmod(0o555)
         try:
-            os.setresuid(*(user or 65534 for user in users[:2]), users[2])
+            os.setresuid(real or 65534, effective or 65534, saved)
             with pytest.raises(typer.BadParameter, match="cannot be written, nothing can in"):
                 file_word(f"{folder}/new")
             assert file_word(f"{folder}/there") == folder / "there"
         finally:
-            os.setresuid(*users)
+            os.setresuid(real, effective, saved)
             folder.chmod(0o755)

@@ -272,8 +272,9 @@ _MICRO_BATCH = "train_micro_batch_size_per_gpu"
 def _micro_batch_of(reading: Reading) -> int | None:
     """What DeepSpeed's words say of it, which a run leaves to the script's loader and a plan needs."""
     entry = reading.entries.get(_MICRO_BATCH)
-    is_said = entry is not None and entry.value is not None and str(entry.value).strip().lower() != "auto"
-    return integer(entry.value) if is_said else None
+    if entry is None or entry.value is None or str(entry.value).strip().lower() == "auto":
+        return None
+    return integer(entry.value)
 
 
 _Rows = dict[str, list[Any]]
