@@ -218,6 +218,13 @@ def test_the_current_directory_is_not_replaced(saved: Path, tmp_path: Path, monk
     assert (tmp_path / "work" / "mine").exists()
 
 
+def test_what_the_source_lies_in_is_not_replaced(saved: Path) -> None:
+    for words in (("consolidate",), ("export", "--to", "dcp"), ("reshard", "--world-size", "1")):
+        with pytest.raises(CheckpointError, match=r"holds .*, which is read: replacing it would remove"):
+            _run(*words, str(saved), str(saved.parent), "--overwrite")
+    assert saved.is_dir()
+
+
 def test_what_is_not_there_is_not_passed_over(saved: Path, tmp_path: Path) -> None:
     """An index of one model, and a directory of which the one around it was taken."""
     with pytest.raises(CheckpointError, match=r"step-2 holds no model 5 of a checkpoint of Accelerate"):

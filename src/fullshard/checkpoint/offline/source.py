@@ -68,6 +68,19 @@ class Contents:
         return stored_tensors(self.model, self.optimizer)
 
 
+def refuse_around(source: Source, final: Location) -> None:
+    """Raise `CheckpointError` if what is written would replace a directory that the source lies in.
+
+    In its own place it may be written: that stays whole until the new one is.
+    """
+    place = source.path
+    if isinstance(place, Path) and isinstance(final, Path) and final.resolve() in place.resolve().parents:
+        raise CheckpointError(
+            f"{final} holds {place}, which is read: replacing it would remove all that is there",
+            hint="name a directory in it, or another",
+        )
+
+
 class Source(ABC):
     """A checkpoint that can be read in parts.
 

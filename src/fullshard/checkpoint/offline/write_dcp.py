@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from fullshard.checkpoint.format import StateTensorRecord, TensorRecord
 from fullshard.checkpoint.offline.progress import Progress, silent
-from fullshard.checkpoint.offline.source import Kind, Source, cast_record, chunks, require_values
+from fullshard.checkpoint.offline.source import Kind, Source, cast_record, chunks, refuse_around, require_values
 from fullshard.checkpoint.storage import committed_directory
 from fullshard.checkpoint.tensors import dtype_of
 from fullshard.checkpoint.values import decode_value
@@ -71,7 +71,9 @@ def write_dcp(
         reference = _reference("model", name, cast_record(record, dtype))
         model |= dict.fromkeys((name, *record.aliases), reference)
     optimizer = _optimizer(source)
-    with committed_directory(local_path(path).absolute(), uuid.uuid4().hex[:16], overwrite=overwrite) as temp:
+    final = local_path(path).absolute()
+    refuse_around(source, final)
+    with committed_directory(final, uuid.uuid4().hex[:16], overwrite=overwrite) as temp:
         for directory, state in _directories(temp, layout, index, model, optimizer).items():
             _save(state, directory, _ReadingPlanner(source, progress))
 

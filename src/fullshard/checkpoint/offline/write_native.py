@@ -35,6 +35,7 @@ from fullshard.checkpoint.offline.source import (
     Source,
     cast_record,
     chunks,
+    refuse_around,
     require_values,
     stream,
 )
@@ -97,7 +98,9 @@ def write_native(
     cut = _cut(contents, shard_size)
     save_id = uuid.uuid4().hex[:16]
     notes = list(contents.notes)
-    with new_checkpoint(location(path).absolute(), save_id, overwrite=overwrite) as new:
+    final = location(path).absolute()
+    refuse_around(source, final)
+    with new_checkpoint(final, save_id, overwrite=overwrite) as new:
         files: dict[str, FileRecord] = {}
         for rank in range(shard_size):
             for kind in ("model", "optimizer"):

@@ -16,7 +16,7 @@ import torch
 from fullshard.checkpoint.objects import ObjectPath
 from fullshard.checkpoint.offline.huggingface import CONFIG_NAME, files_beside_weights, read_configuration
 from fullshard.checkpoint.offline.progress import Progress, reported, silent
-from fullshard.checkpoint.offline.source import Source, cast_record, require_values, stream
+from fullshard.checkpoint.offline.source import Source, cast_record, refuse_around, require_values, stream
 from fullshard.checkpoint.offline.stored_form import in_stored_form
 from fullshard.checkpoint.shards import file_names, file_numbers, parse_dtype, parse_size, write_index
 from fullshard.checkpoint.storage import committed_directory
@@ -71,7 +71,9 @@ def write_weights(
         name: storage_order([e for e, n in zip(entries, numbers, strict=True) if n == number])
         for number, name in enumerate(names)
     }
-    with committed_directory(local_path(path).absolute(), uuid.uuid4().hex[:16], overwrite=overwrite) as temp:
+    final = local_path(path).absolute()
+    refuse_around(source, final)
+    with committed_directory(final, uuid.uuid4().hex[:16], overwrite=overwrite) as temp:
         for name, members in files.items():
             with TensorFileWriter(temp / name, members, {"format": "pt"}) as writer:
                 for entry in members:
