@@ -406,7 +406,7 @@ def misused(directory: str) -> None:
     with pytest.raises(CheckpointError, match="carries adapters inside"):
         Accelerator(cpu=True).save_model(injected, directory)
     with pytest.raises(ConfigError, match="adapters are written as safetensors"):
-        Accelerator(cpu=True).save_model(injected, directory, safe_serialization=False)
+        Accelerator(cpu=True).save_model(model, directory, safe_serialization=False)
     parameter = next(p for name, p in model.named_parameters() if "lora_B" in name)
     with torch.no_grad():
         parameter.fill_(float("nan"))
