@@ -292,6 +292,17 @@ def test_recomputing_a_model_that_is_one_unit_is_refused() -> None:
         Accelerator(fsdp_plugin=plugin).prepare(model_and_optimizer()[0])
 
 
+def test_sizes_of_pickles_are_those_of_other_files(tmp_path: Path) -> None:
+    accelerator = Accelerator()
+    model = accelerator.prepare(nn.Linear(64, 64))
+    accelerator.save_model(model, tmp_path / "saved", "16KiB", safe_serialization=False)
+    weights = [torch.load(path) for path in sorted((tmp_path / "saved").glob("*.bin"))]
+    assert [tensor.shape for part in weights for tensor in part.values()] == [(64, 64), (64,)] and len(weights) == 2
+    with pytest.raises(ConfigError, match="nonsense"):
+        accelerator.save_model(model, tmp_path / "not", "nonsense", safe_serialization=False)
+    assert not (tmp_path / "not").exists()
+
+
 def test_a_checkpoint_holds_no_pickles_whatever_is_asked_for(tmp_path: Path) -> None:
     accelerator = Accelerator()
     accelerator.prepare(model_and_optimizer()[0])

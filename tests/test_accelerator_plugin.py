@@ -390,6 +390,17 @@ def _dtypes(accelerator: Accelerator) -> tuple[torch.dtype, torch.dtype]:
     return accelerator.prepare(model)(torch.ones(1, 2)).dtype, inner[0]
 
 
+def test_a_launchers_checkpointing_may_be_selective(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="recomputes nothing: activation_checkpointing is not set"):
+        FullyShardedDataParallelPlugin(activation_checkpointing_mode="selective")
+    monkeypatch.setenv("FSDP_ACTIVATION_CHECKPOINTING", "true")
+    plugin = FullyShardedDataParallelPlugin(activation_checkpointing_mode="selective")
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    _dtypes(accelerator)
+    sharding = accelerator.setup.sharding
+    assert sharding.activation_checkpointing and sharding.activation_checkpointing_mode == "selective"
+
+
 def test_what_is_changed_on_the_plugin_counts_for_the_next_model() -> None:
     accelerator = Accelerator(cpu=True)
     plugin: Any = accelerator.state.fsdp_plugin

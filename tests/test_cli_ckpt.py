@@ -307,6 +307,10 @@ def test_export_is_in_the_form_that_transformers_stores(tmp_path: Path) -> None:
     assert files_hold(tmp_path / "again") == files_hold(tmp_path / "base")
     _run("export", tmp_path / "step-1", tmp_path / "half", "--config-from", tmp_path / "base", "--dtype", "bfloat16")
     assert {t.dtype for t in load_file(tmp_path / "half" / "model.safetensors").values()} == {torch.bfloat16}
+    text = (tmp_path / "base" / "config.json").read_text()
+    (tmp_path / "base" / "config.json").write_text(text.replace('"silu"', '"nope"'))
+    with pytest.raises(CheckpointError, match=r"config\.json: Transformers .* makes no model of it: KeyError: 'nope'"):
+        _run("export", tmp_path / "step-1", tmp_path / "other", "--config-from", tmp_path / "base")
 
 
 def files_hold(directory: Path) -> dict[str, bytes]:

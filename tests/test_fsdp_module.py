@@ -765,3 +765,10 @@ def test_ddp_that_leaves_units_alone() -> None:
 def test_what_is_no_module_mesh_or_parameter_is_named(module: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         fully_shard(module, **options)
+
+
+def test_several_modules_and_parameters_as_torch_takes_them() -> None:
+    """In a tuple; None where a layer has no bias."""
+    one, two = nn.Linear(2, 2, bias=False), nn.Linear(2, 2)
+    fully_shard(cast(Any, (one, two)), ignored_params=cast(Any, {one.weight, one.bias}))
+    assert not isinstance(one.weight, ShardedTensor) and isinstance(two.weight, ShardedTensor)

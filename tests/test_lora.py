@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -468,7 +469,7 @@ def test_fullshard_merge_is_bitwise_pefts(tmp_path: Path, case: str) -> None:
 @pytest.mark.filterwarnings("ignore:Setting `save")
 def test_fullshard_merge_of_damaged_files_names_them(tmp_path: Path) -> None:
     """They are not JSON, no model's or adapter's, or cut: each library has errors of its own for that."""
-    from fullshard.checkpoint.offline import HuggingFaceSource, MergedSource
+    from fullshard.checkpoint.offline import HuggingFaceSource, MergedSource, write_weights
 
     whole_and_adapter(tmp_path, "plain")
     weights = (tmp_path / "adapter" / "adapter_model.safetensors").read_bytes()
@@ -488,6 +489,13 @@ def test_fullshard_merge_of_damaged_files_names_them(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=f"(?s){path}.*{what}"):
             MergedSource(HuggingFaceSource(tmp_path / "base"), tmp_path / "adapter")
         path.write_bytes(whole)
+    adapter = shutil.copytree(tmp_path / "adapter", tmp_path / "run" / "step-5")
+    with (
+        MergedSource(HuggingFaceSource(tmp_path / "base"), adapter) as merged,
+        pytest.raises(CheckpointError, match=f"{tmp_path / 'run'} holds {adapter}, which is read"),
+    ):
+        write_weights(merged, tmp_path / "run", overwrite=True)
+    assert adapter.is_dir()
 
 
 @pytest.mark.filterwarnings("ignore:Setting `save")

@@ -197,22 +197,29 @@ def test_accelerators_without_nvidia_smi(tmp_path: Path, monkeypatch: pytest.Mon
     for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
     files = {
-        "nvidia/0000:01:00.0/information": "Model: \t\t NVIDIA H200\nIRQ:   \t\t 255\nGPU UUID: \t GPU-aa11\n",
-        "nvidia/0000:02:00.0/information": "Model: \t\t NVIDIA H100 NVL\nIRQ:   \t\t 255\nGPU UUID: \t GPU-bb22\n",
+        "nvidia/0000:01:00.0/information": "Model: \t\t NVIDIA H200\nGPU UUID: \t GPU-aa11\nDevice Minor: \t 1\n",
+        "nvidia/0000:02:00.0/information": "Model: \t\t NVIDIA H100 NVL\nGPU UUID: \t GPU-bb22\nDevice Minor: \t 0\n",
+        "nvidia/0000:03:00.0/information": "Model: \t\t of another\nGPU UUID: \t GPU-cc33\nDevice Minor: \t 2\n",
+        **dict.fromkeys(("dev/nvidia0", "dev/nvidia1", "dev/kfd"), ""),
         "amd/0/properties": "cpu_cores_count 64\nsimd_count 0\n",
         "amd/1/properties": "cpu_cores_count 0\nsimd_count 304\n",
+        "amd/2/properties": "cpu_cores_count 16\nsimd_count 8\n",
     }
     for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr(detection, "_NVIDIA", tmp_path / "nvidia")
     monkeypatch.setattr(detection, "_AMD", tmp_path / "amd")
+    monkeypatch.setattr(detection, "_DEVICES", tmp_path / "dev")
     names = ["NVIDIA H200", "NVIDIA H100 NVL", "AMD GPU"]
     assert [device.name for device in detect_hardware().accelerators] == names
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-bb")
     monkeypatch.setenv("HIP_VISIBLE_DEVICES", "")
     assert [device.name for device in detect_hardware().accelerators] == names[1:2]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(detection, "_DEVICES", tmp_path / "none")
+    assert not detect_hardware().accelerators, "a container was given none"
 
 
 # -- in a terminal ------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from fullshard.comm import cuda
 from fullshard.comm.device import current, name_of, synchronize
 from fullshard.comm.mesh import Mesh, init_mesh
 from fullshard.config.hardware import usable_memory_nbytes
-from fullshard.core.errors import CommunicationError
+from fullshard.core.errors import CommunicationError, ConfigError
 from fullshard.core.paths import local_path
 from fullshard.engine import shard_model
 from fullshard.launch.local import launch_local
@@ -180,7 +180,10 @@ def _unit_seconds(mesh: Mesh) -> float:
 def _device_memory(device: torch.device, per_host: int) -> int:
     if device.type == "cuda":
         return cuda.memory_nbytes(device)
-    return (usable_memory_nbytes() or 0) // per_host
+    nbytes = usable_memory_nbytes()
+    if nbytes is None:
+        raise ConfigError("calibration: this system does not say how much memory it has")
+    return nbytes // per_host
 
 
 def measure() -> Device:

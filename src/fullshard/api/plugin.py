@@ -185,7 +185,7 @@ class FullyShardedDataParallelPlugin:
         self._arguments = Reading()
         if self.said("cpu_ram_efficient_loading") and self.said("sync_module_states") is None:
             self.sync_module_states = True
-        resolved = resolve([self.reading()])
+        resolved = resolve(self._readings())
         say_once(resolved.notes)
         self.set_state_dict_type()
         self.wrap_policy()
@@ -305,7 +305,12 @@ class FullyShardedDataParallelPlugin:
 
     def sharding_config(self) -> ShardingConfig:
         """The settings; a wrap policy that is an object is not among them (see `wrap_policy`)."""
-        return resolve([self.reading()]).config.sharding
+        return resolve(self._readings()).config.sharding
+
+    def _readings(self) -> list[Reading]:
+        """What the fields set, and what the launcher says where a mode alone would mean nothing."""
+        is_alone = self.said("activation_checkpointing_mode") and self.said("activation_checkpointing") is None
+        return [self.reading(), *([launched()] if is_alone else ())]
 
     def wrap_policy(self) -> WrapPolicy:
         """The policy that selects units."""

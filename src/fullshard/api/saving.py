@@ -37,6 +37,7 @@ from fullshard.checkpoint.lease import hold_folder
 from fullshard.checkpoint.objects import Location, ObjectPath, location, on_this_host
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.save import Pending, prepare_parts, prepare_save
+from fullshard.checkpoint.shards import parse_size
 from fullshard.checkpoint.store import is_of_a_save
 from fullshard.checkpoint.torch_format import with_torch_format
 from fullshard.core.errors import CheckpointError, ConfigError
@@ -399,8 +400,8 @@ def save_model(
 ) -> None:
     """Write the whole model into a directory, which may exist and hold other files. A collective.
 
-    Of a model with adapters that is those. Weights that an earlier save left there are removed, since `from_pretrained`
-    might read them instead.
+    Of a model with adapters that is those. Weights that lie there and that `from_pretrained` would read instead are
+    removed.
 
     Args:
         model: sharded or not.
@@ -411,7 +412,7 @@ def save_model(
             main process's host holds all at once.
 
     Raises:
-        ConfigError: adapters that are not to be safetensors.
+        ConfigError: adapters that are not to be safetensors, or `max_shard_size` that cannot be understood.
     """
     if is_saved_as_adapters(model):
         if not safe:
@@ -420,8 +421,9 @@ def save_model(
         return
     staged, replaced = directory / ".fullshard-export", [_WEIGHTS]
     if not safe:
+        limit = parse_size(max_shard_size)
         weights, replaced = checkpoint.full_state_dict(model), [_WEIGHTS, _PICKLES]
-        run_on_main(environment, lambda: _write_pickles(weights, staged, max_shard_size))
+        run_on_main(environment, lambda: _write_pickles(weights, staged, limit))
     elif run_on_main(environment, directory.exists):
         checkpoint.export_hf(staged, model=model, max_shard_size=max_shard_size, overwrite=True)
     else:
@@ -441,11 +443,15 @@ def save_model(
     run_on_main(environment, move)
 
 
-def _write_pickles(weights: dict[str, Any], directory: Path, max_shard_size: int | str) -> None:
+def _write_pickles(weights: dict[str, Any], directory: Path, max_shard_size: int) -> None:
     hub = import_extra("huggingface_hub", extra="hf", purpose="cutting a state dict into files")
     shutil.rmtree(directory, ignore_errors=True)  # of a save that was killed
     directory.mkdir(parents=True)
-    hub.save_torch_state_dict(weights, directory, max_shard_size=max_shard_size, safe_serialization=False)
+    try:
+        hub.save_torch_state_dict(weights, directory, max_shard_size=max_shard_size, safe_serialization=False)
+    except BaseException:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
 
 
 def save_object(obj: Any, path: Path, *, safe: bool) -> None:

@@ -85,7 +85,11 @@ def refuse_current(path: Path) -> None:
 
     An `--overwrite` of `.` is a slip: all that lies there would be removed.
     """
-    if path.exists() and Path.cwd().is_relative_to(path.resolve()):
+    try:
+        current = Path.cwd()
+    except FileNotFoundError:  # it is gone already
+        return
+    if path.exists() and current.is_relative_to(path.resolve()):
         raise CheckpointError(
             f"{path} is the current directory, or around it: replacing it would remove all that is there",
             hint="name a directory in it",

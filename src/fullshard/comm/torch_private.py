@@ -488,11 +488,11 @@ class _Collective:
     @staticmethod
     def counters() -> list[Any]:
         """Who counts now."""
-        if not torch._C._len_torch_dispatch_stack():
+        tools = sys.modules.get("torch.distributed.tensor.debug")  # whose import takes a second
+        if tools is None or not torch._C._len_torch_dispatch_stack():
             return []
-        from torch.distributed.tensor.debug import CommDebugMode
-
-        return [mode for mode in _python_dispatch._get_current_dispatch_mode_stack() if isinstance(mode, CommDebugMode)]
+        modes = _python_dispatch._get_current_dispatch_mode_stack()
+        return [mode for mode in modes if isinstance(mode, tools.CommDebugMode)]
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:

@@ -16,6 +16,7 @@ from fullshard.core.sizes import MIB
 _QUERY_SECONDS = 20
 _NVIDIA = Path("/proc/driver/nvidia/gpus")
 _AMD = Path("/sys/class/kfd/kfd/topology/nodes")
+_DEVICES = Path("/dev")
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
@@ -117,15 +118,21 @@ def _visible(rows: Iterable[_Row], variable: str) -> tuple[DetectedDevice, ...]:
 
 
 def _listed_by_nvidia() -> Iterator[_Row]:
-    for index, text in enumerate(_texts(_NVIDIA, "information")):
-        said = dict(re.findall(r"^(.+?):\s*(.+?)\s*$", text, re.MULTILINE))
+    """A container sees the host's list, and only such devices as it was given."""
+    found = (dict(re.findall(r"^(.+?):\s*(.+?)\s*$", text, re.MULTILINE)) for text in _texts(_NVIDIA, "information"))
+    given = (said for said in found if (_DEVICES / f"nvidia{said.get('Device Minor')}").exists())
+    for index, said in enumerate(given):
         yield str(index), said.get("GPU UUID", ""), said.get("Model", "NVIDIA GPU"), "", ""
 
 
 def _listed_by_amd() -> Iterator[_Row]:
-    """Processors are among the nodes; they have no vector units."""
-    found = (text for text in _texts(_AMD, "properties") if re.search(r"^simd_count [1-9]", text, re.MULTILINE))
-    return ((str(index), "", "AMD GPU", "", "") for index, _ in enumerate(found))
+    """Processors are among the nodes, some of them with graphics built in."""
+    if not (_DEVICES / "kfd").exists():
+        return
+    nodes = (dict(re.findall(r"^(\w+) (\d+)$", text, re.MULTILINE)) for text in _texts(_AMD, "properties"))
+    gpus = [node for node in nodes if node.get("simd_count", "0") != "0" and node.get("cpu_cores_count", "0") == "0"]
+    for index, _ in enumerate(gpus):
+        yield str(index), "", "AMD GPU", "", ""
 
 
 def _texts(folder: Path, name: str) -> Iterator[str]:

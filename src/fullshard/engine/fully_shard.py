@@ -91,8 +91,8 @@ def fully_shard(
             unit, one of a tensor subclass that wraps other tensors and does not say how it is gathered, or a DTensor
             that is not over another axis of the same mesh (tensor parallelism).
     """
-    modules: list[nn.Module] = list(module) if isinstance(module, list) else [module]
-    ignored = list(ignored_params or ())
+    modules: list[nn.Module] = list(module) if isinstance(module, (list, tuple)) else [module]
+    ignored = [one for one in ignored_params or () if one is not None]  # a layer without a bias has None there
     _check_arguments(modules, mesh, ignored)
     if dp_mesh_dims is not None:
         resolved = data_parallel(mesh, dp_mesh_dims)

@@ -218,7 +218,7 @@ def _torch(hardware: Hardware, report: Report, device: str) -> Iterator[Finding]
     if report["torch"]["CUDA available"] != "false":
         return
     built = report["torch"]["built for"]
-    if hardware.accelerators:
+    if hardware.accelerators and device != "cpu":
         yield Finding(
             f"the driver shows {len(hardware.accelerators)} GPUs, and torch (built for {built}) can use none",
             "install a torch that is built for the driver's CUDA version",

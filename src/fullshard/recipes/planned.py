@@ -95,14 +95,15 @@ def plan_run(
     """
     world_size = environment.world_size
     hosts = max(1, world_size // max(1, environment.local_world_size))
-    job = Job.from_run(arguments.run_config(), **job_values(arguments, world_size))
-    settings = {n: v for n, v in job.model_dump().items() if n not in _DECIDED and not n.startswith("lora_")}
-    settings["optimizer"] = arguments.optimizer
     policy = configured_policy(arguments.run_config().sharding)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # sharding will say the same
         try:
-            plan = plan_model(model, f"{world_size}x{planned_device(device)}", hosts=hosts, policy=policy, **settings)
+            devices = f"{world_size}x{planned_device(device)}"
+            job = Job.from_run(arguments.run_config(), **job_values(arguments, world_size))
+            settings = {n: v for n, v in job.model_dump().items() if n not in _DECIDED and not n.startswith("lora_")}
+            settings["optimizer"] = arguments.optimizer
+            plan = plan_model(model, devices, hosts=hosts, policy=policy, **settings)
         except (ConfigError, WrapError) as error:  # no reason to stop; what sharding minds it says itself
             say(f"plan: none for this run: {str(error).splitlines()[0]}")
             return None

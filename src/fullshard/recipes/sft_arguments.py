@@ -268,6 +268,7 @@ def _parse(values: Mapping[str, Any], config: type) -> SFTArguments:
         )
     step_range(watch.profile_steps)
     require_trackers(training.report_to, "--report_to")
+    training.resume_from_checkpoint = training.resume_from_checkpoint or None  # empty is not at all, as for Trainer
     for group, names in (
         (model, ("model_name_or_path", "merge_dir")),
         (data, ("dataset_name",)),

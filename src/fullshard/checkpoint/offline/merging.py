@@ -22,7 +22,7 @@ from torch import nn
 
 from fullshard.checkpoint.format import MANIFEST_NAME, TRAINER_STATE, TensorRecord
 from fullshard.checkpoint.merging import MergedModel
-from fullshard.checkpoint.objects import on_this_host
+from fullshard.checkpoint.objects import Location, on_this_host
 from fullshard.checkpoint.offline.huggingface import (
     CONFIG_NAME,
     HuggingFaceSource,
@@ -58,6 +58,11 @@ class MergedSource(Source):
     """
 
     title = "base model with an adapter merged into it"
+
+    @property
+    def places(self) -> tuple[Location, ...]:
+        """The base's and the adapter's."""
+        return (self.path, self._adapter)
 
     def __init__(self, base: Source, adapter: Path) -> None:
         self._base, self._adapter = base, Path(adapter)

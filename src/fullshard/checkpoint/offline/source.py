@@ -73,12 +73,12 @@ def refuse_around(source: Source, final: Location) -> None:
 
     In its own place it may be written: that stays whole until the new one is.
     """
-    place = source.path
-    if isinstance(place, Path) and isinstance(final, Path) and final.resolve() in place.resolve().parents:
-        raise CheckpointError(
-            f"{final} holds {place}, which is read: replacing it would remove all that is there",
-            hint="name a directory in it, or another",
-        )
+    for place in source.places:
+        if isinstance(place, Path) and isinstance(final, Path) and final.resolve() in place.resolve().parents:
+            raise CheckpointError(
+                f"{final} holds {place}, which is read: replacing it would remove all that is there",
+                hint="name a directory in it, or another",
+            )
 
 
 class Source(ABC):
@@ -93,6 +93,11 @@ class Source(ABC):
     title: str
     path: Location
     contents: Contents
+
+    @property
+    def places(self) -> tuple[Location, ...]:
+        """All that it reads."""
+        return (self.path,)
 
     @abstractmethod
     def read(self, kind: Kind, name: str, interval: Interval) -> torch.Tensor:

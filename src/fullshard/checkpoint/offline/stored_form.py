@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from fullshard.checkpoint.conversion import Group, outline_of, saving_rules
+from fullshard.checkpoint.objects import Location
 from fullshard.checkpoint.offline.huggingface import CONFIG_NAME, read_configuration, skeleton_of
 from fullshard.checkpoint.offline.source import Contents, Kind, Source, tensor_record
 from fullshard.checkpoint.tensors import dtype_of
@@ -39,8 +40,10 @@ def in_stored_form(source: Source, directory: Path) -> Source:
     transformers = import_extra("transformers", extra="hf", purpose="the form that it stores a model in")
     try:
         model = skeleton_of(transformers, directory, torch.float32)
-    except CheckpointError:  # of no model that it knows
-        return source
+    except CheckpointError as error:
+        if not isinstance(error.__cause__, (OSError, ValueError)):
+            raise
+        return source  # of no model that it knows
     return StoredSource(source, model) if source.contents.model.keys() <= model.state_dict().keys() else source
 
 
@@ -53,6 +56,11 @@ class StoredSource(Source):
     """
 
     title = "model in the form that Transformers stores"
+
+    @property
+    def places(self) -> tuple[Location, ...]:
+        """Those of what it is made of."""
+        return self._held.places
 
     def __init__(self, held: Source, model: nn.Module) -> None:
         self.path, self._held = held.path, held
