@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, TensorDataset
@@ -196,14 +197,17 @@ def test_an_epoch_may_end_within_a_step_if_asked() -> None:
     assert ends == [False, True, False]
 
 
-def test_a_scheduler_may_step_on_its_own() -> None:
-    accelerator = Accelerator(gradient_accumulation_steps=2, step_scheduler_with_optimizer=False)
+@pytest.mark.parametrize(("with_optimizer", "rates"), [(True, [0.1, 0.05]), (False, [0.05, 0.0125])])
+def test_a_scheduler_may_step_on_its_own(with_optimizer: bool, rates: list[float]) -> None:
+    accelerator = Accelerator(gradient_accumulation_steps=2, step_scheduler_with_optimizer=with_optimizer)
     model, optimizer = model_and_optimizer()
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
-    optimizer.step()
-    scheduler.step()
-    assert scheduler.get_last_lr() == [0.05]
+    for losses, rate in zip(((1.0, 2.0), (3.0, 4.0)), rates, strict=True):
+        with accelerator.accumulate(model):
+            for loss in losses:  # each that is seen after a lower one halves the rate
+                scheduler.step(loss)
+        assert scheduler.get_last_lr() == [rate]
 
 
 def test_a_scheduler_made_from_the_prepared_optimizer() -> None:
@@ -309,6 +313,9 @@ def test_a_checkpoint_holds_no_pickles_whatever_is_asked_for(tmp_path: Path) -> 
     with pytest.warns(UserWarning, match="has no effect: a checkpoint holds no pickles"):
         accelerator.save_state(tmp_path / "state", safe_serialization=False)
     assert (tmp_path / "state" / "manifest.json").is_file()
+    value = torch.arange(6.0).view(2, 3).t()
+    accelerator.save({"value": value}, tmp_path / "new" / "value.safetensors", safe_serialization=True)
+    assert torch.equal(load_file(tmp_path / "new" / "value.safetensors")["value"], value)
 
 
 def test_saving_needs_a_place_and_something_to_save(tmp_path: Path) -> None:
@@ -322,11 +329,16 @@ def test_saving_needs_a_place_and_something_to_save(tmp_path: Path) -> None:
         accelerator.load_state(tmp_path / "state")
     with pytest.raises(ConfigError, match=r"cannot checkpoint int \(Item at index 1\): no"):
         accelerator.register_for_checkpointing(nn.Linear(1, 1), 3)
+    with pytest.raises(ConfigError, match="cannot checkpoint SimpleNamespace"):
+        accelerator.register_for_checkpointing(SimpleNamespace(state_dict=dict))
+    accelerator.project_configuration.save_on_each_node = True
+    with pytest.raises(ConfigError, match="save_on_each_node: a checkpoint lies in storage that all hosts share"):
+        accelerator.save_state(tmp_path / "state")
 
 
 def test_loading_into_other_objects_is_refused(tmp_path: Path) -> None:
     accelerator = Accelerator()
-    accelerator.prepare(*model_and_optimizer())
+    accelerator.prepare(*accelerator.prepare(*model_and_optimizer()))  # twice the same is one
     accelerator.save_state(tmp_path / "state")
     other = Accelerator()
     other.prepare(*model_and_optimizer(), *model_and_optimizer())

@@ -29,6 +29,7 @@ from torch.utils.data.distributed import DistributedSampler
 from fullshard.api.accelerate_loaders import teach_accelerate_to_skip
 from fullshard.api.data import ShardedDataLoader, skip_first_batches
 from fullshard.api.dealing import Deal
+from fullshard.api.optimizer import AcceleratedOptimizer
 from fullshard.api.state import GradientState
 from fullshard.core.errors import ConfigError, DataError
 
@@ -460,9 +461,10 @@ def test_what_counts_as_an_epoch_is_the_same_at_any_number_of_ranks(world_size: 
         return loader.epoch
 
     assert [look(), look()] == [0, 1], "no optimizer was prepared: every iteration counts"
-    state.has_optimizer = True
+    parameter = torch.nn.Parameter(torch.ones(1))
+    optimizer = AcceleratedOptimizer(torch.optim.SGD([parameter]), gradient_state=state, scaler=None)
     assert [look(), look()] == [1, 1]
-    state.updates += 1
+    optimizer.step()
     assert [look(), look()] == [2, 2]
     list(loader)
     assert loader.epoch == 3, "what came to its end counts anyway"
@@ -476,6 +478,8 @@ def test_what_counts_as_an_epoch_is_the_same_at_any_number_of_ranks(world_size: 
     assert not state.in_dataloader and look() == 5
     GradientState().join(state)
     assert look() == 6, "a later Accelerator has no optimizer yet"
+    optimizer.step()
+    assert [look(), look()] == [7, 7], "and knows of the earlier one's as soon as that steps"
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
