@@ -30,7 +30,7 @@ from fullshard import api
 from fullshard.api import Accelerator, ParallelismConfig
 from fullshard.api.refused import ACCELERATES_OWN, ARGUMENTS, METHODS, NAMES
 from fullshard.config.handover import hand_over
-from fullshard.config.schema import RunConfig
+from fullshard.config.schema import CheckpointConfig, RunConfig
 from fullshard.core.errors import CheckpointError, CommunicationError, ConfigError
 from tests.distributed import preload, run_ranks
 
@@ -490,5 +490,9 @@ def test_a_state_dict_type_may_be_torchs_enumeration(tmp_path: Path) -> None:
     plugin.state_dict_type = StateDictType.SHARDED_STATE_DICT
     accelerator.save_state(tmp_path / "sharded")
     assert not (tmp_path / "sharded" / "model").exists()
+    config = RunConfig(checkpoint=CheckpointConfig(state_dict_type="FULL_STATE_DICT"))
+    configured = Accelerator(fsdp_plugin=config)
+    configured.prepare(nn.Linear(4, 4))
+    assert (Path(configured.save_state(tmp_path / "configured")) / "model").is_dir()
     with pytest.raises(ConfigError, match="strict=False"):
         accelerator.load_state(tmp_path / "sharded", strict=False)

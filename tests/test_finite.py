@@ -134,18 +134,20 @@ def test_steps_that_are_left_out_leave_no_trace_and_are_counted() -> None:
 def check_mended() -> None:
     """What counts is what a gradient is when the optimizer steps; a large number is finite."""
     rank, _ = rank_and_size()
-    model = bad_model("nan", rank)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    model, twin = bad_model("nan", rank), shard_model(Stack().float(), unit_modules=())
+    before = [whole(each) for each in (model, twin)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     backward(model, 0)
     for parameter in model.parameters():
         parameter.grad.local.nan_to_num_()  # type: ignore[union-attr]
     optimizer.step()
     optimizer.zero_grad(set_to_none=False)
-    twin = shard_model(Stack().float(), unit_modules=())
-    optimizer = torch.optim.SGD(twin.parameters(), lr=1e-30)
+    optimizer = torch.optim.SGD(twin.parameters(), lr=1e-25)
     backward(twin, 0, 1e25)  # whose squares overflow
     optimizer.step()
-    assert all(value.isfinite().all() for each in (model, twin) for value in whole(each))
+    for each, old in zip((model, twin), before, strict=True):
+        assert all(value.isfinite().all() for value in whole(each))
+        assert not any(map(torch.equal, whole(each), old)), "no step is left out"
 
 
 def test_gradients_that_were_mended_and_large_ones_are_stepped_with() -> None:

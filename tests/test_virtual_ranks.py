@@ -484,6 +484,36 @@ def test_what_the_engine_refuses() -> None:
     run_ranks(check_refused_by_the_engine, 1)
 
 
+def check_draws(directory: str) -> None:
+    def started(seed: int) -> tuple[Accelerator, nn.Module]:
+        torch.manual_seed(seed)
+        accelerator = Accelerator(fsdp_plugin=config_of())
+        return accelerator, accelerator.prepare(nn.Linear(3, 2))
+
+    def step(accelerator: Accelerator, model: nn.Module) -> list[float]:
+        before, drawn = torch.get_rng_state(), []
+        for _ in range(8):
+            with accelerator.accumulate(model):
+                drawn.append(torch.rand(()).item())
+                accelerator.backward(model(torch.ones(4, 3)).sum())
+            assert torch.equal(torch.get_rng_state(), before)
+        return drawn
+
+    run = started(1)
+    first = step(*run)
+    run[0].save_state(directory)
+    second = step(*run)
+    assert len({*first, *second}) == 16
+    resumed = started(2)
+    resumed[0].load_state(directory)
+    torch.manual_seed(2)  # at another number of ranks the generators would not have come back
+    assert step(*resumed) == second
+
+
+def test_every_slice_draws_for_itself_and_leaves_the_scripts_numbers_alone(tmp_path: Path) -> None:
+    run_ranks(check_draws, 1, str(tmp_path / "state"))
+
+
 def check_refused_by_the_accelerator(directory: str) -> None:
     model: Any = nn.Linear(3, 2)
     accelerator = Accelerator(fsdp_plugin=config_of())
