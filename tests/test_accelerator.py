@@ -28,7 +28,7 @@ from fullshard.api import Accelerator, DistributedType, FullyShardedDataParallel
 from fullshard.api.collectives import send_to_device
 from fullshard.api.options import Handlers, ProjectConfiguration
 from fullshard.checkpoint.save import PendingSave
-from fullshard.config.schema import ShardingConfig
+from fullshard.config.schema import CheckpointConfig, RunConfig, ShardingConfig
 from fullshard.core.errors import CheckpointError, ConfigError, LifecycleError
 from fullshard.engine import FSDPModule
 
@@ -337,9 +337,10 @@ def test_saving_needs_a_place_and_something_to_save(tmp_path: Path) -> None:
 
 
 def test_loading_into_other_objects_is_refused(tmp_path: Path) -> None:
-    accelerator = Accelerator()
+    accelerator = Accelerator(project_config=ProjectConfiguration(total_limit=1))
     accelerator.prepare(*accelerator.prepare(*model_and_optimizer()))  # twice the same is one
-    accelerator.save_state(tmp_path / "state")
+    for name in ("state", "later"):  # the limit is of those that are numbered
+        accelerator.save_state(tmp_path / name)
     other = Accelerator()
     other.prepare(*model_and_optimizer(), *model_and_optimizer())
     with pytest.raises(CheckpointError, match="holds 1 models with optimizers, 2 are prepared"):
@@ -378,6 +379,16 @@ def test_a_damaged_part_leaves_the_others_as_they_are(tmp_path: Path) -> None:
     assert all(value.any() for model in models for value in accelerator.get_state_dict(model).values())
 
 
+def test_a_model_is_saved_where_a_save_of_it_was_killed(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(model_and_optimizer()[0])
+    for safe, name in ((True, "model.safetensors"), (False, "pytorch_model.bin")):
+        (tmp_path / ".fullshard-export").mkdir()
+        (tmp_path / ".fullshard-export" / "model-00001-of-00002.safetensors").write_text("half")
+        accelerator.save_model(model, tmp_path, safe_serialization=safe)
+        assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
 def test_what_another_accelerator_prepared_is_taken_over(capsys: pytest.CaptureFixture[str]) -> None:
     first = Accelerator(cpu=True, mixed_precision="fp16", gradient_accumulation_steps=2)
     _, optimizer = first.prepare(*model_and_optimizer())
@@ -389,8 +400,9 @@ def test_what_another_accelerator_prepared_is_taken_over(capsys: pytest.CaptureF
     assert first.gradient_accumulation_steps == 3
 
 
+@pytest.mark.parametrize("is_configured", [True, False])
 def test_a_save_in_the_background_that_failed_is_told_by_the_next_and_at_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_configured: bool
 ) -> None:
     numbers = itertools.count()
 
@@ -398,10 +410,13 @@ def test_a_save_in_the_background_that_failed_is_told_by_the_next_and_at_the_end
         raise CheckpointError(f"save {next(numbers)} failed")
 
     monkeypatch.setattr(PendingSave, "complete", fail)
-    accelerator = Accelerator(cpu=True)
+    config = RunConfig(checkpoint=CheckpointConfig(async_save=is_configured))
+    accelerator = Accelerator(fsdp_plugin=config)
     accelerator.prepare(*model_and_optimizer())
-    for number, then in enumerate((lambda: accelerator.save_state(tmp_path / "next"), accelerator.end_training)):
-        accelerator.save_state(tmp_path / str(number), wait=False)
+    for number, then in enumerate(
+        (lambda: accelerator.save_state(tmp_path / "next", wait=True), accelerator.end_training)
+    ):
+        accelerator.save_state(tmp_path / str(number), wait=None if is_configured else False)
         with pytest.raises(CheckpointError, match=f"save {number} failed"):
             then()
     accelerator.end_training()

@@ -6,6 +6,7 @@ pytest tests/test_memory_copies.py
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import os
 import re
@@ -20,9 +21,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
+from fullshard import Accelerator
 from fullshard.checkpoint import MemoryCopies, full_state_dict
 from fullshard.checkpoint.partners import HostGrid, transfers
+from fullshard.config.schema import CheckpointConfig, RunConfig
 from fullshard.config.switches import COPIES_DIR
 from fullshard.core.errors import CheckpointError, ConfigError
 from fullshard.core.sizes import page_locked_nbytes
@@ -92,6 +96,27 @@ def test_refused_where_it_would_be_of_no_use(tmp_path: Path, monkeypatch: pytest
         monkeypatch.setattr("fullshard.checkpoint.copies.available_host_memory", lambda: 10)
         with pytest.raises(CheckpointError, match=r"have 10 B left, and copies of the state need \d+"):
             copies.after_step(1, model=model)
+
+
+def test_an_accelerator_goes_on_from_its_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(COPIES_DIR.name, str(tmp_path))
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    config = RunConfig(checkpoint=CheckpointConfig(max_lost_steps=1))
+    found: list[tuple[int | None, int, float, list[int]]] = []
+    for read in (1, None):
+        accelerator = Accelerator(fsdp_plugin=config)
+        model, loader = accelerator.prepare(nn.Linear(1, 1), DataLoader(TensorDataset(torch.arange(4))))
+        step = accelerator.load_copy()
+        numbers = [number.item() for (number,) in itertools.islice(loader, read)]
+        found.append((step, accelerator.step, full_state_dict(model)["weight"].item(), numbers))
+        accelerator.step = 10
+        for number in (1, 2):
+            accelerator.keep_copy(number)
+    (nothing, zero, weight, _), resumed = found
+    assert (nothing, zero) == (None, 0) and resumed == (2, 10, weight, [1, 2, 3])
+    accelerator.prepare(nn.Linear(1, 1))
+    with pytest.raises(ConfigError, match="of one model with one optimizer, and 2 are prepared"):
+        accelerator.keep_copy(3)
 
 
 class Net(nn.Module):
