@@ -138,6 +138,9 @@ def _metrics(marker: Path) -> dict[str, Any]:
             marker.touch()
     results["main"] = accelerator.on_main_process(lambda: "main")()
     results["last"] = accelerator.on_process(process_index=1)(lambda: "last")()
+    torch.manual_seed(rank)
+    list(Accelerator(rng_types=["torch"]).prepare(DataLoader(make_data())))
+    results["drawn"] = torch.rand(()).item()
     return results
 
 
@@ -254,6 +257,7 @@ def test_metrics_and_collectives(tmp_path: Path) -> None:
         assert result["first"] == (rank == 1), "rank 0 runs the block before the others"
         assert result["main"] == ("main" if rank == 0 else None)
         assert result["last"] == ("last" if rank == 1 else None)
+    assert results[0]["drawn"] == results[1]["drawn"]
 
 
 # -- accumulation, order of preparation, precision --------------------------------------------------------------
@@ -654,7 +658,7 @@ def _hugging_face(directory: str) -> dict[str, Any]:
         (base / "saved" / "notes.txt").write_text("mine")
     accelerator.wait_for_everyone()
     accelerator.save_model(model, base / "saved")  # one file now; the shards of before must not be read
-    accelerator.save({"step": 3}, base / "step.pt")
+    accelerator.save({"step": 3}, base / f"step{accelerator.process_index}.pt")
     accelerator.wait_for_everyone()
     same = [
         torch.allclose(
@@ -682,7 +686,7 @@ def _hugging_face(directory: str) -> dict[str, Any]:
         "loaded": loaded_equal,
         "same": same,
         "keys": len(state),
-        "step": torch.load(base / "step.pt"),
+        "step": torch.load(base / "step0.pt"),
     }
 
 
@@ -695,7 +699,7 @@ def test_models_go_to_and_come_from_hugging_face(tmp_path: Path) -> None:
         assert result["shards"] > 1
         assert len(result["pickles"][0]) > 2 and result["pickles"][1] == ["pytorch_model.bin"] and result["tied"]
         assert result["files"] == ["config.json", "generation_config.json", "model.safetensors", "notes.txt"]
-        assert result["step"] == {"step": 3}
+        assert result["step"] == {"step": 3} and not (tmp_path / "step1.pt").exists()
     assert first["keys"] > 0
     assert second["keys"] == 0
 

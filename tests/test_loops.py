@@ -306,6 +306,26 @@ def test_the_order_that_was_not_asked_for_is_said(capsys: pytest.CaptureFixture[
     assert capsys.readouterr().err.count("use_seedable_sampler=False has no effect") == 1
 
 
+def test_joining_says_what_it_has_no_effect_on() -> None:
+    made = accelerator()
+    made.prepare(DataLoader(Stream(3)))
+    with (
+        pytest.warns(UserWarning, match="only supported for map-style datasets"),
+        pytest.warns(UserWarning, match="no effect on Linear"),
+        made.join_uneven_inputs([nn.Linear(1, 1)], even_batches=False),
+    ):
+        pass
+
+
+def test_batches_go_to_the_device_unless_they_are_to_stay() -> None:
+    loader, places = DataLoader(TensorDataset(torch.empty(1, device="meta"))), accelerator()
+    stays = Accelerator(cpu=True, device_placement=False)
+    for prepared in (stays.prepare(loader), places.prepare_data_loader(loader, device_placement=False)):
+        assert [value.is_meta for (value,) in prepared] == [True]
+    with pytest.raises(NotImplementedError, match="meta tensor"):  # which cannot be copied
+        list(places.prepare(loader))
+
+
 def test_no_batch_is_cut_into_slices() -> None:
     with pytest.raises(ConfigError, match="slice_fn_for_dispatch is not supported"):
         accelerator().prepare_data_loader(DataLoader(numbers(4)), slice_fn_for_dispatch=len)
