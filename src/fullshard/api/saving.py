@@ -330,8 +330,7 @@ def load(path: Location, state: TrainingState) -> int:
         checkpoint.prove_checkpoint(path / part_name(number))
     extra: dict[str, Any] = {}
     averages = state.averages(parts)
-    # Backwards, so that the first part's random states are the ones that stay.
-    for number, (model, optimizer) in reversed(list(enumerate(parts))):
+    for number, (model, optimizer) in enumerate(parts):
         part = path / part_name(number) if saved else path
         if number == 0:
             extra = checkpoint.load_checkpoint(part, **_first_part(state, parts))
