@@ -207,12 +207,15 @@ def test_gradients_are_clipped_by_value(mode: str) -> None:
     accelerator = Accelerator(cpu=True, mixed_precision=mode, kwargs_handlers=[GradScalerKwargs(init_scale=8.0)])
     prepared, optimizer = model(), None
     prepared, optimizer = accelerator.prepare(prepared, torch.optim.SGD(prepared.parameters(), lr=1.0))
-    before = accelerator.get_state_dict(prepared)
-    accelerator.backward(prepared(torch.ones(2, 4)).sum() * 100)
-    accelerator.clip_grad_value_(prepared.parameters(), 0.01)
-    optimizer.step()
-    after = accelerator.get_state_dict(prepared)
-    assert max((after[name] - before[name]).abs().max().item() for name in before) == pytest.approx(0.01, rel=1e-4)
+    for _ in range(2):
+        before = accelerator.get_state_dict(prepared)
+        accelerator.backward(prepared(torch.ones(2, 4)).sum() * 100)
+        accelerator.clip_grad_norm_(prepared.parameters(), 1e9)
+        accelerator.clip_grad_value_(prepared.parameters(), 0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+        after = accelerator.get_state_dict(prepared)
+        assert max((after[name] - before[name]).abs().max().item() for name in before) == pytest.approx(0.01, rel=1e-4)
 
 
 # -- Transformers -------------------------------------------------------------------------------------------------

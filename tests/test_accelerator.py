@@ -179,6 +179,7 @@ def test_a_scheduler_steps_once_per_optimizer_step() -> None:
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
+        assert all((p.grad is None) == accelerator.sync_gradients for p in model.parameters())
         rates.append(scheduler.get_last_lr()[0])
         ends.append(accelerator.sync_gradients)
         assert not accelerator.optimizer_step_was_skipped, "what scripts ask whose schedule is not prepared"
@@ -244,6 +245,8 @@ def test_groups_and_state_are_those_of_the_optimizer_inside() -> None:
     assert [p for group in inner.param_groups for p in group["params"]] == list(model.parameters())
     accelerator.backward(model(torch.ones(1, 4)).sum())
     optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    assert all(p.grad.count_nonzero() == 0 for p in model.parameters())
     state = copy.deepcopy(optimizer.state_dict())
     state["param_groups"][1]["lr"] = 0.3
     inner.state.clear()
