@@ -491,7 +491,8 @@ def check_draws(directory: str) -> None:
         return accelerator, accelerator.prepare(nn.Linear(3, 2))
 
     def step(accelerator: Accelerator, model: nn.Module) -> list[float]:
-        before, drawn = torch.get_rng_state(), []
+        before = torch.get_rng_state()
+        drawn: list[float] = []
         for _ in range(8):
             with accelerator.accumulate(model):
                 drawn.append(torch.rand(()).item())
