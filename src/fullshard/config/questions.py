@@ -300,8 +300,7 @@ def _wraps(answers: Answers) -> Sequence[str]:
 
 
 def _read_path(text: str, _: Answers) -> Path:
-    path = local_path(text.strip())
-    if path.is_dir():
+    if not text.strip() or (path := local_path(text.strip())).is_dir():
         raise ValueError(f"expected the name of a file, got {text!r}")
     if path.suffix not in (".yaml", ".yml"):
         raise ValueError(f"expected a name that ends in .yaml, got {text!r}")
