@@ -193,10 +193,10 @@ def leave_process_group() -> None:
         return
     if distributed.is_initialized():
         distributed.destroy_process_group()
-    _wait_for_gloo()
+    wait_for_gloo()
 
 
-def _wait_for_gloo() -> None:
+def wait_for_gloo() -> None:
     """Wait until Gloo's threads have let go of the tensors of the last operation.
 
     They do so after the operation is over, and need the interpreter for it; one that is ending would abort the process
