@@ -5,6 +5,8 @@ pytest tests/test_events.py
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,9 +15,11 @@ from torch import nn
 
 from fullshard.core.events import Event, EventKind
 from fullshard.engine import units_of
+from fullshard.engine.call import Call
 from fullshard.engine.parameter import ShardedParameter
+from fullshard.engine.sharded_tensor import ShardedTensor
 from tests.distributed import run_ranks
-from tests.traps import BLOCKS, Stack, adamw, assert_at_rest, batch, build_sharded, rank_and_size, run_squared
+from tests.traps import BLOCKS, WIDTH, Stack, adamw, assert_at_rest, batch, build_sharded, rank_and_size, run_squared
 from tests.traps import unsharded_nbytes as held
 
 CODES = {
@@ -298,6 +302,29 @@ def test_gradient_memory_is_given_back() -> None:
     run_ranks(check_no_gradient_memory, 2, "FULL_SHARD")
 
 
+def check_optimizer_clears(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those it holds, and wraps none of them for that; another one keeps its gradient and the memory of its bucket."""
+    model = build_sharded(Stack, BLOCKS)
+    other, *held = list(model.parameters())
+    optimizer = adamw(held)
+    run_squared(model, 0, 0)
+    optimizer.zero_grad(set_to_none=False)
+    assert all(isinstance(p.grad, ShardedTensor) and not p.grad.local.any() for p in held)
+    run_squared(model, 0, 0)
+    wrapped: list[Any] = []
+    monkeypatch.setattr(ShardedParameter, "wrap", lambda self, local: wrapped.append(self))
+    optimizer.zero_grad()
+    monkeypatch.undo()
+    assert not wrapped
+    assert [p for p in model.parameters() if p.grad is not None] == [other]
+    mains = [bucket.gradient.main for unit in units_of(model) for bucket in unit.buckets if bucket.gradient is not None]
+    assert [main.tensor is not None for main in mains].count(True) == 1
+
+
+def test_an_optimizer_clears_its_gradients() -> None:
+    run_ranks(check_optimizer_clears, 1, pytest.MonkeyPatch())
+
+
 def check_clearing_reads_few() -> None:
     """One gradient after the other is set to None, in any order, and each time one tells that something is left."""
     model, reads = build_sharded(Stack, []), 0
@@ -357,3 +384,73 @@ def check_hooks_do_not_pile_up() -> None:
 
 def test_hooks_do_not_pile_up() -> None:
     run_ranks(check_hooks_do_not_pile_up, 2)
+
+
+class Answer(nn.Module):
+    """Returns what it made, and what is made of that, as a language model does its logits and loss."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.below, self.above = how, nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        below = self.below(x)
+        if self.how == "view":
+            return below.tanh().view(-1)
+        return {"loss": self.above(below.tanh()).square().mean(), "logits": below}
+
+
+class HandsOn(nn.Module):
+    """Its layer returns its input beside what it makes of that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layer = nn.Linear(WIDTH, WIDTH), Beside()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made, same = self.layer(self.first(x))
+        both: torch.Tensor = made + same
+        return both
+
+
+class Beside(nn.Linear):
+    """A linear layer that hands its input on."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x), x
+
+
+GRAPHS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
+    "loss and logits": (lambda: Answer("both"), ("below",)),
+    "a view": (lambda: Answer("view"), ("below", "above")),
+    "an input handed on": (HandsOn, ("layer",)),
+    "blocks": (Stack, BLOCKS),
+}
+
+
+def check_graphs_go(name: str, ends: str) -> None:
+    make, units = GRAPHS[name]
+    model = build_sharded(make, units)
+    gc.disable()  # it does not look into autograd's graphs, and must not be needed for what it does see
+    try:
+        for step in range(2):
+            output = model(batch(step, 0))
+            loss = output["loss"] if isinstance(output, dict) else output.square().mean()
+            if ends != "no backward":
+                loss.backward(retain_graph=ends == "two backwards")
+            if ends == "two backwards":
+                loss.backward()
+            del output, loss
+            alive = [call for call in gc.get_objects() if isinstance(call, Call)]
+            assert not alive, f"step {step}: {len(alive)} forwards are still there"
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("ends", ["one backward", "two backwards", "no backward"])
+@pytest.mark.parametrize("name", list(GRAPHS))
+def test_a_graph_goes_with_what_forward_has_returned(name: str, ends: str) -> None:
+    run_ranks(check_graphs_go, 1, name, ends)

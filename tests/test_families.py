@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 
 from fullshard.core.strategy import STRATEGIES
 from fullshard.engine import describe, shard_model, unsharded
+from fullshard.engine.call import Call
 from fullshard.wrap.policies import unit_modules
 from tests.differential import Engine, Record, check, compare, ddp, gradients, parameters, plain, torch_engine
 from tests.distributed import run_ranks
@@ -61,6 +63,8 @@ def train(name: str, engine: Engine, *, reentrant: bool | None = None) -> Record
         if step != 1:
             record["logits"][step] = evaluate(model, name)
     record["parameters"] = parameters(model)
+    del loss
+    assert not any(isinstance(each, Call) for each in gc.get_objects()), "the graph of a step is still there"
     return record
 
 

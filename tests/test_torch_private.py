@@ -149,12 +149,14 @@ def backward_under_way() -> None:
     assert seen[1] is True, "not at the end of backward"
 
 
-@check("next_node", "node_under_way")
+@check("next_node", "node_under_way", "number_of")
 def node_under_way() -> None:
     seen: list[int | None] = []
     numbers = [torch_private.next_node()]
     first = weight(1) * 2
     numbers.append(torch_private.next_node())
+    assert first.grad_fn is not None
+    assert numbers[0] <= torch_private.number_of(first.grad_fn) < numbers[1]
     for result in (first, first * 2):
         result.register_hook(lambda _: seen.append(torch_private.node_under_way()))
     assert torch_private.node_under_way() is None
@@ -755,6 +757,23 @@ def functions() -> None:
     assert torch_private.total_norm.torchs([torch.ones(4)]) == 2
     assert calls_of(torch_private.run_backward, lambda: parameter.sum().backward()) == 1
     assert calls_of(torch_private.run_backward, lambda: torch.autograd.grad(parameter.sum(), [parameter])) == 1
+
+
+@check("zero_grad")
+def clearing() -> None:
+    asked: list[bool] = []
+
+    class Asked(nn.Parameter):
+        @property
+        def grad(self) -> Any:  # type: ignore[override]
+            asked.append(True)
+            return None
+
+    optimizer = torch.optim.AdamW([Asked(torch.zeros(2))])
+    assert calls_of(torch_private.zero_grad, lambda: optimizer.zero_grad()) == 1
+    assert asked == [True]
+    torch_private.zero_grad.torchs(optimizer, True)
+    assert len(asked) == 2, "torch no longer looks at the gradient"
 
 
 @check("unscale")

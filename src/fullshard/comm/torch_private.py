@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, wraps
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -80,13 +80,17 @@ next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
 would tell which forwards began after a checkpoint. Since 2.0."""
 
 
+number_of: Callable[[Node], int] = methodcaller("_sequence_nr")
+"""The number of a node. Else nothing would tell which nodes cannot lead to an output of theirs. Since 2.1."""
+
+
 def node_under_way() -> int | None:
     """The number of the node that backward is at, in this thread; None outside of any.
 
     Else a recomputation could not tell what backward has left before it. Since 2.1.
     """
     node = torch._C._current_autograd_node()
-    return None if node is None else node._sequence_nr()
+    return None if node is None else number_of(node)
 
 
 def will_run(node: Node) -> bool | None:
@@ -525,6 +529,9 @@ class Replaced:
         """The function as it is now."""
         return cls(owner, name, getattr(owner, name))
 
+
+zero_grad = Replaced.of(torch.optim.Optimizer, "zero_grad")
+"""Looks at each `.grad` before it drops it: sharded ones would be made DTensors for that alone. Since 2.0."""
 
 total_norm = Replaced.of(clip_grad, "_get_total_norm")
 """Under `torch.nn.utils.clip_grad_norm_` and `get_total_norm`, which would take each rank's own norm. Since 2.6."""

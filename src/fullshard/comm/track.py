@@ -48,13 +48,14 @@ class Track:
         numbers = np.zeros(_KEPT + 1, np.int64) if memory is None else np.frombuffer(memory, np.int64)
         self._pages: npt.NDArray[np.int64] = numbers.reshape(-1, _KEPT + 1)
         self._own, self._rank, self._first_rank = self._pages[rank], rank, first_rank
+        self._written = memoryview(self._own)  # the same memory; a single number is written to it in less time
         self._count, self._is_out_of_step = 0, False
 
     def note(self, number: int) -> None:
         """This rank has come to it."""
         if self._count < 0:
             return
-        own, count = self._own, self._count
+        own, count = self._written, self._count
         own[1 + count % _KEPT] = number
         self._count = own[0] = count + 1  # last: who sees the count sees the number
 

@@ -38,8 +38,7 @@ class Binding:
     def bind(self, *, unsharded: bool) -> None:
         """Make the modules hold the original or the sharded parameters."""
         self._bound = self._unsharded if unsharded else self._sharded
-        for parameters, attribute, parameter in zip(self._holders, self._attributes, self._bound, strict=True):
-            parameters[attribute] = parameter
+        list(map(dict.__setitem__, self._holders, self._attributes, self._bound))  # for each place, without a loop
 
     def check(self) -> None:
         """Refuse to bind over what is not ours.
@@ -60,6 +59,9 @@ class Binding:
                 )
 
 
+_version = operator.attrgetter("_version")
+
+
 class Originals:
     """The original parameters of a bucket, bound to views of `full`, and how often they were changed in place.
 
@@ -74,7 +76,7 @@ class Originals:
 
     def versions(self) -> list[int]:
         """How often each has been changed in place."""
-        return [parameter._version for parameter in self.parameters]
+        return list(map(_version, self.parameters))
 
     def know_changes(self) -> None:
         """What was changed in place until now is meant so."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -130,27 +130,47 @@ class Call(Generic[UnitT]):
         """Learn when backward reaches an output; False if no output that autograd can come back through was found."""
         hook = _reached(unit, self)
         givers, self._givers = self._givers, []
-        found = False
+        before = self._before if self.has_inputs else []
+        outputs: list[Node] = []
 
         def watch(tensor: torch.Tensor) -> torch.Tensor:
-            nonlocal found
-            if not tensor.requires_grad or tensor.grad_fn is None:
+            giver = tensor.grad_fn
+            if not tensor.requires_grad or giver is None:
                 return tensor
-            found = True
-            if not self.has_inputs:  # what the output was made of: the output's own node would own itself
-                nodes = [node for node, _ in tensor.grad_fn.next_functions if node is not None]
-                self._before += [node for node in nodes if not hasattr(node, "variable")]  # not a parameter's
+            outputs.append(giver)
+            if any(giver is node for node in before):  # an input as it came: backward has left the unit when it is here
+                return tensor
             base = tensor._base
             if base is not None and base.grad_fn is not None and not any(base.grad_fn is node for node in givers):
                 # A view changed in place later on loses its tensor hooks; the node of its base stays in the graph.
                 # That of an input which is handed on as it came (T5's position bias) is another unit's: backward gets
                 # there long after it has left this one, which would be gathered again and stay whole to the end.
                 base.grad_fn.register_prehook(hook)
+                outputs.append(base.grad_fn)
             tensor.register_hook(hook)
             return tensor
 
         map_tensors(watch, output)
-        return found
+        if outputs and not self.has_inputs:
+            self._before = _below(outputs)
+        return bool(outputs)
+
+
+def _below(outputs: Sequence[Node]) -> list[Node]:
+    """The nodes that a graph goes on with below all of `outputs`, except those that accumulate gradients.
+
+    None of them leads to an output. Hooks of those own the call, and if it owned them in turn, as by what a loss is
+    made of it would the logits beside it, the graph would never go: Python's garbage collector does not look into it.
+    """
+    first = min(map(torch_private.number_of, outputs))
+    found: list[Node] = []
+    ahead, seen = list(outputs), set(outputs)
+    while ahead:
+        for node, _ in ahead.pop().next_functions:
+            if node is not None and node not in seen and not hasattr(node, "variable"):
+                seen.add(node)
+                (found if torch_private.number_of(node) < first else ahead).append(node)
+    return found
 
 
 def _reached(unit: HookedUnit, call: Call[Any]) -> Callable[[Any], None]:

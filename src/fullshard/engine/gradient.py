@@ -105,6 +105,11 @@ class Gradient:
             watch=self._spec.reduction.watch,
         )
 
+    @property
+    def is_reducing(self) -> bool:
+        """Whether a reduction along the shard axis is under way."""
+        return self._reducing is not None
+
     def advance(self) -> None:
         """Once reduced along the shard axis, go on along the replicate axis."""
         if self._reducing is None:
@@ -132,15 +137,20 @@ class Gradient:
         else:
             self._held = shard
 
+    @property
+    def adds_early(self) -> bool:
+        """Whether there is a main gradient to add to, and nothing else to do with what arrives.
+
+        Not on the host, which would wait for a copy, and compute, while it has the rest of backward to issue.
+        """
+        has_more_to_do = self._sums is not None or self._spec.reduction.hook is not None or self._spec.main_is_on_host
+        return self.main.tensor is not None and not has_more_to_do
+
     def accumulate_early(self) -> None:
         """Add what has arrived along both axes to the main gradient, so that its memory goes before backward ends.
 
-        Only where the `.grad`s are still its parts, and nothing else is to be done with this sum. Not on the host,
-        which would wait for a copy, and compute, while it has the rest of backward to issue.
+        Only where it `adds_early`, and the `.grad`s are still its parts.
         """
-        has_more_to_do = self._sums is not None or self._spec.reduction.hook is not None or self._spec.main_is_on_host
-        if self.main.tensor is None or has_more_to_do:
-            return
         self.advance()
         if self._replicating is not None and self.main.is_untouched:
             self.main.add_early(self._arrive(self._replicating))

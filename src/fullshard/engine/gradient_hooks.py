@@ -44,7 +44,7 @@ class GradientHooks:
     def stay_last(self) -> None:
         """Take gradients away after the hooks that forward has put on unsharded parameters: they may change them."""
         for hooks, own in self._hooks:
-            if next(reversed(hooks), own) != own:
+            if len(hooks) > 1 and next(reversed(hooks)) != own:
                 hooks[own] = hooks.pop(own)  # `move_to_end` is nothing to who reads it in C
 
 

@@ -356,6 +356,17 @@ def _distribute_tensors(local_state_dict: dict[str, Any], keys: Iterable[str], *
     torch_private.distribute_tensors.torchs(local_state_dict, others, *args, **options)
 
 
+def _zero_grad(optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+    """Torch's, which looks at each `.grad` before it drops it: sharded ones would be wrapped for that alone."""
+    if set_to_none:
+        held = [parameter for parameter in sharded_parameters(optimizer) if parameter.local_grad is not None]
+        for parameter in held:
+            parameter.publish(None)
+        for bucket in dict.fromkeys(map(bucket_of, held)):
+            bucket.note_cleared()
+    torch_private.zero_grad.torchs(optimizer, set_to_none)
+
+
 # -- gradients that autograd hands to its caller ----------------------------------------------------------------
 
 
@@ -393,6 +404,7 @@ def install() -> None:
         torch_private.allow_foreach(kind)
     torch_private.replace(
         {
+            torch_private.zero_grad: _zero_grad,
             torch_private.total_norm: _total_norm,
             torch_private.unscale: _unscale_grads,
             torch_private.state_dict: state_dicts.state_dict,

@@ -134,7 +134,7 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any, *,
         return mapped if type(value) is dict else _rebuild_mapping(value, mapped)
     if isinstance(value, (list, tuple)):
         items = [map_tensors(function, item, into_mutable=into_mutable) for item in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
+        if all(map(operator.is_, items, value)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -61,7 +61,7 @@ class Reducer:
             self.step_when_final()
         else:
             for each in self.order.latest():
-                if self._is_over(each):
+                if gradient_of(each).adds_early and self._is_over(each):
                     with owner_of(each).waiting("reduce"):
                         gradient_of(each).accumulate_early()
 
@@ -117,8 +117,10 @@ class Reducer:
             unit.emit(EventKind.BUCKET_STEP, nbytes)
 
     def _advance(self, bucket: Bucket) -> None:
-        with owner_of(bucket).waiting("reduce"):
-            gradient_of(bucket).advance()
+        gradient = gradient_of(bucket)
+        if gradient.is_reducing:
+            with owner_of(bucket).waiting("reduce"):
+                gradient.advance()
 
 
 def gradient_of(bucket: Bucket) -> Gradient:

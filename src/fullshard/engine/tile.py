@@ -155,11 +155,6 @@ def plain_of(parameter: torch.Tensor) -> torch.Tensor:
     return torch_private.local_of(parameter) if isinstance(parameter, DTensor) else wrapped_by(parameter).detach()
 
 
-def storage_of(parameter: torch.Tensor) -> torch.UntypedStorage:
-    """The memory of what this rank computes with, of a parameter that wraps nothing but its tile."""
-    return (torch_private.local_of(parameter) if isinstance(parameter, DTensor) else parameter).untyped_storage()
-
-
 def set_plain(parameter: torch.Tensor, plain: torch.Tensor) -> None:
     """Have a parameter compute with other memory, maybe of another dtype. It stays the same object."""
     if isinstance(parameter, DTensor):

@@ -49,7 +49,8 @@ class Unannounced:
         """Backward has left calls that began after the one of that number, of whatever model; -1: it is over."""
         models = [self, *self._others()]
         left = {call: model for model in models for call in model._calls if call.number > after}
-        self._leave(left, is_over=after < 0)
+        if left:
+            self._leave(left, is_over=after < 0)
 
     @staticmethod
     def leave_before_recompute() -> None:
@@ -80,6 +81,8 @@ class Unannounced:
                 unit.finish_backward()
 
     def _others(self) -> list[Unannounced]:
+        if len(_models) == 1:
+            return []
         return [o for o in _models if o is not self and o.backward is not None and o.backward == self.backward]
 
 

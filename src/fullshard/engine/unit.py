@@ -167,6 +167,8 @@ class Unit(UnitParameters):
         return any(call.is_in_backward and (backward == -1 or call.left_in != backward) for call in self._live_calls())
 
     def _live_calls(self) -> list[Call[Unit]]:
+        if not self._calls:
+            return []
         # A copy first: a call may go at any moment, and takes its reference out of the set then.
         return [call for reference in tuple(self._calls) if (call := reference()) is not None]
 

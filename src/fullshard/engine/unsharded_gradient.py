@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from fullshard.comm import torch_private
 from fullshard.core.dtypes import collected
@@ -25,7 +26,6 @@ from fullshard.engine.bucket_spec import BucketSpec
 from fullshard.engine.end_of_backward import BucketEnd
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.precision import torch_dtype
-from fullshard.engine.tile import storage_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +147,8 @@ class UnshardedGradient:
                 "another part of its gradient appeared after the optimizer had stepped in backward",
                 hint="do not share parameters between parts under reentrant checkpointing, or leave step_in_backward",
             )
-        found = self._storage_id and torch_private.storage_id(storage_of(parameter))
-        if found != self._storage_id:
+        held = torch_private.local_of(parameter) if isinstance(parameter, DTensor) else parameter
+        if self._storage_id and torch_private.storage_id(held.untyped_storage()) != self._storage_id:
             raise LifecycleError(
                 f"rank {self._spec.mesh.rank}, parameter {self._parameters[index].name}: "
                 f"forward gave it other data ({parameter.dtype}), which the optimizer would never update",
@@ -157,12 +157,12 @@ class UnshardedGradient:
         if self._full is None:
             self._begin()
         is_first = index not in self._filled
-        is_continued = self._begun.get(index) == torch_private.backward_under_way() and index not in self.fired
-        if not is_first and not is_continued:  # not a part of the same of autograd's sums
-            self._widen()
+        if is_first:
+            self._filled.add(index)
+            self.used[index] = True  # stays after `end_backward`: under `no_sync` a later one publishes it
+        elif index in self.fired or self._begun.get(index) != torch_private.backward_under_way():
+            self._widen()  # it is not a part of the same of autograd's sums
         piece = self._pieces[index]
-        self._filled.add(index)
-        self.used[index] = True  # stays after `end_backward`: under `no_sync` a later one publishes it
         if isinstance(grad, Product):
             if is_first:
                 grad.write(piece)
@@ -175,9 +175,9 @@ class UnshardedGradient:
         elif index in self._lent and grad.data_ptr() == piece.data_ptr():
             pass  # made in place; adding would double it
         elif is_first:
-            piece.copy_(grad.reshape(-1))
+            piece.copy_(grad.ravel())
         else:
-            piece.add_(grad.reshape(-1))
+            piece.add_(grad.ravel())
 
     def _begin(self) -> torch.Tensor:
         """Memory for the unsharded gradients, and a piece of it for each parameter; zeros between them."""

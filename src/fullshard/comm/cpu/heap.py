@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import mmap
 from pathlib import Path
 
 import torch
@@ -47,7 +48,7 @@ class Heap:
         self._trim = getattr(library, "malloc_trim", None) if is_wanted else None
         self._set_option = library.mallopt if self._trim is not None else None
         self._grown = 0
-        self._full_nbytes = _resident().get(_NOW, 0) if self._trim is not None else 0
+        self._full_nbytes = _resident_nbytes() if self._trim is not None else 0
 
     def note(self, nbytes: int) -> None:
         """A gradient of `nbytes` bytes was allocated."""
@@ -61,10 +62,9 @@ class Heap:
         """The last unit of a forward is about to run: give back what a forward did not fill, if that may be much."""
         if self._trim is None:
             return
-        now = _resident().get(_NOW, 0)
-        if now >= self._full_nbytes + TRIM_NBYTES:
+        if _resident_nbytes() >= self._full_nbytes + TRIM_NBYTES:
             self.trim()
-            self._full_nbytes = _resident().get(_NOW, 0)
+            self._full_nbytes = _resident_nbytes()
 
     def trim(self) -> None:
         """Give back whole free pages."""
@@ -79,6 +79,14 @@ def is_at_peak(nbytes: int) -> bool:
     """Whether `nbytes` more would make this process's resident memory larger than it ever was; True if not known."""
     resident = _resident()
     return not resident or resident[_NOW] + nbytes > resident[_MOST]
+
+
+def _resident_nbytes() -> int:
+    """Bytes of resident memory; 0 where the system does not say. Asked where the answer is short: every step does."""
+    try:
+        return int(Path("/proc/self/statm").read_bytes().split()[1]) * mmap.PAGESIZE
+    except OSError:  # not Linux
+        return 0
 
 
 def _resident() -> dict[str, int]:
