@@ -6,6 +6,10 @@ import contextlib
 import errno
 import fcntl
 import os
+import secrets
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import google_crc32c
@@ -17,10 +21,19 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from fullshard.checkpoint.format import CHUNK_NBYTES, DTYPES, FileRecord
-from fullshard.checkpoint.storage import commit_directory, committed_directory, make_temp_directory, write_file
+from fullshard.checkpoint.storage import (
+    commit_directory,
+    committed_directory,
+    discard_directory,
+    make_temp_directory,
+    remove_directory,
+    write_file,
+)
 from fullshard.checkpoint.tensor_file import TensorEntry, TensorFileReader, TensorFileWriter
 from fullshard.checkpoint.tensors import tensor_bytes, write_tensors
 from fullshard.core.errors import CheckpointError
+
+ROUNDS = 25
 
 
 def _write(path: Path, tensors: dict[str, torch.Tensor], save_id: str = "id") -> FileRecord:
@@ -212,6 +225,55 @@ def test_a_hint_that_was_being_written_goes(tmp_path: Path) -> None:
         fcntl.flock(file, fcntl.LOCK_SH)
         make_temp_directory(tmp_path / "a", "0123456789abcdef", overwrite=False)
         assert not left.exists() and held.exists()
+
+
+def test_saves_beside_each_other_take_nothing_of_each_other_away(tmp_path: Path) -> None:
+    """What one prepares, completes or removes the others may see half-way, but never take for a leftover."""
+
+    together = threading.Barrier(4)
+
+    def save(thread: int) -> None:
+        for number in range(ROUNDS):
+            final = tmp_path / f"{thread}-{number}"
+            _committed(final, "whole")
+            write_file(tmp_path / "LATEST", final.name.encode())
+            assert (final / "file").read_text() == "whole"
+            together.wait(20)
+            for other in range(4 * (number < ROUNDS - 1)):
+                remove_directory(tmp_path / f"{other}-{number}")
+
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(save, thread) for thread in range(4)]:
+            done.result()
+    last = {f"{thread}-{ROUNDS - 1}" for thread in range(4)}
+    assert {path.name for path in tmp_path.iterdir() if not path.name.startswith(".tmp-")} == {"LATEST"} | last
+    assert (tmp_path / "LATEST").read_text() in last
+
+
+def test_what_is_being_removed_as_a_leftover_is_made_anew(tmp_path: Path) -> None:
+    """Another save has seen that nobody holds it just before this one does."""
+    with ThreadPoolExecutor(1) as pool:
+        for _ in range(20):
+            made = pool.submit(make_temp_directory, tmp_path / "a", secrets.token_hex(8), overwrite=True)
+            found: list[Path] = []
+            while not found and not made.done():
+                found = [path for path in tmp_path.iterdir() if path.name.startswith(".tmp-a-")]
+            for path in found:
+                with contextlib.suppress(OSError), path_descriptor(path) as descriptor:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    path.rmdir()
+            assert made.result().is_dir()
+            discard_directory(made.result())
+
+
+@contextlib.contextmanager
+def path_descriptor(path: Path) -> Iterator[int]:
+    """Of a directory."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def test_leftovers_of_killed_saves_go_and_replaced_ones_come_back(tmp_path: Path) -> None:

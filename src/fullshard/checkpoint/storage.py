@@ -7,6 +7,7 @@ import fcntl
 import logging
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,20 +19,34 @@ logger = logging.getLogger(__name__)
 
 TEMP_PREFIX, OLD_PREFIX = ".tmp-", ".old-"
 _TEMPORARY = re.compile(re.escape(TEMP_PREFIX) + r".+-([0-9a-f]{16}|removed)")
-_TEMPORARY_HINT = re.compile(re.escape(TEMP_PREFIX) + r"LATEST-[0-9]+")
+_TEMPORARY_HINT = re.compile(re.escape(TEMP_PREFIX) + r"LATEST-[0-9a-f]+")
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Create or replace a small file so that a crash leaves the old or the new contents."""
-    temporary = path.with_name(f"{TEMP_PREFIX}{path.name}-{os.getpid()}")
+    """Create or replace a small file so that a crash leaves the old or the new contents, whoever else replaces it."""
+    temporary = _own_name(path)
     with temporary.open("wb") as file:
-        with contextlib.suppress(OSError):  # as in `_hold`: until it is complete, it is nobody's leftover
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        _lock(file.fileno())  # until it is complete, it is nobody's leftover
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-        temporary.replace(path)
-    sync_directory(path.parent)
+        try:
+            temporary.replace(path)
+        except FileNotFoundError:
+            if not path.parent.is_dir():
+                raise
+            was_taken = True  # by another save, for a leftover, before it was locked
+        else:
+            was_taken = False
+    if was_taken:
+        write_file(path, data)
+    else:
+        sync_directory(path.parent)
+
+
+def _own_name(path: Path) -> Path:
+    """A name beside `path` that nobody else has, in this process neither."""
+    return path.with_name(f"{TEMP_PREFIX}{path.name}-{secrets.token_hex(8)}")
 
 
 def sync_directory(path: Path) -> None:
@@ -65,8 +80,7 @@ def make_temp_directory(final: Path, save_id: str, *, overwrite: bool) -> Path:
         restore_replaced(final)
         _remove_leftovers(final)
         temp = temp_directory(final, save_id)
-        temp.mkdir()
-        _hold(temp)
+        _make_held(temp)
     except OSError as error:
         raise CheckpointError(f"cannot prepare a directory beside {final}: {error}") from error
     return temp
@@ -156,7 +170,6 @@ def commit_directory(temp: Path, final: Path, save_id: str) -> None:
     crash between the two renames leaves it there, whole, and `restore_replaced` brings it back.
     """
     sync_directory(temp)
-    _let_go(temp)
     old = final.with_name(f"{OLD_PREFIX}{final.name}-{save_id}")
     if final.exists():
         final.rename(old)
@@ -166,6 +179,7 @@ def commit_directory(temp: Path, final: Path, save_id: str) -> None:
         if old.exists():
             old.rename(final)
         raise
+    _let_go(temp)  # not before: another save would take it for a leftover
     sync_directory(final.parent)
     for stale in replaced_directories(final):
         _remove_tree(stale)
@@ -187,11 +201,15 @@ def replaced_directories(final: Path) -> list[Path]:
 
 
 def remove_directory(path: Path) -> None:
-    """Remove a checkpoint so that a crash on the way leaves nothing that looks like one."""
-    aside = path.with_name(f"{TEMP_PREFIX}{path.name}-removed")
-    if aside.exists():
-        _remove_tree(aside)
-    path.rename(aside)
+    """Remove a checkpoint so that a crash on the way leaves nothing that looks like one.
+
+    Two saves beside each other may both find it the oldest: if another has removed it, all is done.
+    """
+    aside = _own_name(path)
+    try:
+        path.rename(aside)
+    except FileNotFoundError:
+        return
     sync_directory(path.parent)
     _remove_tree(aside)
 
@@ -199,21 +217,33 @@ def remove_directory(path: Path) -> None:
 def _remove_tree(path: Path) -> None:
     """Of a link, with which somebody has moved a checkpoint elsewhere, only that."""
     if path.is_symlink():
-        path.unlink()
-    else:
-        shutil.rmtree(path)
+        path.unlink(missing_ok=True)
+    while path.exists():
+        with contextlib.suppress(FileNotFoundError):  # another save removes it, too
+            shutil.rmtree(path)
 
 
 _HELD: dict[Path, int] = {}
 """Temporary directories of this process, each with the descriptor that holds a lock on it."""
 
 
-def _hold(temp: Path) -> None:
-    """Lock a directory for as long as this process lives, so that others see that it is in use."""
-    descriptor = os.open(temp, os.O_RDONLY)
+def _make_held(temp: Path) -> None:
+    """Create a directory, and lock it for as long as this process lives, so that others see that it is in use."""
+    while temp not in _HELD:
+        temp.mkdir()
+        with contextlib.suppress(FileNotFoundError):  # another save has taken it for a leftover before it was locked
+            descriptor = os.open(temp, os.O_RDONLY)
+            _lock(descriptor)
+            if temp.exists():
+                _HELD[temp] = descriptor
+            else:
+                os.close(descriptor)
+
+
+def _lock(descriptor: int) -> None:
+    """Have others see that it is in use; waits while one of them removes it, having seen that it was not."""
     with contextlib.suppress(OSError):  # a file system without locks
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    _HELD[temp] = descriptor
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
 
 
 def _let_go(temp: Path) -> None:
@@ -221,21 +251,25 @@ def _let_go(temp: Path) -> None:
         os.close(descriptor)
 
 
-def _is_held(temp: Path) -> bool | None:
-    """Whether a live process holds a temporary directory; None if the file system cannot tell."""
+@contextlib.contextmanager
+def _unheld(path: Path) -> Iterator[bool | None]:
+    """Whether nobody alive holds it, and nobody comes to within; None if the file system cannot tell."""
     try:
-        descriptor = os.open(temp, os.O_RDONLY)
+        descriptor = os.open(path, os.O_RDONLY)
     except OSError:
-        return None
+        yield None
+        return
+    is_unheld: bool | None = True
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return True
+        is_unheld = False
     except OSError:
-        return None
+        is_unheld = None
+    try:
+        yield is_unheld
     finally:
         os.close(descriptor)
-    return False
 
 
 def _remove_leftovers(final: Path) -> None:
@@ -245,18 +279,19 @@ def _remove_leftovers(final: Path) -> None:
     """
     same_name = _beside(final, TEMP_PREFIX)
     for path in sorted(final.parent.iterdir()):
-        if _TEMPORARY_HINT.fullmatch(path.name) and _is_held(path) is False:
-            path.unlink(missing_ok=True)
+        is_hint = _TEMPORARY_HINT.fullmatch(path.name) is not None
+        if not is_hint and path not in same_name and not (_TEMPORARY.fullmatch(path.name) and path.is_dir()):
             continue
-        if path not in same_name and not (_TEMPORARY.fullmatch(path.name) and path.is_dir()):
-            continue
-        held = _is_held(path)
-        if held and path in same_name:
-            raise CheckpointError(
-                f"another process is saving to {final}: it holds {path.name}", hint="give each job its own directory"
-            )
-        if held is False or path in same_name:
-            _remove_tree(path)
+        with _unheld(path) as is_unheld:
+            if is_hint and is_unheld:
+                path.unlink(missing_ok=True)
+            elif is_unheld is False and path in same_name:
+                raise CheckpointError(
+                    f"another process is saving to {final}: it holds {path.name}",
+                    hint="give each job its own directory",
+                )
+            elif not is_hint and (is_unheld or path in same_name):
+                _remove_tree(path)
 
 
 def _beside(final: Path, prefix: str) -> list[Path]:
