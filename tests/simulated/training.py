@@ -6,6 +6,7 @@ Only a process that has the device may call `train` and `differences`; the rest 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import random
 from collections.abc import Callable, Iterator
@@ -110,6 +111,7 @@ class Case:
         return f"{self.ranks} rank{'s' * (self.ranks > 1)}: " + (", ".join(told) or "plain")
 
 
+@functools.cache
 def pairwise(seed: int = 0, **choices: tuple[Any, ...]) -> list[Case]:
     """Cases in which every two choices that may meet do so."""
     choices = {**CHOICES, **choices}
