@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
@@ -91,7 +92,11 @@ class Additions:
         """Refuse `p._local_tensor.fsdp_pre_all_gather = ...`, which torch's engine asks for before each gather."""
         real = [unit for unit in self._units if unit.stand_ins is None]
         buckets = [bucket for unit in real for bucket in unit.buckets if not isinstance(bucket, ExtendedBucket)]
-        for parameter in itertools.chain.from_iterable(bucket.sharded_parameters for bucket in buckets):
+        parameters = list(itertools.chain.from_iterable(bucket.sharded_parameters for bucket in buckets))
+        attributes = map(vars, [*parameters, *map(torch_private.local_of, parameters)])
+        if not any(map(operator.contains, attributes, itertools.repeat(PRE))):
+            return
+        for parameter in parameters:
             if PRE in parameter.local.__dict__ or PRE in parameter.__dict__:
                 raise LifecycleError(
                     f"rank {parameter.mesh.rank}: {parameter.name} was given `{PRE}` after it was sharded: it is "

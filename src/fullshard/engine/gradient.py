@@ -143,8 +143,9 @@ class Gradient:
 
         Not on the host, which would wait for a copy, and compute, while it has the rest of backward to issue.
         """
-        has_more_to_do = self._sums is not None or self._spec.reduction.hook is not None or self._spec.main_is_on_host
-        return self.main.tensor is not None and not has_more_to_do
+        if self.main.tensor is None:
+            return False
+        return self._sums is None and self._spec.reduction.hook is None and not self._spec.main_is_on_host
 
     def accumulate_early(self) -> None:
         """Add what has arrived along both axes to the main gradient, so that its memory goes before backward ends.

@@ -26,7 +26,8 @@ class GradientHooks:
     """Of one unit."""
 
     def __init__(self) -> None:
-        self._hooks: list[tuple[OrderedDict[int, object], int]] = []  # of each parameter all of them, and which is ours
+        self._hooks: list[OrderedDict[int, object]] = []  # of each parameter all of them
+        self._own: list[int] = []  # which is ours
 
     def watch(self, unit: HookedUnit, bucket: Bucket) -> None:
         """Learn when autograd has accumulated the gradient of each original parameter of `bucket`."""
@@ -38,13 +39,16 @@ class GradientHooks:
                 slot.parameter.requires_grad_(True)
                 own = slot.parameter.register_post_accumulate_grad_hook(_accumulated(unit, bucket, index))
                 slot.parameter.requires_grad_(requires_grad)
-                self._hooks.append((torch_private.accumulated_hooks(slot.parameter) or OrderedDict(), own.id))
+                self._hooks.append(torch_private.accumulated_hooks(slot.parameter) or OrderedDict())
+                self._own.append(own.id)
         watch_uses(bucket, _used(unit))
 
     def stay_last(self) -> None:
         """Take gradients away after the hooks that forward has put on unsharded parameters: they may change them."""
-        for hooks, own in self._hooks:
-            if len(hooks) > 1 and next(reversed(hooks)) != own:
+        if max(map(len, self._hooks), default=1) <= 1:  # there are no others
+            return
+        for hooks, own in zip(self._hooks, self._own, strict=True):
+            if next(reversed(hooks), own) != own:
                 hooks[own] = hooks.pop(own)  # `move_to_end` is nothing to who reads it in C
 
 
@@ -56,10 +60,11 @@ def _accumulated(unit: HookedUnit, bucket: Bucket, index: int) -> Callable[[torc
         unit, bucket = owner(), held()
         if unit is None or bucket is None or (gradient := bucket.gradient) is None:
             return
+        unsharded = gradient.unsharded
         try:
-            if not gradient.unsharded.fired:
+            if not unsharded.fired:
                 unit.begin_backward()
-            if gradient.unsharded.collect(index, parameter) and bucket.is_complete:
+            if unsharded.collect(index, parameter) and bucket.is_complete:
                 unit.gradients_complete(bucket)
         except BaseException as error:
             locate(error, unit, "gradient")

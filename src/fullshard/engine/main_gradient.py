@@ -103,14 +103,13 @@ class MainGradient:
         if watch is not None and self._rounded.dtype is torch.float16 and self._rounded is not self.tensor:
             watch(self._rounded, {})  # what float32 holds may be more than that does
         pieces, _ = self._cut.apply(self._rounded)
-        for index, parameter in enumerate(self._parameters):
-            grad = grads[index]
-            if grad is None and not used[index]:
-                continue
-            if grad is None or self._published[index] is None or self._rounded is not self.tensor:
-                grad = pieces[index]
-                parameter.publish(grad)
-            self._published[index], self._versions[index] = grad, grad._version
+        is_copy, published = self._rounded is not self.tensor, self._published
+        for index, (parameter, grad, piece) in enumerate(zip(self._parameters, grads, pieces, strict=True)):
+            is_new = used[index] if grad is None else is_copy or published[index] is None
+            if is_new:
+                published[index] = piece
+                parameter.publish(piece)
+        self._versions = [0 if grad is None else grad._version for grad in published]
 
     def published(self, first: int, last: int) -> torch.Tensor | None:
         """Shape (S,): what the `.grad`s of parameters `first` to `last` are views of; None if not all of them are."""

@@ -93,9 +93,7 @@ class UnshardedGradient:
             return False
         parameter.grad = None  # its memory goes as soon as it is copied
         tile = self._spec.tiles[index]
-        if tile is not None:
-            grad = tile.of_gradient(grad)
-        self._add(index, parameter, grad)
+        self._add(index, parameter, grad if tile is None else tile.of_gradient(grad))
         self.fired.add(index)
         return True
 
