@@ -26,8 +26,6 @@ follow_imports = silent
 follow_imports = skip
 """
 RIGHT = """
-import pytest
-
 import fullshard
 from fullshard import Accelerator, notebook_launcher
 from fullshard.integrations.transformers import SFTTrainer
@@ -40,8 +38,6 @@ def train(model: object) -> object:
     return SFTTrainer, accelerator.state.num_processes
 """
 WRONG = """
-import pytest
-
 import fullshard
 from fullshard import Acelerator
 from fullshard.integrations.transformers import SFTTrainr
