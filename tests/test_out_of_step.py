@@ -446,7 +446,7 @@ def test_a_backward_that_one_rank_leaves_out(comm: str, tmp_path: Path, monkeypa
     assert all(found)
 
 
-@pytest.mark.parametrize("where", ["a forward", "a backward"])
+@pytest.mark.parametrize("where", ["a forward", pytest.param("a backward", marks=pytest.mark.full)])
 def test_an_error_that_all_ranks_have_may_come_late_to_one(where: str, tmp_path: Path) -> None:
     """Who waits for that one in the next step sees that it has had no error so far."""
     assert run_ranks(go_on_alone, 2, where, "FULL_SHARD", str(tmp_path), 0) == ["", ""]

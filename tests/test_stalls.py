@@ -128,7 +128,12 @@ def wait_for_a_dawdler(comm: str, where: str, directory: str) -> tuple[str, str]
 
 
 @pytest.mark.parametrize(
-    ("comm", "where"), [("auto", "unit '.*'"), ("gloo", "unit '.*'"), ("auto", "the norm of gradients")]
+    ("comm", "where"),
+    [
+        ("auto", "unit '.*'"),
+        ("auto", "the norm of gradients"),
+        pytest.param("gloo", "unit '.*'", marks=pytest.mark.full),
+    ],
 )
 def test_who_is_waited_for_is_said_and_then_an_error(comm: str, where: str, tmp_path: Path) -> None:
     (line, error), _ = run_ranks(wait_for_a_dawdler, 2, comm, where, str(tmp_path))

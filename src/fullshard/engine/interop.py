@@ -356,15 +356,15 @@ def _distribute_tensors(local_state_dict: dict[str, Any], keys: Iterable[str], *
     torch_private.distribute_tensors.torchs(local_state_dict, others, *args, **options)
 
 
-def _zero_grad(optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+def _zero_grad(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
     """Torch's, which looks at each `.grad` before it drops it: sharded ones would be wrapped for that alone."""
     if set_to_none:
-        held = [parameter for parameter in sharded_parameters(optimizer) if parameter.local_grad is not None]
+        held = [parameter for parameter in sharded_parameters(self) if parameter.local_grad is not None]
         for parameter in held:
             parameter.publish(None)
         for bucket in dict.fromkeys(map(bucket_of, held)):
             bucket.note_cleared()
-    torch_private.zero_grad.torchs(optimizer, set_to_none)
+    torch_private.zero_grad.torchs(self, set_to_none)
 
 
 # -- gradients that autograd hands to its caller ----------------------------------------------------------------
