@@ -6,9 +6,7 @@ import contextlib
 import errno
 import fcntl
 import os
-import secrets
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from fullshard.checkpoint import storage
 from fullshard.checkpoint.format import CHUNK_NBYTES, DTYPES, FileRecord
 from fullshard.checkpoint.storage import (
     commit_directory,
@@ -250,30 +249,39 @@ def test_saves_beside_each_other_take_nothing_of_each_other_away(tmp_path: Path)
     assert (tmp_path / "LATEST").read_text() in last
 
 
-def test_what_is_being_removed_as_a_leftover_is_made_anew(tmp_path: Path) -> None:
-    """Another save has seen that nobody holds it just before this one does."""
-    with ThreadPoolExecutor(1) as pool:
-        for _ in range(20):
-            made = pool.submit(make_temp_directory, tmp_path / "a", secrets.token_hex(8), overwrite=True)
-            found: list[Path] = []
-            while not found and not made.done():
-                found = [path for path in tmp_path.iterdir() if path.name.startswith(".tmp-a-")]
-            for path in found:
-                with contextlib.suppress(OSError), path_descriptor(path) as descriptor:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    path.rmdir()
-            assert made.result().is_dir()
-            discard_directory(made.result())
+def test_what_is_removed_as_a_leftover_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another save has seen that nobody holds it just before this one does, which waits while it is removed."""
+    lock, removed = storage._lock, list[Path]()
+
+    def lock_late(descriptor: int) -> None:
+        if not removed:
+            removed.extend(path for path in tmp_path.iterdir() if path.name.startswith(".tmp-"))
+            for path in removed:
+                path.rmdir() if path.is_dir() else path.unlink()
+        lock(descriptor)
+
+    monkeypatch.setattr(storage, "_lock", lock_late)
+    made = make_temp_directory(tmp_path / "a", "0123456789abcdef", overwrite=True)
+    assert removed == [made] and made.is_dir()
+    with pytest.raises(CheckpointError, match="another process is saving to"):
+        make_temp_directory(tmp_path / "a", "fedcba9876543210", overwrite=True)
+    discard_directory(made)
+    removed.clear()
+    write_file(tmp_path / "LATEST", b"a")
+    assert len(removed) == 1 and (tmp_path / "LATEST").read_bytes() == b"a"
 
 
-@contextlib.contextmanager
-def path_descriptor(path: Path) -> Iterator[int]:
-    """Of a directory."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
+def test_a_complete_save_is_held_until_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rename, held = Path.rename, list[bool]()
+
+    def look(path: Path, target: Path) -> Path:
+        with storage._unheld(path) as is_unheld:
+            held.append(is_unheld is False)
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", look)
+    _committed(tmp_path / "step", "whole")
+    assert held == [True]
 
 
 def test_leftovers_of_killed_saves_go_and_replaced_ones_come_back(tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ class Call(Generic[UnitT]):
 
 
 def _below(outputs: Sequence[Node]) -> list[Node]:
-    """The nodes that a graph goes on with below all of `outputs`, except those that accumulate gradients.
+    """The nodes that a graph goes on with below all of `outputs`; those that accumulate gradients have higher numbers.
 
     None of them leads to an output. Hooks of those own the call, and if it owned them in turn, as by what a loss is
     made of it would the logits beside it, the graph would never go: Python's garbage collector does not look into it.
@@ -167,7 +167,7 @@ def _below(outputs: Sequence[Node]) -> list[Node]:
     ahead, seen = list(outputs), set(outputs)
     while ahead:
         for node, _ in ahead.pop().next_functions:
-            if node is not None and node not in seen and not hasattr(node, "variable"):
+            if node is not None and node not in seen:
                 seen.add(node)
                 (found if torch_private.number_of(node) < first else ahead).append(node)
     return found
