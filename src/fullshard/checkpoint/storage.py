@@ -35,13 +35,9 @@ def write_file(path: Path, data: bytes) -> None:
         except FileNotFoundError:
             if not path.parent.is_dir():
                 raise
-            was_taken = True  # by another save, for a leftover, before it was locked
-        else:
-            was_taken = False
-    if was_taken:
-        write_file(path, data)
-    else:
-        sync_directory(path.parent)
+            write_file(path, data)  # another save took it for a leftover, before it was locked
+            return
+    sync_directory(path.parent)
 
 
 def _own_name(path: Path) -> Path:

@@ -94,15 +94,13 @@ class Additions:
         buckets = [bucket for unit in real for bucket in unit.buckets if not isinstance(bucket, ExtendedBucket)]
         parameters = list(itertools.chain.from_iterable(bucket.sharded_parameters for bucket in buckets))
         attributes = map(vars, [*parameters, *map(torch_private.local_of, parameters)])
-        if not any(map(operator.contains, attributes, itertools.repeat(PRE))):
-            return
-        for parameter in parameters:
-            if PRE in parameter.local.__dict__ or PRE in parameter.__dict__:
-                raise LifecycleError(
-                    f"rank {parameter.mesh.rank}: {parameter.name} was given `{PRE}` after it was sharded: it is "
-                    "gathered with the others of its unit, and nobody would call it",
-                    hint="give the module a parameter whose class has the method before fully_shard",
-                )
+        is_told = map(operator.contains, attributes, itertools.repeat(PRE))  # every step asks: no loop but of those
+        for parameter in itertools.compress(parameters * 2, is_told):
+            raise LifecycleError(
+                f"rank {parameter.mesh.rank}: {parameter.name} was given `{PRE}` after it was sharded: it is "
+                "gathered with the others of its unit, and nobody would call it",
+                hint="give the module a parameter whose class has the method before fully_shard",
+            )
 
     def _refuse(self, path: str, parameter: nn.Parameter) -> NoReturn:
         sharded = sharded_parameter_of(parameter)
