@@ -1,4 +1,4 @@
-"""What modules hold of a bucket: its original parameters while it is unsharded, sharded ones at rest.
+"""What modules hold of a unit: its original parameters while it is unsharded, sharded ones at rest.
 
 Swapping them is a write into `module._parameters`; nothing tells if somebody else has written there, so it is looked
 before. Nor does anything keep a forward from changing an original parameter in place: its version counter tells.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,21 +20,23 @@ from fullshard.wrap.partition import Slot
 
 
 class Binding:
-    """The places of a bucket's parameters.
+    """The places of a unit's parameters.
 
     Args:
-        slots: with the original parameters, and where they are.
-        sharded: parameters, in the same order.
+        entries: slots, with the original parameters and where they are, and the sharded parameter of each.
     """
 
-    def __init__(self, slots: Sequence[Slot], sharded: Sequence[ShardedParameter]) -> None:
-        places = [
-            (module._parameters, attribute, slot.parameter, parameter)
-            for slot, parameter in zip(slots, sharded, strict=True)
+    def __init__(self, entries: Sequence[tuple[Slot, ShardedParameter]]) -> None:
+        places: list[tuple[dict[str, Any], str, nn.Parameter, ShardedParameter]] = [
+            (module._parameters, attribute, slot.parameter, sharded)
+            for slot, sharded in entries
             for module, attribute in slot.owners
         ]
-        self._holders, self._attributes, self._unsharded, self._sharded = zip(*places, strict=True)
-        self._bound: Sequence[nn.Parameter] = self._unsharded
+        self._holders = [place[0] for place in places]
+        self._attributes = [place[1] for place in places]
+        self._unsharded = [place[2] for place in places]
+        self._sharded = [place[3] for place in places]
+        self._bound: Sequence[torch.Tensor] = self._unsharded
 
     def bind(self, *, unsharded: bool) -> None:
         """Make the modules hold the original or the sharded parameters."""

@@ -26,7 +26,7 @@ from fullshard.comm.mesh import Mesh
 from fullshard.comm.resized_buffer import ResizedBuffer
 from fullshard.core.errors import LifecycleError
 from fullshard.core.events import EventKind
-from fullshard.engine.binding import Binding, Originals
+from fullshard.engine.binding import Originals
 from fullshard.engine.bucket_spec import BucketSpec
 from fullshard.engine.gradient import Gradient
 from fullshard.engine.materialize import Values
@@ -72,7 +72,6 @@ class Bucket(BucketSpec):
         full: shape (W * S,), compute dtype.
         sharded_parameters: in the order of `slots`.
         originals: the original parameters, in the same order.
-        binding: which of the two the modules hold.
         gradient: None if the bucket has always been frozen.
         storage_ids: which storages it is unsharded in, for as long as it lives.
         has_gradient_hooks: whether a sharded parameter has ever been given one.
@@ -105,7 +104,6 @@ class Bucket(BucketSpec):
         self.sharded_parameters = [self.parameter_type(self, i, requires_grad=is_trainable) for i in range(len(slots))]
         self._trainable = [is_trainable] * len(slots)
         self.trainable_count = sum(self._trainable)
-        self.binding = Binding(slots, self.sharded_parameters)
         self.gradient = self._make_gradient() if is_trainable else None
 
     def _make_gradient(self) -> Gradient:
@@ -166,7 +164,7 @@ class Bucket(BucketSpec):
     @property
     def is_complete(self) -> bool:
         """Whether every parameter that wants a gradient has one; a frozen bucket is not."""
-        return self.gradient is not None and len(self.gradient.unsharded.fired) >= self.trainable_count
+        return self.gradient is not None and self.gradient.unsharded.is_complete
 
     @property
     def shares_main(self) -> bool:
@@ -203,7 +201,8 @@ class Bucket(BucketSpec):
         """Launch the all-gather of everybody's compute shard into `full`; `exactly`: without packing it."""
         host = self.storage.host
         # Noted before the gather: what changes `main` from now on makes what is gathered outdated.
-        is_changed, self._version = self.is_outdated, self.main_version
+        before, self._version = self._version, self.main_version
+        is_changed = before != self._version
         kept, self._kept = self._kept, None
         if kept is not None and isinstance(self.buffer, ResizedBuffer) and not (is_changed or exactly):
             self._gathering = self.buffer.gather_from(*kept, tag=self.tag)
@@ -334,6 +333,8 @@ class Bucket(BucketSpec):
         if requires_grad and self.gradient is None:  # frozen until now
             self.gradient = self._make_gradient()
             self.owner.watch_gradients(self)
+        if self.gradient is not None:
+            self.gradient.unsharded.expected = self.trainable_count
 
     def take_requires_grad(self) -> None:
         """The same for what was changed on originals, which modules hold in forward and while they are unsharded."""

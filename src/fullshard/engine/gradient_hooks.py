@@ -12,6 +12,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
+from typing import cast
 
 import torch
 
@@ -54,20 +55,22 @@ class GradientHooks:
 
 def _accumulated(unit: HookedUnit, bucket: Bucket, index: int) -> Callable[[torch.Tensor], None]:
     """Post-accumulate hook of one original parameter."""
-    owner, held = weakref.ref(unit), weakref.ref(bucket)
+    assert bucket.gradient is not None  # noqa: S101 -- from now on it has one
+    collects = weakref.ref(bucket.gradient.unsharded)
+    # These live as long as that does.
+    owner, held = cast(Callable[[], HookedUnit], weakref.ref(unit)), cast(Callable[[], Bucket], weakref.ref(bucket))
 
     def hook(parameter: torch.Tensor) -> None:
-        unit, bucket = owner(), held()
-        if unit is None or bucket is None or (gradient := bucket.gradient) is None:
+        unsharded = collects()
+        if unsharded is None:
             return
-        unsharded = gradient.unsharded
         try:
             if not unsharded.fired:
-                unit.begin_backward()
-            if unsharded.collect(index, parameter) and bucket.is_complete:
-                unit.gradients_complete(bucket)
+                owner().begin_backward()
+            if unsharded.collect(index, parameter):
+                owner().gradients_complete(held())
         except BaseException as error:
-            locate(error, unit, "gradient")
+            locate(error, owner(), "gradient")
             raise
 
     torch_private.keep_compiler_out(hook)

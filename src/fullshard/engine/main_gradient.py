@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -18,6 +18,16 @@ from fullshard.engine.bucket_spec import BucketSpec
 from fullshard.engine.parameter import ShardedParameter, are_same, local_gradients
 from fullshard.engine.precision import torch_dtype
 from fullshard.engine.unsharded_gradient import Cut
+
+
+def _are_there(grads: Iterable[torch.Tensor | None]) -> Iterator[bool]:
+    """For each whether it is, looked at without a step of the interpreter for each."""
+    return map(operator.is_not, grads, itertools.repeat(None))
+
+
+def _versions(grads: Sequence[torch.Tensor | None]) -> list[int]:
+    """How often each was changed in place."""
+    return [0 if grad is None else grad._version for grad in grads]
 
 
 class MainGradient:
@@ -88,11 +98,12 @@ class MainGradient:
         if self.tensor is not None and self._are_untouched(grads):
             self.tensor.add_(shard)
         else:
-            for part, grad in zip(self._spec.slices, grads, strict=True):
-                if grad is not None:  # the script has put another there, or changed ours: that is what is added to
-                    shard[part].add_(grad)
+            if any(_are_there(grads)):  # the script has put others there, or changed ours: those are what is added to
+                for part, grad in zip(self._spec.slices, grads, strict=True):
+                    if grad is not None:
+                        shard[part].add_(grad)
             self.tensor = shard
-            self._published, self._versions = [None] * len(grads), [0] * len(grads)
+            self._published = [None] * len(grads)
         self._publish(grads, used)
 
     def _publish(self, grads: list[torch.Tensor | None], used: bytearray) -> None:
@@ -104,27 +115,30 @@ class MainGradient:
             watch(self._rounded, {})  # what float32 holds may be more than that does
         pieces, _ = self._cut.apply(self._rounded)
         is_copy, published = self._rounded is not self.tensor, self._published
-        for index, (parameter, grad, piece) in enumerate(zip(self._parameters, grads, pieces, strict=True)):
-            is_new = used[index] if grad is None else is_copy or published[index] is None
-            if is_new:
-                published[index] = piece
+        if all(used) and not any(_are_there(grads)):
+            published[:] = pieces
+            for parameter, piece in zip(self._parameters, pieces, strict=True):
                 parameter.publish(piece)
-        self._versions = [0 if grad is None else grad._version for grad in published]
+        else:
+            for index, (parameter, grad, piece) in enumerate(zip(self._parameters, grads, pieces, strict=True)):
+                is_new = used[index] if grad is None else is_copy or published[index] is None
+                if is_new:
+                    published[index] = piece
+                    parameter.publish(piece)
+        if is_copy:
+            self._versions = _versions(published)
 
     def published(self, first: int, last: int) -> torch.Tensor | None:
         """Shape (S,): what the `.grad`s of parameters `first` to `last` are views of; None if not all of them are."""
         published = self._published[first : last + 1]
         grads = local_gradients(self._parameters[first : last + 1])
-        is_whole = all(map(operator.is_not, published, itertools.repeat(None)))
-        return self._rounded if is_whole and are_same(grads, published) else None
+        return self._rounded if all(_are_there(published)) and are_same(grads, published) else None
 
     def _are_untouched(self, grads: list[torch.Tensor | None]) -> bool:
         """Where the dtypes differ a rounded copy is published, so a change of that in place counts as touched, too."""
-        copied = self._dtype != self._spec.dtype
-        for current, grad, version in zip(grads, self._published, self._versions, strict=True):
-            if current is not grad or (copied and grad is not None and grad._version != version):
-                return False
-        return any(published is not None for published in self._published)
+        if not are_same(grads, self._published) or not any(_are_there(grads)):
+            return False
+        return self._dtype == self._spec.dtype or _versions(grads) == self._versions
 
     def release_if_cleared(self) -> None:
         """Give its memory back once the script has set every `.grad` to None, which it does from the first on.
@@ -147,7 +161,7 @@ class MainGradient:
     def reset(self) -> None:
         """A backward has failed. If something of it was added, nobody may go on with that: see `check_whole`."""
         if self.is_ahead:
-            self._torn, self.is_ahead = [0 if grad is None else grad._version for grad in self._published], False
+            self._torn, self.is_ahead = _versions(self._published), False
 
     def check_whole(self) -> None:
         """What is published is the sum of whole backwards.
@@ -160,7 +174,7 @@ class MainGradient:
             return
         versions, self._torn = self._torn, []
         grads = local_gradients(self._parameters)
-        if are_same(grads, self._published) and versions == [0 if grad is None else grad._version for grad in grads]:
+        if are_same(grads, self._published) and versions == _versions(grads):
             self._torn = versions
             raise LifecycleError(
                 f"rank {self._spec.mesh.rank}, parameter {self._parameters[0].name}: its `.grad` has a part of a "

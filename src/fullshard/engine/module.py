@@ -444,7 +444,7 @@ def assemble(modules: list[nn.Module], schedule: Schedule) -> None:
         for path, inner in module.named_modules(remove_duplicate=False):
             paths.setdefault(id(inner), []).append(clean_name(path))
     for unit in units:
-        unit.name = ", ".join(paths[id(module)][0] for module in unit.modules)
+        unit.take_name(", ".join(paths[id(module)][0] for module in unit.modules))
         unit.reshard_after_forward = (
             unit.modules[0] is not modules[0]
             if unit.requested_reshard_after_forward is None

@@ -123,6 +123,8 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any, *,
         value: a tensor or anything that holds some.
         into_mutable: False leaves lists, dicts and dataclasses alone, which somebody may mean to change in place.
     """
+    if value is None:  # most arguments of a layer
+        return value
     if isinstance(value, torch.Tensor):
         return function(value)
     if not into_mutable and not isinstance(value, tuple):

@@ -51,9 +51,11 @@ class Reducer:
 
     def launch(self, bucket: Bucket) -> None:
         """Reduce its gradients. Every rank does so in the same order."""
-        owner_of(bucket).emit(EventKind.REDUCE_ISSUED, gradient_of(bucket).nbytes)
-        self._advance(bucket)  # an earlier reduction of it in the same backward
-        gradient_of(bucket).launch()
+        gradient = gradient_of(bucket)
+        owner_of(bucket).emit(EventKind.REDUCE_ISSUED, gradient.nbytes)
+        if gradient.is_reducing:  # an earlier reduction of it in the same backward
+            self._advance(bucket)
+        gradient.launch()
         oldest = self.order.launch(bucket)
         if oldest is not None:  # as many are under way as may be: the memory of the oldest goes before more is made
             self._advance(oldest)
@@ -100,10 +102,10 @@ class Reducer:
 
     def _publish(self, bucket: Bucket, used: bytearray) -> None:
         """Publish a bucket's gradient, and step it if this is the time."""
-        unit = owner_of(bucket)
+        unit, gradient = owner_of(bucket), gradient_of(bucket)
         del self.order.waiting[bucket]
         with unit.waiting("reduce"):
-            if not gradient_of(bucket).finish(used):
+            if not gradient.finish(used):
                 return
         self.published.add(bucket)
         unit.emit(EventKind.REDUCE_DONE)
@@ -111,7 +113,7 @@ class Reducer:
             return
         with unit.waiting("step in backward"):
             bucket.buffer.wait_for_readers()  # the step changes `main`, which others may gather from
-        nbytes = gradient_of(bucket).held_nbytes  # before the step, which frees them
+        nbytes = gradient.held_nbytes  # before the step, which frees them
         stepped = [stepper.step(bucket) for stepper in self.steppers]
         if any(stepped):
             unit.emit(EventKind.BUCKET_STEP, nbytes)

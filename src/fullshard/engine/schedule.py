@@ -365,9 +365,11 @@ class Schedule:
         for due in self.reducer.order.complete(bucket):
             self._launch(due)
 
-    @torch.no_grad()
     def _launch(self, bucket: Bucket) -> None:
-        if self._reduces(owner_of(bucket)):
+        if torch.is_grad_enabled():  # under create_graph alone; backward has turned it off otherwise
+            with torch.no_grad():
+                self._launch(bucket)
+        elif self._reduces(owner_of(bucket)):
             with torch_private.without_transforms():
                 self.reducer.launch(bucket)
 

@@ -11,9 +11,10 @@ the outputs own them, so a graph that is thrown away takes its calls with it.
 
 from __future__ import annotations
 
+import operator
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -167,10 +168,8 @@ class Unit(UnitParameters):
         return any(call.is_in_backward and (backward == -1 or call.left_in != backward) for call in self._live_calls())
 
     def _live_calls(self) -> list[Call[Unit]]:
-        if not self._calls:
-            return []
         # A copy first: a call may go at any moment, and takes its reference out of the set then.
-        return [call for reference in tuple(self._calls) if (call := reference()) is not None]
+        return list(filter(None, map(operator.call, tuple(self._calls)))) if self._calls else []
 
     @property
     def awaits_backward(self) -> bool:
@@ -309,7 +308,8 @@ class Unit(UnitParameters):
         is_over = not any(c.is_active for c in pending) and (len(self.modules) == 1 or not pending)
         if is_over:
             self._reshard_after_backward(call.previous)
-        self.reduce_if_left()
+        if not pending:
+            self._reduce()
         if is_over:  # after the reductions, which other ranks may have launched when the last gradient was there
             self.schedule.prefetch_after_backward(call.previous)
         self.schedule.step_when_final()
@@ -317,25 +317,28 @@ class Unit(UnitParameters):
     def reduce_if_left(self) -> None:
         """Reduce its gradients, unless a call is still to come back: it adds to them."""
         if not self.awaits_backward:
-            for bucket in self.buckets:
-                self.schedule.reduce_when_due(bucket)
+            self._reduce()
+
+    def _reduce(self) -> None:
+        for bucket in self.buckets:
+            self.schedule.reduce_when_due(bucket)
 
     def gradients_complete(self, bucket: Bucket) -> None:
         """Autograd has accumulated the gradients of all parameters of `bucket`."""
-        if any(not call.is_active for call in self._pending_calls()):
+        calls = self._live_calls()
+        if any(not (call.is_active or call.is_done) and call.is_in_backward for call in calls):
             return  # one that is still to come adds to them on other ranks, which reduce them after it
         self.schedule.reduce_when_due(bucket)
-        self._reshard_if_complete()
+        if all(each is bucket or each.is_complete for each in self.buckets):
+            self._reshard_if_passed(calls)
         self.schedule.step_when_final()
 
-    def _reshard_if_complete(self) -> None:
-        """Reshard once all gradients are there, where nothing else tells that backward has left the unit.
+    def _reshard_if_passed(self, calls: Sequence[Call[Unit]]) -> None:
+        """All gradients are there: reshard, where nothing else tells that backward has left `calls`.
 
         With an input that wants a gradient, a parameter may still be read on the way to it; likewise a frozen one.
         """
-        if not all(bucket.is_complete for bucket in self.buckets):
-            return
-        calls = [call for call in self._live_calls() if call.is_in_backward]
+        calls = [call for call in calls if call.is_in_backward]
         if not any(call.has_inputs for call in calls):
             for call in calls:
                 call.end()

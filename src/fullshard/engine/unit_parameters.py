@@ -18,6 +18,7 @@ from fullshard.comm.base import Collectives
 from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import LifecycleError
 from fullshard.core.events import Event, EventKind, EventSink
+from fullshard.engine.binding import Binding
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.bucket_spec import by_bucket
 from fullshard.engine.composed import ComposedBucket
@@ -25,7 +26,7 @@ from fullshard.engine.deferred import HINT, StandIns
 from fullshard.engine.extended import ExtendedBucket
 from fullshard.engine.materialize import Values
 from fullshard.engine.offload import Storage
-from fullshard.engine.parameter import mark_original
+from fullshard.engine.parameter import ShardedParameter, mark_original
 from fullshard.engine.precision import MixedPrecisionPolicy
 from fullshard.engine.reduction_settings import ReductionSettings
 from fullshard.engine.sharded_tensor import ShardedTensor
@@ -105,6 +106,7 @@ class UnitParameters:
         self.modules, self.policy, self.storage = plan.modules, policy, storage
         self.mesh = mesh = schedule.mesh  # which the model around it may have another of
         self.reduction = ReductionSettings.of(policy, mesh)
+        self._waits: dict[str, Waiting] = {}
         self.name, self.number = "", 0
         self.state = UnitState.SHARDED
         self.is_pinned = False
@@ -131,7 +133,8 @@ class UnitParameters:
                 # An optimizer that was made before holds these, and is told which they have become.
                 for original in (slot.parameter, *slot.replaced):
                     mark_original(original, sharded)
-            bucket.binding.bind(unsharded=False)
+        self._binding = Binding(self._real_entries())
+        self._binding.bind(unsharded=False)
 
     def take_keeps_memory(self) -> None:
         """Tell the buckets of `keeps_memory`."""
@@ -152,10 +155,13 @@ class UnitParameters:
         )
 
     @property
-    def entries(self) -> list[tuple[Slot, ShardedTensor]]:
+    def entries(self) -> Sequence[tuple[Slot, ShardedTensor]]:
         """Each parameter's slot, and what the modules hold of it at rest."""
         if self.stand_ins is not None:
             return self.stand_ins.entries
+        return self._real_entries()
+
+    def _real_entries(self) -> list[tuple[Slot, ShardedParameter]]:
         return [entry for b in self.buckets for entry in zip(b.slots, b.sharded_parameters, strict=True)]
 
     def make_real(self, *, is_filled: bool = True) -> None:
@@ -264,12 +270,11 @@ class UnitParameters:
             self._bind(unsharded=False)
 
     def _bind(self, *, unsharded: bool) -> None:
-        for bucket in self.buckets:
-            bucket.binding.check()  # all of them before any is changed, or a refusal would leave halves
-            if not unsharded:
+        self._binding.check()  # before anything is changed, or a refusal would leave halves
+        if not unsharded:
+            for bucket in self.buckets:
                 bucket.check_unchanged()
-        for bucket in self.buckets:
-            bucket.binding.bind(unsharded=unsharded)
+        self._binding.bind(unsharded=unsharded)
         self.state = UnitState.UNSHARDED if unsharded else UnitState.GATHERED
 
     @property
@@ -287,6 +292,11 @@ class UnitParameters:
         for bucket in self.buckets:
             bucket.take_requires_grad()
 
+    def take_name(self, name: str) -> None:
+        """It is known now where in the model it is."""
+        self.name = name
+        self._waits.clear()
+
     def emit(self, kind: EventKind, nbytes: int = 0, *, what: str = "", bucket: int = 0) -> None:
         """Tell the sink, if there is one."""
         if self.schedule.event_sink is not None:
@@ -294,7 +304,11 @@ class UnitParameters:
 
     def waiting(self, phase: str) -> Waiting:
         """Within it this rank waits for others in that phase."""
-        return Waiting(self.mesh, f"unit {self.name!r}, {phase}", self.schedule.steps + 1)
+        wait = self._waits.get(phase)
+        if wait is None:
+            wait = self._waits[phase] = Waiting(self.mesh, f"unit {self.name!r}, {phase}")
+        wait.step = self.schedule.steps + 1
+        return wait
 
 
 def _bucket_type(slots: Sequence[Slot]) -> type[Bucket]:

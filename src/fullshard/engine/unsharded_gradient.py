@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -53,6 +54,7 @@ class UnshardedGradient:
         storage_id: which storage the unsharded parameters are views of; None if that is not known.
 
     Attributes:
+        expected: how many parameters want a gradient.
         fired: indices of the parameters whose gradient has appeared in this backward.
         used: for each parameter, whether it has appeared since the last one was published, maybe under `no_sync`.
         is_kept: some of it is of backwards before the one under way, whether that has reduced it or not.
@@ -61,6 +63,9 @@ class UnshardedGradient:
 
     def __init__(self, spec: BucketSpec, parameters: Sequence[ShardedParameter], *, storage_id: int | None) -> None:
         self._spec, self._parameters, self._storage_id = spec, parameters, storage_id
+        self._originals: tuple[torch.Tensor, ...] = tuple(slot.parameter for slot in spec.slots)
+        self._has_dtensors = any(isinstance(original, DTensor) for original in self._originals)
+        self.expected = len(parameters)
         self.fired: set[int] = set()
         self.used = bytearray(len(spec.slots))
         self.is_kept = self.is_used_up = False
@@ -83,8 +88,13 @@ class UnshardedGradient:
         """Bytes held."""
         return 0 if self._full is None else self._full.nbytes
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether every parameter that wants a gradient has one."""
+        return len(self.fired) >= self.expected
+
     def collect(self, index: int, parameter: torch.Tensor) -> bool:
-        """Take parameter `index`'s fresh `.grad` into `full`; False if there is none.
+        """Take parameter `index`'s fresh `.grad`, if there is one, into `full`; whether it completes the bucket.
 
         Adds if this parameter has been collected before.
         """
@@ -92,10 +102,16 @@ class UnshardedGradient:
         if grad is None:
             return False
         parameter.grad = None  # its memory goes as soon as it is copied
-        tile = self._spec.tiles[index]
-        self._add(index, parameter, grad if tile is None else tile.of_gradient(grad))
+        if self._has_dtensors and (tile := self._spec.tiles[index]) is not None:
+            grad = tile.of_gradient(grad)
+        if self._full is None or index in self._filled or index in self._lent or grad.requires_grad or grad.is_sparse:
+            self._add(index, grad)
+        else:  # as nearly always: what `_add` does then, without a call
+            self._filled.add(index)
+            self.used[index] = True
+            self._pieces[index].copy_(grad.ravel())
         self.fired.add(index)
-        return True
+        return len(self.fired) >= self.expected  # `is_complete`, without a call for each gradient
 
     def takes_uses(self, index: int) -> bool:
         """Whether the sum over a parameter's uses is the same, bit for bit, if they are collected one by one.
@@ -115,7 +131,10 @@ class UnshardedGradient:
         """Collect `grad`, what one use of parameter `index` gives, unless autograd must add it up."""
         if not self.takes_uses(index):
             return False
-        self._add(index, self._spec.slots[index].parameter, grad)
+        if isinstance(grad, Product):
+            piece = self.lend(index)
+            grad = grad.value() if piece is None else grad.write(piece)
+        self._add(index, grad)
         self._begun[index] = torch_private.backward_under_way()
         return True
 
@@ -138,21 +157,9 @@ class UnshardedGradient:
         self._begun.clear()
         self._lent.clear()
 
-    def _add(self, index: int, parameter: torch.Tensor, grad: torch.Tensor | Product) -> None:
-        if self.is_used_up:
-            raise LifecycleError(
-                f"rank {self._spec.mesh.rank}, parameter {self._parameters[index].name}: "
-                "another part of its gradient appeared after the optimizer had stepped in backward",
-                hint="do not share parameters between parts under reentrant checkpointing, or leave step_in_backward",
-            )
-        held = torch_private.local_of(parameter) if isinstance(parameter, DTensor) else parameter
-        if self._storage_id and torch_private.storage_id(held.untyped_storage()) != self._storage_id:
-            raise LifecycleError(
-                f"rank {self._spec.mesh.rank}, parameter {self._parameters[index].name}: "
-                f"forward gave it other data ({parameter.dtype}), which the optimizer would never update",
-                hint="a layer that assigns `.data` in forward does this, often to cast it: cast it before sharding",
-            )
+    def _add(self, index: int, grad: torch.Tensor) -> None:
         if self._full is None:
+            self._check_not_used_up(index)
             self._begin()
         is_first = index not in self._filled
         if is_first:
@@ -161,11 +168,6 @@ class UnshardedGradient:
         elif index in self.fired or self._begun.get(index) != torch_private.backward_under_way():
             self._widen()  # it is not a part of the same of autograd's sums
         piece = self._pieces[index]
-        if isinstance(grad, Product):
-            if is_first:
-                grad.write(piece)
-                return
-            grad = grad.value()
         if grad.requires_grad:
             grad = grad.detach()  # under create_graph it would bring its graph with it
         if grad.is_sparse:
@@ -176,6 +178,32 @@ class UnshardedGradient:
             piece.copy_(grad.ravel())
         else:
             piece.add_(grad.ravel())
+
+    def _check_not_used_up(self, index: int) -> None:
+        if self.is_used_up:
+            raise LifecycleError(
+                f"rank {self._spec.mesh.rank}, parameter {self._parameters[index].name}: "
+                "another part of its gradient appeared after the optimizer had stepped in backward",
+                hint="do not share parameters between parts under reentrant checkpointing, or leave step_in_backward",
+            )
+
+    def _check_data(self) -> None:
+        """What was collected is of parameters that are still views of their bucket."""
+        if self._storage_id is None:
+            return
+        held = self._originals
+        if self._has_dtensors:
+            held = tuple(torch_private.local_of(each) if isinstance(each, DTensor) else each for each in held)
+        ids = list(map(torch_private.storage_id, map(torch.Tensor.untyped_storage, held)))
+        if ids.count(self._storage_id) == len(ids):
+            return
+        for index in sorted(self._filled):
+            if ids[index] != self._storage_id:
+                raise LifecycleError(
+                    f"rank {self._spec.mesh.rank}, parameter {self._parameters[index].name}: "
+                    f"forward gave it other data ({held[index].dtype}), which the optimizer would never update",
+                    hint="a layer that assigns `.data` in forward does this, often to cast it: cast it before sharding",
+                )
 
     def _begin(self) -> torch.Tensor:
         """Memory for the unsharded gradients, and a piece of it for each parameter; zeros between them."""
@@ -196,7 +224,12 @@ class UnshardedGradient:
             self._pieces, _ = self._cut.apply(self._full)
 
     def hand_over(self) -> torch.Tensor:
-        """`full`, shape (F,), with zeros for what was not used; what appears from now on goes into new memory."""
+        """`full`, shape (F,), with zeros for what was not used; what appears from now on goes into new memory.
+
+        Raises:
+            LifecycleError: forward gave a parameter other data, for which its gradient is.
+        """
+        self._check_data()
         full = self._begin() if self._full is None else self._full  # nothing used here, but maybe on another rank
         if len(self._filled) < len(self._pieces):
             for index, piece in enumerate(self._pieces):
@@ -246,25 +279,23 @@ class Cut:
 
     def __init__(self, layout: BucketLayout, *, own: Interval) -> None:
         self._sizes: list[int] = []
-        self._parameters: list[int] = []
-        self._gaps: list[int] = []
+        self._are_gaps: list[bool] = []
         end = own.start
         for spec, offset in zip(layout.specs, layout.offsets, strict=True):
             held = Interval(offset, offset + spec.numel).intersect(own)
             if held.numel and held.start > end:
-                self._add(self._gaps, held.start - end)
-            self._add(self._parameters, held.numel)
+                self._add(held.start - end, is_gap=True)
+            self._add(held.numel, is_gap=False)
             end = held.stop if held.numel else end
         if own.stop > end:
-            self._add(self._gaps, own.stop - end)
+            self._add(own.stop - end, is_gap=True)
+        self._are_parameters = [not is_gap for is_gap in self._are_gaps]
 
-    def _add(self, kind: list[int], numel: int) -> None:
-        kind.append(len(self._sizes))
+    def _add(self, numel: int, *, is_gap: bool) -> None:
+        self._are_gaps.append(is_gap)
         self._sizes.append(numel)
 
     def apply(self, flat: torch.Tensor) -> tuple[Sequence[torch.Tensor], list[torch.Tensor]]:
         """1-D views of the parameters' parts, empty ones included, and of the gaps."""
         pieces = flat.split_with_sizes(self._sizes)
-        if not self._gaps:
-            return pieces, []
-        return [pieces[i] for i in self._parameters], [pieces[i] for i in self._gaps]
+        return list(compress(pieces, self._are_parameters)), list(compress(pieces, self._are_gaps))

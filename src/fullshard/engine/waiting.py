@@ -19,15 +19,22 @@ class Waiting:
     """Makes what torch raises within, because another rank has ended, an error with rank, unit, phase and step.
 
     Running out of memory is no such error: who catches that is to catch it here, too.
+
+    Args:
+        mesh: the ranks that it waits for.
+        where: unit and phase.
+
+    Attributes:
+        step: of this process, counted from 1.
     """
 
-    __slots__ = ("_mesh", "_step", "_where")
+    __slots__ = ("_mesh", "_where", "step")
 
-    def __init__(self, mesh: Mesh, where: str, step: int) -> None:
-        self._mesh, self._where, self._step = mesh, where, step
+    def __init__(self, mesh: Mesh, where: str) -> None:
+        self._mesh, self._where, self.step = mesh, where, 1
 
     def __enter__(self) -> None:
-        PLACE.enter(self._where, self._step)
+        PLACE.enter(self._where, self.step)
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         PLACE.leave()
@@ -37,6 +44,6 @@ class Waiting:
                 self._mesh.end_waits()  # the other rank may wait for this one elsewhere
             self._mesh.note_failure(self._where, error)  # and so may all others
             raise CommunicationError(
-                f"rank {self._mesh.rank}, {self._where}: {what} (step {self._step} of this process)",
+                f"rank {self._mesh.rank}, {self._where}: {what} (step {self.step} of this process)",
                 hint="see whether another rank failed first, or took another path through the model",
             ) from error
