@@ -14,7 +14,7 @@ from collections import UserDict, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -84,6 +84,7 @@ def test_a_copy_of_a_prepared_optimizer_steps_on_its_own() -> None:
         ({"fsdp_plugin": {"strateg": 1}}, ConfigError, "unknown setting 'strateg'"),
         ({"fsdp_plugin": SimpleNamespace()}, ConfigError, "fsdp_plugin is a types.SimpleNamespace"),
         ({"kwargs_handlers": [SimpleNamespace()]}, ConfigError, "kwargs handler SimpleNamespace has no meaning"),
+        ({"kwargs_handlers": SimpleNamespace()}, ConfigError, "expected a list of handlers, got SimpleNamespace"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -477,3 +478,5 @@ def test_accelerate_takes_a_config_and_refuses_fp16() -> None:
     assert loader is None
     with pytest.raises(ConfigError, match="fp16 scales the loss"):
         fullshard.accelerate(model_and_optimizer()[0], mixed_precision="fp16")
+    with pytest.raises(ConfigError, match="model: expected a module, got SGD"):
+        fullshard.accelerate(cast(Any, model_and_optimizer()[1]))

@@ -11,7 +11,7 @@ import sys
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import google_crc32c
 import pytest
@@ -319,6 +319,9 @@ def test_unsharded_models_and_bad_limits_are_refused(tmp_path: Path) -> None:
         save_checkpoint(tmp_path / "a", model=model)
     with pytest.raises(ConfigError, match="total_limit = 0"):
         save_checkpoint(tmp_path / "a", model=model, total_limit=0)
+    for move in (save_checkpoint, load_checkpoint):
+        with pytest.raises(ConfigError, match="model: expected a module, got OrderedDict"):
+            move(tmp_path / "a", model=cast(Any, model.state_dict()))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -760,6 +760,9 @@ def test_ddp_that_leaves_units_alone() -> None:
         ([], {}, "got an empty list"),
         (nn.Linear(2, 2), {"mesh": 2}, "mesh: expected a DeviceMesh, got int"),
         (nn.Linear(2, 2), {"ignored_params": {"weight"}}, "ignored_params: expected parameters, got str"),
+        (nn.Linear(2, 2), {"ignored_params": nn.Parameter(torch.zeros(2))}, "ignored_params: .*, got one Parameter"),
+        (nn.Linear(2, 2), {"ignored_params": 3}, "ignored_params: expected parameters, got one int"),
+        (nn.Linear(2, 2), {"shard_placement_fn": 0}, "shard_placement_fn: expected a function of a parameter, got int"),
     ],
 )
 def test_what_is_no_module_mesh_or_parameter_is_named(module: Any, options: dict[str, Any], message: str) -> None:

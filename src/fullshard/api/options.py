@@ -294,6 +294,11 @@ class Handlers:
         Raises:
             ConfigError: a handler, or a value of one, that nothing here uses; two of one kind.
         """
+        if not isinstance(handlers, list | tuple | None):
+            raise ConfigError(
+                f"kwargs_handlers: expected a list of handlers, got {type(handlers).__name__}",
+                hint="put it into a list",
+            )
         given = {type(handler).__name__: handler for handler in handlers or ()}
         if len(given) != len(handlers or ()):
             raise ConfigError(

@@ -42,6 +42,7 @@ from fullshard.engine import (
     keep_unsharded,
     shard_model,
 )
+from fullshard.engine.lookup import require_module
 from fullshard.engine.precision import cast_floating, dtype_name, torch_dtype
 from fullshard.engine.tile import plain_of, set_plain
 from fullshard.wrap.forwards import checkpoint_modules, compile_modules
@@ -133,6 +134,7 @@ def shard(
     Raises:
         ConfigError, WrapError: a setting that cannot be honoured for this model.
     """
+    require_module(model)
     if next(model.parameters(), None) is None:
         return model.to(process.device)
     config, precision = setup.sharding, setup.precision

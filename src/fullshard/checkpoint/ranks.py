@@ -22,6 +22,7 @@ from fullshard.comm.stalls import STALLS
 from fullshard.comm.torch_dist import all_gather_single, as_sent
 from fullshard.core.errors import CheckpointError, CommunicationError, FullshardError, StoreError
 from fullshard.engine import ShardedParameter
+from fullshard.engine.lookup import require_module
 
 T = TypeVar("T")
 _MESSAGE_NBYTES = 256 * 2**20
@@ -57,7 +58,9 @@ class Ranks:
 
         Raises:
             CheckpointError: only some ranks of the job share the model.
+            ConfigError: it is no module.
         """
+        require_module(model)
         parameters = [p for p in model.parameters() if isinstance(p, ShardedParameter)]
         if not parameters:
             return cls()

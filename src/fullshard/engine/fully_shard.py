@@ -92,8 +92,8 @@ def fully_shard(
             that is not over another axis of the same mesh (tensor parallelism).
     """
     modules: list[nn.Module] = list(module) if isinstance(module, (list, tuple)) else [module]
-    ignored = [one for one in ignored_params or () if one is not None]  # a layer without a bias has None there
-    _check_arguments(modules, mesh, ignored)
+    _check_arguments(modules, mesh, shard_placement_fn)
+    ignored = _ignored(ignored_params)
     if dp_mesh_dims is not None:
         resolved = data_parallel(mesh, dp_mesh_dims)
     else:
@@ -185,7 +185,7 @@ def shard_model(
     reshard = row.reshard_after_forward if reshard_after_forward is None else reshard_after_forward
     storage = Storage.of(offload_policy, mesh.device)
     weights = weight_source(model)
-    plans = _plan_units(model, unit_modules, weights, ignored_params or ())
+    plans = _plan_units(model, unit_modules, weights, _ignored(ignored_params))
     check_tiles(plans, [model], mesh)
     _check_offload(offload_of(offload_policy), plans)
     # From here on the model changes; what the plans alone tell was refused before.
@@ -296,19 +296,32 @@ def _units_in(modules: Sequence[nn.Module]) -> list[nn.Module]:
     return [inner for module in modules for inner in module.modules() if unit_of(inner) is not None]
 
 
-def _check_arguments(modules: Sequence[object], mesh: object, ignored: Iterable[object]) -> None:
-    """Of what is handed in: names of parameters would leave none alone, and no module would be no unit."""
+def _check_arguments(modules: Sequence[object], mesh: object, placement_fn: object) -> None:
+    """Of what is handed in: no module would be no unit."""
     others = [one for one in modules if not isinstance(one, nn.Module)]
     if others or not modules:
         found = type(others[0]).__name__ if others else "an empty list"
         raise ConfigError(f"fully_shard: expected a module or a list of them, got {found}", hint="hand the model over")
     if not isinstance(mesh, DeviceMesh | Mesh | None):
         raise ConfigError(f"mesh: expected a DeviceMesh, got {type(mesh).__name__}", hint="init_device_mesh makes one")
-    for one in ignored:
-        if not isinstance(one, torch.Tensor):
-            raise ConfigError(
-                f"ignored_params: expected parameters, got {type(one).__name__}", hint="set(m.parameters())"
-            )
+    if placement_fn is not None and not callable(placement_fn):
+        raise ConfigError(
+            f"shard_placement_fn: expected a function of a parameter, got {type(placement_fn).__name__}",
+            hint="lambda p: Shard(0), or leave it out",
+        )
+
+
+def _ignored(parameters: Any) -> list[nn.Parameter]:
+    """Those that are left alone: names would leave none alone, nor would one parameter, which is taken for its rows."""
+    if isinstance(parameters, torch.Tensor) or not isinstance(parameters, Iterable | None):
+        what = f"one {type(parameters).__name__}"
+    else:
+        found = [one for one in parameters or () if one is not None]  # a layer without a bias has None there
+        others = [one for one in found if not isinstance(one, torch.Tensor)]
+        if not others:
+            return found
+        what = type(others[0]).__name__
+    raise ConfigError(f"ignored_params: expected parameters, got {what}", hint="set(m.parameters())")
 
 
 def _check_can_be_unsharded(root: nn.Module, units: Iterable[nn.Module]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from fullshard.comm import torch_private
-from fullshard.core.errors import LifecycleError
+from fullshard.core.errors import ConfigError, LifecycleError
 from fullshard.engine.unit import Unit
 
 UNIT = "_fullshard_unit"
@@ -27,8 +27,15 @@ def require_unit(module: Any) -> Unit:
     return unit
 
 
+def require_module(model: object) -> None:
+    """`ConfigError` if it is none."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model: expected a module, got {type(model).__name__}", hint="hand the model over")
+
+
 def units_of(model: nn.Module) -> list[Unit]:
     """All units in `model`, inner units before the units around them."""
+    require_module(model)
     found: dict[Unit, None] = {}
     for module in reversed(list(model.modules())):
         unit = unit_of(module)
