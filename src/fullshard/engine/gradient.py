@@ -110,6 +110,12 @@ class Gradient:
         """Whether a reduction along the shard axis is under way."""
         return self._reducing is not None
 
+    @property
+    def is_arriving(self) -> bool:
+        """Whether `finish` waits for others, or for a copy; without replicas what has advanced is there."""
+        is_away = self._spec.mesh.replicate_size > 1 or self._spec.main_is_on_host
+        return self._reducing is not None or (is_away and self._replicating is not None)
+
     def advance(self) -> None:
         """Once reduced along the shard axis, go on along the replicate axis."""
         if self._reducing is None:

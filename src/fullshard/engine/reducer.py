@@ -9,6 +9,7 @@ Which bucket is next is the business of `core.schedule`, when one is complete th
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -18,6 +19,8 @@ from fullshard.engine.bucket import Bucket
 from fullshard.engine.finite import FiniteGuard
 from fullshard.engine.gradient import Gradient
 from fullshard.engine.unit import owner_of
+
+_NOTHING = contextlib.nullcontext()
 
 
 class BucketStepper(Protocol):
@@ -104,9 +107,10 @@ class Reducer:
         """Publish a bucket's gradient, and step it if this is the time."""
         unit, gradient = owner_of(bucket), gradient_of(bucket)
         del self.order.waiting[bucket]
-        with unit.waiting("reduce"):
-            if not gradient.finish(used):
-                return
+        with unit.waiting("reduce") if gradient.is_arriving else _NOTHING:
+            is_there = gradient.finish(used)
+        if not is_there:
+            return
         self.published.add(bucket)
         unit.emit(EventKind.REDUCE_DONE)
         if not self.steppers or self._guard.has_seen_any:

@@ -73,9 +73,9 @@ class UnshardedGradient:
         plan, widens = spec.plan, spec.mesh.reduce.pages.widens
         self._first_dtype = torch_dtype(collected(plan.compute_dtype, plan.reduce_dtype, widens=widens))
         self._pieces: Sequence[torch.Tensor] = ()
-        self._filled: set[int] = set()
+        self._fresh: dict[int, torch.Tensor] = {}  # of the pieces those that nothing was collected in
+        self._lent: dict[int, torch.Tensor] = {}  # nor in these, but somebody may have
         self._begun: dict[int, int] = {}
-        self._lent: set[int] = set()
         self._cut = Cut(spec.layout, own=Interval(0, spec.layout.full_numel))
 
     @property
@@ -104,12 +104,12 @@ class UnshardedGradient:
         parameter.grad = None  # its memory goes as soon as it is copied
         if self._has_dtensors and (tile := self._spec.tiles[index]) is not None:
             grad = tile.of_gradient(grad)
-        if self._full is None or index in self._filled or index in self._lent or grad.requires_grad or grad.is_sparse:
-            self._add(index, grad)
-        else:  # as nearly always: what `_add` does then, without a call
-            self._filled.add(index)
+        piece = self._fresh.pop(index, None)
+        if piece is None or grad.requires_grad or grad.is_sparse:
+            self._add(index, grad, piece)
+        else:  # as nearly always, without a call
             self.used[index] = True
-            self._pieces[index].copy_(grad.ravel())
+            piece.copy_(grad.ravel())
         self.fired.add(index)
         return len(self.fired) >= self.expected  # `is_complete`, without a call for each gradient
 
@@ -119,7 +119,10 @@ class UnshardedGradient:
         It is not where they are collected in another dtype than autograd adds them up in, or where a backward before,
         under `no_sync`, has left something.
         """
-        return self._is_as_made and (index not in self._filled or index in self._begun)
+        return self._is_as_made and (not self._is_filled(index) or index in self._begun)
+
+    def _is_filled(self, index: int) -> bool:
+        return self._full is not None and index not in self._fresh and index not in self._lent
 
     @property
     def _is_as_made(self) -> bool:
@@ -134,7 +137,7 @@ class UnshardedGradient:
         if isinstance(grad, Product):
             piece = self.lend(index)
             grad = grad.value() if piece is None else grad.write(piece)
-        self._add(index, grad)
+        self._add(index, grad, self._fresh.pop(index, None))
         self._begun[index] = torch_private.backward_under_way()
         return True
 
@@ -143,37 +146,44 @@ class UnshardedGradient:
 
         `collect` finds it there then, unless autograd has added another use's to it, in other memory.
         """
-        if not self._is_as_made or self.is_used_up or index in self._filled or index in self._lent:
+        if not self._is_as_made or self.is_used_up:
             return None
         if self._full is None:
             self._begin()
-        self._lent.add(index)
-        return self._pieces[index]
+        piece = self._fresh.pop(index, None)
+        if piece is not None:
+            self._lent[index] = piece
+        return piece
 
     def end_backward(self) -> None:
         """Forget what appeared in it."""
         self.is_kept = self.exists
         self.fired.clear()
         self._begun.clear()
+        self._fresh.update(self._lent)  # what was not collected does not count
         self._lent.clear()
 
-    def _add(self, index: int, grad: torch.Tensor) -> None:
+    def _add(self, index: int, grad: torch.Tensor, piece: torch.Tensor | None) -> None:
+        """Collect `grad` in `piece`, which is fresh. None: there is none for it, or was none before."""
         if self._full is None:
             self._check_not_used_up(index)
             self._begin()
-        is_first = index not in self._filled
-        if is_first:
-            self._filled.add(index)
-            self.used[index] = True  # stays after `end_backward`: under `no_sync` a later one publishes it
-        elif index in self.fired or self._begun.get(index) != torch_private.backward_under_way():
-            self._widen()  # it is not a part of the same of autograd's sums
-        piece = self._pieces[index]
+            piece = self._fresh.pop(index)
+        self.used[index] = True  # stays after `end_backward`: under `no_sync` a later one publishes it
+        lent = self._lent.pop(index, None)
+        if lent is not None:
+            if not grad.is_sparse and grad.data_ptr() == lent.data_ptr():
+                return  # made in place; adding would double it
+            piece = lent
+        is_first = piece is not None
+        if piece is None:
+            if index in self.fired or self._begun.get(index) != torch_private.backward_under_way():
+                self._widen()  # it is not a part of the same of autograd's sums
+            piece = self._pieces[index]
         if grad.requires_grad:
             grad = grad.detach()  # under create_graph it would bring its graph with it
         if grad.is_sparse:
             _add_rows(piece, grad, is_first=is_first)
-        elif index in self._lent and grad.data_ptr() == piece.data_ptr():
-            pass  # made in place; adding would double it
         elif is_first:
             piece.copy_(grad.ravel())
         else:
@@ -197,8 +207,8 @@ class UnshardedGradient:
         ids = list(map(torch_private.storage_id, map(torch.Tensor.untyped_storage, held)))
         if ids.count(self._storage_id) == len(ids):
             return
-        for index in sorted(self._filled):
-            if ids[index] != self._storage_id:
+        for index, found in enumerate(ids):
+            if found != self._storage_id and self._is_filled(index):
                 raise LifecycleError(
                     f"rank {self._spec.mesh.rank}, parameter {self._parameters[index].name}: "
                     f"forward gave it other data ({held[index].dtype}), which the optimizer would never update",
@@ -211,6 +221,7 @@ class UnshardedGradient:
         self._pieces, gaps = self._cut.apply(self._full)
         for gap in gaps:
             gap.zero_()
+        self._fresh = dict(enumerate(self._pieces))
         return self._full
 
     def _empty(self, dtype: torch.dtype) -> torch.Tensor:
@@ -222,6 +233,8 @@ class UnshardedGradient:
         if self._full is not None and self._full.dtype != self._spec.reduce_dtype:
             self._full = self._empty(self._spec.reduce_dtype).copy_(self._full)
             self._pieces, _ = self._cut.apply(self._full)
+            self._fresh = {index: self._pieces[index] for index in (*self._fresh, *self._lent)}
+            self._lent.clear()  # it was other memory
 
     def hand_over(self) -> torch.Tensor:
         """`full`, shape (F,), with zeros for what was not used; what appears from now on goes into new memory.
@@ -231,12 +244,15 @@ class UnshardedGradient:
         """
         self._check_data()
         full = self._begin() if self._full is None else self._full  # nothing used here, but maybe on another rank
-        if len(self._filled) < len(self._pieces):
-            for index, piece in enumerate(self._pieces):
-                if index not in self._filled:
-                    piece.zero_()
-        self._full, self._pieces, self._filled = None, (), set()
+        for piece in (*self._fresh.values(), *self._lent.values()):
+            piece.zero_()
+        self._let_go()
         return full
+
+    def _let_go(self) -> None:
+        self._full, self._pieces = None, ()
+        self._fresh.clear()
+        self._lent.clear()
 
     def end(self, *, is_reduced: bool) -> BucketEnd:
         """What this rank says of the bucket when backward ends."""
@@ -248,7 +264,7 @@ class UnshardedGradient:
 
     def clear(self) -> None:
         """Forget everything, after a failed backward."""
-        self._full, self._pieces, self._filled = None, (), set()
+        self._let_go()
         self.end_backward()
         self.forget_used()
 
