@@ -44,6 +44,7 @@ class MainGradient:
 
     def __init__(self, spec: BucketSpec, parameters: Sequence[ShardedParameter]) -> None:
         self._spec, self._parameters = spec, parameters
+        self._publish_each = [parameter.publish for parameter in parameters]
         self._dtype = torch_dtype(spec.plan.main_gradient_dtype)
         self.tensor: torch.Tensor | None = None
         self.is_ahead = False
@@ -117,8 +118,7 @@ class MainGradient:
         is_copy, published = self._rounded is not self.tensor, self._published
         if all(used) and not any(_are_there(grads)):
             published[:] = pieces
-            for parameter, piece in zip(self._parameters, pieces, strict=True):
-                parameter.publish(piece)
+            list(map(operator.call, self._publish_each, pieces))  # without a loop
         else:
             for index, (parameter, grad, piece) in enumerate(zip(self._parameters, grads, pieces, strict=True)):
                 is_new = used[index] if grad is None else is_copy or published[index] is None

@@ -66,9 +66,10 @@ class Reducer:
             self.step_when_final()
         else:
             for each in self.order.latest():
-                if gradient_of(each).adds_early and self._is_over(each):
+                gradient = gradient_of(each)
+                if gradient.adds_early and self._is_over(each):
                     with owner_of(each).waiting("reduce"):
-                        gradient_of(each).accumulate_early()
+                        gradient.accumulate_early()
 
     def step_when_final(self) -> None:
         """Where optimizers step in backward: have them step the buckets whose gradients are final.

@@ -7,6 +7,7 @@ would wait for them. So whatever backward comes to next, in whatever model, ends
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -27,7 +28,7 @@ class Unannounced:
         self.units: Sequence[HookedUnit] = ()
         self.backward: int | None = None
         self._calls: dict[Call[Any], HookedUnit] = {}  # that backward is in
-        _models.add(self)
+        _models.add(weakref.ref(self, _models.discard))
 
     def begin(self) -> None:
         """Backward has come to the model."""
@@ -61,7 +62,7 @@ class Unannounced:
         """
         node, backward = torch_private.node_under_way(), torch_private.backward_under_way()
         if node is not None:
-            models = [model for model in _models if model.backward == backward]
+            models = [model for model in _all_models() if model.backward == backward]
             Unannounced._leave({call: model for model in models for call in model._calls if call.node > node})
 
     @staticmethod
@@ -83,7 +84,11 @@ class Unannounced:
     def _others(self) -> list[Unannounced]:
         if len(_models) == 1:
             return []
-        return [o for o in _models if o is not self and o.backward is not None and o.backward == self.backward]
+        return [o for o in _all_models() if o is not self and o.backward is not None and o.backward == self.backward]
 
 
-_models: weakref.WeakSet[Unannounced] = weakref.WeakSet()
+_models: set[weakref.ref[Unannounced]] = set()  # not a `WeakSet`, whose length takes a step of the interpreter
+
+
+def _all_models() -> list[Unannounced]:
+    return list(filter(None, map(operator.call, tuple(_models))))
