@@ -23,7 +23,7 @@ from fullshard.comm import torch_private
 from fullshard.core.errors import LifecycleError
 from fullshard.engine.bucket import bucket_of
 from fullshard.engine.extended import ExtendedBucket
-from fullshard.engine.parameter import are_same, sharded_parameter_of
+from fullshard.engine.parameter import ShardedParameter, are_same, sharded_parameter_of
 from fullshard.engine.unit import Unit, owner_of
 from fullshard.wrap.extended import PRE
 
@@ -58,10 +58,18 @@ class Additions:
         # Held, so that another parameter cannot get the id of one that is gone.
         self._left_alone = {id(p): p for p in parameters if sharded_parameter_of(p) is None}
         self._seen = -1
+        self._sharded: list[ShardedParameter] = []
+        self._attributes: list[dict[str, object]] = []
         self._parameters: list[dict[str, nn.Parameter | None]] = []
         self._children: list[dict[str, nn.Module | None]] = []
         self._known_count = 0
         self._known_children: list[nn.Module | None] = []
+
+    def know_parameters(self) -> None:
+        """Units have their buckets now."""
+        buckets = [bucket for unit in self._units if unit.stand_ins is None for bucket in unit.buckets]
+        self._sharded = [p for b in buckets if not isinstance(b, ExtendedBucket) for p in b.sharded_parameters]
+        self._attributes = list(map(vars, self._sharded))
 
     def check(self) -> None:
         """Refuse what was put in since the last time.
@@ -90,12 +98,9 @@ class Additions:
 
     def _check_told(self) -> None:
         """Refuse `p._local_tensor.fsdp_pre_all_gather = ...`, which torch's engine asks for before each gather."""
-        real = [unit for unit in self._units if unit.stand_ins is None]
-        buckets = [bucket for unit in real for bucket in unit.buckets if not isinstance(bucket, ExtendedBucket)]
-        parameters = list(itertools.chain.from_iterable(bucket.sharded_parameters for bucket in buckets))
-        attributes = map(vars, [*parameters, *map(torch_private.local_of, parameters)])
-        is_told = map(operator.contains, attributes, itertools.repeat(PRE))  # every step asks: no loop but of those
-        for parameter in itertools.compress(parameters * 2, is_told):
+        of_locals = map(vars, map(torch_private.local_of, self._sharded))  # every step asks: no loop but of those
+        is_told = map(operator.contains, itertools.chain(self._attributes, of_locals), itertools.repeat(PRE))
+        for parameter in itertools.compress(self._sharded * 2, is_told):
             raise LifecycleError(
                 f"rank {parameter.mesh.rank}: {parameter.name} was given `{PRE}` after it was sharded: it is "
                 "gathered with the others of its unit, and nobody would call it",

@@ -46,7 +46,7 @@ class GradientHooks:
 
     def stay_last(self) -> None:
         """Take gradients away after the hooks that forward has put on unsharded parameters: they may change them."""
-        if max(map(len, self._hooks), default=1) <= 1:  # there are no others
+        if sum(map(len, self._hooks)) <= len(self._hooks):  # there are no others
             return
         for hooks, own in zip(self._hooks, self._own, strict=True):
             if next(reversed(hooks), own) != own:

@@ -134,6 +134,7 @@ class Schedule:
         self._is_on_meta = any(unit.stand_ins is not None for unit in self.units)
         if self._is_on_meta:
             return
+        self._additions.know_parameters()
         self._number_buckets(0)
         self._activations = Activations.of(self.units)
         modules = [module for unit in self.units for module in unit.modules]
