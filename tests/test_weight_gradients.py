@@ -18,6 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from fullshard.config.switches import GRADIENTS
 from fullshard.engine import MixedPrecisionPolicy, fully_shard, no_sync
+from fullshard.engine.lookup import units_of
 from tests.differential import own_part
 from tests.distributed import end_workers, run_ranks
 from tests.memory import PeakGrowth
@@ -211,6 +212,51 @@ def check_all() -> None:
 
 def test_gradients_are_those_of_autograds_sum() -> None:
     run_ranks(check_all, 2)
+
+
+# -- memory that is lent ----------------------------------------------------------------------------------------------
+
+
+def check_lent() -> None:
+    layer = nn.Linear(2, 2)
+    fully_shard(layer, mp_policy=MIXED)
+    [bucket] = units_of(layer)[0].buckets
+    weight, bias = bucket.originals.parameters
+    assert bucket.gradient is not None
+    unsharded, ones = bucket.gradient.unsharded, torch.ones(2, dtype=torch.bfloat16)
+
+    def lent(value: float) -> torch.Tensor:
+        piece = unsharded.lend(0)
+        assert piece is not None and unsharded.lend(0) is None
+        assert unsharded.takes_uses(0), "nothing is there yet that it would be added to"
+        return piece.fill_(value).view(2, 2)
+
+    def collect(index: int, gradient: torch.Tensor) -> bool:
+        original = (weight, bias)[index]
+        original.grad = gradient
+        return unsharded.collect(index, original)
+
+    def handed_over() -> list[list[float]]:
+        full, layout = unsharded.hand_over(), bucket.layout
+        places = zip(layout.offsets, layout.specs, strict=True)
+        return [full[offset : offset + spec.numel].tolist() for offset, spec in places]
+
+    for is_kept in (False, True):  # until another backward, or not
+        lent(7)
+        assert unsharded.take(1, ones)
+        if is_kept:
+            unsharded.end_backward()
+        assert handed_over() == [[0, 0, 0, 0], [1, 1]], "what was made there was not collected"
+        unsharded.end_backward()
+
+    gradient = lent(3)
+    assert not collect(1, ones) and not collect(1, ones)  # the second is added, for which the memory becomes wider
+    assert collect(0, gradient) and collect(0, torch.ones_like(gradient))
+    assert handed_over() == [[4, 4, 4, 4], [2, 2]]
+
+
+def test_what_is_lent_counts_once_it_is_collected() -> None:
+    run_ranks(check_lent, 2)
 
 
 # -- three uses and more ----------------------------------------------------------------------------------------------
