@@ -306,3 +306,18 @@ def reductions_of_frozen() -> None:
 
 def test_frozen_is_not_reduced() -> None:
     run_ranks(reductions_of_frozen, 2)
+
+
+def reshard_of_partly_frozen() -> None:
+    events: list[Event] = []
+    model = build_sharded(Stack, ("embed", *BLOCKS), events=events)
+    model.get_parameter("embed.bias").requires_grad_(False)
+    sharded_step(model, run_squared, 0)
+    freed = [i for i, event in enumerate(events) if event.kind is EventKind.RESHARDED and event.unit == "embed"]
+    published = [i for i, event in enumerate(events) if event.kind is EventKind.REDUCE_DONE]
+    assert freed[-1] < published[0]
+
+
+def test_a_unit_that_is_partly_frozen_is_freed_with_the_last_gradient_that_comes() -> None:
+    """Not at the end of backward: of the first unit no input tells that backward has left it."""
+    run_ranks(reshard_of_partly_frozen, 2)

@@ -15,11 +15,13 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard.api.state import ProcessState
 from fullshard.checkpoint.ranks import Ranks
@@ -464,3 +466,30 @@ def come_and_be_interrupted() -> list[bool]:
 
 def test_who_was_interrupted_while_it_waited_has_not_come() -> None:
     assert run_ranks(come_and_be_interrupted, 2) == [[True], [False, True]]
+
+
+def waits(replicas: int) -> list[str]:
+    """Where this rank waits in a step of a model whose part has been used before, by itself."""
+    found: list[str] = []
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    mesh = init_device_mesh("cpu", (replicas, 2 // replicas), mesh_dim_names=("replicate", "shard"))
+    fully_shard(model[0], mesh=mesh)
+    model[0](torch.ones(1, 4))
+    fully_shard(model, mesh=mesh)
+    enter = Whereabouts.enter
+
+    def note(self: Whereabouts, what: str, step: int | None = None) -> None:
+        found.append(what)
+        enter(self, what, step)
+
+    with mock.patch.object(Whereabouts, "enter", note):
+        model(torch.ones(1, 4)).sum().backward()
+    return found
+
+
+def test_waits_are_named_as_the_model_is_by_now_and_for_each_axis() -> None:
+    for replicas in (1, 2):
+        for found in run_ranks(waits, 2, replicas):
+            assert found.count("unit '0', reduce") == found.count("unit '', reduce") == replicas
+            assert "unit '0', unshard" in found
