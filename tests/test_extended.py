@@ -350,8 +350,10 @@ def test_what_cannot_be_gathered_is_refused_by_name(monkeypatch: pytest.MonkeyPa
 
 def test_methods_given_after_sharding_are_refused_whenever_that_is() -> None:
     """As torch's own test of `fully_shard` gives them to plain parameters; there they are asked for at each gather."""
-    model = fully_shard(nn.Linear(3, 3))
-    model(torch.ones(1, 3))
-    model.weight._local_tensor.fsdp_pre_all_gather = lambda mesh: ((model.weight.to_local(),), None)
-    with pytest.raises(LifecycleError, match="rank 0: weight was given `fsdp_pre_all_gather` after it was sharded"):
+    for is_local in (True, False):
+        model = fully_shard(nn.Linear(3, 3))
         model(torch.ones(1, 3))
+        told = model.weight._local_tensor if is_local else model.weight
+        told.fsdp_pre_all_gather = lambda mesh: None
+        with pytest.raises(LifecycleError, match="rank 0: weight was given `fsdp_pre_all_gather` after it was sharded"):
+            model(torch.ones(1, 3))

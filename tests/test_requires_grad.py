@@ -8,6 +8,8 @@ pytest tests/test_requires_grad.py
 from __future__ import annotations
 
 import contextlib
+import copy
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fullshard.core.events import Event, EventKind
-from fullshard.engine import no_sync, unsharded
+from fullshard.engine import fully_shard, no_sync, unsharded
 from fullshard.engine.lookup import units_of
 from tests.differential import products_are_exact
 from tests.distributed import run_ranks
@@ -321,3 +323,34 @@ def reshard_of_partly_frozen() -> None:
 def test_a_unit_that_is_partly_frozen_is_freed_with_the_last_gradient_that_comes() -> None:
     """Not at the end of backward: of the first unit no input tells that backward has left it."""
     run_ranks(reshard_of_partly_frozen, 2)
+
+
+class TwoDtypes(nn.Module):
+    """Two buckets. The gradient of one is there while parameters of the other are still read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.third = nn.Linear(WIDTH, WIDTH, dtype=torch.float32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.second(torch.tanh(self.first(x)))
+        return self.third(hidden.float()).double()  # type: ignore[no-any-return]
+
+
+def first_unit_of_two_buckets(comm: str) -> None:
+    os.environ["FULLSHARD_COMM"] = comm  # in memory of its own, which is freed
+    plain = build(lambda: nn.Sequential(TwoDtypes(), nn.Linear(WIDTH, 3)))
+    plain[0].third.float()
+    model = copy.deepcopy(plain)
+    fully_shard(model[0])
+    fully_shard(model)
+    assert len(units_of(model)[0].buckets) == 2
+    for each in (plain, model):
+        each(batch(0, 0)).square().mean().backward()
+    assert_same_gradients(model, plain, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("comm", ["auto", "gloo"])
+def test_a_unit_is_freed_once_the_gradients_of_all_its_buckets_are_there(comm: str) -> None:
+    run_ranks(first_unit_of_two_buckets, 2, comm)

@@ -174,10 +174,7 @@ class Unit(UnitParameters):
     @property
     def awaits_backward(self) -> bool:
         """Whether it has not yet come back to one of them."""
-        return bool(self._pending_calls())
-
-    def _pending_calls(self) -> list[Call[Unit]]:
-        return [call for call in self._live_calls() if not call.is_done and call.is_in_backward]
+        return bool(_pending(self._live_calls()))
 
     # -- hooks --------------------------------------------------------------------------------------------------
 
@@ -304,7 +301,7 @@ class Unit(UnitParameters):
         self.schedule.unannounced.leave(after=call.number)
         call.end()
         self.emit(EventKind.BACKWARD_END)
-        pending = self._pending_calls()
+        pending = _pending(self._live_calls())
         is_over = not any(c.is_active for c in pending) and (len(self.modules) == 1 or not pending)
         if is_over:
             self._reshard_after_backward(call.previous)
@@ -326,7 +323,7 @@ class Unit(UnitParameters):
     def gradients_complete(self, bucket: Bucket) -> None:
         """Autograd has accumulated the gradients of all parameters of `bucket`."""
         calls = self._live_calls()
-        if any(not (call.is_active or call.is_done) and call.is_in_backward for call in calls):
+        if any(not call.is_active for call in _pending(calls)):
             return  # one that is still to come adds to them on other ranks, which reduce them after it
         self.schedule.reduce_when_due(bucket)
         if all(each is bucket or each.is_complete for each in self.buckets):
@@ -356,6 +353,11 @@ class Unit(UnitParameters):
         if self.reshard_after_backward:
             self.reshard()
         self.rest()
+
+
+def _pending(calls: Sequence[Call[Unit]]) -> list[Call[Unit]]:
+    """Those that the backward under way is to come to, or in."""
+    return [call for call in calls if not call.is_done and call.is_in_backward]
 
 
 def owner_of(bucket: Bucket) -> Unit:
