@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fullshard.core.errors import LifecycleError
-from fullshard.engine import unsharded
+from fullshard.engine import no_sync, shard_model, unsharded
 from tests.distributed import run_ranks
 from tests.traps import (
     BLOCKS,
@@ -120,3 +120,29 @@ def between_steps() -> None:
 
 def test_the_way_out() -> None:
     run_ranks(between_steps, 2)
+
+
+class Replacing(nn.Linear):
+    """Gives its weight other data, of so many rows."""
+
+    rows = WIDTH
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.data = self.weight.data[: self.rows].clone()
+        return nn.functional.linear(x, self.weight)
+
+
+def replaced(rows: int, is_kept: bool) -> str:
+    model = shard_model(Replacing(WIDTH, WIDTH, bias=False), unit_modules=[], device=torch.device("cpu"))
+    model.rows = rows
+    with pytest.raises(LifecycleError) as caught, no_sync(model) if is_kept else contextlib.nullcontext():
+        model(torch.ones(1, WIDTH)).sum().backward()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+@pytest.mark.parametrize("rows", [WIDTH, 1])
+def test_other_data_is_refused_in_the_backward_that_would_lose_it(rows: int, is_kept: bool) -> None:
+    """Under `no_sync`, too, after which a script may put the data back; and where the gradient has another shape."""
+    for message in run_ranks(replaced, 2, rows, is_kept):
+        assert "parameter weight: forward gave it other data (torch.float32)" in message

@@ -26,6 +26,7 @@ import fullshard
 from fullshard.comm.mesh import init_mesh
 from fullshard.core.errors import ConfigError, LifecycleError, WrapError
 from fullshard.core.events import Event, EventKind
+from fullshard.core.place import PLACE
 from fullshard.engine import FSDPModule, fully_shard, units_of
 from fullshard.engine.schedule import schedule_of
 from fullshard.engine.sharded_tensor import ShardedTensor
@@ -282,6 +283,7 @@ def check_hook() -> None:
     seen: list[int] = []
 
     def double(gradient: torch.Tensor) -> None:
+        assert PLACE.is_waiting and PLACE.what == "unit 'blocks.0', reduce"  # it may communicate
         seen.append(gradient.numel())
         gradient.mul_(2)
 

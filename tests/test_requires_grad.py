@@ -341,9 +341,10 @@ class TwoDtypes(nn.Module):
 def first_unit_of_two_buckets(comm: str) -> None:
     os.environ["FULLSHARD_COMM"] = comm  # in memory of its own, which is freed
     plain = build(lambda: nn.Sequential(TwoDtypes(), nn.Linear(WIDTH, 3)))
-    plain[0].third.float()
+    first = plain.get_submodule("0.third").float()
+    assert first.weight.dtype == torch.float32
     model = copy.deepcopy(plain)
-    fully_shard(model[0])
+    fully_shard(model.get_submodule("0"))
     fully_shard(model)
     assert len(units_of(model)[0].buckets) == 2
     for each in (plain, model):

@@ -11,13 +11,15 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn, optim
+from torch.utils.checkpoint import checkpoint
 
 from fullshard.core.errors import LifecycleError, OptimizerError
 from fullshard.engine import MixedPrecisionPolicy, shard_model, step_in_backward, unsharded
 from fullshard.wrap.forwards import checkpoint_modules
+from tests.distributed import run_ranks
 from tests.optimizers import Make
 from tests.stepping import make_model, run_backward, stepping
-from tests.traps import BLOCKS, Stack, batch
+from tests.traps import BLOCKS, WIDTH, Stack, batch
 
 
 def clip_norm(model: nn.Module, optimizer: optim.Optimizer) -> None:
@@ -189,3 +191,46 @@ def test_an_optimizer_that_is_gone_steps_no_more() -> None:
     before = [p.detach().clone() for p in model.parameters()]
     run_backward(model, 1)
     assert all(torch.equal(a, b) and b.grad is not None for a, b in zip(before, model.parameters(), strict=True))
+
+
+class Part(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, *, with_middle: bool) -> torch.Tensor:
+        hidden = self.first(x)
+        return self.last(self.middle(hidden) if with_middle else hidden.tanh())  # type: ignore[no-any-return]
+
+
+class Shared(nn.Module):
+    """A unit in two reentrant checkpoints, in one of which a unit within it is used, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Part()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = torch.ones(1, requires_grad=True)
+        first, second = (
+            checkpoint(lambda s, middle=middle: self.part(x, with_middle=middle) * s, scale, use_reentrant=True)
+            for middle in (True, False)
+        )
+        return first + second  # type: ignore[no-any-return]
+
+
+def stepped_between_two_gradients() -> str:
+    """The part's optimizer steps when the unit within has its turn, with some gradients of the second use there."""
+    torch.manual_seed(0)
+    model = Shared()
+    shard_model(model, unit_modules=[model.part, model.part.middle], device=torch.device("cpu"))
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    step_in_backward(optimizer)
+    with pytest.raises(LifecycleError) as caught:
+        model(torch.ones(2, WIDTH)).square().sum().backward()
+    return str(caught.value)
+
+
+def test_gradients_that_come_after_the_step_are_refused_one_by_one() -> None:
+    for message in run_ranks(stepped_between_two_gradients, 2):
+        assert "another part of its gradient appeared after the optimizer had stepped in backward" in message

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
@@ -294,16 +294,15 @@ class Handlers:
         Raises:
             ConfigError: a handler, or a value of one, that nothing here uses; two of one kind.
         """
-        if not isinstance(handlers, list | tuple | None):
+        if not isinstance(handlers, Iterable | None):
             raise ConfigError(
                 f"kwargs_handlers: expected a list of handlers, got {type(handlers).__name__}",
                 hint="put it into a list",
             )
-        given = {type(handler).__name__: handler for handler in handlers or ()}
-        if len(given) != len(handlers or ()):
-            raise ConfigError(
-                f"kwargs_handlers has two of one kind: {', '.join(type(h).__name__ for h in handlers or ())}"
-            )
+        named = [(type(handler).__name__, handler) for handler in handlers or ()]
+        given = dict(named)
+        if len(given) != len(named):
+            raise ConfigError(f"kwargs_handlers has two of one kind: {', '.join(name for name, _ in named)}")
         scaler: dict[str, Any] = {}
         autocast, timeout, notes = AutocastKwargs(), None, []
         for name, handler in given.items():

@@ -75,7 +75,6 @@ class Bucket(BucketSpec):
         gradient: None if the bucket has always been frozen.
         storage_ids: which storages it is unsharded in, for as long as it lives.
         has_gradient_hooks: whether a sharded parameter has ever been given one.
-        trainable_count: parameters that want a gradient.
     """
 
     main: torch.Tensor
@@ -103,7 +102,6 @@ class Bucket(BucketSpec):
         is_trainable = slots[0].parameter.requires_grad
         self.sharded_parameters = [self.parameter_type(self, i, requires_grad=is_trainable) for i in range(len(slots))]
         self._trainable = [is_trainable] * len(slots)
-        self.trainable_count = sum(self._trainable)
         self.gradient = self._make_gradient() if is_trainable else None
 
     def _make_gradient(self) -> Gradient:
@@ -160,6 +158,11 @@ class Bucket(BucketSpec):
     def _view(self, flat: torch.Tensor, index: int) -> torch.Tensor:
         spec = self.layout.specs[index]
         return flat.narrow(0, self.layout.offsets[index], spec.numel).view(spec.shape)
+
+    @property
+    def trainable_count(self) -> int:
+        """Parameters that want a gradient."""
+        return 0 if self.gradient is None else self.gradient.unsharded.expected
 
     @property
     def is_complete(self) -> bool:
@@ -329,12 +332,11 @@ class Bucket(BucketSpec):
         """
         self._trainable[index] = requires_grad
         self.originals.parameters[index].requires_grad_(requires_grad)
-        self.trainable_count = sum(self._trainable)
         if requires_grad and self.gradient is None:  # frozen until now
             self.gradient = self._make_gradient()
             self.owner.watch_gradients(self)
         if self.gradient is not None:
-            self.gradient.unsharded.expected = self.trainable_count
+            self.gradient.unsharded.expected = sum(self._trainable)
 
     def take_requires_grad(self) -> None:
         """The same for what was changed on originals, which modules hold in forward and while they are unsharded."""

@@ -112,8 +112,9 @@ class Gradient:
 
     @property
     def is_arriving(self) -> bool:
-        """Whether `finish` waits for others, or for a copy; without replicas what has advanced is there."""
-        is_away = self._spec.mesh.replicate_size > 1 or self._spec.main_is_on_host
+        """Whether `finish` waits for others, for a copy, or in a hook; else what has advanced is there."""
+        spec = self._spec
+        is_away = spec.mesh.replicate_size > 1 or spec.main_is_on_host or spec.reduction.hook is not None
         return self._reducing is not None or (is_away and self._replicating is not None)
 
     def advance(self) -> None:

@@ -91,4 +91,4 @@ _models: set[weakref.ref[Unannounced]] = set()  # not a `WeakSet`, whose length 
 
 
 def _all_models() -> list[Unannounced]:
-    return list(filter(None, map(operator.call, tuple(_models))))
+    return list(filter(None, map(operator.call, _models.copy())))  # one may go at any moment, and is taken out then

@@ -168,8 +168,8 @@ class Unit(UnitParameters):
         return any(call.is_in_backward and (backward == -1 or call.left_in != backward) for call in self._live_calls())
 
     def _live_calls(self) -> list[Call[Unit]]:
-        # A copy first: a call may go at any moment, and takes its reference out of the set then.
-        return list(filter(None, map(operator.call, tuple(self._calls)))) if self._calls else []
+        # A copy first: a call may go at any moment (as a tuple is made, too), and takes its reference out of the set.
+        return list(filter(None, map(operator.call, self._calls.copy()))) if self._calls else []
 
     @property
     def awaits_backward(self) -> bool:

@@ -105,11 +105,15 @@ class UnshardedGradient:
         if self._has_dtensors and (tile := self._spec.tiles[index]) is not None:
             grad = tile.of_gradient(grad)
         piece = self._fresh.pop(index, None)
-        if piece is None or grad.requires_grad or grad.is_sparse:
-            self._add(index, grad, piece)
-        else:  # as nearly always, without a call
-            self.used[index] = True
-            piece.copy_(grad.ravel())
+        try:
+            if piece is None or self.is_used_up or grad.requires_grad or grad.is_sparse:
+                self._add(index, grad, piece)
+            else:  # as nearly always, without a call
+                self.used[index] = True
+                piece.copy_(grad.ravel())
+        except RuntimeError:  # of another shape
+            self._check_data()
+            raise
         self.fired.add(index)
         return len(self.fired) >= self.expected  # `is_complete`, without a call for each gradient
 
@@ -165,8 +169,13 @@ class UnshardedGradient:
 
     def _add(self, index: int, grad: torch.Tensor, piece: torch.Tensor | None) -> None:
         """Collect `grad` in `piece`, which is fresh. None: there is none for it, or was none before."""
+        if self.is_used_up:
+            raise LifecycleError(
+                f"rank {self._spec.mesh.rank}, parameter {self._parameters[index].name}: "
+                "another part of its gradient appeared after the optimizer had stepped in backward",
+                hint="do not share parameters between parts under reentrant checkpointing, or leave step_in_backward",
+            )
         if self._full is None:
-            self._check_not_used_up(index)
             self._begin()
             piece = self._fresh.pop(index)
         self.used[index] = True  # stays after `end_backward`: under `no_sync` a later one publishes it
@@ -188,14 +197,6 @@ class UnshardedGradient:
             piece.copy_(grad.ravel())
         else:
             piece.add_(grad.ravel())
-
-    def _check_not_used_up(self, index: int) -> None:
-        if self.is_used_up:
-            raise LifecycleError(
-                f"rank {self._spec.mesh.rank}, parameter {self._parameters[index].name}: "
-                "another part of its gradient appeared after the optimizer had stepped in backward",
-                hint="do not share parameters between parts under reentrant checkpointing, or leave step_in_backward",
-            )
 
     def _check_data(self) -> None:
         """What was collected is of parameters that are still views of their bucket."""
@@ -255,7 +256,13 @@ class UnshardedGradient:
         self._lent.clear()
 
     def end(self, *, is_reduced: bool) -> BucketEnd:
-        """What this rank says of the bucket when backward ends."""
+        """What this rank says of the bucket when backward ends.
+
+        Raises:
+            LifecycleError: as by `hand_over`, of what is kept for another backward.
+        """
+        if self.exists:
+            self._check_data()
         return BucketEnd(is_reduced, not is_reduced, self.exists, self.used)
 
     def forget_used(self) -> None:

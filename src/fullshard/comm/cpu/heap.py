@@ -86,12 +86,12 @@ def _resident_nbytes() -> int:
     """Bytes of resident memory; 0 where the system does not say. Asked where the answer is short: every step does."""
     try:
         file = os.open("/proc/self/statm", os.O_RDONLY)  # by `pathlib` it takes several times as long
+        try:
+            return int(os.read(file, 256).split()[1]) * mmap.PAGESIZE
+        finally:
+            os.close(file)
     except OSError:  # not Linux
         return 0
-    try:
-        return int(os.read(file, 256).split()[1]) * mmap.PAGESIZE
-    finally:
-        os.close(file)
 
 
 def _resident() -> dict[str, int]:
