@@ -140,8 +140,7 @@ def replaced(rows: int, is_kept: bool) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("is_kept", [False, True])
-@pytest.mark.parametrize("rows", [WIDTH, 1])
+@pytest.mark.parametrize(("rows", "is_kept"), [(WIDTH, True), (1, False)])
 def test_other_data_is_refused_in_the_backward_that_would_lose_it(rows: int, is_kept: bool) -> None:
     """Under `no_sync`, too, after which a script may put the data back; and where the gradient has another shape."""
     for message in run_ranks(replaced, 2, rows, is_kept):

@@ -205,7 +205,13 @@ def test_the_oldest_torch_is_the_same_everywhere() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("module", ["fullshard.engine", "fullshard.torchacc", "fullshard.checkpoint", "fullshard.api"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "fullshard.api",
+        *(pytest.param(f"fullshard.{each}", marks=pytest.mark.full) for each in ("engine", "torchacc", "checkpoint")),
+    ],
+)
 def test_an_older_torch_is_one_line_at_import(module: str) -> None:
     code = (
         "import importlib.metadata as m; real = m.version\n"

@@ -30,7 +30,7 @@ from tests.distributed import run_ranks
 from tests.traps import Block, batch
 
 WIDTH = 6
-QUICK = [("FULL_SHARD", 2), ("SHARD_GRAD_OPTIMIZER", 2), ("SHARD_OPTIMIZER", 2)]
+QUICK = [("FULL_SHARD", 2), ("SHARD_OPTIMIZER", 2)]
 
 
 class Adapted(Block):

@@ -294,6 +294,7 @@ def check_dcp(directory: str) -> None:
         torch.testing.assert_close(first[1]["state"], second[1]["state"], rtol=0, atol=0)
 
 
+@pytest.mark.full
 def test_torchs_checkpoints_both_ways(tmp_path: Path) -> None:
     run_ranks(check_dcp, 4, str(tmp_path))
 
