@@ -132,16 +132,20 @@ class Replacing(nn.Linear):
         return nn.functional.linear(x, self.weight)
 
 
-def replaced(rows: int, is_kept: bool) -> str:
-    model = shard_model(Replacing(WIDTH, WIDTH, bias=False), unit_modules=[], device=torch.device("cpu"))
-    model.rows = rows
+def replaced(rows: int, is_kept: bool, is_tied: bool = False) -> str:
+    layer = Replacing(WIDTH, WIDTH, bias=False)
+    model = nn.Sequential(nn.Embedding(WIDTH, WIDTH), layer)
+    if is_tied:  # what each use gives is taken by itself
+        model[0].weight = layer.weight
+    shard_model(model, unit_modules=[], device=torch.device("cpu"))
+    layer.rows = rows
     with pytest.raises(LifecycleError) as caught, no_sync(model) if is_kept else contextlib.nullcontext():
-        model(torch.ones(1, WIDTH)).sum().backward()
+        model(torch.ones(1, 2, dtype=torch.int64)).sum().backward()
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("rows", "is_kept"), [(WIDTH, True), (1, False)])
-def test_other_data_is_refused_in_the_backward_that_would_lose_it(rows: int, is_kept: bool) -> None:
+@pytest.mark.parametrize(("rows", "is_kept", "is_tied"), [(WIDTH, True, False), (1, False, False), (1, False, True)])
+def test_other_data_is_refused_in_the_backward_that_would_lose_it(rows: int, is_kept: bool, is_tied: bool) -> None:
     """Under `no_sync`, too, after which a script may put the data back; and where the gradient has another shape."""
-    for message in run_ranks(replaced, 2, rows, is_kept):
-        assert "parameter weight: forward gave it other data (torch.float32)" in message
+    for message in run_ranks(replaced, 2, rows, is_kept, is_tied):
+        assert "weight: forward gave it other data (torch.float32)" in message

@@ -56,8 +56,7 @@ class Reducer:
         """Reduce its gradients. Every rank does so in the same order."""
         gradient = gradient_of(bucket)
         owner_of(bucket).emit(EventKind.REDUCE_ISSUED, gradient.nbytes)
-        if gradient.is_reducing:  # an earlier reduction of it in the same backward
-            self._advance(bucket)
+        self._advance(bucket)  # an earlier reduction of it in the same backward
         gradient.launch()
         oldest = self.order.launch(bucket)
         if oldest is not None:  # as many are under way as may be: the memory of the oldest goes before more is made

@@ -111,8 +111,8 @@ class UnshardedGradient:
             else:  # as nearly always, without a call
                 self.used[index] = True
                 piece.copy_(grad.ravel())
-        except RuntimeError:  # of another shape
-            self._check_data()
+        except RuntimeError:  # it has another shape than its piece
+            self._check_data(index)
             raise
         self.fired.add(index)
         return len(self.fired) >= self.expected  # `is_complete`, without a call for each gradient
@@ -138,10 +138,14 @@ class UnshardedGradient:
         """Collect `grad`, what one use of parameter `index` gives, unless autograd must add it up."""
         if not self.takes_uses(index):
             return False
-        if isinstance(grad, Product):
-            piece = self.lend(index)
-            grad = grad.value() if piece is None else grad.write(piece)
-        self._add(index, grad, self._fresh.pop(index, None))
+        try:
+            if isinstance(grad, Product):
+                piece = self.lend(index)
+                grad = grad.value() if piece is None else grad.write(piece)
+            self._add(index, grad, self._fresh.pop(index, None))
+        except RuntimeError:  # see `collect`
+            self._check_data(index)
+            raise
         self._begun[index] = torch_private.backward_under_way()
         return True
 
@@ -198,8 +202,8 @@ class UnshardedGradient:
         else:
             piece.add_(grad.ravel())
 
-    def _check_data(self) -> None:
-        """What was collected is of parameters that are still views of their bucket."""
+    def _check_data(self, failed: int | None = None) -> None:
+        """What was collected, or failed to be, is of parameters that are still views of their bucket."""
         if self._storage_id is None:
             return
         held = self._originals
@@ -209,7 +213,7 @@ class UnshardedGradient:
         if ids.count(self._storage_id) == len(ids):
             return
         for index, found in enumerate(ids):
-            if found != self._storage_id and self._is_filled(index):
+            if found != self._storage_id and (index == failed or self._is_filled(index)):
                 raise LifecycleError(
                     f"rank {self._spec.mesh.rank}, parameter {self._parameters[index].name}: "
                     f"forward gave it other data ({held[index].dtype}), which the optimizer would never update",
