@@ -5,13 +5,15 @@ pytest tests/test_bounded_input.py
 
 from __future__ import annotations
 
+import os
 import tracemalloc
 from pathlib import Path
 
 import pytest
 
 from fullshard.config.document import MAX_NBYTES, parse_document, read_document
-from fullshard.core.errors import MAX_LINE, MAX_MESSAGE, ConfigError, MissingExtraError
+from fullshard.core.errors import MAX_LINE, MAX_MESSAGE, ConfigError, MissingExtraError, printable
+from fullshard.core.files import MAX_DEPTH, SMALL_NBYTES, parse_json, read_bytes, read_json, read_lines, read_object
 
 NINE = ",".join(["*{}"] * 9)
 BOMBS = {
@@ -56,3 +58,52 @@ def test_messages_are_short_enough_to_read() -> None:
     assert len(many) < MAX_MESSAGE and many.startswith("line 0\nline 1\n") and many.endswith("line 99999")
     assert "x" * 1000 in str(ConfigError("x" * 1000))
     assert str(MissingExtraError("a", extra="b", purpose="c")).endswith("hint: pip install 'fullshard[b]'")
+
+
+def test_a_small_file_is_a_regular_one_and_small(tmp_path: Path) -> None:
+    pipe, sparse, good = tmp_path / "pipe", tmp_path / "sparse", tmp_path / "good.json"
+    os.mkfifo(pipe)
+    with sparse.open("wb") as file:
+        file.truncate(6 * 10**9)  # takes no room
+    good.write_text('{"a": 1}\n')
+    for path in (pipe, tmp_path, Path("/dev/zero")):
+        with pytest.raises(OSError, match="it is no regular file, but a directory, a pipe or a device"):
+            read_bytes(path)
+        with pytest.raises(OSError, match="it is no regular file"):
+            next(read_lines(path))
+    with pytest.raises(OSError, match=rf"it has 6,000,000,000 bytes, expected at most {SMALL_NBYTES:,}: "):
+        read_json(sparse)
+    with pytest.raises(OSError, match="it has more bytes, expected at most 3: '/proc/self/status'"):
+        read_bytes(Path("/proc/self/status"), limit_nbytes=3)  # whose size the system gives as 0
+    (tmp_path / "link").symlink_to(good)
+    assert read_object(tmp_path / "link") == {"a": 1} and list(read_lines(good)) == ['{"a": 1}\n']
+    assert list(read_lines(good, longest=5)) == ['{"a":', " 1}\n"]
+    good.write_text("[1]")
+    with pytest.raises(ValueError, match="expected an object of JSON, got a list"):
+        read_object(good)
+
+
+def test_json_is_not_nested_without_end() -> None:
+    deep = {kind: lambda n, kind=kind: kind * n + "1" + {"[": "]"}.get(kind, "}") * n for kind in ("[", '{"a":')}
+    for nested in deep.values():
+        assert parse_json(nested(MAX_DEPTH))
+        for levels in (MAX_DEPTH + 1, 100_000):
+            with pytest.raises(ValueError, match=f"it is nested deeper than {MAX_DEPTH} levels"):
+                parse_json(nested(levels))
+    wide = '["' + r"[\"" * 1000 + '",' + "[]," * 1000 + "[]]"  # brackets in text, and beside one another, are none
+    assert len(parse_json(wide)) == 1002
+
+
+def test_text_that_no_file_can_hold_is_replaced() -> None:
+    assert parse_json(r'["\ud83d\ude00", "\ud800", "\ud800\u0041", "\\ud800"]') == [
+        "\U0001f600",
+        "\ufffd",
+        "\ufffdA",
+        r"\ud800",
+    ]
+
+
+def test_messages_do_not_steer_a_terminal() -> None:
+    message = str(ConfigError("red \x1b[31m\r\n\ttab \u202egnorw \x9b \ud800", hint="\x1b]0;title\x07"))
+    assert message == "red \\x1b[31m\\r\n\ttab \\u202egnorw \\x9b \\ud800\nhint: \\x1b]0;title\\x07"
+    assert printable("grüße 你好", 20) == "grüße 你好" and len(printable("x" * 10**6, 100)) < 150

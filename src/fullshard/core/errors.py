@@ -1,16 +1,26 @@
 """Every error fullshard raises on purpose: a `FullshardError`, and one of Python's own kinds besides.
 
 The message says what is wrong, where, and got / expected; `hint` adds one action on a line of its own. What is
-quoted may be anything: too long to read, it is cut.
+quoted may be anything: too long to read, it is cut, and what a terminal would obey is written out.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 
 MAX_LINE, MAX_MESSAGE = 4_000, 60_000
 """Characters of a line, and of a message in all."""
+
+
+_OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Characters that a terminal obeys, or that no output takes: controls, changes of direction, halves of pairs."""
+
+
+def printable(text: str, limit: int = MAX_LINE) -> str:
+    """Return text of unknown origin as it may be printed: what a terminal would obey is written out, and it is cut."""
+    return cut(_OBEYED.sub(lambda match: match[0].encode("unicode_escape").decode(), text), limit)
 
 
 def cut(text: str, limit: int) -> str:
@@ -36,8 +46,8 @@ class FullshardError(Exception):
     """
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
-        message = cut("\n".join(cut(line, MAX_LINE) for line in message.split("\n")), MAX_MESSAGE)
-        super().__init__(message if hint is None else f"{message}\nhint: {cut(hint, MAX_LINE)}")
+        message = cut("\n".join(map(printable, message.split("\n"))), MAX_MESSAGE)
+        super().__init__(message if hint is None else f"{message}\nhint: {printable(hint)}")
         self.hint = hint
 
 

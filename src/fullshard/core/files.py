@@ -1,13 +1,30 @@
-"""Files that appear whole or not at all."""
+"""Small files: read with limits, and written whole or not at all.
+
+Every small file of ours may lie where others write. So whatever reads one asks here: what is no regular file is never
+waited for, and nothing larger or deeper than expected is taken into memory.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
+import re
 import shutil
+import stat
 from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
+from typing import Any, BinaryIO
+
+from fullshard.core.sizes import GIB, MIB
+
+SMALL_NBYTES = 16 * MIB
+"""The most bytes that are read of a small file, unless its reader says otherwise."""
+
+MAX_DEPTH = 200
+"""The most lists and objects inside one another that JSON may have; pydantic reads no more either."""
 
 _NOT_REPLACED = (errno.EACCES, errno.EPERM, errno.EBUSY, errno.EROFS)
 """What the system says where a file may be written to, but no other may take its place: its folder is not the user's,
@@ -85,3 +102,109 @@ def write_text(path: Path, text: str) -> None:
     """Write a text file whole or not at all."""
     with whole_file(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+def open_regular(path: Path, *, limit_nbytes: int | None = None) -> BinaryIO:
+    """Open a regular file to read, and wait for nothing.
+
+    Raises:
+        OSError: there is none, it is larger than `limit_nbytes`, or it is a directory, a pipe or a device.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file, but a directory, a pipe or a device", str(path))
+        if limit_nbytes is not None and status.st_size > limit_nbytes:
+            raise _too_large(path, limit_nbytes, f"{status.st_size:,}")
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_bytes(path: Path, *, limit_nbytes: int = SMALL_NBYTES) -> bytes:
+    """Return the contents of a small regular file.
+
+    Raises:
+        OSError: see `open_regular`.
+    """
+    with open_regular(path, limit_nbytes=limit_nbytes) as file:
+        data = file.read(limit_nbytes + 1)
+    if len(data) > limit_nbytes:  # it has grown, or its system does not know its size
+        raise _too_large(path, limit_nbytes, "more")
+    return data
+
+
+def read_text(path: Path, *, limit_nbytes: int = SMALL_NBYTES) -> str:
+    """Return the contents of a small text file.
+
+    Raises:
+        OSError: see `open_regular`.
+        ValueError: it is not UTF-8.
+    """
+    return read_bytes(path, limit_nbytes=limit_nbytes).decode("utf-8")
+
+
+def read_json(path: Path, *, limit_nbytes: int = SMALL_NBYTES) -> Any:
+    """Return the value that a small file of JSON holds.
+
+    Raises:
+        OSError: see `open_regular`.
+        ValueError: see `parse_json`.
+    """
+    return parse_json(read_text(path, limit_nbytes=limit_nbytes))
+
+
+def read_object(path: Path, *, limit_nbytes: int = SMALL_NBYTES) -> dict[str, Any]:
+    """Return the object that a small file of JSON holds.
+
+    Raises:
+        OSError: see `open_regular`.
+        ValueError: see `parse_object`.
+    """
+    return parse_object(read_text(path, limit_nbytes=limit_nbytes))
+
+
+def read_lines(path: Path, *, limit_nbytes: int = GIB, longest: int = MIB) -> Iterator[str]:
+    """Yield the lines of a text file, each with its end; a longer one than `longest` bytes comes in several pieces.
+
+    Raises:
+        OSError: see `open_regular`.
+    """
+    with open_regular(path, limit_nbytes=limit_nbytes) as file:
+        for line in iter(lambda: file.readline(longest), b""):
+            yield line.decode("utf-8", "replace")
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return the value that JSON stands for. Halves of UTF-16 pairs, which no file can hold, become U+FFFD.
+
+    Raises:
+        ValueError: it is no JSON, or nested deeper than `MAX_DEPTH`.
+    """
+    text = text.decode("utf-8") if isinstance(text, bytes) else text
+    if text.count("[") + text.count("{") > MAX_DEPTH:
+        brackets = re.sub(r'"[^"\\]*(?:\\.[^"\\]*)*"|[^][{}"]+', "", text, flags=re.DOTALL)
+        if max(accumulate(1 if bracket in "[{" else -1 for bracket in brackets), default=0) > MAX_DEPTH:
+            raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
+    return json.loads(_LONE_HALF.sub(lambda match: r"\ufffd" if match["half"] else match[0], text))
+
+
+def parse_object(text: str | bytes) -> dict[str, Any]:
+    """Return the object that JSON stands for.
+
+    Raises:
+        ValueError: it stands for another value; and see `parse_json`.
+    """
+    value = parse_json(text)
+    if not isinstance(value, dict):
+        raise ValueError(f"expected an object of JSON, got a {type(value).__name__}")
+    return value
+
+
+_LONE_HALF = re.compile(r"\\(?:u[dD][89abAB]\w\w\\u[dD][c-fC-F]\w\w|(?P<half>u[dD][89a-fA-F]\w\w)|.)", re.DOTALL)
+
+
+def _too_large(path: Path, limit_nbytes: int, got: str) -> OSError:
+    return OSError(errno.EFBIG, f"it has {got} bytes, expected at most {limit_nbytes:,}", str(path))
