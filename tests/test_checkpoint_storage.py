@@ -154,7 +154,7 @@ def test_a_commit_replaces_and_tidies_up(tmp_path: Path) -> None:
     for content in ("old", "new"):
         temp = make_temp_directory(final, content, overwrite=True)
         (temp / "file").write_text(content)
-        commit_directory(temp, final, content)
+        commit_directory(temp, final, content, overwrite=True)
         assert (final / "file").read_text() == content
         assert [p.name for p in tmp_path.iterdir()] == ["step[1]"]
     with pytest.raises(CheckpointError, match=r"exists already\nhint: .*overwrite=True"):
@@ -175,6 +175,60 @@ def test_a_file_is_never_taken_for_a_checkpoint(tmp_path: Path) -> None:
         make_temp_directory(final, "id", overwrite=True)
     assert final.read_text() == "notes"
     assert [path.name for path in tmp_path.iterdir()] == ["final"]
+
+
+@pytest.mark.parametrize("kind", ["directory", "file", "link"])
+def test_what_appears_under_the_name_meanwhile_stays(tmp_path: Path, kind: str) -> None:
+    """It is not ours to replace, unless the save was told so; a file never is."""
+    final, theirs = tmp_path / "step", tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "file").write_text("theirs")
+
+    def save(*, overwrite: bool) -> None:
+        with committed_directory(final, "0123456789abcdef", overwrite=overwrite) as temp:
+            (temp / "file").write_text("mine")
+            if kind == "directory":
+                theirs.rename(final)
+            elif kind == "file":
+                (theirs / "file").rename(final)
+            else:
+                final.symlink_to(theirs)
+
+    with pytest.raises(CheckpointError, match="step exists already"):
+        save(overwrite=False)
+    assert (final if kind == "file" else final / "file").read_text() == "theirs"
+    assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
+    if kind == "file":
+        final.rename(theirs / "file")
+        with pytest.raises(CheckpointError, match="step is a file, and a checkpoint is a directory"):
+            save(overwrite=True)
+        assert final.read_text() == "theirs" and {path.name for path in tmp_path.iterdir()} == {"step", "theirs"}
+
+
+def test_what_came_back_is_not_replaced_either(tmp_path: Path) -> None:
+    """A save was killed between its two renames: then the one before is what bears the name."""
+    final = tmp_path / "step"
+    (tmp_path / ".old-step-0123456789abcdef").mkdir()
+    with pytest.raises(CheckpointError, match="step exists already"):
+        make_temp_directory(final, "id", overwrite=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["step"]
+
+
+def test_a_replaced_one_that_cannot_be_removed_is_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    _committed(tmp_path / "step", "old")
+    with monkeypatch.context() as patched:
+        patched.setattr(storage, "_remove_tree", _raise_eacces)
+        _committed(tmp_path / "step", "new")
+    assert (tmp_path / "step" / "file").read_text() == "new"
+    assert ".old-step-new, which" in caplog.text and "cannot be removed: [Errno 13]" in caplog.text
+    _committed(tmp_path / "step", "newer")
+    assert [path.name for path in tmp_path.iterdir()] == ["step"]
+
+
+def _raise_eacces(_: Path) -> None:
+    raise OSError(errno.EACCES, "no permission")
 
 
 def test_what_the_disk_refuses_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,9 +6,11 @@ pytest tests/test_checkpoint_stores.py
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from typer.testing import CliRunner
 
 import fullshard
@@ -22,6 +24,7 @@ from fullshard.checkpoint import (
 from fullshard.checkpoint import objects as objects_module
 from fullshard.checkpoint.lease import let_go
 from fullshard.checkpoint.objects import ObjectPath, location
+from fullshard.checkpoint.store import OBJECTS
 from fullshard.cli.main import app
 from fullshard.core.errors import CheckpointError, ConfigError, MissingExtraError, StoreError
 from tests.stored import job, loaded, same, state_of
@@ -52,6 +55,68 @@ def test_memory_in_one_process() -> None:
     assert done.output == f"removed {root}/step-1\n1 whole checkpoints are kept\n"
     let_go()
     assert sorted(saved.parent.beneath()) == ["LATEST", *(f"step-2/{name}" for name in sorted(saved.beneath()))]
+
+
+def test_what_another_saves_there_meanwhile_stays() -> None:
+    """Only a save with `overwrite` replaces it."""
+    folder = ObjectPath("memory", ("meanwhile",))
+    save_checkpoint(folder / "theirs", model=job(1)[0])
+    save_checkpoint(folder / "mine", model=job(2)[0])
+    theirs = {name: (folder / "theirs" / name).read_bytes() for name in (folder / "theirs").beneath()}
+    final, mine = folder / "final", (folder / "mine" / "manifest.json").read_bytes()
+    OBJECTS.prepare(final, "0123456789abcdef", overwrite=False)
+    for name, data in theirs.items():
+        (final / name).write_bytes(data)
+    with pytest.raises(CheckpointError, match="final was saved by another job meanwhile"):
+        OBJECTS.commit(final, "0123456789abcdef", mine, overwrite=False)
+    OBJECTS.discard(final, "0123456789abcdef")
+    assert {name: (final / name).read_bytes() for name in final.beneath()} == theirs
+    let_go()
+
+
+def test_a_removal_that_stops_half_way_leaves_nothing_that_looks_like_a_checkpoint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = ObjectPath("memory", ("removal", "step-1"))
+    save_checkpoint(path, model=job()[0])
+    remove, removed = MemoryFileSystem.rm, list[list[str]]()
+
+    def once(store: Any, names: list[str], **options: Any) -> None:
+        if removed:
+            raise OSError("the store is gone")
+        removed.append(names)
+        remove(store, names, **options)
+
+    monkeypatch.setattr(MemoryFileSystem, "rm", once)
+    with pytest.raises(StoreError, match="the store is gone"):
+        OBJECTS.remove(path)
+    assert removed == [[f"{path}/manifest.json"]]
+    assert latest_checkpoint(path.parent) is None and len(path.beneath()) == 2
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_files_stay_when_nobody_knows_whether_the_manifest_was_written(
+    monkeypatch: pytest.MonkeyPatch, is_replaced: bool
+) -> None:
+    """The request got lost on its way, and comes through after the save has failed."""
+    path = ObjectPath("memory", ("late", f"step-{is_replaced:d}"))
+    if is_replaced:
+        save_checkpoint(path, model=job(1)[0])
+    write, late = MemoryFileSystem.pipe_file, list[tuple[Any, ...]]()
+
+    def lose(store: Any, name: str, data: bytes, **options: Any) -> None:
+        if name.endswith("manifest.json"):
+            late.append((store, name, data))
+            raise OSError("the answer was lost")
+        write(store, name, data, **options)
+
+    model, optimizer = job()
+    with monkeypatch.context() as patched, pytest.raises(CheckpointError, match="the answer was lost"):
+        patched.setattr(MemoryFileSystem, "pipe_file", lose)
+        save_checkpoint(path, model=model, optimizer=optimizer, overwrite=True)
+    write(*late[0])
+    assert same(loaded(path)[1], state_of(model, optimizer))
+    let_go()
 
 
 def test_a_store_is_named_by_a_url(tmp_path: Path) -> None:

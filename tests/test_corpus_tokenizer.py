@@ -52,7 +52,22 @@ def test_kept_while_corpus_and_size_are_the_same(tmp_path: Path) -> None:
         assert made != directory
         raise ConfigError("what it is for fails")
     assert len(load_tokenizer(directory)) <= 305
+    (directory / "trained_on.json").write_text("{")
+    assert prepare(305) != first
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "tokenizer"]
+
+
+def test_what_was_not_trained_here_is_not_replaced(tmp_path: Path) -> None:
+    data, directory = tmp_path / "a.txt", tmp_path / "tokenizer"
+    data.write_text("".join(TEXTS))
+    directory.mkdir()
+    (directory / "vocab.json").write_text("mine")
+    with (
+        pytest.raises(ConfigError, match="is no tokenizer that `fullshard train` has made"),
+        trained_tokenizer(directory, open_corpus(str(data)), vocab_size=310),
+    ):
+        pass
+    assert (directory / "vocab.json").read_text() == "mine"
 
 
 def test_directory_without_tokenizer_is_refused(tmp_path: Path) -> None:

@@ -74,11 +74,11 @@ def export_hf(
     """
     limit, cast = parse_size(max_shard_size), parse_dtype(dtype)
     final = local_path(path).absolute()
-    destination = Destination.of(model, final)
+    destination = Destination.of(model, final, overwrite=overwrite)
     ranks, temp = destination.ranks, temp_directory(final, destination.save_id)
     with destination.discarded_on_failure():
         plan, convert = ranks.together(f"exporting {final}", lambda: _plan(model, limit=limit, cast=cast))
-        destination.make("exporting", overwrite=overwrite)
+        destination.make("exporting")
         _write_weights(temp, plan, convert, ranks)
 
         def finish() -> None:

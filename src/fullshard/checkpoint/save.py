@@ -95,19 +95,21 @@ class Destination:
         ranks: all of them.
         final: the directory.
         save_id: what distinguishes this from other attempts.
+        overwrite: whether what bears its name is replaced.
     """
 
     ranks: Ranks
     final: Location
     save_id: str
+    overwrite: bool = False
 
     @classmethod
-    def of(cls, model: nn.Module, path: str | Location) -> Destination:
+    def of(cls, model: nn.Module, path: str | Location, *, overwrite: bool = False) -> Destination:
         """Agree on one. A collective of the ranks of `model`."""
         for schedule in dict.fromkeys(map(schedule_of, units_of(model))):
             schedule.note_save()  # before anything can wait for a rank that trains on
         ranks = Ranks.of(model)
-        return cls(ranks, location(path).absolute(), ranks.broadcast(uuid.uuid4().hex[:16]))
+        return cls(ranks, location(path).absolute(), ranks.broadcast(uuid.uuid4().hex[:16]), overwrite)
 
     @property
     def store(self) -> Store:
@@ -119,21 +121,21 @@ class Destination:
         """Where the ranks write: under another name, if the store can rename."""
         return self.store.directory(self.final, self.save_id)
 
-    def make(self, doing: str, *, overwrite: bool, several: bool = False) -> bool:
+    def make(self, doing: str, *, several: bool = False) -> bool:
         """Make ready for it, see `Store.prepare`; whether the files need names of their own."""
         own_names = self.ranks.on_rank_0(
             f"{doing} {self.final}",
-            lambda: self.store.prepare(self.final, self.save_id, overwrite=overwrite, several=several),
+            lambda: self.store.prepare(self.final, self.save_id, overwrite=self.overwrite, several=several),
         )
         return isinstance(self.final, ObjectPath) and bool(self.ranks.broadcast(own_names))
 
-    def hold(self, *, overwrite: bool, total_limit: int | None) -> None:
+    def hold(self, *, total_limit: int | None) -> None:
         """Keep other jobs from what this one replaces and removes, and this one from what is theirs; see `lease`."""
 
         def hold() -> None:
             if total_limit is not None:
                 hold_folder(self.final.parent)
-            elif overwrite:
+            elif self.overwrite:
                 hold_name(self.final)
             else:
                 require_free(self.final)
@@ -142,7 +144,7 @@ class Destination:
 
     def commit(self, manifest: bytes | None = None) -> None:
         """Make it count; see `Store.commit`. Rank 0 alone."""
-        self.store.commit(self.final, self.save_id, manifest)
+        self.store.commit(self.final, self.save_id, manifest, overwrite=self.overwrite)
 
     @contextlib.contextmanager
     def discarded_on_failure(self) -> Iterator[None]:
@@ -222,13 +224,12 @@ def prepare_save(
         raise ConfigError(
             f"total_limit = {total_limit} would keep no checkpoint", hint="use 1 or more, or None for all"
         )
-    destination = Destination.of(model, path)
+    destination = Destination.of(model, path, overwrite=arguments.get("overwrite", False))
     ranks = destination.ranks
-    overwrite = arguments.get("overwrite", False)
     if parts == 1:
-        destination.hold(overwrite=overwrite, total_limit=total_limit)
+        destination.hold(total_limit=total_limit)
     with destination.discarded_on_failure():
-        own_names = destination.make("saving", overwrite=overwrite)
+        own_names = destination.make("saving")
         directory, save_id = destination.directory, destination.save_id
         writer = ranks.together(
             "collecting the state",
@@ -284,10 +285,10 @@ def prepare_parts(
         total_limit: checkpoints beside it to keep, as for `save_checkpoint`.
         overwrite: replace `path` if it exists.
     """
-    destination = Destination.of(next(iter(parts.values()))["model"], path)
-    destination.hold(overwrite=overwrite, total_limit=total_limit)
+    destination = Destination.of(next(iter(parts.values()))["model"], path, overwrite=overwrite)
+    destination.hold(total_limit=total_limit)
     with destination.discarded_on_failure():
-        destination.make("saving", overwrite=overwrite, several=True)
+        destination.make("saving", several=True)
         pending = [
             prepare_save(destination.directory / name, memory, len(parts), **part) for name, part in parts.items()
         ]

@@ -68,18 +68,24 @@ def make_temp_directory(final: Path, save_id: str, *, overwrite: bool) -> Path:
         CheckpointError: `final` exists and may not be replaced, another process is saving to it, or nothing can be
             created beside it.
     """
-    if final.exists() and not overwrite:
-        raise CheckpointError(f"{final} exists already", hint="choose another name, or pass overwrite=True")
-    refuse_file(final)
     try:
+        if final.parent.is_dir():
+            restore_replaced(final)
+        _refuse_what_is_there(final, overwrite=overwrite)
         final.parent.mkdir(parents=True, exist_ok=True)
-        restore_replaced(final)
         _remove_leftovers(final)
         temp = temp_directory(final, save_id)
         _make_held(temp)
     except OSError as error:
         raise CheckpointError(f"cannot prepare a directory beside {final}: {error}") from error
     return temp
+
+
+def _refuse_what_is_there(final: Path, *, overwrite: bool) -> None:
+    """Raise `CheckpointError` if something bears the name that may not be replaced."""
+    if os.path.lexists(final) and not overwrite:
+        raise CheckpointError(f"{final} exists already", hint="choose another name, or pass overwrite=True")
+    refuse_file(final)
 
 
 def refuse_file(path: Path) -> None:
@@ -144,7 +150,7 @@ def committed_directory(final: Path, save_id: str, *, overwrite: bool) -> Iterat
                 sync_file(path)
         for path in [path for path in temp.rglob("*") if path.is_dir()]:
             sync_directory(path)
-        commit_directory(temp, final, save_id)
+        commit_directory(temp, final, save_id, overwrite=overwrite)
     except OSError as error:
         discard_directory(temp)
         raise CheckpointError(f"cannot write {final}: {error.strerror or error}") from error
@@ -159,13 +165,20 @@ def sync_file(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def commit_directory(temp: Path, final: Path, save_id: str) -> None:
+def commit_directory(temp: Path, final: Path, save_id: str, *, overwrite: bool) -> None:
     """Give a complete directory its final name; what bore that name is removed only after that.
 
     POSIX cannot replace a directory that is not empty, so the old one steps aside under a name of its own first. A
-    crash between the two renames leaves it there, whole, and `restore_replaced` brings it back.
+    crash between the two renames leaves it there, whole, and `restore_replaced` brings it back. Nothing else is
+    replaced, also if it has appeared since the save began: a rename of a directory fails where there is a file, a link
+    or a directory with anything in it.
+
+    Raises:
+        CheckpointError: something bears the name that may not be replaced.
+        OSError: the disk refuses it.
     """
     sync_directory(temp)
+    _refuse_what_is_there(final, overwrite=overwrite)
     old = final.with_name(f"{OLD_PREFIX}{final.name}-{save_id}")
     if final.exists():
         final.rename(old)
@@ -178,7 +191,10 @@ def commit_directory(temp: Path, final: Path, save_id: str) -> None:
     _let_go(temp)  # not before: another save would take it for a leftover
     sync_directory(final.parent)
     for stale in replaced_directories(final):
-        _remove_tree(stale)
+        try:
+            _remove_tree(stale)
+        except OSError as error:  # the save is whole all the same, and the next one tries again
+            logger.warning("%s, which %s has replaced, cannot be removed: %s", stale, final, error)
 
 
 def restore_replaced(final: Path) -> None:
@@ -293,4 +309,4 @@ def _remove_leftovers(final: Path) -> None:
 def _beside(final: Path, prefix: str) -> list[Path]:
     """Directories that saves to `final` have made: its name between `prefix` and a word without a hyphen."""
     entries = final.parent.iterdir() if final.parent.is_dir() else ()
-    return sorted(path for path in entries if path.name.rpartition("-")[0] == prefix + final.name)
+    return sorted(path for path in entries if path.name.rpartition("-")[0] == prefix + final.name and path.is_dir())

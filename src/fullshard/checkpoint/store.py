@@ -65,8 +65,10 @@ class Store(ABC):
         """Raise `CheckpointError` if it is known that so much does not fit."""
 
     @abstractmethod
-    def commit(self, final: Location, save_id: str, manifest: bytes | None) -> None:
+    def commit(self, final: Location, save_id: str, manifest: bytes | None, *, overwrite: bool) -> None:
         """Make a complete save count; without a manifest, one of several models, which have theirs.
+
+        What has appeared at `final` since `prepare` is replaced only with `overwrite`.
 
         Raises:
             CheckpointError, OSError, StoreError: it does not count, and what was there before does.
@@ -111,12 +113,12 @@ class FileStore(Store):
         """See `Store`."""
         require_room(temp_directory(_file(final), save_id), nbytes)
 
-    def commit(self, final: Location, save_id: str, manifest: bytes | None) -> None:
+    def commit(self, final: Location, save_id: str, manifest: bytes | None, *, overwrite: bool) -> None:
         """See `Store`."""
         temp = temp_directory(_file(final), save_id)
         if manifest is not None:
             write_file(temp / MANIFEST_NAME, manifest)
-        commit_directory(temp, _file(final), save_id)
+        commit_directory(temp, _file(final), save_id, overwrite=overwrite)
 
     def discard(self, final: Location, save_id: str) -> None:
         """See `Store`."""
@@ -176,11 +178,11 @@ class ObjectStore(Store):
     def require_room(self, final: Location, save_id: str, nbytes: int) -> None:
         """A store does not say."""
 
-    def commit(self, final: Location, save_id: str, manifest: bytes | None) -> None:
+    def commit(self, final: Location, save_id: str, manifest: bytes | None, *, overwrite: bool) -> None:
         """See `Store`."""
         final = _object(final)
         if manifest is not None:
-            self._write_manifest(final, manifest, replaces=_saved_there(final) is not None)
+            self._write_manifest(final, manifest, replaces=overwrite and _saved_there(final) is not None)
             with _tolerated(f"what {final} held before is not removed"):
                 _remove_leftovers(final, final.beneath(), [MANIFEST_NAME])
         self._leave(final)
@@ -283,7 +285,7 @@ def new_checkpoint(final: Location, save_id: str, *, overwrite: bool) -> Iterato
     new = NewCheckpoint(final, save_id, OBJECTS.prepare(final, save_id, overwrite=overwrite))
     try:
         yield new
-        OBJECTS.commit(final, save_id, new.manifest)
+        OBJECTS.commit(final, save_id, new.manifest, overwrite=overwrite)
     except BaseException:
         OBJECTS.discard(final, save_id)
         raise

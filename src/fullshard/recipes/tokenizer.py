@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.core.errors import ConfigError
+from fullshard.core.files import read_json
 from fullshard.core.imports import import_extra
 from fullshard.recipes.corpus import Corpus
 
@@ -55,22 +56,39 @@ def trained_tokenizer(directory: Path, corpus: Corpus, *, vocab_size: int) -> It
 
     It is `directory` if the one there was trained on the same. Otherwise it is another, which takes the place of
     `directory` when the block ends well, and of which nothing is left if it does not.
+
+    Raises:
+        ConfigError: what is at `directory` was not trained here.
     """
     origin = {"corpus": corpus.fingerprint, "vocab_size": vocab_size}
     record = directory / _ORIGIN_FILE
-    if record.is_file() and json.loads(record.read_text(encoding="utf-8")) == origin:
+    if os.path.lexists(directory) and not record.is_file():
+        raise ConfigError(
+            f"{directory} is no tokenizer that `fullshard train` has made, and is not replaced by one",
+            hint="use another --output-dir, or move it away",
+        )
+    if _recorded(record) == origin:
         yield directory
         return
-    temporary = directory.with_name(f".{directory.name}.{os.getpid()}")
+    temporary, stale = (directory.with_name(f".{directory.name}.{os.getpid()}{end}") for end in ("", ".old"))
     try:
         train_tokenizer(corpus.documents(), vocab_size=vocab_size).save_pretrained(str(temporary))
         (temporary / _ORIGIN_FILE).write_text(json.dumps(origin) + "\n", encoding="utf-8")
         yield temporary
         if directory.exists():
-            shutil.rmtree(directory)
+            directory.rename(stale)
         temporary.rename(directory)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        for left in (temporary, stale):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _recorded(record: Path) -> Any:
+    """What a tokenizer was trained on; None if there is none, or its record is damaged."""
+    try:
+        return read_json(record)
+    except (OSError, ValueError):
+        return None
 
 
 def train_tokenizer(documents: Iterator[str], *, vocab_size: int) -> Any:
