@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig
 
 from fullshard.checkpoint import save_checkpoint
-from fullshard.checkpoint.format import read_manifest
+from fullshard.checkpoint.format import encode_manifest, read_manifest
 from fullshard.checkpoint.objects import ObjectPath, location
 from fullshard.core.errors import ConfigError
 from fullshard.observe import StepMetrics, read_metrics
@@ -118,6 +118,20 @@ def test_steps_are_compared_as_numbers(
     assert find_checkpoints(TrainArguments.parse(settings | {"resume": str(newer)})) == [newer]
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert find_checkpoints(TrainArguments.parse(settings | {"resume": str(older)})) == [newer, older]
+
+
+def test_the_newest_has_most_steps_behind_it(
+    run: Run, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the clock was when each was saved."""
+    run()
+    paths = [tmp_path / "out" / "checkpoints" / f"step-{step:06d}" for step in (2, 1)]
+    for hours, path in enumerate(paths):
+        later = read_manifest(path).model_copy(update={"saved_at": 3600.0 * (1 + hours)})
+        (path / "manifest.json").write_bytes(encode_manifest(later))
+    assert find_checkpoints(TrainArguments.parse(settings | {"resume": "auto"})) == paths
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert find_checkpoints(TrainArguments.parse(settings)) == paths
 
 
 def test_a_resume_that_is_refused_leaves_the_run_as_it_was(run: Run, tmp_path: Path) -> None:

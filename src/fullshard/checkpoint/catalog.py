@@ -109,7 +109,7 @@ def prune(root: Location, *, keep: int, thorough: bool = False, dry_run: bool = 
             damaged.append((directory, problem))
         elif parts:
             whole.append((parts[0][1].saved_at, directory))
-    newest_first = [directory for _, directory in sorted(whole, key=lambda item: (item[0], str(item[1])), reverse=True)]
+    newest_first = [directory for _, directory in sorted(whole, key=lambda item: (item[0], item[1].name), reverse=True)]
     for directory in [] if dry_run else reversed(newest_first[keep:]):
         store_of(directory).remove(directory)
     return Pruned(tuple(newest_first[:keep]), tuple(newest_first[keep:]), tuple(damaged))
@@ -126,7 +126,7 @@ def _newest_first(root: Location) -> list[tuple[Location, list[tuple[Location, M
             logger.warning("skipping checkpoint %s: %s", directory, problem)
         elif parts:
             found.append((directory, parts))
-    return sorted(found, key=lambda item: item[1][0][1].saved_at, reverse=True)
+    return sorted(found, key=lambda item: (item[1][0][1].saved_at, item[0].name), reverse=True)
 
 
 def _checkpoint_in(directory: Location) -> tuple[list[tuple[Location, Manifest]], str]:

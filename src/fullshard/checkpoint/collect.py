@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, Required, TypedDict
@@ -33,6 +32,7 @@ from fullshard.checkpoint.objects import Location, sizes_in
 from fullshard.checkpoint.optimizer_state import StateEntry, group_records, state_entries
 from fullshard.checkpoint.rng import rng_tensors
 from fullshard.checkpoint.staging import HostMemory, LateCopies, is_copied_late
+from fullshard.checkpoint.stamps import next_stamp
 from fullshard.checkpoint.tensors import (
     LocalTensor,
     check_is_plain,
@@ -214,7 +214,7 @@ class RankWriter:
             format_version=3 if self._own_names else 2 if any(record.tiles for record in parameters.values()) else 1,
             own_names=self._own_names,
             save_id=self.save_id,
-            saved_at=time.time(),
+            saved_at=next_stamp(),
             fullshard_version=fullshard.__version__,
             torch_version=str(torch.__version__),
             world_size=len(reports),

@@ -130,7 +130,7 @@ class MemoryCopies:
         """Load the newest copy whose files are all there, if there is one. A collective.
 
         Args:
-            newer_than: a time in seconds as `time.time` has it; copies from before it are left alone. Rank 0's counts.
+            newer_than: `saved_at` of a checkpoint; copies from before it are left alone. Rank 0's counts.
             parts: as for `load_checkpoint`.
 
         Returns:

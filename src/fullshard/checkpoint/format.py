@@ -261,7 +261,7 @@ class Manifest(_Record):
         format: marks the file as ours.
         format_version: version of this schema.
         save_id: unique id of the save, repeated in every data file.
-        saved_at: seconds since the epoch, by the clock of rank 0.
+        saved_at: seconds since the epoch, by the clock of rank 0, and later than all that it had seen: see `stamps`.
         world_size: ranks that saved; generators are restored only at this world size.
         parts: checkpoints that were saved together, one for each of several models; they count only together.
         states: name -> encoded Python value (`scheduler`, `scaler`, `extra`, `objects`).

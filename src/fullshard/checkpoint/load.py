@@ -34,6 +34,7 @@ from fullshard.checkpoint.optimizer_state import group_parameters, unwrapped
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.readers import Readers
 from fullshard.checkpoint.rng import RNG_PREFIX, restore_rng
+from fullshard.checkpoint.stamps import note_stamp
 from fullshard.checkpoint.store import store_of
 from fullshard.checkpoint.tensor_file import order_key
 from fullshard.checkpoint.tensors import (
@@ -161,6 +162,7 @@ def load_proved(
 
     def prepare() -> _Load:
         manifest = decode_manifest(data, where=str(directory / MANIFEST_NAME))
+        note_stamp(manifest.saved_at, str(directory))
         asked = {name for name, value in wanted.items() if value is not None}
         saved = manifest.states.get("objects")
         if objects and isinstance(saved, list) and len(saved) != len(objects):

@@ -32,6 +32,7 @@ from fullshard.checkpoint.objects import Location, ObjectPath, location
 from fullshard.checkpoint.optimizer_state import unwrapped
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.staging import HostMemory
+from fullshard.checkpoint.stamps import note_stamps_in
 from fullshard.checkpoint.store import Store, store_of
 from fullshard.core.errors import ConfigError
 from fullshard.core.journal import JOURNAL, Happening
@@ -123,10 +124,12 @@ class Destination:
 
     def make(self, doing: str, *, several: bool = False) -> bool:
         """Make ready for it, see `Store.prepare`; whether the files need names of their own."""
-        own_names = self.ranks.on_rank_0(
-            f"{doing} {self.final}",
-            lambda: self.store.prepare(self.final, self.save_id, overwrite=self.overwrite, several=several),
-        )
+
+        def prepare() -> bool:
+            note_stamps_in(self.final.parent)
+            return self.store.prepare(self.final, self.save_id, overwrite=self.overwrite, several=several)
+
+        own_names = self.ranks.on_rank_0(f"{doing} {self.final}", prepare)
         return isinstance(self.final, ObjectPath) and bool(self.ranks.broadcast(own_names))
 
     def hold(self, *, total_limit: int | None) -> None:

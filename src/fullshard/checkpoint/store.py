@@ -26,6 +26,7 @@ from fullshard.checkpoint.format import (
 )
 from fullshard.checkpoint.lease import hold_name, holds, let_go_of
 from fullshard.checkpoint.objects import Location, ObjectPath
+from fullshard.checkpoint.stamps import note_stamps_in
 from fullshard.checkpoint.storage import (
     commit_directory,
     committed_directory,
@@ -277,6 +278,7 @@ def new_checkpoint(final: Location, save_id: str, *, overwrite: bool) -> Iterato
     Raises:
         CheckpointError, ConfigError, StoreError: see `Store`, or the disk refused something.
     """
+    note_stamps_in(final.parent)
     if not isinstance(final, ObjectPath):
         with committed_directory(final, save_id, overwrite=overwrite) as temp:
             yield (new := NewCheckpoint(temp, save_id, own_names=False))

@@ -55,7 +55,7 @@ def find_checkpoints(arguments: TrainArguments) -> list[Location]:
             store_of(path).remove(path)
         return []
     if arguments.resume == "auto":
-        return list(whole_checkpoints(directory))
+        return _whole(directory)
     mixed = _of_runs(directory)
     named = None if arguments.resume == "never" else location(arguments.resume)
     if named is not None:
@@ -73,6 +73,18 @@ def find_checkpoints(arguments: TrainArguments) -> list[Location]:
     return [] if named is None else [named]
 
 
+def _whole(directory: Location) -> list[Location]:
+    """Return a run's valid checkpoints, the one with most steps behind it first: the newest, whatever clocks say."""
+    return sorted(whole_checkpoints(directory), key=_steps_in, reverse=True)
+
+
+def _steps_in(path: Location) -> int:
+    """Return the number of steps behind a checkpoint, as it says itself; -1 if `train` has not written it."""
+    extra = read_manifest(path).states.get("extra")
+    step = extra.get("step") if isinstance(extra, dict) else None
+    return step if isinstance(step, int) else -1
+
+
 def _of_runs(directory: Location) -> dict[Location, int]:
     """The checkpoints of runs in a directory, whole or not, each with the steps behind it."""
     entries = entries_of(directory) if directory.is_dir() else []
@@ -87,7 +99,7 @@ def _steps_of(path: Location) -> int:
 
 def _of_this_run(arguments: TrainArguments) -> list[Location]:
     """What it has written, and what it was told to begin with."""
-    written = list(whole_checkpoints(arguments.checkpoints))
+    written = _whole(arguments.checkpoints)
     if arguments.resume in ("auto", "never"):
         return written
     first = location(arguments.resume)
@@ -215,7 +227,7 @@ def roll_back(trainer: Trainer, step: int, say: Callable[[str], None]) -> int | 
         step: counted from 1.
         say: told of damaged ones.
     """
-    paths = run_on_main(trainer.environment, lambda: list(whole_checkpoints(trainer.arguments.checkpoints)))
+    paths = run_on_main(trainer.environment, lambda: _whole(trainer.arguments.checkpoints))
     trainer.optimizer.zero_grad()
     batches = step + trainer.skipped_batches
     path, back = load_newest(paths, trainer, say)

@@ -6,7 +6,6 @@ of a run of that size reads little but its own file.
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -40,6 +39,7 @@ from fullshard.checkpoint.offline.source import (
     stream,
 )
 from fullshard.checkpoint.rng import RNG_PREFIX
+from fullshard.checkpoint.stamps import next_stamp
 from fullshard.checkpoint.store import NewCheckpoint, new_checkpoint
 from fullshard.checkpoint.tensor_file import TensorEntry, TensorFileWriter, storage_order
 from fullshard.checkpoint.tensors import tensor_bytes, write_tensors
@@ -300,7 +300,7 @@ def _manifest(
         format_version=FORMAT_VERSION if new.own_names else 1,
         own_names=new.own_names,
         save_id=new.save_id,
-        saved_at=saved.saved_at if saved else time.time(),
+        saved_at=saved.saved_at if saved else next_stamp(),
         fullshard_version=fullshard.__version__,
         torch_version=str(torch.__version__),
         world_size=world_size,

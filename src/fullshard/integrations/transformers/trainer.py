@@ -19,7 +19,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -246,6 +248,11 @@ class ShardedTraining:
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
+    def _save_checkpoint(self: Any, model: Any, trial: Any) -> None:
+        if self.args.should_save:
+            _bring_back_from_the_future(Path(self._get_output_dir(trial=trial)))
+        super()._save_checkpoint(model, trial)  # type: ignore[misc]
+
     def _save_the_rest(self: Any, directory: Path, *, with_config: bool) -> None:
         if not self.args.should_save:
             return
@@ -385,6 +392,17 @@ def complete_checkpoints(directory: Path) -> list[Path]:
     numbered = [(path.name.removeprefix("checkpoint-"), path) for path in directory.glob("checkpoint-*")]
     found = [(int(n), path) for n, path in numbered if n.isdigit() and (path / _COMPLETE).is_file()]
     return [path for _, path in sorted(found, reverse=True)]
+
+
+def _bring_back_from_the_future(directory: Path) -> None:
+    """Let no checkpoint look younger than the one that is saved next: a clock may have gone back.
+
+    With `save_total_limit` Transformers removes what was changed longest ago.
+    """
+    now = time.time()
+    late = [path for path in complete_checkpoints(directory) if path.stat().st_mtime > now]
+    for seconds, path in enumerate(late, start=1):
+        os.utime(path, (now - seconds, now - seconds))
 
 
 def _newest_whole(directory: Path, accelerator: TrainerAccelerator) -> Path | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -14,6 +13,7 @@ from torch import nn
 
 import fullshard
 from fullshard.checkpoint import format as records
+from fullshard.checkpoint.stamps import next_stamp, note_stamps_in
 from fullshard.checkpoint.storage import committed_directory, write_file
 from fullshard.checkpoint.tensor_file import TensorFileReader
 from fullshard.checkpoint.tensors import write_tensors
@@ -51,7 +51,9 @@ def save_checkpoint(
     tied = {other for names in aliases.values() for other in names}
     buffers = {name: value for name, value in whole.items() if name not in parameters.keys() | tied}
     save_id = uuid.uuid4().hex[:16]
-    with committed_directory(local_path(path).absolute(), save_id, overwrite=overwrite) as temp:
+    final = local_path(path).absolute()
+    note_stamps_in(final.parent)
+    with committed_directory(final, save_id, overwrite=overwrite) as temp:
         files = {}
         record, state = (None, {}) if optimizer is None else _optimizer_record(optimizer, model)
         for kind, tensors in (("model", {**parameters, **buffers}), ("optimizer", state)):
@@ -60,7 +62,7 @@ def save_checkpoint(
                 files[name] = _write(temp / name, tensors, save_id)
         manifest = records.Manifest(
             save_id=save_id,
-            saved_at=time.time(),
+            saved_at=next_stamp(),
             fullshard_version=fullshard.__version__,
             torch_version=str(torch.__version__),
             world_size=1,

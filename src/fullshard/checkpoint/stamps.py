@@ -1,0 +1,57 @@
+"""When a checkpoint was saved, in an order that no clock can turn round.
+
+Clocks are set back, and those of two hosts differ. So a save carries the time of day, or, where that is no later than
+the time in a checkpoint that this process has seen (beside the new one, loaded, or saved by itself), the next number
+after that. What was saved after another always has the larger stamp.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import math
+import time
+
+from fullshard.checkpoint.format import part_paths, read_manifest
+from fullshard.checkpoint.objects import Location, entries_of
+from fullshard.core.errors import CheckpointError, printable
+
+logger = logging.getLogger(__name__)
+
+
+class _Latest:
+    """The largest stamp that this process has seen."""
+
+    stamp = 0.0
+    where = ""
+    is_told = False
+
+
+def note_stamp(stamp: float, where: str) -> None:
+    """Have every later save of this process get a larger stamp than that of a checkpoint."""
+    if stamp > _Latest.stamp:
+        _Latest.stamp, _Latest.where = stamp, where
+
+
+@functools.lru_cache(maxsize=1024)
+def note_stamps_in(folder: Location) -> None:
+    """Note the stamps of the checkpoints that are directly in a folder, the first time that this process asks."""
+    for path in entries_of(folder) if folder.is_dir() else ():
+        for place in (path, *part_paths(path)) if path.is_dir() else ():
+            with contextlib.suppress(CheckpointError):  # no checkpoint, or a damaged one
+                note_stamp(read_manifest(place).saved_at, str(path))
+
+
+def next_stamp() -> float:
+    """Return the stamp of a save, and say so, once, if the clock has gone back."""
+    now, latest = time.time(), _Latest.stamp
+    if now < latest - 1 and not _Latest.is_told:
+        _Latest.is_told = True
+        logger.warning(
+            "the clock of this host is %.0f s behind that of %s: what is saved now counts as the newer",
+            latest - now, printable(_Latest.where),
+        )  # fmt: skip
+    stamp = max(now, math.nextafter(latest, math.inf))
+    note_stamp(stamp, "a checkpoint of this process")
+    return stamp
