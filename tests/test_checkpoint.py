@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fullshard import Accelerator
 from fullshard.checkpoint import (
@@ -642,8 +642,10 @@ def test_what_is_no_tensor_is_refused_by_name() -> None:
 
 def test_a_sharded_tensor_belongs_to_a_model() -> None:
     model = _sharded()
-    with pytest.raises(CheckpointError, match="extra/p is a sharded tensor, of which this rank has a part"):
-        save_checkpoint("unused", model=model, extra={"p": model.embed.weight})
+    torchs_own = distribute_tensor(torch.ones(2), cast(DTensor, model.embed.weight).device_mesh)
+    for tensor in (model.embed.weight, torchs_own):
+        with pytest.raises(CheckpointError, match="extra/p is a sharded tensor, of which this rank has a part"):
+            save_checkpoint("unused", model=model, extra={"p": tensor})
     assert not Path("unused").exists()
 
 

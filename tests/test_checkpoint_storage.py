@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from fullshard.checkpoint import storage
+from fullshard.checkpoint.elements import tensor_bytes, write_tensors
 from fullshard.checkpoint.format import CHUNK_NBYTES, DTYPES, FileRecord
 from fullshard.checkpoint.storage import (
     commit_directory,
@@ -29,7 +30,6 @@ from fullshard.checkpoint.storage import (
     write_file,
 )
 from fullshard.checkpoint.tensor_file import TensorEntry, TensorFileReader, TensorFileWriter
-from fullshard.checkpoint.tensors import tensor_bytes, write_tensors
 from fullshard.core.errors import CheckpointError
 
 ROUNDS = 25

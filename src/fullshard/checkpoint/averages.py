@@ -6,9 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
+from fullshard.checkpoint.elements import stored_dtype
 from fullshard.checkpoint.format import Manifest, StateTensorRecord
 from fullshard.checkpoint.optimizer_state import StateEntry
-from fullshard.checkpoint.tensors import LocalTensor, stored_dtype
+from fullshard.checkpoint.tensors import LocalTensor
 from fullshard.core.errors import CheckpointError
 from fullshard.optim import EMA
 

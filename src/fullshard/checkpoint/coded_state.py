@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from fullshard.checkpoint.elements import stored_dtype
 from fullshard.checkpoint.format import CodeRecord
-from fullshard.checkpoint.tensors import stored_dtype
 from fullshard.core.errors import CheckpointError
 from fullshard.engine import ShardedParameter
 from fullshard.engine.step.local_parameters import local_parameter

@@ -14,6 +14,7 @@ from torch import nn
 import fullshard
 from fullshard.checkpoint.averages import AVERAGES, average_entries, averages_in
 from fullshard.checkpoint.coded_state import CodedTensor
+from fullshard.checkpoint.elements import stored_dtype, tensor_bytes, write_tensors
 from fullshard.checkpoint.format import (
     CodedPieceRecord,
     FileRecord,
@@ -41,9 +42,6 @@ from fullshard.checkpoint.tensors import (
     local_parameters,
     modules_with_extra_state,
     rest,
-    stored_dtype,
-    tensor_bytes,
-    write_tensors,
 )
 from fullshard.checkpoint.values import encode_plain, encode_value
 from fullshard.checkpoint.verify import structure_problems

@@ -15,6 +15,7 @@ from torch import nn
 
 from fullshard.checkpoint.adapters import HOW_TO_SAVE_INNER, carries_adapters, is_adapted
 from fullshard.checkpoint.conversion import Group, outline_of, saving_rules
+from fullshard.checkpoint.elements import stored_dtype, tensor_bytes
 from fullshard.checkpoint.full_state import full_tensor
 from fullshard.checkpoint.merging import MergedModel
 from fullshard.checkpoint.ranks import Ranks
@@ -22,14 +23,7 @@ from fullshard.checkpoint.save import Destination
 from fullshard.checkpoint.shards import file_names, file_numbers, parse_dtype, parse_size, write_index
 from fullshard.checkpoint.storage import temp_directory
 from fullshard.checkpoint.tensor_file import TensorEntry, TensorFileWriter
-from fullshard.checkpoint.tensors import (
-    LocalTensor,
-    local_tensors,
-    rest,
-    stand_in,
-    stored_dtype,
-    tensor_bytes,
-)
+from fullshard.checkpoint.tensors import LocalTensor, local_tensors, rest, stand_in
 from fullshard.core.errors import CheckpointError
 from fullshard.core.paths import local_path
 from fullshard.core.user_class import user_class

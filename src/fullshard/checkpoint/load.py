@@ -18,6 +18,7 @@ from torch import nn
 from fullshard.checkpoint.averages import AVERAGES, average_records, averages_in
 from fullshard.checkpoint.coded_state import CodedTensor, coded_tensors, fresh_state, rows_of
 from fullshard.checkpoint.collect import LoadArguments
+from fullshard.checkpoint.elements import dtype_of, stored_dtype, tensor_bytes
 from fullshard.checkpoint.format import (
     MANIFEST_NAME,
     GroupRecord,
@@ -41,13 +42,10 @@ from fullshard.checkpoint.tensors import (
     LocalTensor,
     check_is_plain,
     device_of,
-    dtype_of,
     local_buffers,
     local_parameters,
     modules_with_extra_state,
     rest,
-    stored_dtype,
-    tensor_bytes,
 )
 from fullshard.checkpoint.values import decode_value
 from fullshard.checkpoint.verify import file_problems, pieces_of, quick_problems

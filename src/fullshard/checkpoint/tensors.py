@@ -1,24 +1,21 @@
-"""Which tensors of a model are saved, how this rank holds them, and their bytes."""
+"""Which tensors of a model are saved, and how this rank holds them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard.checkpoint.format import DTYPES, NAMES, FileRecord, TensorRecord
-from fullshard.checkpoint.objects import Location
-from fullshard.checkpoint.tensor_file import Bytes, TensorEntry, TensorFileWriter, storage_order
+from fullshard.checkpoint.elements import wraps_others
 from fullshard.comm import torch_private
 from fullshard.core.errors import CheckpointError
 from fullshard.core.layout import Interval
 from fullshard.core.tiling import UNTILED, Tiling
 from fullshard.engine import ShardedParameter, ShardedTensor
 from fullshard.engine.lookup import clean_name, units_of
-from fullshard.engine.precision import dtype_name, torch_dtype
 from fullshard.engine.schedule import schedule_of
 from fullshard.engine.tile import Tile
 
@@ -71,7 +68,7 @@ def check_is_plain(parameters: Iterable[LocalTensor]) -> None:
         CheckpointError: one wraps several.
     """
     for local in parameters:
-        if torch_private.has_own_dispatch(type(local.held)):
+        if wraps_others(local.held):
             raise CheckpointError(
                 f"parameter {local.name!r} is a {type(local.held).__name__}, which wraps several tensors",
                 hint="save model.state_dict() and optimizer.state_dict() with torch.distributed.checkpoint",
@@ -181,54 +178,3 @@ def device_of(model: nn.Module) -> torch.device:
     if parameter is None:
         return torch.device("cpu")
     return parameter.mesh.device if isinstance(parameter, ShardedParameter) else parameter.device
-
-
-def stored_dtype(tensor: torch.Tensor, *, where: str) -> str:
-    """The name of the dtype without `torch.`. Raises `CheckpointError` if safetensors has none for it."""
-    name = dtype_name(tensor.dtype)
-    if name not in DTYPES or tensor.layout is not torch.strided:
-        raise CheckpointError(f"{where} is a {tensor.layout} tensor of {tensor.dtype}, which safetensors cannot hold")
-    return name
-
-
-def dtype_called(code: str) -> torch.dtype:
-    """The dtype that safetensors calls `code`. Raises `CheckpointError` for one it does not know."""
-    if code not in NAMES:
-        raise CheckpointError(f"unknown dtype {code!r} in a data file")
-    return torch_dtype(NAMES[code])
-
-
-def dtype_of(record: TensorRecord) -> torch.dtype:
-    """Torch's dtype of a record."""
-    return dtype_called(DTYPES[record.dtype])
-
-
-def tensor_bytes(tensor: torch.Tensor) -> Bytes:
-    """The elements as bytes in host memory: a view where possible, a copy of this one tensor else.
-
-    Raises:
-        CheckpointError: it wraps others, which have the elements.
-    """
-    if torch_private.has_own_dispatch(type(tensor)):
-        raise CheckpointError(
-            f"a {type(tensor).__name__} of shape {tuple(tensor.shape)} wraps other tensors and has no bytes of its own",
-            hint="convert it to a plain tensor first, or use torch.distributed.checkpoint",
-        )
-    flat = tensor.detach().reshape(-1).cpu().contiguous()
-    return flat.view(torch.uint8).numpy()
-
-
-def write_tensors(path: Location, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> FileRecord:
-    """Write a data file of tensors in memory; see `TensorFileWriter`.
-
-    Raises:
-        CheckpointError: a dtype that safetensors has no name for; there is no file then.
-        OSError: the file cannot be created or written.
-    """
-    entries = [
-        TensorEntry(name, stored_dtype(tensor, where=name), tuple(tensor.shape)) for name, tensor in tensors.items()
-    ]
-    with TensorFileWriter(path, entries, metadata) as writer:
-        for entry in storage_order(entries):
-            writer.write(entry.name, tensor_bytes(tensors[entry.name]))
-        return writer.finish()

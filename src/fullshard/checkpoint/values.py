@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 from pydantic import JsonValue
+from torch.distributed.tensor import DTensor
 
-from fullshard.checkpoint.tensors import stored_dtype
+from fullshard.checkpoint.elements import stored_dtype
 from fullshard.core.errors import CheckpointError
-from fullshard.engine import ShardedTensor
 
 _TAG = "$"
 
@@ -81,7 +81,7 @@ def encode_plain(value: Any, *, where: str) -> JsonValue:
 
 def _plain(tensor: torch.Tensor, where: str) -> torch.Tensor:
     """What a file can hold of it. What it cannot hold is found before anything is written."""
-    if isinstance(tensor, ShardedTensor):
+    if isinstance(tensor, DTensor):
         raise CheckpointError(
             f"{where} is a sharded tensor, of which this rank has a part",
             hint="pass its full_tensor(), or its model and optimizer (one per checkpoint) as such",

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from fullshard.checkpoint.elements import dtype_called
 from fullshard.checkpoint.tensor_file import MAX_HEADER_NBYTES, Bytes, file_beside
-from fullshard.checkpoint.tensors import dtype_called
 from fullshard.checkpoint.torch_files import check_tensor, load_torch_file
 from fullshard.core.errors import CheckpointError
 from fullshard.core.layout import Interval

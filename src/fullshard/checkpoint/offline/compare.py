@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
+from fullshard.checkpoint.elements import tensor_bytes
 from fullshard.checkpoint.format import StateValueRecord, TensorRecord
 from fullshard.checkpoint.offline.progress import Progress, silent
 from fullshard.checkpoint.offline.source import Kind, Source, chunks
-from fullshard.checkpoint.tensors import tensor_bytes
 from fullshard.core.dtypes import itemsize
 
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from fullshard.checkpoint.elements import dtype_of
 from fullshard.checkpoint.format import OptimizerRecord, TensorRecord
 from fullshard.checkpoint.offline.dcp_metadata import Box, StoredObject, read_metadata
 from fullshard.checkpoint.offline.optimizers import optimizer_record, unflatten
 from fullshard.checkpoint.offline.source import Contents, Kind, Source, plain_name, plain_names, tensor_record
-from fullshard.checkpoint.tensors import dtype_of
 from fullshard.checkpoint.torch_files import check_tensor, load_torch_bytes
 from fullshard.core.errors import CheckpointError
 from fullshard.core.layout import Interval

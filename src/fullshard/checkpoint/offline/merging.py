@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fullshard.checkpoint.elements import dtype_of
 from fullshard.checkpoint.format import MANIFEST_NAME, TRAINER_STATE, TensorRecord
 from fullshard.checkpoint.merging import MergedModel
 from fullshard.checkpoint.objects import Location, on_this_host
@@ -32,7 +33,6 @@ from fullshard.checkpoint.offline.huggingface import (
 )
 from fullshard.checkpoint.offline.native import NativeSource
 from fullshard.checkpoint.offline.source import Contents, Kind, Source, tensor_record
-from fullshard.checkpoint.tensors import dtype_of
 from fullshard.core.errors import CheckpointError
 from fullshard.core.imports import import_extra
 from fullshard.core.layout import Interval

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 import torch
 
+from fullshard.checkpoint.elements import dtype_of, tensor_bytes
 from fullshard.checkpoint.format import MANIFEST_NAME, is_for_others, read_manifest
 from fullshard.checkpoint.objects import Location
 from fullshard.checkpoint.offline.source import Contents, Kind, Source
 from fullshard.checkpoint.readers import Readers
-from fullshard.checkpoint.tensors import dtype_of, tensor_bytes
 from fullshard.checkpoint.verify import quick_problems
 from fullshard.core.errors import CheckpointError
 from fullshard.core.layout import Interval

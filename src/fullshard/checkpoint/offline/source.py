@@ -18,10 +18,10 @@ from typing import Self, TypeVar
 import torch
 from pydantic import JsonValue
 
+from fullshard.checkpoint.elements import dtype_of, tensor_bytes
 from fullshard.checkpoint.format import DTYPES, Kind, Manifest, OptimizerRecord, TensorRecord, stored_tensors
 from fullshard.checkpoint.objects import Location
 from fullshard.checkpoint.tensor_file import Bytes
-from fullshard.checkpoint.tensors import dtype_of, tensor_bytes
 from fullshard.comm import torch_private
 from fullshard.core.dtypes import itemsize
 from fullshard.core.errors import CheckpointError

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from fullshard.checkpoint.conversion import Group, outline_of, saving_rules
+from fullshard.checkpoint.elements import dtype_of
 from fullshard.checkpoint.objects import Location
 from fullshard.checkpoint.offline.huggingface import CONFIG_NAME, read_configuration, skeleton_of
 from fullshard.checkpoint.offline.source import Contents, Kind, Source, tensor_record
-from fullshard.checkpoint.tensors import dtype_of
 from fullshard.core.errors import CheckpointError
 from fullshard.core.imports import import_extra
 from fullshard.core.layout import Interval

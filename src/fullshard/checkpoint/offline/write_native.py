@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 import fullshard
+from fullshard.checkpoint.elements import tensor_bytes, write_tensors
 from fullshard.checkpoint.format import (
     FORMAT_VERSION,
     FileRecord,
@@ -42,7 +43,6 @@ from fullshard.checkpoint.rng import RNG_PREFIX
 from fullshard.checkpoint.stamps import next_stamp
 from fullshard.checkpoint.store import NewCheckpoint, new_checkpoint
 from fullshard.checkpoint.tensor_file import TensorEntry, TensorFileWriter, storage_order
-from fullshard.checkpoint.tensors import tensor_bytes, write_tensors
 from fullshard.checkpoint.verify import structure_problems
 from fullshard.core.dtypes import itemsize
 from fullshard.core.errors import CheckpointError, ConfigError
