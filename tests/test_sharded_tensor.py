@@ -450,7 +450,8 @@ def run_weighed(model: nn.Module, step: int, rank: int) -> torch.Tensor:
     loss: torch.Tensor = model(inputs).square().mean()
     norms: Any = sum(p.norm() for p in model.parameters())
     weight: Any = model.get_parameter("head.weight")
-    (loss + loss.detach() * norms + ((weight @ weight.T) @ inputs[:3, :2]).square().mean()).backward()
+    product = (weight @ weight.T) @ inputs[:3, :2]
+    (loss + loss.detach() * (norms + whole(norms.square())) + product.square().mean()).backward()
     return loss.detach()
 
 

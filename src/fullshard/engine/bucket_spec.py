@@ -106,7 +106,9 @@ class BucketSpec:
         row_numel = 0 if composition is None else math.prod(shape[1:])
         placement = RaggedShard(layout.shard_numel, layout.offsets[index], row_numel)
         options = {"in_blocks": self.rounds is not None, "as_rows": slot.by_rows}
-        return Span(self.mesh, shape, placement, Name(), tile, composition=composition, **options)
+        return Span(
+            self.mesh, shape, placement, Name(), tile, composition=composition, reduction=self.reduction, **options
+        )
 
 
 def _packing(sent_as: str | None) -> Packing | None:

@@ -89,18 +89,23 @@ class ShardedTensor(SpreadTensor):
         return self.span.interval
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """This rank's interval, shape (n,); in the whole's shape where every rank has all of it. Differentiable."""
-        local = super().to_local(grad_placements=grad_placements)
+        """This rank's interval, shape (n,); in the whole's shape where every rank has all of it. Differentiable.
+
+        A gradient that comes back is averaged over the ranks that have the same elements, unless `grad_placements`
+        says otherwise.
+        """
+        is_own = grad_placements is None and self._wants_gradient
+        local: torch.Tensor = _ToLocal.apply(self) if is_own else super().to_local(grad_placements=grad_placements)
         is_whole = self.span.mesh.shard_size == 1 and not self.span.is_by_rows
         return local.view(self.span.tile_shape) if is_whole else local
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The whole, a new tensor on this rank's device. A collective: every rank calls it, in the same order.
 
-        Differentiable: what comes back is taken for the gradient of the whole, equal on every rank, unless
-        `grad_placements` says otherwise.
+        Differentiable: gradients that come back are reduced over all ranks as those of the parameter are, by their
+        mean, unless `grad_placements` says otherwise. So backward is a collective, too.
         """
-        whole: torch.Tensor = self._replicate().to_local(grad_placements=grad_placements)
+        whole: torch.Tensor = self._replicate(grad_placements is None).to_local(grad_placements=grad_placements)
         return whole
 
     def redistribute(
@@ -114,9 +119,13 @@ class ShardedTensor(SpreadTensor):
         redistributed: DTensor = self._replicate().redistribute(device_mesh, placements, **options)
         return redistributed
 
-    def _replicate(self) -> DTensor:
-        if torch.is_grad_enabled() and self.requires_grad:
-            replicated: DTensor = _Replicate.apply(self)
+    @property
+    def _wants_gradient(self) -> bool:
+        return torch.is_grad_enabled() and self.requires_grad
+
+    def _replicate(self, reduces: bool = True) -> DTensor:
+        if self._wants_gradient:
+            replicated: DTensor = _Replicate.apply(self, reduces)
             return replicated
         return replicated_of(self)
 
@@ -234,17 +243,48 @@ def part_of(tensor: DTensor, span: Span) -> torch.Tensor | None:
 
 
 class _Replicate(torch.autograd.Function):
-    """To a tensor that every rank has whole; a gradient of that comes back as this rank's interval."""
+    """To a tensor that every rank has whole; a gradient of that comes back as this rank's interval.
+
+    Each rank may compute with it what it wants, and torch takes all gradients for the same. So they are reduced here.
+    """
 
     @staticmethod
-    def forward(ctx: Any, tensor: ShardedTensor) -> DTensor:
-        ctx.span = tensor.span
+    def forward(ctx: Any, tensor: ShardedTensor, reduces: bool) -> DTensor:
+        ctx.span, ctx.reduces = tensor.span, reduces
         return replicated_of(tensor)
 
     @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[ShardedTensor, None]:
+        whole = reduced(grad, ctx.span) if ctx.reduces else grad.full_tensor()
+        return ShardedTensor(ctx.span.cut(whole).clone(), ctx.span), None
+
+
+class _ToLocal(torch.autograd.Function):
+    """To this rank's interval. Torch's own would compute the whole's strides from it; replicas have one gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: ShardedTensor) -> torch.Tensor:
+        ctx.span, ctx.shape = tensor.span, tensor.local.shape
+        return tensor._local_tensor.view_as(tensor._local_tensor)
+
+    @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> ShardedTensor:
-        whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
-        return ShardedTensor(ctx.span.cut(whole).clone(), ctx.span)
+        own = grad.reshape(ctx.shape)
+        shares = ctx.span.mesh.replicate_size > 1
+        return ShardedTensor(ctx.span.reduce(own, of_interval=True) if shares else own, ctx.span)
+
+
+def reduced(gradient: torch.Tensor, span: Span) -> torch.Tensor:
+    """Return the gradient of what every rank has whole, of which each rank gives its own. A collective.
+
+    One that is a sum still to be made says that each rank has a part of it, and that sum is it.
+    """
+    if not isinstance(gradient, DTensor):
+        return span.reduce(gradient)
+    is_own = all(placement.is_replicate() for placement in gradient.placements)
+    detached: Any = gradient.detach()
+    whole: torch.Tensor = detached.full_tensor()
+    return span.reduce(whole) if is_own else whole
 
 
 def replicated_of(tensor: ShardedTensor) -> DTensor:

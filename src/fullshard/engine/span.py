@@ -12,12 +12,13 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from fullshard.comm import torch_private
 from fullshard.comm.mesh import Mesh
-from fullshard.comm.stalls import STALLS
+from fullshard.comm.stalls import STALLS, all_reduce
 from fullshard.comm.torch_dist import as_sent
 from fullshard.core.boxes import IntervalBox, boxes
 from fullshard.core.errors import LifecycleError
 from fullshard.core.layout import Interval
 from fullshard.core.tiling import in_whole
+from fullshard.engine.reduction_settings import ReductionSettings
 from fullshard.engine.tile import Tile
 from fullshard.wrap.extended import Composition, inner_tensors
 
@@ -81,6 +82,7 @@ class Span:
         in_blocks: every rank's part is whole blocks of `core.virtual_ranks`.
         composition: of a composed parameter (`wrap.extended`), of which each rank has rows.
         as_rows: its intervals are whole rows, and torch is shown them as such; within the engine they are flat.
+        reduction: how gradients of the parameter are reduced; None: by their mean.
 
     Attributes:
         device_mesh: torch's name for the ranks that it is spread over.
@@ -99,8 +101,9 @@ class Span:
         in_blocks: bool = False,
         composition: Composition | None = None,
         as_rows: bool = False,
+        reduction: ReductionSettings | None = None,
     ) -> None:
-        self.in_blocks, self.composition, self.as_rows = in_blocks, composition, as_rows
+        self.in_blocks, self.composition, self.as_rows, self.reduction = in_blocks, composition, as_rows, reduction
         self.mesh, self.shape, self.placement, self.name, self.tile = mesh, torch.Size(shape), placement, name, tile
         self.device_mesh = mesh.device_mesh if tile is None else mesh.joined(tile.mesh)
         self.numel = math.prod(self.tile_shape)
@@ -195,7 +198,7 @@ class Span:
             return self
         placement = RaggedShard(self.placement.shard_numel, self.placement.offset + start)
         tile = None if self.tile is None else Tile(self.tile.mesh, self.tile.placement, shape)
-        return Span(self.mesh, shape, placement, self.name, tile)
+        return Span(self.mesh, shape, placement, self.name, tile, reduction=self.reduction)
 
     def boxes(self) -> Iterator[IntervalBox]:
         """This rank's elements as boxes of the whole."""
@@ -214,6 +217,24 @@ class Span:
             return rows[self.mesh.shard_rank] if self.mesh.shard_rank < len(rows) else spread[:0]
         flat = (spread if self.tile is None else self.tile.cut(spread)).reshape(-1)
         return flat[self.interval.start : self.interval.stop]
+
+    def reduce(self, gradient: torch.Tensor, *, of_interval: bool = False) -> torch.Tensor:
+        """Return the gradient over all ranks, of which each gives that of its own loss. A collective.
+
+        It is what the unit's reduction makes of gradients: their mean, unless the script has set another divisor.
+
+        Args:
+            gradient: of the whole.
+            of_interval: it is of this rank's elements alone: the mean over the replicas, which have the same ones.
+        """
+        mesh, group = self.mesh, self.mesh.world_group
+        divisor = float(mesh.world_size) if self.reduction is None else self.reduction.divisor
+        if of_interval and mesh.shard_size > 1:
+            group, divisor = mesh.replicate_group, float(mesh.replicate_size)
+        total = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True).contiguous()
+        if group is not None:
+            all_reduce(total, f"the gradient of {self.name}", [group])
+        return total.div_(divisor).to(gradient.dtype)
 
     def gather(self, local: torch.Tensor) -> torch.Tensor:
         """The whole, a new tensor of shape `shape` on the device, of which each rank gives its elements. A collective.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,7 +10,6 @@ import torch
 from torch.distributed.tensor import DTensor, Placement
 
 from fullshard.comm import torch_private
-from fullshard.comm.stalls import all_reduce
 from fullshard.core.errors import LifecycleError
 from fullshard.engine.kernel_arguments import (
     call_with,
@@ -19,11 +19,32 @@ from fullshard.engine.kernel_arguments import (
     tensors_in,
     written_tensors,
 )
-from fullshard.engine.sharded_tensor import ShardedTensor, SpreadTensor, dtensor_of
+from fullshard.engine.sharded_tensor import ShardedTensor, SpreadTensor, dtensor_of, reduced
 from fullshard.engine.span import Span
 
 
-class WholeTensor(SpreadTensor):
+class _Whole(SpreadTensor):
+    """One that every rank has whole. What leaves this class is each rank's own from there on, with its gradient."""
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """The whole. Gradients that come back are reduced as `ShardedTensor.full_tensor` says. Differentiable."""
+        if grad_placements is None and torch.is_grad_enabled() and self.requires_grad:
+            return _leave(self, is_plain=True)
+        return super().to_local(grad_placements=grad_placements)
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """The same."""
+        return self.to_local(grad_placements=grad_placements)
+
+    def redistribute(
+        self, device_mesh: Any = None, placements: Sequence[Placement] | None = None, **options: Any
+    ) -> DTensor:
+        """As torch's."""
+        own: Any = _leave(self, is_plain=False)
+        return own.redistribute(device_mesh, placements, **options)  # type: ignore[no-any-return]
+
+
+class WholeTensor(_Whole):
     """What was computed of sharded tensors and every rank has whole: a norm, a penalty, a product of matrices.
 
     With plain numbers it becomes a plain tensor, so that a penalty can be added to a loss, each rank to its own.
@@ -59,7 +80,8 @@ class WholeTensor(SpreadTensor):
     ) -> Any:
         """Every function of torch that is given one comes through here, above autograd."""
         kwargs = kwargs or {}
-        plain = [tensor for tensor in tensors_in((args, kwargs)) if not isinstance(tensor, DTensor)]
+        others = [tensor for tensor in tensors_in((args, kwargs)) if not isinstance(tensor, SpreadTensor)]
+        plain = [tensor for tensor in others if not isinstance(tensor, DTensor)]
         with torch_private.without_functions():
             target = kwargs.get("out", args[0] if _is_in_place(func) else None)
             changed = next((tensor for tensor in tensors_in(target) if isinstance(tensor, WholeTensor)), None)
@@ -69,8 +91,9 @@ class WholeTensor(SpreadTensor):
                         f"`{func.__name__}` of what is computed of {changed.name} and a plain tensor with a gradient",
                         hint="write total = total + loss, which makes a plain tensor",
                     )
-            elif plain:
-                args, kwargs = map_arguments((list(args), kwargs), WholeTensor, _MakePlain.apply)
+            elif others and changed is None:
+                leave = functools.partial(_leave, is_plain=bool(plain))
+                args, kwargs = map_arguments((list(args), kwargs), WholeTensor, leave)
             return func(*args, **kwargs)
 
     @classmethod
@@ -102,24 +125,25 @@ def _is_in_place(func: Callable[..., Any]) -> bool:
     return name in _OPERATORS_IN_PLACE or (name.endswith("_") and not name.endswith("__"))
 
 
-class _MakePlain(torch.autograd.Function):
-    """To a plain tensor, each rank's own from here on. Gradients that come back are, too: what counts is their mean."""
+class _Leave(torch.autograd.Function):
+    """To a plain tensor, each rank's own from here on, or to torch's class. Gradients that come back are reduced."""
 
     @staticmethod
-    def forward(ctx: Any, whole: WholeTensor) -> torch.Tensor:
-        ctx.span = whole.span
-        return torch_private.local_of(whole).clone()  # which may be changed
+    def forward(ctx: Any, whole: _Whole, is_plain: bool) -> torch.Tensor:
+        ctx.span, local = whole.span, torch_private.local_of(whole).clone()  # which may be changed
+        return local if is_plain else torch_private.wrap(DTensor, local, torch_private.layout_from(whole))
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> WholeTensor:
-        mesh, mean = ctx.span.mesh, grad.clone()
-        if mesh.world_group is not None:
-            all_reduce(mean, f"the gradient of {ctx.span.name}", [mesh.world_group])
-            mean /= mesh.world_size
-        return WholeTensor.of(mean, ctx.span)
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[WholeTensor, None]:
+        return WholeTensor.of(reduced(grad, ctx.span), ctx.span), None
 
 
-class WholeCopy(SpreadTensor):
+def _leave(whole: _Whole, *, is_plain: bool) -> torch.Tensor:
+    left: torch.Tensor = _Leave.apply(whole, is_plain)
+    return left
+
+
+class WholeCopy(_Whole):
     """What a view becomes that is no interval, a transposed matrix for example: a copy, which must not be changed.
 
     Nor be read when what it was copied from has changed, as a view would have changed with it. So are views of it.
