@@ -84,7 +84,7 @@ OTHER_PROGRAMS = [name for name, (program, _) in PROGRAMS.items() if program is 
 @pytest.mark.parametrize("part", range(2))
 def test_what_a_script_does_beside_training(part: int, step: int) -> None:
     """Weights changed, read, saved and loaded at once, gradients hooked, text generated, while copies are under way."""
-    assert len(OTHER_PROGRAMS) == 20
+    assert len(OTHER_PROGRAMS) == 21
     assert on_device(_wrong_programs, OTHER_PROGRAMS[part::2], step) == {}
 
 

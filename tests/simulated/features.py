@@ -16,7 +16,7 @@ from torch import nn
 
 import fullshard
 from fullshard.checkpoint import AsyncSaver, load_checkpoint, save_checkpoint
-from fullshard.engine import shard_model, unsharded
+from fullshard.engine import register_fsdp_forward_method, shard_model, unsharded
 from tests.distributed import place_of
 from tests.simulated.training import Case, batch, made, optimizer_of, whole_parameters
 from tests.test_composed import Coded
@@ -111,6 +111,24 @@ def compare_replicas(case: Case, kind: str) -> list[torch.Tensor]:
         if step == 1 and dist.get_rank() == 1:
             with torch.no_grad():
                 model.layers[1].up.weight.local.view(-1)[3] += 1
+    return _on_the_cpu([*found, *whole_parameters(model)])
+
+
+def take_views(case: Case, kind: str) -> list[torch.Tensor]:
+    """A layer's method returns rows of its weight, which are in the loss and read after the layer was freed."""
+    place = place_of(kind)
+    model: Any = made(case, place)
+    layer, optimizer = model.layers[0], optimizer_of(case, model)
+    layer.rows = lambda: layer.up.weight[1:3]
+    register_fsdp_forward_method(layer, "rows")
+    found = []
+    for step in range(2):
+        rows = layer.rows()
+        loss = model(*batch(step, 0, place)) + rows.square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found += [loss.detach(), rows.detach()]
     return _on_the_cpu([*found, *whole_parameters(model)])
 
 

@@ -17,6 +17,7 @@ from tests.simulated.features import (
     not_finite_on_one_rank,
     pretrained,
     save_meanwhile,
+    take_views,
     update_beside,
 )
 from tests.simulated.steps import host_waits_as_known
@@ -64,6 +65,7 @@ PROGRAMS: dict[str, tuple[Program, Case]] = {
     "replicas": (compare_replicas, Case(ranks=3, strategy="NO_SHARD")),
     "looked at whole": (look_at_whole, Case(ranks=2, precision="bf16")),
     "looked at whole, everything": (look_at_whole, Case(offload="everything")),
+    "views": (take_views, Case(ranks=2)),
     "saved meanwhile": (save_meanwhile, Case(offload="main weights")),
     "saved": (save_meanwhile, Case(ranks=2)),
     "host waits": (host_waits_as_known, Case()),

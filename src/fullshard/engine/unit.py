@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fullshard.comm import torch_private
 from fullshard.core.errors import LifecycleError
@@ -28,7 +29,7 @@ from fullshard.engine.call import Call, uncompiled
 from fullshard.engine.gradient_hooks import GradientHooks
 from fullshard.engine.materialize import Values
 from fullshard.engine.offload import Storage
-from fullshard.engine.precision import MixedPrecisionPolicy, cast_floating, moved
+from fullshard.engine.precision import MixedPrecisionPolicy, cast_floating, map_tensors, moved
 from fullshard.engine.unannounced import Unannounced
 from fullshard.engine.unit_parameters import UnitOwner, UnitParameters, UnitState
 from fullshard.wrap.partition import UnitPlan
@@ -229,6 +230,7 @@ class Unit(UnitParameters):
         self._ran.add(id(module))
         # Called although forward raised: see always_call.
         failed = output is None and sys.exc_info()[0] is not None
+        output = map_tensors(self._lasting, output)
         call = self._current.pop() if self._current else None
         if call is not None and not failed:
             self.schedule.end_call(self, call)
@@ -246,9 +248,16 @@ class Unit(UnitParameters):
             raise
         if not in_backward:
             self.schedule.end_forward(self, failed=failed)
-        if self.policy.output_dtype is None:
-            return None
         return cast_floating(output, self.policy.output_dtype)
+
+    def _lasting(self, output: torch.Tensor) -> torch.Tensor:
+        """Return `output`, or a copy if it is a view of a parameter: its memory goes when the unit is resharded."""
+        plain = torch_private.local_of(output) if isinstance(output, DTensor) else output
+        if plain.layout is not torch.strided or torch_private.are_transforms_active():
+            return output
+        place = torch_private.storage_id(plain.untyped_storage())
+        is_view = any(place in bucket.storage_ids and not bucket.shares_main for bucket in self.buckets)
+        return output.clone() if is_view else output
 
     def _watch_outputs(self, call: Call[Unit], output: Any) -> bool:
         """Learn when backward reaches an output; False if nothing will tell, although parameters want gradients."""
