@@ -310,6 +310,13 @@ def test_every_private_name_of_torch_is_used() -> None:
     assert [n for n in names if f"torch_private.{n}" not in text and n not in ("SEMI_PUBLIC", "OVERRIDDEN")] == []
 
 
+def test_threads_that_may_be_in_torch_are_at_rest_at_the_end() -> None:
+    """An interpreter that ends aborts the process if a daemon thread comes back to it from C++."""
+    python_alone = [ROOT / "core" / "threads.py", ROOT / "checkpoint" / "lease.py", *(ROOT / "launch").glob("*.py")]
+    daemons = [path for path in ROOT.rglob("*.py") if "daemon=True" in path.read_text()]
+    assert set(daemons) <= set(python_alone)
+
+
 def test_the_reading_path_is_as_long_as_it_says() -> None:
     text = (PROJECT / "ARCHITECTURE.md").read_text().partition("## Reading order")[2]
     found = re.search(r"About ([\d,]+) lines: (.*?)\. Then", text, re.DOTALL)

@@ -15,13 +15,9 @@ from multiprocessing import shared_memory
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from fullshard.core.journal import read_journal
-from fullshard.launch.bootstrap import wait_for_gloo
-from fullshard.launch.environment import init_process_group_from_environment
 from fullshard.launch.failures import failure_report
 from fullshard.launch.preemption import PREEMPTED
 from fullshard.launch.scene import is_of_a_hang, is_of_a_loss
@@ -280,15 +276,3 @@ def test_what_ends_a_rank_that_has_failed_is_not_the_cause(tmp_path: Path) -> No
         failure = ProcessFailure(local_rank=0, pid=7, exitcode=-signal.SIGABRT, error_file=str(path))
         assert failure_report(0, failure, world_size=2).endswith(f"(process 7 on {socket.gethostname()}) {said}")
         path.unlink(missing_ok=True)
-
-
-def test_a_group_that_is_left_open_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where no worker of fullshard's launcher does: its threads would abort about one process in fifty."""
-    place = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": free_port()}
-    for name, value in {**place, "MASTER_ADDR": "127.0.0.1"}.items():
-        monkeypatch.setenv(name, str(value))
-    at_exit: list[object] = []
-    monkeypatch.setattr("fullshard.launch.environment.atexit.register", at_exit.append)
-    init_process_group_from_environment(torch.device("cpu"))
-    dist.destroy_process_group()
-    assert wait_for_gloo in at_exit

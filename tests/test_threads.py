@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +21,7 @@ from fullshard.comm.cpu.progress_thread import ProgressThread
 from fullshard.comm.mesh import init_mesh
 from fullshard.comm.select import choices_for
 from fullshard.comm.torch_dist import NativeCollectives
+from tests.launching import environment, free_port
 
 SIZE = 2
 
@@ -109,7 +112,7 @@ def test_a_group_written_in_python_has_its_own_collectives(run_threads: Any) -> 
 def test_after_a_failure_a_progress_thread_does_nothing_more() -> None:
     """Its messages would be taken for others'."""
     failures, done = list[str](), list[int]()
-    thread = ProgressThread(lambda: failures.append("told"))
+    thread = ProgressThread(lambda: failures.append("told"), list)
 
     def fail() -> None:
         raise OSError("peer gone")
@@ -122,3 +125,57 @@ def test_after_a_failure_a_progress_thread_does_nothing_more() -> None:
     assert (done, failures) == ([1], ["told"])
     with pytest.raises(OSError, match="peer gone"):
         thread.check()
+
+
+ENDS = """
+import os, sys, threading, time
+import torch, torch.distributed as dist, torch._dynamo
+from fullshard import fully_shard
+from fullshard.comm import stalls
+from fullshard.comm.cpu.progress_thread import ProgressThread
+from fullshard.core.place import PLACE
+
+def start(kind, rank):
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=os.environ[kind])
+    dist.init_process_group("gloo")
+    model = fully_shard(torch.nn.Linear(4, 4))
+    model(torch.ones(2, 4)).sum().backward()
+    if kind == "looks":  # the thread reads the job's store all the time, as while this rank waits
+        PLACE.enter("a test")
+    if kind == "computes":
+        thread = ProgressThread(list, list)
+        for _ in range(60):
+            thread.submit(lambda: torch.ones(100_000).add_(1).sum().item())
+    if kind == "operates":  # Gloo's thread asks for the interpreter, which this one does not give up
+        tensors = [torch.ones(4)]
+        sys.setswitchinterval(60)
+        dist.distributed_c10d._get_default_group().allreduce_coalesced(tensors, dist.AllreduceCoalescedOptions())
+        del tensors
+    until = time.monotonic() + 0.5
+    while time.monotonic() < until:
+        pass
+    if rank:
+        raise SystemExit(3)
+
+stalls._pause = lambda stall: 0.0
+stalls._SOON = 0.0
+for kind in sys.argv[1:]:
+    ranks = []
+    for rank in range(2):
+        if not (pid := os.fork()):
+            break
+        ranks.append(pid)
+    else:
+        print(kind, *[os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks], flush=True)
+        continue
+    start(kind, rank)
+    break
+"""
+
+
+def test_no_thread_aborts_a_process_that_ends() -> None:
+    """Also where no launcher of fullshard's is, and a script has made its own process group, which it leaves open."""
+    kinds = {kind: str(free_port()) for kind in ("looks", "computes", "operates")}
+    words = [sys.executable, "-c", ENDS, *kinds]
+    done = subprocess.run(words, env=environment(**kinds), capture_output=True, text=True, timeout=200)
+    assert done.stdout.splitlines() == [f"{kind} 0 3" for kind in kinds], done.stderr

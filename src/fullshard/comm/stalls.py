@@ -37,6 +37,7 @@ from fullshard.config.switches import PREEMPTION_DIR, timeout_of_environment
 from fullshard.core.errors import CommunicationError, FullshardError, cut
 from fullshard.core.patience import FIRST_SECONDS, PATIENCE, seconds_to_wait, stall_seconds
 from fullshard.core.place import PLACE, this_process
+from fullshard.core.threads import start_thread
 
 _PROCESS, _WORD = "fullshard/process/{}", "fullshard/place/{}"
 """Keys in the store, by rank: who it is, and where it is if that has not changed for a while."""
@@ -76,7 +77,7 @@ class Stalls:
 
     def __init__(self) -> None:
         self.groups: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
-        self._pid = 0
+        self._pid, self._is_over = 0, threading.Event()
         self._world: weakref.ref[dist.ProcessGroup] | None = None
         self._asked: float | None = None
         self._trainer = threading.main_thread().ident
@@ -117,7 +118,8 @@ class Stalls:
             if directory := PREEMPTION_DIR.read():
                 with contextlib.suppress(OSError):  # of a job that is over
                     PLACE.keep_in(Path(directory) / f"place-{os.getpid()}")
-            threading.Thread(target=self._run, name="fullshard stalls", daemon=True).start()
+            self._is_over = threading.Event()
+            start_thread("fullshard stalls", self._run, (), self._is_over.set)
 
     def note_failure(self, group: dist.ProcessGroup, what: str) -> None:
         """An error has ended on this rank what the ranks of a group do together."""
@@ -217,9 +219,7 @@ class Stalls:
     def _run(self) -> None:
         """Body of the thread, which leaves signals to the others: the launcher's asks what the main one does."""
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-        while not sys.is_finalizing():
-            limit = self.limit
-            time.sleep(_pause(stall_seconds(limit)))
+        while not self._is_over.wait(_pause(stall_seconds(limit := self.limit))):
             with contextlib.suppress(Exception):  # a group or store that is just going: whoever waits notices that
                 if self._is_in_its_world:
                     self._look(limit, time.monotonic())
@@ -282,7 +282,7 @@ class Stalls:
         """What other ranks have left, by rank, with `is_alive`: whether they have left it again some seconds later."""
         try:
             before = _read_words(dist.get_rank())
-            time.sleep(seconds)
+            self._is_over.wait(seconds)
             now = _read_words(dist.get_rank())
         except RuntimeError:  # the store is gone: its rank has ended
             return {}

@@ -193,37 +193,9 @@ def leave_process_group() -> None:
         return
     if distributed.is_initialized():
         distributed.destroy_process_group()
+    from fullshard.core.threads import wait_for_gloo
+
     wait_for_gloo()
-
-
-def wait_for_gloo() -> None:
-    """Wait until Gloo's threads have let go of the tensors of the last operation.
-
-    They do so after the operation is over, and need the interpreter for it; one that is ending would abort the process
-    (https://github.com/pytorch/pytorch/issues/190489). A thread that neither ran nor was kept from running while this
-    one slept waits for its next operation, and there will be none.
-    """
-    import time
-
-    deadline = time.monotonic() + EXIT_SECONDS
-    before, now = None, _gloo_threads()
-    while now and (now != before or not all("S (sleeping)" in state for state in now)) and time.monotonic() < deadline:
-        time.sleep(0.01)  # twice as long as a thread waits before it asks for the interpreter
-        before, now = now, _gloo_threads()
-
-
-def _gloo_threads() -> list[str]:
-    """Of each of the threads that run operations, its state and how often it was put to sleep; Linux only."""
-    import contextlib
-    import glob
-
-    found = []
-    for path in glob.iglob("/proc/self/task/*/status"):
-        with contextlib.suppress(OSError), open(path, encoding="utf-8") as file:  # or it has just ended
-            name, *lines = file.read().splitlines()
-            if name.endswith("pt_gloo_runloop"):
-                found.append(" ".join(line for line in lines if line.startswith("State") or "ctxt_switches" in line))
-    return found
 
 
 def watch_for_trainers() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import pickle
 from collections.abc import Callable, Mapping
@@ -17,7 +16,7 @@ from fullshard.comm import device as devices
 from fullshard.config.switches import ELASTIC, timeout_of_environment
 from fullshard.core.errors import ConfigError
 from fullshard.core.patience import FIRST_SECONDS, PATIENCE
-from fullshard.launch.bootstrap import wait_for_gloo
+from fullshard.core.threads import rest_at_exit
 from fullshard.launch.tpu import check_tpu_environment
 
 T = TypeVar("T")
@@ -145,7 +144,7 @@ def init_process_group_from_environment(
         timeout=timedelta(seconds=timeout_seconds),
         device_id=device if device.type == "cuda" else None,
     )
-    atexit.register(wait_for_gloo)  # a script may leave the group open, under a launcher that is not fullshard's
+    rest_at_exit()  # a script may leave the group open, under a launcher that is not fullshard's
     return environment
 
 

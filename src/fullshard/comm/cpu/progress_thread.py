@@ -5,9 +5,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from queue import SimpleQueue
 from threading import Lock, Thread
 from typing import Any, TypeVar
+
+from fullshard.core.threads import start_thread
 
 Result = TypeVar("Result")
 _Task = tuple[Callable[[], Any], Future[Any]]
@@ -17,15 +20,16 @@ _Task = tuple[Callable[[], Any], Future[Any]]
 class ProgressThread:
     """Does what it is given, one thing after the other. After a failure it does nothing more.
 
-    Not an executor of the standard library: those wait for their threads when the interpreter ends, and a thread may
-    be waiting for a rank that is gone.
+    Not an executor of the standard library: those wait for their threads when the interpreter ends, however long, and a
+    thread may be waiting for a rank that is gone.
 
     Args:
         on_failure: called by the thread when something fails.
+        end_waits: has what the thread waits for fail, once the process ends and nothing else has ended it.
     """
 
-    def __init__(self, on_failure: Callable[[], None]) -> None:
-        self._on_failure = on_failure
+    def __init__(self, on_failure: Callable[[], None], end_waits: Callable[[], object]) -> None:
+        self._on_failure, self._end_waits = on_failure, end_waits
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
         self._failure: list[BaseException] = []
         self._thread: Thread | None = None
@@ -34,11 +38,11 @@ class ProgressThread:
     def submit(self, do: Callable[[], Result]) -> Future[Result]:
         """Have `do` called after everything that was submitted before."""
         with self._lock:
-            if self._thread is None:
+            if self._thread is None or not self._thread.is_alive():  # an exit handler comes after the thread's end
                 arguments = (self._tasks, self._failure, self._on_failure)
-                self._thread = Thread(target=_work, args=arguments, name="fullshard communication", daemon=True)
-                self._thread.start()
-                weakref.finalize(self, self._tasks.put, None).atexit = False
+                stop = partial(self._tasks.put, None)
+                self._thread = start_thread("fullshard communication", _work, arguments, stop, self._end_waits)
+                weakref.finalize(self, stop).atexit = False
         future: Future[Result] = Future()
         self._tasks.put((do, future))
         return future

@@ -30,7 +30,7 @@ from fullshard.comm import torch_private
 from fullshard.comm.base import BufferSpec, Parts, Reduction, Watch, Work, WorkOf
 from fullshard.comm.cpu.averages import average
 from fullshard.comm.cpu.buffer_pool import BufferPool
-from fullshard.comm.cpu.gloo import GlooCollectives, receive, send
+from fullshard.comm.cpu.gloo import GlooCollectives, end_waits, receive, send
 from fullshard.comm.cpu.peers import FILE_NBYTES, Peers, host_memory_nbytes
 from fullshard.comm.cpu.progress_thread import ProgressThread
 from fullshard.comm.cpu.send_queue import SendQueues
@@ -42,6 +42,7 @@ from fullshard.comm.cpu.shared_memory import (
     SharedPages,
 )
 from fullshard.comm.packing import Packing
+from fullshard.core.place import PLACE
 from fullshard.core.route import Route
 from fullshard.core.sizes import round_up
 
@@ -113,7 +114,7 @@ class _Channel:
 
     def __init__(self, group: dist.ProcessGroup, peers: Peers, kind: int) -> None:
         self.peers = peers
-        self.progress = ProgressThread(peers.report_failure)
+        self.progress = ProgressThread(peers.report_failure, partial(_give_up, group))
         self.others = [(peers.host + step) % peers.num_hosts for step in range(1, peers.num_hosts)]
         self._group, self._kind = group, kind
 
@@ -128,6 +129,12 @@ class _Channel:
     def receive(self, tensor: torch.Tensor, host: int, tag: int) -> dist.Work:
         """Begin to receive from there."""
         return receive(tensor, self._group, self.counterpart(host), 2 * tag + self._kind)
+
+
+def _give_up(group: dist.ProcessGroup) -> None:
+    """Have everything fail that the threads of this process wait for, in shared memory or from other hosts."""
+    PLACE.given_up = PLACE.given_up or "this process ends"
+    end_waits(group)
 
 
 # -- all-gather ---------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from fullshard.api.collectives import send_to_device
 from fullshard.comm import device as devices
 from fullshard.core.errors import ConfigError, DataError
+from fullshard.core.threads import start_thread
 
 DEFAULT_PADDING: Mapping[str, float] = {"input_ids": 0, "attention_mask": 0, "labels": -100}
 """What batches are padded with, by key, if nothing else is said."""
@@ -144,9 +145,9 @@ class _Ahead:
         self._stop = threading.Event()
         arguments = (source, iterator, self._queue, self._stop)
         # A daemon that is told to stop: nothing waits for ever for a loader that does.
-        self._thread = threading.Thread(target=_fetch, args=arguments, name="AsyncLoader", daemon=True)
-        self._thread.start()
+        self._thread = start_thread("AsyncLoader", _fetch, arguments, self._stop.set)
         self._finalizer = weakref.finalize(self, _end, self._stop, self._thread)
+        self._finalizer.atexit = False
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
         while True:
