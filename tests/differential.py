@@ -23,11 +23,25 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fullshard.engine import ShardedParameter, no_sync
 
-TOLERANCE = 1e-5
-BFLOAT16_TOLERANCE = 2**-4
-"""For tensors stored in bfloat16, whose spacing is 2**-8: some roundings over a few steps."""
-PLACE_TOLERANCE = 1e-4
-"""Some steps of training, where products depend on where their operands lie."""
+
+def rounding(dtype: torch.dtype, chain: float) -> float:
+    """Return how far apart two results may be, relative to the largest number on the way to them.
+
+    Every processor sums in an order of its own. So a limit is never what one machine showed: it is what `chain`
+    roundings of `dtype` make, each of them upwards on one side.
+
+    Args:
+        dtype: what is computed in.
+        chain: operations one after the other that lead to an element: terms of the sums, times passes, times steps;
+            times what a division by a small number makes of them.
+    """
+    return chain * torch.finfo(dtype).eps
+
+
+TOLERANCE = rounding(torch.float32, 5 * 2 * 120)
+"""Five steps of a forward and a backward pass, each of which adds up some 120 terms."""
+BFLOAT16_TOLERANCE = rounding(torch.bfloat16, 8)
+"""For tensors stored in bfloat16: some roundings over a few steps."""
 
 Engine = Callable[[Any], nn.Module]
 Record = dict[str, dict[Any, torch.Tensor | None]]
@@ -127,13 +141,13 @@ def difference(value: torch.Tensor | None, reference: torch.Tensor | None) -> fl
     scale = max(reference.abs().max().item(), 1e-30)
     relative = (value.double() - reference.double()).abs().max().item() / scale
     if value.dtype is torch.bfloat16:  # it comes to its limit where others come to theirs
-        relative *= (TOLERANCE if products_are_exact() else PLACE_TOLERANCE) / BFLOAT16_TOLERANCE
+        relative *= TOLERANCE / BFLOAT16_TOLERANCE
     return max(relative, 1e-30) if relative == relative else float("inf")  # NaN on one side only is no small matter
 
 
 def is_same_product(value: torch.Tensor, reference: torch.Tensor) -> bool:
     """Whether results of the same products, whose operands lie elsewhere, are equal: bit for bit where they can be."""
-    return difference(value, reference) <= (0.0 if products_are_exact() else PLACE_TOLERANCE)
+    return difference(value, reference) <= (0.0 if products_are_exact() else TOLERANCE)
 
 
 def compare(record: Record, reference: Record) -> dict[str, float]:
@@ -151,12 +165,9 @@ def compare(record: Record, reference: Record) -> dict[str, float]:
 def check(results: Sequence[dict[str, float]], *, exact: bool, tolerance: float = TOLERANCE) -> None:
     """Every rank's differences within the limit, all of them in the message if not.
 
-    `exact` asks for equal bits where products have them; elsewhere for `tolerance`, or for `PLACE_TOLERANCE` if wider.
+    `exact` asks for equal bits where this processor's products have them; elsewhere for `tolerance`.
     """
-    if products_are_exact():
-        limit = 0.0 if exact else tolerance
-    else:
-        limit = max(tolerance, PLACE_TOLERANCE)
+    limit = 0.0 if exact and products_are_exact() else tolerance
     assert results
     for rank, result in enumerate(results):
         assert result, "nothing was compared"

@@ -495,7 +495,7 @@ def check_own_lines() -> dict[str, float]:
 
 
 def test_averages_of_lists_of_parameters() -> None:
-    check(run_ranks(check_own_lines, 2), exact=False, tolerance=1e-5)
+    check(run_ranks(check_own_lines, 2), exact=False)
 
 
 class EMAModel:
@@ -570,7 +570,7 @@ def model_with(state: Any) -> Model:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_diffusers_average_may_be_made_before_sharding(tmp_path: Path, world_size: int) -> None:
     found = run_ranks(check_diffusers, world_size, str(tmp_path / "average"))
-    check(found, exact=False, tolerance=1e-5)
+    check(found, exact=False)
 
 
 def check_a_shadow_that_is_sharded() -> dict[str, float]:

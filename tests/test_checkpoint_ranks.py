@@ -26,7 +26,7 @@ from fullshard.checkpoint import (
 from fullshard.core.errors import CheckpointError
 from fullshard.engine import ShardedParameter, shard_model
 from fullshard.engine.parameter import sharded_parameters
-from tests.differential import PLACE_TOLERANCE, is_same_product, products_are_exact
+from tests.differential import TOLERANCE, is_same_product, products_are_exact
 from tests.distributed import run_ranks
 
 
@@ -165,7 +165,7 @@ def test_training_goes_on_bit_by_bit(tmp_path: Path) -> None:
     results = run_ranks(_resume, 2, str(tmp_path))
     assert results[0][0] != results[1][0]
     for expected, got in results:
-        assert got == expected if products_are_exact() else got == pytest.approx(expected, rel=PLACE_TOLERANCE)
+        assert got == expected if products_are_exact() else got == pytest.approx(expected, rel=TOLERANCE)
 
 
 def _full_states() -> bool:

@@ -440,7 +440,7 @@ def test_element_wise_optimizers(name: str, implementation: str) -> None:
 @pytest.mark.parametrize("name", FUSED_ON_CPU)
 def test_fused_optimizers(name: str) -> None:
     """Fused kernels treat the last few elements of a tensor apart, and a slice ends elsewhere than its whole."""
-    check(run_ranks(optimizing, 2, name, {"fused": True}), exact=False, tolerance=1e-6)
+    check(run_ranks(optimizing, 2, name, {"fused": True}), exact=False)
 
 
 @pytest.mark.full

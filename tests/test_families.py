@@ -137,7 +137,7 @@ def test_family_under_every_strategy(name: str, strategy: str) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_family_on_three_ranks(name: str) -> None:
     # Whole models amplify roundings over the steps; a wrong gradient is off by far more.
-    check([values for [values] in run_ranks(family, 3, name, "FULL_SHARD", None, False)], exact=False, tolerance=1e-4)
+    check([values for [values] in run_ranks(family, 3, name, "FULL_SHARD", None, False)], exact=False)
 
 
 # -- activation checkpointing -----------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from fullshard.checkpoint import load_checkpoint, save_checkpoint
 from fullshard.core.errors import ConfigError, OptimizerError
 from fullshard.core.events import Event, EventKind
+from fullshard.core.matrices import NEWTON_SCHULZ_STEPS
 from fullshard.engine import ShardedParameter, fully_shard, init_mesh, shard_model, step_in_backward
 from fullshard.optim import EMA, Adafactor, MatrixRule, Muon
 from tests import optimizers
@@ -37,14 +38,17 @@ from tests.differential import (
     parameters,
     plain,
     products_are_exact,
+    rounding,
 )
 from tests.distributed import run_ranks
 from tests.offload import POLICIES
 
 STEPS = 3
-ROUNDED = 2e-2
-"""Of weights whose directions were rounded to bfloat16 after sums in another order. In one process a change of 6e-8 in
-the gradients changes them by 1e-2 in three steps."""
+RATE, EPS, PASS = 0.01, 1e-8, 150
+"""Learning rate; Adam's epsilon; terms that a forward or a backward pass adds up one after the other."""
+ROUNDED = RATE / EPS * rounding(torch.float64, STEPS * 2 * PASS)
+"""Of weights and losses in float64: Adam divides by no less than `EPS`. In float32 the last bit of a gradient decides
+how the direction is rounded to bfloat16, which moves weights by a hundredth of themselves."""
 
 
 class Block(nn.Module):
@@ -87,7 +91,7 @@ class Pair:
     Torch's takes nothing but matrices, so it is given views of the others, which are of the same memory.
     """
 
-    def __init__(self, model: nn.Module, *, lr: float = 0.01, **options: Any) -> None:
+    def __init__(self, model: nn.Module, *, lr: float = RATE, **options: Any) -> None:
         rule, self._views = MatrixRule.of(model), list[tuple[nn.Parameter, int | None, nn.Parameter]]()
         for parameter in rule.matrices.values():
             for index in range(len(parameter)) if parameter.dim() == 3 else [None]:
@@ -116,7 +120,7 @@ class Pair:
 
 def model_of() -> Model:
     torch.manual_seed(1)
-    return Model()
+    return Model().double()
 
 
 def sharded(strategy: str = "FULL_SHARD", **options: Any) -> nn.Module:
@@ -141,7 +145,7 @@ def check_same_as_torch(options: dict[str, Any], sharding: dict[str, Any]) -> di
     reference = model_of()
     step_with(reference, Pair(reference, **options))
     model = sharded(**sharding)
-    step_with(model, Muon(model, **{"lr": 0.01, **options}))
+    step_with(model, Muon(model, **{"lr": RATE, **options}))
     return compare({"parameters": parameters(model)}, {"parameters": parameters(reference)})
 
 
@@ -203,24 +207,22 @@ def check_training(engine: str) -> dict[str, float]:
     reference = ddp(model_of())
     expected = train(reference, Pair(plain(reference)), rank=mesh.rank, size=mesh.world_size)
     model = sharded(engine)
-    losses = train(model, Muon(model, lr=0.01), rank=mesh.rank, size=mesh.world_size)
-    assert losses[:2] == expected[:2]
-    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0.0)
-    return compare({"parameters": parameters(model)}, {"parameters": parameters(reference)})
+    losses = train(model, Muon(model, lr=RATE), rank=mesh.rank, size=mesh.world_size)
+    return compare(as_record(losses, parameters(model)), as_record(expected, parameters(reference)))
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", pytest.param("NO_SHARD", marks=pytest.mark.full)])
 def test_training_is_that_of_replicas(strategy: str) -> None:
     """Accumulated, clipped, with a tied, a frozen and an unused parameter."""
-    check(run_ranks(check_training, 2, strategy), exact=False, tolerance=1e-4)
+    check(run_ranks(check_training, 2, strategy), exact=False, tolerance=ROUNDED)
 
 
 def check_same_sums() -> dict[str, float]:
     mesh = init_mesh()
     reference, model = ddp(model_of()), sharded()
     once: dict[str, Any] = {"rank": mesh.rank, "size": mesh.world_size, "micros": 1, "clip": 0}
-    assert train(model, Muon(model, lr=0.01), **once) == train(reference, Pair(plain(reference)), **once)
-    return compare({"parameters": parameters(model)}, {"parameters": parameters(reference)})
+    losses, expected = train(model, Muon(model, lr=RATE), **once), train(reference, Pair(plain(reference)), **once)
+    return compare(as_record(losses, parameters(model)), as_record(expected, parameters(reference)))
 
 
 def test_training_is_bit_by_bit_that_of_replicas_that_add_in_the_same_order() -> None:
@@ -230,13 +232,17 @@ def test_training_is_bit_by_bit_that_of_replicas_that_add_in_the_same_order() ->
 
 @pytest.mark.parametrize("shape", [(511, 600), (512, 512), (700, 513)])
 def test_large_matrices_have_torchs_bits(shape: tuple[int, int]) -> None:
-    """Of 512 rows or more a quarter of each symmetric product is a copy."""
+    """Of 512 rows or more a quarter of each symmetric product is a copy.
+
+    Where a product of a part has other bits: three products per iteration, one after the other.
+    """
     torch.manual_seed(0)
     mine, theirs = nn.Parameter(torch.zeros(shape)), nn.Parameter(torch.zeros(shape))
     mine.grad = theirs.grad = torch.randn(shape)
     Muon([mine]).step()
     torch.optim.Muon([theirs]).step()
-    assert difference(mine.detach(), theirs.detach()) <= (0.0 if products_are_exact() else 2 * ROUNDED)
+    limit = 0.0 if products_are_exact() else rounding(torch.bfloat16, 3 * NEWTON_SCHULZ_STEPS)
+    assert difference(mine.detach(), theirs.detach()) <= limit
 
 
 STRATEGIES = {"FULL_SHARD": None, "SHARD_GRAD_OP": None, "HYBRID_SHARD": {1: 1, 2: 1, 3: 1, 4: 2}}
@@ -277,7 +283,7 @@ def train_with_every_strategy() -> dict[str, tuple[list[float], dict[str, torch.
     found = {}
     for strategy, sizes in STRATEGIES.items():
         model = sharded(strategy, shard_size=None if sizes is None else sizes[mesh.world_size])
-        found[strategy] = trained(model, Muon(model, lr=0.01), [mesh.rank], mesh.world_size)
+        found[strategy] = trained(model, Muon(model, lr=RATE), [mesh.rank], mesh.world_size)
     return found
 
 
@@ -285,7 +291,7 @@ def train_with_every_strategy() -> dict[str, tuple[list[float], dict[str, torch.
 def test_training_is_that_of_one_process(world_size: int) -> None:
     """Bit by bit the losses and weights of `torch.optim.Muon` in one process that adds up the ranks' gradients.
 
-    Three replicas add in another order: losses within 1e-6, weights within `ROUNDED`.
+    Three replicas add in another order.
     """
     model = model_of()
     expected = as_record(*trained(model, Pair(model), range(world_size), world_size))
@@ -295,12 +301,11 @@ def test_training_is_that_of_one_process(world_size: int) -> None:
         losses = [loss for of_step in zip(*(losses for losses, _ in ranks), strict=True) for loss in of_step]
         is_exact = (strategy, world_size) != ("HYBRID_SHARD", 3)
         for kind, value in compare(as_record(losses, ranks[0][1]), expected).items():
-            tolerance = 1e-6 if kind.startswith("losses") else ROUNDED
-            check([{f"{strategy}, {kind}": value}], exact=is_exact, tolerance=tolerance)
+            check([{f"{strategy}, {kind}": value}], exact=is_exact, tolerance=ROUNDED)
 
 
 def as_record(losses: list[float], weights: dict[str, torch.Tensor | None]) -> Record:
-    return {"losses": {"in order": torch.tensor(losses)}, "parameters": weights}
+    return {"losses": {"in order": torch.tensor(losses, dtype=torch.float64)}, "parameters": weights}
 
 
 def check_scaler() -> None:
@@ -350,7 +355,7 @@ def test_gradients_that_are_not_finite() -> None:
 def check_offloaded(policies: list[str]) -> dict[str, float]:
     """Main weights on the host, or the momentum: the same bits, of Muon, of Adafactor and of averages."""
     found: dict[str, float] = {}
-    for name, make in (("muon", lambda m: Muon(m, lr=0.01)), ("adafactor", adafactor)):
+    for name, make in (("muon", lambda m: Muon(m, lr=RATE)), ("adafactor", adafactor)):
         records = []
         for policy in (None, *policies):
             model = sharded(offload_policy=None if policy is None else POLICIES[policy])
@@ -411,10 +416,10 @@ def check_fewer_matrices_than_ranks() -> dict[str, float]:
     records = []
     for shards in (False, True):
         torch.manual_seed(0)
-        model: nn.Module = nn.Sequential(nn.Linear(40, 12))
+        model: nn.Module = nn.Sequential(nn.Linear(40, 12)).double()
         if shards:
             shard_model(model, unit_modules=[])
-            optimizer: Any = Muon(model, lr=0.01)
+            optimizer: Any = Muon(model, lr=RATE)
         else:
             optimizer = Pair(model)
         step_with(model, optimizer)
@@ -451,7 +456,7 @@ def test_state_dict() -> None:
 
 def save(directory: str, *, torchs: bool) -> None:
     model = sharded()
-    optimizer = Muon(model, lr=0.01)
+    optimizer = Muon(model, lr=RATE)
     step_with(model, optimizer, steps=STEPS - 1)
     if torchs:
         weights, state = get_state_dict(model, optimizer)
@@ -463,9 +468,9 @@ def save(directory: str, *, torchs: bool) -> None:
 def resume(directory: str, torchs: bool) -> dict[str, float]:
     """The last step, by another optimizer on another number of ranks, against a run in one piece."""
     reference = model_of()
-    step_with(reference, Muon(reference, lr=0.01))
+    step_with(reference, Muon(reference, lr=RATE))
     torch.manual_seed(9)
-    model = Model()
+    model = Model().double()
     shard_model(model, unit_modules=[model.blocks[0]])
     optimizer = Muon(model, lr=0.5)
     if torchs:
@@ -489,10 +494,10 @@ def check_made_before_sharding() -> dict[str, float]:
     from fullshard.engine import repoint
 
     reference = model_of()
-    whole = Muon(reference, lr=0.01)
+    whole = Muon(reference, lr=RATE)
     step_with(reference, whole)
     model = model_of()
-    optimizer = Muon(model, lr=0.01)
+    optimizer = Muon(model, lr=RATE)
     step_with(model, optimizer, steps=1)
     shard_model(model, unit_modules=list(model.blocks))
     repoint(optimizer, model)

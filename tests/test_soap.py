@@ -30,14 +30,19 @@ from tests import optimizers, trainers
 from tests.differential import check, compare, ddp, parameters, plain
 from tests.distributed import run_ranks
 from tests.offload import POLICIES
-from tests.test_muon import Model, model_of, sharded
+from tests.test_muon import RATE, ROUNDED, Model, as_record, model_of, sharded
 from tests.test_muon import train as train_clipped
 from tests.test_muon_runs import fullshard as fullshard_command
 from tests.test_recipe_train import inputs as inputs
 from tests.trainers import close
 
 STEPS = 6
-OPTIONS: dict[str, Any] = {"lr": 0.01, "precondition_frequency": 2, "max_precond_dim": 40}
+OPTIONS: dict[str, Any] = {
+    "lr": RATE,
+    "precondition_frequency": 2,
+    "max_precond_dim": 40,
+    "sent_as": torch.float64,
+}
 """The factors of 72 rows or columns are left out."""
 Class = type[PreconditionedMatrices]
 BOTH = pytest.mark.parametrize("cls", [SOAP, pytest.param(Shampoo, marks=pytest.mark.full)])
@@ -53,7 +58,7 @@ class Paper:
         self, weight: torch.Tensor, *, lr: float, betas: tuple[float, float], every: int, decay: float
     ) -> None:
         self.weight, self.lr, self.betas, self.every, self.decay = weight, lr, betas, every, decay
-        self.factors = [torch.zeros(n, n) for n in weight.shape]
+        self.factors = [torch.zeros(n, n, dtype=weight.dtype) for n in weight.shape]
         self.bases: list[torch.Tensor] = []
         self.mean, self.squares, self.steps = torch.zeros_like(weight), torch.zeros_like(weight), -1
 
@@ -83,14 +88,14 @@ class Paper:
 @pytest.mark.parametrize("shape", [(6, 6), (12, 7), (5, 11)])
 def test_the_papers_numbers(shape: tuple[int, int]) -> None:
     torch.manual_seed(0)
-    weight = nn.Parameter(torch.randn(shape))
+    weight = nn.Parameter(torch.randn(shape, dtype=torch.float64))
     reference = Paper(weight.detach().clone(), lr=0.1, betas=(0.9, 0.8), every=3, decay=0.1)
     optimizer = SOAP([weight], lr=0.1, betas=(0.9, 0.8), precondition_frequency=3, weight_decay=0.1)
     for _ in range(10):
-        weight.grad = torch.randn(shape)
+        weight.grad = torch.randn(shape, dtype=torch.float64)
         reference.step(weight.grad)
         optimizer.step()
-        torch.testing.assert_close(weight.detach(), reference.weight, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(weight.detach(), reference.weight, rtol=ROUNDED, atol=ROUNDED)
 
 
 class ShampoosPaper:
@@ -125,16 +130,16 @@ class ShampoosPaper:
 def test_shampoos_papers_numbers(shape: tuple[int, int]) -> None:
     """With a factor for both sides, for that of the rows alone, for neither."""
     torch.manual_seed(0)
-    weight = nn.Parameter(torch.randn(shape))
+    weight = nn.Parameter(torch.randn(shape, dtype=torch.float64))
     has = [n <= 10 for n in shape]
     reference = ShampoosPaper(weight.detach().clone(), lr=0.1, betas=(0.9, 0.8), every=3, decay=0.1, has=has)
     options: dict[str, Any] = {"precondition_frequency": 3, "weight_decay": 0.1, "max_precond_dim": 10}
     optimizer = Shampoo([weight], lr=0.1, betas=(0.9, 0.8), **options)
     for _ in range(10):
-        weight.grad = torch.randn(shape)
+        weight.grad = torch.randn(shape, dtype=torch.float64)
         reference.step(weight.grad)
         optimizer.step()
-        torch.testing.assert_close(weight.detach(), reference.weight, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(weight.detach(), reference.weight, rtol=ROUNDED, atol=ROUNDED)
 
 
 def check_same_as_one(cls: Any, sharding: dict[str, Any]) -> dict[str, float]:
@@ -154,7 +159,7 @@ def check_same_as_one(cls: Any, sharding: dict[str, Any]) -> dict[str, float]:
             m.numel - m.interval.intersect(dealing.layouts[m.bucket].rank_interval(rank)).numel
             for m, (_, rank) in ((dealing.matrices[n], dealing.owners[n]) for n in unused)
         )
-        assert 4 * (given - 2 * own) <= sum(sent) <= 4 * given  # one step leaves the unused out
+        assert 8 * (given - 2 * own) <= sum(sent) <= 8 * given  # one step leaves the unused out
     return compare({"parameters": parameters(model)}, {"parameters": parameters(reference)})
 
 
@@ -199,11 +204,11 @@ def check_owned(optimizer: PreconditionedMatrices) -> None:
 )
 def test_sharded(cls: Class, world_size: int, sharding: dict[str, Any]) -> None:
     """Each matrix is computed whole, so the number of ranks changes nothing: not to a rounding, at all."""
-    check(run_ranks(check_same_as_one, world_size, cls, sharding), exact=True)
+    check(run_ranks(check_same_as_one, world_size, cls, sharding), exact=True, tolerance=ROUNDED)
 
 
 def check_ways(cls: Any) -> dict[str, float]:
-    """Made before the model is sharded and after a step of its own; state on the host; sent in half precision."""
+    """Made before the model is sharded and after a step of its own; state on the host; sent in single precision."""
     reference = model_of()
     step_with(reference, cls(reference, **OPTIONS))
     expected = {"parameters": parameters(reference)}
@@ -220,10 +225,10 @@ def check_ways(cls: Any) -> dict[str, float]:
         step_with(model, cls(model, **OPTIONS))
         found |= {f"{policy}: {k}": v for k, v in compare({"parameters": parameters(model)}, expected).items()}
     sent = []
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in (torch.float64, torch.float32):
         events: list[Event] = []
         model = sharded(event_sink=events.append)
-        step_with(model, cls(model, sent_as=dtype, **OPTIONS))
+        step_with(model, cls(model, **{**OPTIONS, "sent_as": dtype}))
         sent.append(sum(event.nbytes for event in events if event.kind is EventKind.PIECES_SENT))
     assert sent[0] == 2 * sent[1] > 0
     return found
@@ -232,7 +237,7 @@ def check_ways(cls: Any) -> dict[str, float]:
 @pytest.mark.usefixtures("rehearsed")
 @BOTH
 def test_ways_to_make_it(cls: Class) -> None:
-    check(run_ranks(check_ways, 2, cls), exact=True)
+    check(run_ranks(check_ways, 2, cls), exact=True, tolerance=ROUNDED)
 
 
 # -- state --------------------------------------------------------------------------------------------------------
@@ -252,7 +257,7 @@ def resume(directory: str, cls: Any) -> dict[str, float]:
     reference = model_of()
     step_with(reference, cls(reference, **OPTIONS))
     torch.manual_seed(9)
-    model = Model()
+    model = Model().double()
     shard_model(model, unit_modules=[model.blocks[0]])
     optimizer = cls(model, **{**OPTIONS, "lr": 0.5})
     load_checkpoint(Path(directory) / "here", model=model, optimizer=optimizer)
@@ -266,7 +271,7 @@ def resume(directory: str, cls: Any) -> dict[str, float]:
 def test_saved_on_two_ranks_resumed_on_others(cls: Class, tmp_path: Path) -> None:
     run_ranks(save, 2, str(tmp_path), cls)
     for world_size in (3, 1):
-        check(run_ranks(resume, world_size, str(tmp_path), cls), exact=True)
+        check(run_ranks(resume, world_size, str(tmp_path), cls), exact=True, tolerance=ROUNDED)
 
 
 def check_state_dict_of_one(cls: Any) -> dict[str, float]:
@@ -284,7 +289,7 @@ def check_state_dict_of_one(cls: Any) -> dict[str, float]:
 
 @BOTH
 def test_state_dict_of_one_process(cls: Class) -> None:
-    check(run_ranks(check_state_dict_of_one, 1, cls), exact=True)
+    check(run_ranks(check_state_dict_of_one, 1, cls), exact=True, tolerance=ROUNDED)
 
 
 def accelerated(directory: str, cls: Any, loads: bool) -> dict[str, float]:
@@ -304,8 +309,8 @@ def accelerated(directory: str, cls: Any, loads: bool) -> dict[str, float]:
 
 @BOTH
 def test_accelerator(cls: Class, tmp_path: Path) -> None:
-    check(run_ranks(accelerated, 2, str(tmp_path / "state"), cls, False), exact=True)
-    check(run_ranks(accelerated, 1, str(tmp_path / "state"), cls, True), exact=True)
+    check(run_ranks(accelerated, 2, str(tmp_path / "state"), cls, False), exact=True, tolerance=ROUNDED)
+    check(run_ranks(accelerated, 1, str(tmp_path / "state"), cls, True), exact=True, tolerance=ROUNDED)
 
 
 # -- what is refused ----------------------------------------------------------------------------------------------
@@ -449,9 +454,7 @@ def check_training() -> dict[str, float]:
     model = sharded()
     optimizer = Shampoo(model, **options)
     losses = train_clipped(model, optimizer, rank=mesh.rank, size=mesh.world_size)
-    assert losses[:2] == expected[:2]
-    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0.0)
-    found = compare({"parameters": parameters(model)}, {"parameters": parameters(reference)})
+    found = compare(as_record(losses, parameters(model)), as_record(expected, parameters(reference)))
     before = {name: value.clone() for name, value in parameters(model).items() if value is not None}
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     loss = scaler.scale(model(torch.zeros(2, 5, dtype=torch.long)))
@@ -462,4 +465,4 @@ def check_training() -> dict[str, float]:
 
 
 def test_training_is_that_of_replicas() -> None:
-    check(run_ranks(check_training, 2), exact=False, tolerance=1e-4)
+    check(run_ranks(check_training, 2), exact=False, tolerance=ROUNDED)
