@@ -76,10 +76,10 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         _to_close.pop().close()
 
 
-def serve(hosts: int = 2) -> tuple[RendezvousServer, tuple[str, int]]:
+def serve(hosts: int = 2, token: str = "") -> tuple[RendezvousServer, tuple[str, int]]:
     """A server, and where it listens."""
     listening = socket.create_server((LOOPBACK, 0))
-    server = opened(RendezvousServer(listening, hosts))
+    server = opened(RendezvousServer(listening, hosts, token))
     server.start()
     return server, (LOOPBACK, listening.getsockname()[1])
 
@@ -301,7 +301,7 @@ def test_messages_arrive_whole_however_they_are_cut(where: tuple[str, int]) -> N
     with socket.create_connection(where) as plain:
         hello = json.dumps({"kind": "hello", "host": "a", "machine_rank": None, "same": {}}).encode()
         join = json.dumps({"kind": "join", "port": 5}).encode()
-        proof = rendezvous_server._proof("")
+        proof = rendezvous_server._proof("", plain.recv(64, socket.MSG_WAITALL))
         plain.sendall(proof[:10])
         time.sleep(0.2)
         plain.sendall(proof[10:] + hello[:10])
@@ -337,17 +337,18 @@ ATTACKS = {
     "garbage": bytes(range(256)) * 4096,
     "half a proof": b"0" * 10,
     "nothing": b"",
-    "brackets": rendezvous_server._proof("") + b"[" * 100_000 + b"\n",
-    "failed without hello": rendezvous_server._proof("") + b'{"kind": "failed", "order": [-9], "text": "the end"}\n',
-    "failed after hello": rendezvous_server._proof("")
-    + HELLO
-    + b'{"kind": "failed", "order": [-9], "text": "the end"}\n',
-    "left": rendezvous_server._proof("") + HELLO + b'{"kind": "leave", "failed": true}\n',
-    "left without a word": rendezvous_server._proof("") + HELLO + b'{"kind": "leave"}\n',
-    "hello of other types": rendezvous_server._proof("")
-    + b'{"kind": "hello", "host": 1, "machine_rank": "0", "same": []}\n',
-    "a long line": rendezvous_server._proof("") + HELLO + b"x" * (1 << 21),
-    "kinds of other types": rendezvous_server._proof("") + HELLO + b'{"kind": [1]}\n{"kind": null}\n',
+}
+PROVED_ATTACKS = {
+    "brackets": b"[" * 100_000 + b"\n",
+    "failed without hello": b'{"kind": "failed", "order": [-9], "text": "the end"}\n',
+    "failed after hello": HELLO + b'{"kind": "failed", "order": [-9], "text": "the end"}\n',
+    "left": HELLO + b'{"kind": "leave", "failed": true}\n',
+    "left without a word": HELLO + b'{"kind": "leave"}\n',
+    "hello of other types": b'{"kind": "hello", "host": 1, "machine_rank": "0", "same": []}\n',
+    "a long line": HELLO + b"x" * (1 << 21),
+    "kinds of other types": HELLO + b'{"kind": [1]}\n{"kind": null}\n',
+    "long settings": HELLO.replace(b"{}", b'{"x": "' + b"x" * 900_000 + b'"}') + b'{"kind": "join", "port": 0}\n' * 30,
+    "no port": HELLO + b'{"kind": "join", "port": 70000}\n',
 }
 
 
@@ -355,15 +356,60 @@ def test_strangers_do_not_end_the_job(where: tuple[str, int]) -> None:
     """Whatever they send, and however many they are; the job learns of its own failures afterwards."""
     first, second = started(where)
     sockets = [socket.create_connection(where, timeout=20) for _ in range(300)]
-    for number, sent in enumerate(ATTACKS.values()):
+    for stranger, sent in zip(sockets, (ATTACKS | PROVED_ATTACKS).values(), strict=False):
         with contextlib.suppress(OSError):  # closed before all was sent
-            sockets[-1 - number].sendall(sent)
+            if sent not in ATTACKS.values():
+                Connection(stranger).prove("")
+            stranger.sendall(sent)
     for stranger in sockets[:250]:
         stranger.close()
     second.send("failed", order=[1, 2.0], text="a real one\n")
     assert first.hear("root_cause")["text"] == "a real one\n"
     for stranger in sockets:
         stranger.close()
+
+
+def test_a_stranger_who_reads_nothing_keeps_nobody_waiting(
+    where: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its settings are as long as they may be, and it is told of them until that is enough."""
+    monkeypatch.setattr(rendezvous_server, "TIMEOUT_SECONDS", 3.0)
+    first, second = started(where)
+    with socket.socket() as stranger:
+        stranger.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        stranger.connect(where)
+        connection = Connection(stranger)
+        connection.prove("")
+        connection.send("hello", host="\x1b[2J" * 99, machine_rank=None, same={"s" * 99: "x" * 60_000})
+        with pytest.raises(ConnectionError):
+            for _ in range(2_000):
+                stranger.sendall(b'{"kind": "join", "port": 0}\n' * 100)
+                for host in (first, second):
+                    host.send("keep_alive")
+    second.send("failed", order=[1, 2.0], text="a real one\n")
+    assert first.hear("root_cause")["text"] == "a real one\n"
+
+
+def test_an_answer_is_of_no_use_a_second_time() -> None:
+    where = serve(token="secret")[1]
+    with socket.create_connection(where, timeout=20) as known, socket.create_connection(where, timeout=20) as replayed:
+        challenges = [each.recv(64, socket.MSG_WAITALL) for each in (known, replayed)]
+        assert challenges[0] != challenges[1]
+        answer = rendezvous_server._proof("secret", challenges[0])
+        for each in (known, replayed):
+            each.sendall(answer + HELLO)
+        told = replayed.makefile().readline()
+        assert "token of the job ($FULLSHARD_TOKEN)" in told
+        assert "keep_alive" in known.makefile().readline()
+
+
+def test_strangers_leave_room_for_no_more_than_there_may_be(where: tuple[str, int]) -> None:
+    """Those that have said hello, too."""
+    started(where)
+    strangers = [Host(where, "x") for _ in range(rendezvous_server._MOST_STRANGERS + 4)]
+    assert strangers
+    with socket.create_connection(where, timeout=20) as late:
+        assert late.recv(1) == b""
 
 
 def test_who_does_not_know_the_token_is_told(pool: ThreadPoolExecutor) -> None:
@@ -498,6 +544,7 @@ def test_a_client_that_closes_tells_why(where: tuple[str, int], pool: ThreadPool
 
 def accept(listening: socket.socket) -> Connection:
     connection = opened(Connection(listening.accept()[0]))
+    connection.challenge()
     while not connection.is_proved:
         assert connection.take_proof("")
     return connection
@@ -547,11 +594,11 @@ def test_a_client_joins_again_where_the_server_has_come_back(pool: ThreadPoolExe
         assert host.root_cause is None
 
 
-def test_a_client_answers_what_keeps_it_alive() -> None:
+def test_a_client_answers_what_keeps_it_alive(pool: ThreadPoolExecutor) -> None:
     with socket.create_server((LOOPBACK, 0)) as listening:
-        host = client(listening.getsockname(), "a")
-        host.connect()
+        connected = pool.submit(client(listening.getsockname(), "a").connect)
         server = accept(listening)
+        connected.result(30)
         server.send("keep_alive")
         assert _kinds(server, 2) == ["hello", "keep_alive"]
 

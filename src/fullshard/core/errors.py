@@ -20,7 +20,7 @@ _OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u206
 
 def printable(text: str, limit: int = MAX_LINE) -> str:
     """Return text of unknown origin as it may be printed: what a terminal would obey is written out, and it is cut."""
-    return cut(_OBEYED.sub(lambda match: match[0].encode("unicode_escape").decode(), text), limit)
+    return cut(_OBEYED.sub(lambda match: match[0].encode("unicode_escape").decode(), cut(text, limit)), limit)
 
 
 def cut(text: str, limit: int) -> str:

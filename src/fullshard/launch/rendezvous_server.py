@@ -22,16 +22,17 @@ fail too. So the server listens a moment longer, and then names one.
 Where a job may have fewer hosts than it is made for, it starts when all that are there have joined, goes on with those
 that are left when one is lost, and begins anew when one comes: every host then joins again.
 
-A launcher begins with a proof that it knows the token of the job, which is compared before anything else is read. Who
-does not know it is turned away, and nothing that a stranger sends ends the job.
+The server begins with a challenge, some random bytes, and a launcher answers with their HMAC under the job's token,
+which is compared before anything else is read, and is of no use a second time. Who does not know the token is turned
+away, and nothing that a stranger sends, or leaves unread, ends the job: the server waits for nobody.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import hmac
 import json
+import secrets
 import selectors
 import socket
 import threading
@@ -40,7 +41,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from fullshard.core.errors import CommunicationError, ConfigError
+from fullshard.core.errors import CommunicationError, ConfigError, printable
+from fullshard.core.files import parse_object
 
 KEEP_ALIVE_SECONDS = 1.0
 """How often each side says that it is there."""
@@ -73,12 +75,24 @@ _FIRST = (-1.0,)
 REGROUP_SECONDS = 1.0
 """The same later, when all hosts that are left have joined."""
 
+CHALLENGE_SECONDS = 5.0
+"""How long a launcher waits for the server's challenge before it connects again."""
+
 _PROOF_NBYTES = 64
+"""Of a challenge, and of the answer."""
+
 _MOST_STRANGERS = 128
-"""Connections that have proved nothing yet; further ones are closed at once."""
+"""Connections beyond two for each host that are no part of the attempt; further ones are closed at once."""
 
 _LONGEST_NBYTES = 1 << 20
-"""A message that is longer is not one of ours."""
+"""A message that is longer is not one of ours. Who leaves more unread is gone."""
+
+_CHUNK_NBYTES = 1 << 13
+"""Read at a time, so that who sends much leaves time for others."""
+
+_LONGEST_HELLO_NBYTES = 1 << 16
+_LONGEST_SHOWN = 300
+"""Characters of what a host says that others are told."""
 
 FIRST_SAID_SECONDS = 5.0
 """How long a launcher waits before it says so."""
@@ -121,33 +135,52 @@ class RootCause:
     lost: bool = False
 
 
-def _proof(token: str) -> bytes:
-    return hashlib.sha256(b"fullshard" + token.encode()).hexdigest().encode()
+def _proof(token: str, challenge: bytes) -> bytes:
+    return hmac.new(b"fullshard" + token.encode(), challenge, "sha256").hexdigest().encode()
 
 
 class Connection:
-    """A socket between a launcher and the server: a proof, then whole messages in and out."""
+    """A socket between a launcher and the server: challenge and answer, then whole messages in and out.
+
+    The server's sockets do not block: what the other side does not read is kept here, and goes with a later `flush`.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
         self.is_proved = False
-        self._received = bytearray()
+        self._challenge = b""
+        self._received, self._unsent = bytearray(), bytearray()
         self._lock = threading.Lock()
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.settimeout(TIMEOUT_SECONDS)
 
     def send(self, kind: str, **content: Any) -> None:
         """Send one message; a connection that is gone is noticed by whoever receives from it."""
-        with self._lock, contextlib.suppress(OSError):
-            self.socket.sendall(json.dumps({"kind": kind, **content}).encode() + b"\n")
+        self._send(json.dumps({"kind": kind, **content}).encode() + b"\n")
+
+    def flush(self) -> bool:
+        """Send what was not sent; whether so much is left that the other side reads nothing."""
+        self._send(b"")
+        return len(self._unsent) > _LONGEST_NBYTES
+
+    def challenge(self) -> None:
+        """Ask the other side to prove that it knows the token."""
+        self._challenge = secrets.token_hex(_PROOF_NBYTES // 2).encode()
+        self._send(self._challenge)
 
     def prove(self, token: str) -> None:
-        """Say that this side knows the token."""
-        with self._lock, contextlib.suppress(OSError):
-            self.socket.sendall(_proof(token))
+        """Answer the challenge. Raises `OSError` if there comes none."""
+        challenge = b""
+        self.socket.settimeout(CHALLENGE_SECONDS)
+        while len(challenge) < _PROOF_NBYTES:
+            if not (chunk := self.socket.recv(_PROOF_NBYTES - len(challenge))):
+                raise ConnectionError("it closes the connection")
+            challenge += chunk
+        self.socket.settimeout(TIMEOUT_SECONDS)
+        self._send(_proof(token, challenge))
 
     def take_proof(self, token: str) -> bool:
-        """Read what has arrived of the other side's proof, and no byte more; False if it is none."""
+        """Read what has arrived of the answer, and no byte more; False if it is wrong."""
         try:
             chunk = self.socket.recv(_PROOF_NBYTES - len(self._received))
         except OSError:
@@ -155,21 +188,21 @@ class Connection:
         self._received += chunk
         if len(self._received) < _PROOF_NBYTES:
             return bool(chunk)
-        self.is_proved = hmac.compare_digest(bytes(self._received), _proof(token))
+        self.is_proved = hmac.compare_digest(bytes(self._received), _proof(token, self._challenge))
         self._received.clear()
         return self.is_proved
 
     def receive(self) -> list[dict[str, Any]] | None:
         """The messages that have arrived; None if the other side is gone, or does not speak this language."""
         try:
-            chunk = self.socket.recv(65536)
+            chunk = self.socket.recv(_CHUNK_NBYTES)
             self._received += chunk
             *lines, rest = bytes(self._received).split(b"\n")
             self._received[:] = rest
-            messages = [json.loads(line) for line in lines]
-        except (OSError, ValueError, RecursionError):
+            messages = [parse_object(line) for line in lines]
+        except (OSError, ValueError):
             return None
-        valid = all(isinstance(message, dict) and isinstance(message.get("kind"), str) for message in messages)
+        valid = all(isinstance(message.get("kind"), str) for message in messages)
         return messages if chunk and valid and len(rest) < _LONGEST_NBYTES else None
 
     def close(self) -> None:
@@ -177,6 +210,12 @@ class Connection:
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
         self.socket.close()
+
+    def _send(self, data: bytes) -> None:
+        with self._lock, contextlib.suppress(OSError):
+            self._unsent += data
+            while self._unsent:
+                del self._unsent[: self.socket.send(self._unsent)]
 
 
 @dataclass(slots=True, eq=False)
@@ -249,8 +288,9 @@ class RendezvousServer(threading.Thread):
             now = time.monotonic()
             if now - said > KEEP_ALIVE_SECONDS:
                 said = now
-                # Not to who may not even read it, for which this thread would wait.
                 self._broadcast([peer for peer in self._peers if peer.hello], "keep_alive")
+            for peer in [peer for peer in self._peers if peer.connection.flush()]:
+                self._drop(peer, "does not read what it is told")
             self._check_deadlines(now)
             if self._closing.is_set() and self._over is None:
                 self._end("the host where the others meet has ended")
@@ -258,16 +298,19 @@ class RendezvousServer(threading.Thread):
 
     def _accept(self) -> None:
         try:
-            connection, address = self._listening.accept()
+            opened, address = self._listening.accept()
+            connection = Connection(opened)
         except OSError:  # it has gone, or this process has no descriptor left for it
             time.sleep(0.01)
             return
-        if sum(not peer.hello for peer in self._peers) >= _MOST_STRANGERS:
-            connection.close()
+        if sum(not peer.running for peer in self._peers) >= _MOST_STRANGERS + 2 * self._hosts:
+            opened.close()
             return
-        peer = _Peer(Connection(connection), address[0], time.monotonic())
+        opened.setblocking(False)
+        connection.challenge()
+        peer = _Peer(connection, address[0], time.monotonic())
         self._peers.append(peer)
-        self._selector.register(connection, selectors.EVENT_READ, peer)
+        self._selector.register(opened, selectors.EVENT_READ, peer)
 
     def _check_deadlines(self, now: float) -> None:
         for peer in list(self._peers):
@@ -301,16 +344,18 @@ class RendezvousServer(threading.Thread):
     def _receive(self, peer: _Peer) -> None:
         if not peer.connection.is_proved:
             if not peer.connection.take_proof(self._token):
-                self._refuse(
-                    [peer], f"the token of the job ($FULLSHARD_TOKEN) is not that of {peer.address}", "settings"
+                text = (
+                    f"the token of the job ($FULLSHARD_TOKEN) or the version of fullshard is not that of {peer.address}"
                 )
+                self._refuse([peer], text, "settings")
                 self._forget(peer)
             return
         messages = peer.connection.receive()
         if messages is None:
             self._drop(peer, "is gone: its launcher was killed, or the network between the hosts failed")
             return
-        peer.heard = time.monotonic()
+        if messages:  # a part of one is no sign of life
+            peer.heard = time.monotonic()
         try:
             for message in messages:
                 self._handle(peer, message.pop("kind"), message)
@@ -325,7 +370,7 @@ class RendezvousServer(threading.Thread):
         elif not peer.hello:
             raise ValueError(f"{kind} before hello")
         elif kind == "join":
-            peer.joined, peer.since, peer.done = int(message["port"]), time.monotonic(), False
+            peer.joined, peer.since, peer.done = _checked_port(message["port"]), time.monotonic(), False
             peer.running &= not self._is_elastic  # it begins anew, with or without the others
             if self._over is not None:
                 self._refuse([peer], self._over, "job")
@@ -362,7 +407,8 @@ class RendezvousServer(threading.Thread):
             there = {"machine_rank given": other.hello["machine_rank"] is not None, **other.hello["same"]}
             for name in given.keys() | there.keys():
                 if given.get(name) != there.get(name):
-                    text = f"{name}: {given.get(name)} on {peer.name}, {there.get(name)} on {other.name}"
+                    here, others = (printable(str(values.get(name)), _LONGEST_SHOWN) for values in (given, there))
+                    text = f"{printable(name, _LONGEST_SHOWN)}: {here} on {peer.name}, {others} on {other.name}"
                     peer.admitted = False
                     self._refuse([peer] if other.running else [peer, other], text, "settings")
                     return False
@@ -445,7 +491,19 @@ def _checked_hello(message: dict[str, Any]) -> dict[str, Any]:
     host, rank, same = message["host"], message["machine_rank"], message["same"]
     if not (isinstance(host, str) and isinstance(same, dict) and (rank is None or type(rank) is int)):
         raise TypeError("hello")
-    return {"host": host, "machine_rank": rank, "same": {str(key): str(value) for key, value in same.items()}}
+    if len(json.dumps(message)) > _LONGEST_HELLO_NBYTES:
+        raise TypeError("a hello of that length")
+    return {
+        "host": printable(host, _LONGEST_SHOWN),
+        "machine_rank": rank,
+        "same": {str(key): str(value) for key, value in same.items()},
+    }
+
+
+def _checked_port(port: Any) -> int:
+    if type(port) is not int or not 0 <= port < 1 << 16:
+        raise ValueError("a port")
+    return port
 
 
 class RendezvousClient:
@@ -562,7 +620,7 @@ class RendezvousClient:
         say_at = time.monotonic() + FIRST_SAID_SECONDS
         while (connection := self._connection) is None:
             try:
-                opened = socket.create_connection(self._where, timeout=5)
+                connection = self._open()
             except OSError as error:
                 if time.monotonic() > deadline:
                     self.failed = True
@@ -575,15 +633,24 @@ class RendezvousClient:
                     self._say(f"waiting for the launcher at {_shown(self._where)} ({error})")
                 time.sleep(0.2)
                 continue
-            self.address = opened.getsockname()[0]
-            connection = Connection(opened)
-            connection.prove(self._token)
+            self.address = connection.socket.getsockname()[0]
             connection.send("hello", **self._hello)
             with self._changed:
                 self._connection = connection
             self._reader = threading.Thread(target=self._read, args=(connection,), name="fullshard-client", daemon=True)
             self._reader.start()
         return connection
+
+    def _open(self) -> Connection:
+        """A connection whose server has got its proof. Raises `OSError` if there is none."""
+        opened = socket.create_connection(self._where, timeout=5)
+        try:
+            connection = Connection(opened)
+            connection.prove(self._token)
+            return connection
+        except OSError:
+            opened.close()
+            raise
 
     def _read(self, connection: Connection) -> None:
         while (messages := connection.receive()) is not None:
