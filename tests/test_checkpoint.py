@@ -462,6 +462,30 @@ def test_verify_reports_everything(saved: Path) -> None:
         verify_checkpoint(saved).raise_if_damaged()
 
 
+@pytest.mark.parametrize(
+    ("where", "value", "problem"),
+    [
+        (("parameters", "inner.0.weight", "dtype"), "x", "'inner.0.weight' has the unknown dtype 'x'"),
+        (("optimizer", "groups", 0, "options", "betas", "$"), "x", "option 'betas' of parameter group 0: unknown kind"),
+        (("states", "extra", "step"), {"$": "float", "value": "x"}, "extra: a value of the checkpoint cannot be read"),
+        (("states", "extra", "step"), {"$": "set", "items": [[]]}, "extra: a value of the checkpoint cannot be read"),
+        (("states", "extra", "step"), {"$": "tensor", "name": "none"}, "lacks 'none'|'none' is in no file"),
+    ],
+)
+def test_verify_finds_what_load_refuses(saved: Path, where: Any, value: Any, problem: str) -> None:
+    fields = json.loads((saved / "manifest.json").read_bytes())["manifest"]
+    place = fields
+    for key in where[:-1]:
+        place = place[key]
+    place[where[-1]] = value
+    body = json.dumps(fields).encode()
+    (saved / "manifest.json").write_bytes(b'{"crc32c":"%08x","manifest":%s}\n' % (google_crc32c.value(body), body))
+    with pytest.raises(CheckpointError, match=problem):
+        verify_checkpoint(saved).raise_if_damaged()
+    with pytest.raises(CheckpointError, match=problem):
+        _load_all(saved)
+
+
 # -- several checkpoints ----------------------------------------------------------------------------------------------
 
 

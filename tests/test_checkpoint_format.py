@@ -9,12 +9,14 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import google_crc32c
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fullshard.checkpoint.decoding import decode_value
 from fullshard.checkpoint.format import (
     FORMAT_VERSION,
     FileRecord,
@@ -26,7 +28,7 @@ from fullshard.checkpoint.format import (
     encode_manifest,
 )
 from fullshard.checkpoint.rng import restore_rng, rng_tensors
-from fullshard.checkpoint.values import decode_value, encode_value
+from fullshard.checkpoint.values import encode_value
 from fullshard.core.errors import CheckpointError
 
 _KEYS = st.one_of(st.text(max_size=5), st.integers(), st.booleans(), st.none())
@@ -88,6 +90,36 @@ def test_a_newer_version_says_so() -> None:
     data = encode_manifest(_manifest(format_version=FORMAT_VERSION + 1))
     with pytest.raises(CheckpointError, match=r"m has format version 4, this fullshard reads 1 to 3\nhint: update"):
         decode_manifest(data, where="m")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("format_version", True), ("saved_at", float("nan")), ("saved_at", float("inf")), ("saved_at", 1e300),
+        ("saved_at", -1.0), ("world_size", True), ("world_size", 10**15), ("parts", 10**15), ("chunk_nbytes", True),
+        ("tiles", {"dim": 0, "parts": 10**15}), ("tiles", {"dim": False, "parts": 2}),
+    ],
+)  # fmt: skip
+def test_numbers_are_numbers_that_can_be(field: str, value: Any) -> None:
+    fields = json.loads(encode_manifest(_manifest()))["manifest"]
+    (fields["parameters"]["weight"] if field == "tiles" else fields)[field] = value
+    with pytest.raises(CheckpointError, match=f"{field}|format version True"):
+        decode_manifest(_signed(fields), where="m")
+
+
+def _signed(fields: Any) -> bytes:
+    body = json.dumps(fields).encode()
+    return b'{"crc32c":"%08x","manifest":%s}\n' % (google_crc32c.value(body), body)
+
+
+def test_what_could_not_be_read_is_not_written() -> None:
+    nested: Any = 1
+    for _ in range(250):
+        nested = [nested]
+    manifest = _manifest()
+    manifest.states["extra"] = nested
+    with pytest.raises(CheckpointError, match="what is to be saved could not be loaded: recursion limit exceeded"):
+        encode_manifest(manifest)
 
 
 @pytest.mark.parametrize("name", ["../model.safetensors", "a/b", "", ".hidden", "/etc/passwd"])

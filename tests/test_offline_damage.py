@@ -280,6 +280,16 @@ def test_parts_of_dcp_that_run_code_or_lie(tmp_path: Path) -> None:
     _write_metadata(directory, metadata)
     assert "outside its directory" in message()
     info.relative_path = file.name
+    _write_metadata(directory, metadata)
+    for linked in (file, directory / ".metadata"):
+        linked.rename(tmp_path / "outside")
+        linked.symlink_to(tmp_path / "outside")
+        assert f"{linked.name} is a link that leads out of the checkpoint" in message()
+        linked.unlink()
+        os.mkfifo(linked)
+        assert f"{linked.name} is no file" in message() or linked.name == ".metadata"  # then it is no checkpoint
+        linked.unlink()
+        (tmp_path / "outside").rename(linked)
     info.length = 2**50
     _write_metadata(directory, metadata)
     assert "which has" in message()
@@ -359,7 +369,9 @@ def _cases() -> Iterator[tuple[str, Callable[[Path], Any], str]]:
     yield "size", lambda p: _safetensors(p, {"a": tensor([2**40], [0, 4])}, b"1234"), r"in 4 bytes"
     yield "deep", lambda p: _safetensors(p, b"[" * 200_000 + b"]" * 200_000), "is not the JSON"
     many = {f"t{i}": tensor([250], [0, 1000]) for i in range(200)}
-    yield "overlap", lambda p: _safetensors(p, many, b"\0" * 1000), "they overlap"
+    yield "overlap", lambda p: _safetensors(p, many, b"\0" * 1000), "'t0' and 't1' overlap at byte"
+    two = {"a": tensor([2], [0, 8]), "b": tensor([2], [4, 12])}
+    yield "a shared byte", lambda p: _safetensors(p, two, b"\0" * 12), "'a' and 'b' overlap at byte"
     yield (
         "dtype",
         lambda p: _safetensors(p, {"a": {"dtype": "X9", "shape": [1], "data_offsets": [0, 4]}}, b"1234"),

@@ -22,6 +22,7 @@ from typing import Annotated, Literal, Self
 
 import google_crc32c
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
+from pydantic_core import from_json
 
 from fullshard.checkpoint.objects import Location, ObjectPath
 from fullshard.core.errors import CheckpointError
@@ -44,6 +45,8 @@ _PART_PREFIX = "part_"
 """A directory of `part_0`, `part_1`, ... holds a checkpoint for each of several models."""
 _DATA_FILE = re.compile(r"(model|optimizer|state)-rank[0-9]{5,}(\.[0-9a-f]{16})?\.safetensors")
 _FOR_OTHERS = re.compile(r"model|(pytorch_model_fsdp|optimizer)_[0-9]+")
+_YEAR_9000 = 221_845_392_000.0
+"""In seconds since 1970: later than any time that can be written as a date everywhere."""
 CHUNK_NBYTES = 4 * 2**20
 """Bytes under one checksum: the least a rank reads to prove one element, and few enough checksums for a terabyte."""
 
@@ -74,7 +77,9 @@ _PREFIX, _MIDDLE, _SUFFIX = b'{"crc32c":"', b'","manifest":', b"}\n"
 Kind = Literal["model", "optimizer"]
 """Of a file: what its tensors are of."""
 _FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-_Natural = Annotated[int, Field(ge=0, lt=2**63)]
+_Natural = Annotated[int, Field(strict=True, ge=0, lt=2**63)]  # strict: `true` is no number
+_Positive = Annotated[int, Field(strict=True, ge=1, lt=2**63)]
+_Few = Annotated[int, Field(strict=True, ge=1, le=2**20)]
 _Shape = Annotated[tuple[_Natural, ...], Field(max_length=64)]
 
 
@@ -124,7 +129,7 @@ class CodeRecord(_Record):
 
     dtype: Literal["uint8", "float8_e4m3fn"]
     bits: Literal[4, 8]
-    block: Annotated[int, Field(ge=2, multiple_of=2)]
+    block: Annotated[_Positive, Field(multiple_of=2)]
     book: _Natural
 
     @model_validator(mode="after")
@@ -158,8 +163,8 @@ class TilingRecord(_Record):
     """How tensor parallelism has cut a tensor: see `core.tiling.Tiling`."""
 
     dim: _Natural
-    parts: Annotated[int, Field(ge=2)]
-    groups: Annotated[int, Field(ge=1)] = 1
+    parts: Annotated[_Few, Field(ge=2)]
+    groups: _Positive = 1
 
 
 class TensorRecord(_Record):
@@ -250,8 +255,8 @@ class OptimizerRecord(_Record):
 class MeshRecord(_Record):
     """Sizes of the device mesh the checkpoint was saved on; for people, nothing depends on it."""
 
-    replicate: int
-    shard: int
+    replicate: _Positive
+    shard: _Positive
 
 
 class Manifest(_Record):
@@ -270,15 +275,15 @@ class Manifest(_Record):
     """
 
     format: Literal["fullshard"] = "fullshard"
-    format_version: int = 1
+    format_version: _Positive = 1
     save_id: str
-    saved_at: float
+    saved_at: Annotated[float, Field(strict=True, allow_inf_nan=False, ge=0, lt=_YEAR_9000)]
     fullshard_version: str
     torch_version: str
-    world_size: Annotated[int, Field(ge=1)]
+    world_size: _Few
     mesh: MeshRecord
-    parts: Annotated[int, Field(ge=1)] = 1
-    chunk_nbytes: Annotated[int, Field(ge=1)] = CHUNK_NBYTES
+    parts: _Few = 1
+    chunk_nbytes: _Positive = CHUNK_NBYTES
     files: dict[_FileName, FileRecord]
     parameters: dict[str, TensorRecord]
     buffers: dict[str, TensorRecord]
@@ -351,8 +356,19 @@ def is_data_file(name: str) -> bool:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The manifest as the bytes of its file: valid JSON, with a checksum of the exact bytes of the body."""
+    """The manifest as the bytes of its file: valid JSON, with a checksum of the exact bytes of the body.
+
+    Raises:
+        CheckpointError: its values are nested so deeply that nobody could read it.
+    """
     body = manifest.model_dump_json().encode()
+    try:
+        from_json(body)
+    except ValueError as error:
+        raise CheckpointError(
+            f"what is to be saved could not be loaded: {error}",
+            hint="nest lists, tuples and dicts of `extra` and of state_dict() less deeply",
+        ) from None
     return _PREFIX + f"{google_crc32c.value(body):08x}".encode() + _MIDDLE + body + _SUFFIX
 
 
@@ -378,7 +394,7 @@ def decode_manifest(data: bytes, *, where: str) -> Manifest:
     except (ValueError, RecursionError):
         raise CheckpointError(f"{where} does not hold the JSON it should") from None
     version = fields.get("format_version") if isinstance(fields, dict) else None
-    if not isinstance(version, int) or not 1 <= version <= FORMAT_VERSION:
+    if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
         raise CheckpointError(
             f"{where} has format version {version!r}, this fullshard reads 1 to {FORMAT_VERSION}",
             hint="update fullshard",

@@ -18,6 +18,7 @@ from torch import nn
 from fullshard.checkpoint.averages import AVERAGES, average_records, averages_in
 from fullshard.checkpoint.coded_state import CodedTensor, coded_tensors, fresh_state, rows_of
 from fullshard.checkpoint.collect import LoadArguments
+from fullshard.checkpoint.decoding import decode_value
 from fullshard.checkpoint.elements import dtype_of, stored_dtype, tensor_bytes
 from fullshard.checkpoint.format import (
     MANIFEST_NAME,
@@ -47,7 +48,6 @@ from fullshard.checkpoint.tensors import (
     modules_with_extra_state,
     rest,
 )
-from fullshard.checkpoint.values import decode_value
 from fullshard.checkpoint.verify import file_problems, pieces_of, quick_problems
 from fullshard.core.errors import CheckpointError, DamagedError
 from fullshard.core.journal import JOURNAL, Happening

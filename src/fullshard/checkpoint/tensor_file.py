@@ -348,11 +348,7 @@ class TensorFileReader:
             raise CheckpointError(f"{self.path}: its header is not that of a safetensors file") from None
         if save_id != self._save_id:
             raise CheckpointError(f"{self.path} belongs to save {save_id!r}, the manifest to {self._save_id!r}")
-        filled = [item for item in tensors.items() if item[1].start < item[1].stop]
-        in_order = sorted(filled, key=lambda item: item[1].start)
-        for (first, one), (second, other) in itertools.pairwise(in_order):
-            if other.start < one.stop:
-                raise CheckpointError(f"{self.path}: {first!r} and {second!r} overlap at byte {other.start}")
+        refuse_overlap({name: (tensor.start, tensor.stop) for name, tensor in tensors.items()}, where=str(self.path))
         return tensors
 
     def _stored(self, record: Any, data: int) -> StoredTensor:
@@ -377,6 +373,14 @@ class TensorFileReader:
         return ""
 
 
+def refuse_overlap(tensors: Mapping[str, tuple[int, int]], *, where: str) -> None:
+    """Raise `CheckpointError` if two tensors share a byte of a file, given the first and the last + 1 of each."""
+    filled = sorted((start, stop, name) for name, (start, stop) in tensors.items() if start < stop)
+    for (_, end, first), (start, _, second) in itertools.pairwise(filled):
+        if start < end:
+            raise CheckpointError(f"{where}: {first!r} and {second!r} overlap at byte {start}")
+
+
 def file_beside(directory: Path, name: str, *, where: str) -> Path:
     """The path of a file that something in `directory` names.
 
@@ -398,12 +402,24 @@ def size_problem(path: Location, record: FileRecord, *, chunk_nbytes: int) -> st
     if len(record.crc32c) != -(-record.nbytes // chunk_nbytes):
         return f"the manifest holds {len(record.crc32c)} checksums for the {record.nbytes} bytes of {path.name}"
     try:
-        status = path.stat()
-        if path.is_symlink() and path.resolve().parent != path.parent.resolve():
-            return f"{path} is a link that leads out of the checkpoint, to {path.resolve()}"
+        nbytes = nbytes_inside(path)
     except OSError as error:
         return f"{path} is missing ({error.strerror})"
-    if not stat.S_ISREG(status.st_mode):
-        return f"{path} is no file"
-    nbytes = status.st_size
+    except CheckpointError as error:
+        return str(error)
     return None if nbytes == record.nbytes else f"{path} has {nbytes} bytes, expected {record.nbytes}"
+
+
+def nbytes_inside(path: Location) -> int:
+    """Return the size of a file that a checkpoint consists of.
+
+    Raises:
+        OSError: there is none.
+        CheckpointError: it is no file, or a link that leads out of the checkpoint.
+    """
+    status = path.stat()
+    if path.is_symlink() and path.resolve().parent != path.parent.resolve():
+        raise CheckpointError(f"{path} is a link that leads out of the checkpoint, to {path.resolve()}")
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointError(f"{path} is no file")
+    return status.st_size

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fullshard.checkpoint.decoding import AnyTensor, decode_value
 from fullshard.checkpoint.format import (
     DTYPES,
     MANIFEST_NAME,
     Manifest,
     StateTensorRecord,
+    StateValueRecord,
     TensorRecord,
     is_for_others,
     part_paths,
@@ -147,7 +149,7 @@ def structure_problems(manifest: Manifest) -> list[str]:
     ]
     if manifest.optimizer is not None:
         problems += _optimizer_problems(manifest)
-    return problems
+    return problems + _value_problems(manifest, AnyTensor())
 
 
 def pieces_of(record: TensorRecord) -> list[Piece]:
@@ -167,6 +169,24 @@ def _optimizer_problems(manifest: Manifest) -> list[str]:
                 shape = manifest.parameters[name].shape
                 if value.shape != shape:
                     problems.append(f"optimizer state {name}/{key} has shape {value.shape}, its parameter {shape}")
+    return problems
+
+
+def _value_problems(manifest: Manifest, named: AnyTensor) -> list[str]:
+    """Values that cannot be decoded; the tensors that the others name are put into `named`."""
+    values = dict(manifest.states)
+    if (optimizer := manifest.optimizer) is not None:
+        for number, group in enumerate(optimizer.groups):
+            values |= {f"option {key!r} of parameter group {number}": value for key, value in group.options.items()}
+        for name, state in optimizer.state.items():
+            plain = {key: record.value for key, record in state.items() if isinstance(record, StateValueRecord)}
+            values |= {f"optimizer state {name}/{key}": value for key, value in plain.items()}
+    problems = []
+    for where, value in values.items():
+        try:
+            decode_value(value, named)
+        except CheckpointError as error:
+            problems.append(f"{where}: {str(error).partition(chr(10))[0]}")
     return problems
 
 
@@ -191,11 +211,14 @@ def problems_of_file(path: Location, manifest: Manifest) -> list[str]:
 def _content_problems(path: Location, reader: TensorFileReader, manifest: Manifest) -> list[str]:
     """Where the tensors of a file differ from those the manifest expects in it."""
     kind, _, rank = path.name.partition(".")[0].rpartition("-rank")
+    if kind == "state" and int(rank) == 0:
+        _value_problems(manifest, named := AnyTensor())
+        return [f"{path} lacks {name!r}, which the manifest names" for name in sorted(named.keys() - reader.tensors)]
     if kind not in ("model", "optimizer"):
         return []
     problems, expected = [], set()
     for file, name, record in manifest.tensors():
-        for piece in record.pieces if file == kind else ():
+        for piece in record.pieces if file == kind and record.dtype in DTYPES else ():
             if piece.rank != int(rank):
                 continue
             for part, (dtype, numel) in stored_as(name, record.dtype, piece).items():

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from fullshard.checkpoint.elements import dtype_called
-from fullshard.checkpoint.tensor_file import MAX_HEADER_NBYTES, Bytes, file_beside
+from fullshard.checkpoint.tensor_file import MAX_HEADER_NBYTES, Bytes, file_beside, refuse_overlap
 from fullshard.checkpoint.torch_files import check_tensor, load_torch_file
 from fullshard.core.errors import CheckpointError
 from fullshard.core.layout import Interval
@@ -268,7 +268,7 @@ def _safetensors_of(path: Path) -> Iterator[tuple[str, StoredWeights]]:
             header = json_object(file.read(nbytes), path)
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
-    claimed = 0
+    found = {}
     for name, record in header.items():
         if name == "__metadata__":
             continue
@@ -281,10 +281,10 @@ def _safetensors_of(path: Path) -> Iterator[tuple[str, StoredWeights]]:
             raise CheckpointError(f"{path}: {name!r} lies at bytes {start} to {stop} of {size}")
         if stop - start != math.prod(shape) * dtype.itemsize:
             raise CheckpointError(f"{path}: {name!r} of shape {shape} and {dtype} in {stop - start} bytes")
-        claimed += stop - start
-        if claimed > size:
-            raise CheckpointError(f"{path}: its tensors are larger than its {size} bytes, they overlap")
-        yield name, StoredWeights(path, dtype, shape, start)
+        found[name] = StoredWeights(path, dtype, shape, start), (start, stop)
+    refuse_overlap({name: place for name, (_, place) in found.items()}, where=str(path))
+    for name, (weights, _) in found.items():
+        yield name, weights
 
 
 def json_object(data: bytes, path: Path) -> dict[str, Any]:

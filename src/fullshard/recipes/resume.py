@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from fullshard.checkpoint import AsyncSaver, MemoryCopies, load_checkpoint, save_checkpoint, whole_checkpoints
+from fullshard.checkpoint.decoding import decode_value
 from fullshard.checkpoint.format import read_manifest
 from fullshard.checkpoint.objects import Location, entries_of, location
 from fullshard.checkpoint.storage import OLD_PREFIX
 from fullshard.checkpoint.store import store_of
-from fullshard.checkpoint.values import decode_value
 from fullshard.core.errors import ConfigError, DamagedError
 from fullshard.launch import run_on_main
 from fullshard.launch.environment import is_started_again

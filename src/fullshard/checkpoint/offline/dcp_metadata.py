@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.checkpoint.format import DTYPES
-from fullshard.checkpoint.tensor_file import file_beside
+from fullshard.checkpoint.tensor_file import file_beside, nbytes_inside
 from fullshard.core.dtypes import itemsize
 from fullshard.core.errors import CheckpointError
+from fullshard.core.files import read_bytes
 from fullshard.core.sizes import MIB
 
 METADATA_NAME = ".metadata"
@@ -88,9 +89,8 @@ def read_metadata(directory: Path) -> list[StoredObject]:
     """
     path = directory / METADATA_NAME
     try:
-        if path.stat().st_size > _MAX_NBYTES:
-            raise CheckpointError(f"{path} has {path.stat().st_size} bytes, more than any metadata")
-        data = path.read_bytes()
+        nbytes_inside(path)
+        data = read_bytes(path, limit_nbytes=_MAX_NBYTES)
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
     try:
@@ -214,7 +214,7 @@ def _problems(directory: Path, stored: StoredObject) -> list[str]:
     name, problems = stored.name, []
     for box in stored.boxes:
         try:
-            size = file_beside(directory, box.file, where=name).stat().st_size
+            size = nbytes_inside(file_beside(directory, box.file, where=name))
         except OSError:
             problems.append(f"{name}: its file {box.file} is missing")
             continue

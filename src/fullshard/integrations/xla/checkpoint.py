@@ -13,11 +13,12 @@ from torch import nn
 
 import fullshard
 from fullshard.checkpoint import format as records
+from fullshard.checkpoint.decoding import decode_value
 from fullshard.checkpoint.elements import write_tensors
 from fullshard.checkpoint.stamps import next_stamp, note_stamps_in
 from fullshard.checkpoint.storage import committed_directory, write_file
 from fullshard.checkpoint.tensor_file import TensorFileReader
-from fullshard.checkpoint.values import decode_value, encode_plain
+from fullshard.checkpoint.values import encode_plain
 from fullshard.core.dtypes import itemsize
 from fullshard.core.errors import CheckpointError
 from fullshard.core.paths import local_path
