@@ -37,7 +37,7 @@ from fullshard.api.configure import changed_config, of_accelerator, run_config
 from fullshard.api.data import ShardedDataLoader
 from fullshard.api.elastic import accumulation_steps
 from fullshard.api.loaders import Loaders
-from fullshard.api.optimizer import AcceleratedOptimizer
+from fullshard.api.optimizer import AcceleratedOptimizer, check_parameters, refuse_stand_in
 from fullshard.api.options import (
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
@@ -260,6 +260,7 @@ class Accelerator(Loaders, Reporting):
         prepared = list(objects)
         # Models first: an optimizer is re-pointed to what they become. Then optimizers, on which schedulers depend.
         for index, value in enumerate(objects):
+            refuse_stand_in(value)
             if isinstance(value, nn.Module):
                 prepared[index] = self.prepare_model(value)
             elif isinstance(value, DataLoader):
@@ -267,6 +268,8 @@ class Accelerator(Loaders, Reporting):
         for index, value in enumerate(objects):
             if isinstance(value, torch.optim.Optimizer):
                 prepared[index] = self.prepare_optimizer(value)
+                if any(isinstance(other, nn.Module) and is_sharded(other) for other in objects):
+                    check_parameters(value, self._models, self._data_parallel_size)
         for index, value in enumerate(objects):
             if _is_scheduler(value):
                 prepared[index] = self.prepare_scheduler(value)
@@ -330,6 +333,8 @@ class Accelerator(Loaders, Reporting):
             gradient_state=self.gradient_state,
             scaler=self.scaler,
             clipping=self._config.training.gradient_clipping,
+            models=self._models,
+            ranks=self._data_parallel_size,
         )
         self._optimizers.append(prepared)
         self._check_plans()

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from fullshard.api.accelerator import Accelerator
 from fullshard.api.data import ShardedDataLoader
+from fullshard.api.optimizer import check_parameters
 from fullshard.config.schema import ShardingConfig
 from fullshard.core.errors import ConfigError
 
@@ -40,6 +41,7 @@ def accelerate(
 
     Raises:
         ConfigError: a setting that is wrong; `fp16`, whose loss scaling needs an Accelerator.
+        OptimizerError: the optimizer holds parameters that are not the model's, or needs whole tensors.
     """
     accelerator = Accelerator(fsdp_plugin=ShardingConfig.of(config), mixed_precision=mixed_precision)
     if accelerator.mixed_precision == "fp16":
@@ -47,5 +49,6 @@ def accelerate(
     model = accelerator.prepare_model(model)
     if optimizer is not None:
         accelerator.prepare_optimizer(optimizer)
+        check_parameters(optimizer, [model], accelerator.num_processes)
     loader = accelerator.prepare_data_loader(dataloader) if dataloader is not None else None
     return model, optimizer, loader

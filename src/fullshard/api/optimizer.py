@@ -2,17 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
+from fullshard.api.accelerates import is_accelerates
 from fullshard.api.forwarding import forwarded
 from fullshard.api.state import GradientState
-from fullshard.core.errors import ConfigError
+from fullshard.core.errors import ConfigError, OptimizerError
 from fullshard.engine import clip_grad_norm_, repoint
+from fullshard.engine.parameter import sharded_parameter_of
 from fullshard.engine.step.hooks import was_left_out
+
+
+def check_parameters(optimizer: Optimizer, models: Iterable[nn.Module], ranks: int) -> None:
+    """Refuse an optimizer of parameters that no prepared model has: nothing averages their gradients over ranks.
+
+    On one rank there is nothing to average, and only an optimizer that holds nothing else is refused.
+
+    Raises:
+        OptimizerError: names the first such parameter.
+    """
+    own = {id(parameter) for model in models for parameter in model.parameters()}
+    trained, foreign = 0, []
+    for number, group in enumerate(optimizer.param_groups):
+        for index, parameter in enumerate(group["params"]):
+            trained += parameter.requires_grad
+            if parameter.requires_grad and id(parameter) not in own and sharded_parameter_of(parameter) is None:
+                name = group["param_names"][index] if "param_names" in group else f"parameter {index}"
+                foreign.append(f"{name} of group {number}, shape {tuple(parameter.shape)}")
+    if not foreign or (ranks == 1 and len(foreign) < trained):
+        return
+    raise OptimizerError(
+        f"{type(optimizer).__name__}: {foreign[0]}, belongs to no prepared model, as {len(foreign)} of its {trained} "
+        "trainable parameters",
+        hint="make the optimizer from the parameters of the prepared model"
+        if len(foreign) == trained
+        else "prepare the module that has it, too (a loss with weights of its own, say)",
+    )
+
+
+def refuse_stand_in(value: Any) -> None:
+    """Refuse what would be returned as it is, and would then train nothing.
+
+    Raises:
+        OptimizerError: Accelerate's stand-ins for an optimizer that DeepSpeed makes, or an optimizer of another kind.
+    """
+    name = type(value).__name__
+    if is_accelerates(value, "DummyOptim") or is_accelerates(value, "DummyScheduler"):
+        raise OptimizerError(
+            f"accelerate.utils.{name} stands for what DeepSpeed makes from its file, and DeepSpeed does not run here",
+            hint="make a torch.optim.AdamW and its scheduler",
+        )
+    if not isinstance(value, Optimizer | nn.Module) and callable(getattr(value, "zero_grad", None)):
+        raise OptimizerError(
+            f"{type(value).__module__}.{name} is no torch.optim.Optimizer: it would keep the parameters as they were "
+            "before sharding",
+            hint="pass the torch optimizer that it wraps",
+        )
 
 
 class AcceleratedOptimizer(Optimizer):
@@ -23,6 +73,8 @@ class AcceleratedOptimizer(Optimizer):
         gradient_state: tells whether the current micro-batch ends a step.
         scaler: scales the loss in fp16; None otherwise.
         clipping: norm that the gradients are clipped to before a step; None: they are left to the script.
+        models: every prepared model, those that are prepared later included.
+        ranks: how many each train on data of their own.
 
     Attributes:
         step_was_skipped: whether the last step was left out: a scaled gradient overflowed, or one was not finite.
@@ -35,6 +87,8 @@ class AcceleratedOptimizer(Optimizer):
         gradient_state: GradientState,
         scaler: torch.amp.GradScaler | None,
         clipping: float | None = None,
+        models: Iterable[nn.Module] = (),
+        ranks: int = 1,
     ) -> None:
         # The base class is for isinstance checks (schedulers make them); its own constructor is not for wrappers.
         self.optimizer = optimizer
@@ -42,6 +96,7 @@ class AcceleratedOptimizer(Optimizer):
         gradient_state.has_optimizer = True
         self.scaler = scaler
         self.clipping = clipping
+        self._models, self._ranks, self._is_checked = models, ranks, False
         self.is_unscaled = False
         self.step_was_skipped = False
 
@@ -57,6 +112,8 @@ class AcceleratedOptimizer(Optimizer):
         self.step_was_skipped = False
         if not self.gradient_state.sync_gradients:
             return None
+        if not self._is_checked:
+            self._check_parameters(closure)
         self.gradient_state.updates += 1
         self.gradient_state.has_optimizer = True  # an Accelerator that was made in between knew of none
         if self.clipping is not None:
@@ -72,6 +129,14 @@ class AcceleratedOptimizer(Optimizer):
         # The scale shrinks exactly when a rank found an overflow, which the engine makes known to all of them.
         self.step_was_skipped = self.scaler.get_scale() < scale
         return result
+
+    def _check_parameters(self, closure: Callable[[], Any] | None) -> None:
+        """Check what the optimizer holds at its first step: by then every model is prepared."""
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        trains_alone = any(sharded_parameter_of(p) is None and p.grad is not None for p in parameters)
+        if self._ranks > 1 or not (trains_alone or closure):
+            check_parameters(self.optimizer, self._models, self._ranks)
+        self._is_checked = True
 
     def _clip(self, limit: float, closure: Callable[[], Any] | None) -> None:
         if closure is not None:
@@ -97,6 +162,7 @@ class AcceleratedOptimizer(Optimizer):
         """Add a group; parameters of a sharded model may be given as they were before."""
         self.optimizer.add_param_group(param_group)
         repoint(self.optimizer)
+        self._is_checked = False
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's."""
@@ -108,7 +174,7 @@ class AcceleratedOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         # The base class would keep what is forwarded alone. What a scheduler has put around `step` is of this one.
-        return {name: value for name, value in vars(self).items() if name != "step"}
+        return {name: value for name, value in vars(self).items() if name != "step"} | {"_models": (), "_ranks": 1}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

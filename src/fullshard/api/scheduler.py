@@ -10,9 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from torch.optim import Optimizer
+
 from fullshard.api.optimizer import AcceleratedOptimizer
 from fullshard.api.state import GradientState
 from fullshard.comm import torch_private
+from fullshard.core.errors import OptimizerError
+from fullshard.engine.parameter import sharded_parameters
 
 
 class AcceleratedScheduler:
@@ -40,9 +44,16 @@ class AcceleratedScheduler:
         self.gradient_state = gradient_state
         self.with_optimizer = with_optimizer
         self.steps = steps
+        self._is_checked = False
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Advance the schedule if the optimizers have just stepped."""
+        """Advance the schedule if the optimizers have just stepped.
+
+        Raises:
+            OptimizerError: it is the schedule of another optimizer.
+        """
+        if not self._is_checked:
+            self._check_optimizer()
         if not self.with_optimizer:
             self.scheduler.step(*args, **kwargs)
         elif self.gradient_state.sync_gradients and not any(
@@ -52,6 +63,19 @@ class AcceleratedScheduler:
                 # A schedule of a fixed length refuses to go on, and an epoch's last step may have had fewer batches.
                 if torch_private.steps_of(self.scheduler) <= getattr(self.scheduler, "total_steps", float("inf")):
                     self.scheduler.step(*args, **kwargs)
+
+    def _check_optimizer(self) -> None:
+        """Check at the first step that the schedule is of an optimizer that trains: by then all are prepared."""
+        held = getattr(self.scheduler, "optimizer", None)
+        if isinstance(held, Optimizer) and self.optimizers and not sharded_parameters(held):
+            groups = {id(group) for optimizer in self.optimizers for group in optimizer.param_groups}
+            if groups.isdisjoint(map(id, held.param_groups)):
+                raise OptimizerError(
+                    f"{type(self.scheduler).__name__} schedules {type(held).__name__}, which was not prepared: the "
+                    "learning rate of the prepared optimizer would stay as it is",
+                    hint="make the scheduler from the optimizer that is prepared",
+                )
+        self._is_checked = True
 
     def __getattr__(self, name: str) -> Any:
         # All else is the wrapped one's: `get_last_lr`, `state_dict`, `load_state_dict`.
