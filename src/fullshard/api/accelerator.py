@@ -45,6 +45,7 @@ from fullshard.api.options import (
     ProjectConfiguration,
 )
 from fullshard.api.plugin import FullyShardedDataParallelPlugin
+from fullshard.api.reference_models import shard_reference_models
 from fullshard.api.refused import METHODS, refuse_arguments
 from fullshard.api.reporting import Reporting, wanted_trackers
 from fullshard.api.scheduler import AcceleratedScheduler
@@ -152,6 +153,7 @@ class Accelerator(Loaders, Reporting):
             megatron_lm_plugin=megatron_lm_plugin,
             torch_tp_plugin=torch_tp_plugin,
         )
+        shard_reference_models(Accelerator)
         self.handlers = handlers = Handlers.of(kwargs_handlers)
         self._notes: list[str] = []
         said = {

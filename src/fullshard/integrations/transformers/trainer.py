@@ -53,7 +53,7 @@ from fullshard.integrations.transformers.bema import shard_bias_corrected_averag
 from fullshard.integrations.transformers.callbacks import note_steps, stop_on_signals
 from fullshard.integrations.transformers.completions import generate_in_step
 from fullshard.integrations.transformers.inference import stream_into_engines
-from fullshard.integrations.transformers.reference_models import shard_reference_models, teachers_head
+from fullshard.integrations.transformers.teachers import teachers_head
 from fullshard.launch.environment import read_rank_environment, run_on_main
 from fullshard.optim import TransformersAdafactor
 
@@ -79,7 +79,6 @@ class ShardedTraining:
             local_path(args.output_dir)  # Transformers itself would make a folder `s3:`
         join_accelerate()
         teach_to_skip(sys.modules["transformers.trainer"])  # which may have been imported before
-        shard_reference_models()
         stream_into_engines()
         resolved = resolved_configuration(args)
         say_once(resolved.notes)
