@@ -6,6 +6,7 @@ pytest tests/test_accelerator_launched.py
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,39 @@ def test_the_script_wins_setting_by_setting(launch: Launch) -> None:
         sharding = Accelerator(fsdp_plugin=settings).setup.sharding
         assert sharding.strategy == "SHARD_GRAD_OP"
         assert all(getattr(sharding, name) == value for name, value in settings.items())
+
+
+def test_variables_that_the_script_sets_later_win_over_the_launcher(launch: Launch) -> None:
+    os.environ.update(FSDP_BACKWARD_PREFETCH="BACKWARD_POST", ACCELERATE_MIXED_PRECISION="fp16")
+    launch(sharding={"wrap_classes": ("Linear",)}, precision={"mode": "bf16"})
+    os.environ.update(  # as Axolotl does
+        ACCELERATE_USE_FSDP="true",
+        FSDP_VERSION="2",
+        FSDP_RESHARD_AFTER_FORWARD="false",
+        FSDP_STATE_DICT_TYPE="FULL_STATE_DICT",
+        FSDP_CPU_RAM_EFFICIENT_LOADING="False",  # as Accelerate's plugin does
+    )
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        accelerator = Accelerator(cpu=True)
+    assert [str(warning.message) for warning in said] == [
+        "$FSDP_RESHARD_AFTER_FORWARD: fsdp_reshard_after_forward = false, set by the script, replaces the default",
+        "$FSDP_STATE_DICT_TYPE: fsdp_state_dict_type = FULL_STATE_DICT, set by the script, replaces SHARDED_STATE_DICT",
+    ]
+    config = accelerator._config
+    assert config.sharding.resolved_strategy().name == "SHARD_GRAD_OP"
+    assert config.checkpoint.state_dict_type == "FULL_STATE_DICT"
+    assert config.sharding.wrap_classes == ("Linear",)
+    # What the launcher had found there it has weighed against its flags.
+    assert (config.sharding.backward_prefetch, config.precision.mode) == ("BACKWARD_PRE", "bf16")
+    said_by_the_script = FullyShardedDataParallelPlugin(
+        sharding_strategy="FULL_SHARD", state_dict_type="LOCAL_STATE_DICT"
+    )
+    own = Accelerator(cpu=True, fsdp_plugin=said_by_the_script)._config
+    assert own.checkpoint.state_dict_type == "LOCAL_STATE_DICT"
+    os.environ["FSDP_STATE_DICT_TYP"] = "x"
+    with pytest.raises(ConfigError, match=r"did you mean FSDP_STATE_DICT_TYPE"):
+        Accelerator(cpu=True)
 
 
 def test_a_contradiction_names_both_places(launch: Launch) -> None:

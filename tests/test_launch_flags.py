@@ -6,6 +6,8 @@ Run: pytest tests/test_launch_flags.py. Nothing is started here.
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,9 +16,13 @@ from typing import Any
 import pytest
 
 import fullshard
+from fullshard.api import Accelerator
+from fullshard.api.state import ProcessState
 from fullshard.cli.launch import help_text
+from fullshard.comm import device
 from fullshard.config.dialect import Status
 from fullshard.config.flags import FLAGS, OPTIONS, CommandLine, parse
+from fullshard.config.handover import hand_over
 from fullshard.config.hardware import Hardware
 from fullshard.config.resolve import Resolved, resolve
 from fullshard.config.schema import GROUPS, RunConfig
@@ -184,6 +190,18 @@ def plan(*argv: str, **environ: str) -> Any:
     return make_plan(line, line.readings(), environ)
 
 
+@pytest.fixture(autouse=True)
+def _four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have torch find four GPUs where CUDA_VISIBLE_DEVICES is set, as CUDA counts them, and none otherwise."""
+
+    def count(kind: str) -> int:
+        ids = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        return len(list(itertools.takewhile(lambda name: name in ("0", "1", "2", "3"), ids)))
+
+    monkeypatch.setattr(device, "count", count)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
 def test_plan_fills_in_what_is_not_said() -> None:
     made = plan("--cpu", "--num_processes", "4", "--num_cpu_threads_per_process", "3")
     assert (made.device, made.per_host, made.world_size, made.mesh()) == ("cpu", 4, 4, (1, 4))
@@ -210,7 +228,17 @@ def test_what_does_nothing_with_the_rest_is_said() -> None:
         "--main_process_ip: main_process_ip has no effect here",
         "--rdzv_conf: rdzv_conf has no effect here",
     ]
-    assert not plan("--cpu", "--num_processes", "2").resolved.notes[1:]
+    assert not plan("--cpu", "--num_processes", "2", CUDA_VISIBLE_DEVICES="7").resolved.notes[1:]
+    hidden = [str(note) for note in plan(CUDA_VISIBLE_DEVICES="7").resolved.notes]
+    assert any("CUDA_VISIBLE_DEVICES = 7 names no device that torch can use" in note for note in hidden)
+
+
+def test_processes_that_find_no_gpu_do_not_go_on_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = plan("-n", "8", SLURM_GPUS_ON_NODE="8")
+    monkeypatch.setattr(os, "environ", {**os.environ, **hand_over(made.handed_over(), tmp_path / "config.json")})
+    with pytest.raises(ConfigError, match="has no CUDA device: this host has 0"):
+        Accelerator()
+    assert ProcessState.start(device="cpu").device.type == "cpu"
 
 
 @pytest.mark.parametrize(
@@ -218,6 +246,8 @@ def test_what_does_nothing_with_the_rest_is_said() -> None:
     [
         (["--num_machines", "2", "--cpu"], "2 hosts, and main_process_ip is not given"),
         (["--gpu_ids", "0", "-n", "2"], "-n: 2 processes per host, and this host has 1 GPU"),
+        (["--gpu_ids", "7"], "--gpu_ids: gpu_ids = 7, and this host has no GPU 7 that torch can use"),
+        (["--gpu_ids", "0,5,1"], "--gpu_ids: gpu_ids = 0,5,1, and this host has no GPU 5 that torch can use"),
         (["--num_processes", "15", "--num_machines", "2"], "cannot be shared equally"),
         (["--cpu", "--rdzv_conf", "read_timeout=3"], "expected join_timeout=SECONDS"),
         (["--cpu", "--rdzv_conf", "join_timeout=nan"], "expected join_timeout=SECONDS"),

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import os
 import re
 import sys
 import warnings
@@ -24,7 +23,7 @@ from fullshard.comm import torch_private
 from fullshard.config.accelerate import INSTEAD_OF_FP8
 from fullshard.config.dialect import Dialect, Key, Note, Reading, Setting, Status
 from fullshard.config.fsdp import DEFAULT_MIN_NUM_PARAMS, finish_fsdp, renamed
-from fullshard.config.handover import launched, whole
+from fullshard.config.handover import launched, set_variables, whole
 from fullshard.config.load import load_environment
 from fullshard.config.origin import Entry, Origin, Precedence
 from fullshard.config.resolve import resolve
@@ -439,7 +438,7 @@ def say_once(notes: Iterable[Note]) -> None:
 
 def tell_transformers() -> None:
     """By this pair of variables Transformers asks whether it may leave the other ranks' weights empty."""
-    os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_CPU_RAM_EFFICIENT_LOADING="true")
+    set_variables(ACCELERATE_USE_FSDP="true", FSDP_CPU_RAM_EFFICIENT_LOADING="true")
 
 
 def modules_matching(model: nn.Module, pattern: str) -> list[nn.Module]:

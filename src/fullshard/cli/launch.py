@@ -147,7 +147,7 @@ def _start(plan: LaunchPlan, streams: StreamPlan) -> int:
         plan.last_call,
     )
     with scratch_directory("fullshard-config-") as directory:
-        variables = hand_over(plan.resolved.config, directory / "config.json")
+        variables = hand_over(plan.handed_over(), directory / "config.json")
         variables[TRAINER_HOOK] = "fullshard.integrations.transformers.install"
         if plan.resolved.config.training.check_plan:
             variables[CHECK_PLAN] = "1"

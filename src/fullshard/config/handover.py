@@ -1,35 +1,53 @@
-"""How the launcher gives the resolved configuration to its workers: one file, named by one variable."""
+"""How the launcher gives the resolved configuration to its workers: one file, named by one variable.
+
+A script may set variables of Accelerate's afterwards. They win over the file, as in Accelerate, whose plugin reads them
+when it is made. The file holds the variables as the launcher found them, so that these are not read a second time.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 
-from fullshard.config.dialect import Reading, Setting
-from fullshard.config.load import load_environment
+from fullshard.config.dialect import Note, Reading, Setting, Status, shown
+from fullshard.config.load import accelerates_variables, load_environment
 from fullshard.config.origin import Origin, Precedence
 from fullshard.config.schema import SETTINGS, RunConfig
 from fullshard.config.switches import CONFIG
 from fullshard.core.errors import ConfigError
 
+_ENVIRONMENT = "environment"
+_own = {("FSDP_CPU_RAM_EFFICIENT_LOADING", "False")}
+"""Variables with values that nobody chose: set here for Transformers, or by Accelerate whenever it makes a plugin."""
+
 
 def hand_over(config: RunConfig, path: Path) -> dict[str, str]:
-    """Write `config` to `path`, and give the variables that tell a worker of it."""
-    path.write_text(config.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    """Write `config` and Accelerate's variables to `path`, and return the variables that tell a worker of the file."""
+    document = {**json.loads(config.model_dump_json()), _ENVIRONMENT: accelerates_variables(os.environ)}
+    path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     return {CONFIG.name: str(path)}
 
 
 def handed_over() -> RunConfig | None:
-    """The configuration that a launcher handed to this process; None if none did.
+    """Return the configuration that a launcher handed to this process; None if none did.
 
     Raises:
         ConfigError: the file is gone or holds anything else.
     """
+    found = _read()
+    return None if found is None else found[0]
+
+
+def _read() -> tuple[RunConfig, dict[str, str]] | None:
     path = CONFIG.read()
     if not path:
         return None
     try:
-        return RunConfig.model_validate_json(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:  # of text that is no UTF-8, too
+        document = json.loads(Path(path).read_text(encoding="utf-8"))
+        environment = document.pop(_ENVIRONMENT)
+        return RunConfig.model_validate_json(json.dumps(document)), environment
+    except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:  # text that is no UTF-8, too
         raise ConfigError(
             f"${CONFIG.name} = {path} holds no resolved configuration: {error}",
             hint="start the script with `fullshard launch`, or unset the variable",
@@ -37,11 +55,40 @@ def handed_over() -> RunConfig | None:
 
 
 def launched() -> Reading:
-    """What the launcher handed over; without one what the environment says, as `accelerate launch` leaves it."""
-    config = handed_over()
-    if config is None:
+    """Read what the launcher handed over, and what the script has set in the environment since.
+
+    Without a launcher's file: the environment, as `accelerate launch` leaves it.
+    """
+    found = _read()
+    if found is None:
         return load_environment()
-    return whole(config, Origin(Precedence.ENVIRONMENT, "fullshard launch"))
+    config, before = found
+    reading = whole(config, Origin(Precedence.FILE, "fullshard launch"))
+    now = accelerates_variables(os.environ)
+    changed = {Origin.variable(name) for name, value in now.items() - before.items() - _own}
+    if changed:
+        reading.add(_only(load_environment(), changed))
+        for setting in reading.settings[len(SETTINGS) :]:
+            if setting.value != (said := config.value(setting.path)):
+                instead = "the default" if said is None else shown(said)
+                text = f"= {shown(setting.value)}, set by the script, replaces {instead}"
+                reading.notes.append(Note(setting.origin, setting.key, Status.TRANSLATED, text))
+    return reading
+
+
+def _only(reading: Reading, origins: set[Origin]) -> Reading:
+    """The part of a reading that comes from these places."""
+    return Reading(
+        settings=[setting for setting in reading.settings if setting.origin in origins],
+        notes=[note for note in reading.notes if note.origin in origins],
+        problems=[problem for problem in reading.problems if origins & set(problem.origins)],
+    )
+
+
+def set_variables(**variables: str) -> None:
+    """Set variables for other libraries, which say nothing that the configuration does not."""
+    os.environ.update(variables)
+    _own.update(variables.items())
 
 
 def whole(config: RunConfig, origin: Origin) -> Reading:

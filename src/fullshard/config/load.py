@@ -46,6 +46,12 @@ def load_fsdp_config(value: str | Path | Mapping[str, Any], flag: str = "--fsdp_
     return TRANSFORMERS.read(_at(parse_document(str(value), "fsdp_config.json"), Origin.flag(flag)))
 
 
+def accelerates_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that begin like Accelerate's and are not empty, by name."""
+    prefixes = ("FSDP_", "ACCELERATE_", "PARALLELISM_CONFIG_")
+    return {name: value for name in sorted(environ) if name.startswith(prefixes) and (value := environ[name].strip())}
+
+
 def load_environment(environ: Mapping[str, str] | None = None) -> Reading:
     """What the variables say that Accelerate's launcher sets for its workers, and that people set by hand.
 
@@ -54,10 +60,7 @@ def load_environment(environ: Mapping[str, str] | None = None) -> Reading:
     """
     environ = os.environ if environ is None else environ
     entries, problems, notes, nobodys = [], [], [], set()
-    for name in sorted(environ):
-        value = environ[name].strip()
-        if not name.startswith(("FSDP_", "ACCELERATE_", "PARALLELISM_CONFIG_")) or not value:
-            continue
+    for name, value in accelerates_variables(environ).items():
         origin = Origin.variable(name)
         if name in VARIABLES:
             entries.append(Entry(VARIABLES[name], value, origin))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -60,6 +61,13 @@ class LaunchPlan:
         """Processes of the whole job."""
         return self.per_host * self.launch.num_machines
 
+    def handed_over(self) -> RunConfig:
+        """Return the configuration of the processes: one that finds no GPU where there were to be some must say so."""
+        config = self.resolved.config
+        if self.device != "cuda":
+            return config
+        return config.model_copy(update={"launch": config.launch.model_copy(update={"device": "cuda"})})
+
     def mesh(self) -> tuple[int, int]:
         """Replicas, and ranks per shard group."""
         sharding = self.resolved.config.sharding
@@ -100,11 +108,11 @@ def make_plan(
     if elsewhere and launch.device == "cuda" and launch.num_processes is not None:
         device, devices = "cuda", launch.num_processes // launch.num_machines
     else:
-        device, devices = _devices(launch, environ)
+        device, devices = _devices(said, environ)
     per_host = min(2, usable_cpu_count()) if device == "cpu" else devices
     found = Reading(
         settings=[Setting("launch.num_processes", per_host * launch.num_machines, DETECTED, "devices")],
-        notes=list(_without_effect(said, device)),
+        notes=[*_without_effect(said, device), *_hidden_devices(launch, device, environ)],
     )
     resolved = resolve([found, *readings])
     launch = resolved.config.launch
@@ -151,6 +159,14 @@ def _without_effect(said: Resolved, device: str) -> Iterator[Note]:
         setting = said.settings.get(f"launch.{name}")
         if why and setting is not None and setting.value and setting.origin.precedence is not Precedence.DEFAULT:
             yield Note(setting.origin, name, Status.NO_EFFECT, f"has no effect here: {why}")
+
+
+def _hidden_devices(launch: LaunchConfig, device: str, environ: Mapping[str, str]) -> Iterator[Note]:
+    """Yield a note where a variable names devices, and there are none of them."""
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+        if launch.device == "auto" and device == "cpu" and (ids := environ.get(name, "").strip()) not in ("", "-1"):
+            text = f"= {ids} names no device that torch can use: the processes run on processors"
+            yield Note(Origin.variable(name), name, Status.NO_EFFECT, text)
 
 
 def _check_place(launch: LaunchConfig, *, elsewhere: bool) -> None:
@@ -217,10 +233,12 @@ def shared_settings(config: RunConfig) -> dict[str, str]:
     return found | {path: shown(config.value(path)) for path in SETTINGS if not path.startswith("launch.")}
 
 
-def _devices(launch: LaunchConfig, environ: Mapping[str, str]) -> tuple[str, int]:
+def _devices(said: Resolved, environ: Mapping[str, str]) -> tuple[str, int]:
+    launch = said.config.launch
     if launch.device == "cpu":
         return "cpu", 0
     if launch.gpu_ids is not None:
+        _check_ids(launch.gpu_ids, said.origin("launch.gpu_ids"))
         return "cuda", len(launch.gpu_ids)
     count = None if launch.device == "tpu" else devices_per_host(environ)
     if count is not None:
@@ -233,6 +251,25 @@ def _devices(launch: LaunchConfig, environ: Mapping[str, str]) -> tuple[str, int
     if count == 0 and launch.device == "cuda":
         raise ConfigError("device = cuda, and this host has no GPU that torch can use", hint="use --cpu")
     return (kind, count) if count else ("cpu", 0)
+
+
+def _check_ids(ids: Sequence[str], origin: Origin) -> None:
+    """See to it that this host has these devices: CUDA leaves out the first that is not there, and all after it."""
+    from fullshard.comm import device as devices
+
+    name, before = "CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ[name] = ",".join(ids)
+    try:
+        count = devices.count("cuda")
+    finally:
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before
+    if count < len(ids):
+        raise ConfigError(
+            f"{origin}: gpu_ids = {','.join(ids)}, and this host has no GPU {ids[count]} that torch can use",
+            hint="`nvidia-smi -L` lists them; --cpu runs on processors",
+        )
 
 
 def _rendezvous_seconds(text: str) -> tuple[float, float]:

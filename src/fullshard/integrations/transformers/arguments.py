@@ -19,7 +19,7 @@ import torch
 from fullshard.api.accelerates import parallelism
 from fullshard.api.state import ProcessState, launched_device
 from fullshard.config.dialect import Reading, refuse
-from fullshard.config.handover import launched
+from fullshard.config.handover import launched, set_variables
 from fullshard.config.load import load_fsdp_config
 from fullshard.config.origin import Origin
 from fullshard.config.resolve import Resolved, resolve
@@ -74,8 +74,9 @@ def join_accelerate() -> None:
 
     On a machine without accelerators it would otherwise see one process, on every rank.
     """
-    if read_rank_environment().launched and not torch.accelerator.is_available():
-        os.environ.setdefault("ACCELERATE_USE_CPU", "true")
+    is_cpu = read_rank_environment().launched and not torch.accelerator.is_available()
+    if is_cpu and "ACCELERATE_USE_CPU" not in os.environ:
+        set_variables(ACCELERATE_USE_CPU="true")
 
 
 class ShardedArguments:
@@ -84,7 +85,7 @@ class ShardedArguments:
     def __post_init__(self: Any) -> None:
         if self.deepspeed:  # or Transformers would ask for the package
             raise ConfigError("TrainingArguments.deepspeed is not supported", hint=NO_DEEPSPEED)
-        if not torch.accelerator.is_available():
+        if not torch.accelerator.is_available() and launched_device() != "cuda":
             self.use_cpu = True  # Transformers would refuse bf16, which a CPU computes in, too
         super().__post_init__()  # type: ignore[misc]
 
