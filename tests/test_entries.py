@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from fullshard import MixedPrecisionPolicy, register_fsdp_forward_method
-from fullshard.core.errors import ConfigError, WrapError
+from fullshard.core.errors import ConfigError, LifecycleError, WrapError
 from fullshard.core.events import Event, EventKind
 from fullshard.engine import CPUOffloadPolicy, ShardedParameter, describe, fully_shard, units_of, unsharded
 from fullshard.engine.offload import offload_of
@@ -349,3 +349,38 @@ def test_a_plain_module_that_only_holds_others_can_be_a_unit() -> None:
     fully_shard(model)
     assert list(model.state_dict()) == names
     model.load_state_dict(model.state_dict())
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_children_are_sharded_before_what_is_around_them(device: str) -> None:
+    def made() -> nn.Sequential:
+        with torch.device(device):
+            return nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))
+
+    around = fully_shard(made())
+    with pytest.raises(WrapError, match=r"Linear\.weight is sharded already, as 1\.0\.weight(.|\n)*the children first"):
+        fully_shard(around[1])
+    tied_late, tied = made(), made()
+    fully_shard(tied_late[0])
+    tied_late[1][0].weight = tied_late[0].weight  # type: ignore[index]
+    with pytest.raises(WrapError, match=r"sharded already, as weight(.|\n)*tie parameters before"):
+        fully_shard(tied_late)
+    tied[1][0].weight = tied[0].weight  # type: ignore[index]
+    fully_shard(tied[0])
+    with pytest.raises(WrapError, match=r"tied to weight, which another unit owns already"):
+        fully_shard(tied)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_other_memory_formats_are_refused(device: str) -> None:
+    """An interval has none; convolutions compute in the format of their inputs."""
+    with torch.device(device):
+        model = fully_shard(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()))
+    with pytest.raises(LifecycleError, match=r"cannot turn 0\.weight into torch\.channels_last(.|\n)*hint: .*inputs"):
+        model.to(memory_format=torch.channels_last)
+    with pytest.raises(LifecycleError, match="channels_last"):
+        torch.empty_like(model[0].weight, memory_format=torch.channels_last)
+    model.to(memory_format=torch.contiguous_format)
+    if device == "cpu":
+        out = model(torch.ones(2, 3, 8, 8).to(memory_format=torch.channels_last))
+        assert out.is_contiguous(memory_format=torch.channels_last)

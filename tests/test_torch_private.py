@@ -1010,3 +1010,17 @@ def replaced_wherever_it_was_imported() -> None:
     finally:
         del sys.modules["a_module_that_imported_it"]
     assert owner.function is other.renamed is second
+
+
+@check("redirect")
+def held_in_a_local_name() -> None:
+    assert torch_private.tensor_api.distribute_tensor.__closure__ is None
+
+    def first(one: int, *, two: int = 2) -> tuple[str, int, int]:
+        return "first", one, two
+
+    place = torch_private.Replaced(None, "first", first)
+    torch_private.redirect(place, lambda *args, **options: ("second", args, options))
+    found: Any = first(1, two=3)
+    assert found == ("second", (1,), {"two": 3})
+    assert place.torchs(1) == ("first", 1, 2) and str(inspect.signature(first)).startswith("(one")

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, wraps
 from operator import attrgetter, methodcaller
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -510,7 +510,7 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
 # -- functions that the engine puts its own in the place of ------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class Replaced:
     """A function of torch that `engine.interop` replaces, because torch offers no hook there.
 
@@ -667,3 +667,20 @@ def replace(functions: Mapping[Replaced, Callable[..., Any]]) -> None:
         for name, value in list(vars(module).items()) if isinstance(module, ModuleType) else ():
             if id(value) in new:
                 setattr(module, name, new[id(value)])
+
+
+def redirect(place: Replaced, function: Callable[..., Any]) -> None:
+    """Have torch's function itself call `function`, for a script that has it in a local name; `torchs` does as it did.
+
+    For one without a closure, as that is not to be changed. `distribute_tensor` has none. Since 2.0.
+    """
+    old: Any = place.torchs
+    own = FunctionType(old.__code__, old.__globals__, old.__name__, old.__defaults__)
+    own.__kwdefaults__, old.__signature__ = old.__kwdefaults__, inspect.signature(old)
+    old.__code__, old.__defaults__, old.__kwdefaults__ = _call_other.__code__, None, {"_function": function}
+    place.torchs = own
+
+
+def _call_other(*args: Any, _function: Callable[..., Any], **options: Any) -> Any:
+    """Stand in for the code of a function that is redirected. Since 2.0."""
+    return _function(*args, **options)

@@ -33,7 +33,7 @@ from fullshard.engine.lookup import require_units, unit_of
 from fullshard.engine.materialize import InitFunction, WeightSource, materialize, weight_source
 from fullshard.engine.module import assemble, make_fsdp_module
 from fullshard.engine.offload import Storage, offload_of
-from fullshard.engine.parameter import sharded_parameter_of
+from fullshard.engine.parameter import stands_for
 from fullshard.engine.precision import MixedPrecisionPolicy
 from fullshard.engine.schedule import Schedule
 from fullshard.engine.sharding import Sharding
@@ -111,6 +111,7 @@ def fully_shard(
         _check_can_be_unsharded(one, [one])
         expose_scales(one)
     [plan] = partition(modules, ignored=ignored, stop_at=_units_in(modules))
+    _check_not_managed([plan])
     check_types([plan], modules)
     if isinstance(mesh, DeviceMesh) and dp_mesh_dims is not None:
         note_data_axes(plan, mesh, dp_mesh_dims)
@@ -234,6 +235,7 @@ def _plan_units(
     if weights is not None:
         weights.start(model)
     plans = partition([model], unit_modules, ignored=ignored)
+    _check_not_managed(plans)
     check_types(plans, [model])
     return plans
 
@@ -261,7 +263,6 @@ def _make_unit(
     """Of `fully_shard`, or of the `model` that `shard_model` was given."""
     with _BEGINNING:
         _begin()
-    _check_not_managed(plan)
     mesh = schedule.mesh
     for slot in plan.slots:
         slot.compute_dtype = policy.override(slot.parameter)
@@ -353,15 +354,24 @@ def _check_can_be_unsharded(root: nn.Module, units: Iterable[nn.Module]) -> None
             )
 
 
-def _check_not_managed(plan: UnitPlan) -> None:
-    for slot in plan.slots:
-        sharded = sharded_parameter_of(slot.parameter)
-        if sharded is not None:
-            places = ", ".join(f"{type(m).__name__}.{attribute}" for m, attribute in slot.owners)
+def _check_not_managed(plans: Iterable[UnitPlan]) -> None:
+    for slot in (slot for plan in plans for slot in plan.slots):
+        held: Any = slot.parameter
+        sharded = stands_for(held)
+        if sharded is None:
+            continue
+        places = ", ".join(f"{type(m).__name__}.{attribute}" for m, attribute in slot.owners)
+        if sharded is held:
             raise WrapError(
-                f"the parameter at {places} is tied to {sharded.name}, which another unit owns already",
-                hint="put both modules into one call, fully_shard([a, b]), or use shard_model, which finds their place",
+                f"the parameter at {places} is sharded already, as {sharded.name}: the module around it was sharded "
+                "before it, or it was tied afterwards",
+                hint="shard the children first: call fully_shard on each inner module and then on what is around them; "
+                "tie parameters before that",
             )
+        raise WrapError(
+            f"the parameter at {places} is tied to {sharded.name}, which another unit owns already",
+            hint="put both modules into one call, fully_shard([a, b]), or use shard_model, which finds their place",
+        )
 
 
 def _take_placements(plan: UnitPlan, shard_placement_fn: Callable[[nn.Parameter], Any]) -> None:

@@ -419,6 +419,7 @@ def install() -> None:
             torch_private.run_backward: _run_backward_to,
         }
     )
+    torch_private.redirect(torch_private.distribute_tensor, _distribute_tensor)
     after_import(averages.MODULE, averages.shard_averages)
     after_import(adapters.MODULE, adapters.give_wholes)
     send_parts()

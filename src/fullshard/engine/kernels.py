@@ -80,6 +80,13 @@ def _check_changes(func: torch_private.Kernel, name: str, args: Sequence[Any], k
 
 def _alike(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Interval by interval."""
+    if kwargs.get("memory_format") in (torch.channels_last, torch.channels_last_3d):
+        held = first_sharded((args, kwargs))
+        raise LifecycleError(
+            f"cannot turn {'a tensor' if held is None else held.name} into {kwargs['memory_format']}: what a rank has "
+            "of it is an interval of its elements, in their own order",
+            hint="give the model inputs in that format, x.to(memory_format=...): convolutions compute as theirs is",
+        )
     target = target_of(args, kwargs) if torch_private.writes(func) else first_sharded((args, kwargs))
     if not isinstance(target, ShardedTensor) or not all(_fits(t, target.span) for t in tensors_in((args, kwargs))):
         return _gathered(func, args, kwargs)

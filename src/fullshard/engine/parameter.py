@@ -268,14 +268,20 @@ def local_gradients(parameters: Iterable[ShardedParameter]) -> list[torch.Tensor
 
 
 def sharded_parameter_of(parameter: torch.Tensor) -> ShardedParameter | None:
-    """The sharded parameter that stands for an original one; None if no unit owns it."""
+    """The sharded parameter that stands for an original one; None if no unit owns it, or one on the meta device."""
+    found = stands_for(parameter)
+    return found if isinstance(found, ShardedParameter) else None
+
+
+def stands_for(parameter: torch.Tensor) -> ShardedTensor | None:
+    """Return what a unit has put in place of an original parameter, or `parameter` if it is such; None: no unit has."""
     reference = getattr(parameter, _REFERENCE, None)
     if reference is not None:
         return reference()  # type: ignore[no-any-return]
-    return parameter if isinstance(parameter, ShardedParameter) else None
+    return parameter if isinstance(parameter, ShardedTensor) else None
 
 
-def mark_original(parameter: nn.Parameter, sharded: ShardedParameter) -> None:
+def mark_original(parameter: nn.Parameter, sharded: ShardedTensor) -> None:
     """Remember on the original parameter which sharded one stands for it."""
     setattr(parameter, _REFERENCE, weakref.ref(sharded))
 

@@ -117,6 +117,8 @@ class UnitParameters:
         self.made = next(_made)
         if weights is None and any(slot.parameter.is_meta for slot in plan.slots):
             self.stand_ins = StandIns.of_plan(plan, mesh=mesh, policy=policy, storage=storage)
+            for slot, stand_in in self.stand_ins.entries:
+                mark_original(slot.parameter, stand_in)
         else:
             self._allocate(weights)
 
