@@ -8,12 +8,34 @@ from __future__ import annotations
 import os
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from fullshard.api.saving import _HOOKS, _names_of_hooks
+from fullshard.checkpoint.format import read_manifest
+from fullshard.checkpoint.offline.huggingface import read_configuration
+from fullshard.checkpoint.torch_files import load_torch_file
+from fullshard.checkpoint.weight_files import indexed_files, tensors_of
 from fullshard.config.document import MAX_NBYTES, parse_document, read_document
-from fullshard.core.errors import MAX_LINE, MAX_MESSAGE, ConfigError, MissingExtraError, printable
+from fullshard.core.errors import (
+    MAX_LINE,
+    MAX_MESSAGE,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    MissingExtraError,
+    printable,
+)  # fmt: skip
 from fullshard.core.files import MAX_DEPTH, SMALL_NBYTES, parse_json, read_bytes, read_json, read_lines, read_object
+from fullshard.core.journal import Happening, Journal, read_journal
+from fullshard.launch.journal import told_by_processes
+from fullshard.observe import read_metrics
+from fullshard.plan.hardware import read_calibration
+from fullshard.plan.library import _read as read_model_file
+from fullshard.recipes.arguments import TrainArguments
+from fullshard.recipes.merging import RECORD_NAME, _recorded
+from fullshard.recipes.packing import _kept
 
 NINE = ",".join(["*{}"] * 9)
 BOMBS = {
@@ -107,3 +129,52 @@ def test_messages_do_not_steer_a_terminal() -> None:
     message = str(ConfigError("red \x1b[31m\r\n\ttab \u202egnorw \x9b \ud800", hint="\x1b]0;title\x07"))
     assert message == "red \\x1b[31m\\r\n\ttab \\u202egnorw \\x9b \\ud800\nhint: \\x1b]0;title\\x07"
     assert printable("grüße 你好", 20) == "grüße 你好" and len(printable("x" * 10**6, 100)) < 150
+
+
+READERS: dict[str, tuple[str, Any, Any]] = {
+    "manifest": ("manifest.json", lambda path: read_manifest(path.parent), CheckpointError),
+    "hooks of save_state": (_HOOKS, lambda path: _names_of_hooks(path.parent), CheckpointError),
+    "index": ("model.safetensors.index.json", indexed_files, CheckpointError),
+    "safetensors": ("model.safetensors", lambda path: list(tensors_of(path)), CheckpointError),
+    "torch": ("model.pt", load_torch_file, CheckpointError),
+    "config.json": ("config.json", read_configuration, CheckpointError),
+    "calibration": ("calibration.json", read_calibration, ConfigError),
+    "model to plan": ("config.json", read_model_file, ConfigError),
+    "job": ("job.json", TrainArguments.read, ConfigError),
+    "metrics": ("metrics.jsonl", lambda path: list(read_metrics(path)), (DataError, OSError)),
+    "events": ("events.jsonl", lambda path: list(read_journal(path)), OSError),
+    "record of a merge": (RECORD_NAME, lambda path: _recorded(path.parent), None),
+    "tokens": ("tokens.json", lambda path: _kept(path, path, "key"), None),
+    "journal of a launcher": ("journal", lambda path: told_by_processes(path.parent), None),
+}
+"""Of each: the name of the file, what reads it, and what it raises; None: it takes it for none."""
+
+
+@pytest.mark.parametrize("what", READERS)
+@pytest.mark.parametrize("kind", ["pipe", "sparse", "deep"])
+def test_every_small_file_of_ours_is_read_with_limits(tmp_path: Path, what: str, kind: str) -> None:
+    name, read, error = READERS[what]
+    path = tmp_path / name
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "sparse":
+        with path.open("wb") as file:
+            file.truncate(6 * 10**9)
+    else:
+        path.write_text("[" * 100_000 + "\n")
+    tracemalloc.start()
+    try:
+        if error is None or (what, kind) in {("events", "deep"), ("hooks of save_state", "pipe")}:
+            assert read(path) in (None, [], set(), Path("[" * 100_000 + "\n"))
+        else:
+            with pytest.raises(error):
+                read(path)
+        assert tracemalloc.get_traced_memory()[1] < 64 * 2**20
+    finally:
+        tracemalloc.stop()
+
+
+def test_events_are_not_written_to_a_pipe_that_nobody_reads(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "events.jsonl")
+    with pytest.warns(UserWarning, match="events are not written to .*events.jsonl"):
+        Journal(tmp_path / "events.jsonl").note(Happening.START)

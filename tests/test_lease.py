@@ -78,6 +78,31 @@ def test_of_another_host_only_time_tells(tmp_path: Path) -> None:
         assert path.read_text()
 
 
+@pytest.mark.parametrize("kind", ["pipe", "sparse", "deep", "other types"])
+def test_what_is_no_lease_keeps_nobody_out_or_waiting(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / LEASE_NAME
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "sparse":
+        with path.open("wb") as file:
+            file.truncate(6 * 10**9)  # takes no room
+    else:
+        process = {"host": "x", "pid": "self", "begun": 1, "machine": "m", "since": 1}
+        path.write_text("[" * 60_000 if kind == "deep" else json.dumps(process))
+    began = time.monotonic()
+    with lease(tmp_path):
+        assert json.loads(path.read_text())["pid"] == os.getpid()
+    assert time.monotonic() - began < 5 and not list(tmp_path.iterdir())
+
+
+def test_a_name_in_a_lease_does_not_steer_a_terminal(tmp_path: Path) -> None:
+    theirs = {"host": "\x1b[2J" + "n" * 50_000, "pid": 1, "begun": 1, "machine": "another", "since": time.time()}
+    (tmp_path / LEASE_NAME).write_text(json.dumps(theirs))
+    with pytest.raises(ConfigError, match=r"process 1 on \\x1b\[2Jn+ \[\.\.\. ") as error, lease(tmp_path):
+        pass
+    assert len(str(error.value)) < 1000
+
+
 @pytest.mark.parametrize("ahead_seconds", [3600, -3600])
 def test_clocks_of_two_hosts_may_be_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead_seconds: float
@@ -101,11 +126,11 @@ def test_a_lease_is_renewed_while_it_is_held(tmp_path: Path, monkeypatch: pytest
     for folder in (tmp_path, location(f"memory://bucket/{tmp_path.name}")):
         path = folder / LEASE_NAME
         with lease(folder):
-            text = json.loads(path.read_text()) | {"renewed": 0.0}
+            text = json.loads(path.read_bytes()) | {"renewed": 0.0}
             if isinstance(path, ObjectPath):
                 path.write_bytes(json.dumps(text).encode())
-                wait_until(lambda: json.loads(path.read_text())["renewed"] > text["since"], 10, "a renewal")  # noqa: B023
-                assert json.loads(path.read_text()) | {"renewed": 0.0} == text
+                wait_until(lambda: json.loads(path.read_bytes())["renewed"] > text["since"], 10, "a renewal")  # noqa: B023
+                assert json.loads(path.read_bytes()) | {"renewed": 0.0} == text
             else:
                 os.utime(path, (0, 0))
                 wait_until(lambda: path.stat().st_mtime > 0, 10, "a renewal")  # noqa: B023

@@ -34,14 +34,14 @@ from fullshard.checkpoint.format import (
     read_manifest,
 )
 from fullshard.checkpoint.lease import hold_folder
-from fullshard.checkpoint.objects import Location, ObjectPath, location, on_this_host
+from fullshard.checkpoint.objects import Location, ObjectPath, location, on_this_host, read_small
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.save import Pending, prepare_parts, prepare_save
 from fullshard.checkpoint.shards import parse_size
 from fullshard.checkpoint.store import is_of_a_save
 from fullshard.checkpoint.torch_format import with_torch_format
 from fullshard.core.errors import CheckpointError, ConfigError
-from fullshard.core.files import whole_file
+from fullshard.core.files import parse_json, whole_file
 from fullshard.core.imports import import_extra
 from fullshard.core.paths import local_path
 from fullshard.launch.environment import RankEnvironment, run_on_main
@@ -483,4 +483,7 @@ def _names_of_hooks(path: Location) -> set[str]:
     """Names in a checkpoint that a script's hooks put there."""
     if not (path / _HOOKS).is_file():
         return set()
-    return {_HOOKS, *json.loads((path / _HOOKS).read_text())}
+    try:
+        return {_HOOKS, *map(str, parse_json(read_small(path / _HOOKS)))}
+    except (OSError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path / _HOOKS} is damaged: {error}") from None

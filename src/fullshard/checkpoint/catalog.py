@@ -13,7 +13,7 @@ from fullshard.checkpoint.objects import Location, ObjectPath, entries_of, locat
 from fullshard.checkpoint.storage import OLD_PREFIX, TEMP_PREFIX
 from fullshard.checkpoint.store import store_of
 from fullshard.checkpoint.verify import part_problems, quick_problems, verify_checkpoint
-from fullshard.core.errors import CheckpointError, ConfigError
+from fullshard.core.errors import CheckpointError, ConfigError, printable
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,9 @@ def whole_checkpoints(root: str | Location, *, thorough: bool = False) -> Iterat
         if not problems:
             yield directory
         else:
-            logger.warning("skipping checkpoint %s: %s (%d problems)", directory, problems[0], len(problems))
+            logger.warning(
+                "skipping checkpoint %s", printable(f"{directory}: {problems[0]} ({len(problems)} problems)")
+            )
 
 
 def remove_oldest(newest: Location, *, keep: int) -> list[Location]:
@@ -123,7 +125,7 @@ def _newest_first(root: Location) -> list[tuple[Location, list[tuple[Location, M
             continue
         parts, problem = _checkpoint_in(directory)
         if problem:
-            logger.warning("skipping checkpoint %s: %s", directory, problem)
+            logger.warning("skipping checkpoint %s", printable(f"{directory}: {problem}"))
         elif parts:
             found.append((directory, parts))
     return sorted(found, key=lambda item: (item[1][0][1].saved_at, item[0].name), reverse=True)

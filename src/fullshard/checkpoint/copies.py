@@ -28,7 +28,14 @@ import numpy as np
 
 from fullshard.checkpoint.background import AsyncSaver
 from fullshard.checkpoint.collect import LoadArguments, RankReport, RankWriter, SaveArguments
-from fullshard.checkpoint.format import MANIFEST_NAME, Manifest, decode_manifest, encode_manifest, read_manifest
+from fullshard.checkpoint.format import (
+    MANIFEST_NAME,
+    Manifest,
+    decode_manifest,
+    encode_manifest,
+    read_manifest,
+    read_manifest_bytes,
+)
 from fullshard.checkpoint.load import load_proved
 from fullshard.checkpoint.objects import Location
 from fullshard.checkpoint.optimizer_state import unwrapped
@@ -384,8 +391,7 @@ def _offered(directory: Path, ranks: Ranks, newer_than: float) -> Iterator[tuple
     found = {name: saved_at for names in everywhere for name, saved_at in names.items() if saved_at > newer_than}
     for name in sorted(found, key=lambda name: found[name], reverse=True):
         holder = next(rank for rank, names in enumerate(everywhere) if name in names)
-        path = directory / name / MANIFEST_NAME
-        texts = ranks.gather(path.read_text(encoding="utf-8") if ranks.rank == holder else None)
+        texts = ranks.gather(read_manifest_bytes(directory / name).decode() if ranks.rank == holder else None)
         yield name, ranks.broadcast_bytes(texts[holder].encode() if texts else b"")
 
 

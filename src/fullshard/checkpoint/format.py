@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import stat
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Literal, Self
 
@@ -24,8 +23,9 @@ import google_crc32c
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 from pydantic_core import from_json
 
-from fullshard.checkpoint.objects import Location, ObjectPath
+from fullshard.checkpoint.objects import Location, ObjectPath, read_small
 from fullshard.core.errors import CheckpointError
+from fullshard.core.files import open_regular
 from fullshard.core.layout import Interval
 from fullshard.core.tiling import UNTILED, Tiling
 
@@ -418,14 +418,9 @@ def read_manifest_bytes(directory: Location) -> bytes:
     """Contents of the manifest file. Raises `CheckpointError` if there is none, or what is there cannot be one."""
     path = directory / MANIFEST_NAME
     try:
-        status = path.stat()
-        is_file = stat.S_ISREG(status.st_mode)
-        if not is_file or status.st_size > MAX_MANIFEST_NBYTES:
-            what = f"a file of {status.st_size} bytes" if is_file else "no file, but a pipe or device"
-            raise CheckpointError(f"{path} is {what}, expected a file of at most {MAX_MANIFEST_NBYTES} bytes")
         if isinstance(path, ObjectPath):
-            return path.read_bytes()
-        with path.open("rb") as file:
+            return read_small(path, limit_nbytes=MAX_MANIFEST_NBYTES)
+        with open_regular(path, limit_nbytes=MAX_MANIFEST_NBYTES) as file:
             begin = file.read(len(_PREFIX))
             if begin != _PREFIX:  # before all of it is
                 raise CheckpointError(f"{path} is not a fullshard manifest, or it is damaged")

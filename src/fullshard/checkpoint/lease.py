@@ -15,6 +15,7 @@ import atexit
 import contextlib
 import json
 import os
+import secrets
 import socket
 import threading
 import time
@@ -23,11 +24,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fullshard.checkpoint.objects import Location, ObjectPath, at_exit
-from fullshard.core.errors import ConfigError, StoreError, cut
+from fullshard.checkpoint.objects import Location, ObjectPath, at_exit, read_small
+from fullshard.core.errors import ConfigError, StoreError, cut, printable
+from fullshard.core.files import parse_object
 from fullshard.core.place import this_machine
 
 LEASE_NAME = ".lease.json"
+_LONGEST_NBYTES = 1 << 16
+"""A lease that is longer is nobody's."""
 RENEWED_EVERY_SECONDS = 10.0
 LASTS_SECONDS = 60.0
 """Without being renewed; several times as long as between two renewals, for file systems are slow at times."""
@@ -168,9 +172,10 @@ def _take(path: Location, mine: dict[str, Any]) -> bool:
 
 
 def _take_file(path: Path, mine: dict[str, Any]) -> bool:
-    own = path.with_name(f"{path.name}.{os.getpid()}")
+    own = _own_name(path)
     try:
-        own.write_text(json.dumps(mine), encoding="utf-8")
+        with own.open("x", encoding="utf-8") as file:
+            json.dump(mine, file)
         for _ in range(2):
             try:
                 os.link(own, path)  # unlike a rename it never replaces
@@ -234,12 +239,14 @@ def _replace_ended(path: ObjectPath, ended: dict[str, Any] | None, data: bytes) 
 def _read(path: Location) -> dict[str, Any] | None:
     """Whose lease it is, since when and until when; None if there is none, or nobody can tell whose it is."""
     try:
-        theirs = json.loads(path.read_text(encoding="utf-8"))
-        renewed = _modified(path) or float(theirs["renewed"])
-        numbers = {"renewed": renewed, "since": float(theirs["since"])}
-        return {key: theirs[key] for key in ("host", "pid", "begun", "machine")} | numbers
+        theirs = parse_object(read_small(path, limit_nbytes=_LONGEST_NBYTES))
+        renewed, since = _modified(path) or float(theirs["renewed"]), float(theirs["since"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
+    kinds = {"host": str, "pid": int, "begun": int, "machine": str}
+    if not all(type(theirs.get(key)) is kind for key, kind in kinds.items()):
+        return None
+    return {key: theirs[key] for key in kinds} | {"renewed": renewed, "since": since}
 
 
 def _modified(path: Location) -> float | None:
@@ -249,7 +256,7 @@ def _modified(path: Location) -> float | None:
 
 def _age(path: Location, theirs: dict[str, Any]) -> float:
     """How many seconds ago a lease was renewed: by the same clock, for two hosts' clocks may be hours apart."""
-    probe = path.with_name(f"{path.name}.{os.getpid()}.now")
+    probe = _own_name(path)
     now: float | None = None
     with contextlib.suppress(OSError, StoreError):  # where one may only read
         probe.write_bytes(b"")
@@ -258,9 +265,14 @@ def _age(path: Location, theirs: dict[str, Any]) -> float:
     return max(0.0, (now or time.time()) - float(theirs["renewed"]))
 
 
+def _own_name(path: Location) -> Any:
+    """A name beside a lease that nobody else has."""
+    return path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(8)}")
+
+
 def _remove(path: Path, ended: dict[str, Any] | None) -> None:
     """Remove the lease of a job that has ended, and not one that somebody has put in its place meanwhile."""
-    aside = path.with_name(f"{path.name}.{os.getpid()}.ended")
+    aside = _own_name(path)
     with contextlib.suppress(FileNotFoundError):
         path.rename(aside)
         found = _read(aside)
@@ -317,7 +329,7 @@ def _refuse_another(path: Location) -> None:
         return
     name = path.name.removesuffix(LEASE_NAME).removeprefix(".")
     raise ConfigError(
-        f"{path.parent / name} is in use: process {theirs['pid']} on {theirs['host']} has it since "
+        f"{path.parent / name} is in use: process {theirs['pid']} on {printable(theirs['host'], 100)} has it since "
         f"{max(age, time.time() - theirs['since']):.0f} s, and renewed its lease {age:.0f} s ago",
         hint="use another folder, or end that job; one that was killed on another host is in the way for "
         f"{LASTS_SECONDS:.0f} s",

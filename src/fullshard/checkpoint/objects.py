@@ -20,6 +20,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from fullshard.core.errors import ConfigError, FullshardError, MissingExtraError, StoreError, cut
+from fullshard.core.files import SMALL_NBYTES, read_bytes
 from fullshard.core.paths import local_path
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+(.*)", re.DOTALL)  # pathlib leaves one slash of two
@@ -145,10 +146,6 @@ class ObjectPath:
         with asked(self, "read"):
             return bytes(self._files().cat_file(str(self)))
 
-    def read_text(self, encoding: str = "utf-8") -> str:
-        """The same as text."""
-        return self.read_bytes().decode(encoding)
-
     def read_ranges(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         """Bytes [start, stop) of an object, several at once where the store's client can."""
         starts, stops = zip(*ranges, strict=True)
@@ -216,6 +213,20 @@ class ObjectPath:
 
 Location = Path | ObjectPath
 """Where a checkpoint is: in a file system of this host, or in an object store."""
+
+
+def read_small(path: Location, *, limit_nbytes: int = SMALL_NBYTES) -> bytes:
+    """Return the contents of a small file or object.
+
+    Raises:
+        OSError: see `core.files.open_regular`.
+        StoreError: the store does not answer.
+    """
+    if not isinstance(path, ObjectPath):
+        return read_bytes(path, limit_nbytes=limit_nbytes)
+    if (nbytes := path.stat().st_size) > limit_nbytes:
+        raise OSError(errno.EFBIG, f"it has {nbytes:,} bytes, expected at most {limit_nbytes:,}", str(path))
+    return path.read_bytes()
 
 
 @contextlib.contextmanager

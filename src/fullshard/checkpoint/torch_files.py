@@ -16,6 +16,7 @@ from typing import IO, Any
 import torch
 
 from fullshard.core.errors import CheckpointError
+from fullshard.core.files import open_regular
 
 _MAX_ENTRIES = 1_000_000
 
@@ -27,7 +28,7 @@ def load_torch_file(path: Path) -> Any:
         CheckpointError: not a file of `torch.save`, or a pickle that asks for more than tensors and plain values.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             check_archive(file, path.stat().st_size, where=str(path))
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from None

@@ -7,7 +7,6 @@ header describes tensors that lie in the file, none of them twice.
 from __future__ import annotations
 
 import importlib
-import json
 import math
 import os
 import re
@@ -23,6 +22,7 @@ from fullshard.checkpoint.elements import dtype_called
 from fullshard.checkpoint.tensor_file import MAX_HEADER_NBYTES, Bytes, file_beside, refuse_overlap
 from fullshard.checkpoint.torch_files import check_tensor, load_torch_file
 from fullshard.core.errors import CheckpointError
+from fullshard.core.files import open_regular, parse_object, read_object
 from fullshard.core.layout import Interval
 from fullshard.core.paths import local_path
 from fullshard.core.sizes import MIB
@@ -222,9 +222,7 @@ def indexed_files(index: Path) -> dict[Path, list[str]]:
     Raises:
         CheckpointError: an index that is malformed or points outside its directory.
     """
-    if index.stat().st_size > MAX_HEADER_NBYTES:
-        raise CheckpointError(f"{index} has {index.stat().st_size} bytes, more than any index")
-    weight_map = json_object(index.read_bytes(), index).get("weight_map")
+    weight_map = json_file(index, limit_nbytes=MAX_HEADER_NBYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointError(f"{index} has no weight_map")
     found: dict[Path, list[str]] = {}
@@ -260,14 +258,16 @@ def _pickled_tensors(path: Path) -> Iterator[tuple[str, MappedWeights]]:
 
 def _safetensors_of(path: Path) -> Iterator[tuple[str, StoredWeights]]:
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
             nbytes = int.from_bytes(file.read(8), "little")
             if not 0 < nbytes <= min(size - 8, MAX_HEADER_NBYTES):
                 raise CheckpointError(f"{path} claims a header of {nbytes} bytes in a file of {size}")
-            header = json_object(file.read(nbytes), path)
+            header = parse_object(file.read(nbytes))
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not the JSON it should be: {error}") from None
     found = {}
     for name, record in header.items():
         if name == "__metadata__":
@@ -287,16 +287,15 @@ def _safetensors_of(path: Path) -> Iterator[tuple[str, StoredWeights]]:
         yield name, weights
 
 
-def json_object(data: bytes, path: Path) -> dict[str, Any]:
-    """The JSON object that a file, or a part of it, holds.
+def json_file(path: Path, *, limit_nbytes: int) -> dict[str, Any]:
+    """Return the JSON object that a file holds.
 
     Raises:
-        CheckpointError: it is none.
+        CheckpointError: it holds none, cannot be read, or is larger.
     """
     try:
-        value = json.loads(data)
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} is not the JSON it should be")
-    return value
+        return read_object(path, limit_nbytes=limit_nbytes)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not the JSON it should be: {error}") from None

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fullshard.cli.options import Dtype, MaxShardSize, Output, Overwrite, path_word
-from fullshard.core.errors import CheckpointError, ConfigError
+from fullshard.core.errors import CheckpointError, ConfigError, printable
 from fullshard.core.sizes import format_count, format_nbytes
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def inspect(
         _print_facts(facts, source.contents)
         if tensors:
             for tensor in _tensor_facts(source.contents):
-                typer.echo(f"  {tensor['name']:<60} {tensor['dtype']:<10} {tensor['shape']}")
+                _say(f"  {tensor['name']:<60} {tensor['dtype']:<10} {tensor['shape']}")
 
 
 @app.command()
@@ -100,7 +100,7 @@ def verify(
         typer.echo(json.dumps({"path": str(checkpoint), "valid": is_valid, "problems": problems}, indent=2))
     else:
         for one in found:
-            typer.echo(str(one))
+            _say(str(one))
     if not is_valid:
         raise typer.Exit(DIFFERENT)
 
@@ -130,8 +130,8 @@ def diff(
         typer.echo(json.dumps([_plain(difference) for difference in found], indent=2))
     else:
         for difference in found:
-            typer.echo(str(difference))
-        typer.echo(f"{len(found)} differences" if found else "no difference")
+            _say(str(difference))
+        _say(f"{len(found)} differences" if found else "no difference")
     if found:
         raise typer.Exit(DIFFERENT)
 
@@ -252,10 +252,10 @@ def prune(
         raise ConfigError(f"there is no directory {directory}")
     found = prune_checkpoints(root, keep=keep, thorough=thorough, dry_run=dry_run)
     for path in found.removed:
-        typer.echo(f"{'would remove' if dry_run else 'removed'} {path}")
+        _say(f"{'would remove' if dry_run else 'removed'} {path}")
     for path, problem in found.damaged:
-        typer.echo(f"left alone {path}: {problem}")
-    typer.echo(f"{len(found.kept)} whole checkpoints are kept")
+        _say(f"left alone {path}: {problem}")
+    _say(f"{len(found.kept)} whole checkpoints are kept")
 
 
 def _weights(checkpoint: str, output: Path, index: int, **options: Any) -> None:
@@ -266,7 +266,7 @@ def _weights(checkpoint: str, output: Path, index: int, **options: Any) -> None:
             copied = write_weights(source, output, progress=tick, **options)
         _done(output)
         if copied:
-            typer.echo(f"copied: {', '.join(copied)}")
+            _say(f"copied: {', '.join(copied)}")
 
 
 def _native(
@@ -281,7 +281,12 @@ def _native(
             notes = write_native(source, where, progress=tick, **options)
         _done(where)
         for note in notes:
-            typer.echo(f"note: {note}")
+            _say(f"note: {note}")
+
+
+def _say(text: str, *, err: bool = False) -> None:
+    """Print lines in which names may stand that somebody else has chosen."""
+    typer.echo("\n".join(map(printable, text.split("\n"))), err=err)
 
 
 @contextlib.contextmanager
@@ -289,7 +294,7 @@ def _open(path: str | Location, *, optimizer: bool = True, index: int = 0) -> It
     from fullshard.checkpoint.offline import open_source
 
     with open_source(path, optimizer=optimizer, index=index) as source:
-        typer.echo(f"{path}: {source.title}", err=True)
+        _say(f"{path}: {source.title}", err=True)
         yield source
 
 
@@ -319,7 +324,7 @@ def _done(output: Location) -> None:
         sizes = [file.stat().st_size for file in output.rglob("*") if file.is_file()]
     else:
         sizes = [*output.beneath().values()]
-    typer.echo(f"wrote {output}: {len(sizes)} files, {format_nbytes(sum(sizes))}")
+    _say(f"wrote {output}: {len(sizes)} files, {format_nbytes(sum(sizes))}")
 
 
 def _plain(difference: Any) -> dict[str, Any]:
@@ -387,7 +392,7 @@ def _print_facts(facts: dict[str, Any], contents: Contents) -> None:
     import datetime
 
     def line(name: str, text: str) -> None:
-        typer.echo(f"{name:<12} {text}")
+        _say(f"{name:<12} {text}")
 
     line("kind", facts["kind"])
     dtypes = ", ".join(f"{name} x{count}" for name, count in facts["dtypes"].items())
@@ -444,6 +449,6 @@ def _print_picture(contents: Contents) -> None:
     lines = ownership({name: record for kind, name, record in contents.tensors() if kind == "model"})
     if lines:
         width = max(len(part) for part, _ in lines)
-        typer.echo("\nwho stores what (one letter per share, 0-9 a-z A-Z are ranks):")
+        _say("\nwho stores what (one letter per share, 0-9 a-z A-Z are ranks):")
         for part, owners in lines:
-            typer.echo(f"  {part:<{width}} |{owners}|")
+            _say(f"  {part:<{width}} |{owners}|")

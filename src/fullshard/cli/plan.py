@@ -15,6 +15,7 @@ from fullshard.cli.options import file_word, options_from, path_word
 from fullshard.config.dialect import shown
 from fullshard.config.values import integer
 from fullshard.core.errors import ConfigError
+from fullshard.core.files import read_bytes
 from fullshard.plan.job import Job
 
 if TYPE_CHECKING:
@@ -302,7 +303,10 @@ def _is_file(text: str) -> bool:
 
 
 def _is_calibration(path: Path) -> bool:
-    return path.is_file() and "memory_bandwidth" in path.read_text(encoding="utf-8", errors="replace")
+    try:
+        return b"memory_bandwidth" in read_bytes(path)
+    except OSError:
+        return False
 
 
 def _beside(

@@ -16,6 +16,7 @@ from fullshard.config.origin import Origin, Precedence
 from fullshard.config.schema import SETTINGS, RunConfig
 from fullshard.config.switches import CONFIG
 from fullshard.core.errors import ConfigError
+from fullshard.core.files import read_object
 
 _ENVIRONMENT = "environment"
 _own = {("FSDP_CPU_RAM_EFFICIENT_LOADING", "False")}
@@ -44,7 +45,7 @@ def _read() -> tuple[RunConfig, dict[str, str]] | None:
     if not path:
         return None
     try:
-        document = json.loads(Path(path).read_text(encoding="utf-8"))
+        document = read_object(Path(path))
         environment = document.pop(_ENVIRONMENT)
         return RunConfig.model_validate_json(json.dumps(document)), environment
     except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:  # text that is no UTF-8, too

@@ -130,8 +130,9 @@ def read_bytes(path: Path, *, limit_nbytes: int = SMALL_NBYTES) -> bytes:
         OSError: see `open_regular`.
     """
     with open_regular(path, limit_nbytes=limit_nbytes) as file:
-        data = file.read(limit_nbytes + 1)
-    if len(data) > limit_nbytes:  # it has grown, or its system does not know its size
+        asked = min(limit_nbytes, max(os.fstat(file.fileno()).st_size, MIB)) + 1  # as many are made room for
+        data = file.read(asked)
+    if len(data) == asked:  # it has grown, or its system does not know its size
         raise _too_large(path, limit_nbytes, "more")
     return data
 

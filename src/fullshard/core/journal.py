@@ -19,6 +19,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from fullshard.core.files import parse_object, read_lines
+
 JOURNAL_NAME = "events.jsonl"
 _LONGEST_TEXT = 2000
 """Characters of a message: more than one page of a disk could be torn."""
@@ -85,7 +87,9 @@ class Journal:
             event["message"] = message[:_LONGEST_TEXT]
         line = json.dumps(event, default=str) + "\n"
         try:
-            file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            # Without O_NONBLOCK a pipe in its place would be waited for.
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
+            file = os.open(self.path, flags, 0o644)
             try:
                 os.write(file, line.encode("utf-8", "backslashreplace"))
             finally:
@@ -105,15 +109,17 @@ def read_journal(path: Path) -> Iterator[dict[str, Any]]:
     """The events of a file, or of the one in a directory, in the order in which they were written.
 
     What is no event (a line that a full disk has cut off) is left out; nothing if there is no file.
+
+    Raises:
+        OSError: it is no regular file, or larger than 1 GiB.
     """
     path = path / JOURNAL_NAME if path.is_dir() else path
     if not path.exists():
         return
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            try:
-                event = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(event, dict) and "kind" in event and "time" in event:
-                yield event
+    for line in read_lines(path):
+        try:
+            event = parse_object(line)
+        except ValueError:
+            continue
+        if "kind" in event and "time" in event:
+            yield event

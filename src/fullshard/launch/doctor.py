@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import json
 import socket
 import tempfile
 import time
@@ -17,6 +16,7 @@ from fullshard.config.load import load_environment
 from fullshard.config.resolve import resolve
 from fullshard.config.settings import plain_message
 from fullshard.core.errors import ConfigError
+from fullshard.core.files import read_object
 from fullshard.core.requirements import INSTALL_TPU, OLDEST_TORCH, is_too_old, tpu_nodes, why_no_tpu
 from fullshard.core.sizes import MIB, format_nbytes
 from fullshard.launch.report import Report, open_files_limit, shared_memory_nbytes
@@ -273,7 +273,7 @@ def try_ranks(nproc: int, device: str, timeout_seconds: float) -> Trial:
     with tempfile.TemporaryDirectory(prefix="fullshard-doctor-") as directory:
         path = Path(directory) / "outcome.json"
         code = launch_local(_WORKER, [str(path), device, str(timeout_seconds)], nproc=nproc, device=device)
-        outcome = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        outcome = read_object(path) if path.exists() else {}
     return Trial(code, outcome.get("checks", {}), outcome.get("measurements", []), outcome.get("facts", {}))
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import socket
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from fullshard.core.files import read_object
 from fullshard.launch.worker import USER_ERROR
 
 
@@ -72,7 +71,7 @@ def how_it_ended(failure: ProcessFailure) -> str:
 def left_report(failure: ProcessFailure) -> tuple[str | None, str | None]:
     """The message and the traceback that a process left behind, None where it ended without."""
     try:
-        report: dict[str, Any] = json.loads(Path(failure.error_file).read_text(encoding="utf-8"))
+        report = read_object(Path(failure.error_file))
         return str(report["message"]["message"]), str(report["message"]["extraInfo"]["py_callstack"])
     except (OSError, ValueError, KeyError, TypeError):
         return None, None

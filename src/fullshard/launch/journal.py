@@ -6,6 +6,7 @@ import contextlib
 import os
 from pathlib import Path
 
+from fullshard.core.files import read_text
 from fullshard.core.journal import JOURNAL, JOURNAL_NAME, Happening
 from fullshard.core.paths import local_path
 from fullshard.launch.bootstrap import LAUNCHER_PID, PREEMPTION_DIR
@@ -46,8 +47,8 @@ def record_events(directory: str | os.PathLike[str]) -> Path:
 def told_by_processes(directory: Path) -> Path | None:
     """Where the processes of a launcher write events; None if they write none."""
     try:
-        return Path((directory / _TOLD).read_text(encoding="utf-8"))
-    except OSError:
+        return Path(read_text(directory / _TOLD))
+    except (OSError, ValueError):
         return None
 
 

@@ -21,6 +21,7 @@ from typing import IO, Any
 from torch.distributed.elastic.multiprocessing import api as elastic
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
+from fullshard.core.files import read_json
 from fullshard.launch import bootstrap, torch_private
 from fullshard.launch.processes import descendants
 from fullshard.launch.spare import HEADER_NBYTES
@@ -74,7 +75,7 @@ class Spares:
         for local_rank, pid in ranks.items():
             listing = directory / f"{bootstrap.IMPORTS}-{pid}"
             if local_rank not in self._spares and listing.exists():
-                imported = json.loads(listing.read_text(encoding="utf-8"))
+                imported = read_json(listing)
                 listing.unlink()  # it has the environment, secrets too
                 with contextlib.suppress(OSError):  # too many processes or files: a rank will be a new process
                     self._spares[local_rank] = _start(imported)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from fullshard.comm.device import counts_memory
+from fullshard.core.files import parse_object
 from fullshard.core.sizes import GIB
 
 
@@ -86,7 +87,7 @@ class StepMetrics:
         Raises:
             ValueError, TypeError, KeyError: the line is not such a record.
         """
-        values: dict[str, Any] = dict(json.loads(line))
+        values: dict[str, Any] = parse_object(line)
         unfit = {name: float(v) for name, v in values.items() if isinstance(v, str)}
         return cls(**(values | unfit | {"memory_nbytes": tuple(values["memory_nbytes"])}))
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from fullshard.core.errors import DataError
-from fullshard.core.files import write_text
+from fullshard.core.files import read_lines, write_text
 from fullshard.core.imports import import_extra
 from fullshard.core.paths import local_path
 from fullshard.observe.metrics import StepMetrics
@@ -112,17 +112,16 @@ def read_metrics(path: Path) -> Iterator[StepMetrics]:
     """
     if not path.exists():
         return
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith("\n"):
-                return
-            try:
-                yield StepMetrics.from_json(line)
-            except (ValueError, TypeError, KeyError):
-                raise DataError(
-                    f"{path}:{number}: expected a step as `fullshard train` writes it, got {line[:80]!r}",
-                    hint="a full disk or another program may have written it; take the line out, or move the file away",
-                ) from None
+    for number, line in enumerate(read_lines(path), start=1):
+        if not line.endswith("\n"):
+            return
+        try:
+            yield StepMetrics.from_json(line)
+        except (ValueError, TypeError, KeyError):
+            raise DataError(
+                f"{path}:{number}: expected a step as `fullshard train` writes it, got {line[:80]!r}",
+                hint="a full disk or another program may have written it; take the line out, or move the file away",
+            ) from None
 
 
 class TensorboardSink:

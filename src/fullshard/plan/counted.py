@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.core.errors import ConfigError
+from fullshard.core.files import read_text
 from fullshard.plan.shapes import Block, ModelShape, ParameterShape, UnitShape
 
 _PROGRAM = "fullshard.api.counting"
@@ -48,7 +49,7 @@ def counted(values: Mapping[str, Any], *, where: str) -> ModelShape:
     key = hashlib.sha256(f"{_FORMAT} {version('transformers')} {question}".encode()).hexdigest()
     path = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fullshard" / "shapes" / f"{key}.json"
     try:
-        return _read(path.read_text(encoding="utf-8"))
+        return _read(read_text(path))
     except (OSError, ValueError, TypeError, KeyError):
         answer = _count(question, where)
     _keep(path, answer)

@@ -14,7 +14,7 @@ from typing import Any
 from fullshard.config.switches import COMM
 from fullshard.core.dtypes import itemsize
 from fullshard.core.errors import ConfigError
-from fullshard.core.files import write_text
+from fullshard.core.files import read_object, write_text
 from fullshard.core.paths import local_path
 
 GB = 10**9
@@ -381,8 +381,7 @@ def read_calibration(path: Path) -> Device:
         ConfigError: the file cannot be read, or does not hold a device's figures.
     """
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        device = Device(**values)
+        device = Device(**read_object(path))
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"{path}: no calibration: {error}", hint="make one with fullshard plan --calibrate") from None
     needed = ("memory", "flops", "flops_fp32", "memory_bandwidth", "link", "network", "per_host", "efficiency")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.core.errors import ConfigError
+from fullshard.core.files import read_object
 from fullshard.core.paths import local_path
 from fullshard.core.sizes import format_count, parse_count, round_up
 from fullshard.plan.families import from_config
@@ -116,14 +117,11 @@ def _key(name: str) -> str:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        return read_object(path)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}:{error.lineno}:{error.colno}: {error.msg}", hint="it must be JSON") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path}: expected an object of settings, got a {type(values).__name__}")
-    return values
 
 
 def _from_count(text: str, count: float, flags: dict[str, int]) -> tuple[ModelShape, list[str]]:

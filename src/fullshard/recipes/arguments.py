@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, field_validator
 
 from fullshard.checkpoint.objects import Location, ObjectPath, location
 from fullshard.config import values
@@ -16,6 +16,7 @@ from fullshard.config.sharding import CheckpointingMode
 from fullshard.config.trackers import PACKAGES
 from fullshard.config.view import View, kept_or_auto, of_run
 from fullshard.core.errors import ConfigError
+from fullshard.core.files import read_text
 from fullshard.core.paths import local_name
 
 
@@ -182,8 +183,8 @@ class TrainArguments(View):
     def read(cls, path: Path) -> Self:
         """The arguments whose `to_json` a file holds. Raises `ConfigError` if the file holds anything else."""
         try:
-            return cls.model_validate_json(path.read_text(encoding="utf-8"))
-        except (OSError, ValidationError) as error:
+            return cls.model_validate_json(read_text(path))
+        except (OSError, ValueError) as error:  # of a value, or of text that is no UTF-8
             raise ConfigError(f"{path} does not hold the arguments of a training run: {error}") from None
 
     def to_json(self) -> str:

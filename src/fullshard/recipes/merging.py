@@ -14,6 +14,7 @@ from fullshard import checkpoint
 from fullshard.checkpoint.offline import HuggingFaceSource, MergedSource, write_weights
 from fullshard.checkpoint.weight_files import model_directory
 from fullshard.core.errors import ConfigError
+from fullshard.core.files import read_json
 from fullshard.launch.environment import read_rank_environment, run_on_main
 from fullshard.recipes.sft_arguments import ModelArguments
 
@@ -75,7 +76,7 @@ def merge(arguments: ModelArguments, trainer: Any, *, goes_on: bool) -> None:
 
 def _recorded(output: Path) -> Any:
     try:
-        return json.loads((output / RECORD_NAME).read_text(encoding="utf-8"))
+        return read_json(output / RECORD_NAME)
     except (OSError, ValueError):
         return None
 

@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 
 from fullshard.core.errors import DataError
+from fullshard.core.files import read_object
 from fullshard.observe import whole_file, write_text
 
 Tokens = npt.NDArray[Any]
@@ -111,8 +112,11 @@ def _described(file: TokenFile) -> dict[str, Any]:
 def _kept(path: Path, description: Path, key: str) -> TokenFile | None:
     if not (path.is_file() and description.is_file()):
         return None
-    values = json.loads(description.read_text(encoding="utf-8"))
-    if values.pop("key") != key:
+    try:
+        values = read_object(description)
+    except (OSError, ValueError):  # damaged: the tokens are made anew
+        return None
+    if values.pop("key", None) != key:
         return None
     file = TokenFile(path, **values)
     return file if path.stat().st_size == file.count * np.dtype(file.dtype).itemsize else None

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fullshard.checkpoint.offline.source import Contents, Kind, Source, tensor_record
-from fullshard.checkpoint.weight_files import INDEX_NAME, SINGLE_NAME, json_object, stored_tensors, tensors_of
+from fullshard.checkpoint.weight_files import INDEX_NAME, SINGLE_NAME, json_file, stored_tensors, tensors_of
 from fullshard.core.errors import CheckpointError
 from fullshard.core.layout import Interval
 from fullshard.engine.contexts import meta_parameters
@@ -93,9 +93,4 @@ def read_configuration(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: it cannot be read, or is no JSON object.
     """
-    try:
-        if path.stat().st_size > _MAX_CONFIG_NBYTES:
-            raise CheckpointError(f"{path} has {path.stat().st_size} bytes, more than any configuration")
-        return json_object(path.read_bytes(), path)
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
+    return json_file(path, limit_nbytes=_MAX_CONFIG_NBYTES)
