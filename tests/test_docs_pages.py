@@ -65,6 +65,18 @@ def test_blocks_are_well_formed(page: Path) -> None:
         assert subprocess.run(["bash", "-n"], input=code, text=True, check=False).returncode == 0, code
 
 
+PACKAGE_INDEX = re.compile(r"\b(pypi|pythonhosted|npmjs|rubygems|crates|anaconda)\.(org|com|io)\b")
+
+
+def test_no_file_links_to_a_package_index() -> None:
+    """A reader wants the project; an index may be another one where they are."""
+    folders = (ROOT / name for name in ("benchmarks", "docs", "examples", "src", "tests"))
+    for path in (*ROOT.glob("*"), *(path for folder in folders for path in folder.rglob("*"))):
+        if path.is_file() and path.suffix != ".pyc":
+            found = PACKAGE_INDEX.search(path.read_bytes().decode(errors="replace"))
+            assert found is None, f"{path} names {found[0]}"
+
+
 def known_flags(words: list[str]) -> set[str]:
     """The flags of a command: `fullshard` and its subcommands."""
     launching = {*launch.completions([]), "--log_dir", "--fsdp", "--fsdp_config"}

@@ -29,6 +29,7 @@ from fullshard.api.state import ProcessState
 from fullshard.checkpoint.adapters import HOW_TO_SAVE_INNER, carries_adapters, is_adapted, is_saved_as_adapters
 from fullshard.checkpoint.full_state import gather_when_all_save
 from fullshard.checkpoint.live_adapters import use_sharded_methods
+from fullshard.checkpoint.quantities import conversion_of
 from fullshard.comm.mesh import init_mesh
 from fullshard.config.schema import PrecisionConfig, RunConfig, ShardingConfig, TrainingConfig
 from fullshard.core.dtypes import main_dtype
@@ -143,6 +144,7 @@ def shard(
     ignored = setup.ignored_modules(model)
     if ignored and not {id(module) for module in ignored} & {id(module) for module in model.modules()}:
         say(f"ignored_modules: none of them is in this {type(model).__name__}, so all of it is sharded")
+    _say_what_is_left(model, say)
     units = _units(model, setup, ignored, process)
     apart = embedding_modules(model) if config.wrap_embeddings else ()
     _upcast(model, precision.mode, say)
@@ -194,6 +196,16 @@ def _engine_settings(setup: Setup, process: ProcessState) -> dict[str, Any]:
         "param_init_fn": setup.plugin.param_init_fn if setup.plugin is not None else None,
         "device": process.device,
     }
+
+
+def _say_what_is_left(model: nn.Module, say: Callable[[str], None]) -> None:
+    """Say how much of a quantised model is not quantised, and which experts have no adapters."""
+    conversion = conversion_of(model)
+    conversion.require()
+    if conversion.converted:
+        say(f"{type(model).__name__}: {conversion.said}")
+    if conversion.said_of_adapters:
+        say(conversion.said_of_adapters)
 
 
 def _say_how(model: nn.Module, config: ShardingConfig, say: Callable[[str], None]) -> None:

@@ -26,6 +26,7 @@ from torch import nn
 
 from fullshard.checkpoint.conversion import Outline, loading_rules, outline_of
 from fullshard.checkpoint.places import Place, new_parts, not_ignored, places_of, tensors_of
+from fullshard.checkpoint.quantities import adapter_modules, conversion_of
 from fullshard.checkpoint.sources import Match, TensorSource, are_equal, match, read_whole
 from fullshard.checkpoint.tensors import LocalTensor, local_tensors, rest, stand_in
 from fullshard.checkpoint.tiles import fill_local, read_across
@@ -87,7 +88,8 @@ def from_pretrained(
 
     Raises:
         CheckpointError: no weights; later, when the model is sharded: weights that do not fit.
-        ConfigError: a quantisation that is not bitsandbytes', or weights that are quantised already.
+        ConfigError: a quantisation that is not bitsandbytes', one that leaves most of the model as it is, or weights
+            that are quantised already.
         MissingExtraError: without the `hf` extra.
     """
     transformers = import_extra("transformers", extra="hf", purpose="loading a pretrained model")
@@ -113,6 +115,11 @@ def from_pretrained(
         if quantization_config is not None:
             _replace_linear_layers(model, quantization_config)
             outline(model)  # so that PEFT finds weights of the kind they will be
+            conversion = conversion_of(model)
+            conversion.require()
+            logger.log(
+                logging.WARNING if conversion.stacked else logging.INFO, "%s: %s", type(model).__name__, conversion.said
+            )
     model.eval()  # as Transformers' own from_pretrained leaves it
     if hasattr(model, "resize_token_embeddings"):
         model.resize_token_embeddings = MethodType(_resize_token_embeddings, model)  # type: ignore[assignment]
@@ -226,7 +233,7 @@ class PretrainedWeights:
             CheckpointError: shapes that differ, or weights that are missing; all are listed.
         """
         self._adapters = {id(part.module): part for part in _adapter_parts(model)}
-        adapters = _adapter_modules(model)
+        adapters = adapter_modules(model)
         places = [p for p in places_of(self._base) if id(p.module) not in adapters]
         found = [place for place in places if place.name in self._sources]
         mismatched = {place.name: problem for place in found if (problem := self._shape_problem(place))}
@@ -443,17 +450,6 @@ def _adapter_parts(model: nn.Module) -> Iterator[_AdapterPart]:
                         hint="load the base with Transformers' own from_pretrained before adding the adapter",
                     )
                 yield _AdapterPart(part, kind, scheme, layer)
-
-
-def _adapter_modules(model: nn.Module) -> set[int]:
-    """Modules of adapters of any kind: no file of the base model holds their parameters."""
-    found: set[int] = set()
-    for module in model.modules():
-        for kind in getattr(module, "adapter_layer_names", ()):
-            holder = getattr(module, kind, None)
-            if isinstance(holder, nn.Module) and kind != "modules_to_save":  # those are copies of the model's
-                found |= {id(part) for part in holder.modules()}
-    return found
 
 
 def _parts(holder: Any) -> Iterator[tuple[str, Any]]:

@@ -23,7 +23,7 @@ from fullshard.plan.layout import ModelLayout, lay_out
 from fullshard.plan.losses import loss_note
 from fullshard.plan.matrices import matrix_work
 from fullshard.plan.memory import Memory, memory_of
-from fullshard.plan.methods import apply_method
+from fullshard.plan.methods import apply_method, conversion_of
 from fullshard.plan.schedule import ScheduleOptions, predict_step
 from fullshard.plan.setting import PlanSetting
 from fullshard.plan.shapes import Block, ModelShape
@@ -290,6 +290,10 @@ def notes_of(plan: Plan) -> list[str]:
         notes.append(f"main weights are {job.main_dtype}; with precision no they stay {job.stored_dtype}")
     if not plan.model.blocks:
         notes.append("what the layers compute is unknown, so activations are not in these numbers")
+    if job.method != "full" and not plan.model.is_final:
+        conversion = conversion_of(plan.model)
+        notes += [conversion.said] if job.method == "qlora" else []
+        notes += [conversion.said_of_adapters] if conversion.unadapted else []
     if job.method == "qlora" and not device.is_cpu and job.precision == "fp32":
         notes.append("4-bit layers compute in float32 here; bf16 is usual")
     return notes

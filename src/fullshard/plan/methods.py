@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from fullshard.core.errors import ConfigError
 from fullshard.plan.job import Job
+from fullshard.plan.quantized import Conversion, is_stacked
 from fullshard.plan.shapes import ModelShape, ParameterShape, UnitShape
 
 FLOAT8 = "float8_e4m3fn"
@@ -23,7 +24,7 @@ def apply_method(model: ModelShape, job: Job) -> ModelShape:
     weight into 4 bits, its double-quantised scales beside it.
 
     Raises:
-        ConfigError: a LoRA target that no layer has.
+        ConfigError: a LoRA target that no layer has, or a model of which QLoRA would quantise little.
     """
     if job.float8:
         model = model.map(lambda unit, p: [_in_float8(p)] if unit.block is not None else [p])
@@ -42,9 +43,12 @@ def apply_method(model: ModelShape, job: Job) -> ModelShape:
             hint=f"it has {', '.join(sorted(names))}; or write all-linear",
         )
 
+    if job.method == "qlora":
+        conversion_of(model).require()
+
     def change(unit: UnitShape, parameter: ParameterShape) -> Iterator[ParameterShape]:
         frozen = dataclasses.replace(parameter, dtype=job.stored_dtype, trainable=False)
-        is_matrix = parameter.role == "matrix" and unit is not model.root
+        is_matrix = _is_matrix(model, unit, parameter)
         yield from _packed(frozen) if is_matrix and job.method == "qlora" else [frozen]
         if is_matrix and parameter.name.split(".")[-2] in wanted:
             stem = parameter.name.removesuffix(".weight")
@@ -53,6 +57,24 @@ def apply_method(model: ModelShape, job: Job) -> ModelShape:
             yield ParameterShape(f"{stem}.lora_B.default.weight", (rows, job.adapter_rank), role="adapter")
 
     return model.map(change).with_adapters(dropout=bool(job.lora_dropout))
+
+
+def conversion_of(model: ModelShape) -> Conversion:
+    """Count what QLoRA quantises of a model as it is given, and what of it no adapter reaches."""
+    found = Conversion(is_asked_for=True)
+    for unit in model.units:
+        for parameter in unit.parameters:
+            name, shape = parameter.name, parameter.shape
+            if _is_matrix(model, unit, parameter):
+                found.converted += parameter.numel
+            else:
+                found.add_whole(name, shape, is_table=parameter.role in ("embedding", "head"))
+                found.unadapted += parameter.numel * is_stacked(name, shape)
+    return found
+
+
+def _is_matrix(model: ModelShape, unit: UnitShape, parameter: ParameterShape) -> bool:
+    return parameter.role == "matrix" and unit is not model.root
 
 
 def _in_float8(parameter: ParameterShape) -> ParameterShape:

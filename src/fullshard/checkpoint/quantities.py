@@ -1,0 +1,69 @@
+"""Count what bitsandbytes has converted in a model, and what it has not."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, cast
+
+from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
+
+from fullshard.plan.quantized import Conversion, is_stacked
+from fullshard.wrap.quantized import is_exact, is_to_be_quantised
+
+
+def conversion_of(model: nn.Module) -> Conversion:
+    """Count the parameters of a model that is not sharded yet, on any device; adapters are left out."""
+    config, seen, adapters = _quantization_config(model), set[int](), adapter_modules(model)
+    found = Conversion(is_asked_for=config is not None)
+    adapted = {id(module.get_base_layer()) for module in _adapted(model)}
+    head = cast(Any, model).get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    skipped = tuple(getattr(config, "llm_int8_skip_modules", None) or ())
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or id(parameter) in seen or id(module) in adapters:
+                continue
+            seen.add(id(parameter))
+            shape = _shape(module, parameter)
+            if shape is not None:
+                found.converted += math.prod(shape)
+            elif is_exact(parameter):
+                continue  # scales
+            else:
+                shape = tuple(parameter.shape)
+                is_table = isinstance(module, nn.Embedding) or module is head
+                found.add_whole(f"{path}.{name}", shape, is_table=is_table, is_accepted=path.endswith(skipped))
+            if adapters and not parameter.requires_grad and is_stacked(path, shape) and id(module) not in adapted:
+                found.unadapted += math.prod(shape)
+    return found
+
+
+def adapter_modules(model: nn.Module) -> set[int]:
+    """Return the ids of modules of adapters of any kind: no file of the base model holds their parameters."""
+    found: set[int] = set()
+    for module in _adapted(model):
+        for kind in module.adapter_layer_names:
+            holder = getattr(module, kind, None)
+            if isinstance(holder, nn.Module) and kind != "modules_to_save":  # those are copies of the model's
+                found |= {id(part) for part in holder.modules()}
+    return found
+
+
+def _adapted(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if hasattr(module, "adapter_layer_names")]
+
+
+def _quantization_config(model: nn.Module) -> Any:
+    """What the user has asked of bitsandbytes for the whole model; None where layers were converted one by one."""
+    quantizers = (module.__dict__.get("hf_quantizer") for module in model.modules())
+    return next((q.quantization_config for q in quantizers if q is not None and "bnb" in type(q).__module__), None)
+
+
+def _shape(module: nn.Module, parameter: Any) -> tuple[int, ...] | None:
+    """The shape before quantisation of a weight that is quantised, or will be when it is moved; None: any other."""
+    holder = module[0] if isinstance(module, ParametrizationList) else parameter
+    state = getattr(holder, "quant_state", None)
+    if state is not None:
+        return tuple(state.shape)
+    is_8bit = hasattr(parameter, "SCB") and not parameter.has_fp16_weights
+    return tuple(parameter.shape) if is_8bit or is_to_be_quantised(parameter) else None
