@@ -34,11 +34,12 @@ from fullshard.config.origin import Origin
 from fullshard.config.resolve import Resolved, resolve
 from fullshard.config.schema import SETTINGS
 from fullshard.config.tables import TABLES, fill_tables
-from fullshard.config.transformers import TRANSFORMERS, read_fsdp_words
+from fullshard.config.transformers import FSDP_ARGUMENTS, TRANSFORMERS, read_fsdp_words
 from fullshard.config.xla import XLA_SETTINGS
 from fullshard.core.errors import ConfigError
 
-DIALECTS = (NATIVE, ACCELERATE, DEEPSPEED, TRANSFORMERS, FLAT)
+DIALECTS = (NATIVE, ACCELERATE, DEEPSPEED, TRANSFORMERS, FLAT, FSDP_ARGUMENTS)
+PLAIN = resolve([Reading()]).config
 
 
 def _words(text: str) -> list[str]:
@@ -390,6 +391,71 @@ def test_the_loss_scale_of_fp16_that_is_off_is_of_no_account(tmp_path: Path) -> 
     assert read(tmp_path, json.dumps({**zero, "fp16": fp16}), "ds.json").config.precision.mode == "no"
     with pytest.raises(ConfigError, match="a constant loss scale of 128 is not supported"):
         read(tmp_path, json.dumps({**zero, "fp16": {**fp16, "enabled": True}}), "ds.json")
+
+
+OPTIMIZER = {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True, "adam_w_mode": True}}
+
+
+@pytest.mark.parametrize(
+    ("more", "settings", "note"),
+    [
+        ({"optimizer": OPTIMIZER}, {}, "optimizer has no effect here: the script makes it"),
+        ({"_comment": "from a page", "$schema": "x"}, {}, "_comment has no effect here: it is a comment"),
+        ({"compile": {"enabled": False, "backend": "eager"}}, {}, "backend has no effect here: nothing is compiled"),
+        (
+            {"compile": {"deepcompile": True, "offload_opt_states": True, "passes": ["z3"]}},
+            {"compile": True, "offload_main_weights": True},
+            "deepcompile is translated to sharding.compile = true (every unit is compiled)",
+        ),
+        (
+            {"compile": {"enabled": True, "backend": "eager", "kwargs": {}}},
+            {"compile": True, "compile_backend": "eager"},
+            "enabled is translated to sharding.compile = true",
+        ),
+    ],
+)
+def test_what_published_deepspeed_files_have_besides(
+    more: dict[str, Any], settings: dict[str, Any], note: str, tmp_path: Path
+) -> None:
+    found = read(tmp_path, json.dumps({"zero_optimization": {"stage": 3}, **more}), "ds.json")
+    changed = {name: value for name, value in found.config.sharding if value != getattr(PLAIN.sharding, name)}
+    assert changed == settings
+    assert note in notes(found)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"compile": {"deepcompile": True, "passes": ["autosp"]}}, "passes: 'autosp' divides the model in another way"),
+        ({"optimizer": {"type": "Adam", "params": {"torch_adam": True, "lr": 1e-4}}}, "would not use lr"),
+    ],
+)
+def test_what_would_change_the_training_stays_refused(more: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read(tmp_path, json.dumps({"zero_optimization": {"stage": 3}, **more}), "ds.json")
+
+
+def test_one_process_is_what_no_means_whatever_the_number_beside_it(tmp_path: Path) -> None:
+    found = read(tmp_path, "distributed_type: 'NO'\nnum_processes: 8\nmixed_precision: bf16\n")
+    assert found.config.launch.num_processes == 1
+    assert "run.yaml:2:1: num_processes = 8 has no effect: with distributed_type = NO one" in notes(found)
+    assert "has no effect" not in notes(read(tmp_path, "distributed_type: 'NO'\nnum_processes: 1\n"))
+
+
+def test_a_file_of_both_arguments_of_a_trainer(tmp_path: Path) -> None:
+    config = {"fsdp_version": 2, "reshard_after_forward": True, "activation_cpu_offload": True, "_note": "inside"}
+    preset = {"_param_docs": {"fsdp": "words"}, "fsdp": "full_shard auto_wrap offload", "fsdp_config": config}
+    found = read(tmp_path, json.dumps(preset), "fsdp2.json").config.sharding
+    assert (found.strategy, found.cpu_offload, found.offload_activations) == ("FULL_SHARD", True, True)
+    path = tmp_path / "fsdp2.json"
+    reading = load_fsdp_config(path)
+    assert not {"fsdp", "fsdp_config"} & reading.entries.keys(), "a Trainer keeps them as its fsdp_config"
+    preset["fsdp"] = "full_shard auto_warp"
+    with pytest.raises(ConfigError, match=r"fsdp2.json:1:\d+: fsdp: unknown option 'auto' in 'full_shard auto_warp'"):
+        read(tmp_path, json.dumps(preset), "fsdp2.json")
+    preset |= {"fsdp": "shard_grad_op", "fsdp_config": {"reshard_after_forward": True}}
+    with pytest.raises(ConfigError, match="contradict each other"):
+        read(tmp_path, json.dumps(preset), "fsdp2.json")
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,7 @@ CLUSTER_KEYS = (
         "distributed_type",
         Status.TRANSLATED,
         "sharding.strategy",
-        because="FSDP shards; NO is one process; MULTI_* keeps the whole model on every rank",
+        because="FSDP shards; NO is one process, whatever num_processes says; MULTI_* keeps the whole model on every rank",
         read=_distributed_type,
     ),
     Key("mixed_precision", target="precision.mode", read=_mixed_precision, variable="ACCELERATE_MIXED_PRECISION"),
@@ -230,12 +230,23 @@ def _finish(reading: Reading) -> None:
                     f"write distributed_type: {wanted[0]}, or leave {section} out",
                 )
             )
+    if name == "NO":
+        _finish_one_process(reading)
     named = reading.setting("sharding.strategy") or "deepspeed_config_file" in reading.entries
     if kind is not None and name == "DEEPSPEED" and not named:
         strategy = STAGES[2]
         reading.settings.append(Setting("sharding.strategy", strategy, kind.origin, kind.key))
         text = f"is translated to sharding.strategy = {strategy} (no zero_stage is given, and 2 is the default)"
         reading.notes.append(Note(kind.origin, kind.key, Status.TRANSLATED, text))
+
+
+def _finish_one_process(reading: Reading) -> None:
+    """Leave out a number of processes beside `distributed_type: NO`, with which Accelerate starts one."""
+    for setting in [s for s in reading.settings if s.path == "launch.num_processes" and s.key == "num_processes"]:
+        reading.settings.remove(setting)
+        if setting.value != 1:
+            text = f"= {setting.value} has no effect: with distributed_type = NO one process is started"
+            reading.notes.append(Note(setting.origin, setting.key, Status.NO_EFFECT, text))
 
 
 ACCELERATE = Dialect(

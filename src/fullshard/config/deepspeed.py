@@ -54,6 +54,7 @@ def _stage(value: Any) -> Settings:
 
 _PARAMETERS, _OPTIMIZER = "sharding.cpu_offload", "sharding.offload_main_weights"
 """What DeepSpeed calls offload of parameters, and of the optimizer."""
+_SAVED = "sharding.offload_activations"
 _WITH_PARAMETERS = "what is gathered from is made from main weights, which go along"
 _WITH_OPTIMIZER = "main weights and the state they are updated with go together"
 
@@ -102,9 +103,13 @@ def _batch(value: Any) -> str:
     return "the script's data loader has the batch size"
 
 
+_KINDS = ("type", "torch_adam", "adam_w_mode")
+"""Which optimizer it is, and whose implementation; the rest of a section are its numbers."""
+
+
 def _made_by_script(value: Any) -> str:
     """An optimizer or a schedule: fine as long as every number in it is `auto`, which the script then decides."""
-    numbers = [entry for entry in _leaves(value) if entry.key.lower() != "type" and not _is_auto(entry.value)]
+    numbers = [entry for entry in _leaves(value) if entry.key.lower() not in _KINDS and not _is_auto(entry.value)]
     if numbers:
         names = ", ".join(entry.key for entry in numbers)
         raise ConfigError(f"the script makes it, and would not use {names}", hint="give the values in the script")
@@ -305,9 +310,9 @@ _ACTIVATIONS = Dialect(
         ),
         _translated(
             "cpu_checkpointing",
-            "sharding.offload_activations",
+            _SAVED,
             "with activation checkpointing it is the units' inputs that are moved",
-            switch("sharding.offload_activations", True),
+            switch(_SAVED, True),
         ),
         *no_effect(
             "it sets up deepspeed.checkpointing, which is not used; sharding.activation_checkpointing recomputes units",
@@ -318,6 +323,42 @@ _ACTIVATIONS = Dialect(
 _DTYPES = Dialect(
     "data_types",
     (*no_effect("gradients are accumulated in the main weights' dtype, float32", "grad_accum_dtype"),),
+)
+
+
+def _passes(value: Any) -> None:
+    others = [name for name in value if name not in ("z1", "z3")] if isinstance(value, list) else [value]
+    if others:
+        raise ConfigError(f"{others[0]!r} divides the model in another way", hint="leave it out: ranks share by ZeRO")
+
+
+def _finish_compile(reading: Reading) -> None:
+    if reading.setting("sharding.compile") is None:
+        for path in ("sharding.compile_backend", _OPTIMIZER, _PARAMETERS, _SAVED):
+            reading.drop(path, "nothing is compiled, and it belongs to that")
+
+
+_COMPILE = Dialect(
+    "compile",
+    (
+        *(
+            _translated(name, "sharding.compile", "every unit is compiled", switch("sharding.compile", True))
+            for name in ("enabled", "deepcompile")
+        ),
+        Key("backend", target="sharding.compile_backend"),
+        _translated("offload_activation", _SAVED, "what forward saves is moved", switch(_SAVED, True)),
+        _translated("offload_opt_states", _OPTIMIZER, _WITH_OPTIMIZER, switch(_OPTIMIZER, True)),
+        _translated("offload_parameters", _PARAMETERS, _WITH_PARAMETERS, switch(_PARAMETERS, True)),
+        *no_effect(
+            "the engine schedules what it gathers and frees",
+            *("free_activation", "free_activation_threshold", "double_buffer", "symmetric_memory", "debug_log"),
+            *("sync_before_reduce", "sync_after_reduce", "sync_before_allgather", "sync_after_allgather"),
+            *("keep_int_input_tensors", "keep_all_input_tensors"),
+        ),
+        *refused("ranks share by ZeRO alone", "passes", read=_passes),
+        *refused("compile_mode and dynamo_use_fullgraph say how", "kwargs"),
+    ),
+    finish=_finish_compile,
 )
 _REPORTING = "the script writes its metrics"
 
@@ -356,7 +397,7 @@ DEEPSPEED = Dialect(
         *_off("nothing is compressed", "compression_training", "quantize_training"),
         *_off("data is the script's", "data_efficiency", "curriculum_learning"),
         *_off("nothing is tuned by itself", "autotuning"),
-        *_off("dynamo_backend compiles every unit", "compile"),
+        Key("compile", section=_COMPILE),
         *_off("the precision mode runs autocast", "torch_autocast"),
         *_off("checkpoints have one format", "nebula"),
     ),

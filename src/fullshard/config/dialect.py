@@ -19,6 +19,9 @@ from fullshard.core.errors import ConfigError
 Settings = Mapping[str, Any]
 """Values by path, `group.name`."""
 
+COMMENT = ("_", "//", "$")
+"""How keys begin that are no settings: JSON has no comments, and an editor's `$schema`."""
+
 Read = Callable[[Any], Settings | str | None]
 """Turns a value into settings; see `Key.read`."""
 
@@ -227,7 +230,9 @@ class Dialect:
         reading = Reading()
         for entry in entries:
             key = self.find(entry.key)
-            if key is None:
+            if key is None and entry.key.startswith(COMMENT):
+                reading.notes.append(_note(entry, "it is a comment"))
+            elif key is None:
                 reading.problems.append(self._unknown(entry))
             else:
                 reading.add(_read_entry(key, entry))

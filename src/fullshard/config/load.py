@@ -16,10 +16,10 @@ from fullshard.config.native import NATIVE
 from fullshard.config.origin import Entry, Origin, entries_of
 from fullshard.config.settings import closest
 from fullshard.config.switches import faults
-from fullshard.config.transformers import TRANSFORMERS
+from fullshard.config.transformers import FSDP_ARGUMENTS, TRANSFORMERS
 from fullshard.core.paths import local_path
 
-FILE_DIALECTS = (NATIVE, ACCELERATE, DEEPSPEED, TRANSFORMERS)
+FILE_DIALECTS = (NATIVE, ACCELERATE, DEEPSPEED, TRANSFORMERS, FSDP_ARGUMENTS)
 """What a file may be written in. Where a file reads equally well in two, the first is taken."""
 
 

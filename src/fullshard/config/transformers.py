@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
-from fullshard.config.dialect import Dialect, Problem, Reading, Setting
+from fullshard.config.dialect import Dialect, Key, Problem, Reading, Setting, Settings
 from fullshard.config.fsdp import finish_fsdp, renamed
 from fullshard.config.origin import Origin
 from fullshard.config.xla import XLA_KEYS
+from fullshard.core.errors import ConfigError
 
 TRANSFORMERS = Dialect(
     "a Transformers fsdp_config",
@@ -16,6 +18,31 @@ TRANSFORMERS = Dialect(
     prefix="fsdp_",
     finish=finish_fsdp,
 )
+
+
+def _read_words(value: Any) -> Settings:
+    reading = read_fsdp_words(" ".join(value) if isinstance(value, list) else value, Origin.argument("fsdp"))
+    if reading.problems:
+        raise ConfigError(reading.problems[0].message, hint=reading.problems[0].hint)
+    return {setting.path: setting.value for setting in reading.settings}
+
+
+def _finish(reading: Reading) -> None:
+    """What stands inside the two keys is all that they mean."""
+    finish_fsdp(reading)
+    for name in ("fsdp", "fsdp_config"):
+        reading.entries.pop(name, None)
+
+
+FSDP_ARGUMENTS = Dialect(
+    "a file of fsdp and fsdp_config",
+    (
+        Key("fsdp", target="sharding.strategy", read=_read_words),
+        Key("fsdp_config", section=dataclasses.replace(TRANSFORMERS, finish=None)),
+    ),
+    finish=_finish,
+)
+"""The two arguments of a Trainer together, as ms-swift's presets have them."""
 
 _WORDS: dict[tuple[str, ...], tuple[str, Any] | None] = {
     ("hybrid", "shard", "zero2"): ("sharding.strategy", "HYBRID_SHARD_ZERO2"),
