@@ -394,6 +394,7 @@ def test_the_best_is_written_as_a_configuration(tmp_path: Path) -> None:
     values = json.loads(done.stdout)
     config = resolve([load_file(path)]).config
     assert config.launch.num_processes == 16 and config.launch.num_machines == 2
+    assert config.launch.device == "cuda", "a host without GPUs must not start 16 processes on its processors"
     assert config.sharding.strategy == values["job"]["strategy"]
     assert config.sharding.activation_checkpointing == (values["job"]["checkpointing"] == "full")
     assert config.training.gradient_accumulation_steps == values["job"]["accumulation"]

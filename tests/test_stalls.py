@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard.api.state import ProcessState
 from fullshard.checkpoint.ranks import Ranks
-from fullshard.comm import torch_private
+from fullshard.comm import join, torch_private
 from fullshard.comm.cpu.gloo import end_waits, receive
 from fullshard.comm.mesh import init_mesh
 from fullshard.comm.stalls import STALLS, Stalls, _read_words, all_come
@@ -40,6 +41,7 @@ from fullshard.engine.rounds import square_sum
 from fullshard.launch import RankEnvironment, read_rank_environment, run_on_main
 from fullshard.optim import Adafactor
 from tests.distributed import run_ranks
+from tests.launching import free_port
 from tests.traps import rank_and_size
 
 
@@ -493,3 +495,21 @@ def test_waits_are_named_as_the_model_is_by_now_and_for_each_axis() -> None:
         for found in run_ranks(waits, 2, replicas):
             assert found.count("unit '0', reduce") == found.count("unit '', reduce") == replicas
             assert "unit '0', unshard" in found
+
+
+def test_a_rank_that_waits_for_others_to_join_says_where(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    port = str(free_port())
+    for name, value in {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setattr(join, "BY_HAND_SECONDS", 0.05)
+    with pytest.raises(dist.DistStoreError):
+        join.join_process_group(backend="gloo", rank=0, world_size=3, timeout=timedelta(seconds=1))
+    told = capfd.readouterr().err
+    assert f"rank 0 of 3 is waiting for 2 others at 127.0.0.1:{port}" in told
+    assert told.count("is waiting for") == 1 and "to run one process unset RANK and WORLD_SIZE" in told
+    monkeypatch.delenv("MASTER_ADDR")
+    with pytest.raises(ConfigError, match=r"RANK = 0 and WORLD_SIZE = 3 are set, and MASTER_ADDR, .*, is not\nhint"):
+        init_mesh()

@@ -28,6 +28,7 @@ from fullshard.comm.base import Collectives
 from fullshard.comm.cpu.gloo import end_waits
 from fullshard.comm.cpu.shared_memory import MAX_BUFFERS
 from fullshard.comm.device import current, require_gloo
+from fullshard.comm.join import join_process_group
 from fullshard.comm.select import collectives_for
 from fullshard.comm.stalls import STALLS, meet
 from fullshard.core.errors import CommunicationError, ConfigError
@@ -236,7 +237,7 @@ _CACHE: dict[tuple[object, ...], Mesh] = {}
 def joined_world_size() -> int:
     """How many ranks there are. Initialises the default group as `init_mesh` does, and makes no other."""
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        dist.init_process_group()
+        join_process_group()
     return dist.get_world_size() if dist.is_initialized() else 1
 
 

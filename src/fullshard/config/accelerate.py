@@ -149,7 +149,7 @@ CLUSTER_KEYS = (
         "distributed_type",
         Status.TRANSLATED,
         "sharding.strategy",
-        because="FSDP shards; NO is one process, whatever num_processes says; MULTI_* keeps the whole model on every rank",
+        because="FSDP shards; NO is one process whatever num_processes is; MULTI_* keeps the whole model on every rank",
         read=_distributed_type,
     ),
     Key("mixed_precision", target="precision.mode", read=_mixed_precision, variable="ACCELERATE_MIXED_PRECISION"),

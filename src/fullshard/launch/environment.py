@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm import device as devices
+from fullshard.comm.join import join_process_group
 from fullshard.config.switches import ELASTIC, timeout_of_environment
 from fullshard.core.errors import ConfigError
 from fullshard.core.patience import FIRST_SECONDS, PATIENCE
@@ -137,7 +138,7 @@ def init_process_group_from_environment(
         check_tpu_environment(environment.world_size)
     PATIENCE.asked = timeout_seconds
     timeout_seconds = timeout_seconds or timeout_of_environment() or FIRST_SECONDS
-    dist.init_process_group(
+    join_process_group(
         backend=devices.backends_of(device.type),
         rank=environment.rank,
         world_size=environment.world_size,

@@ -283,7 +283,9 @@ def as_run_config(plan: Plan, others: Mapping[str, Any] | None = None) -> RunCon
     Raises:
         ConfigError: the plan needs something this engine does not have, such as selective checkpointing with compile.
     """
-    device = "cpu" if plan.cluster.device.is_cpu else "auto"
+    planned = plan.cluster.device
+    # Never `auto`: on a host without them it would be as many processes on its processors.
+    device = "cpu" if planned.is_cpu else "tpu" if planned.name.startswith("TPU") else "cuda"
     return RunConfig.of_paths(
         {
             "launch.device": device,
