@@ -194,3 +194,42 @@ def test_a_plan_breaks_no_line_in_a_pipe_and_fits_80_columns_elsewhere(monkeypat
     assert speed
     for word in ("main weights", speed[0], "does not fit", "full activation checkpointing"):
         assert any(word in line for line in piped) and any(word in line for line in shown)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("learning_rat: 1", r"run.yaml:3:1: unknown flag --learning_rat; did you mean --learning_rate\?"),
+        ("sharding: {strategi: FULL_SHARD}", r"run.yaml:3:12: unknown key 'strategi' in the section 'sharding'"),
+        ("sharding: {backward_prefetch: X}", r"run.yaml:3:12: setting 'backward_prefetch'"),
+        ("training: {step_in_backward: true, gradient_clipping: 1.0}", r"run.yaml:3:\d+"),
+    ],
+)
+def test_a_mistake_in_a_file_of_sft_is_found_there_before_anything_starts(
+    line: str, message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"model_name_or_path: org/name\ndataset_name: org/data\n{line}\n")
+    result = CliRunner().invoke(app, ["sft", str(path)])
+    assert isinstance(result.exception, ConfigError)
+    assert re.search(message, str(result.exception)), result.exception
+
+
+def test_a_mistake_on_the_command_line_of_sft_is_found_before_anything_starts() -> None:
+    for words, message in (
+        (["--model_name_or_path=x", "--dataset_name", "x", "--learning-rat", "1"], "did you mean --learning_rate?"),
+        (["--model_name_or_path=x"], "--dataset_name missing"),
+    ):
+        result = CliRunner().invoke(app, ["sft", *words])
+        assert isinstance(result.exception, ConfigError) and message in str(result.exception)
+
+
+def test_the_help_of_sft_has_its_flags() -> None:
+    told = CliRunner().invoke(app, ["sft", "--help"]).output
+    assert all(flag in told for flag in ("--use_peft_lora", "Train LoRA adapters", "--per_device_train_batch_size"))
+
+
+def test_options_may_be_written_with_underscores() -> None:
+    result = CliRunner().invoke(app, ["train", "--batch_size=0"])
+    assert "--batch-size: Input should be greater than or equal to 1" in str(result.exception)
+    assert "--batch-size" in CliRunner().invoke(app, ["train", "--batch_sise", "3"]).output

@@ -26,15 +26,17 @@ from fullshard.api.options import ProjectConfiguration
 from fullshard.checkpoint.lease import let_go
 from fullshard.checkpoint.offline import open_source
 from fullshard.checkpoint.verify import verify_parts
+from fullshard.checkpoint.weight_files import model_directory
 from fullshard.cli.main import COMMANDS, app
 from fullshard.cli.options import file_word, path_word
 from fullshard.config.load import load_file
 from fullshard.config.schema import LaunchConfig
-from fullshard.core.errors import ConfigError
-from fullshard.core.paths import local_name, local_path
+from fullshard.core.errors import CheckpointError, ConfigError
+from fullshard.core.paths import local_name, local_path, require_there
 from fullshard.observe import JsonlSink
 from fullshard.plan.hardware import find_device
 from fullshard.recipes.arguments import TrainArguments
+from fullshard.recipes.sft_arguments import check_early
 
 URL = "s3://bucket/run"
 WEB = "https://host/run"  # no store, even for checkpoints
@@ -48,6 +50,25 @@ def test_a_url_is_refused_with_its_scheme(written: str | Path) -> None:
         local_path(written)
     assert f"{str(written).partition(':')[0].lower()}://" in str(caught.value)
     assert caught.value.hint
+
+
+@pytest.mark.parametrize("written", ["./x", "~/x", "/x.jsonl", "C:\\data", "D:/data", "rows.parquet", "a/b/c", "a\\b"])
+def test_what_can_only_be_a_path_is_not_asked_of_the_hub(written: str) -> None:
+    with pytest.raises(ConfigError, match="no file or directory"):
+        require_there(written)
+    for option in ("data", "model"):
+        with pytest.raises(ConfigError, match=f"--{option}: no file or directory"):
+            TrainArguments.of({option: written})
+    for name in ("model_name_or_path", "dataset_name"):
+        with pytest.raises(ConfigError, match=f"--{name}: no file or directory"):
+            check_early({"model_name_or_path": "org/name", "dataset_name": "name", name: written})
+    with pytest.raises(CheckpointError, match="there is no directory"):
+        model_directory(written)
+
+
+@pytest.mark.parametrize("written", ["org/name", "name", "org/name-v1.5", "org/name:main", str(Path(__file__))])
+def test_names_of_the_hub_and_what_is_there_are_taken(written: str) -> None:
+    require_there(written)
 
 
 @pytest.mark.parametrize(
@@ -272,5 +293,5 @@ def test_home_is_the_same_at_every_border(tmp_path: Path, monkeypatch: pytest.Mo
     assert CliRunner().invoke(app, ["ckpt", "verify", "~/state"]).exit_code == 0
     assert CliRunner().invoke(app, ["ckpt", "consolidate", "~/state", "~/whole"]).exit_code == 0
     assert (home / "whole" / "model.safetensors").is_file()
-    assert TrainArguments.parse({"output_dir": "~/run", "model": "~/m"}).output_dir == home / "run"
+    assert TrainArguments.parse({"output_dir": "~/run", "model": "~/whole"}).output_dir == home / "run"
     assert list(elsewhere.iterdir()) == []

@@ -24,7 +24,7 @@ from fullshard.checkpoint.torch_files import check_tensor, load_torch_file
 from fullshard.core.errors import CheckpointError
 from fullshard.core.files import open_regular, parse_object, read_object
 from fullshard.core.layout import Interval
-from fullshard.core.paths import local_path
+from fullshard.core.paths import local_path, looks_like_path
 from fullshard.core.sizes import MIB
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -137,7 +137,7 @@ def model_directory(
     """
     path = local_path(name_or_path)
     if not path.is_dir():
-        if path.exists() or path.is_absolute() or str(name_or_path).startswith("."):
+        if path.exists() or looks_like_path(str(name_or_path)):
             raise CheckpointError(f"there is no directory {name_or_path}", hint="give a directory or a hub name")
         path = _downloaded(str(name_or_path), dict(hub or {}), subfolder=subfolder, variant=variant)
     if not (path / subfolder).is_dir():

@@ -73,7 +73,11 @@ app = typer.Typer(
     # Plain text: it pipes, and rich costs a fifth of the start-up time.
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    # Options may be written as settings are in files: --batch_size.
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "token_normalize_func": lambda word: word.replace("_", "-"),
+    },
 )
 
 

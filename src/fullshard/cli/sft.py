@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -45,14 +47,17 @@ def sft(context: typer.Context) -> None:
     """Fine-tune a model: all weights, LoRA or QLoRA. `fullshard sft --help` says how."""
     words = list(context.args)
     if not words or words[0] in ("-h", "--help"):
-        sys.stdout.write(_HELP)
+        sys.stdout.write(_HELP + _help_of_flags())
         raise typer.Exit(0 if words else 2)
     from fullshard.launch.scratch import scratch_directory
+    from fullshard.recipes.sft_arguments import check_early
 
     launch_words = _take_launch_flags(words)
     with scratch_directory("fullshard-sft-") as directory:
         if len(words) == 1 and not words[0].startswith("-"):
             words = _split_file(local_path(words[0]), directory, launch_words)
+        else:
+            check_early(_values(words))
         if "RANK" in os.environ:
             if launch_words:
                 raise ConfigError(f"{launch_words[0]} has no effect here: a launcher has started the processes already")
@@ -63,6 +68,28 @@ def sft(context: typer.Context) -> None:
         from fullshard.cli.main import app
 
         app(["launch", *launch_words, "-m", _RECIPE, *words])
+
+
+def _help_of_flags() -> str:
+    """Every flag: those of its own with their meaning, then TRL's and Transformers' names."""
+    from fullshard.recipes.sft_arguments import flags
+
+    found = flags()
+    layout: dict[str, Any] = {"width": 80, "subsequent_indent": " " * 28, "break_on_hyphens": False}
+    own = [textwrap.fill(f"  {flag:<26}{text}", **layout) for flag, text in found.items() if text]
+    others = " ".join(flag for flag, text in found.items() if not text)
+    theirs = textwrap.fill(others, 80, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+    return "\n".join(["", "Flags:", *own, "", "Of TRL's SFTConfig:", theirs, ""])
+
+
+def _values(words: Sequence[str]) -> dict[str, str]:
+    """The flags of a command line, each with the first word of its value."""
+    found = {}
+    for word, after in zip(words, [*words[1:], ""], strict=True):
+        name, sign, value = word.removeprefix("--").partition("=")
+        if word.startswith("--"):
+            found[name] = value if sign else after
+    return found
 
 
 def completions(words: Sequence[str]) -> dict[str, str]:
@@ -100,10 +127,16 @@ def _split_file(path: Path, directory: Path, launch_words: list[str]) -> list[st
     """One file for the launcher and one for the recipe, from one that holds both."""
     from ruamel.yaml import YAML
 
-    from fullshard.recipes.sft_arguments import read_file
+    from fullshard.config.document import read_document
+    from fullshard.config.native import NATIVE
+    from fullshard.config.resolve import resolve
+    from fullshard.recipes.sft_arguments import check_early
 
-    values = read_file(path)
+    entries = read_document(path)
+    resolve([NATIVE.read(entry for entry in entries if entry.key in GROUPS)])  # errors name this file, not its parts
+    values = {entry.key: entry.plain for entry in entries}
     shared = {name: values.pop(name) for name in list(values) if name in GROUPS}
+    check_early(values, {entry.key: entry.origin for entry in entries})
     yaml = YAML(typ="safe")
     if shared:
         if any(word.startswith(("--config_file", "--config-file")) for word in launch_words):

@@ -14,6 +14,8 @@ from pathlib import Path
 from fullshard.core.errors import ConfigError, cut
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")  # one slash: `pathlib` leaves no more of two
+_DRIVE = re.compile(r"[A-Za-z]:[\\/]")
+_FILES = (".json", ".jsonl", ".parquet", ".csv", ".txt", ".md", ".py", ".bin", ".safetensors", ".arrow")
 _HINTS = {
     "file": "write the path alone, without file://",
     "http": "a model or data of the hub is named without its address: ORGANISATION/NAME",
@@ -48,6 +50,29 @@ def check_path(written: str) -> None:
             )
     if "\0" in written:
         raise ConfigError(f"{written!r} has a character in it that no path has: NUL", hint="see how it was read")
+
+
+def looks_like_path(written: str) -> bool:
+    """Return whether a name can only be meant as a path of a host, and not as ORGANISATION/NAME of the hub."""
+    return (
+        written.startswith((".", "/", "~"))
+        or "\\" in written
+        or _DRIVE.match(written) is not None
+        or written.rstrip("/").count("/") > 1
+        or written.lower().endswith(_FILES)
+    )
+
+
+def require_there(written: str) -> None:
+    """Refuse a path that does not exist, where a name of the hub may stand, too: the hub need not be asked for it.
+
+    Raises:
+        ConfigError: nothing is there.
+    """
+    if looks_like_path(written) and not os.path.exists(written):  # noqa: PTH110 - a name of another system's is no Path
+        is_of_windows = "\\" in written or _DRIVE.match(written)
+        hint = "this host's paths have no drive and no \\" if is_of_windows else "check the path"
+        raise ConfigError(f"no file or directory {written!r}", hint=hint)
 
 
 def local_path(text: str | os.PathLike[str]) -> Path:

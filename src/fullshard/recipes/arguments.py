@@ -17,7 +17,7 @@ from fullshard.config.trackers import PACKAGES
 from fullshard.config.view import View, kept_or_auto, of_run
 from fullshard.core.errors import ConfigError
 from fullshard.core.files import read_text
-from fullshard.core.paths import local_name
+from fullshard.core.paths import local_name, require_there
 
 
 def _wrap(written: str | None) -> Mapping[str, Any]:
@@ -203,6 +203,13 @@ class TrainArguments(View):
     @classmethod
     def _on_this_host(cls, value: Any) -> Any:
         return local_name(value) if isinstance(value, str | os.PathLike) else value
+
+    @field_validator("model", "data")
+    @classmethod
+    def _is_there(cls, value: str | None) -> str | None:
+        if value is not None:
+            require_there(value)
+        return value
 
     def check(self) -> None:
         """Raise `ConfigError` if the fields do not go together."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from fullshard.core.errors import DataError
 from fullshard.core.imports import import_extra
+from fullshard.core.paths import looks_like_path
 
 TEXT_SUFFIXES = frozenset({".txt", ".text", ".md", ".rst", ".py"})
 """Files of a directory that are read as text. A file that is named itself is text whatever its suffix."""
@@ -67,15 +68,9 @@ def open_corpus(data: str | None, *, text_field: str = "text", max_nbytes: int |
         return _files_corpus(str(path), _files_of(path), text_field=text_field, max_nbytes=max_nbytes)
     if path.is_file():
         return _files_corpus(str(path), [path], text_field=text_field, max_nbytes=max_nbytes)
-    if _looks_like_path(data):
+    if looks_like_path(data):
         raise DataError(f"no file or directory {data!r}", hint="check --data")
     return _hub_corpus(data, text_field=text_field, max_nbytes=max_nbytes)
-
-
-def _looks_like_path(data: str) -> bool:
-    if data.startswith((".", "/", "~")) or data.count("/") > 1:
-        return True
-    return Path(data).suffix in TEXT_SUFFIXES | {".json", ".jsonl", ".parquet", ".csv"}
 
 
 def _standard_library() -> list[Path]:

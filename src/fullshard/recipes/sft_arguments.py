@@ -14,12 +14,14 @@ import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
+from fullshard.config.settings import plain_message
 from fullshard.config.trackers import require_trackers
 from fullshard.config.values import step_range
 from fullshard.core.errors import ConfigError, MissingExtraError
-from fullshard.core.paths import local_name
+from fullshard.core.paths import local_name, require_there
 from fullshard.plan.optimizers import OPTIMIZERS
 
 
@@ -154,8 +156,7 @@ def make_arguments(values: Mapping[str, Any], say: Callable[[str], None]) -> SFT
         elif name in known:
             taken[name] = value
         else:
-            near = difflib.get_close_matches(name, known | NO_EFFECT.keys() | RENAMED.keys(), n=1)
-            problems.append(f"unknown flag --{written}" + (f"; did you mean --{near[0]}?" if near else ""))
+            problems.append(_unknown(written, known))
     if problems:
         raise ConfigError("\n".join(problems), hint="docs/sft.md says which flags there are")
     name = str(taken.get("optim")).lower()
@@ -165,6 +166,41 @@ def make_arguments(values: Mapping[str, Any], say: Callable[[str], None]) -> SFT
     if taken.get("optim_args") is not None:
         raise ConfigError(f"--optim_args with --optim {name}: they are for Transformers' own optimizers")
     return replace(_parse(taken, config), matrix_optimizer=name)
+
+
+def _unknown(written: str, known: Collection[str]) -> str:
+    near = difflib.get_close_matches(written.replace("-", "_"), {*known, *NO_EFFECT, *RENAMED}, n=1)
+    return f"unknown flag --{written}" + (f"; did you mean --{near[0]}?" if near else "")
+
+
+def check_early(values: Mapping[str, Any], places: Mapping[str, object] = MappingProxyType({})) -> None:
+    """Look at names and paths before any process is started; values are looked at by each of them.
+
+    Args:
+        values: by flag name.
+        places: where each is written, in a file.
+
+    Raises:
+        ConfigError: an unknown flag, a path that does not exist, or no model or data.
+    """
+    known = {flag.removeprefix("--") for flag in flags()}
+    if known <= {f.name for cls in OWN for f in fields(cls)}:
+        return  # without TRL, which is said where it is needed
+    others = {*known, *NO_EFFECT, *RENAMED, *_REFUSED}
+    for written, value in values.items():
+        name, place = written.replace("-", "_"), f"{places[written]}: " if written in places else ""
+        if name not in others:
+            raise ConfigError(place + _unknown(written, known), hint="docs/sft.md says which flags there are")
+        if name in _PATHS and isinstance(value, str):
+            try:
+                require_there(local_name(value))
+            except ConfigError as error:
+                raise ConfigError(f"{place}--{name}: {plain_message(error)}", hint=error.hint) from None
+    if missing := [f"--{name}" for name in _PATHS if name not in {written.replace("-", "_") for written in values}]:
+        raise ConfigError(f"{' and '.join(missing)} missing", hint="give a directory or a hub name")
+
+
+_PATHS = ("model_name_or_path", "dataset_name")
 
 
 def read_file(path: Path) -> dict[str, Any]:
@@ -277,6 +313,8 @@ def _parse(values: Mapping[str, Any], config: type) -> SFTArguments:
         for name in names:
             if (written := getattr(group, name)) is not None:
                 setattr(group, name, local_name(written))
+                if name in _PATHS:
+                    require_there(getattr(group, name))
     return SFTArguments(model, data, watch, training)
 
 
