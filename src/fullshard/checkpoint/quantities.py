@@ -16,7 +16,7 @@ def conversion_of(model: nn.Module) -> Conversion:
     """Count the parameters of a model that is not sharded yet, on any device; adapters are left out."""
     config, seen, adapters = _quantization_config(model), set[int](), adapter_modules(model)
     found = Conversion(is_asked_for=config is not None)
-    adapted = {id(module.get_base_layer()) for module in _adapted(model)}
+    adapted = {id(module.get_base_layer()) for module in _adapted(model) if hasattr(module, "base_layer")}
     head = cast(Any, model).get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     skipped = tuple(getattr(config, "llm_int8_skip_modules", None) or ())
     for path, module in model.named_modules():

@@ -22,6 +22,7 @@ from torch import nn
 
 from fullshard.api import Accelerator, AutocastKwargs, InitProcessGroupKwargs
 from fullshard.api.plan_check import PlanWatch
+from fullshard.api.room import check_room, checkpoint_nbytes
 from fullshard.checkpoint import AsyncSaver, MemoryCopies, export_hf
 from fullshard.checkpoint.lease import lease
 from fullshard.checkpoint.objects import Location
@@ -102,6 +103,9 @@ def train(arguments: TrainArguments) -> None:
         if is_loaded and not first_step:  # it was started again before there was a copy
             accelerator.free_memory()
             trainer = _make_trainer(arguments, data, accelerator, console)
+        count = arguments.keep_checkpoints + 1 - min(len(checkpoints), arguments.keep_checkpoints)
+        nbytes = checkpoint_nbytes(trainer.model, trainer.optimizer)
+        run_on_main(environment, lambda: check_room(arguments.checkpoints, nbytes, count, console.say))
         run_on_main(environment, lambda: console.open(accelerator, arguments))
         held.callback(accelerator.finish_trackers)
         with listening():

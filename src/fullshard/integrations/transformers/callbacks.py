@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from fullshard.api.room import check_room, checkpoint_nbytes
 from fullshard.core.journal import JOURNAL, Happening
 from fullshard.core.stopping import STOPPING
+from fullshard.launch.environment import run_on_main
 from fullshard.launch.journal import record_events
 from fullshard.launch.preemption import listen, should_stop
 
@@ -57,6 +61,31 @@ def stop_on_signals(trainer: Any) -> None:
 
     if not getattr(trainer.args, "enable_jit_checkpoint", False):
         _add_once(trainer, StopOnSignals())
+
+
+def look_for_room(trainer: Any, complete: Callable[[Path], list[Path]]) -> None:
+    """Have the disk looked at once model and optimizer are there; `complete` finds checkpoints of earlier runs."""
+    from transformers import TrainerCallback
+
+    class LookForRoom(TrainerCallback):  # type: ignore[misc]
+        """Says beforehand that checkpoints will not fit."""
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            """Look, on rank 0, and end all ranks if there is no room for one."""
+            saves = {"steps": state.max_steps // max(1, state.save_steps), "epoch": state.num_train_epochs}
+            count, limit = saves.get(str(args.save_strategy.value), 0), args.save_total_limit
+            optimizer = None if args.save_only_model else kwargs.get("optimizer")
+            accelerator, output = trainer.accelerator, Path(args.output_dir)
+
+            def look() -> None:
+                there = len(complete(output))
+                most = count if limit is None else min(count, limit + 1 - min(there, limit))
+                check_room(output, checkpoint_nbytes(trainer.model_wrapped, optimizer), most, accelerator._say)
+
+            run_on_main(accelerator.process.environment, look)
+
+    if trainer.args.output_dir is not None:
+        _add_once(trainer, LookForRoom())
 
 
 def _add_once(trainer: Any, callback: Any) -> None:

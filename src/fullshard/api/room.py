@@ -1,0 +1,54 @@
+"""See, before a run begins, whether its checkpoints will fit on the disk beside one another."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from fullshard.api.plan_check import planned_optimizer
+from fullshard.checkpoint.adapters import is_saved_as_adapters
+from fullshard.checkpoint.objects import Location
+from fullshard.core.errors import CheckpointError
+from fullshard.core.sizes import format_nbytes
+from fullshard.engine.precision import dtype_name
+from fullshard.plan.optimizers import OPTIMIZERS
+
+
+def checkpoint_nbytes(model: nn.Module, optimizer: Any) -> int:
+    """Return the bytes of a checkpoint of all ranks together, or fewer: an optimizer may be one that nobody planned.
+
+    Args:
+        model: sharded.
+        optimizer: which may have no state yet; None: its state is not saved.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    saved = trained if is_saved_as_adapters(model) else list(model.parameters())
+    kind = None if optimizer is None else planned_optimizer(getattr(optimizer, "optimizer", optimizer))
+    row = OPTIMIZERS[kind or "none"]
+    state = sum(p.numel() * row.state_nbytes(dtype_name(p.dtype)) for p in trained)
+    return round(sum(p.numel() * p.element_size() for p in saved) + state)
+
+
+def check_room(place: Location, nbytes: int, count: int, say: Callable[[str], None]) -> None:
+    """Look whether `count` more checkpoints of `nbytes` bytes fit in a directory.
+
+    What its file system says counts. A quota that it does not know of and an object store show at the first save.
+
+    Raises:
+        CheckpointError: not even one does.
+    """
+    if not isinstance(place, Path) or count < 1:
+        return
+    usage = shutil.disk_usage(next(path for path in (place.absolute(), *place.absolute().parents) if path.exists()))
+    if not usage.total or usage.free >= count * nbytes:
+        return
+    found = (
+        f"{format_nbytes(usage.free)} are free for {place}, and a checkpoint of this run takes {format_nbytes(nbytes)}"
+    )
+    if usage.free < nbytes:
+        raise CheckpointError(found, hint="remove what is not needed, save elsewhere, or train without checkpoints")
+    say(f"{found}: {usage.free // nbytes} of the {count} fit that will be there at once; keep fewer, or make room")
