@@ -26,7 +26,7 @@ from fullshard.core.strategy import STRATEGIES
 from fullshard.engine.precision import dtype_name
 from fullshard.engine.step.hooks import NEEDS_WHOLE_TENSORS
 from fullshard.engine.step.in_backward import STEPS_IN_PARTS
-from fullshard.engine.step.segments import ELEMENT_WISE
+from fullshard.engine.step.plain_tensors import ELEMENT_WISE
 from fullshard.plan import job
 from fullshard.plan.evaluate import evaluate
 from fullshard.plan.hardware import DEVICES, Cluster

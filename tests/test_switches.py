@@ -52,7 +52,7 @@ def test_any_text_where_no_values_are_listed() -> None:
     [
         ("FULLSHARD_COM", "gloo", "unknown variable FULLSHARD_COM = 'gloo'.*did you mean FULLSHARD_COMM"),
         ("FULLSHARD_ELSE", "1", "unknown variable FULLSHARD_ELSE = '1'.*unset it; known are FULLSHARD_COMM, "),
-        ("FULLSHARD_HEAP", "kept", "FULLSHARD_HEAP = 'kept'.*use trim or keep, or leave it out"),
+        ("FULLSHARD_COMM", "glue", "FULLSHARD_COMM = 'glue'.*use auto or gloo, or leave it out"),
         *(
             ("FULLSHARD_ELASTIC", value, f"FULLSHARD_ELASTIC = '{value}'.*use MIN:MAX, or leave it out")
             for value in ("abc:3", "3:abc", "3", "0:2", "4:2", "-1:2", "1:2:3", "1:" + "9" * 20, "²:³")
@@ -72,7 +72,7 @@ def test_any_text_where_no_values_are_listed() -> None:
 def test_what_is_not_understood_is_an_error(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str, message: str
 ) -> None:
-    [problem] = load_environment({name: value, "FULLSHARD_OPTIMIZER": "slices"}).problems
+    [problem] = load_environment({name: value, "FULLSHARD_OFFLOAD": "in-turn"}).problems
     assert re.search(message, f"{problem} {problem.hint}")
     assert str(problem).startswith(f"${name}: ")
     monkeypatch.setenv(name, value)
@@ -85,8 +85,8 @@ def test_the_first_thing_sharded_looks_at_them(monkeypatch: pytest.MonkeyPatch) 
     from fullshard.engine.fully_shard import _begin
 
     _begin.cache_clear()
-    monkeypatch.setenv("FULLSHARD_OPTIMISER", "slices")
-    with pytest.raises(ConfigError, match="did you mean FULLSHARD_OPTIMIZER"):
+    monkeypatch.setenv("FULLSHARD_OFLOAD", "in-turn")
+    with pytest.raises(ConfigError, match="did you mean FULLSHARD_OFFLOAD"):
         fully_shard(nn.Linear(1, 1))
-    monkeypatch.delenv("FULLSHARD_OPTIMISER")
+    monkeypatch.delenv("FULLSHARD_OFLOAD")
     fully_shard(nn.Linear(1, 1))

@@ -514,7 +514,7 @@ def modules() -> None:
 
 @check("INIT_GROUP", "step_pre_hooks")
 def optimizers() -> None:
-    from fullshard.engine.step.segments import ELEMENT_WISE
+    from fullshard.engine.step.plain_tensors import ELEMENT_WISE
 
     for kind in ELEMENT_WISE:
         listed: list[int] = []

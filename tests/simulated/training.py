@@ -21,7 +21,6 @@ from torch.nn import functional
 
 from fullshard.checkpoint.staging import HostMemory
 from fullshard.comm import torch_private
-from fullshard.comm.cpu.heap import CpuPages
 from fullshard.config.switches import OFFLOAD
 from fullshard.engine import (
     CPUOffloadPolicy,
@@ -432,9 +431,7 @@ def on_the_cpu(case: Case, program: Program = train) -> list[list[torch.Tensor]]
     from tests.simulated.device import Order, begin
     from tests.simulated.group import run_ranks
 
-    with small_activations(), pytest.MonkeyPatch.context() as within:
-        # As on a device: here the rows of a tied table would be added one by one to what its other uses give.
-        within.setattr(CpuPages, "are_dear", False)
+    with small_activations():
         begin(Order.LAZY)
         return run_ranks(program, case.ranks, case, "cpu")
 

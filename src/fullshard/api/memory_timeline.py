@@ -8,6 +8,7 @@ what single operations need: `torch.accelerator.memory_allocated` counts it on a
 
 from __future__ import annotations
 
+import ctypes
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +18,6 @@ import torch
 from torch import nn
 
 from fullshard.api.plan_check import AT_STEP, storage_nbytes
-from fullshard.comm.cpu.heap import allocated_nbytes
 from fullshard.comm.device import counts_memory
 from fullshard.core.errors import ConfigError
 from fullshard.core.events import Event, EventKind
@@ -116,7 +116,7 @@ def check_is_counted(device: torch.device) -> None:
     Raises:
         ConfigError: it cannot.
     """
-    if device.type == "cpu" and allocated_nbytes() is None:
+    if device.type == "cpu" and _c_library_nbytes() is None:
         raise ConfigError("memory_timeline: this C library does not say what is allocated", hint="glibc 2.33 does")
     if device.type != "cpu" and not counts_memory(device.type):
         raise ConfigError(f"memory_timeline: torch does not count what is allocated on {device.type}")
@@ -124,7 +124,7 @@ def check_is_counted(device: torch.device) -> None:
 
 def _counted_nbytes(device: torch.device) -> int:
     if device.type == "cpu":
-        return allocated_nbytes() or 0
+        return _c_library_nbytes() or 0
     return torch.accelerator.memory_allocated(device)
 
 
@@ -163,3 +163,20 @@ def _rows(moments: Sequence[Moment]) -> list[dict[str, Any]]:
         {"event": str(moment.event.kind), "unit": moment.event.unit, "bytes": moment.total, "categories": moment.nbytes}
         for moment in moments
     ]
+
+
+class _Allocated(ctypes.Structure):
+    """`struct mallinfo2` of malloc.h."""
+
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = tuple((name, ctypes.c_size_t) for name in _names.split())
+
+
+def _c_library_nbytes() -> int | None:
+    """Return bytes that the C library has handed out; None where it does not say: glibc does since 2.33."""
+    ask = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if ask is None:
+        return None
+    ask.restype = _Allocated
+    found = ask()
+    return int(found.uordblks + found.hblkhd)

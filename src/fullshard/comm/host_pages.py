@@ -15,13 +15,11 @@ class HostPages:
     """What is done about pages of host memory, by itself nothing: the allocator of an accelerator needs no help.
 
     Attributes:
-        are_dear: so that a gradient is better made where it is to be than copied there.
         widens: whether `reduce_scatter` sums in a wider dtype than that of `full` without a copy.
         placed: how many buffers have been given a place where ranks look for one another's. As every rank gives places
             by itself, one that has given fewer, because it failed to shard a model, finds no other's any more.
     """
 
-    are_dear: bool = False
     widens: bool = False
     placed: int = 0
 
@@ -38,9 +36,3 @@ class HostPages:
 
     def heed(self, track: Track) -> None:
         """Who waits here is to look at a track, too."""
-
-    def begin_training(self) -> None:
-        """A model has been sharded."""
-
-    def begin_last_unit(self) -> None:
-        """The last unit of a forward is about to run, after which there often is the most of a step."""

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from fullshard.comm import torch_private
 from fullshard.comm.base import Collectives
 from fullshard.comm.cpu.gloo import GlooCollectives
-from fullshard.comm.cpu.heap import pages_of
 from fullshard.comm.cpu.peers import Peers, connect
 from fullshard.comm.cpu.shared_memory import SharedMemoryCollectives
 from fullshard.comm.cpu.two_level import TwoLevelCollectives
@@ -47,7 +46,7 @@ def choices_for(group: dist.ProcessGroup | None, device: torch.device) -> list[C
         device: where the tensors are.
     """
     if group is None or dist.get_world_size(group) == 1:
-        return [Candidate(Alone(pages_of(device)), Route.NONE.value, "one rank has nobody to communicate with")]
+        return [Candidate(Alone(), Route.NONE.value, "one rank has nobody to communicate with")]
     if device.type != "cpu":
         return [Candidate(NativeCollectives(group), dist.get_backend(group), "it is made for the devices' own links")]
     if torch_private.backend_of(group, device) is None:

@@ -12,8 +12,6 @@ import torch
 
 from fullshard.comm import torch_private
 from fullshard.comm.base import BufferSpec, Collectives, FullBuffer, Parts, Reduction, Work, cut, own_interval
-from fullshard.comm.cpu.heap import pages_of
-from fullshard.comm.host_pages import HostPages
 from fullshard.comm.mesh import Mesh
 from fullshard.comm.resized_buffer import ResizedBuffer
 from fullshard.comm.torch_dist import completed
@@ -26,14 +24,12 @@ class SimulatedCollectives(Collectives):
 
     Attributes:
         rank, size: the part that is played.
-        pages: see `Collectives`.
         sent_nbytes: bytes this rank would have sent so far.
         calls: collectives so far.
     """
 
     rank: int
     size: int
-    pages: HostPages
     sent_nbytes: int = 0
     calls: int = 0
 
@@ -69,7 +65,6 @@ class SimulatedCollectives(Collectives):
 def simulated_mesh(*, rank: int, replicate_size: int, shard_size: int, device: torch.device) -> Mesh:
     """The mesh that rank `rank` of `replicate_size` x `shard_size` ranks would have, without the others."""
     replicate_rank, shard_rank = divmod(rank, shard_size)
-    pages = pages_of(device)
     rows = [list(range(r * shard_size, (r + 1) * shard_size)) for r in range(replicate_size)]
     return Mesh(
         device,
@@ -80,8 +75,8 @@ def simulated_mesh(*, rank: int, replicate_size: int, shard_size: int, device: t
         shard_size=shard_size,
         replicate_rank=replicate_rank,
         replicate_size=replicate_size,
-        gather=SimulatedCollectives(shard_rank, shard_size, pages),
-        reduce=SimulatedCollectives(shard_rank, shard_size, pages),
-        replicate=SimulatedCollectives(replicate_rank, replicate_size, pages),
+        gather=SimulatedCollectives(shard_rank, shard_size),
+        reduce=SimulatedCollectives(shard_rank, shard_size),
+        replicate=SimulatedCollectives(replicate_rank, replicate_size),
         device_mesh=torch_private.mesh_without_groups(device.type, rows, rank),
     )

@@ -16,7 +16,6 @@ from fullshard.comm.base import (
     WorkOf,
     own_interval,
 )
-from fullshard.comm.host_pages import HostPages
 from fullshard.comm.packing import Packing
 from fullshard.comm.resized_buffer import ResizedBuffer
 
@@ -79,9 +78,6 @@ class Alone(Collectives):
     size = 1
     sends = False
     adds_in_tree = True
-
-    def __init__(self, pages: HostPages | None = None) -> None:
-        self.pages = pages or HostPages()
 
     def _buffer(self, spec: BufferSpec) -> FullBuffer:
         if spec.holds_main:

@@ -404,8 +404,8 @@ HOOK_NAMES = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
 """How the attributes of a module end that hold its hooks, which a copy for merging must not run. Since 2.1."""
 
 INIT_GROUP = "_init_group"
-"""The method in which torch's optimizers list a group's tensors; segments are put in there. Under another name every
-interval would be updated by itself, which is slower, and the same. Since 2.0."""
+"""The method in which torch's optimizers list a group's tensors; plain tensors are put in there. Under another name
+sharded tensors would be updated, which is slower, and the same. Since 2.0."""
 
 step_pre_hooks: Callable[[torch.optim.Optimizer], Mapping[int, object]] = attrgetter("_optimizer_step_pre_hooks")
 """The hooks that run before an optimizer's step: one of them steps in backward, and no other may. Since 2.0."""

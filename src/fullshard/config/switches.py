@@ -85,16 +85,6 @@ COMM = Switch(
     "what ranks on CPUs send through",
     {"auto": "the fastest that all of them can have", "gloo": "torch's Gloo, without shared memory"},
 )
-GRADIENTS = Switch(
-    "FULLSHARD_GRADIENTS",
-    "gradients of large layers, tied weights and embeddings",
-    {"uses": "made where they are reduced", "whole": "left to autograd, which makes each in memory of its own"},
-)
-HEAP = Switch(
-    "FULLSHARD_HEAP",
-    "free pages of the heap, on CPUs",
-    {"trim": "given back to the system in the course of a step", "keep": "left to the allocator"},
-)
 OFFLOAD = Switch(
     "FULLSHARD_OFFLOAD",
     "copies between host and device",
@@ -103,11 +93,6 @@ OFFLOAD = Switch(
         "in-turn": "one after the other, without streams",
         "rehearse": "also on a CPU, to further memory, to see what is moved",
     },
-)
-OPTIMIZER = Switch(
-    "FULLSHARD_OPTIMIZER",
-    "what torch's element-wise optimizers update",
-    {"segments": "neighbouring slices as one tensor", "slices": "each parameter's slice by itself"},
 )
 TIMEOUT = Switch(
     "FULLSHARD_TIMEOUT",
@@ -147,7 +132,7 @@ HANDED_OVER = (
     Switch("FULLSHARD_TRAINER_HOOK", "the module that gives a script fullshard's Trainer"),
     _told("FULLSHARD_WARM_SPARES", "the launcher has processes wait with a rank's imports done"),
 )
-SWITCHES = {switch.name: switch for switch in (COMM, GRADIENTS, HEAP, OFFLOAD, OPTIMIZER, TIMEOUT, TOKEN, *HANDED_OVER)}
+SWITCHES = {switch.name: switch for switch in (COMM, OFFLOAD, TIMEOUT, TOKEN, *HANDED_OVER)}
 """All of them, by name; those that the launcher sets come last."""
 
 

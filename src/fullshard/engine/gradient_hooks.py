@@ -1,10 +1,9 @@
 """How a unit learns that autograd has made the gradients of its parameters.
 
-    accumulated    a hook on each original parameter, after all of its uses are added up: it is collected
-    use            where nothing else adds to it, what one use of a tied parameter gives is taken at once
+A hook on each original parameter runs once autograd has added up all uses of the parameter. It collects the gradient.
 
-Hooks hold nothing strongly: autograd keeps them where Python's garbage collector does not look, so that a model would
-never be freed.
+Hooks hold nothing strongly: autograd keeps them where Python's garbage collector does not look, and a strong reference
+would keep the model alive for good.
 """
 
 from __future__ import annotations
@@ -19,8 +18,6 @@ import torch
 from fullshard.comm import torch_private
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.call import HookedUnit, locate
-from fullshard.engine.unsharded_gradient import Product
-from fullshard.engine.weight_gradients import watch_uses
 
 
 class GradientHooks:
@@ -42,7 +39,6 @@ class GradientHooks:
                 slot.parameter.requires_grad_(requires_grad)
                 self._hooks.append(torch_private.accumulated_hooks(slot.parameter) or OrderedDict())
                 self._own.append(own.id)
-        watch_uses(bucket, _used(unit))
 
     def stay_last(self) -> None:
         """Take gradients away after the hooks that forward has put on unsharded parameters: they may change them."""
@@ -75,21 +71,3 @@ def _accumulated(unit: HookedUnit, bucket: Bucket, index: int) -> Callable[[torc
 
     torch_private.keep_compiler_out(hook)
     return hook
-
-
-def _used(unit: HookedUnit) -> Callable[[Bucket, int, torch.Tensor | Product], bool]:
-    """Takes what one use of a tied parameter gives; others follow."""
-    owner = weakref.ref(unit)
-
-    def take(bucket: Bucket, index: int, gradient: torch.Tensor | Product) -> bool:
-        unit = owner()
-        if unit is None or bucket.gradient is None:
-            return False
-        try:
-            unit.begin_backward()
-            return bucket.gradient.unsharded.take(index, gradient)
-        except BaseException as error:
-            locate(error, unit, "gradient")
-            raise
-
-    return take

@@ -94,7 +94,6 @@ class Schedule:
         self._is_on_meta = False
         self._additions = Additions(())
         self._activations: Activations | None = None
-        mesh.gather.pages.begin_training()
         self._stepped_since_forward = False
         self._depth = 0
         # Of the last whole forward; empty until all ranks' were seen to be alike. Who gathers ahead in another order
@@ -160,8 +159,6 @@ class Schedule:
         elif _waits(unit):
             self.lockstep.note_gather(unit)
         self._forward.append(unit)
-        if 1 < len(self._forward) == len(self._order):
-            self.mesh.gather.pages.begin_last_unit()
         return self._depth == 1
 
     def _abandon_forward(self) -> None:

@@ -1,8 +1,6 @@
 """Unsharded gradients of one bucket, from the moment autograd has made one to the bucket's reduction.
 
     collect     parameter.grad is copied (and cast) into `full`, and freed             where autograd adds up its uses
-    take        what one use of a parameter gives is added there                       where nothing else adds to it
-    lend        whoever makes a gradient makes it in `full`                            `engine.weight_gradients`
     hand_over   `full` is the reduction's
 
 `full` lives from the first gradient to the end of the reduction. Under `no_sync` it stays and accumulates. Where the
@@ -13,7 +11,6 @@ which autograd makes gradients, until a second one is added to one of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import compress
 
 import torch
@@ -27,22 +24,6 @@ from fullshard.engine.bucket_spec import BucketSpec
 from fullshard.engine.end_of_backward import BucketEnd
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.precision import torch_dtype
-
-
-@dataclass(frozen=True, slots=True)
-class Product:
-    """A gradient that is still to be computed: the product of two matrices."""
-
-    left: torch.Tensor
-    right: torch.Tensor
-
-    def value(self) -> torch.Tensor:
-        """In memory of its own."""
-        return self.left.mm(self.right)
-
-    def write(self, piece: torch.Tensor) -> torch.Tensor:
-        """Into `piece`, shape (n,); returns it in its own shape."""
-        return torch.mm(self.left, self.right, out=piece.view(self.left.shape[0], self.right.shape[1]))
 
 
 class UnshardedGradient:
@@ -74,8 +55,6 @@ class UnshardedGradient:
         self._first_dtype = torch_dtype(collected(plan.compute_dtype, plan.reduce_dtype, widens=widens))
         self._pieces: Sequence[torch.Tensor] = ()
         self._fresh: dict[int, torch.Tensor] = {}  # of the pieces those that nothing was collected in
-        self._lent: dict[int, torch.Tensor] = {}  # nor in these, but somebody may have
-        self._begun: dict[int, int] = {}
         self._cut = Cut(spec.layout, own=Interval(0, spec.layout.full_numel))
 
     @property
@@ -117,59 +96,13 @@ class UnshardedGradient:
         self.fired.add(index)
         return len(self.fired) >= self.expected  # `is_complete`, without a call for each gradient
 
-    def takes_uses(self, index: int) -> bool:
-        """Whether the sum over a parameter's uses is the same, bit for bit, if they are collected one by one.
-
-        It is not where they are collected in another dtype than autograd adds them up in, or where a backward before,
-        under `no_sync`, has left something.
-        """
-        return self._is_as_made and (not self._is_filled(index) or index in self._begun)
-
     def _is_filled(self, index: int) -> bool:
-        return self._full is not None and index not in self._fresh and index not in self._lent
-
-    @property
-    def _is_as_made(self) -> bool:
-        """Whether gradients are collected in the dtype that autograd makes them in."""
-        dtype = self._first_dtype if self._full is None else self._full.dtype
-        return dtype == self._spec.compute_dtype
-
-    def take(self, index: int, grad: torch.Tensor | Product) -> bool:
-        """Collect `grad`, what one use of parameter `index` gives, unless autograd must add it up."""
-        if not self.takes_uses(index):
-            return False
-        try:
-            if isinstance(grad, Product):
-                piece = self.lend(index)
-                grad = grad.value() if piece is None else grad.write(piece)
-            self._add(index, grad, self._fresh.pop(index, None))
-        except RuntimeError:  # see `collect`
-            self._check_data(index)
-            raise
-        self._begun[index] = torch_private.backward_under_way()
-        return True
-
-    def lend(self, index: int) -> torch.Tensor | None:
-        """Where parameter `index`'s gradient will be, shape (n,), for who can make it there; None if it must be added.
-
-        `collect` finds it there then, unless autograd has added another use's to it, in other memory.
-        """
-        if not self._is_as_made or self.is_used_up:
-            return None
-        if self._full is None:
-            self._begin()
-        piece = self._fresh.pop(index, None)
-        if piece is not None:
-            self._lent[index] = piece
-        return piece
+        return self._full is not None and index not in self._fresh
 
     def end_backward(self) -> None:
         """Forget what appeared in it."""
         self.is_kept = self.exists
         self.fired.clear()
-        self._begun.clear()
-        self._fresh.update(self._lent)  # what was not collected does not count
-        self._lent.clear()
 
     def _add(self, index: int, grad: torch.Tensor, piece: torch.Tensor | None) -> None:
         """Collect `grad` in `piece`, which is fresh. None: there is none for it, or was none before."""
@@ -183,15 +116,9 @@ class UnshardedGradient:
             self._begin()
             piece = self._fresh.pop(index)
         self.used[index] = True  # stays after `end_backward`: under `no_sync` a later one publishes it
-        lent = self._lent.pop(index, None)
-        if lent is not None:
-            if not grad.is_sparse and grad.data_ptr() == lent.data_ptr():
-                return  # made in place; adding would double it
-            piece = lent
         is_first = piece is not None
         if piece is None:
-            if index in self.fired or self._begun.get(index) != torch_private.backward_under_way():
-                self._widen()  # it is not a part of the same of autograd's sums
+            self._widen()
             piece = self._pieces[index]
         if grad.requires_grad:
             grad = grad.detach()  # under create_graph it would bring its graph with it
@@ -238,8 +165,7 @@ class UnshardedGradient:
         if self._full is not None and self._full.dtype != self._spec.reduce_dtype:
             self._full = self._empty(self._spec.reduce_dtype).copy_(self._full)
             self._pieces, _ = self._cut.apply(self._full)
-            self._fresh = {index: self._pieces[index] for index in (*self._fresh, *self._lent)}
-            self._lent.clear()  # it was other memory
+            self._fresh = {index: self._pieces[index] for index in self._fresh}
 
     def hand_over(self) -> torch.Tensor:
         """`full`, shape (F,), with zeros for what was not used; what appears from now on goes into new memory.
@@ -249,7 +175,7 @@ class UnshardedGradient:
         """
         self._check_data()
         full = self._begin() if self._full is None else self._full  # nothing used here, but maybe on another rank
-        for piece in (*self._fresh.values(), *self._lent.values()):
+        for piece in self._fresh.values():
             piece.zero_()
         self._let_go()
         return full
@@ -257,7 +183,6 @@ class UnshardedGradient:
     def _let_go(self) -> None:
         self._full, self._pieces = None, ()
         self._fresh.clear()
-        self._lent.clear()
 
     def end(self, *, is_reduced: bool) -> BucketEnd:
         """What this rank says of the bucket when backward ends.

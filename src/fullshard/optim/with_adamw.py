@@ -19,7 +19,7 @@ from fullshard.core.matrices import Dealing, MatrixCost, matrix_shape
 from fullshard.engine.parameter import ShardedParameter, are_same
 from fullshard.engine.sharded_tensor import ShardedTensor
 from fullshard.engine.step.matrices import MatrixOptimizer, WholeMatrices
-from fullshard.engine.step.segments import use_segments
+from fullshard.engine.step.plain_tensors import use_plain_tensors
 from fullshard.optim.rule import MatrixRule
 
 logger = logging.getLogger(__name__)
@@ -225,8 +225,8 @@ class MatricesWithAdamW(MatrixOptimizer):
             return
         if self._adamw is None:
             self._adamw = _adamw({})
-            use_segments(self._adamw)
-            # What looks for an optimizer's segments finds them here: their state is this one's.
+            use_plain_tensors(self._adamw)
+            # What ends a step looks here: the state is this one's.
             setattr(self, torch_private.INIT_GROUP, vars(self._adamw)[torch_private.INIT_GROUP])
         self._adamw.state, self._adamw.param_groups = self.state, groups
         step: Any = optim.AdamW.step

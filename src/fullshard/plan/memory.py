@@ -332,18 +332,10 @@ class _Ledger:
         if unit.name not in self.collecting:
             self.collecting.add(unit.name)
             self.now["reduce buffers"] += sum(self.setting.collected_nbytes(bucket) for bucket in unit.trainable)
-        largest = 0 if self._is_product_in_place(unit) else _largest_nbytes(unit)
         if self.setting.device.is_cpu:
             halves = (b.largest_numel for b in unit.trainable if itemsize(b.compute_dtype) == 2)
             working += 4 * max(halves, default=0)
-        return self._for_a_moment({"reduce buffers": largest, "activations": working})
-
-    def _is_product_in_place(self, unit: UnitLayout) -> bool:
-        """Whether the first gradient, the tied head's, is made where it is reduced from (`engine.weight_gradients`)."""
-        model = self.setting.model
-        has_bias = any(p.shape == (model.vocab,) for p in model.root.parameters)
-        is_as_made = all(bucket.compute_dtype == self.setting.collected_dtype(bucket) for bucket in unit.trainable)
-        return unit is self.root and model.tied and not has_bias and is_as_made
+        return self._for_a_moment({"reduce buffers": _largest_nbytes(unit), "activations": working})
 
     def _leave_backward(self) -> None:
         """What was kept for the unit whose backward was under way is freed."""
@@ -359,10 +351,6 @@ class _Ledger:
         moments = []
         if unit is self.root:
             self._leave_backward()
-            if self._is_product_in_place(unit) and not (
-                self.setting.device.is_cpu and self.setting.layout.world_size > 1
-            ):
-                moments = self._for_a_moment({"reduce buffers": _largest_nbytes(unit)})  # the embedding's, mostly zeros
         if unit.name not in self.collecting:
             moments = self._collect(unit)
         waiting = [g for g in self.launched if not g.is_shrunk]

@@ -28,7 +28,6 @@ import torch
 from torch import nn
 
 from fullshard.comm import torch_private
-from fullshard.comm.cpu.heap import heap
 from fullshard.core.errors import WrapError
 
 _EXACT = "_fullshard_exact"
@@ -201,9 +200,6 @@ def quantise(module: nn.Module, values: torch.Tensor) -> None:
         weight = type(outlined)(values, requires_grad=False, has_fp16_weights=False)._quantize(values.device)
     module._parameters["weight"] = weight
     expose_scales(module)
-    if values.device.type == "cpu":
-        # What the quantiser has used and freed lies between what stays, and would stay with the process for good.
-        heap().trim()
 
 
 def dequantised(module: nn.Module) -> torch.Tensor:

@@ -18,13 +18,15 @@ from fullshard.api.virtual import costs
 from fullshard.api.virtual.allocator import Allocator, SegmentPart
 from fullshard.api.virtual.clock import DEVICE, Clock, Stream, Task
 from fullshard.comm import torch_private
-from fullshard.comm.cpu.heap import OWN_PAGES_NBYTES
 from fullshard.comm.device import answered
 from fullshard.core.events import Event, EventKind
 from fullshard.plan.hardware import Cluster
 from fullshard.plan.host import HostCosts
 from fullshard.plan.time import CONTENTION, STEP_LATENCY, steps
 from fullshard.plan.traffic import carried, exchanged
+
+_OWN_PAGES_NBYTES = 2**25
+"""A CPU's allocator gives tensors of so many bytes or more new pages: glibc's largest mmap threshold."""
 
 
 class VirtualEvent:
@@ -248,7 +250,7 @@ class VirtualDevice(torch_private.DispatchMode):
             memory.death = weakref.ref(storage, lambda _: self._die(key))
         memory.block, memory.stream = self.memory.take(nbytes, self.current.queue), self.current.queue
         device = self.cluster.device
-        if nbytes >= OWN_PAGES_NBYTES and device.fresh_bandwidth and not is_kept:
+        if nbytes >= _OWN_PAGES_NBYTES and device.fresh_bandwidth and not is_kept:
             # Without what writing it costs, which is the operation's.
             seconds = nbytes / device.fresh_bandwidth - nbytes / device.memory_bandwidth
             self.clock_task("new pages", DEVICE, max(0.0, seconds))

@@ -13,8 +13,6 @@ import torch.distributed as dist
 from fullshard.comm import torch_private
 from fullshard.comm.base import Parts, Reduction, Work, WorkOf, cut, own_interval
 from fullshard.comm.cpu.averages import average
-from fullshard.comm.cpu.heap import CpuPages
-from fullshard.comm.host_pages import HostPages
 from fullshard.comm.torch_dist import NativeCollectives, filling
 
 
@@ -26,7 +24,6 @@ class GlooCollectives(NativeCollectives):
     """
 
     adds_in_tree = True
-    pages: HostPages = CpuPages()
 
     def all_gather(self, full: torch.Tensor, *, tag: int) -> Work:
         """Send this rank's interval to every peer and receive theirs."""

@@ -17,7 +17,6 @@ import torch
 from fullshard.comm.base import Parts, Reduction, Watch, Work, cut, own_interval
 from fullshard.comm.cpu.averages import average
 from fullshard.comm.cpu.buffer_pool import BufferPool
-from fullshard.comm.cpu.heap import heap
 from fullshard.comm.cpu.peers import Peers, host_memory_nbytes
 from fullshard.core.sizes import LONG_NBYTES
 
@@ -150,7 +149,6 @@ class SendQueues:
         nbytes = own.numel() * dtype.itemsize
         if nbytes < LONG_NBYTES and not is_sent:  # where activations were, which backward has freed
             into = torch.empty(own.numel(), dtype=dtype)
-            heap().note(nbytes)
         else:
             into = own if may_keep and dtype == own.dtype else self.pool.empty(own.numel(), dtype)
         return average(terms, into, divisor, watch, first_rank=self._peers.group_rank(0))

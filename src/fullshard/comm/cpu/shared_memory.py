@@ -30,9 +30,9 @@ import torch.distributed as dist
 from fullshard.comm import torch_private
 from fullshard.comm.base import BufferSpec, FullBuffer, Parts, Reduction, Work, WorkOf
 from fullshard.comm.cpu.gloo import GlooCollectives
-from fullshard.comm.cpu.heap import TRIM_NBYTES, CpuPages, heap, is_at_peak
 from fullshard.comm.cpu.peers import FILE_NBYTES, Peers, host_memory_nbytes
 from fullshard.comm.cpu.send_queue import SendQueues
+from fullshard.comm.host_pages import HostPages
 from fullshard.comm.track import Track
 from fullshard.core.route import Route
 from fullshard.core.sizes import round_up
@@ -77,7 +77,7 @@ class SharedMemoryCollectives(GlooCollectives):
         return self._queues.exchange(leaving, arriving, parts, tag)
 
 
-class SharedPages(CpuPages):
+class SharedPages(HostPages):
     """Those that the ranks of a host read one another's gradients and weights in. See `HostPages`."""
 
     widens = Route.SHARED_MEMORY.widens
@@ -92,11 +92,7 @@ class SharedPages(CpuPages):
 
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Where peers read it, in memory that is used again."""
-        full = self._queues.pool.empty(numel, dtype)
-        if full.nbytes >= TRIM_NBYTES and is_at_peak(full.nbytes):  # an embedding's and head's, where logits were
-            heap().trim()
-            self._queues.pool.trim()
-        return full
+        return self._queues.pool.empty(numel, dtype)
 
     def open_track(self) -> Track:
         """In memory that the ranks of this host share."""

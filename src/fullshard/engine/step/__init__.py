@@ -1,7 +1,7 @@
 """Everything that happens at an optimizer's step.
 
 hooks             before and after every step; which optimizers may work on intervals
-segments          neighbouring slices of a bucket as one tensor, while torch's optimizers run their loop
+plain_tensors     torch's element-wise optimizers update plain tensors
 matrices          whole matrices for optimizers that need them
 local_parameters  optimizers that want addresses see plain tensors
 in_backward       a bucket is updated within backward, as soon as its gradient is final

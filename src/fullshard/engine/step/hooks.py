@@ -20,7 +20,7 @@ from fullshard.engine.schedule import Schedule, schedule_of
 from fullshard.engine.step.local_parameters import lend, take_back, takes_local
 from fullshard.engine.step.matrices import MatrixOptimizer
 from fullshard.engine.step.offloaded_state import bring_state, send_state
-from fullshard.engine.step.segments import ELEMENT_WISE, ELEMENT_WISE_ALONE, finish_step, use_segments
+from fullshard.engine.step.plain_tensors import ELEMENT_WISE, finish_step, use_plain_tensors
 from fullshard.engine.step.state_dict import cut_state
 from fullshard.engine.unit import owner_of
 
@@ -91,7 +91,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 def _check_elements(optimizer: torch.optim.Optimizer) -> None:
     """See to it that an element's update is the same bits wherever an interval begins and ends."""
     is_fused = any(group.get("fused") for group in optimizer.param_groups)
-    if type(optimizer) in (*ELEMENT_WISE, *ELEMENT_WISE_ALONE) and not is_fused:
+    if type(optimizer) in ELEMENT_WISE and not is_fused:
         return
     name = type(optimizer).__name__
     problem = "fused kernels round an interval's last elements otherwise" if is_fused else "it is not known to do so"
@@ -195,7 +195,7 @@ def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs:
         args, kwargs = _look_after_closure(optimizer, buckets, args, kwargs)
     else:
         _leave_out_if_not_finite(optimizer, buckets)  # first of all: if it raises, nothing of a step has begun
-    use_segments(optimizer)
+    use_plain_tensors(optimizer)
     for bucket in buckets:
         bucket.touch()  # before the step: one that fails half-way has changed weights, too
     schedules = dict.fromkeys(schedule_of(owner_of(bucket)) for bucket in buckets)

@@ -32,16 +32,10 @@ from fullshard.engine.lookup import refuse_pinned
 from fullshard.engine.parameter import ShardedParameter, are_same, sharded_parameters
 from fullshard.engine.schedule import Schedule, schedule_of
 from fullshard.engine.step.hooks import check_optimizer
-from fullshard.engine.step.segments import (
-    ELEMENT_WISE,
-    ELEMENT_WISE_ALONE,
-    dissolve_segments,
-    finish_step,
-    use_segments,
-)
+from fullshard.engine.step.plain_tensors import ELEMENT_WISE, finish_step, use_plain_tensors
 from fullshard.engine.unit import owner_of
 
-STEPS_IN_PARTS = (*ELEMENT_WISE, *ELEMENT_WISE_ALONE)
+STEPS_IN_PARTS = ELEMENT_WISE
 """Optimizers that keep what a step changes per parameter, so that parts of them may step one after the other. Others
 may count steps per group or on themselves."""
 
@@ -159,7 +153,6 @@ class Stepper:
         self._options: list[dict[str, Any]] = []
         self._versions: list[dict[str, int]] = []
         self._stepped: dict[Schedule, None] = {}
-        self._may_have_segments = True
         optimizer.register_step_pre_hook(self)
         _was_asked_for[0] = True
 
@@ -211,13 +204,9 @@ class Stepper:
             self._versions = [_versions(options) for options in self._options]
         groups = [group["params"] for group in optimizer.param_groups]
         held, sizes = list(itertools.chain.from_iterable(groups)), [len(group) for group in groups]
-        if self._may_have_segments:
-            dissolve_segments(optimizer)
-            self._may_have_segments = False
         if sizes == self._sizes and are_same(held, self._held):
             return
-        self._dissolve()
-        self._held, self._sizes = held, sizes
+        self._parts, self._held, self._sizes = {}, held, sizes
         for number, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
                 if isinstance(parameter, ShardedParameter):
@@ -281,10 +270,6 @@ class Stepper:
                 bucket.gradient.unsharded.is_used_up = False
         stepped_early = bool(self._stepped)
         self._stepped.clear()
-        if any(parameter.grad is not None for part in self._parts.values() for parameter in part.parameters):
-            # The optimizer itself is about to update what parts may have in their segments.
-            self._dissolve()
-            self._may_have_segments = True
         if stepped_early:  # last: if it raises, whoever catches that may read gradients and go on
             self._check_unchanged(optimizer)
 
@@ -300,11 +285,6 @@ class Stepper:
                         hint=f"set {key} before backward, or after optimizer.step()",
                     )
 
-    def _dissolve(self) -> None:
-        for part in self._parts.values():
-            dissolve_segments(part.optimizer)
-        self._parts, self._held, self._sizes = {}, [], []
-
 
 def _part_of(optimizer: optim.Optimizer) -> optim.Optimizer:
     """An optimizer like this one that holds nothing."""
@@ -312,7 +292,7 @@ def _part_of(optimizer: optim.Optimizer) -> optim.Optimizer:
     own = (torch_private.INIT_GROUP, "step")
     part.__dict__.update({key: value for key, value in vars(optimizer).items() if key not in own})
     part.param_groups = []
-    use_segments(part)
+    use_plain_tensors(part)
     return part
 
 

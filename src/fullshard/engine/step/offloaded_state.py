@@ -1,7 +1,7 @@
 """Optimizer state on the host between steps, while main weights stay on the device.
 
-State is moved by the memory it is in, and the tensors stay the objects they are: a segment's state and its parameters'
-are views of one piece, and both the optimizer and a checkpoint hold on to them.
+State is moved by the memory it is in, and the tensors stay the objects they are: the optimizer and a checkpoint hold on
+to them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from fullshard.engine.bucket import Bucket, bucket_of
 from fullshard.engine.offload import Host, StorageView, bytes_of
 from fullshard.engine.parameter import sharded_parameters
 from fullshard.engine.sharded_tensor import ShardedTensor
-from fullshard.engine.step.segments import segment_states
 
 
 def bring_state(optimizer: torch.optim.Optimizer, buckets: Iterable[Bucket]) -> None:
@@ -37,7 +36,7 @@ def _move(optimizer: torch.optim.Optimizer, buckets: Iterable[Bucket], way: Even
     owners = {id(parameter): bucket_of(parameter) for parameter in moving}
     memory: dict[int, tuple[Bucket, list[torch.Tensor]]] = {}
     states = [(p, value) for p in moving for value in optimizer.state.get(p, {}).values()]
-    for parameter, value in (*states, *segment_states(optimizer)):
+    for parameter, value in states:
         if id(parameter) in owners:
             for tensor in _plain_tensors(value):
                 place = torch_private.storage_id(tensor.untyped_storage())
@@ -59,10 +58,7 @@ def _move(optimizer: torch.optim.Optimizer, buckets: Iterable[Bucket], way: Even
 
 
 def _plain_tensors(value: object) -> Iterator[torch.Tensor]:
-    """The tensors in a state's value; a quantised one is made of several. Step counts stay.
-
-    Empty ones go along: they may be views of a segment's memory, and would keep it from being freed.
-    """
+    """The tensors in a state's value; a quantised one is made of several. Step counts stay."""
     if isinstance(value, ShardedTensor):
         yield value.local
     elif isinstance(value, torch.Tensor) and hasattr(value, "__tensor_flatten__"):

@@ -1,0 +1,92 @@
+"""Let torch's element-wise optimizers update plain tensors, without a dispatch per sharded parameter and operation.
+
+Only the optimizer's own loop sees plain tensors. Its parameter groups, every `.grad` and the state of each parameter
+keep their sharded tensors, whose memory the loop updates.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import optim
+
+from fullshard.comm import torch_private
+from fullshard.engine.parameter import ShardedParameter
+from fullshard.engine.sharded_tensor import ShardedTensor
+from fullshard.engine.step.local_parameters import as_local
+
+ELEMENT_WISE = (
+    optim.Adadelta,
+    optim.Adagrad,
+    optim.Adam,
+    optim.Adamax,
+    optim.AdamW,
+    optim.ASGD,
+    optim.NAdam,
+    optim.RAdam,
+    optim.RMSprop,
+    optim.Rprop,
+    optim.SGD,
+)
+"""Optimizers that treat elements alike and collect their tensors in `_init_group`. A subclass may do anything."""
+
+
+def use_plain_tensors(optimizer: optim.Optimizer) -> None:
+    """Make an element-wise optimizer of torch's update plain tensors from now on; leave any other as it is."""
+    if type(optimizer) in ELEMENT_WISE and torch_private.INIT_GROUP not in vars(optimizer):
+        setattr(optimizer, torch_private.INIT_GROUP, _InitGroup(optimizer))
+
+
+def finish_step(optimizer: optim.Optimizer) -> None:
+    """Give the parameters what the optimizer has put into its state after its loop, as SGD does."""
+    init_group = vars(optimizer).get(torch_private.INIT_GROUP)
+    if isinstance(init_group, _InitGroup):
+        init_group.take_state()
+
+
+class _InitGroup:
+    """Stand in for `Optimizer._init_group`, which lists a parameter group's tensors, gradients and state."""
+
+    def __init__(self, optimizer: optim.Optimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._listed: list[tuple[ShardedParameter, torch.Tensor]] = []
+
+    def __call__(self, group: dict[str, Any], *lists: list[Any]) -> Any:
+        optimizer = self._optimizer()
+        assert optimizer is not None  # noqa: S101 -- it is calling
+        state, tensors, listed = optimizer.state, list(group["params"]), []
+        for index, parameter in enumerate(tensors):
+            if isinstance(parameter, ShardedParameter) and not parameter.span.is_by_rows:
+                gradient = parameter.local_grad
+                if gradient is not None:
+                    tensors[index] = plain = parameter.local
+                    plain.grad = gradient
+                    if entry := state.get(parameter):
+                        state[plain] = as_local(entry)
+                    listed.append((parameter, plain))
+        self._listed += listed
+        try:
+            init_group = getattr(type(optimizer), torch_private.INIT_GROUP)
+            return init_group(optimizer, {**group, "params": tensors}, *lists)
+        finally:  # at once: the optimizer has its lists, and whoever else reads `state` must find parameters there
+            for _, plain in listed:
+                plain.grad = None
+            self._take_state_of(listed)
+
+    def take_state(self) -> None:
+        """Give the parameters listed in this step what is in the state of their plain tensors."""
+        listed, self._listed = self._listed, []
+        self._take_state_of(listed)
+
+    def _take_state_of(self, listed: list[tuple[ShardedParameter, torch.Tensor]]) -> None:
+        optimizer = self._optimizer()
+        state = {} if optimizer is None else optimizer.state
+        for parameter, plain in listed:
+            for key, value in state.pop(plain, {}).items():
+                entry = state[parameter]
+                before = entry.get(key)
+                if value is not (before.local if isinstance(before, ShardedTensor) else before):
+                    is_per_element = isinstance(value, torch.Tensor) and value.dim()
+                    entry[key] = ShardedTensor(value, parameter.span) if is_per_element else value
