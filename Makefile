@@ -70,7 +70,7 @@ test-versions: $(VERSIONS_VENV)/.dev  ## run the tests that another torch could 
 	$(VERSIONS_VENV)/bin/python -m pytest --numprocesses $(WORKERS) --dist worksteal \
 		-m 'not full and not gpu and not xla' $(addprefix tests/test_,$(addsuffix .py,\
 		torch_private sharded_tensor torch_checkpoint traps_forward traps_backward traps_modes traps_compile fsdp_module \
-		interop segments step_in_backward extended deferred pipeline tensor_parallel checkpoint_ranks launch \
+		interop plain_tensors step_in_backward extended deferred pipeline tensor_parallel checkpoint_ranks launch \
 		accelerator_ranks lora preemption)) $(ARGS)
 
 # Of its own, because torch_xla needs a torch that is too old for the engine; so without the constraints, and fullshard

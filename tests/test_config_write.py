@@ -130,8 +130,6 @@ CONFIGS = groups(
         nonfinite_limit=st.integers(1, 10**6),
         replica_check=st.sampled_from(["raise", "heal", "off"]),
         compare_every=st.integers(0, 10**6),
-        deterministic=st.sampled_from(["no", "no", "across_world_sizes"]),
-        virtual_ranks=st.none() | st.sampled_from([1, 2, 8, 1024]),
         check_plan=BOOL,
     ),
     checkpoint=groups(

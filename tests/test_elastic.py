@@ -214,8 +214,7 @@ def test_hosts_are_lost_and_come_back_again_and_again(inputs: Path, count: int) 
 
 @pytest.mark.full
 def test_a_host_that_is_told_to_end_leaves_the_others_a_checkpoint(inputs: Path) -> None:
-    """And where training is deterministic across world sizes, the losses are the same to the last bit."""
-    exact = {"deterministic": "across_world_sizes", "virtual_ranks": 4, "save_every": 0}
+    exact = {"save_every": 0}
     train(TrainArguments.parse(settings(inputs, inputs / "alone", **exact)))
     output = inputs / "out"
     port = free_port()
@@ -229,7 +228,7 @@ def test_a_host_that_is_told_to_end_leaves_the_others_a_checkpoint(inputs: Path)
     assert first.returncode == 0, said
     assert starts(output) == [2, 1], said
     assert "resume: from" in said, "no step was made twice"
-    check_same(output, list(read_metrics(inputs / "alone" / "metrics.jsonl")), tolerance=0)
+    check_same(output, list(read_metrics(inputs / "alone" / "metrics.jsonl")))
 
 
 OWN = """
@@ -327,7 +326,5 @@ def test_what_cannot_be_shared_is_an_error_before_the_start(monkeypatch: pytest.
     values = {"batch_size": 2, "output_dir": tmp_path / "out"}
     with pytest.raises(ConfigError, match="--batch-size 2 on up to 3 ranks: some would have nothing to do"):
         train(TrainArguments.parse(values))
-    with pytest.raises(ConfigError, match="--virtual-ranks 8 cannot be shared by 3 ranks"):
-        train(TrainArguments.parse(values | {"batch_size": 8, "deterministic": "across_world_sizes"}))
     assert for_any_size(TrainArguments.parse({"batch_size": 8})).micro_batch_size == 3
     assert for_any_size(TrainArguments.parse({"batch_size": 8, "micro_batch_size": 2})).micro_batch_size == 2

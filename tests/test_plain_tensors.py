@@ -26,6 +26,7 @@ from tests.traps import (
     build_sharded,
     own_elements,
     run_squared,
+    sharded_parameters,
     sharded_step,
     whole_gradient,
 )
@@ -146,7 +147,7 @@ def check_alike(cases: list[tuple[str, Between, bool]]) -> None:
                 with no_sync(model):
                     sharded_step(model, run_squared, step + 10)
             sharded_step(model, run_squared, step)
-            for parameter, twin in zip(model.parameters(), whole.parameters(), strict=True):
+            for parameter, twin in zip(sharded_parameters(model).values(), whole.parameters(), strict=True):
                 twin.grad = whole_gradient(parameter)
             torch.manual_seed(step)
             between(step, model, optimizer)
@@ -156,9 +157,9 @@ def check_alike(cases: list[tuple[str, Between, bool]]) -> None:
             reference.step()
             for zeroed in (optimizer, reference):
                 zeroed.zero_grad(set_to_none=step % 2 == 0)
-            for parameter, twin in zip(model.parameters(), whole.parameters(), strict=True):
-                _assert_same(parameter, twin, is_exact=is_exact)
-                state, expected = optimizer.state[parameter], reference.state[twin]
+            for held, twin in zip(model.parameters(), whole.parameters(), strict=True):
+                _assert_same(held, twin, is_exact=is_exact)
+                state, expected = optimizer.state[held], reference.state[twin]
                 assert state.keys() == expected.keys(), (make, between.__name__)
                 for key, value in state.items():
                     _assert_same(torch.as_tensor(value), torch.as_tensor(expected[key]), is_exact=is_exact)

@@ -27,8 +27,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from fullshard.checkpoint import load_checkpoint, save_checkpoint
-from fullshard.core.errors import ConfigError, PlacementError
-from fullshard.engine import MixedPrecisionPolicy as OwnPolicy
+from fullshard.core.errors import PlacementError
 from fullshard.engine import fully_shard
 from tests.distributed import run_ranks
 from tests.traps import batch, rank_and_size
@@ -358,8 +357,6 @@ def check_refused() -> None:
         layer: Any = nn.Linear(2, 2)
         layer.scale = nn.Parameter(torch.ones(()))
         fully_shard(layer, shard_placement_fn=rows)
-    with pytest.raises(ConfigError, match="shard_placement_fn"):
-        fully_shard(nn.Linear(2, 2), shard_placement_fn=rows, mp_policy=OwnPolicy(virtual_ranks=2))
 
 
 def test_what_else_is_asked_for() -> None:

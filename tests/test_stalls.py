@@ -37,7 +37,6 @@ from fullshard.core.patience import seconds_to_wait, stall_seconds
 from fullshard.core.place import PLACE, Whereabouts, read_place
 from fullshard.engine import fully_shard
 from fullshard.engine.materialize import _take_from_rank_0
-from fullshard.engine.rounds import square_sum
 from fullshard.launch import RankEnvironment, read_rank_environment, run_on_main
 from fullshard.optim import Adafactor
 from tests.distributed import run_ranks
@@ -234,8 +233,6 @@ def waits_of_a_step() -> list[str]:
         scaler.unscale_(optimizer)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        assert dist.group.WORLD is not None
-        square_sum([torch.ones(8)], [dist.group.WORLD])
         run_on_main(read_rank_environment(), list)
     return said
 
@@ -243,7 +240,7 @@ def waits_of_a_step() -> list[str]:
 def test_every_wait_of_a_step_is_told() -> None:
     """Where another rank does not come it is named, and the wait is ended."""
     for said in run_ranks(waits_of_a_step, 2):
-        assert said.count("the norm of gradients") == said.count("weights of rank 0's") == 2
+        assert said.count("the norm of gradients") == 1 and said.count("weights of rank 0's") == 2
         assert {"unscaling gradients", "Adafactor's sums", "what rank 0 does"} <= {*said}
 
 

@@ -9,7 +9,6 @@ import ast
 import copy
 import importlib
 import inspect
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from datetime import timedelta
@@ -22,7 +21,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd import forward_ad
 from torch.distributed._composable.replicate import _is_fully_sharded
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
@@ -239,16 +237,12 @@ def transforms() -> None:
     assert not torch_private.are_transforms_active()
 
 
-@check("accumulated_hooks", "gradient_hooks")
+@check("accumulated_hooks")
 def hooks() -> None:
     parameter = weight(1)
     assert not torch_private.accumulated_hooks(parameter)
-    assert not torch_private.gradient_hooks(parameter)
     parameter.register_post_accumulate_grad_hook(lambda _: None)
     assert len(torch_private.accumulated_hooks(parameter) or ()) == 1
-    assert not torch_private.gradient_hooks(parameter)
-    parameter.register_hook(lambda _: None)
-    assert len(torch_private.gradient_hooks(parameter) or ()) == 1
 
 
 @check("are_saved_elsewhere")
@@ -257,29 +251,6 @@ def saved_elsewhere() -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
         assert torch_private.are_saved_elsewhere()
     assert not torch_private.are_saved_elsewhere()
-
-
-@check("is_forward_mode")
-def forward_mode() -> None:
-    assert not torch_private.is_forward_mode()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with forward_ad.dual_level():
-            assert torch_private.is_forward_mode()
-
-
-@check("is_plain_sum")
-def plain_sum() -> None:
-    bias, left, right = weight(2), weight(2, 2), weight(2, 2)
-    node = torch.nn.functional.linear(left, right, bias).grad_fn
-    assert node is not None
-    assert node.name() == "AddmmBackward0"
-    assert torch_private.is_plain_sum(node)
-    scales: tuple[dict[str, Any], ...] = ({"alpha": 2.0}, {"beta": 2.0})
-    for options in scales:
-        other = torch.addmm(bias, left, right, **options).grad_fn
-        assert other is not None
-        assert not torch_private.is_plain_sum(other)
 
 
 @check("rows_of")

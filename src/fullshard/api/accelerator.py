@@ -34,7 +34,6 @@ from fullshard.api.accelerate_loaders import teach_accelerate_to_skip
 from fullshard.api.accelerates import Followed, compilation, is_accelerates, teach_accelerates_plugin
 from fullshard.api.accelerator_state import AcceleratorState, earlier_gradient_state
 from fullshard.api.configure import changed_config, of_accelerator, run_config
-from fullshard.api.data import ShardedDataLoader
 from fullshard.api.elastic import accumulation_steps
 from fullshard.api.loaders import Loaders
 from fullshard.api.optimizer import AcceleratedOptimizer, check_parameters, refuse_stand_in
@@ -50,7 +49,6 @@ from fullshard.api.refused import METHODS, refuse_arguments
 from fullshard.api.reporting import Reporting, wanted_trackers
 from fullshard.api.scheduler import AcceleratedScheduler
 from fullshard.api.sharding import Setup, is_sharded, remove_autocast, shard
-from fullshard.api.slices import Slices
 from fullshard.api.state import GradientState, ProcessState
 from fullshard.checkpoint.lease import let_go
 from fullshard.comm import cuda, torch_private
@@ -185,7 +183,6 @@ class Accelerator(Loaders, Reporting):
         self.state.tell_accelerate()
         if parallelism_config is not None:
             _ = self.torch_device_mesh  # ranks make it together, and a script may ask for it on one of them
-        self.slices = self._make_slices()
         for note in [*handlers.notes, *self._notes]:
             self._say(note)
         self.device_placement = device_placement
@@ -205,7 +202,7 @@ class Accelerator(Loaders, Reporting):
         """What knows the loop: micro-batches per step, by the script's plugin or by the settings."""
         accumulation = plugin or GradientAccumulationPlugin(self._config.training.gradient_accumulation_steps)
         steps = accumulation.num_steps
-        if self._accumulates and self._config.training.summed_ranks is None:  # else slices are what is shared
+        if self._accumulates:
             steps = accumulation_steps(steps, read_rank_environment())
         state = self._gradient_state_class(
             steps, accumulation.sync_with_dataloader, accumulation.adjust_scheduler, accumulation.sync_each_batch
@@ -350,7 +347,7 @@ class Accelerator(Loaders, Reporting):
             return scheduler
         held = getattr(scheduler, "optimizer", None)
         own = [o for o in self._optimizers if held is o or held is o.optimizer]
-        steps_once = self.step_scheduler_once or self.dataloader_config.split_batches or self.slices is not None
+        steps_once = self.step_scheduler_once or self.dataloader_config.split_batches
         prepared = AcceleratedScheduler(
             scheduler,
             optimizers=own or self._optimizers,
@@ -373,22 +370,13 @@ class Accelerator(Loaders, Reporting):
         """Around each micro-batch. Every `gradient_accumulation_steps`-th one, and the last of an epoch, ends a step.
 
         Each micro-batch's gradients are reduced into the sharded gradient at once, so accumulation costs no memory.
-        `no_sync` trades memory for less communication. Where training is deterministic across world sizes, each
-        micro-batch is a slice, with random numbers of its own, and a step has as many as the ranks leave.
+        `no_sync` trades memory for less communication.
 
         Args:
             models: not needed; accepted as Accelerate has them.
         """
-        if self.slices is None:
-            self.gradient_state.begin_micro_batch()
-            yield
-            return
-        loader = self.gradient_state.active_dataloader
-        if isinstance(loader, ShardedDataLoader):
-            loader.check_whole_steps()
-        with self.slices.running():
-            self.sync_gradients = self.slices.is_last
-            yield
+        self.gradient_state.begin_micro_batch()
+        yield
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
@@ -421,9 +409,7 @@ class Accelerator(Loaders, Reporting):
             self._saver.check()
         for model in self._models:
             model.set_is_last_backward(self.sync_gradients)  # type: ignore[operator]
-        if self.slices is not None:
-            self.slices.note_backward()
-        loss = loss / (self.gradient_accumulation_steps if self.slices is None else self.slices.count)
+        loss = loss / self.gradient_accumulation_steps
         (loss if self.scaler is None else self.scaler.scale(loss)).backward(**options)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
@@ -548,21 +534,6 @@ class Accelerator(Loaders, Reporting):
         return (
             torch.amp.GradScaler(self.device.type, **self.handlers.scaler) if self.mixed_precision == "fp16" else None
         )
-
-    def _make_slices(self) -> Slices | None:
-        """Where training is deterministic across world sizes; says so."""
-        virtual_ranks = self._config.training.summed_ranks
-        if virtual_ranks is None:
-            return None
-        if self._tensor_parallel_size > 1:
-            raise ConfigError(
-                "deterministic = across_world_sizes with tensor parallelism, which adds up within a layer",
-                hint="leave one of them out",
-            )
-        threads = self._config.launch.num_cpu_threads_per_process or 1
-        slices = Slices(virtual_ranks, self.process.environment, self.device, threads=threads)
-        self._say(str(slices))
-        return slices
 
     def _step_in_backward(self, optimizer: torch.optim.Optimizer) -> None:
         """Have it step there if that is wanted and it holds something sharded by now."""

@@ -19,7 +19,6 @@ from fullshard.api.facts import Facts
 from fullshard.api.optimizer import AcceleratedOptimizer
 from fullshard.api.plugin import FullyShardedDataParallelPlugin
 from fullshard.api.scheduler import AcceleratedScheduler
-from fullshard.api.slices import Slices
 from fullshard.api.state import GradientState, ProcessState
 from fullshard.checkpoint.objects import ObjectPath, on_this_host
 from fullshard.core.errors import ConfigError, LifecycleError
@@ -41,7 +40,6 @@ class Checkpointing(Facts):
     _optimizers: list[AcceleratedOptimizer]
     _schedulers: list[AcceleratedScheduler]
     _dataloaders: list[ShardedDataLoader]
-    slices: Slices | None
 
     def __init__(self, process: ProcessState, gradient_state: GradientState) -> None:
         super().__init__(process, gradient_state)
@@ -291,5 +289,4 @@ class Checkpointing(Facts):
             objects=self._custom_objects,
             step=self.step,
             config=self._config.model_dump(mode="json"),
-            slices=self.slices,
         )

@@ -78,7 +78,6 @@ class ShardedDataLoader(DataLoader[Any]):
         dispatch_batches: rank 0 reads the batches of all ranks and sends each its own. None: that of an iterable
             dataset, which may give every rank another order.
         on_uneven: called at the start of an epoch in which some ranks have more batches than others.
-        rounds_per_step: batches that a loader which drops its incomplete last step has of each step.
 
     Raises:
         ConfigError: `split_batches` with a batch size that is not a multiple of the world size, or with batches of the
@@ -101,11 +100,9 @@ class ShardedDataLoader(DataLoader[Any]):
         even_batches: bool = True,
         dispatch_batches: bool | None = False,
         on_uneven: Callable[[], None] | None = None,
-        rounds_per_step: int = 1,
     ) -> None:
         _refuse_sharded(loader, world_size)
         share = Share.of(loader, rank, world_size, split_batches)
-        share.deal.rounds_per_step = rounds_per_step
         dispatch = isinstance(loader.dataset, IterableDataset) if dispatch_batches is None else dispatch_batches
         share.deal.for_all = dispatch and world_size > 1
         share.deal.even = even_batches or share.is_always_even
@@ -154,21 +151,6 @@ class ShardedDataLoader(DataLoader[Any]):
         """Of rows gathered from all ranks in the current step those that are no repetitions: the first."""
         ranks = self.share.deal.world_size
         return gathered if self._real is None or ranks == 1 else self._real.rows(gathered, ranks)
-
-    def check_whole_steps(self) -> None:
-        """Raise `DataError` if an epoch ends within a step of several rounds, as far as its length is known."""
-        deal = self.share.deal
-        size = deal.round_size * deal.rounds_per_step
-        try:
-            rest = 0 if deal.drop_last else self.share.length() % size
-        except TypeError:
-            rest = self._place.consumed % size if self.end_of_dataloader else 0
-        if rest:
-            raise DataError(
-                f"an epoch ends {rest} samples into a step of {size}: its last step would be another one at each "
-                "number of ranks",
-                hint="DataLoader(drop_last=True) leaves the incomplete step out",
-            )
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration that of `epoch`; one that goes on where a loaded position is goes on there."""

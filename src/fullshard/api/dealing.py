@@ -52,7 +52,6 @@ class Deal:
         drop_last: leave out an incomplete last round instead of filling it up.
         even: fill it up, so that all ranks have as many shares of the same size; scripts change it at any time.
         for_all: the shares of all ranks, one after the other, instead of this rank's.
-        rounds_per_step: rounds that are dropped together, if an incomplete last one is.
     """
 
     rank: int
@@ -61,7 +60,6 @@ class Deal:
     drop_last: bool
     even: bool = True
     for_all: bool = False
-    rounds_per_step: int = 1
 
     @property
     def round_size(self) -> int:
@@ -72,7 +70,7 @@ class Deal:
         """This rank's shares of an order of `count` items: as many on every rank, unless they are uneven."""
         whole, rest = divmod(count, self.round_size)
         if self.drop_last:
-            return whole - whole % self.rounds_per_step
+            return whole
         if rest == 0:
             return whole
         return whole + (self.even or rest > self.rank * self.per_rank)
@@ -96,8 +94,6 @@ class Deal:
             skip: items at the start that were used already.
         """
         rest = iter(items)
-        if self.drop_last and self.rounds_per_step > 1:
-            rest = _whole(rest, self.round_size * self.rounds_per_step)
         first = list(itertools.islice(rest, self.round_size))
         rest = itertools.islice(itertools.chain(first, rest), skip, None)  # skips without a step of Python for each
         current: list[T] = []
@@ -111,10 +107,3 @@ class Deal:
             if self.world_size > 1 and self.even:  # one rank alone has nobody to keep in step with
                 current += itertools.islice(itertools.cycle(first), self.round_size - real)
             yield current, real
-
-
-def _whole(items: Iterable[T], size: int) -> Iterator[T]:
-    """As many items as fall into whole groups of `size`."""
-    rest = iter(items)
-    while len(group := list(itertools.islice(rest, size))) == size:
-        yield from group

@@ -66,12 +66,6 @@ class Loaders(Checkpointing):
             self._remember(data_loader, self._dataloaders)
             return data_loader
         config = self.dataloader_config
-        if self.slices is not None and config.split_batches:
-            raise ConfigError(
-                "split_batches with deterministic = across_world_sizes: a batch of the loader is one slice, whatever "
-                "the number of ranks",
-                hint="leave split_batches out, and divide the loader's batch size by virtual_ranks",
-            )
         self._say_order(data_loader)
         places = self.device_placement if device_placement is None else device_placement
         prepared = ShardedDataLoader(
@@ -87,7 +81,6 @@ class Loaders(Checkpointing):
             even_batches=config.even_batches,
             dispatch_batches=config.dispatch_batches,
             on_uneven=self._note_uneven,
-            rounds_per_step=1 if self.slices is None else self.slices.rounds,
         )
         if not config.even_batches and prepared.share.is_always_even:
             warnings.warn(_EVEN_ANYWAY, stacklevel=2)

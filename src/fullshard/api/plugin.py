@@ -527,7 +527,7 @@ def _precision_reading(settings: Mapping[str, Any] | None) -> Reading:
     return Reading(settings=found)
 
 
-def policy_of(precision: PrecisionConfig, virtual_ranks: int | None = None) -> MixedPrecisionPolicy:
+def policy_of(precision: PrecisionConfig) -> MixedPrecisionPolicy:
     """What units are sharded with; outputs are the model's business."""
     return MixedPrecisionPolicy(
         param_dtype=dtype_or_none(precision.compute_dtype),
@@ -536,7 +536,6 @@ def policy_of(precision: PrecisionConfig, virtual_ranks: int | None = None) -> M
         buffer_dtype=dtype_or_none(precision.buffer_dtype),
         gather_as=dtype_or_none(precision.gather_as),
         reduce_as=dtype_or_none(precision.reduce_as),
-        virtual_ranks=virtual_ranks,
     )
 
 

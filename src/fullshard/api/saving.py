@@ -23,7 +23,6 @@ from torch import nn
 
 from fullshard import checkpoint
 from fullshard.api.data import ShardedDataLoader
-from fullshard.api.slices import Slices
 from fullshard.checkpoint.adapters import is_saved_as_adapters, save_adapters
 from fullshard.checkpoint.collect import LoadArguments, SaveArguments
 from fullshard.checkpoint.format import (
@@ -73,7 +72,6 @@ class TrainingState:
         objects: registered by the script.
         step: a counter the script keeps.
         config: the resolved configuration, for people; nothing depends on it.
-        slices: where training is deterministic across world sizes.
     """
 
     models: Sequence[nn.Module]
@@ -84,7 +82,6 @@ class TrainingState:
     objects: Sequence[Any]
     step: int
     config: Mapping[str, Any]
-    slices: Slices | None = None
 
     def parts(self) -> list[Part]:
         """Models with their optimizers: several in one `Together` that share one. A model with two comes twice.
@@ -138,8 +135,7 @@ class TrainingState:
     def extra(self) -> dict[str, Any]:
         """What is no object of its own: counters, positions of the loaders, the configuration."""
         loaders = [loader.state_dict() for loader in self.loaders]
-        slices = None if self.slices is None else self.slices.state_dict()
-        return {"step": self.step, "loaders": loaders, "config": dict(self.config), "slices": slices}
+        return {"step": self.step, "loaders": loaders, "config": dict(self.config)}
 
 
 def next_path(config: Any, output_dir: str | os.PathLike[str] | ObjectPath | None) -> tuple[Location, bool]:
@@ -389,8 +385,6 @@ def _set_extra(extra: Mapping[str, Any], state: TrainingState, *, where: Locatio
         )
     for loader, position in zip(state.loaders, positions, strict=True):
         loader.load_state_dict(position)
-    if state.slices is not None:
-        state.slices.load_state_dict(extra.get("slices"))
     return int(extra["step"])
 
 

@@ -183,16 +183,15 @@ def shard(
 
 def _engine_settings(setup: Setup, process: ProcessState) -> dict[str, Any]:
     """Arguments of `shard_model` that follow from the settings."""
-    config, precision, virtual_ranks = setup.sharding, setup.precision, setup.training.summed_ranks
+    config, precision = setup.sharding, setup.precision
     return {
         "strategy": config.resolved_strategy(),
         "shard_size": config.resolved_shard_size(process.environment.local_world_size),
-        "mp_policy": policy_of(precision, virtual_ranks),
+        "mp_policy": policy_of(precision),
         "offload_policy": OffloadPolicy(**dataclasses.asdict(config.offload)),
         "forward_prefetch": config.forward_prefetch,
         "backward_prefetch": config.backward_prefetch,
-        # Virtual ranks are to begin with the same weights, however many ranks have drawn some.
-        "sync_module_states": config.sync_module_states or virtual_ranks is not None,
+        "sync_module_states": config.sync_module_states,
         "param_init_fn": setup.plugin.param_init_fn if setup.plugin is not None else None,
         "device": process.device,
     }

@@ -252,7 +252,6 @@ _UNPLANNED = {
     "sharding.wrap_classes": "planned as the model's layers; with others memory and traffic are not those below",
     "sharding.ignored_modules": "planned as sharded; every rank holds all of them",
     "precision.param_dtype": "planned in the dtypes of precision.mode alone",
-    "training.virtual_ranks": "planned without; the slices of a step take more time",
 }
 """Settings that a run follows and a plan does not, and what that means for its figures."""
 

@@ -134,14 +134,12 @@ class Collectives(Protocol):
         rank: this rank's position in the group.
         size: ranks in the group.
         sends: whether anything is sent at all, so that packing it makes a difference.
-        adds_in_tree: whether sums are balanced binary trees in rank order, so that those of two halves are subtrees.
         pages: what is done about pages of host memory.
     """
 
     rank: int
     size: int
     sends: bool = True
-    adds_in_tree: bool = False
     pages: HostPages = HostPages()
 
     def full_buffer(
@@ -190,18 +188,6 @@ class Collectives(Protocol):
 
     def all_reduce(self, tensor: torch.Tensor, *, tag: int) -> Work:
         """Sum `tensor` over the ranks, in place."""
-
-    def all_reduce_in_tree(self, tensor: torch.Tensor, *, tag: int) -> Work:
-        """The same, 1-D and of a multiple of `size` elements, in the order of `reduce_scatter`."""
-        if self.size == 1:
-            return self.all_reduce(tensor, tag=tag)
-        arriving = self.reduce_scatter(tensor, tag=tag)
-
-        def wait() -> torch.Tensor:
-            own_interval(tensor, self.rank, self.size).copy_(arriving.wait())
-            return self.all_gather(tensor, tag=tag).wait()
-
-        return WorkOf(wait)
 
     def exchange(self, leaving: torch.Tensor, arriving: torch.Tensor, parts: Parts, *, tag: int) -> Work:
         """Send every rank its part of `leaving`, and fill `arriving` with what they have for this one.

@@ -77,7 +77,6 @@ class Alone(Collectives):
     rank = 0
     size = 1
     sends = False
-    adds_in_tree = True
 
     def _buffer(self, spec: BufferSpec) -> FullBuffer:
         if spec.holds_main:

@@ -33,7 +33,6 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._library.simple_registry import GenericTorchDispatchRuleHolder
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.autograd import forward_ad
 from torch.distributed import _state_dict_utils as state_dict_utils
 from torch.distributed import distributed_c10d
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
@@ -133,9 +132,6 @@ accumulated_hooks: Callable[[torch.Tensor], OrderedDict[int, object] | None] = a
 """The hooks that `register_post_accumulate_grad_hook` has put on a parameter, by number; None before the first. Else a
 gradient that one of them reads would be collected before it is whole. Since 2.1."""
 
-gradient_hooks: Callable[[torch.Tensor], Mapping[int, object] | None] = attrgetter("_backward_hooks")
-"""The same of `register_hook`. Since 2.0."""
-
 
 def call_after_backward(callback: Callable[[], None]) -> None:
     """Have the backward under way call `callback` at its end, where what is left is reduced. Since 2.0."""
@@ -145,16 +141,6 @@ def call_after_backward(callback: Callable[[], None]) -> None:
 def are_saved_elsewhere() -> bool:
     """Whether somebody has put `saved_tensors_hooks` around this: a checkpoint has its own. Since 2.8."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
-
-
-def is_forward_mode() -> bool:
-    """Whether `torch.autograd.forward_ad` is at work, which a node of one's own would lose. Since 2.0."""
-    return forward_ad._current_level >= 0
-
-
-def is_plain_sum(addmm: Node) -> bool:
-    """Whether the node of a `torch.addmm` added its operands as they are, as a linear layer does. Since 2.0."""
-    return bool(addmm._saved_alpha == addmm._saved_beta == 1)  # type: ignore[attr-defined]
 
 
 def rows_of(sparse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

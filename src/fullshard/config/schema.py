@@ -23,7 +23,6 @@ from fullshard.config.sharding import ShardingConfig
 from fullshard.core.dtypes import COMPUTE, saves
 from fullshard.core.errors import ConfigError
 from fullshard.core.paths import check_path
-from fullshard.core.virtual_ranks import MOST, check_virtual_ranks
 
 PrecisionMode = Literal["no", "fp32", "bf16", "fp16"]
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -34,9 +33,6 @@ StateDictType = Literal["FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DI
 CheckpointFormat = Literal["native", "dcp"]
 OnNonFinite = Literal["raise", "skip", "rollback", "off"]
 OnReplicas = Literal["raise", "heal", "off"]
-Deterministic = Literal["no", "across_world_sizes"]
-VIRTUAL_RANKS = 8
-"""If nobody says how many."""
 
 _IN_THE_POLICY = "Accelerate takes dtypes from the plugin's mixed_precision_policy, in the script"
 
@@ -350,36 +346,8 @@ class TrainingConfig(Settings):
     """Steps from one comparison of the ranks to the next: whether replicas hold the same weights, and which rank is
     slower than 0.7 of the median. Replicas are compared before each save, too. 0: never."""
 
-    deterministic: Deterministic = "no"
-    """`across_world_sizes`: losses and weights are the same bits at any number of ranks that divides `virtual_ranks`,
-    and through a resume at another one. On CPUs, with element-wise optimizers; what it cannot hold with is an error."""
-
-    virtual_ranks: int | None = setting(None, ge=1, le=MOST)
-    """Slices of a step's batch, a power of two, where training is deterministic across world sizes: each is a forward
-    and a backward of its own, on whichever rank. Fixed for the run. None: 8."""
-
     check_plan: bool = False
     """Whether the third step is compared with what `fullshard plan` says: events, bytes sent and held, by category."""
-
-    @property
-    def summed_ranks(self) -> int | None:
-        """Virtual ranks whose gradients are summed in one order; None if there are none."""
-        if self.deterministic == "no":
-            return None
-        return VIRTUAL_RANKS if self.virtual_ranks is None else self.virtual_ranks
-
-    @model_validator(mode="after")
-    def _virtual(self) -> Self:
-        if self.summed_ranks is not None:
-            check_virtual_ranks(self.summed_ranks)
-        elif self.virtual_ranks is not None:
-            raise CombinationError(
-                f"virtual_ranks = {self.virtual_ranks}, and nothing is deterministic across world sizes",
-                "virtual_ranks",
-                "deterministic",
-                hint="set deterministic = across_world_sizes, or leave virtual_ranks out",
-            )
-        return self
 
 
 class CheckpointConfig(Settings):
@@ -460,44 +428,6 @@ class RunConfig(Settings):
                 hint="use bf16, or leave step_in_backward out",
             )
         return self
-
-    @model_validator(mode="after")
-    def _deterministic(self) -> Self:
-        ranks, processes = self.training.summed_ranks, self.launch.num_processes
-        if ranks is None:
-            return self
-        for path, reason in (
-            ("training.gradient_accumulation_steps", "slices are the micro-batches, as many as the ranks leave"),
-            ("training.step_in_backward", "a bucket would be updated before the last slice"),
-            ("training.check_plan", "the planner does not know virtual ranks"),
-            ("precision.gather_as", "what is rounded depends on who sends it"),
-            ("precision.reduce_as", "what is rounded depends on who sends it"),
-            ("sharding.compile", "compiled kernels choose their own order"),
-        ):
-            if (value := self.value(path)) != SETTINGS[path].default:
-                raise self._not_deterministic(f"{path.split('.')[1]} = {value}: {reason}", path)
-        if self.sharding.resolved_strategy().keeps_gradients:
-            raise self._not_deterministic(
-                f"{self.sharding.strategy} adds up a rank's slices before it sends them", "sharding.strategy"
-            )
-        if self.precision.compute_dtype == "float16" or self.precision.reduce_dtype not in (None, "float32"):
-            raise self._not_deterministic("gradients are to be summed in float32, without a scale", "precision.mode")
-        if self.launch.device in ("cuda", "tpu"):
-            raise self._not_deterministic(f"kernels of {self.launch.device} have orders of their own", "launch.device")
-        if processes is not None and ranks % processes:
-            raise self._not_deterministic(
-                f"{processes} processes do not divide {ranks} virtual ranks", "launch.num_processes"
-            )
-        return self
-
-    @staticmethod
-    def _not_deterministic(problem: str, path: str) -> CombinationError:
-        return CombinationError(
-            f"deterministic = across_world_sizes: {problem}",
-            path,
-            "training.deterministic",
-            hint="leave one of them out",
-        )
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

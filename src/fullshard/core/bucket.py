@@ -15,7 +15,6 @@ from fullshard.core.dtypes import FLOATING, Dtypes, itemsize, packed, wider
 from fullshard.core.layout import BucketLayout, ParameterSpec
 from fullshard.core.offload import Offload
 from fullshard.core.sizes import packed_nbytes
-from fullshard.core.virtual_ranks import BLOCK_NUMEL
 
 
 class BucketKey(NamedTuple):
@@ -90,7 +89,7 @@ class BucketPlan:
         if key.dtype in FLOATING:
             itemsizes.append(itemsize(reduce))
         return cls(
-            _layout(tuple(shapes), min(itemsizes), world_size, _atom(key, shapes, dtypes, by_rows=by_rows)),
+            _layout(tuple(shapes), min(itemsizes), world_size, prod(shapes[0][1:]) if by_rows else None),
             key.dtype,
             key.compute_dtype,
             reduce,
@@ -212,13 +211,6 @@ class BucketPlan:
 
 def _message_nbytes(numel: int, dtype: str, sent_as: str | None) -> int:
     return numel * itemsize(dtype) if sent_as is None else packed_nbytes(numel, itemsize(sent_as))
-
-
-def _atom(key: BucketKey, shapes: Sequence[tuple[int, ...]], dtypes: Dtypes, *, by_rows: bool) -> int | None:
-    """Elements that stay together on a rank, if there is more to that than 16 bytes."""
-    if by_rows:
-        return prod(shapes[0][1:])
-    return BLOCK_NUMEL if dtypes.virtual_ranks is not None and not key.exact else None
 
 
 @cache

@@ -100,14 +100,12 @@ class Dtypes:
         compute_dtype: of unsharded parameters.
         reduce_dtype: in which gradients are summed.
         gather_as, reduce_as: what intervals of weights and of gradients are sent as, if that is asked for.
-        virtual_ranks: whose gradients are summed in one order at any number of ranks; see `core.virtual_ranks`.
     """
 
     compute_dtype: str | None = None
     reduce_dtype: str | None = None
     gather_as: str | None = None
     reduce_as: str | None = None
-    virtual_ranks: int | None = None
 
     def compute(self, stored: str, *, exact: bool = False, statistics: str | None = None) -> str:
         """Dtype of an unsharded parameter.

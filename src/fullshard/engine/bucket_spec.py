@@ -12,7 +12,6 @@ from fullshard.core.bucket import BucketKey, BucketPlan
 from fullshard.engine.offload import Storage
 from fullshard.engine.precision import MixedPrecisionPolicy, dtype_name, torch_dtype
 from fullshard.engine.reduction_settings import ReductionSettings
-from fullshard.engine.rounds import check_rounds
 from fullshard.engine.span import Name, RaggedShard, Span
 from fullshard.engine.tile import plain_of, tile_of
 from fullshard.wrap.extended import Composition, is_composed, is_extended
@@ -54,7 +53,6 @@ class BucketSpec:
         plan: dtypes, places and bytes, as the planner has them, from when it was made: it may have been frozen then.
         slices: where in this rank's interval each parameter is.
         tiles: what of each parameter is in the bucket, where tensor parallelism has split it.
-        rounds: backwards of a step, where their gradients are added up in a tree; None: they are as they come.
         tag: its number in the model, the same on every rank; set when the model is put together.
         reduction: the unit's, once it is a part of one.
     """
@@ -84,16 +82,8 @@ class BucketSpec:
         self.main_is_on_host = plan.main_is_on_host
         self.is_gathered_from_host = plan.is_gathered_from_host
         self.state_visits_device = plan.state_visits_device
-        self.rounds = check_rounds(
-            mesh,
-            policy.virtual_ranks,
-            reduce_dtype=self.reduce_dtype if plan.trainable else None,
-            is_extended=is_extended(slots[0].parameter),
-            by_rows=slots[0].by_rows,
-            is_tiled=any(tile is not None and tile.is_beneath for tile in self.tiles),
-        )
         self.slices = [self.layout.shard_slice(index, mesh.shard_rank) for index in range(len(slots))]
-        self.reduction = ReductionSettings.of(policy, mesh)
+        self.reduction = ReductionSettings.of(mesh)
 
     def span(self, index: int) -> Span:
         """Which elements of parameter `index` each rank has, and under no name yet."""
@@ -105,10 +95,8 @@ class BucketSpec:
         composition = Composition.of(parameter) if is_composed(parameter) else None
         row_numel = 0 if composition is None else math.prod(shape[1:])
         placement = RaggedShard(layout.shard_numel, layout.offsets[index], row_numel)
-        options = {"in_blocks": self.rounds is not None, "as_rows": slot.by_rows}
-        return Span(
-            self.mesh, shape, placement, Name(), tile, composition=composition, reduction=self.reduction, **options
-        )
+        options = {"as_rows": slot.by_rows, "reduction": self.reduction}
+        return Span(self.mesh, shape, placement, Name(), tile, composition=composition, **options)
 
 
 def _packing(sent_as: str | None) -> Packing | None:

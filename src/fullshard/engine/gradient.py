@@ -11,18 +11,15 @@ finish        add to the main gradient, which is published as `.grad`           
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 
 import torch
 
 from fullshard.comm.base import Work
-from fullshard.core.errors import LifecycleError
 from fullshard.core.events import EventKind
 from fullshard.engine.bucket_spec import BucketSpec
 from fullshard.engine.main_gradient import MainGradient
 from fullshard.engine.parameter import ShardedParameter
-from fullshard.engine.rounds import RoundSums
 from fullshard.engine.unsharded_gradient import UnshardedGradient
 
 
@@ -59,9 +56,6 @@ class Gradient:
         self._replicating: Work | None = None
         self._earlier: torch.Tensor | None = None
         self._held: torch.Tensor | None = None
-        self._sums = None if spec.rounds is None else RoundSums(spec.rounds)
-        self._round: torch.Tensor | None = None
-        self._used_in_rounds = bytearray(len(spec.slots))
 
     @property
     def nbytes(self) -> int:
@@ -70,8 +64,8 @@ class Gradient:
 
     @property
     def held_nbytes(self) -> int:
-        """Bytes of the main gradient, or of what is to be one after the last round; 0 if there is none."""
-        return self.main.nbytes + (0 if self._sums is None else self._sums.nbytes)
+        """Return the bytes of the main gradient, 0 if there is none."""
+        return self.main.nbytes
 
     @property
     def collected_nbytes(self) -> int:
@@ -123,20 +117,12 @@ class Gradient:
             return
         shard, self._reducing = self._reducing.wait(), None  # this lets go of the unsharded gradient's memory
         if self._replicating is not None:  # a bucket was reduced twice in one backward: both count
-            if self._sums is not None:
-                raise LifecycleError(
-                    f"rank {self._spec.mesh.rank}, parameter {self._parameters[0].name}: its gradient was reduced "
-                    "twice in one backward, so that the order of the sum is another one at each number of ranks",
-                    hint="use non-reentrant checkpointing, or leave virtual_ranks out",
-                )
             self._earlier = self._replicating.wait()
         if self._held is not None:  # of backwards that left the replicas out
             shard.add_(self._held)
             self._held = None
         if self._spec.reduction.requires_all_reduce:
-            replicate = self._spec.mesh.replicate
-            reduce = replicate.all_reduce if self._sums is None else replicate.all_reduce_in_tree
-            self._replicating = reduce(shard, tag=self._spec.tag)
+            self._replicating = self._spec.mesh.replicate.all_reduce(shard, tag=self._spec.tag)
             if self._spec.main_is_on_host and self._spec.storage.host is not None:
                 # Now, not in `finish`: the copy goes on beside the rest of backward.
                 self._replicating = self._spec.storage.host.send(self._replicating)
@@ -152,7 +138,7 @@ class Gradient:
         """
         if self.main.tensor is None:
             return False
-        return self._sums is None and self._spec.reduction.hook is None and not self._spec.main_is_on_host
+        return self._spec.reduction.hook is None and not self._spec.main_is_on_host
 
     def accumulate_early(self) -> None:
         """Add what has arrived along both axes to the main gradient, so that its memory goes before backward ends.
@@ -186,21 +172,8 @@ class Gradient:
             return False
         shard = self._arrive(self._replicating)
         self._spec.reduction.call_hook(shard)  # sees this backward's sum alone, not what was accumulated before
-        if self._sums is None:
-            self.main.add(shard, used)
-        else:
-            self._round = shard
-            self._used_in_rounds = bytearray(map(operator.or_, self._used_in_rounds, used))
+        self.main.add(shard, used)
         return True
-
-    def end_round(self) -> None:
-        """A backward is over, in which this has got something or not; after the last of a step publish the sum."""
-        if self._sums is None:
-            return
-        total, self._round = self._sums.add(self._round), None
-        if total is not None:
-            used, self._used_in_rounds = self._used_in_rounds, bytearray(len(self._parameters))
-            self.main.add(total, used)
 
     def reset(self) -> None:
         """Forget everything collected or under way, after a failed backward.
@@ -213,6 +186,3 @@ class Gradient:
         self.main.reset()
         self._reducing = self._replicating = self._earlier = None
         self.unsharded.clear()
-        if self._sums is not None:  # the next backward is the first round
-            self._sums.clear()
-            self._round, self._used_in_rounds = None, bytearray(len(self._parameters))

@@ -27,14 +27,13 @@ from fullshard.comm import torch_private
 from fullshard.comm.device import require_dtype
 from fullshard.comm.mesh import Mesh, mesh_of
 from fullshard.comm.stalls import STALLS, all_reduce
-from fullshard.core.errors import ConfigError, LifecycleError
+from fullshard.core.errors import LifecycleError
 from fullshard.core.imports import after_import
 from fullshard.engine import adapters, averages
 from fullshard.engine.bucket import bucket_of
 from fullshard.engine.extended import ExtendedParameter
 from fullshard.engine.finite import note_before_clipping
 from fullshard.engine.parameter import RowParameter, ShardedParameter, sharded_parameters
-from fullshard.engine.rounds import square_sum
 from fullshard.engine.sent import send_parts
 from fullshard.engine.sharded_tensor import RowTensor, ShardedTensor, dtensor_of
 from fullshard.engine.span import Name, RaggedShard, Span
@@ -124,20 +123,15 @@ def _norm_of(
     parts: Sequence[tuple[Span | None, torch.Tensor]], norm_type: float, error_if_nonfinite: bool, foreach: bool | None
 ) -> torch.Tensor:
     """The total norm of what each rank has a part of, with its span, and of what all have whole."""
-    sharded: dict[tuple[Mesh, tuple[dist.ProcessGroup, ...], bool], list[torch.Tensor]] = {}
+    sharded: dict[tuple[Mesh, tuple[dist.ProcessGroup, ...]], list[torch.Tensor]] = {}
     ordinary = []
     for span, tensor in parts:
         if span is None:
             ordinary.append(tensor)
         else:
-            sharded.setdefault((span.mesh, span.groups, span.in_blocks), []).append(tensor)
-    note_before_clipping({mesh for mesh, _, _ in sharded})
-    norms = [
-        _norm_in_blocks(groups, part, norm_type)
-        if in_blocks and norm_type != math.inf
-        else _group_norm(mesh, groups, part, norm_type, foreach)
-        for (mesh, groups, in_blocks), part in sharded.items()
-    ]
+            sharded.setdefault((span.mesh, span.groups), []).append(tensor)
+    note_before_clipping({mesh for mesh, _ in sharded})
+    norms = [_group_norm(mesh, groups, part, norm_type, foreach) for (mesh, groups), part in sharded.items()]
     if ordinary or not norms:
         norms.append(_local_norm(ordinary, norm_type, False, foreach))
     device = norms[0].device
@@ -171,18 +165,6 @@ def _group_norm(
     summed = local**order if is_root else local
     all_reduce(summed, "the norm of gradients", groups, op)
     return summed ** (1 / order) if is_root else summed
-
-
-def _norm_in_blocks(
-    groups: Sequence[dist.ProcessGroup], gradients: Sequence[torch.Tensor], order: float
-) -> torch.Tensor:
-    """The same of order 2, the same bits however parameters are cut over ranks."""
-    if order != 2:
-        raise ConfigError(
-            f"the norm of order {order:g} of gradients of virtual ranks would depend on the number of ranks",
-            hint="use order 2 or infinity",
-        )
-    return torch.tensor(math.sqrt(square_sum(gradients, groups)), dtype=torch.float32)
 
 
 # -- loss scaling -----------------------------------------------------------------------------------------------

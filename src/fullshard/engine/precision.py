@@ -15,7 +15,6 @@ from torch.nn.utils.rnn import PackedSequence
 from fullshard.comm.packing import packing_for
 from fullshard.core.dtypes import Dtypes, saves
 from fullshard.core.errors import ConfigError
-from fullshard.core.virtual_ranks import check_virtual_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +32,6 @@ class MixedPrecisionPolicy:
             then computes with what was sent; sharded parameters stay exact, and so does whatever is saved. See
             `comm.packing` for the error. No effect on quantised weights, nor where ranks share memory.
         reduce_as: the same for gradients on the shard axis, which are still added up in `reduce_dtype`.
-        virtual_ranks: gradients of so many are summed in one order, the same bits at any number of ranks that divides
-            it: one backward is a round, and `.grad` is there after the last (`core.virtual_ranks`).
         param_dtype_override_fn: asked for each parameter; what it returns is its `param_dtype`, None leaves that.
 
     Raises:
@@ -48,17 +45,9 @@ class MixedPrecisionPolicy:
     buffer_dtype: torch.dtype | None = None
     gather_as: torch.dtype | None = None
     reduce_as: torch.dtype | None = None
-    virtual_ranks: int | None = None
     param_dtype_override_fn: Callable[[torch.nn.Parameter], torch.dtype | None] | None = None
 
     def __post_init__(self) -> None:
-        if self.virtual_ranks is not None:
-            check_virtual_ranks(self.virtual_ranks)
-            if self.gather_as is not None or self.reduce_as is not None:
-                raise ConfigError(
-                    "virtual_ranks with gather_as or reduce_as: who rounds what depends on the number of ranks",
-                    hint="leave one of them out",
-                )
         for name, dtype, sent in (
             ("gather_as", self.gather_as, self.param_dtype),
             ("reduce_as", self.reduce_as, self.reduce_dtype),
@@ -99,7 +88,7 @@ class MixedPrecisionPolicy:
         """The dtypes by name and role, from which those of each bucket follow, if need be with one to compute in."""
         roles = (override or self.param_dtype, self.reduce_dtype, self.gather_as, self.reduce_as)
         compute, reduce, gather_as, reduce_as = (None if dtype is None else dtype_name(dtype) for dtype in roles)
-        return Dtypes(compute, reduce, gather_as, reduce_as, self.virtual_ranks)
+        return Dtypes(compute, reduce, gather_as, reduce_as)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -10,7 +10,6 @@ import torch
 
 from fullshard.comm.base import Watch
 from fullshard.comm.mesh import Mesh
-from fullshard.engine.precision import MixedPrecisionPolicy
 
 
 @dataclass(slots=True)
@@ -32,9 +31,9 @@ class ReductionSettings:
     watch: Watch | None = None
 
     @classmethod
-    def of(cls, policy: MixedPrecisionPolicy, mesh: Mesh) -> ReductionSettings:
-        """An average over the ranks; over virtual ranks a sum, as their share of a loss is the same at any number."""
-        return cls(float(mesh.world_size) if policy.virtual_ranks is None else 1.0)
+    def of(cls, mesh: Mesh) -> ReductionSettings:
+        """Average over the ranks."""
+        return cls(float(mesh.world_size))
 
     def call_hook(self, reduced: torch.Tensor) -> None:
         """Call the hook, if there is one, in order with what comes before and after it."""

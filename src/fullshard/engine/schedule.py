@@ -37,7 +37,6 @@ from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.parts import watch_parts
 from fullshard.engine.reducer import BucketStepper, Reducer, call_gradient_hooks, gradient_of
 from fullshard.engine.replicas import Replicas
-from fullshard.engine.rounds import Rounds
 from fullshard.engine.unannounced import Unannounced
 from fullshard.engine.unit import Unit, owner_of
 from fullshard.engine.unit_parameters import UnitState
@@ -70,7 +69,6 @@ class Schedule:
         guard: looks for gradients that are not finite.
         reducer: launches reductions, and publishes what they give.
         checkup: compares the ranks every so many steps.
-        rounds: backwards of a step, where there are virtual ranks.
         lockstep: sees to it that all ranks do the same.
         unannounced: calls that backward leaves without a sign.
     """
@@ -81,7 +79,7 @@ class Schedule:
         self.event_sink: EventSink | None = None
         self.forward_prefetch = True
         self.backward_prefetch = BackwardPrefetch.BACKWARD_PRE
-        self.steps, self.rounds = 0, Rounds()
+        self.steps = 0
         self.after_step: Callable[[int], None] | None = None
         self.lockstep = Lockstep(mesh)
         self.guard = FiniteGuard(mesh, self._parameters)
@@ -136,8 +134,6 @@ class Schedule:
         self._additions.know_parameters()
         self._number_buckets(0)
         self._activations = Activations.of(self.units)
-        modules = [module for unit in self.units for module in unit.modules]
-        self.rounds = Rounds.of((bucket.rounds for unit in self.units for bucket in unit.buckets), modules)
 
     def _number_buckets(self, first: int) -> None:
         for tag, bucket in enumerate(self._buckets(), first):
@@ -205,7 +201,6 @@ class Schedule:
         for unit in self.units:
             unit.take_requires_grad()
             unit.reshard_if_outdated()
-        self.rounds.begin_forward()
         self._last_ended = None
         self._forward = []
         if self._activations is not None:
@@ -282,9 +277,6 @@ class Schedule:
         if self._in_backward and self._end_of_backward() is None:
             self._give_up_backward()  # the last one has raised, and nothing came since that would have noticed
         if not self._in_backward:
-            if self.rounds.count is not None:
-                keeps = self.keeps_gradients or not all(each.reduce_gradients for each in self.units)
-                self.rounds.check_backward([u.reduction for u in self.units], keeps=keeps, steps=bool(self.steppers))
             self.reducer.begin(self._steppers_at_work())
             self.unannounced.begin()
             self.lockstep.note_begin_of_backward()
@@ -397,7 +389,6 @@ class Schedule:
         # After all launches, so that they go on beside it, and before anything is published: it may be an error.
         used = self._agree_on_used()
         self.reducer.publish(used)
-        self._end_round()
         for bucket in self.reducer.published:  # not as it is published: until here the message may have wanted to know
             gradient_of(bucket).unsharded.forget_used()
         self.lockstep.count_backward()
@@ -421,15 +412,6 @@ class Schedule:
                 "stepped in backward what came before them, and nothing with them",
                 hint="load a checkpoint; without step_in_backward nothing would have been stepped",
             )
-
-    def _end_round(self) -> None:
-        """Where a step has rounds, this was one; also for a bucket that had no part in it."""
-        if self.rounds.count is None:
-            return
-        self.rounds.end_one()
-        for bucket in self._buckets():
-            if bucket.gradient is not None:
-                bucket.gradient.end_round()
 
     def _parameters(self) -> list[ShardedParameter]:
         return [parameter for bucket in self._buckets() for parameter in bucket.sharded_parameters]
@@ -507,7 +489,6 @@ class Schedule:
         for unit in self.units:
             unit.give_up_backward()  # first: it waits for reductions under way, which write into what is forgotten next
         self._has_kept = False
-        self.rounds.clear()
         self.lockstep.end_track()
         participants = self._participants.copy()
         self._end_backward()
@@ -540,7 +521,6 @@ class Schedule:
                 "an optimizer's step after a backward that was not to be the last: its gradients are not reduced",
                 hint="call model.set_is_last_backward(True) before the last backward of a step",
             )
-        self.rounds.check_complete()
         for bucket in self._buckets():
             if bucket.gradient is not None:
                 bucket.gradient.main.check_whole()

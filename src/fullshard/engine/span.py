@@ -79,7 +79,6 @@ class Span:
         placement: where in which bucket it is.
         name: of the parameter.
         tile: what this rank has to shard of it, if tensor parallelism has split it.
-        in_blocks: every rank's part is whole blocks of `core.virtual_ranks`.
         composition: of a composed parameter (`wrap.extended`), of which each rank has rows.
         as_rows: its intervals are whole rows, and torch is shown them as such; within the engine they are flat.
         reduction: how gradients of the parameter are reduced; None: by their mean.
@@ -98,12 +97,11 @@ class Span:
         name: Name,
         tile: Tile | None = None,
         *,
-        in_blocks: bool = False,
         composition: Composition | None = None,
         as_rows: bool = False,
         reduction: ReductionSettings | None = None,
     ) -> None:
-        self.in_blocks, self.composition, self.as_rows, self.reduction = in_blocks, composition, as_rows, reduction
+        self.composition, self.as_rows, self.reduction = composition, as_rows, reduction
         self.mesh, self.shape, self.placement, self.name, self.tile = mesh, torch.Size(shape), placement, name, tile
         self.device_mesh = mesh.device_mesh if tile is None else mesh.joined(tile.mesh)
         self.numel = math.prod(self.tile_shape)

@@ -105,7 +105,7 @@ class UnitParameters:
         self.schedule, self.slots = schedule, plan.slots
         self.modules, self.policy, self.storage = plan.modules, policy, storage
         self.mesh = mesh = schedule.mesh  # which the model around it may have another of
-        self.reduction = ReductionSettings.of(policy, mesh)
+        self.reduction = ReductionSettings.of(mesh)
         self._waits: dict[str, Waiting] = {}
         self.name, self.number = "", 0
         self.state = UnitState.SHARDED

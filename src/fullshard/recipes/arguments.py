@@ -11,7 +11,7 @@ from pydantic import Field, field_validator
 
 from fullshard.checkpoint.objects import Location, ObjectPath, location
 from fullshard.config import values
-from fullshard.config.schema import Deterministic, Device, OnNonFinite, OnReplicas
+from fullshard.config.schema import Device, OnNonFinite, OnReplicas
 from fullshard.config.sharding import CheckpointingMode
 from fullshard.config.trackers import PACKAGES
 from fullshard.config.view import View, kept_or_auto, of_run
@@ -145,8 +145,6 @@ class TrainArguments(View):
     nonfinite_limit: int = of_run("training.nonfinite_limit")
     replica_check: OnReplicas = of_run("training.replica_check")
     compare_every: int = of_run("training.compare_every")
-    deterministic: Deterministic = of_run("training.deterministic")
-    virtual_ranks: int | None = of_run("training.virtual_ranks")
     log_every: int = Field(10, ge=1, description="Steps between two lines")
     log_with: str | None = Field(
         None,
@@ -239,18 +237,6 @@ class TrainArguments(View):
                 f"--step-in-backward uses gradients up before their norm is known, and --max-grad-norm "
                 f"{self.max_grad_norm:g} clips it",
                 hint="add --max-grad-norm 0",
-            )
-        if self.deterministic != "no" and self.micro_batch_size is not None:
-            raise ConfigError(
-                f"--micro-batch-size {self.micro_batch_size} with --deterministic {self.deterministic}: the slices of "
-                "--virtual-ranks are the micro-batches",
-                hint="leave it out; more virtual ranks make slices smaller",
-            )
-        if self.deterministic != "no" and self.optimizer != "adamw":
-            raise ConfigError(
-                f"--deterministic {self.deterministic} with --optimizer {self.optimizer}: which matrices are computed "
-                "together depends on the number of ranks",
-                hint="use adamw",
             )
         if unknown := [name for name in self.trackers if name not in PACKAGES]:
             raise ConfigError(f"--log-with: no tracker {unknown[0]!r}", hint=f"there are {', '.join(PACKAGES)}")

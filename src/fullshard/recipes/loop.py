@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,12 +29,12 @@ class StepResult:
     """What a step did, before the ranks have put their parts together.
 
     Attributes:
-        loss_sums: of each part of the batch that this rank has run, by its number: summed over target tokens, nats.
+        loss_sum: this rank's loss, summed over target tokens, nats.
         grad_norm: global norm before clipping; None where the optimizer steps in backward.
         data_wait_seconds: time this rank waited for its batch.
     """
 
-    loss_sums: Mapping[int, float]
+    loss_sum: float
     grad_norm: float | None
     data_wait_seconds: float
 
@@ -81,14 +80,14 @@ class Trainer:
         begin = time.perf_counter()
         batch = self._read(self._sequences, self._order.indices(step + self.skipped_batches))
         waited = time.perf_counter() - begin
-        # Gradients are averaged over the parts; the mean wanted is over the tokens of all of them together.
-        weight = self._part_count / (arguments.batch_size * arguments.seq_len)
-        loss_sums: Counter[int] = Counter()
-        for number, (part, micro_batch) in enumerate(batch, start=1):
-            with self._running(is_last=number == len(batch)):
-                loss = self._loss_sum(micro_batch)
-                self.accelerator.backward(loss * weight)
-            loss_sums[part] += float(loss.detach())  # type: ignore[assignment]
+        # Gradients are averaged over the ranks; the mean wanted is over the tokens of all of them together.
+        weight = self.environment.world_size / (arguments.batch_size * arguments.seq_len)
+        loss_sum = 0.0
+        for number, micro_batch in enumerate(batch, start=1):
+            self.accelerator.sync_gradients = number == len(batch)
+            loss = self._loss_sum(micro_batch)
+            self.accelerator.backward(loss * weight)
+            loss_sum += float(loss.detach())
         grad_norm = None
         if not arguments.step_in_backward:
             limit = arguments.max_grad_norm or math.inf
@@ -97,17 +96,7 @@ class Trainer:
         self.optimizer.zero_grad()
         if self.ema is not None and not self.optimizer.step_was_skipped:
             self.ema.update()
-        return StepResult(loss_sums, grad_norm, waited)
-
-    @contextmanager
-    def _running(self, *, is_last: bool) -> Iterator[None]:
-        """Around each micro-batch of a step."""
-        if self.accelerator.slices is None:
-            self.accelerator.sync_gradients = is_last
-            yield
-        else:
-            with self.accelerator.accumulate(self.model):
-                yield
+        return StepResult(loss_sum, grad_norm, waited)
 
     def averaged(self) -> AbstractContextManager[None]:
         """Inside, the weights are their averages, if there are any. Collective."""
@@ -120,49 +109,38 @@ class Trainer:
         indices = np.arange(min(limit, len(sequences)))
         self.model.eval()
         chunks = np.array_split(indices, math.ceil(len(indices) / arguments.batch_size))
-        totals = torch.zeros(len(chunks), self._part_count, dtype=torch.float64)
-        for chunk, total in zip(chunks, totals, strict=True):
-            for part, micro_batch in self._read(sequences, chunk):
-                total[part] += self._loss_sum(micro_batch).double().cpu()
+        total = torch.zeros((), dtype=torch.float64)
+        for chunk in chunks:
+            for micro_batch in self._read(sequences, chunk):
+                total += self._loss_sum(micro_batch).double().cpu()
         self.model.train()
         if dist.is_initialized():
             with STALLS.waiting_for_all("the loss of all ranks"):
-                dist.all_reduce(totals)
-        return math.fsum(totals.flatten().tolist()) / (len(indices) * arguments.seq_len)
+                dist.all_reduce(total)
+        return float(total) / (len(indices) * arguments.seq_len)
 
     def sum_over_ranks(self, result: StepResult, memory: int) -> tuple[float, float, tuple[int, ...]]:
         """Loss sum, mean data wait in seconds and memory per rank in bytes, over all ranks, by one small collective."""
         rank, size = self.environment.rank, self.environment.world_size
-        values = torch.zeros(1 + size + self._part_count, dtype=torch.float64)
-        values[0], values[1 + rank] = result.data_wait_seconds, memory
-        for part, loss_sum in result.loss_sums.items():
-            values[1 + size + part] = loss_sum
+        values = torch.zeros(2 + size, dtype=torch.float64)
+        values[0], values[1], values[2 + rank] = result.loss_sum, result.data_wait_seconds, memory
         if dist.is_initialized():
             with STALLS.waiting_for_all("the loss of all ranks"):
                 dist.all_reduce(values)
-        wait, *rest = values.tolist()
-        # Each part's is of one rank, and `fsum` rounds once: the same number, whoever has run what.
-        return math.fsum(rest[size:]), wait / size, tuple(int(nbytes) for nbytes in rest[:size])
-
-    @property
-    def _part_count(self) -> int:
-        """Parts of a batch: one for each rank, or each virtual one."""
-        slices = self.accelerator.slices
-        return self.environment.world_size if slices is None else slices.count
+        loss_sum, wait, *rest = values.tolist()
+        return loss_sum, wait / size, tuple(map(int, rest))
 
     def _read(
         self, sequences: PackedSequences, indices: np.ndarray[tuple[int], np.dtype[np.int64]]
-    ) -> Sequence[tuple[int, MicroBatch]]:
-        """This rank's micro-batches of a batch, each with the number of the part that it is of."""
-        slices = self.accelerator.slices
+    ) -> Sequence[MicroBatch]:
+        """Return this rank's micro-batches of a batch."""
         return [
-            (part, (inputs.to(self.device), labels.to(self.device)))
-            for part in ([self.environment.rank] if slices is None else slices.of_rank())
+            (inputs.to(self.device), labels.to(self.device))
             for inputs, labels in micro_batches(
                 sequences,
                 indices,
-                rank=part,
-                world_size=self._part_count,
+                rank=self.environment.rank,
+                world_size=self.environment.world_size,
                 micro_batch_size=self.arguments.micro_batch_size,
             )
         ]

@@ -173,13 +173,11 @@ def save(trainer: Trainer, step: int, saver: AsyncSaver) -> Location:
 
 def state_after(trainer: Trainer, step: int) -> dict[str, Any]:
     """What is saved of a run that has made `step` steps."""
-    slices = trainer.accelerator.slices
     extra = {
         "step": step,
         "skipped_batches": trainer.skipped_batches,
         "data_crc32c": trainer.checksum,
         "arguments": trainer.arguments.model_dump(mode="json"),
-        "slices": None if slices is None else slices.state_dict(),
     }
     return {**_state(trainer), "extra": extra}
 
@@ -213,8 +211,6 @@ def _own_weight_decay(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 def _went_back(path: Location, extra: dict[str, Any], trainer: Trainer) -> int:
     """Set what is no part of model or optimizer; the number of steps behind it."""
     _check_same_run(path, extra, trainer.arguments, checksum=trainer.checksum)
-    if trainer.accelerator.slices is not None:
-        trainer.accelerator.slices.load_state_dict(extra.get("slices"))
     trainer.skipped_batches = int(extra.get("skipped_batches", 0))  # older checkpoints have none
     return int(extra["step"])
 
@@ -252,8 +248,6 @@ def _check_same_run(path: Location, extra: dict[str, Any], arguments: TrainArgum
         )
     saved = extra["arguments"]
     differing = _differing(_STREAM, saved, arguments)
-    if arguments.deterministic != "no" or saved.get("deterministic", "no") != "no":
-        differing += _differing(("deterministic", "virtual_ranks"), saved, arguments)
     averaged = saved.get("ema_decay")  # older checkpoints have none
     if averaged is not None and arguments.ema_decay is None:
         differing.append(f"--ema-decay was {averaged} and is not given, so the average would be lost")

@@ -184,7 +184,7 @@ def for_any_size(arguments: TrainArguments) -> TrainArguments:
     """Where hosts may come and go: micro-batches that are as large on few ranks as on many, and more of them.
 
     Raises:
-        ConfigError: the batch, or the virtual ranks, cannot be shared by some number of ranks that there may be.
+        ConfigError: the batch cannot be shared by some number of ranks that there may be.
     """
     ranks = elastic_ranks()
     if ranks is None:
@@ -194,16 +194,6 @@ def for_any_size(arguments: TrainArguments) -> TrainArguments:
             f"--batch-size {arguments.batch_size} on up to {ranks[1]} ranks: some would have nothing to do",
             hint=f"use {ranks[1]} or more, or fewer hosts",
         )
-    virtual = arguments.run_config().training.summed_ranks
-    if virtual is not None:  # whose slices are the micro-batches
-        for count in range(ranks[0], ranks[1] + 1, read_rank_environment().local_world_size):
-            if virtual % count:
-                raise ConfigError(
-                    f"--virtual-ranks {virtual} cannot be shared by {count} ranks, and the job may have {ranks[0]} "
-                    f"to {ranks[1]}",
-                    hint="use a multiple, or other numbers of hosts",
-                )
-        return arguments
     most = math.ceil(arguments.batch_size / ranks[1])
     return arguments.model_copy(update={"micro_batch_size": min(arguments.micro_batch_size or most, most)})
 

@@ -23,8 +23,6 @@ class GlooCollectives(NativeCollectives):
     inside, which sends every byte twice (`docs/decisions/0002-gloo-point-to-point.md`).
     """
 
-    adds_in_tree = True
-
     def all_gather(self, full: torch.Tensor, *, tag: int) -> Work:
         """Send this rank's interval to every peer and receive theirs."""
         torch_private.count_for_debugging("c10d._allgather_base_")

@@ -58,7 +58,6 @@ class TwoLevelCollectives(SharedMemoryCollectives):
 
     def __init__(self, group: dist.ProcessGroup, peers: Peers) -> None:
         super().__init__(group, peers)
-        self.adds_in_tree = peers.size.bit_count() == 1
         self._gathers = _Channel(group, peers, 0)
         self._received = _ReceivePool(self._buffers)
         self._reductions = _Channel(group, peers, 1)

@@ -20,7 +20,7 @@ from fullshard.engine.schedule import Schedule, schedule_of
 from fullshard.engine.step.local_parameters import lend, take_back, takes_local
 from fullshard.engine.step.matrices import MatrixOptimizer
 from fullshard.engine.step.offloaded_state import bring_state, send_state
-from fullshard.engine.step.plain_tensors import ELEMENT_WISE, finish_step, use_plain_tensors
+from fullshard.engine.step.plain_tensors import finish_step, use_plain_tensors
 from fullshard.engine.step.state_dict import cut_state
 from fullshard.engine.unit import owner_of
 
@@ -68,8 +68,6 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     name = type(optimizer).__name__
     if sharded_parameters(optimizer) and not isinstance(optimizer, MatrixOptimizer):
         _check_whole(type(optimizer))
-    if any(parameter.span.in_blocks for parameter in sharded_parameters(optimizer)):
-        _check_elements(optimizer)
     composed = next((p for p in sharded_parameters(optimizer) if p.span.composition is not None), None)
     if composed is not None and any(cls.__module__.startswith(_PAST_CLASSES) for cls in type(optimizer).__mro__):
         raise OptimizerError(
@@ -86,19 +84,6 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
                     "gets a gradient",
                     hint="make the optimizer after fully_shard, or call fullshard.repoint(optimizer)",
                 )
-
-
-def _check_elements(optimizer: torch.optim.Optimizer) -> None:
-    """See to it that an element's update is the same bits wherever an interval begins and ends."""
-    is_fused = any(group.get("fused") for group in optimizer.param_groups)
-    if type(optimizer) in ELEMENT_WISE and not is_fused:
-        return
-    name = type(optimizer).__name__
-    problem = "fused kernels round an interval's last elements otherwise" if is_fused else "it is not known to do so"
-    raise OptimizerError(
-        f"{name} is to update virtual ranks' sums alike at any number of ranks: {problem}",
-        hint=f"use torch's own, without fused=True: {', '.join(cls.__name__ for cls in ELEMENT_WISE)}",
-    )
 
 
 def _check_whole(kind: type) -> None:
