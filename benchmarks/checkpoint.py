@@ -110,7 +110,7 @@ class _Engine:
 class _Fullshard(_Engine):
     def shard(self) -> None:
         from fullshard.checkpoint import AsyncSaver
-        from fullshard.engine import shard_model
+        from fullshard.features import shard_model
 
         shard_model(self.model, unit_modules=list(self.model.children()))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)

@@ -24,9 +24,9 @@ import torch.distributed as dist
 from benchmarks.catalog import Row
 from benchmarks.models import blocks, build_batches, build_model
 from benchmarks.record import RESULTS, Job, describe_machine, git_state
-from fullshard.engine import shard_model
 from fullshard.engine.lookup import units_of
 from fullshard.engine.schedule import schedule_of
+from fullshard.features import shard_model
 
 RESULT = RESULTS / "checkup.json"
 

@@ -27,11 +27,12 @@ from benchmarks.catalog import SHAPES, Row
 from benchmarks.models import blocks, build_batches, build_model
 from benchmarks.record import RESULTS, Job, describe_machine, git_state
 from fullshard.core.place import PLACE
-from fullshard.engine import shard_model, waiting
+from fullshard.engine import waiting
 from fullshard.engine.end_of_backward import DIGEST_NBYTES
 from fullshard.engine.lockstep import Lockstep
 from fullshard.engine.lookup import units_of
 from fullshard.engine.schedule import schedule_of
+from fullshard.features import shard_model
 
 RESULT = RESULTS / "guards.json"
 WARMUP = 3

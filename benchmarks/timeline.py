@@ -30,11 +30,11 @@ from benchmarks.models import build_batches, build_model
 from benchmarks.pages import timeline_table
 from benchmarks.record import RESULTS, Job
 from fullshard.core.events import Event, EventKind
-from fullshard.engine import units_of
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.gradient import Gradient
 from fullshard.engine.schedule import Schedule
 from fullshard.engine.unsharded_gradient import UnshardedGradient
+from fullshard.features import units_of
 
 WARMUP, STEPS = 4, 8
 MIB = 2**20

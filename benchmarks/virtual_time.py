@@ -36,8 +36,8 @@ from fullshard.api.virtual.ranks import name_groups, playing
 from fullshard.api.virtual.step import TokenBatch, fused_optimizers, last_step
 from fullshard.comm.mesh import init_mesh
 from fullshard.core.sizes import GIB
-from fullshard.engine import MixedPrecisionPolicy, keep_head, meta_parameters, shard_model
 from fullshard.engine.materialize import WEIGHTS
+from fullshard.features import MixedPrecisionPolicy, keep_head, meta_parameters, shard_model
 from fullshard.optim import Muon
 from fullshard.plan.hardware import parse_cluster
 from fullshard.plan.host import HostCosts

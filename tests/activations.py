@@ -10,13 +10,13 @@ from torch import nn
 from torch.nn import functional
 
 from fullshard.core.events import Event
-from fullshard.engine import (
+from fullshard.engine.schedule import schedule_of
+from fullshard.features import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     shard_model,
     units_of,
 )
-from fullshard.engine.schedule import schedule_of
 from fullshard.wrap.forwards import checkpoint_modules, compile_modules
 
 WIDTH, DEPTH, TOKENS, STEPS = 64, 4, 256, 2

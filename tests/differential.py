@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from fullshard.engine import ShardedParameter, no_sync
+from fullshard.features import ShardedParameter, no_sync
 
 
 def rounding(dtype: torch.dtype, chain: float) -> float:

@@ -30,7 +30,7 @@ from fullshard.comm import device
 # A server that has imported what takes seconds; every process is a fresh copy of it, which takes none.
 _CONTEXT = mp.get_context("forkserver")
 _PRELOADED = [
-    *("fullshard.checkpoint", "fullshard.engine", "fullshard.api", "pytest", "torch.distributed.fsdp"),
+    *("fullshard.checkpoint", "fullshard.features", "fullshard.api", "pytest", "torch.distributed.fsdp"),
     "torch._dynamo",  # every optimizer imports it as it is made
     "tests.distributed",
 ]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fullshard.checkpoint import save_checkpoint
-from fullshard.engine import shard_model
+from fullshard.features import shard_model
 
 
 class Net(nn.Module):

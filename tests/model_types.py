@@ -31,9 +31,9 @@ from torch.overrides import TorchFunctionMode
 
 from fullshard.checkpoint import export_hf, full_state_dict
 from fullshard.core.errors import FullshardError
-from fullshard.engine import describe, shard_model
 from fullshard.engine.parameter import ShardedParameter, ShardedTensor
 from fullshard.engine.precision import map_tensors
+from fullshard.features import describe, shard_model
 from fullshard.wrap.policies import unit_modules
 from tests.distributed import preload, run_ranks
 from tests.tiny_inputs import batches, loss_of, trained_class, without_noise

@@ -9,7 +9,7 @@ from unittest.mock import create_autospec
 import torch
 from torch import nn
 
-from fullshard.engine import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, shard_model
+from fullshard.features import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, shard_model
 
 WIDTH, DEPTH, STEPS = 48, 3, 3
 

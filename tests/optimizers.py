@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn, optim
 
-from fullshard.engine import ShardedParameter
+from fullshard.features import ShardedParameter
 
 Make = Callable[[Iterator[nn.Parameter]], optim.Optimizer]
 

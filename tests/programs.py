@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fullshard.checkpoint import full_state_dict, load_checkpoint, load_full_state_dict, save_checkpoint
-from fullshard.engine import clip_grad_norm_, no_sync, shard_model, unsharded
+from fullshard.features import clip_grad_norm_, no_sync, shard_model, unsharded
 from tests.differential import own_part
 from tests.distributed import place_of
 from tests.traps import own_elements, sharded_parameters

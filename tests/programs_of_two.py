@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fullshard.checkpoint import load_checkpoint, load_full_state_dict, save_checkpoint
-from fullshard.engine import fully_shard, no_sync, shard_model
+from fullshard.features import fully_shard, no_sync, shard_model
 from tests.differential import own_part
 from tests.distributed import place_of
 from tests.programs import OPTIMIZERS, WIDTH, Block, Injected, Operation, assert_close, weighted

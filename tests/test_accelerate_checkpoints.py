@@ -20,7 +20,7 @@ from fullshard import checkpoint
 from fullshard.api import Accelerator, FullyShardedDataParallelPlugin
 from fullshard.checkpoint import full_state
 from fullshard.core.errors import CheckpointError, ConfigError, LifecycleError
-from fullshard.engine import unsharded
+from fullshard.features import unsharded
 from tests.distributed import run_ranks
 
 

@@ -30,7 +30,7 @@ from fullshard.api.options import Handlers, ProjectConfiguration
 from fullshard.checkpoint.save import PendingSave
 from fullshard.config.schema import CheckpointConfig, RunConfig, ShardingConfig
 from fullshard.core.errors import CheckpointError, ConfigError, LifecycleError
-from fullshard.engine import FSDPModule
+from fullshard.features import FSDPModule
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,7 @@ from fullshard.api import plugin as plugin_module
 from fullshard.config.handover import hand_over
 from fullshard.config.schema import RunConfig
 from fullshard.core.errors import ConfigError
-from fullshard.engine import describe
+from fullshard.features import describe
 from fullshard.wrap.forwards import is_unit
 from fullshard.wrap.policies import ByClass, BySize
 from tests.distributed import run_ranks

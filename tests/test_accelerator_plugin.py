@@ -28,7 +28,7 @@ from fullshard.config.resolve import resolve
 from fullshard.config.schema import PrecisionConfig, RunConfig
 from fullshard.core.errors import ConfigError, WrapError
 from fullshard.core.offload import Offload
-from fullshard.engine import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, ShardedParameter
+from fullshard.features import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, ShardedParameter
 from fullshard.wrap.policies import Auto, ByClass, BySize, NoWrap, unit_modules
 
 Plugin = FullyShardedDataParallelPlugin

@@ -34,8 +34,8 @@ from fullshard.checkpoint import full_state_dict, verify_checkpoint
 from fullshard.config.handover import hand_over
 from fullshard.config.schema import CheckpointConfig, RunConfig
 from fullshard.core.errors import CheckpointError, CommunicationError, ConfigError, DataError, OptimizerError
-from fullshard.engine import ShardedParameter, describe, units_of
 from fullshard.engine.lockstep import Lockstep
+from fullshard.features import ShardedParameter, describe, units_of
 from tests.differential import own_part
 from tests.distributed import run_ranks
 

@@ -28,7 +28,7 @@ from fullshard.config.switches import OFFLOAD
 from fullshard.core.errors import ConfigError
 from fullshard.core.events import Event, EventKind
 from fullshard.core.sizes import many_page_locked_nbytes
-from fullshard.engine import (
+from fullshard.features import (
     OffloadPolicy,
     describe,
     fully_shard,

@@ -17,7 +17,7 @@ from torch import nn
 
 from fullshard.checkpoint import load_checkpoint, save_checkpoint
 from fullshard.core.errors import CheckpointError, ConfigError, OptimizerError
-from fullshard.engine import ShardedParameter, init_mesh, shard_model
+from fullshard.features import ShardedParameter, init_mesh, shard_model
 from fullshard.optim import Adafactor, Muon, TransformersAdafactor
 from tests import optimizers, trainers
 from tests.differential import check, compare, optimizer_state, parameters

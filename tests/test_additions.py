@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune, weight_norm
 
 from fullshard.core.errors import FullshardError, LifecycleError
-from fullshard.engine import fully_shard, shard_model, unsharded
+from fullshard.features import fully_shard, shard_model, unsharded
 from tests.distributed import run_ranks
 from tests.trainers import build as build_transformer
 from tests.trainers import samples

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint import full_state_dict
 from fullshard.core.errors import CommunicationError
-from fullshard.engine import MixedPrecisionPolicy, fully_shard, shard_model
+from fullshard.features import MixedPrecisionPolicy, fully_shard, shard_model
 from tests.distributed import run_ranks
 from tests.traps import WIDTH, batch, rank_and_size
 

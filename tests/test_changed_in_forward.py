@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fullshard.core.errors import LifecycleError
-from fullshard.engine import no_sync, shard_model, unsharded
+from fullshard.features import no_sync, shard_model, unsharded
 from tests.distributed import run_ranks
 from tests.traps import (
     BLOCKS,

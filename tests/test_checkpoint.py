@@ -31,7 +31,7 @@ from fullshard.checkpoint import (
 )
 from fullshard.checkpoint.format import read_manifest
 from fullshard.core.errors import CheckpointError, ConfigError, DamagedError
-from fullshard.engine import fully_shard, shard_model, unsharded
+from fullshard.features import fully_shard, shard_model, unsharded
 from tests.distributed import run_ranks
 from tests.launching import run_python
 

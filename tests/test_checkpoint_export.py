@@ -17,7 +17,7 @@ from fullshard.checkpoint import export_hf
 from fullshard.checkpoint.export import parse_size
 from fullshard.comm.stalls import STALLS
 from fullshard.core.errors import CheckpointError, ConfigError
-from fullshard.engine import shard_model
+from fullshard.features import shard_model
 from tests.differential import is_same_product
 from tests.distributed import run_ranks
 from tests.test_stalls import until

@@ -27,7 +27,7 @@ from fullshard.checkpoint import AsyncSaver, load_checkpoint, save_checkpoint, s
 from fullshard.checkpoint.save import prepare_save
 from fullshard.checkpoint.torch_format import with_torch_format
 from fullshard.core.errors import CheckpointError
-from fullshard.engine import shard_model
+from fullshard.features import shard_model
 from tests.distributed import run_ranks
 from tests.launching import run_python
 

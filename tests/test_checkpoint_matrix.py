@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard.checkpoint import full_state_dict, load_checkpoint, save_checkpoint
-from fullshard.engine import MixedPrecisionPolicy, ShardedParameter, shard_model
+from fullshard.features import MixedPrecisionPolicy, ShardedParameter, shard_model
 from tests.distributed import run_ranks
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")

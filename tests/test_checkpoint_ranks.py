@@ -24,8 +24,8 @@ from fullshard.checkpoint import (
     verify_checkpoint,
 )
 from fullshard.core.errors import CheckpointError
-from fullshard.engine import ShardedParameter, shard_model
 from fullshard.engine.parameter import sharded_parameters
+from fullshard.features import ShardedParameter, shard_model
 from tests.differential import TOLERANCE, is_same_product, products_are_exact
 from tests.distributed import run_ranks
 

@@ -36,7 +36,7 @@ from fullshard.checkpoint.save import prepare_parts
 from fullshard.checkpoint.store import OBJECTS
 from fullshard.cli.main import app
 from fullshard.core.errors import CheckpointError, ConfigError, StoreError
-from fullshard.engine import shard_model
+from fullshard.features import shard_model
 from tests.distributed import run_ranks
 from tests.stored import job, loaded, same, state_of
 

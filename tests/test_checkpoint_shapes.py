@@ -17,7 +17,7 @@ from torch import nn
 from fullshard.api import Accelerator
 from fullshard.checkpoint import export_hf, full_state_dict, load_checkpoint, save_checkpoint, verify_checkpoint
 from fullshard.checkpoint.offline import compare, open_source, write_native, write_weights
-from fullshard.engine import shard_model
+from fullshard.features import shard_model
 from tests.distributed import run_ranks
 from tests.traps import rank_and_size
 

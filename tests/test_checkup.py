@@ -22,7 +22,8 @@ from fullshard.config.schema import RunConfig, ShardingConfig, TrainingConfig
 from fullshard.core.errors import ConfigError, ReplicaError
 from fullshard.core.journal import JOURNAL, read_journal
 from fullshard.core.pace import LEAST_SECONDS, RankPace, slow_ranks
-from fullshard.engine import replicas, shard_model
+from fullshard.engine import replicas
+from fullshard.features import shard_model
 from tests.distributed import run_ranks
 from tests.traps import BLOCKS, Stack, batch, rank_and_size
 

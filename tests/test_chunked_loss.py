@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from fullshard.core.errors import ConfigError, WrapError
-from fullshard.engine import MixedPrecisionPolicy, shard_model
+from fullshard.features import MixedPrecisionPolicy, shard_model
 from fullshard.recipes.arguments import TrainArguments
 from fullshard.wrap.chunked_loss import chunked_cross_entropy, use_chunked_loss
 from fullshard.wrap.policies import unit_modules

@@ -279,7 +279,7 @@ def _llama(directory: Path) -> Any:
 def _sharded_llama(source: str, target: str) -> None:
     import transformers
 
-    from fullshard.engine import shard_model
+    from fullshard.features import shard_model
 
     model = transformers.LlamaForCausalLM.from_pretrained(source)
     shard_model(model, unit_modules=list(model.model.layers))
@@ -363,7 +363,7 @@ print(peak.nbytes)
 
 
 def _large(directory: str) -> None:
-    from fullshard.engine import shard_model
+    from fullshard.features import shard_model
 
     torch.manual_seed(0)
     layers = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(40)])

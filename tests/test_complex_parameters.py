@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fullshard.checkpoint import export_hf, full_state_dict, load_checkpoint, save_checkpoint
-from fullshard.engine import MixedPrecisionPolicy, clip_grad_norm_, no_sync, shard_model
 from fullshard.engine.bucket import bucket_of
+from fullshard.features import MixedPrecisionPolicy, clip_grad_norm_, no_sync, shard_model
 from tests.differential import compare, optimizer_state
 from tests.distributed import run_ranks
 from tests.traps import assert_same_parameters, rank_and_size, sharded_parameters, whole_gradient

@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_map_only
 import fullshard
 from fullshard.checkpoint import full_state_dict, save_checkpoint
 from fullshard.core.errors import CheckpointError, OptimizerError, WrapError
-from fullshard.engine import fully_shard
 from fullshard.engine.bucket import bucket_of
+from fullshard.features import fully_shard
 from tests.distributed import preload, run_ranks
 from tests.traps import assert_at_rest, batch, rank_and_size
 

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPo
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from fullshard.core.strategy import STRATEGIES
-from fullshard.engine import (
+from fullshard.features import (
     MixedPrecisionPolicy,
     ShardedParameter,
     clip_grad_norm_,

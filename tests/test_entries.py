@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from fullshard import MixedPrecisionPolicy, register_fsdp_forward_method
 from fullshard.core.errors import ConfigError, LifecycleError, WrapError
 from fullshard.core.events import Event, EventKind
-from fullshard.engine import CPUOffloadPolicy, ShardedParameter, describe, fully_shard, units_of, unsharded
 from fullshard.engine.offload import offload_of
+from fullshard.features import CPUOffloadPolicy, ShardedParameter, describe, fully_shard, units_of, unsharded
 from tests.distributed import run_ranks
 from tests.traps import (
     BLOCKS,

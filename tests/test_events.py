@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from fullshard.core.events import Event, EventKind
-from fullshard.engine import units_of
 from fullshard.engine.call import Call
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.sharded_tensor import ShardedTensor
+from fullshard.features import units_of
 from tests.distributed import run_ranks
 from tests.traps import BLOCKS, WIDTH, Stack, adamw, assert_at_rest, batch, build_sharded, rank_and_size, run_squared
 from tests.traps import unsharded_nbytes as held

@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_map_only
 import fullshard
 from fullshard.checkpoint import load_checkpoint, save_checkpoint
 from fullshard.core.errors import ConfigError, LifecycleError, WrapError
-from fullshard.engine import fully_shard
 from fullshard.engine.bucket import bucket_of
+from fullshard.features import fully_shard
 from tests.distributed import preload, run_ranks
 from tests.traps import assert_at_rest, batch, rank_and_size
 

@@ -20,8 +20,9 @@ from fullshard.comm.mesh import init_mesh
 from fullshard.config.schema import RunConfig, TrainingConfig
 from fullshard.config.switches import COMM
 from fullshard.core.errors import ConfigError, LifecycleError, NonFiniteError
-from fullshard.engine import MixedPrecisionPolicy, clip_grad_norm_, shard_model, step_in_backward
-from fullshard.engine.finite import FiniteGuard
+from fullshard.engine.schedule import Schedule
+from fullshard.features import MixedPrecisionPolicy, clip_grad_norm_, shard_model, step_in_backward
+from fullshard.features.nonfinite import NonFiniteGuard
 from tests.distributed import run_ranks
 from tests.traps import BLOCKS, Stack, batch, build_sharded, rank_and_size
 
@@ -269,10 +270,10 @@ def test_more_elements_than_a_dot_product_takes_there() -> None:
     device = current()
     if device.type == "cpu":
         pytest.fail("no accelerator: this test is for machines that have one")
-    guard = FiniteGuard(init_mesh(), list)
+    guard = NonFiniteGuard(Schedule(init_mesh()))
     part = torch.ones(2**31, device=device)
-    guard.watch(part, {})
-    assert not guard.has_seen_any
+    guard.reduced(part, {})
+    assert not guard.forbids_step_in_backward()
     part[-1] = math.inf
-    guard.watch(part, {})
-    assert guard.has_seen_any
+    guard.reduced(part, {})
+    assert guard.forbids_step_in_backward()

@@ -27,9 +27,10 @@ from fullshard.comm.mesh import init_mesh
 from fullshard.core.errors import ConfigError, LifecycleError, WrapError
 from fullshard.core.events import Event, EventKind
 from fullshard.core.place import PLACE
-from fullshard.engine import FSDPModule, fully_shard, units_of
 from fullshard.engine.schedule import schedule_of
 from fullshard.engine.sharded_tensor import ShardedTensor
+from fullshard.features import FSDPModule, fully_shard, units_of
+from fullshard.features.nonfinite import NonFiniteGuard
 from tests.distributed import run_ranks
 from tests.traps import (
     BLOCKS,
@@ -464,7 +465,8 @@ def check_settings_of_parts() -> None:
     second.set_is_last_backward(False)
     fully_shard(model)
     schedule = schedule_of(units_of(model)[-1])
-    assert (schedule.guard.policy, schedule.guard.limit) == ("skip", 3)
+    guard = NonFiniteGuard.of(schedule)
+    assert (guard.policy, guard.limit) == ("skip", 3)
     assert (schedule.checkup.replicas.policy, schedule.checkup.every) == ("off", 7)
     assert schedule.reducer.order.in_flight == 2
     assert not schedule.is_last_backward

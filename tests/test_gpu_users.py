@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from fullshard.engine import ShardedParameter, shard_model
+from fullshard.features import ShardedParameter, shard_model
 from fullshard.observe import read_metrics
 from tests.commands import run_here
 from tests.launching import environment, run_python

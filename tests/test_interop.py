@@ -15,7 +15,7 @@ from torch.nn.utils import clip_grad_norm_ as torch_clip_grad_norm_
 
 import fullshard.engine as engine
 from fullshard.core.errors import LifecycleError, OptimizerError
-from fullshard.engine import MixedPrecisionPolicy, check_optimizer, no_sync, repoint, units_of, unsharded
+from fullshard.features import MixedPrecisionPolicy, check_optimizer, no_sync, repoint, units_of, unsharded
 from tests.distributed import run_ranks
 from tests.traps import (
     BLOCKS,

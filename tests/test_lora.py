@@ -22,7 +22,7 @@ from fullshard.checkpoint import full_state_dict
 from fullshard.checkpoint.adapters import load_adapters, save_adapters
 from fullshard.checkpoint.format import read_manifest
 from fullshard.core.errors import CheckpointError, ConfigError, LifecycleError, OptimizerError
-from fullshard.engine import shard_model, unsharded
+from fullshard.features import shard_model, unsharded
 from tests.differential import gradients, is_same_product
 from tests.distributed import run_ranks
 from tests.interchange import files_in_use

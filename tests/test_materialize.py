@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fullshard.core.errors import WrapError
-from fullshard.engine import meta_parameters, repoint, shard_model
+from fullshard.features import meta_parameters, repoint, shard_model
 from tests.distributed import run_ranks
 from tests.traps import WIDTH, Stack, rank_and_size, sharded_parameters
 

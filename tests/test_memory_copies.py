@@ -30,7 +30,7 @@ from fullshard.config.schema import CheckpointConfig, RunConfig
 from fullshard.config.switches import COPIES_DIR
 from fullshard.core.errors import CheckpointError, ConfigError
 from fullshard.core.sizes import page_locked_nbytes
-from fullshard.engine import shard_model
+from fullshard.features import shard_model
 from fullshard.launch import copies as places
 from fullshard.plan.copies import copies_of
 from fullshard.plan.evaluate import evaluate

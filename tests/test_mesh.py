@@ -18,7 +18,7 @@ from fullshard.checkpoint import full_state_dict
 from fullshard.comm.device import current
 from fullshard.comm.mesh import _part, init_mesh
 from fullshard.core.errors import ConfigError, NonFiniteError
-from fullshard.engine import fully_shard, shard_model
+from fullshard.features import fully_shard, shard_model
 from tests.distributed import end_workers, run_ranks
 
 

@@ -25,7 +25,7 @@ from fullshard.checkpoint import load_checkpoint, save_checkpoint
 from fullshard.core.errors import ConfigError, OptimizerError
 from fullshard.core.events import Event, EventKind
 from fullshard.core.matrices import NEWTON_SCHULZ_STEPS
-from fullshard.engine import ShardedParameter, fully_shard, init_mesh, shard_model, step_in_backward
+from fullshard.features import ShardedParameter, fully_shard, init_mesh, shard_model, step_in_backward
 from fullshard.optim import EMA, Adafactor, MatrixRule, Muon
 from tests import optimizers
 from tests.differential import (
@@ -491,7 +491,7 @@ def test_saved_on_two_ranks_resumed_on_others(torchs: bool, tmp_path: Path) -> N
 
 
 def check_made_before_sharding() -> dict[str, float]:
-    from fullshard.engine import repoint
+    from fullshard.features import repoint
 
     reference = model_of()
     whole = Muon(reference, lr=RATE)

@@ -166,7 +166,7 @@ def test_sft(name: str, tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyP
 def planned_and_sent() -> tuple[MatrixWork, list[int], int]:
     """The plan's dealing, from shapes alone; the engine's owners, and what this rank has sent."""
     from fullshard.api.planning import model_shape
-    from fullshard.engine import init_mesh, shard_model
+    from fullshard.features import init_mesh, shard_model
     from fullshard.optim import Muon
     from fullshard.wrap.policies import Auto, unit_modules
 

@@ -24,7 +24,7 @@ from fullshard.checkpoint.offline import Source, compare, open_source, write_dcp
 from fullshard.checkpoint.tensors import local_parameters
 from fullshard.core.errors import CheckpointError, ConfigError
 from fullshard.core.layout import Interval
-from fullshard.engine import ShardedParameter
+from fullshard.features import ShardedParameter
 from tests.distributed import run_ranks
 from tests.interchange import (
     Net,
@@ -181,7 +181,7 @@ def _accelerate(directory: str, *, save: bool, kind: str) -> dict[str, torch.Ten
 def _one_group(directory: str) -> None:
     """A checkpoint of ours whose optimizer has one group, as Accelerate's job above."""
     from fullshard.checkpoint import save_checkpoint
-    from fullshard.engine import shard_model
+    from fullshard.features import shard_model
 
     net = shard_model(Net(), unit_modules=[])
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)

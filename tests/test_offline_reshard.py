@@ -16,7 +16,7 @@ from fullshard.checkpoint.format import read_manifest
 from fullshard.checkpoint.offline import compare, open_source, write_native
 from fullshard.checkpoint.tensors import local_parameters
 from fullshard.core.errors import CheckpointError, ConfigError
-from fullshard.engine import ShardedParameter
+from fullshard.features import ShardedParameter
 from tests.distributed import run_ranks
 from tests.interchange import reference, save_native, sharded_job, train
 

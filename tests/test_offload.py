@@ -22,7 +22,7 @@ from fullshard.config.switches import OFFLOAD
 from fullshard.core.errors import ConfigError
 from fullshard.core.events import Event
 from fullshard.core.offload import Offload
-from fullshard.engine import (
+from fullshard.features import (
     CPUOffloadPolicy,
     OffloadPolicy,
     ShardedParameter,

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from fullshard.config.switches import OFFLOAD
-from fullshard.engine import (
+from fullshard.engine.schedule import schedule_of
+from fullshard.features import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
     OffloadPolicy,
@@ -18,7 +19,6 @@ from fullshard.engine import (
     shard_model,
     units_of,
 )
-from fullshard.engine.schedule import schedule_of
 
 WIDTH = 1024
 

@@ -23,7 +23,7 @@ from fullshard.checkpoint.format import CodedPieceRecord, CodeRecord, StateTenso
 from fullshard.checkpoint.offline.native import NativeSource
 from fullshard.core.errors import CheckpointError, OptimizerError
 from fullshard.core.layout import Interval
-from fullshard.engine import ShardedParameter, shard_model
+from fullshard.features import ShardedParameter, shard_model
 from tests.distributed import run_ranks
 
 BITSANDBYTES = (

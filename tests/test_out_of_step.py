@@ -29,7 +29,7 @@ from fullshard.comm.stalls import STALLS
 from fullshard.comm.track import OutOfStep, Track
 from fullshard.core.errors import CommunicationError, FullshardError
 from fullshard.core.journal import JOURNAL
-from fullshard.engine import shard_model
+from fullshard.features import shard_model
 from tests.distributed import run_ranks
 from tests.test_stalls import until
 from tests.traps import rank_and_size

@@ -18,7 +18,7 @@ from fullshard.comm.packing import BLOCK_NUMEL, packing_for
 from fullshard.comm.select import collectives_for
 from fullshard.config.switches import COMM
 from fullshard.core.errors import CommunicationError, ConfigError
-from fullshard.engine import MixedPrecisionPolicy, ShardedParameter, describe, fully_shard, unsharded
+from fullshard.features import MixedPrecisionPolicy, ShardedParameter, describe, fully_shard, unsharded
 from tests.distributed import run_ranks
 from tests.hosts import are_possible, run_hosts
 from tests.test_shared_memory import CPU, fill

@@ -23,8 +23,8 @@ from torch.distributed.pipelining._backward import stage_backward_input
 
 from fullshard.core.errors import LifecycleError
 from fullshard.core.events import Event, EventKind
-from fullshard.engine import fully_shard, units_of
 from fullshard.engine.schedule import schedule_of
+from fullshard.features import fully_shard, units_of
 from tests.distributed import end_workers, preload, run_ranks
 
 preload("torch.distributed.pipelining")

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import nn, optim
 
-from fullshard.engine import fully_shard, no_sync
 from fullshard.engine.sharded_tensor import ShardedTensor
 from fullshard.engine.step.plain_tensors import ELEMENT_WISE
+from fullshard.features import fully_shard, no_sync
 from tests.differential import own_part
 from tests.distributed import run_ranks
 from tests.optimizers import Make, makers

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fullshard.engine import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, shard_model
+from fullshard.features import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, shard_model
 from fullshard.plan.evaluate import evaluate
 from fullshard.plan.families import from_config
 from fullshard.plan.hardware import parse_cluster

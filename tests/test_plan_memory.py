@@ -32,7 +32,7 @@ from fullshard.comm.cpu.gloo import GlooCollectives
 from fullshard.comm.cpu.shared_memory import MappedBuffer
 from fullshard.core.route import Route
 from fullshard.core.sizes import SUM_BLOCK_NBYTES, sum_blocks
-from fullshard.engine import FSDPModule, MixedPrecisionPolicy, shard_model, step_in_backward
+from fullshard.features import FSDPModule, MixedPrecisionPolicy, shard_model, step_in_backward
 from fullshard.plan.evaluate import evaluate
 from fullshard.plan.hardware import DEVICES, parse_cluster
 from fullshard.plan.job import Job

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 import fullshard
 from fullshard.api.plan_check import Deviation, PlanCheck, planned_optimizer
 from fullshard.core.errors import ConfigError, LifecycleError
-from fullshard.engine import shard_model
+from fullshard.features import shard_model
 from fullshard.plan.evaluate import evaluate
 from fullshard.plan.families import from_config
 from fullshard.plan.hardware import parse_cluster

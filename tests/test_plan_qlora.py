@@ -18,9 +18,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fullshard.core.route import Route
-from fullshard.engine import MixedPrecisionPolicy, OffloadPolicy, shard_model
 from fullshard.engine.offload import Host
 from fullshard.engine.step.local_parameters import as_local
+from fullshard.features import MixedPrecisionPolicy, OffloadPolicy, shard_model
 from fullshard.plan.families import from_config
 from fullshard.plan.hardware import DEVICES
 from fullshard.plan.job import Job

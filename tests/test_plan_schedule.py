@@ -21,7 +21,7 @@ from fullshard.core.dtypes import Dtypes
 from fullshard.core.events import Event
 from fullshard.core.sizes import all_reduce_nbytes
 from fullshard.core.strategy import STRATEGIES
-from fullshard.engine import FSDPModule, MixedPrecisionPolicy, no_sync, shard_model, step_in_backward
+from fullshard.features import FSDPModule, MixedPrecisionPolicy, no_sync, shard_model, step_in_backward
 from fullshard.plan.layout import ModelLayout, lay_out
 from fullshard.plan.schedule import ScheduleOptions, predict_step
 from fullshard.plan.traffic import traffic_of

@@ -29,9 +29,9 @@ from fullshard.api.plan_check import PlanCheck
 from fullshard.api.simulation import simulate, transformers_model
 from fullshard.core.errors import ConfigError
 from fullshard.core.events import Event
-from fullshard.engine import MixedPrecisionPolicy
 from fullshard.engine.lookup import units_of
 from fullshard.engine.schedule import schedule_of
+from fullshard.features import MixedPrecisionPolicy
 from fullshard.plan.activations import layer_activations
 from fullshard.plan.evaluate import Plan, evaluate, notes_of
 from fullshard.plan.families import from_config

@@ -30,7 +30,7 @@ import fullshard
 from fullshard import Accelerator
 from fullshard.checkpoint import full_state_dict
 from fullshard.core.errors import CheckpointError, ConfigError
-from fullshard.engine import ShardedParameter
+from fullshard.features import ShardedParameter
 from tests.differential import is_same_product
 from tests.distributed import run_ranks
 from tests.trainers import keep_layout

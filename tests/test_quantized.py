@@ -16,9 +16,9 @@ from torch import nn
 
 from fullshard.checkpoint import load_checkpoint, save_checkpoint, verify_checkpoint
 from fullshard.core.errors import WrapError
-from fullshard.engine import MixedPrecisionPolicy, ShardedParameter, shard_model
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.lookup import unit_of
+from fullshard.features import MixedPrecisionPolicy, ShardedParameter, shard_model
 from fullshard.wrap.quantized import _PIECE_NUMEL, _quantise_4bit, aliases, expose_scales, is_exact
 from tests.differential import is_same_product
 from tests.distributed import run_ranks

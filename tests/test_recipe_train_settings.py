@@ -25,7 +25,7 @@ from fullshard.checkpoint.lease import LEASE_NAME
 from fullshard.config.trackers import PACKAGES
 from fullshard.core.errors import CheckpointError, ConfigError, DamagedError, DataError, NonFiniteError, WrapError
 from fullshard.core.journal import read_journal
-from fullshard.engine import describe
+from fullshard.features import describe
 from fullshard.launch.preemption import PREEMPTED, exit_code
 from fullshard.observe import StepMetrics, read_metrics
 from fullshard.recipes.arguments import TrainArguments

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fullshard.engine import MixedPrecisionPolicy, shard_model
+from fullshard.features import MixedPrecisionPolicy, shard_model
 from tests.distributed import run_ranks
 from tests.traps import Block, adamw, batch, build, run_squared, train_beside_reference
 

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fullshard.api import Accelerator, ProfileKwargs
 from fullshard.core.errors import CheckpointError, ConfigError
-from fullshard.engine import shard_model
+from fullshard.features import shard_model
 from fullshard.observe import add_rows
 from tests.distributed import preload, run_ranks
 

@@ -19,8 +19,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fullshard.core.events import Event, EventKind
-from fullshard.engine import fully_shard, no_sync, unsharded
 from fullshard.engine.lookup import units_of
+from fullshard.features import fully_shard, no_sync, unsharded
 from tests.differential import products_are_exact
 from tests.distributed import run_ranks
 from tests.traps import (

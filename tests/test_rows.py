@@ -28,7 +28,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from fullshard.checkpoint import load_checkpoint, save_checkpoint
 from fullshard.core.errors import PlacementError
-from fullshard.engine import fully_shard
+from fullshard.features import fully_shard
 from tests.distributed import run_ranks
 from tests.traps import batch, rank_and_size
 

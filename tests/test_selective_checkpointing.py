@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fullshard.core.errors import ConfigError, WrapError
-from fullshard.engine import shard_model
+from fullshard.features import shard_model
 from fullshard.wrap.forwards import checkpoint_modules, compile_modules
 from fullshard.wrap.policies import unit_modules
 from tests.distributed import run_ranks

@@ -29,7 +29,7 @@ from torch.optim import swa_utils
 from fullshard.checkpoint import full_state_dict, load_full_state_dict
 from fullshard.comm.torch_dist import NativeCollectives
 from fullshard.core.errors import LifecycleError
-from fullshard.engine import ShardedParameter, ShardedTensor, shard_model
+from fullshard.features import ShardedParameter, ShardedTensor, shard_model
 from tests.distributed import run_ranks
 from tests.traps import (
     BLOCKS,

@@ -26,8 +26,8 @@ from fullshard.comm.cpu.gloo import GlooCollectives
 from fullshard.comm.cpu.shared_memory import SharedMemoryCollectives
 from fullshard.comm.select import choices_for, collectives_for
 from fullshard.config.switches import COMM
-from fullshard.engine import MixedPrecisionPolicy, ShardedParameter, fully_shard, unsharded
 from fullshard.engine.bucket import bucket_of
+from fullshard.features import MixedPrecisionPolicy, ShardedParameter, fully_shard, unsharded
 from tests.distributed import run_ranks
 
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard.comm.mesh import init_mesh
-from fullshard.engine import shard_model
+from fullshard.features import shard_model
 from tests.simulated.process import on_device
 
 

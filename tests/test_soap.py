@@ -19,7 +19,7 @@ import fullshard
 from fullshard.checkpoint import load_checkpoint, save_checkpoint
 from fullshard.core.errors import ConfigError, OptimizerError
 from fullshard.core.events import Event, EventKind
-from fullshard.engine import ShardedParameter, init_mesh, repoint, shard_model
+from fullshard.features import ShardedParameter, init_mesh, repoint, shard_model
 from fullshard.optim import SOAP, Shampoo
 from fullshard.optim.preconditioned import PreconditionedMatrices
 from fullshard.plan.evaluate import evaluate

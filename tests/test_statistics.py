@@ -19,8 +19,8 @@ from fullshard import Accelerator
 from fullshard.api.planning import model_shape
 from fullshard.core.dtypes import Dtypes
 from fullshard.core.strategy import parse_strategy
-from fullshard.engine import MixedPrecisionPolicy, shard_model
 from fullshard.engine.lookup import units_of
+from fullshard.features import MixedPrecisionPolicy, shard_model
 from fullshard.plan.layout import lay_out
 from fullshard.wrap.forwards import checkpoint_modules
 from fullshard.wrap.policies import unit_modules

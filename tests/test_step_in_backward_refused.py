@@ -14,7 +14,7 @@ from torch import nn, optim
 from torch.utils.checkpoint import checkpoint
 
 from fullshard.core.errors import LifecycleError, OptimizerError
-from fullshard.engine import MixedPrecisionPolicy, shard_model, step_in_backward, unsharded
+from fullshard.features import MixedPrecisionPolicy, shard_model, step_in_backward, unsharded
 from fullshard.wrap.forwards import checkpoint_modules
 from tests.distributed import run_ranks
 from tests.optimizers import Make

@@ -19,8 +19,8 @@ from torch import nn
 import fullshard
 from fullshard.checkpoint import export_hf
 from fullshard.core.errors import CheckpointError, ConfigError
-from fullshard.engine import shard_model
 from fullshard.engine.span import Span
+from fullshard.features import shard_model
 from tests.distributed import run_ranks
 from tests.test_checkpoint_export import _layers, _model
 from tests.test_lora import adapted

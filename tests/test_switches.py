@@ -16,7 +16,7 @@ from fullshard.config.load import load_environment
 from fullshard.config.switches import CONFIG, SWITCHES, Switch, check_switches
 from fullshard.config.tables import switches_table
 from fullshard.core.errors import ConfigError
-from fullshard.engine import fully_shard
+from fullshard.features import fully_shard
 
 ROOT = Path(fullshard.__file__).parent
 USERS = [switch for switch in SWITCHES.values() if switch.values]

@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.comm import torch_private
 from fullshard.core.boxes import boxes
 from fullshard.core.layout import Interval
-from fullshard.engine import ShardedTensor, fully_shard
+from fullshard.features import ShardedTensor, fully_shard
 from tests.distributed import preload, run_ranks
 
 preload("torch.distributed.checkpoint.state_dict")

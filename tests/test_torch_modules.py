@@ -22,7 +22,7 @@ from torch.nn.utils import fusion, parametrizations, parametrize, prune
 from torch.optim import swa_utils
 
 from fullshard.core.errors import FullshardError, WrapError
-from fullshard.engine import fully_shard, unsharded
+from fullshard.features import fully_shard, unsharded
 from tests.distributed import run_ranks
 from tests.traps import (
     WIDTH,

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.utils import get_total_norm
 
 from fullshard.comm import torch_private
-from fullshard.engine import ShardedTensor, fully_shard, repoint
+from fullshard.features import ShardedTensor, fully_shard, repoint
 from tests.distributed import run_ranks
 
 SEE = """

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fullshard.torchacc as torchacc
 from fullshard.core.errors import CheckpointError, CommunicationError, ConfigError
-from fullshard.engine import describe
+from fullshard.features import describe
 from tests.distributed import end_workers, run_ranks
 
 ROOT = Path(__file__).parents[1]

@@ -559,7 +559,7 @@ def test_callbacks(tmp_path: Path) -> None:
 def policies(output: str) -> tuple[int, int, int]:
     from peft.utils.other import fsdp_auto_wrap_policy
 
-    from fullshard.engine import describe
+    from fullshard.features import describe
 
     named = trainer(
         build(), arguments(output, fsdp_config={"transformer_layer_cls_to_wrap": "LlamaMLP, LlamaAttention"})

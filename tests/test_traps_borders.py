@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.utils._pytree import tree_map_only
 
 from fullshard.core.errors import LifecycleError, WrapError
-from fullshard.engine import ShardedParameter, ShardedTensor, clip_grad_norm_, fully_shard, shard_model
+from fullshard.features import ShardedParameter, ShardedTensor, clip_grad_norm_, fully_shard, shard_model
 from tests.distributed import run_ranks
 from tests.traps import BLOCKS, Stack, adamw, build, build_sharded, rank_and_size, reference_step, run_squared
 

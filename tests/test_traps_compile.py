@@ -13,7 +13,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from fullshard.core.errors import FullshardError, LifecycleError
-from fullshard.engine import ShardedTensor, fully_shard, shard_model
+from fullshard.features import ShardedTensor, fully_shard, shard_model
 from tests.distributed import run_ranks
 from tests.traps import (
     BLOCKS,

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard.core.errors import CommunicationError, LifecycleError
-from fullshard.engine import MixedPrecisionPolicy, units_of, unsharded
 from fullshard.engine.unit_parameters import UnitState
+from fullshard.features import MixedPrecisionPolicy, units_of, unsharded
 from tests.distributed import run_ranks
 from tests.traps import (
     BLOCKS,

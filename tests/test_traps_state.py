@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fullshard.core.errors import CommunicationError, FullshardError, LifecycleError
-from fullshard.engine import ShardedTensor, unsharded
+from fullshard.features import ShardedTensor, unsharded
 from tests.distributed import run_ranks
 from tests.traps import (
     BLOCKS,

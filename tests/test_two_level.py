@@ -21,7 +21,7 @@ from fullshard.comm.cpu.two_level import TwoLevelCollectives
 from fullshard.comm.select import collectives_for
 from fullshard.config.switches import COMM
 from fullshard.core.errors import CommunicationError
-from fullshard.engine import FSDPModule, fully_shard, unsharded
+from fullshard.features import FSDPModule, fully_shard, unsharded
 from tests.hosts import are_possible, run_hosts
 from tests.test_shared_memory import CPU, fill, gathered
 

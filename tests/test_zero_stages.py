@@ -17,8 +17,8 @@ from torch import nn
 
 from fullshard.core.errors import LifecycleError
 from fullshard.core.events import Event, EventKind
-from fullshard.engine import FSDPModule, describe, no_sync, units_of
 from fullshard.engine.unit_parameters import UnitState
+from fullshard.features import FSDPModule, describe, no_sync, units_of
 from fullshard.plan.evaluate import evaluate
 from fullshard.plan.hardware import parse_cluster
 from fullshard.plan.job import Job

@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from fullshard.checkpoint import full_state_dict
-from fullshard.engine import ShardedParameter
+from fullshard.features import ShardedParameter
 from tests.distributed import preload
 
 preload("tests.trainers", "transformers.trainer", "accelerate", "peft")

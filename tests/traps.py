@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard.core.events import Event
-from fullshard.engine import ShardedParameter, shard_model
 from fullshard.engine.sharded_tensor import ShardedTensor
+from fullshard.features import ShardedParameter, shard_model
 from tests.differential import own_part
 
 Build = Callable[[], nn.Module]
@@ -203,14 +203,14 @@ def train_beside_reference(make: Build, run: Run, units: Sequence[str] = (), **o
 
 def unsharded_nbytes(model: nn.Module) -> dict[str, int]:
     """Bytes of unsharded parameter memory that each unit holds right now."""
-    from fullshard.engine import units_of
+    from fullshard.features import units_of
 
     return {unit.name: sum(bucket.buffer.nbytes for bucket in unit.buckets) for unit in units_of(model)}
 
 
 def assert_at_rest(model: nn.Module) -> None:
     """No unit holds unsharded parameters or gradients."""
-    from fullshard.engine import units_of
+    from fullshard.features import units_of
 
     held = {name: nbytes for name, nbytes in unsharded_nbytes(model).items() if nbytes}
     assert not held, f"still unsharded: {held}"

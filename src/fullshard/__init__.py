@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from fullshard.api.planning import plan_model
     from fullshard.api.planning import plan_model as plan
     from fullshard.checkpoint import from_pretrained, stream_weights
-    from fullshard.engine import (
+    from fullshard.features import (
         CPUOffloadPolicy,
         DataParallelMeshDims,
         FSDPModule,
@@ -132,7 +132,7 @@ _ENGINE = (
 _PACKAGES = ("optim", "plan")  # of which the second can be called
 _HOMES = {
     "EMA": "fullshard.optim",
-    **dict.fromkeys(_ENGINE, "fullshard.engine"),
+    **dict.fromkeys(_ENGINE, "fullshard.features"),
     **dict.fromkeys(("from_pretrained", "stream_weights"), "fullshard.checkpoint"),
     **dict.fromkeys(("debug_launcher", "notebook_launcher"), "fullshard.api.notebooks"),
     "plan_model": "fullshard.api.planning",

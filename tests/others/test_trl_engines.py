@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from fullshard import stream_weights
 from fullshard.core.errors import CheckpointError
-from fullshard.engine import shard_model
+from fullshard.features import shard_model
 from fullshard.integrations.transformers.inference import _ending
 from tests.distributed import run_ranks
 from tests.launching import free_port, launch, started

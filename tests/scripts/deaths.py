@@ -26,7 +26,7 @@ from torch import nn
 
 from fullshard.checkpoint import AsyncSaver, latest_checkpoint, load_checkpoint, save_checkpoint, verify_checkpoint
 from fullshard.core.errors import CheckpointError
-from fullshard.engine import ShardedParameter, ShardedTensor, shard_model
+from fullshard.features import ShardedParameter, ShardedTensor, shard_model
 
 WORLD_SIZE = 2
 KEEP = 3

@@ -16,7 +16,7 @@ from torch import nn
 
 import fullshard
 from fullshard.checkpoint import AsyncSaver, load_checkpoint, save_checkpoint
-from fullshard.engine import register_fsdp_forward_method, shard_model, unsharded
+from fullshard.features import register_fsdp_forward_method, shard_model, unsharded
 from tests.distributed import place_of
 from tests.simulated.training import Case, batch, made, optimizer_of, whole_parameters
 from tests.test_composed import Coded

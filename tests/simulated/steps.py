@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.checkpoint import checkpoint
 
 from fullshard.checkpoint.staging import HostMemory
-from fullshard.engine import clip_grad_norm_, shard_model
+from fullshard.features import clip_grad_norm_, shard_model
 from tests.distributed import place_of
 from tests.simulated.training import MATRICES, Case, Model, batch, made, optimizer_of
 

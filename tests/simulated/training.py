@@ -22,12 +22,12 @@ from torch.nn import functional
 from fullshard.checkpoint.staging import HostMemory
 from fullshard.comm import torch_private
 from fullshard.config.switches import OFFLOAD
-from fullshard.engine import (
+from fullshard.engine import activations
+from fullshard.features import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
     OffloadPolicy,
     ShardedTensor,
-    activations,
     clip_grad_norm_,
     keep_unsharded,
     no_sync,

@@ -56,7 +56,8 @@ from fullshard.comm import device as devices
 from fullshard.config.schema import RunConfig, ShardingConfig
 from fullshard.core.errors import ConfigError, OptimizerError
 from fullshard.core.paths import local_name
-from fullshard.engine import (
+from fullshard.engine.parameter import sharded_parameters
+from fullshard.features import (
     clip_grad_norm_,
     clip_grad_value_,
     no_sync,
@@ -64,7 +65,6 @@ from fullshard.engine import (
     step_in_backward,
     with_sync,
 )
-from fullshard.engine.parameter import sharded_parameters
 from fullshard.launch import read_rank_environment
 from fullshard.launch.journal import record_events
 

@@ -21,7 +21,7 @@ from fullshard.comm.mesh import Mesh, init_mesh
 from fullshard.config.hardware import usable_memory_nbytes
 from fullshard.core.errors import CommunicationError, ConfigError
 from fullshard.core.paths import local_path
-from fullshard.engine import shard_model
+from fullshard.features import shard_model
 from fullshard.launch.local import launch_local
 from fullshard.launch.scratch import scratch_directory
 from fullshard.launch.worker import run_worker

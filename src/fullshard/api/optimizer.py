@@ -13,9 +13,9 @@ from fullshard.api.accelerates import is_accelerates
 from fullshard.api.forwarding import forwarded
 from fullshard.api.state import GradientState
 from fullshard.core.errors import ConfigError, OptimizerError
-from fullshard.engine import clip_grad_norm_, repoint
 from fullshard.engine.parameter import sharded_parameter_of
-from fullshard.engine.step.hooks import was_left_out
+from fullshard.features import clip_grad_norm_, repoint
+from fullshard.features.nonfinite import was_left_out
 
 
 def check_parameters(optimizer: Optimizer, models: Iterable[nn.Module], ranks: int) -> None:

@@ -30,8 +30,8 @@ from fullshard.config.resolve import resolve
 from fullshard.config.schema import PrecisionConfig, RunConfig, ShardingConfig
 from fullshard.core.dtypes import COMPUTE
 from fullshard.core.errors import ConfigError
-from fullshard.engine import MixedPrecisionPolicy, OffloadPolicy
 from fullshard.engine.precision import torch_dtype
+from fullshard.features import MixedPrecisionPolicy, OffloadPolicy
 from fullshard.launch.environment import read_rank_environment
 from fullshard.wrap.policies import (
     ByClass,

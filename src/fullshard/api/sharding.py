@@ -35,7 +35,10 @@ from fullshard.config.schema import PrecisionConfig, RunConfig, ShardingConfig, 
 from fullshard.core.dtypes import main_dtype
 from fullshard.core.errors import ConfigError
 from fullshard.core.sizes import format_count, format_nbytes
-from fullshard.engine import (
+from fullshard.engine.lookup import require_module
+from fullshard.engine.precision import cast_floating, dtype_name, torch_dtype
+from fullshard.engine.tile import plain_of, set_plain
+from fullshard.features import (
     FSDPModule,
     OffloadPolicy,
     describe,
@@ -43,9 +46,6 @@ from fullshard.engine import (
     keep_unsharded,
     shard_model,
 )
-from fullshard.engine.lookup import require_module
-from fullshard.engine.precision import cast_floating, dtype_name, torch_dtype
-from fullshard.engine.tile import plain_of, set_plain
 from fullshard.wrap.forwards import checkpoint_modules, compile_modules
 from fullshard.wrap.policies import WrapPolicy, embedding_modules, unit_modules
 

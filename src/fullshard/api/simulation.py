@@ -23,10 +23,10 @@ from fullshard.core.errors import ConfigError
 from fullshard.core.events import Event, EventKind, EventSink
 from fullshard.core.imports import import_extra
 from fullshard.core.layout import Interval
-from fullshard.engine import MixedPrecisionPolicy, OffloadPolicy, describe, keep_head, meta_parameters, shard_model
 from fullshard.engine.lookup import units_of
 from fullshard.engine.materialize import WEIGHTS
 from fullshard.engine.sharding import Sharding
+from fullshard.features import MixedPrecisionPolicy, OffloadPolicy, describe, keep_head, meta_parameters, shard_model
 from fullshard.plan.activations import page_nbytes
 from fullshard.plan.hardware import DEVICES
 from fullshard.plan.job import Job

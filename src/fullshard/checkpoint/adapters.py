@@ -20,8 +20,8 @@ from fullshard.checkpoint.full_state import full_tensor
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.tensors import LocalTensor, local_buffers, local_parameters, rest
 from fullshard.core.errors import CheckpointError
-from fullshard.engine import unsharded
 from fullshard.engine.lookup import clean_name
+from fullshard.features import unsharded
 
 
 def is_adapted(model: nn.Module) -> bool:

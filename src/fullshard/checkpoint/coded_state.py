@@ -16,8 +16,8 @@ import torch
 from fullshard.checkpoint.elements import stored_dtype
 from fullshard.checkpoint.format import CodeRecord
 from fullshard.core.errors import CheckpointError
-from fullshard.engine import ShardedParameter
 from fullshard.engine.step.local_parameters import local_parameter
+from fullshard.features import ShardedParameter
 
 _BITSANDBYTES_BLOCK = 256
 _TORCHAO_BITS = {"OptimState8bit": 8, "OptimState4bit": 4, "OptimStateFp8": 8}

@@ -46,8 +46,8 @@ from fullshard.checkpoint.tensors import (
 from fullshard.checkpoint.values import encode_plain, encode_value
 from fullshard.checkpoint.verify import structure_problems
 from fullshard.core.errors import CheckpointError
-from fullshard.engine import ShardedParameter, ShardedTensor
 from fullshard.engine.precision import dtype_name
+from fullshard.features import ShardedParameter, ShardedTensor
 from fullshard.optim import EMA
 
 

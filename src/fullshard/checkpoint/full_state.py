@@ -20,9 +20,9 @@ from fullshard.checkpoint.tensors import LocalTensor, local_tensors, modules_wit
 from fullshard.comm.stalls import all_come
 from fullshard.core.errors import CheckpointError, LifecycleError
 from fullshard.core.user_class import user_class
-from fullshard.engine import ShardedTensor
 from fullshard.engine.lookup import clean_name, unit_of
 from fullshard.engine.precision import cast_floating
+from fullshard.features import ShardedTensor
 
 
 def full_tensor(local: LocalTensor, dtype: torch.dtype | None = None) -> torch.Tensor:

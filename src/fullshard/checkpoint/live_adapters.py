@@ -19,7 +19,7 @@ from fullshard.checkpoint.full_state import full_tensor, gather_when_all_save
 from fullshard.checkpoint.merging import check_mergeable, copy_module
 from fullshard.checkpoint.tensors import local_tensors, rest
 from fullshard.core.errors import CheckpointError, LifecycleError
-from fullshard.engine import ShardedParameter
+from fullshard.features import ShardedParameter
 
 
 def merge_adapters(

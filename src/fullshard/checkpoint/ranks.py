@@ -21,8 +21,8 @@ from fullshard.comm import torch_private
 from fullshard.comm.stalls import STALLS
 from fullshard.comm.torch_dist import all_gather_single, as_sent
 from fullshard.core.errors import CheckpointError, CommunicationError, FullshardError, StoreError
-from fullshard.engine import ShardedParameter
 from fullshard.engine.lookup import require_module
+from fullshard.features import ShardedParameter
 
 T = TypeVar("T")
 _MESSAGE_NBYTES = 256 * 2**20

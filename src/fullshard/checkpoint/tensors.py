@@ -14,10 +14,10 @@ from fullshard.comm import torch_private
 from fullshard.core.errors import CheckpointError
 from fullshard.core.layout import Interval
 from fullshard.core.tiling import UNTILED, Tiling
-from fullshard.engine import ShardedParameter, ShardedTensor
 from fullshard.engine.lookup import clean_name, units_of
 from fullshard.engine.schedule import schedule_of
 from fullshard.engine.tile import Tile
+from fullshard.features import ShardedParameter, ShardedTensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from fullshard.engine.fully_shard import (
 )
 from fullshard.engine.interop import clip_grad_norm_, clip_grad_value_
 from fullshard.engine.lookup import units_of
-from fullshard.engine.module import FSDPModule, UnshardHandle
+from fullshard.engine.module import UnshardHandle
 from fullshard.engine.offload import CPUOffloadPolicy, OffloadPolicy
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.precision import MixedPrecisionPolicy
@@ -32,7 +32,6 @@ __all__ = [
     "BackwardPrefetch",
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
-    "FSDPModule",
     "Mesh",
     "MixedPrecisionPolicy",
     "OffloadPolicy",

@@ -32,7 +32,7 @@ from fullshard.core.imports import after_import
 from fullshard.engine import adapters, averages
 from fullshard.engine.bucket import bucket_of
 from fullshard.engine.extended import ExtendedParameter
-from fullshard.engine.finite import note_before_clipping
+from fullshard.engine.extension import tell_before_clipping
 from fullshard.engine.parameter import RowParameter, ShardedParameter, sharded_parameters
 from fullshard.engine.sent import send_parts
 from fullshard.engine.sharded_tensor import RowTensor, ShardedTensor, dtensor_of
@@ -130,7 +130,7 @@ def _norm_of(
             ordinary.append(tensor)
         else:
             sharded.setdefault((span.mesh, span.groups), []).append(tensor)
-    note_before_clipping({mesh for mesh, _ in sharded})
+    tell_before_clipping({mesh for mesh, _ in sharded})
     norms = [_group_norm(mesh, groups, part, norm_type, foreach) for (mesh, groups), part in sharded.items()]
     if ordinary or not norms:
         norms.append(_local_norm(ordinary, norm_type, False, foreach))

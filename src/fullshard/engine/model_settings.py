@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 _PATHS = (
     *("event_sink", "forward_prefetch", "backward_prefetch", "is_last_backward", "post_optim_event"),
-    *("reducer.order.in_flight", "guard.policy", "guard.limit", "checkup.every", "checkup.replicas.policy"),
+    *("reducer.order.in_flight", "checkup.every", "checkup.replicas.policy"),
 )
 """Attributes of a model's schedule."""
 

@@ -32,6 +32,7 @@ from fullshard.engine.unit import Unit
 
 _MADE_FROM = "_fullshard_methods"
 _DDP = "torch.nn.parallel.distributed"
+_module_class: list[type[TorchFSDPModule]] = []
 _was_sharded = [False]
 """Whether anything was, in this process."""
 
@@ -135,16 +136,6 @@ class FSDPModule(TorchFSDPModule):
         reduced that wait for the last micro-batch (SHARD_OPTIMIZER). No effect without either.
         """
         schedule_of(require_unit(self)).is_last_backward = is_last_backward
-
-    def set_nonfinite_gradients(self, policy: str, *, limit: int = 10) -> None:
-        """What becomes of an optimizer's step whose gradients hold NaN or infinity, on any rank. For the whole model.
-
-        Args:
-            policy: `raise`: a `NonFiniteError` on all ranks, before anything is changed. `skip`: all ranks leave the
-                step out, dropping the optimizer's gradients. `off`: nobody looks.
-            limit: how many steps in a row may be left out; one more is the error.
-        """
-        schedule_of(require_unit(self)).guard.choose(policy, limit)
 
     def set_replica_check(self, policy: str, *, every: int | None = None) -> None:
         """What becomes of replicas (NO_SHARD, HYBRID_SHARD) whose weights differ. For the whole model.
@@ -327,6 +318,14 @@ class FSDPModule(TorchFSDPModule):
         )
 
 
+_module_class.append(FSDPModule)
+
+
+def use_module_class(kind: type[FSDPModule]) -> None:
+    """Give units that are made from now on the methods of a subclass of `FSDPModule`."""
+    _module_class[0] = kind
+
+
 def _not_here(what: str, why: str) -> LifecycleError:
     return LifecycleError(f"{what} is not supported: {why}", hint="leave it out")
 
@@ -394,7 +393,7 @@ def _unit_class(cls: type[nn.Module], name: str) -> type[nn.Module]:
     members |= {USER_CLASS: cls, _MADE_FROM: methods}
     members |= {name: _entered_past_forward(name, method) for name, method in methods.items()}
     members["forward"] = _entered_directly(cls.forward)
-    return type(name, (FSDPModule, cls), members)
+    return type(name, (_module_class[0], cls), members)
 
 
 def _entered_directly(forward: Callable[..., Any]) -> Callable[..., Any]:

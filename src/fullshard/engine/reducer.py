@@ -16,7 +16,7 @@ from typing import Protocol
 from fullshard.core.events import EventKind
 from fullshard.core.schedule import Reductions
 from fullshard.engine.bucket import Bucket
-from fullshard.engine.finite import FiniteGuard
+from fullshard.engine.extension import Extensions
 from fullshard.engine.gradient import Gradient
 from fullshard.engine.unit import owner_of
 
@@ -34,7 +34,7 @@ class Reducer:
     """Of one model.
 
     Args:
-        guard: looks for gradients that are not finite.
+        extensions: of the model.
 
     Attributes:
         order: what is next, under way and waiting to be published.
@@ -42,8 +42,8 @@ class Reducer:
         published: in this backward.
     """
 
-    def __init__(self, guard: FiniteGuard) -> None:
-        self._guard = guard
+    def __init__(self, extensions: Extensions) -> None:
+        self._extensions = extensions
         self.order: Reductions[Bucket] = Reductions()
         self.steppers: Sequence[BucketStepper] = ()
         self.published: set[Bucket] = set()
@@ -113,7 +113,7 @@ class Reducer:
             return
         self.published.add(bucket)
         unit.emit(EventKind.REDUCE_DONE)
-        if not self.steppers or self._guard.has_seen_any:
+        if not self.steppers or any(forbids() for forbids in self._extensions.forbids_step_in_backward):
             return
         with unit.waiting("step in backward"):
             bucket.buffer.wait_for_readers()  # the step changes `main`, which others may gather from

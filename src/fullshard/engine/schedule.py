@@ -16,11 +16,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
 from fullshard.comm import torch_private
 from fullshard.comm.mesh import Mesh
-from fullshard.core.errors import CommunicationError, LifecycleError, NonFiniteError
+from fullshard.comm.stalls import all_reduce
+from fullshard.core.errors import CommunicationError, LifecycleError
 from fullshard.core.events import EventSink
 from fullshard.core.place import PLACE
 from fullshard.core.schedule import BackwardPrefetch, gathered_ahead
@@ -30,7 +32,7 @@ from fullshard.engine.additions import Additions
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.call import Call
 from fullshard.engine.checkup import Checkup
-from fullshard.engine.finite import FiniteGuard
+from fullshard.engine.extension import Extensions
 from fullshard.engine.lockstep import Lockstep
 from fullshard.engine.model_settings import settings_of, take_settings
 from fullshard.engine.parameter import ShardedParameter
@@ -66,7 +68,7 @@ class Schedule:
         is_last_backward: whether the next backward ends an accumulation, so that they may.
         keeps_parameters: whether what is unsharded stays so until a step, where freeing it gives anything back.
         keeps_gradients: whether other backwards than the last leave gradients whole and unreduced.
-        guard: looks for gradients that are not finite.
+        extensions: capabilities that the kernel does not know.
         reducer: launches reductions, and publishes what they give.
         checkup: compares the ranks every so many steps.
         lockstep: sees to it that all ranks do the same.
@@ -82,8 +84,8 @@ class Schedule:
         self.steps = 0
         self.after_step: Callable[[int], None] | None = None
         self.lockstep = Lockstep(mesh)
-        self.guard = FiniteGuard(mesh, self._parameters)
-        self.reducer = Reducer(self.guard)
+        self.extensions = Extensions(self)
+        self.reducer = Reducer(self.extensions)
         self.checkup = Checkup(mesh, Replicas(mesh, self._buckets, lambda: self.lockstep.optimizers))
         self.steppers: weakref.WeakSet[StepsInBackward] = weakref.WeakSet()
         self.is_last_backward = True
@@ -107,12 +109,14 @@ class Schedule:
         self._queued: set[Unit] = set()
         self._has_kept = False
         self.post_optim_event: Any = None
+        self._outer_groups: list[dist.ProcessGroup] | None = None
 
     def assemble(self, units: Sequence[Unit]) -> None:
         """Take over the units of a model, from other schedules too, each of a part of it."""
         defaults = settings_of(self)
         for earlier in dict.fromkeys(other for unit in units if (other := schedule_of(unit)) is not self):
             take_settings(self, earlier, defaults)
+            self.extensions.absorb(earlier.extensions)
             for handle in earlier._part_handles:
                 handle.remove()  # its outermost unit was not the outermost after all
             self.steppers |= earlier.steppers
@@ -121,7 +125,7 @@ class Schedule:
         self.unannounced.units = self.units
         for number, unit in enumerate(units):
             unit.schedule, unit.number = self, number
-            unit.reduction.watch = self.guard.watch
+            unit.reduction.watch = self.extensions.watch
             self._part_handles += watch_parts(unit, is_outermost=unit is units[-1])
         self._additions = Additions(self.units)
         self.know_buckets()
@@ -392,8 +396,6 @@ class Schedule:
         for bucket in self.reducer.published:  # not as it is published: until here the message may have wanted to know
             gradient_of(bucket).unsharded.forget_used()
         self.lockstep.count_backward()
-        if used:
-            self.guard.announce()
         for unit in self.units:
             unit.finish_backward()
         self._has_kept = not all(map(self._reduces, self.units))
@@ -404,17 +406,29 @@ class Schedule:
         if used and self.checkup.is_due(self.steps):
             with self.units[-1].waiting("comparing ranks"):
                 self.checkup.run(self.steps)
+        for tell in self.extensions.backward_ends:
+            tell(used, has_stepped=stepped_early)
         for bucket in hooked:  # at rest: they may do anything
             call_gradient_hooks(bucket, used[bucket])
-        if stepped_early and (finding := self.guard.find(p.name for p in self._parameters())):
-            raise NonFiniteError(
-                f"rank {self.mesh.rank}, step {self.steps + 1} of this process: {finding}; the optimizer has "
-                "stepped in backward what came before them, and nothing with them",
-                hint="load a checkpoint; without step_in_backward nothing would have been stepped",
-            )
 
-    def _parameters(self) -> list[ShardedParameter]:
+    def parameters(self) -> list[ShardedParameter]:
+        """Return all sharded parameters."""
         return [parameter for bucket in self._buckets() for parameter in bucket.sharded_parameters]
+
+    def outer_groups(self) -> list[dist.ProcessGroup]:
+        """Return the groups of ranks that share the model along axes that are not the mesh's: tensor parallelism's."""
+        if self._outer_groups is None:
+            tiles = (parameter.span.tile for parameter in self.parameters())
+            self._outer_groups = list(dict.fromkeys(tile.mesh.get_group() for tile in tiles if tile is not None))
+        return self._outer_groups
+
+    def _is_wanted_outside(self, is_wanted: bool) -> bool:
+        """Return whether any rank along those axes wants it, too. A collective if there are such axes."""
+        for outer in self.outer_groups():
+            message = torch.tensor([is_wanted], dtype=torch.uint8, device=self.mesh.device)
+            all_reduce(message, "the end of backward", [outer], dist.ReduceOp.MAX)
+            is_wanted = bool(message)
+        return is_wanted
 
     def _buckets(self) -> list[Bucket]:
         return [bucket for unit in self.units for bucket in unit.buckets]
@@ -449,7 +463,7 @@ class Schedule:
         message = self.lockstep.exchange(ends, ran, steps, last=self._forward[-1] if self._forward else self.units[-1])
         is_wanted = message.wants_to_stop
         if STOPPING.is_listened_to:  # on ranks of other axes, too
-            is_wanted = bool(self.guard.largest_outside(is_wanted))
+            is_wanted = self._is_wanted_outside(is_wanted)
         STOPPING.is_agreed |= is_wanted
         self.lockstep.check_loads(message)
         used: dict[Bucket, bytearray] = {}

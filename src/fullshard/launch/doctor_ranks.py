@@ -23,7 +23,7 @@ from fullshard.comm.base import Collectives
 from fullshard.comm.device import synchronize
 from fullshard.comm.select import Candidate, choices_for
 from fullshard.core.sizes import KIB, MIB
-from fullshard.engine import ShardedParameter, fully_shard
+from fullshard.features import ShardedParameter, fully_shard
 from fullshard.launch.doctor import BFLOAT16_TIME
 from fullshard.launch.environment import init_process_group_from_environment, rank_device, read_rank_environment
 from fullshard.launch.worker import run_worker

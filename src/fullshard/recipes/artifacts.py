@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.engine import unsharded
+from fullshard.features import unsharded
 from fullshard.observe import plot_losses, read_metrics
 
 

@@ -15,7 +15,7 @@ from fullshard.api.virtual.step import TokenBatch, fused_dropout, fused_optimize
 from fullshard.api.virtual.timeline import Timeline
 from fullshard.comm.mesh import init_mesh
 from fullshard.core.errors import ConfigError
-from fullshard.engine import meta_parameters
+from fullshard.features import meta_parameters
 from fullshard.plan.hardware import Cluster
 from fullshard.plan.host import HostCosts
 from fullshard.plan.job import Job

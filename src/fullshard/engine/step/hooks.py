@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.core.errors import NonFiniteError, OptimizerError
+from fullshard.core.errors import OptimizerError
 from fullshard.core.events import EventKind
-from fullshard.core.journal import JOURNAL, Happening
+from fullshard.core.journal import JOURNAL
 from fullshard.engine.bucket import Bucket, bucket_of
 from fullshard.engine.lookup import refuse_pinned, units_of
 from fullshard.engine.parameter import are_same, sharded_parameter_of, sharded_parameters
@@ -177,9 +177,9 @@ def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs:
         JOURNAL.step = schedule_of(owner_of(buckets[0])).steps + 1
     own, args = args[:1], args[1:]  # the first one is the optimizer itself
     if any(map(callable, (*args, *kwargs.values()))):
-        args, kwargs = _look_after_closure(optimizer, buckets, args, kwargs)
+        args, kwargs = _tell_after_closure(optimizer, buckets, args, kwargs)
     else:
-        _leave_out_if_not_finite(optimizer, buckets)  # first of all: if it raises, nothing of a step has begun
+        _tell(optimizer, buckets)  # first of all: if it raises, nothing of a step has begun
     use_plain_tensors(optimizer)
     for bucket in buckets:
         bucket.touch()  # before the step: one that fails half-way has changed weights, too
@@ -201,64 +201,30 @@ def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs:
     return own + args, kwargs
 
 
-_left_out: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-
-
-def was_left_out(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its last step was, because gradients were not finite."""
-    return optimizer in _left_out
-
-
-def _leave_out_if_not_finite(optimizer: torch.optim.Optimizer, buckets: list[Bucket]) -> None:
-    """See to it that the optimizer steps with finite gradients: drop them if they are not, and that is wanted.
-
-    Raises:
-        NonFiniteError: they are not, and that is an error, the same on all ranks.
-    """
-    _left_out.discard(optimizer)
-    if getattr(optimizer, "found_inf", None) is not None:
-        return  # a scaler's, which has the optimizer's kernel leave the step out
+def _tell(optimizer: torch.optim.Optimizer, buckets: list[Bucket]) -> None:
+    """Tell the extensions of each model that the gradients of a step are final."""
     held: dict[Schedule, list[Bucket]] = {}
     for bucket in buckets:
         held.setdefault(schedule_of(owner_of(bucket)), []).append(bucket)
-    names = {schedule: (p.name for b in own for p in b.sharded_parameters) for schedule, own in held.items()}
-    found = {schedule: finding for schedule in held if (finding := schedule.guard.find(names[schedule]))}
-    if not found:
-        for schedule in held:
-            schedule.guard.note_good_step()
-    for schedule, finding in found.items():
-        where = f"rank {schedule.mesh.rank}, step {schedule.steps + 1} of this process: {finding}"
-        if schedule.guard.policy != "skip":
-            raise NonFiniteError(
-                f"{where}; nothing was updated",
-                hint="look at that rank's batch, or lower the learning rate; training.nonfinite_gradients = skip "
-                "(model.set_nonfinite_gradients('skip')) leaves such steps out",
-            )
-        schedule.guard.note_left_out(finding)
-        if schedule.mesh.is_first:
-            JOURNAL.note(Happening.SKIP, str(finding), skipped=schedule.guard.skipped)
-            warnings.warn(f"{where}; the step is left out ({schedule.guard.skipped} so far)", stacklevel=4)
-    if found:
-        _left_out.add(optimizer)
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
+    for schedule, own in held.items():
+        for tell in schedule.extensions.before_step:
+            tell(optimizer, own)
 
 
-def _look_after_closure(
+def _tell_after_closure(
     optimizer: torch.optim.Optimizer, buckets: list[Bucket], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of a step whose closure runs backward, so that gradients are looked at after it."""
+    """Return the arguments of a step whose closure runs backward; extensions are told after each call of it."""
 
-    def looking(closure: Any) -> Any:
+    def telling(closure: Any) -> Any:
         def call() -> Any:
             loss = closure()
-            _leave_out_if_not_finite(optimizer, buckets)
+            _tell(optimizer, buckets)
             return loss
 
         return call if callable(closure) else closure
 
-    return tuple(map(looking, args)), {key: looking(value) for key, value in kwargs.items()}
+    return tuple(map(telling, args)), {key: telling(value) for key, value in kwargs.items()}
 
 
 def after_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:

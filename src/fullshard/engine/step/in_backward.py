@@ -187,12 +187,8 @@ class Stepper:
                 f"{name} steps in backward and has a step pre-hook, which would come too late",
                 hint="remove the hook, or leave step_in_backward out",
             )
-        if schedule.guard.policy == "skip":
-            raise LifecycleError(
-                "steps whose gradients are not finite are to be left out, and the optimizer steps in backward, before "
-                "all gradients are known",
-                hint="leave step_in_backward out, or set_nonfinite_gradients('raise')",
-            )
+        for refuse in schedule.extensions.before_steps_in_backward:
+            refuse()
         refuse_pinned(schedule.units, "backward steps the optimizer", "train outside `with unsharded(model)`")
         self._prepare(optimizer)
         return True

@@ -18,7 +18,7 @@ from fullshard.checkpoint.tensors import device_of
 from fullshard.config.resolve import Resolved, resolve
 from fullshard.config.torchacc import check_sizes
 from fullshard.core.errors import ConfigError
-from fullshard.engine import clip_grad_norm_
+from fullshard.features import clip_grad_norm_
 from fullshard.integrations.torchacc.amp import require_scaler
 from fullshard.integrations.torchacc.config import Config
 from fullshard.integrations.torchacc.loader import AsyncLoader

@@ -33,7 +33,7 @@ from fullshard.comm import torch_private
 from fullshard.core.errors import CheckpointError
 from fullshard.core.files import whole_file
 from fullshard.core.paths import local_path
-from fullshard.engine import ShardedTensor
+from fullshard.features import ShardedTensor
 from fullshard.integrations.torchacc.process import joined
 from fullshard.launch.environment import run_on_main
 

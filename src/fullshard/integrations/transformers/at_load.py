@@ -21,7 +21,7 @@ from fullshard.checkpoint.full_state import gather_when_all_save
 from fullshard.comm.device import current
 from fullshard.comm.mesh import init_mesh, joined_world_size
 from fullshard.core.errors import ConfigError
-from fullshard.engine import CPUOffloadPolicy, MixedPrecisionPolicy, shard_model
+from fullshard.features import CPUOffloadPolicy, MixedPrecisionPolicy, shard_model
 
 _AXES = ("dp_replicate", "fsdp", "tp")
 _OF_THE_LOADER = (

@@ -1,30 +1,33 @@
-"""Sees to it that no optimizer steps with gradients that are not finite, on any rank.
+"""Keep optimizers from stepping with gradients that are not finite on any rank.
 
-    reduction            looks at every part of a sum that it makes anyway, while the cache has it: `watch`
-    end of backward      one byte to all ranks, whether any has seen NaN or infinity; nobody waits for it: `announce`
-    optimizer.step()     reads what has come: `find`. Only if a rank has seen something are gradients looked through
+    reduction            each part of a sum is looked at while the cache has it: `reduced`
+    end of backward      one byte tells all ranks whether any has seen NaN or infinity; nobody waits for it
+    optimizer.step()     reads that byte. Gradients are looked through only if a rank has seen something
 
-Sums that a loss scale makes overflow are none of its business: the scaler leaves that step out, and nobody reads.
+A loss scale that makes sums overflow is left alone: the scaler leaves that step out, and nobody reads the byte.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 import torch.distributed as dist
 
 from fullshard.comm import torch_private
 from fullshard.comm.device import has_values
-from fullshard.comm.mesh import Mesh
-from fullshard.comm.stalls import STALLS, all_reduce
-from fullshard.core.errors import ConfigError, NonFiniteError, first_of
-from fullshard.engine.parameter import ShardedParameter
+from fullshard.comm.stalls import STALLS
+from fullshard.core.errors import ConfigError, LifecycleError, NonFiniteError, first_of
+from fullshard.core.journal import JOURNAL, Happening
+from fullshard.engine.bucket import Bucket
+from fullshard.engine.extension import Extension
+from fullshard.engine.schedule import Schedule
 
 OnNonFinite = Literal["raise", "skip", "off"]
 _SHOWN = 3
@@ -49,12 +52,8 @@ class NonFinite:
         return f"gradients are not finite: {shown}; they came from {where}"
 
 
-class FiniteGuard:
-    """Of one model.
-
-    Args:
-        mesh: the ranks that share it.
-        parameters: all of them.
+class NonFiniteGuard(Extension):
+    """Watch one model's gradients.
 
     Attributes:
         policy: what becomes of a step whose gradients are not finite: an error on all ranks, left out, or nothing.
@@ -62,14 +61,15 @@ class FiniteGuard:
         skipped: how many were left out so far.
     """
 
-    def __init__(self, mesh: Mesh, parameters: Callable[[], Iterable[ShardedParameter]]) -> None:
-        self._mesh, self._parameters = mesh, parameters
-        self.policy: OnNonFinite = "raise"
-        self.limit = 10
+    settings: ClassVar[Mapping[str, Any]] = {"policy": "raise", "limit": 10}
+    policy: OnNonFinite
+    limit: int
+
+    def __init__(self, model: Schedule) -> None:
+        super().__init__(model)
+        self._mesh = model.mesh
         self.skipped = self._in_a_row = 0
-        self._outer: list[dist.ProcessGroup] | None = None
         self._forget()
-        _guards.add(self)
 
     def _forget(self) -> None:
         self._is_bad = False
@@ -94,7 +94,7 @@ class FiniteGuard:
 
     # -- in backward --------------------------------------------------------------------------------------------
 
-    def watch(self, part: torch.Tensor, terms: Mapping[int, torch.Tensor]) -> None:
+    def reduced(self, part: torch.Tensor, terms: Mapping[int, torch.Tensor]) -> None:
         """Look at a part of a sum of gradients; see `comm.base.Watch`."""
         if self.policy == "off" or not part.numel() or not has_values(part.device):
             return
@@ -111,9 +111,8 @@ class FiniteGuard:
         # The sum is where the term of a rank was; it is that one's fault if it is no other's.
         self._ranks |= {self._mesh.rank_at(rank) for rank in ranks or terms.keys() - others.keys()}
 
-    @property
-    def has_seen_any(self) -> bool:
-        """Whether this rank has seen any since the last step."""
+    def forbids_step_in_backward(self) -> bool:
+        """Return whether this rank has seen any since the last step."""
         if self._squares or self._seen is not None:
             self._is_bad, self._seen = bool(self._flag()), None
         return self._is_bad
@@ -130,11 +129,24 @@ class FiniteGuard:
             self._seen = flag.clone()  # the flag itself becomes all ranks'
         return flag
 
-    def announce(self) -> None:
-        """Tell the other ranks whether this one has seen any. Each does at the end of each backward; nobody waits.
+    def backward_ends(self, used: Mapping[Bucket, bytearray], *, has_stepped: bool) -> None:
+        """Tell the other ranks whether this one has seen any; nobody waits.
 
-        Not for an earlier message either: this one says what that has said, and arrives after it.
+        Nor for an earlier message: this one says what that has said, and arrives after it.
+
+        Raises:
+            NonFiniteError: optimizers have stepped with what came before the ones that are not finite.
         """
+        if used:
+            self._announce()
+        if has_stepped and (finding := self._find(p.name for p in self.model.parameters())):
+            raise NonFiniteError(
+                f"rank {self._mesh.rank}, step {self.model.steps + 1} of this process: {finding}; parameters whose "
+                "gradients came earlier in this backward have been updated already, and the non-finite ones have not",
+                hint="load a checkpoint; without step_in_backward nothing would have been stepped",
+            )
+
+    def _announce(self) -> None:
         if self.policy == "off" or not has_values(self._mesh.device):
             return
         mesh, flag, work = self._mesh, self._flag(), None
@@ -142,26 +154,11 @@ class FiniteGuard:
         with torch_private.uncounted():
             if group is not None:
                 work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group, async_op=True)
-            for outer in self._outer_groups():
+            for outer in self.model.outer_groups():
                 if work is not None:
                     work.wait()
                 work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=outer, async_op=True)
         self._message, self._alarm = (flag, work), None
-
-    def largest_outside(self, number: int) -> int:
-        """The largest of what ranks have along axes that are not the mesh's. A collective if there are such."""
-        for outer in self._outer_groups():
-            message = torch.tensor([number], dtype=torch.uint8, device=self._mesh.device)
-            all_reduce(message, "the end of backward", [outer], dist.ReduceOp.MAX)
-            number = int(message)
-        return number
-
-    def _outer_groups(self) -> list[dist.ProcessGroup]:
-        """Of ranks that share the model along an axis that is not the mesh's: tensor parallelism's."""
-        if self._outer is None:
-            tiles = (parameter.span.tile for parameter in self._parameters())
-            self._outer = list(dict.fromkeys(tile.mesh.get_group() for tile in tiles if tile is not None))
-        return self._outer
 
     # -- after it -----------------------------------------------------------------------------------------------
 
@@ -177,20 +174,20 @@ class FiniteGuard:
             self._alarm = bool(flag.item())  # the host waits here, once a step
         return self._alarm
 
-    def note_names(self) -> None:
-        """Before gradients are clipped, which makes all of them NaN: note which are not finite on this rank."""
+    def before_clipping(self) -> None:
+        """Note which gradients are not finite on this rank: clipping makes all of them NaN."""
         if self._names is None and self.is_alarmed:
             self._names = self._look_through()
 
     def _look_through(self) -> dict[str, str]:
         bad = {}
-        for parameter in self._parameters():
+        for parameter in self.model.parameters():
             gradient = parameter.local_grad
             if gradient is not None and not bool(gradient.isfinite().all()):
                 bad[parameter.name] = "NaN" if bool(gradient.isnan().any()) else "infinite"
         return bad
 
-    def find(self, held: Iterable[str]) -> NonFinite | None:
+    def _find(self, held: Iterable[str]) -> NonFinite | None:
         """What is wrong with the gradients of the parameters called so; None: nothing. A collective if it is alarmed.
 
         Names are only asked for then.
@@ -204,7 +201,7 @@ class FiniteGuard:
         known: dict[str, str] = {}
         ranks: set[int] = set()
         found = self._mesh.all_gather_object((now, self._names or {}, self._ranks))
-        for outer in self._outer_groups():
+        for outer in self.model.outer_groups():
             everything = [found] * dist.get_world_size(outer)
             with STALLS.waiting_in([outer], "the names of gradients that are not finite", in_step=True):
                 dist.all_gather_object(everything, found, group=outer)
@@ -221,16 +218,49 @@ class FiniteGuard:
         self._forget()
         return NonFinite({name: kind for name, kind in known.items() if name in names} or names, ranks)
 
-    def note_good_step(self) -> None:
-        """An optimizer is about to step with finite gradients."""
-        self._in_a_row = 0
-
-    def note_left_out(self, finding: NonFinite) -> None:
-        """A step is left out.
+    def before_steps_in_backward(self) -> None:
+        """Refuse them where steps are to be left out.
 
         Raises:
-            NonFiniteError: too many were in a row.
+            LifecycleError: that is known only when all gradients are there.
         """
+        if self.policy == "skip":
+            raise LifecycleError(
+                "steps whose gradients are not finite are to be left out, and the optimizer steps in backward, before "
+                "all gradients are known",
+                hint="leave step_in_backward out, or set_nonfinite_gradients('raise')",
+            )
+
+    def before_step(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
+        """Raise an error if gradients are not finite, the same on all ranks; or drop them, if steps may be left out.
+
+        Raises:
+            NonFiniteError: they are not, and that is an error or has happened too often.
+        """
+        _left_out.discard(optimizer)
+        if getattr(optimizer, "found_inf", None) is not None:
+            return  # a scaler's, which has the optimizer's kernel leave the step out
+        finding = self._find(p.name for bucket in buckets for p in bucket.sharded_parameters)
+        if finding is None:
+            self._in_a_row = 0
+            return
+        where = f"rank {self._mesh.rank}, step {self.model.steps + 1} of this process: {finding}"
+        if self.policy != "skip":
+            raise NonFiniteError(
+                f"{where}; nothing was updated",
+                hint="look at that rank's batch, or lower the learning rate; training.nonfinite_gradients = skip "
+                "(model.set_nonfinite_gradients('skip')) leaves such steps out",
+            )
+        self._leave_out(finding)
+        if self._mesh.is_first:
+            JOURNAL.note(Happening.SKIP, str(finding), skipped=self.skipped)
+            warnings.warn(f"{where}; the step is left out ({self.skipped} so far)", stacklevel=4)
+        _left_out.add(optimizer)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+    def _leave_out(self, finding: NonFinite) -> None:
         self.skipped += 1
         self._in_a_row += 1
         if self._in_a_row > self.limit:
@@ -240,11 +270,9 @@ class FiniteGuard:
             )
 
 
-_guards: weakref.WeakSet[FiniteGuard] = weakref.WeakSet()
+_left_out: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
-def note_before_clipping(meshes: Collection[Mesh]) -> None:
-    """Gradients that are shared by these ranks are about to be clipped."""
-    for guard in list(_guards):
-        if guard._mesh in meshes:
-            guard.note_names()
+def was_left_out(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer's last step was left out because its gradients were not finite."""
+    return optimizer in _left_out

@@ -1,0 +1,208 @@
+"""The seam of the engine: what the kernel does not know is an `Extension`, called at fixed moments of a step.
+
+One instance of each registered class belongs to each sharded model. The kernel calls their methods in the order of
+registration, and only those that a class overrides: a moment that nobody listens to costs one look at an empty tuple.
+`fullshard.features` registers what comes with the package; any other class can be registered before a model is sharded.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import torch
+
+from fullshard.comm.base import Watch
+
+if TYPE_CHECKING:
+    from fullshard.comm.mesh import Mesh
+    from fullshard.engine.bucket import Bucket
+    from fullshard.engine.call import Call
+    from fullshard.engine.schedule import Schedule
+    from fullshard.engine.unit import Unit
+
+ExtensionT = TypeVar("ExtensionT", bound="Extension")
+
+
+class Extension:
+    """A capability beside the kernel. Every method does nothing unless a subclass overrides it.
+
+    Args:
+        model: the schedule of the sharded model: its units, mesh and steps.
+
+    Attributes:
+        settings: attributes that the user sets on a model, with their defaults. What was set on a part holds for the
+            model around it.
+    """
+
+    settings: ClassVar[Mapping[str, Any]] = {}
+
+    def __init__(self, model: Schedule) -> None:
+        self.model = model
+        for name, default in self.settings.items():
+            setattr(self, name, default)
+
+    @classmethod
+    def of(cls: type[ExtensionT], model: Schedule) -> ExtensionT:
+        """Return the extension of this class that belongs to a model.
+
+        Raises:
+            LookupError: the class was not registered before the model was sharded.
+        """
+        return model.extensions.find(cls)
+
+    # -- a model ------------------------------------------------------------------------------------------------
+
+    def assembled(self) -> None:
+        """Learn that the model's units are known; called again when a model around it is sharded."""
+
+    def materialized(self) -> None:
+        """Learn that every unit has its buckets: at once, or when the model has left the meta device."""
+
+    def absorbed(self, earlier: Extension) -> None:
+        """Take over the state of the same extension of a part that is now part of this model."""
+
+    # -- forward ------------------------------------------------------------------------------------------------
+
+    def step_begins(self) -> None:
+        """Learn that the first forward after an optimizer's step begins."""
+
+    def forward_begins(self, unit: Unit, *, is_outermost: bool) -> None:
+        """Learn that a unit is about to run forward, before it is unsharded. Recomputes are not told."""
+
+    def call_ends(self, unit: Unit, call: Call[Unit]) -> None:
+        """Learn that a forward which backward may come back to has ended."""
+
+    def forward_ends(self, unit: Unit, *, is_outermost: bool, failed: bool) -> None:
+        """Learn that a unit has run forward, or failed to."""
+
+    def before_gather(self, unit: Unit, *, in_backward: bool) -> None:
+        """Learn that this rank is about to wait for a unit's parameters."""
+
+    # -- backward -----------------------------------------------------------------------------------------------
+
+    def backward_begins(self) -> None:
+        """Learn that backward has come to the model."""
+
+    def call_backward_begins(self, unit: Unit, call: Call[Unit]) -> None:
+        """Learn that backward has come to one forward of a unit, whose parameters are whole now."""
+
+    def reduced(self, part: torch.Tensor, terms: Mapping[int, torch.Tensor]) -> None:
+        """Look at a part of a reduced gradient while the cache has it; see `comm.base.Watch`."""
+
+    def message(self) -> bytes:
+        """Return what this rank adds to the message that ends a backward; equally long on every rank."""
+        return b""
+
+    def heard(self, message: bytes) -> None:
+        """Learn what all ranks have said: of each byte the largest."""
+        del message
+
+    def backward_ends(self, used: Mapping[Bucket, bytearray], *, has_stepped: bool) -> None:
+        """Learn that a backward is over and its gradients are published.
+
+        Args:
+            used: the reduced buckets: for each parameter, whether any rank has used it.
+            has_stepped: whether an optimizer has stepped within this backward.
+        """
+
+    # -- optimizer ----------------------------------------------------------------------------------------------
+
+    def before_steps_in_backward(self) -> None:
+        """Learn that optimizers are about to step within the backward that begins; raise to refuse it."""
+
+    def forbids_step_in_backward(self) -> bool:
+        """Return whether no optimizer may step within the backward under way any more."""
+        return False
+
+    def before_clipping(self) -> None:
+        """Learn that the norm of the gradients is about to be taken."""
+
+    def before_step(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
+        """Learn that an optimizer is about to update these buckets, whose gradients are final."""
+
+    # -- whole model --------------------------------------------------------------------------------------------
+
+    def before_save(self) -> None:
+        """Learn that all ranks are about to save the model."""
+
+    def failed(self, what: str) -> None:
+        """Learn that a forward or a backward has failed on this rank."""
+
+
+_registered: list[type[Extension]] = []
+
+
+def register(*kinds: type[Extension]) -> None:
+    """Give models that are sharded from now on these extensions, after those registered before."""
+    _registered.extend(kind for kind in kinds if kind not in _registered)
+
+
+class Extensions:
+    """The extensions of one model. Each moment is an attribute: the methods to call, in order.
+
+    Args:
+        model: the model's schedule.
+    """
+
+    def __init__(self, model: Schedule) -> None:
+        self._all = [kind(model) for kind in _registered]
+        self._model = weakref.ref(model)
+        _alive.add(self)
+        for name in _MOMENTS:
+            setattr(self, name, self._methods(name))
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, moment: str) -> tuple[Callable[..., Any], ...]:
+            """Return the methods to call at a moment."""
+
+    def _methods(self, name: str) -> tuple[Callable[..., Any], ...]:
+        default = getattr(Extension, name)
+        return tuple(getattr(one, name) for one in self._all if getattr(type(one), name) is not default)
+
+    @property
+    def watch(self) -> Watch | None:
+        """Return what looks at parts of reduced gradients, if anything does."""
+        methods = self.reduced
+        if len(methods) < 2:
+            return methods[0] if methods else None
+
+        def watch(part: torch.Tensor, terms: Mapping[int, torch.Tensor]) -> None:
+            for method in methods:
+                method(part, terms)
+
+        return watch
+
+    def find(self, kind: type[ExtensionT]) -> ExtensionT:
+        """Return the one of this class; `LookupError` if there is none."""
+        for one in self._all:
+            if type(one) is kind:
+                return one
+        raise LookupError(f"{kind.__name__} was not registered before the model was sharded")
+
+    def absorb(self, earlier: Extensions) -> None:
+        """Take over the settings and the state of a part's extensions."""
+        for old in earlier._all:
+            new = next((one for one in self._all if type(one) is type(old)), None)
+            if new is not None:
+                for name, default in old.settings.items():
+                    if (value := getattr(old, name)) != default:
+                        setattr(new, name, value)
+                new.absorbed(old)
+
+
+_alive: weakref.WeakSet[Extensions] = weakref.WeakSet()
+
+
+def tell_before_clipping(meshes: Collection[Mesh]) -> None:
+    """Tell the extensions of models on these meshes that the norm of gradients is about to be taken."""
+    for extensions in list(_alive):
+        model = extensions._model()
+        if model is not None and model.mesh in meshes:
+            for tell in extensions.before_clipping:
+                tell()
+
+
+_MOMENTS = [name for name, member in vars(Extension).items() if callable(member) and not name.startswith("_")]

@@ -1,0 +1,22 @@
+"""Capabilities that the kernel does not know, one folder each; importing this package turns them on.
+
+Their order is the order in which the kernel calls them. The engine's public names are here, too.
+"""
+
+# isort: off
+from fullshard.engine import *  # noqa: F403 -- first: it says when torch is too old
+# isort: on
+
+from fullshard.engine import module
+from fullshard.engine.extension import Extension, register
+from fullshard.features.nonfinite import NonFiniteGuard, NonFiniteMethods
+
+FEATURES: tuple[type[Extension], ...] = (NonFiniteGuard,)
+
+
+class FSDPModule(NonFiniteMethods, module.FSDPModule):
+    """Mixed into the class of every module that is a unit: torch's methods, and those of the features."""
+
+
+register(*FEATURES)
+module.use_module_class(FSDPModule)

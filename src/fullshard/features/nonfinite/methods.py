@@ -1,0 +1,28 @@
+"""What a sharded model's methods say about gradients that are not finite."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from torch import nn
+
+from fullshard.engine.lookup import require_unit
+from fullshard.engine.schedule import schedule_of
+from fullshard.features.nonfinite.guard import NonFiniteGuard
+
+
+class NonFiniteMethods:
+    """Methods of `FSDPModule`."""
+
+    def set_nonfinite_gradients(self, policy: str, *, limit: int = 10) -> None:
+        """Say what becomes of a step whose gradients hold NaN or infinity on any rank; for the whole model.
+
+        Args:
+            policy: `raise`: a `NonFiniteError` on all ranks, before anything is changed. `skip`: all ranks leave the
+                step out and drop the optimizer's gradients. `off`: nobody looks.
+            limit: how many steps in a row may be left out; one more is the error.
+
+        Raises:
+            ConfigError: there is no such policy, or the limit is less than 1.
+        """
+        NonFiniteGuard.of(schedule_of(require_unit(cast("nn.Module", self)))).choose(policy, limit)
