@@ -99,7 +99,8 @@ mutants: $(VENV)/.dev  ## change critical code, one place at a time, and see whe
 	$(BIN)/python -m tests.mutants --measure
 	$(BIN)/python -m tests.mutants $(ARGS)
 
-lint: $(VENV)/.dev  ## check style, types and layers
+lint: $(VENV)/.dev  ## check style, types, layers and budgets
+	$(BIN)/python -m tests.budgets
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

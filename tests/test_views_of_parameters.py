@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from fullshard.config.switches import COMM
-from fullshard.engine import CPUOffloadPolicy
+from fullshard.features import CPUOffloadPolicy
 from tests.distributed import run_ranks
 from tests.hosts import are_possible, run_hosts
 from tests.traps import WIDTH, Block, assert_trains_alike, batch, build, build_sharded

@@ -11,7 +11,6 @@ import torch
 from pydantic import BaseModel
 from torch import nn
 
-import fullshard
 from fullshard.checkpoint.averages import AVERAGES, average_entries, averages_in
 from fullshard.checkpoint.coded_state import CodedTensor
 from fullshard.checkpoint.elements import stored_dtype, tensor_bytes, write_tensors
@@ -46,6 +45,7 @@ from fullshard.checkpoint.tensors import (
 from fullshard.checkpoint.values import encode_plain, encode_value
 from fullshard.checkpoint.verify import structure_problems
 from fullshard.core.errors import CheckpointError
+from fullshard.core.version import __version__
 from fullshard.engine.precision import dtype_name
 from fullshard.features import ShardedParameter, ShardedTensor
 from fullshard.optim import EMA
@@ -213,7 +213,7 @@ class RankWriter:
             own_names=self._own_names,
             save_id=self.save_id,
             saved_at=next_stamp(),
-            fullshard_version=fullshard.__version__,
+            fullshard_version=__version__,
             torch_version=str(torch.__version__),
             world_size=len(reports),
             mesh=MeshRecord(

@@ -13,9 +13,9 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
-from fullshard import __version__
 from fullshard.cli.options import HintingCommand, RawCommand, check_words
 from fullshard.core.errors import FullshardError
+from fullshard.core.version import __version__
 
 USAGE_ERROR = 2
 """Exit code of an error that the user can mend, the same as for an unknown option."""

@@ -95,8 +95,12 @@ class BucketSpec:
         composition = Composition.of(parameter) if is_composed(parameter) else None
         row_numel = 0 if composition is None else math.prod(shape[1:])
         placement = RaggedShard(layout.shard_numel, layout.offsets[index], row_numel)
-        options = {"as_rows": slot.by_rows, "reduction": self.reduction}
-        return Span(self.mesh, shape, placement, Name(), tile, composition=composition, **options)
+        return Span(
+            *(self.mesh, shape, placement, Name(), tile),
+            composition=composition,
+            as_rows=slot.by_rows,
+            reduction=self.reduction,
+        )
 
 
 def _packing(sent_as: str | None) -> Packing | None:

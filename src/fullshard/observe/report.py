@@ -9,9 +9,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from fullshard import __version__
 from fullshard.core.files import write_text
 from fullshard.core.sizes import GIB, MIB, format_count, format_nbytes
+from fullshard.core.version import __version__
 from fullshard.observe.charts import COLORS, Chart, Line, owners_svg, stack_svg
 from fullshard.observe.record import RunRecord, read_runs
 

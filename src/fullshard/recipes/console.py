@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from fullshard import __version__
 from fullshard.api import Accelerator
 from fullshard.comm import device as devices
+from fullshard.core.version import __version__
 from fullshard.launch import RankEnvironment
 from fullshard.observe import (
     ConsoleSink,

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import torch
 
-import fullshard
 from fullshard.checkpoint.elements import tensor_bytes, write_tensors
 from fullshard.checkpoint.format import (
     FORMAT_VERSION,
@@ -47,6 +46,7 @@ from fullshard.checkpoint.verify import structure_problems
 from fullshard.core.dtypes import itemsize
 from fullshard.core.errors import CheckpointError, ConfigError
 from fullshard.core.layout import BucketLayout, Interval, ParameterSpec
+from fullshard.core.version import __version__
 
 _PROBE_NUMEL = 4096
 
@@ -301,7 +301,7 @@ def _manifest(
         own_names=new.own_names,
         save_id=new.save_id,
         saved_at=saved.saved_at if saved else next_stamp(),
-        fullshard_version=fullshard.__version__,
+        fullshard_version=__version__,
         torch_version=str(torch.__version__),
         world_size=world_size,
         mesh=MeshRecord(replicate=world_size // shard_size, shard=shard_size),

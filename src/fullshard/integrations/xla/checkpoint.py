@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-import fullshard
 from fullshard.checkpoint import format as records
 from fullshard.checkpoint.decoding import decode_value
 from fullshard.checkpoint.elements import write_tensors
@@ -22,6 +21,7 @@ from fullshard.checkpoint.values import encode_plain
 from fullshard.core.dtypes import itemsize
 from fullshard.core.errors import CheckpointError
 from fullshard.core.paths import local_path
+from fullshard.core.version import __version__
 from fullshard.integrations.xla.model import full_state_dict, load_full_state_dict, sharded_state
 
 
@@ -64,7 +64,7 @@ def save_checkpoint(
         manifest = records.Manifest(
             save_id=save_id,
             saved_at=next_stamp(),
-            fullshard_version=fullshard.__version__,
+            fullshard_version=__version__,
             torch_version=str(torch.__version__),
             world_size=1,
             mesh=records.MeshRecord(replicate=1, shard=1),
