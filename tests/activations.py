@@ -17,6 +17,7 @@ from fullshard.features import (
     shard_model,
     units_of,
 )
+from fullshard.features.activation_offload import ActivationOffload
 from fullshard.wrap.forwards import checkpoint_modules, compile_modules
 
 WIDTH, DEPTH, TOKENS, STEPS = 64, 4, 256, 2
@@ -130,7 +131,7 @@ class Held:
     """Bytes that autograd holds for a model, on either side, at each turn of a page."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.kept = schedule_of(units_of(model)[-1])._activations
+        self.kept = ActivationOffload.of(schedule_of(units_of(model)[-1]))._pages
         assert self.kept is not None
 
     def nbytes(self) -> tuple[int, int]:

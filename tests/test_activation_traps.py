@@ -23,8 +23,8 @@ from torch.utils.checkpoint import checkpoint
 
 from fullshard.core.errors import CommunicationError
 from fullshard.core.events import Event, EventKind
-from fullshard.engine import activations
 from fullshard.features import OffloadPolicy, shard_model, units_of
+from fullshard.features.activation_offload import pages as activations
 from tests.activations import (
     BFLOAT16,
     HIDDEN_NBYTES,

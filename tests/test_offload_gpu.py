@@ -19,6 +19,7 @@ from fullshard.features import (
     shard_model,
     units_of,
 )
+from fullshard.features.activation_offload import ActivationOffload
 
 WIDTH = 1024
 
@@ -116,7 +117,7 @@ def test_activations_leave_the_device_for_page_locked_memory(policy: OffloadPoli
     before = torch.accelerator.memory_allocated()
     loss = model(x).mean()
     after_forward = torch.accelerator.memory_allocated() - before
-    kept = schedule_of(units_of(model)[-1])._activations
+    kept = ActivationOffload.of(schedule_of(units_of(model)[-1]))._pages
     if policy is None:
         assert kept is None and after_forward >= 22 * nbytes
         return

@@ -19,7 +19,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[2] / "src"
 TORCH_DIST, RESIZED = "comm/torch_dist.py", "comm/resized_buffer.py"
-OFFLOAD, ACTIVATIONS, STAGING = "engine/offload.py", "engine/activations.py", "checkpoint/staging.py"
+OFFLOAD, ACTIVATIONS, STAGING = "engine/offload.py", "features/activation_offload/pages.py", "checkpoint/staging.py"
 _STAGED = "block = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)"
 
 

@@ -22,7 +22,6 @@ from torch.nn import functional
 from fullshard.checkpoint.staging import HostMemory
 from fullshard.comm import torch_private
 from fullshard.config.switches import OFFLOAD
-from fullshard.engine import activations
 from fullshard.features import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
@@ -34,6 +33,7 @@ from fullshard.features import (
     shard_model,
     step_in_backward,
 )
+from fullshard.features.activation_offload import pages as activations
 from fullshard.optim import SOAP, Muon, Shampoo
 from fullshard.wrap.chunked_loss import chunked_cross_entropy
 from fullshard.wrap.forwards import checkpoint_modules

@@ -59,7 +59,6 @@ class Call(Generic[UnitT]):
         number: later ones have higher ones, of whatever model: backward comes to them first.
         previous: the unit whose forward ended just before this one did; backward will want it next. Of a unit around
             others that is the last of them.
-        page: the activations that backward needs when it reaches the outputs, if any are on the host (the schedule's).
         is_active: backward has reached the outputs and not yet all inputs.
         is_done: backward has left it, and not come back since (`retain_graph`).
         left_in: torch's number of the backward that has left it last.
@@ -75,7 +74,6 @@ class Call(Generic[UnitT]):
         self.is_active = self.is_done = self.has_inputs = False
         self.inputs_left = 0
         self.left_in: int | None = None
-        self.page: object = None
         self._before: list[Node] = []
         self._givers: list[Node | None] = []  # that made what the inputs are, or are views of
 

@@ -69,13 +69,18 @@ class Extension:
         """Learn that the first forward after an optimizer's step begins."""
 
     def forward_begins(self, unit: Unit, *, is_outermost: bool) -> None:
-        """Learn that a unit is about to run forward, before it is unsharded. Recomputes are not told."""
+        """Learn that a unit is about to run forward, before it is unsharded. Recomputes are not told.
+
+        Args:
+            unit: the unit.
+            is_outermost: whether a forward of the model begins with it.
+        """
 
     def call_ends(self, unit: Unit, call: Call[Unit]) -> None:
         """Learn that a forward which backward may come back to has ended."""
 
-    def forward_ends(self, unit: Unit, *, is_outermost: bool, failed: bool) -> None:
-        """Learn that a unit has run forward, or failed to."""
+    def forward_ends(self) -> None:
+        """Learn that a forward of the model is over, has failed, or was interrupted."""
 
     def before_gather(self, unit: Unit, *, in_backward: bool) -> None:
         """Learn that this rank is about to wait for a unit's parameters."""

@@ -27,12 +27,11 @@ from fullshard.core.offload import Offload
 from fullshard.core.schedule import BackwardPrefetch
 from fullshard.core.strategy import Strategy, parse_strategy
 from fullshard.core.user_class import user_class
-from fullshard.engine.activations import check_pages
 from fullshard.engine.interop import install
 from fullshard.engine.lookup import require_units, unit_of
 from fullshard.engine.materialize import InitFunction, WeightSource, materialize, weight_source
 from fullshard.engine.module import assemble, make_fsdp_module
-from fullshard.engine.offload import Storage, offload_of
+from fullshard.engine.offload import Storage, check_offloads_activations, offload_of
 from fullshard.engine.parameter import stands_for
 from fullshard.engine.precision import MixedPrecisionPolicy
 from fullshard.engine.schedule import Schedule
@@ -413,7 +412,7 @@ def _reshard_after_forward(value: object, shard_size: int) -> tuple[bool | None,
 
 def _check_offload(offload: Offload, plans: Sequence[UnitPlan]) -> None:
     if offload.activations:
-        check_pages(len(plans))
+        check_offloads_activations(len(plans))
     parameters = [slot.parameter for plan in plans for slot in plan.slots]
     if offload.compute_shards and not offload.main_weights and all(p.requires_grad for p in parameters):
         raise ConfigError(

@@ -1,7 +1,7 @@
 """Host memory beside a device: the buffers there, and the two ways between host and device.
 
     to the device    what a unit is gathered from, on a stream of its own, as far ahead as its gather is issued; and
-                     activations, one unit ahead of backward (`engine.activations`)
+                     activations, one unit ahead of backward (`features.activation_offload`)
     to the host      reduced gradients, on another, while backward goes on; and activations, while forward does
 
 A copy is waited for where what it brings is used: a gather's `wait` has the computing stream wait, a gradient's blocks
@@ -298,3 +298,16 @@ class _Leaving:
         if self.copied.event is not None:
             self.copied.event.synchronize()
         return self.home
+
+
+def check_offloads_activations(units: int) -> None:
+    """Refuse activations on the host for a model of one unit: backward would begin with all of them.
+
+    Raises:
+        ConfigError: it is one unit.
+    """
+    if units == 1:
+        raise ConfigError(
+            "activations on the host with the whole model as one unit: backward begins with all of them",
+            hint="make its layers units, too, or leave activations on the device",
+        )

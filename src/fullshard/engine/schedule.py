@@ -17,7 +17,6 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.utils.hooks import RemovableHandle
 
 from fullshard.comm import torch_private
 from fullshard.comm.mesh import Mesh
@@ -27,8 +26,6 @@ from fullshard.core.events import EventSink
 from fullshard.core.place import PLACE
 from fullshard.core.schedule import BackwardPrefetch, gathered_ahead
 from fullshard.core.stopping import STOPPING
-from fullshard.engine.activations import Activations, Page, check_pages
-from fullshard.engine.additions import Additions
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.call import Call
 from fullshard.engine.checkup import Checkup
@@ -36,7 +33,6 @@ from fullshard.engine.extension import Extensions
 from fullshard.engine.lockstep import Lockstep
 from fullshard.engine.model_settings import settings_of, take_settings
 from fullshard.engine.parameter import ShardedParameter
-from fullshard.engine.parts import watch_parts
 from fullshard.engine.reducer import BucketStepper, Reducer, call_gradient_hooks, gradient_of
 from fullshard.engine.replicas import Replicas
 from fullshard.engine.unannounced import Unannounced
@@ -90,10 +86,7 @@ class Schedule:
         self.steppers: weakref.WeakSet[StepsInBackward] = weakref.WeakSet()
         self.is_last_backward = True
         self.keeps_parameters = self.keeps_gradients = False
-        self._part_handles: list[RemovableHandle] = []
         self._is_on_meta = False
-        self._additions = Additions(())
-        self._activations: Activations | None = None
         self._stepped_since_forward = False
         self._depth = 0
         # Of the last whole forward; empty until all ranks' were seen to be alike. Who gathers ahead in another order
@@ -117,8 +110,6 @@ class Schedule:
         for earlier in dict.fromkeys(other for unit in units if (other := schedule_of(unit)) is not self):
             take_settings(self, earlier, defaults)
             self.extensions.absorb(earlier.extensions)
-            for handle in earlier._part_handles:
-                handle.remove()  # its outermost unit was not the outermost after all
             self.steppers |= earlier.steppers
             self.lockstep.loads += earlier.lockstep.loads
         self.units = list(units)
@@ -126,8 +117,8 @@ class Schedule:
         for number, unit in enumerate(units):
             unit.schedule, unit.number = self, number
             unit.reduction.watch = self.extensions.watch
-            self._part_handles += watch_parts(unit, is_outermost=unit is units[-1])
-        self._additions = Additions(self.units)
+        for tell in self.extensions.assembled:
+            tell()
         self.know_buckets()
 
     def know_buckets(self) -> None:
@@ -135,9 +126,9 @@ class Schedule:
         self._is_on_meta = any(unit.stand_ins is not None for unit in self.units)
         if self._is_on_meta:
             return
-        self._additions.know_parameters()
         self._number_buckets(0)
-        self._activations = Activations.of(self.units)
+        for tell in self.extensions.materialized:
+            tell()
 
     def _number_buckets(self, first: int) -> None:
         for tag, bucket in enumerate(self._buckets(), first):
@@ -152,8 +143,8 @@ class Schedule:
         self._depth += 1  # before anything that may raise, because end_forward is called even then
         if self._depth == 1:
             self._begin_outermost()
-        if self._activations is not None:
-            self._activations.turn(unit)  # before the unit saves anything
+        for tell in self.extensions.forward_begins:
+            tell(unit, is_outermost=self._depth == 1)
         if not self.lockstep.is_order_verified:  # before this rank may wait for the others in vain
             self.lockstep.compare_first(len(self._forward), unit)
         elif _waits(unit):
@@ -164,8 +155,8 @@ class Schedule:
     def _abandon_forward(self) -> None:
         """The last forward ended in an interrupt from the keyboard, after which torch calls no hooks."""
         self._depth = 0
-        if self._activations is not None:
-            self._activations.end()
+        for tell in self.extensions.forward_ends:
+            tell()
         for unit in self.units:
             unit.abandon_forward()
         self.lockstep.end_track()
@@ -183,7 +174,6 @@ class Schedule:
         if self.post_optim_event is not None:
             self.post_optim_event.wait()  # gathers read main weights, which another stream may still be writing
             self.post_optim_event = None
-        self._additions.check()
         if self._is_on_meta:
             for unit in reversed(self.units):  # as they come in the model, so that the first is named
                 unit.make_real()
@@ -195,8 +185,6 @@ class Schedule:
             if self.after_step is not None:
                 self.after_step(self.steps)
         if not self.lockstep.has_begun:
-            if self._activations is not None:
-                check_pages(len(self.units))
             self.lockstep.begin(self.units)
             self._number_buckets(self.mesh.take_tags(len(self._buckets())))  # not another model's
             for unit in self.units:
@@ -207,8 +195,6 @@ class Schedule:
             unit.reshard_if_outdated()
         self._last_ended = None
         self._forward = []
-        if self._activations is not None:
-            self._activations.begin(ahead=self.backward_prefetch is BackwardPrefetch.BACKWARD_PRE)
 
     def begin_call(self, unit: Unit) -> None:
         """A forward that backward may come back to has begun."""
@@ -217,7 +203,8 @@ class Schedule:
     def end_call(self, unit: Unit, call: Call[Unit]) -> None:
         """It has ended: what backward wants after it is that of the one before."""
         call.previous, self._last_ended = self._last_ended, unit
-        call.page = None if self._activations is None else self._activations.page
+        for tell in self.extensions.call_ends:
+            tell(unit, call)
 
     def prefetch_forward(self, unit: Unit) -> None:
         """Start unsharding what comes after `unit`, now that its own parameters are there."""
@@ -239,8 +226,8 @@ class Schedule:
         self._depth = max(0, self._depth - 1)
         if self._depth:
             return False
-        if self._activations is not None:
-            self._activations.end()
+        for tell in self.extensions.forward_ends:
+            tell()
         return True
 
     def end_forward(self, unit: Unit, *, failed: bool) -> None:
@@ -340,8 +327,8 @@ class Schedule:
                 other.issue_unshard()
         elif self.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
             self._prefetch(call.previous)
-        if self._activations is not None and isinstance(call.page, Page):
-            self._activations.want(call.page)
+        for tell in self.extensions.call_backward_begins:
+            tell(unit, call)
 
     def prefetch_after_backward(self, previous: Unit | None) -> None:
         """The same, after they were."""

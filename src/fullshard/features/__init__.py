@@ -9,9 +9,12 @@ from fullshard.engine import *  # noqa: F403 -- first: it says when torch is too
 
 from fullshard.engine import module
 from fullshard.engine.extension import Extension, register
+from fullshard.features.activation_offload import ActivationOffload
+from fullshard.features.late_registration import LateRegistration
 from fullshard.features.nonfinite import NonFiniteGuard, NonFiniteMethods
+from fullshard.features.submodule_entry import SubmoduleEntry
 
-FEATURES: tuple[type[Extension], ...] = (NonFiniteGuard,)
+FEATURES: tuple[type[Extension], ...] = (LateRegistration, SubmoduleEntry, ActivationOffload, NonFiniteGuard)
 
 
 class FSDPModule(NonFiniteMethods, module.FSDPModule):

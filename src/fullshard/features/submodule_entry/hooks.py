@@ -1,4 +1,4 @@
-"""Modules that hold parameters of a unit and are called past it: an encoder on its own, an embedding.
+"""Unshard a unit for modules that hold its parameters and are called past it: an encoder on its own, an embedding.
 
 Within the unit's forward their hooks do nothing. Outside they unshard the whole unit, and with gradients it stays so
 until the backward is over, because nothing announces that.
@@ -7,7 +7,7 @@ until the backward is over, because nothing announces that.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -15,11 +15,31 @@ from torch.utils.hooks import RemovableHandle
 
 from fullshard.comm import torch_private
 from fullshard.engine.call import uncompiled
+from fullshard.engine.extension import Extension
+from fullshard.engine.schedule import Schedule
 from fullshard.engine.unit import Unit
 
 
-def watch_parts(unit: Unit, *, is_outermost: bool) -> list[RemovableHandle]:
-    """Unshard a unit, too, when a module that holds parameters of it is called past the unit.
+class SubmoduleEntry(Extension):
+    """Put the hooks on one model's modules."""
+
+    def __init__(self, model: Schedule) -> None:
+        super().__init__(model)
+        self._handles: list[RemovableHandle] = []
+
+    def assembled(self) -> None:
+        """Watch the modules of every unit."""
+        for unit in self.model.units:
+            self._handles += _watch(unit, is_outermost=unit is self.model.units[-1])
+
+    def absorbed(self, earlier: Extension) -> None:
+        """Take away the hooks of a part, whose outermost unit was not the outermost after all."""
+        for handle in cast("SubmoduleEntry", earlier)._handles:
+            handle.remove()
+
+
+def _watch(unit: Unit, *, is_outermost: bool) -> list[RemovableHandle]:
+    """Unshard a unit when a module that holds parameters of it is called past the unit.
 
     In the outermost unit any: an encoder called on its own uses the embedding that the whole model owns. In others
     embeddings, which models look tokens up in (`get_input_embeddings()`) before they call what holds them.

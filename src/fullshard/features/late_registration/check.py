@@ -1,8 +1,8 @@
-"""What is put into a model after it was sharded: no unit owns it, so nobody would shard it or reduce its gradient.
+"""Refuse what is put into a model after it was sharded: no unit owns it, so nobody would reduce its gradient.
 
-torch tells of every parameter and module that is registered somewhere. That is counted. What is written straight into
-`_parameters` or `_modules` is not told of; it changes how many or which entries those have. Only when one of these has
-changed is the model looked through, at its next forward.
+torch calls a hook for every parameter and module that is registered somewhere; these calls are counted. What a script
+writes straight into `_parameters` or `_modules` changes how many or which entries those have. The model is searched
+only when one of these has changed, at its next forward.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NoReturn
 
 from torch import nn
@@ -23,6 +23,7 @@ from fullshard.comm import torch_private
 from fullshard.core.errors import LifecycleError
 from fullshard.engine.bucket import bucket_of
 from fullshard.engine.extended import ExtendedBucket
+from fullshard.engine.extension import Extension
 from fullshard.engine.parameter import ShardedParameter, are_same, sharded_parameter_of
 from fullshard.engine.unit import Unit, owner_of
 from fullshard.wrap.extended import PRE
@@ -43,16 +44,13 @@ def _count_registrations() -> None:
     register_module_module_registration_hook(_count)
 
 
-class Additions:
-    """Watches one model for what is put into it.
+class LateRegistration(Extension):
+    """Watch one model for what is put into it."""
 
-    Args:
-        units: its units, the outermost one last.
-    """
-
-    def __init__(self, units: Sequence[Unit]) -> None:
+    def assembled(self) -> None:
+        """Note which parameters the model has, and where."""
         _count_registrations()
-        self._units = units
+        self._units = units = self.model.units
         self._places = {(id(m), attribute) for unit in units for slot in unit.slots for m, attribute in slot.owners}
         parameters = [p for _, module in self._modules() for p in module._parameters.values() if p is not None]
         # Held, so that another parameter cannot get the id of one that is gone.
@@ -65,19 +63,21 @@ class Additions:
         self._known_count = 0
         self._known_children: list[nn.Module | None] = []
 
-    def know_parameters(self) -> None:
-        """Units have their buckets now."""
+    def materialized(self) -> None:
+        """Note the sharded parameters: units have their buckets now."""
         buckets = [bucket for unit in self._units if unit.stand_ins is None for bucket in unit.buckets]
         self._sharded = [p for b in buckets if not isinstance(b, ExtendedBucket) for p in b.sharded_parameters]
         self._attributes = list(map(vars, self._sharded))
 
-    def check(self) -> None:
-        """Refuse what was put in since the last time.
+    def forward_begins(self, unit: Unit, *, is_outermost: bool) -> None:
+        """Refuse what was put in since the last forward of the model.
 
         Raises:
             LifecycleError: a parameter that no unit owns, or a sharded one in a place that its unit does not know; or
                 one that was told how it is to be gathered.
         """
+        if not is_outermost:
+            return
         self._check_told()
         children = list(itertools.chain.from_iterable(map(dict.values, self._children)))
         count = sum(map(len, self._parameters))

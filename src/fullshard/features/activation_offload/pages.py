@@ -1,4 +1,4 @@
-"""What autograd saves between forward and backward, in host memory meanwhile.
+"""Keep what autograd saves between forward and backward in host memory meanwhile.
 
 What is saved from one unit's beginning to the next one's is a page. Pages are written in forward and read in backward,
 the last one first, so each needs to be on the device twice only:
@@ -27,7 +27,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from fullshard.comm import torch_private
-from fullshard.core.errors import ConfigError, LifecycleError
+from fullshard.core.errors import LifecycleError
 from fullshard.core.events import EventKind
 from fullshard.engine.offload import Copied, Host, StorageView, bytes_of
 from fullshard.engine.unit import Unit
@@ -37,21 +37,8 @@ SMALLEST_NBYTES = 2**16
 statistics of norms and attention, four bytes per token beside thousands."""
 
 
-def check_pages(units: int) -> None:
-    """Refuse a model of one unit.
-
-    Raises:
-        ConfigError: it is.
-    """
-    if units == 1:
-        raise ConfigError(
-            "activations on the host with the whole model as one unit: backward begins with all of them",
-            hint="make its layers units, too, or leave activations on the device",
-        )
-
-
-class Activations:
-    """Of one model: which pages there are, and where.
+class Pages:
+    """Know which pages of a model there are, and where.
 
     Args:
         units: those of the model.
@@ -72,7 +59,7 @@ class Activations:
         self._blocks: weakref.WeakValueDictionary[int, _Block] = weakref.WeakValueDictionary()
 
     @classmethod
-    def of(cls, units: Sequence[Unit]) -> Activations | None:
+    def of(cls, units: Sequence[Unit]) -> Pages | None:
         """For units of which at least one has its activations on the host."""
         host = next((unit.storage.host for unit in units if unit.storage.offload.activations), None)
         return None if host is None else cls(units, host)
