@@ -25,8 +25,8 @@ import fullshard
 from fullshard import EMA
 from fullshard.checkpoint import AsyncSaver, export_hf, full_state_dict, load_checkpoint, save_checkpoint
 from fullshard.core.errors import CheckpointError, ConfigError, LifecycleError, OptimizerError
-from fullshard.engine.averages import shard_averages
 from fullshard.features import ShardedParameter, ShardedTensor, fully_shard, init_mesh, shard_model, unsharded
+from fullshard.features.torch_tools.averages import shard_averages
 from tests import optimizers, trainers
 from tests.differential import check, compare, parameters
 from tests.distributed import run_ranks

@@ -17,9 +17,9 @@ from fullshard import Accelerator
 from fullshard.api.plan_check import PlanCheck
 from fullshard.core.errors import ConfigError, LifecycleError, WrapError
 from fullshard.core.events import Event, EventKind
-from fullshard.engine.auto_reshard import keep_head
 from fullshard.engine.lookup import unit_of
 from fullshard.features import MixedPrecisionPolicy, keep_unsharded, shard_model
+from fullshard.features.auto_reshard.rule import keep_head
 from fullshard.plan.evaluate import evaluate, notes_of
 from fullshard.plan.hardware import parse_cluster
 from fullshard.plan.job import Job

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_ as torch_clip_grad_norm_
 
-import fullshard.engine as engine
+import fullshard.features as engine
 from fullshard.core.errors import LifecycleError, OptimizerError
 from fullshard.features import MixedPrecisionPolicy, check_optimizer, no_sync, repoint, units_of, unsharded
 from tests.distributed import run_ranks

@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from fullshard import Accelerator
 from fullshard.api.virtual import costs
 from fullshard.core.errors import ConfigError
+from fullshard.features.chunked_loss.loss import chunked_cross_entropy
 from fullshard.plan import losses
 from fullshard.plan.evaluate import evaluate, notes_of
 from fullshard.plan.families import from_config
@@ -29,7 +30,6 @@ from fullshard.plan.library import load_model
 from fullshard.plan.losses import BACKWARD_LOSS_NBYTES, LogitsNbytes, logits_nbytes, moved_nbytes, recomputed_flops
 from fullshard.plan.shapes import ModelShape
 from fullshard.plan.tiles import tiled
-from fullshard.wrap.chunked_loss import chunked_cross_entropy
 
 VOCAB, TOKENS = 16000, 256
 CONFIG: dict[str, Any] = {

@@ -62,7 +62,7 @@ own = get_total_norm
 again = torch_as_it_is()
 fullshard.fully_shard(torch.nn.Linear(2, 2))
 assert changed(again) == [], changed(again)
-assert own is torch.nn.utils.get_total_norm and own.__module__ == "fullshard.engine.interop"
+assert own is torch.nn.utils.get_total_norm and own.__module__ == "fullshard.features.torch_tools.install"
 print(*first)
 """
 

@@ -69,10 +69,10 @@ if TYPE_CHECKING:
         step_in_backward,
         unsharded,
     )
+    from fullshard.features.chunked_loss.loss import use_chunked_loss
     from fullshard.launch.journal import record_events
     from fullshard.launch.preemption import should_stop
     from fullshard.optim import EMA
-    from fullshard.wrap.chunked_loss import use_chunked_loss
 
 __all__ = [  # noqa: RUF022 -- alphabetical, capitals or not
     "Accelerator",
@@ -138,7 +138,7 @@ _HOMES = {
     "plan_model": "fullshard.api.planning",
     "record_events": "fullshard.launch.journal",
     "should_stop": "fullshard.launch.preemption",
-    "use_chunked_loss": "fullshard.wrap.chunked_loss",
+    "use_chunked_loss": "fullshard.features.chunked_loss.loss",
 }
 
 

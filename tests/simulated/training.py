@@ -34,8 +34,8 @@ from fullshard.features import (
     step_in_backward,
 )
 from fullshard.features.activation_offload import pages as activations
+from fullshard.features.chunked_loss.loss import chunked_cross_entropy
 from fullshard.optim import SOAP, Muon, Shampoo
-from fullshard.wrap.chunked_loss import chunked_cross_entropy
 from fullshard.wrap.forwards import checkpoint_modules
 from tests.distributed import place_of
 from tests.test_composed import Coded

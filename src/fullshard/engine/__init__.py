@@ -7,8 +7,6 @@ from fullshard.comm.older_torch import DataParallelMeshDims
 # isort: on
 
 from fullshard.core.schedule import BackwardPrefetch
-from fullshard.engine import kernels  # noqa: F401 -- what torch computes with a ShardedTensor
-from fullshard.engine.auto_reshard import keep_head, keep_unsharded
 from fullshard.engine.contexts import meta_parameters, no_sync, unsharded, with_sync
 from fullshard.engine.fully_shard import (
     describe,
@@ -17,7 +15,6 @@ from fullshard.engine.fully_shard import (
     shard_model,
     share_comm_ctx,
 )
-from fullshard.engine.interop import clip_grad_norm_, clip_grad_value_
 from fullshard.engine.lookup import units_of
 from fullshard.engine.module import UnshardHandle
 from fullshard.engine.offload import CPUOffloadPolicy, OffloadPolicy
@@ -40,13 +37,9 @@ __all__ = [
     "Sharding",
     "UnshardHandle",
     "check_optimizer",
-    "clip_grad_norm_",
-    "clip_grad_value_",
     "describe",
     "fully_shard",
     "init_mesh",
-    "keep_head",
-    "keep_unsharded",
     "meta_parameters",
     "no_sync",
     "register_fsdp_forward_method",

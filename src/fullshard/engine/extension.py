@@ -137,11 +137,23 @@ class Extension:
 
 
 _registered: list[type[Extension]] = []
+_beginnings: list[Callable[[], object]] = []
 
 
 def register(*kinds: type[Extension]) -> None:
     """Give models that are sharded from now on these extensions, after those registered before."""
     _registered.extend(kind for kind in kinds if kind not in _registered)
+
+
+def at_first_sharding(begin: Callable[[], object]) -> None:
+    """Have `begin` called when something is sharded for the first time in this process."""
+    _beginnings.append(begin)
+
+
+def begin_sharding() -> None:
+    """Call what waits for something to be sharded."""
+    for begin in _beginnings:
+        begin()
 
 
 class Extensions:

@@ -27,7 +27,7 @@ from fullshard.core.offload import Offload
 from fullshard.core.schedule import BackwardPrefetch
 from fullshard.core.strategy import Strategy, parse_strategy
 from fullshard.core.user_class import user_class
-from fullshard.engine.interop import install
+from fullshard.engine.extension import begin_sharding
 from fullshard.engine.lookup import require_units, unit_of
 from fullshard.engine.materialize import InitFunction, WeightSource, materialize, weight_source
 from fullshard.engine.module import assemble, make_fsdp_module
@@ -243,7 +243,7 @@ def _plan_units(
 def _begin() -> None:
     """Once in a process, when something is sharded for the first time."""
     check_switches()
-    install()
+    begin_sharding()
 
 
 def _make_unit(

@@ -7,12 +7,26 @@ Their order is the order in which the kernel calls them. The engine's public nam
 from fullshard.engine import *  # noqa: F403 -- first: it says when torch is too old
 # isort: on
 
+from fullshard import engine
 from fullshard.engine import module
-from fullshard.engine.extension import Extension, register
+from fullshard.engine.extension import Extension, at_first_sharding, register
+from fullshard.features import dtensor_ops  # noqa: F401 -- what torch computes with a ShardedTensor
 from fullshard.features.activation_offload import ActivationOffload
+from fullshard.features.auto_reshard import keep_head, keep_unsharded
 from fullshard.features.late_registration import LateRegistration
 from fullshard.features.nonfinite import NonFiniteGuard, NonFiniteMethods
 from fullshard.features.submodule_entry import SubmoduleEntry
+from fullshard.features.torch_tools import clip_grad_norm_, clip_grad_value_, install
+
+__all__ = [
+    *engine.__all__,
+    "FEATURES",
+    "FSDPModule",
+    "clip_grad_norm_",
+    "clip_grad_value_",
+    "keep_head",
+    "keep_unsharded",
+]
 
 FEATURES: tuple[type[Extension], ...] = (LateRegistration, SubmoduleEntry, ActivationOffload, NonFiniteGuard)
 
@@ -22,4 +36,5 @@ class FSDPModule(NonFiniteMethods, module.FSDPModule):
 
 
 register(*FEATURES)
+at_first_sharding(install)
 module.use_module_class(FSDPModule)

@@ -30,6 +30,7 @@ from fullshard.config.switches import elastic_ranks
 from fullshard.config.trackers import require_trackers
 from fullshard.core.errors import ConfigError, NonFiniteError
 from fullshard.core.journal import JOURNAL, Happening
+from fullshard.features.chunked_loss.loss import use_chunked_loss
 from fullshard.launch import RankEnvironment, read_rank_environment, run_on_main
 from fullshard.launch.environment import is_started_again
 from fullshard.launch.journal import record_events
@@ -63,7 +64,6 @@ from fullshard.recipes.resume import (
     save,
     state_after,
 )
-from fullshard.wrap.chunked_loss import use_chunked_loss
 
 _ADAM_BETAS = (0.9, 0.95)
 

@@ -29,16 +29,16 @@ from fullshard.comm.mesh import Mesh, mesh_of
 from fullshard.comm.stalls import STALLS, all_reduce
 from fullshard.core.errors import LifecycleError
 from fullshard.core.imports import after_import
-from fullshard.engine import adapters, averages
 from fullshard.engine.bucket import bucket_of
 from fullshard.engine.extended import ExtendedParameter
 from fullshard.engine.extension import tell_before_clipping
 from fullshard.engine.parameter import RowParameter, ShardedParameter, sharded_parameters
-from fullshard.engine.sent import send_parts
 from fullshard.engine.sharded_tensor import RowTensor, ShardedTensor, dtensor_of
 from fullshard.engine.span import Name, RaggedShard, Span
 from fullshard.engine.step import hooks
 from fullshard.engine.step import state_dict as state_dicts
+from fullshard.features.torch_tools import adapters, averages
+from fullshard.features.torch_tools.sent import send_parts
 
 # -- clipping ---------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,9 @@ from torch.distributed.tensor import DTensor, Partial, Placement
 
 from fullshard.comm import torch_private
 from fullshard.core.errors import LifecycleError
-from fullshard.engine.kernel_arguments import (
+from fullshard.engine.sharded_tensor import ShardedTensor, dtensor_of, part_of
+from fullshard.engine.span import Span
+from fullshard.features.dtensor_ops.arguments import (
     call_with,
     first_sharded,
     map_arguments,
@@ -32,9 +34,7 @@ from fullshard.engine.kernel_arguments import (
     tensors_in,
     written_tensors,
 )
-from fullshard.engine.sharded_tensor import ShardedTensor, dtensor_of, part_of
-from fullshard.engine.span import Span
-from fullshard.engine.whole_tensor import WholeCopy, WholeTensor
+from fullshard.features.dtensor_ops.whole_tensor import WholeCopy, WholeTensor
 
 _ALIKE = frozenset(
     torch_private.COPY_KERNELS

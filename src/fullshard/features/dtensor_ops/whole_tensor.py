@@ -11,7 +11,9 @@ from torch.distributed.tensor import DTensor, Placement
 
 from fullshard.comm import torch_private
 from fullshard.core.errors import LifecycleError
-from fullshard.engine.kernel_arguments import (
+from fullshard.engine.sharded_tensor import ShardedTensor, SpreadTensor, dtensor_of, reduced
+from fullshard.engine.span import Span
+from fullshard.features.dtensor_ops.arguments import (
     call_with,
     map_arguments,
     refuse_plain,
@@ -19,8 +21,6 @@ from fullshard.engine.kernel_arguments import (
     tensors_in,
     written_tensors,
 )
-from fullshard.engine.sharded_tensor import ShardedTensor, SpreadTensor, dtensor_of, reduced
-from fullshard.engine.span import Span
 
 
 class _Whole(SpreadTensor):
