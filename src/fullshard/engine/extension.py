@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from fullshard.engine.call import Call
     from fullshard.engine.schedule import Schedule
     from fullshard.engine.unit import Unit
+    from fullshard.engine.unit_parameters import UnitParameters
 
 ExtensionT = TypeVar("ExtensionT", bound="Extension")
 
@@ -82,8 +83,8 @@ class Extension:
     def forward_ends(self) -> None:
         """Learn that a forward of the model is over, has failed, or was interrupted."""
 
-    def before_gather(self, unit: Unit, *, in_backward: bool) -> None:
-        """Learn that this rank is about to wait for a unit's parameters."""
+    def before_gather(self, unit: UnitParameters) -> None:
+        """Learn that the gathers of a unit's parameters are about to be launched, in forward, backward or elsewhere."""
 
     # -- backward -----------------------------------------------------------------------------------------------
 
@@ -95,14 +96,6 @@ class Extension:
 
     def reduced(self, part: torch.Tensor, terms: Mapping[int, torch.Tensor]) -> None:
         """Look at a part of a reduced gradient while the cache has it; see `comm.base.Watch`."""
-
-    def message(self) -> bytes:
-        """Return what this rank adds to the message that ends a backward; equally long on every rank."""
-        return b""
-
-    def heard(self, message: bytes) -> None:
-        """Learn what all ranks have said: of each byte the largest."""
-        del message
 
     def backward_ends(self, used: Mapping[Bucket, bytearray], *, has_stepped: bool) -> None:
         """Learn that a backward is over and its gradients are published.
@@ -131,9 +124,6 @@ class Extension:
 
     def before_save(self) -> None:
         """Learn that all ranks are about to save the model."""
-
-    def failed(self, what: str) -> None:
-        """Learn that a forward or a backward has failed on this rank."""
 
 
 _registered: list[type[Extension]] = []

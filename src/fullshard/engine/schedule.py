@@ -164,6 +164,8 @@ class Schedule:
     def note_save(self) -> None:
         """The model is about to be saved, by all ranks."""
         self.lockstep.note_save()
+        for tell in self.extensions.before_save:
+            tell()
         if self.lockstep.has_begun and self.checkup.every:
             with self.units[-1].waiting("comparing replicas"):
                 self.checkup.compare_replicas(self.steps)
@@ -182,6 +184,8 @@ class Schedule:
             self.steps, self._stepped_since_forward = self.steps + 1, False
             PLACE.begin_step(time.monotonic())
             self.checkup.begin_step()
+            for tell in self.extensions.step_begins:
+                tell()
             if self.after_step is not None:
                 self.after_step(self.steps)
         if not self.lockstep.has_begun:
@@ -270,6 +274,8 @@ class Schedule:
         if not self._in_backward:
             self.reducer.begin(self._steppers_at_work())
             self.unannounced.begin()
+            for tell in self.extensions.backward_begins:
+                tell()
             self.lockstep.note_begin_of_backward()
             for each in self.units:
                 each.take_requires_grad()  # a module may have changed it within its forward

@@ -24,6 +24,7 @@ from fullshard.engine.bucket_spec import by_bucket
 from fullshard.engine.composed import ComposedBucket
 from fullshard.engine.deferred import HINT, StandIns
 from fullshard.engine.extended import ExtendedBucket
+from fullshard.engine.extension import Extensions
 from fullshard.engine.materialize import Values
 from fullshard.engine.offload import Storage
 from fullshard.engine.parameter import ShardedParameter, mark_original
@@ -55,6 +56,7 @@ class UnitOwner(Protocol):
     """What a unit's parameters ask of the model that they are part of."""
 
     mesh: Mesh
+    extensions: Extensions
     event_sink: EventSink | None
     steps: int
 
@@ -208,6 +210,8 @@ class UnitParameters:
         """Launch the all-gathers of a sharded unit; nothing for any other. See `FullBuffer.gather` for `exactly`."""
         if self.state is not UnitState.SHARDED:
             return
+        for tell in self.schedule.extensions.before_gather:
+            tell(self)
         self.state = UnitState.GATHERING  # before the launches: if one fails, `reshard` waits for those before it
         self.emit(EventKind.UNSHARD_ISSUED, self.full_nbytes)
         with torch_private.without_transforms():  # what they would make of the memory ends with them

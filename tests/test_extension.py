@@ -1,0 +1,109 @@
+"""Extensions are called at the moments of a step, in their order, and go over from a part to the model around it.
+
+pytest tests/test_extension.py
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+from fullshard.engine import extension
+from fullshard.engine.extension import Extension, Extensions, register
+from fullshard.engine.schedule import schedule_of
+from fullshard.features import FEATURES, fully_shard, units_of
+from fullshard.features.activation_offload import ActivationOffload
+from fullshard.features.late_registration import LateRegistration
+from fullshard.features.nonfinite import NonFiniteGuard
+from fullshard.features.submodule_entry import SubmoduleEntry
+from tests.distributed import run_ranks
+
+
+def test_the_order_of_the_features() -> None:
+    """Late registration refuses before anything is saved or gathered for a forward."""
+    assert (LateRegistration, SubmoduleEntry, ActivationOffload, NonFiniteGuard) == FEATURES
+
+
+class Recorder(Extension):
+    """Write down every moment."""
+
+    settings: ClassVar[dict[str, Any]] = {"label": "none"}
+    said: ClassVar[list[str]] = []
+    label: str
+
+
+def _recording(name: str) -> Any:
+    def method(self: Recorder, *args: Any, **options: Any) -> None:
+        names = [arg.name or "model" for arg in args if hasattr(arg, "modules")]
+        Recorder.said.append(" ".join([name, *names, *(key for key, value in options.items() if value is True)]))
+
+    return method
+
+
+for moment in extension._MOMENTS:
+    if moment not in ("reduced", "forbids_step_in_backward", "find"):
+        setattr(Recorder, moment, _recording(moment))
+
+
+def moments() -> list[str]:
+    register(Recorder)
+    try:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        fully_shard(model[0])
+        part = Recorder.of(schedule_of(units_of(model)[0]))
+        part.label = "set on a part"
+        fully_shard(model)
+        own = Recorder.of(schedule_of(units_of(model)[-1]))
+        assert own is not part and own.label == "set on a part"
+        Recorder.said.clear()
+        optimizer = torch.optim.SGD(model.parameters())
+        for _ in range(2):
+            model(torch.ones(1, 2)).sum().backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        schedule_of(units_of(model)[-1]).note_save()
+        return Recorder.said
+    finally:
+        extension._registered.remove(Recorder)
+
+
+STEP = """\
+forward_begins model is_outermost
+before_gather model
+forward_begins 0
+before_gather 0
+call_ends 0
+call_ends model
+forward_ends
+backward_begins
+before_gather 0
+call_backward_begins model
+call_backward_begins 0
+backward_ends
+before_clipping
+before_step"""
+
+
+def test_the_moments_of_a_step() -> None:
+    for said in run_ranks(moments, 2):
+        first, _, rest = "\n".join(said).partition("\nstep_begins\n")
+        assert first == STEP
+        assert rest == f"{STEP}\nbefore_save"
+
+
+def test_one_that_was_not_registered_is_not_found() -> None:
+    model = nn.Linear(2, 2)
+    fully_shard(model)
+    with pytest.raises(LookupError, match="Recorder was not registered before the model was sharded"):
+        Recorder.of(schedule_of(units_of(model)[0]))
+
+
+def test_nobody_listens_to_most_moments() -> None:
+    model = nn.Linear(2, 2)
+    fully_shard(model)
+    extensions: Extensions = schedule_of(units_of(model)[0]).extensions
+    assert extensions.before_gather == extensions.backward_begins == ()
+    assert extensions.watch is not None
