@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fullshard.api import Accelerator, reference_models
-from fullshard.engine import FSDPModule
+from fullshard.features import FSDPModule
 
 FUNCTIONS = [("accelerate.utils.fsdp_utils", "fsdp2_prepare_model"), ("trl.models.utils", "prepare_fsdp")]
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from fullshard.api.sharding import is_sharded
-from fullshard.engine import unsharded
+from fullshard.features import unsharded
 
 
 def teachers_head(trainer: Any) -> contextlib.AbstractContextManager[None]:
