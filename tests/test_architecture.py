@@ -22,7 +22,7 @@ from tests.sources import nodes, parsed
 ROOT = Path(fullshard.__file__).parent
 PROJECT = Path(__file__).parents[1]
 UPPER_LAYERS = ["cli", "recipes", "integrations", "api", "checkpoint", "observe", "launch"]
-LAYERS = [*UPPER_LAYERS, "optim", "engine", "wrap", "plan", "comm", "config", "core"]
+LAYERS = [*UPPER_LAYERS, "optim", "features", "engine", "wrap", "plan", "comm", "config", "core"]
 HEAVY = ("torch", "transformers", "datasets", "matplotlib", "accelerate", "pandas")
 
 

@@ -265,7 +265,8 @@ class _ToLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: ShardedTensor) -> torch.Tensor:
         ctx.span, ctx.shape = tensor.span, tensor.local.shape
-        return tensor._local_tensor.view_as(tensor._local_tensor)
+        own = tensor.local.view(tensor.span.row_shape) if isinstance(tensor, RowTensor) else tensor.local
+        return own.view_as(own)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> ShardedTensor:

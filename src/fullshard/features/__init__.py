@@ -31,10 +31,11 @@ __all__ = [
 FEATURES: tuple[type[Extension], ...] = (LateRegistration, SubmoduleEntry, ActivationOffload, NonFiniteGuard)
 
 
-class FSDPModule(NonFiniteMethods, module.FSDPModule):
+class ShardedModule(NonFiniteMethods, module.FSDPModule):
     """Mixed into the class of every module that is a unit: torch's methods, and those of the features."""
 
 
+FSDPModule = ShardedModule
 register(*FEATURES)
 at_first_sharding(install)
 module.use_module_class(FSDPModule)

@@ -214,6 +214,7 @@ class _Ledger:
     has_main_gradient: bool = False
     micro_batch: int = 0
     stepping: BucketPlan | None = None
+    tied_nbytes: int = 0
 
     def __post_init__(self) -> None:
         persistent = persistent_of(self.setting)
@@ -329,13 +330,20 @@ class _Ledger:
         """The reduce inputs are made when the first gradient arrives, and that gradient is still there."""
         if not unit.trainable:
             return [self.nbytes]
-        if unit.name not in self.collecting:
+        is_first = unit.name not in self.collecting
+        if is_first:
             self.collecting.add(unit.name)
             self.now["reduce buffers"] += sum(self.setting.collected_nbytes(bucket) for bucket in unit.trainable)
         if self.setting.device.is_cpu:
             halves = (b.largest_numel for b in unit.trainable if itemsize(b.compute_dtype) == 2)
             working += 4 * max(halves, default=0)
-        return self._for_a_moment({"reduce buffers": _largest_nbytes(unit), "activations": working})
+        largest = _largest_nbytes(unit)
+        moments = self._for_a_moment({"reduce buffers": largest, "activations": working})
+        if is_first and unit is self.root and self.setting.model.tied:
+            # Autograd holds the head's gradient until the embedding's comes, and adds that to it.
+            self.tied_nbytes = largest
+            self.now["reduce buffers"] += largest
+        return moments
 
     def _leave_backward(self) -> None:
         """What was kept for the unit whose backward was under way is freed."""
@@ -353,6 +361,10 @@ class _Ledger:
             self._leave_backward()
         if unit.name not in self.collecting:
             moments = self._collect(unit)
+        if self.tied_nbytes and unit is self.root:
+            moments += self._for_a_moment({"reduce buffers": self.tied_nbytes})  # the embedding's, mostly zeros
+            self.now["reduce buffers"] -= self.tied_nbytes
+            self.tied_nbytes = 0
         waiting = [g for g in self.launched if not g.is_shrunk]
         done = {id(g.bucket) for g in self.launched}
         bucket = next(bucket for bucket in unit.trainable if id(bucket) not in done)  # they are launched in order
