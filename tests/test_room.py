@@ -16,7 +16,7 @@ from torch import nn
 from fullshard.api.room import check_room, checkpoint_nbytes
 from fullshard.checkpoint.objects import location
 from fullshard.core.errors import CheckpointError
-from fullshard.engine import shard_model
+from fullshard.features import shard_model
 from tests.trainers import arguments, build, trainer
 
 Usage = namedtuple("Usage", "total used free")
