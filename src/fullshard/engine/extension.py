@@ -190,7 +190,8 @@ class Extensions:
         raise LookupError(f"{kind.__name__} was not registered before the model was sharded")
 
     def absorb(self, earlier: Extensions) -> None:
-        """Take over the settings and the state of a part's extensions."""
+        """Take over the settings and the state of a part's extensions, which hear no more."""
+        _alive.discard(earlier)
         for old in earlier._all:
             new = next((one for one in self._all if type(one) is type(old)), None)
             if new is not None:
