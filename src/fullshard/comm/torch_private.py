@@ -359,9 +359,6 @@ WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_orig_mod"})
 """What torch's wrappers, for checkpointing and compiling, put into the names of parameters. Else a name in a checkpoint
 would depend on them. Since 2.0."""
 
-HIDDEN_WRAPPER = "_checkpoint_wrapped_module"
-"""The one of these that is not in the keys of a state dict. Since 2.0."""
-
 
 _LEFT_ALONE = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
 

@@ -135,6 +135,8 @@ class UnitParameters:
                 # An optimizer that was made before holds these, and is told which they have become.
                 for original in (slot.parameter, *slot.replaced):
                     mark_original(original, sharded)
+                for replaced in slot.replaced:
+                    sharded.take_hooks(replaced)
         self._binding = Binding(self._real_entries())
         self._binding.bind(unsharded=False)
 

@@ -32,6 +32,7 @@ from fullshard.comm import torch_private
 from fullshard.config.switches import GRADIENTS
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.call import uncompiled
+from fullshard.engine.parameter import is_hooked
 from fullshard.engine.unsharded_gradient import Product
 
 _LARGE_NBYTES = 2**20
@@ -89,10 +90,7 @@ def _unless_in_graph(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 def _is_looked_at(bucket: Bucket, index: int) -> bool:
     """Whether somebody else may look at the whole gradient before it is collected."""
-    parameter = bucket.slots[index].parameter
-    after = torch_private.accumulated_hooks(parameter) or ()
-    is_hooked = bool(torch_private.gradient_hooks(parameter)) or len(after) > 1  # one is the engine's
-    return bucket.owner.is_pinned or is_hooked
+    return bucket.owner.is_pinned or is_hooked(bucket.slots[index].parameter)
 
 
 # -- embeddings -----------------------------------------------------------------------------------------------------
