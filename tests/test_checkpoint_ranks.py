@@ -196,8 +196,12 @@ class Remembering(nn.Linear):
         self.seen, self.mean = state["seen"], state["mean"]
 
 
+def _remembering() -> Any:
+    return shard_model(nn.Sequential(Remembering(3, 2), nn.Linear(2, 2)), unit_modules=[])
+
+
 def _extra_state() -> Any:
-    model, other = (shard_model(nn.Sequential(Remembering(3, 2), nn.Linear(2, 2)), unit_modules=[]) for _ in range(2))
+    model, other = (_remembering() for _ in range(2))
     model[0].seen = (dist.get_rank() + 5, {1: "a"})
     state = full_state_dict(model)
     assert load_full_state_dict(other, state) == ([], [])

@@ -24,6 +24,7 @@ from fullshard import (
     shard_model,
     unsharded,
 )
+from fullshard.comm import torch_private
 from fullshard.core.errors import CommunicationError, LifecycleError, OptimizerError
 from fullshard.engine import clip_grad_value_
 from tests.distributed import run_ranks
@@ -360,7 +361,7 @@ def check_renamed() -> None:
 def trains_in_hooks(model: nn.Module, reference: nn.Module) -> None:
     steppers = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()}
 
-    def step(parameter: torch.Tensor) -> None:
+    def step(parameter: Any) -> None:
         steppers[parameter].step()
         steppers[parameter].zero_grad()
 
@@ -412,7 +413,7 @@ def check_taken_early() -> None:
     layer.bias.register_hook(lambda grad: None)
     with pytest.raises(LifecycleError, match="register_hook on parameter bias while it was on the meta device never"):
         layer.to_empty(device="cpu")
-    layer.bias._backward_hooks.clear()
+    torch_private.gradient_hooks(layer.bias).clear()  # type: ignore[union-attr]
     layer.to_empty(device="cpu")
     with pytest.raises(OptimizerError, match="holds weight as it was before"):
         before.step()

@@ -241,11 +241,13 @@ class ShardedParameter(ShardedTensor):
 
     def take_hooks(self, replaced: torch.Tensor) -> None:
         """Call the hooks of a parameter that this one has replaced. Their handles can still remove them."""
-        is_ours = isinstance(replaced, ShardedParameter)
-        hooks = replaced.gradient_hooks if is_ours else torch_private.accumulated_hooks(replaced)
+        hooks: Any = torch_private.accumulated_hooks(replaced)
+        if isinstance(replaced, ShardedParameter):
+            hooks = replaced.gradient_hooks
         if hooks:
             hooks.update(self.gradient_hooks)
-            self.gradient_hooks, self._bucket.has_gradient_hooks = hooks, True
+            self.gradient_hooks = hooks
+            self._bucket.has_gradient_hooks = True
 
 
 class RowParameter(ShardedParameter, RowTensor):
