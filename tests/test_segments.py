@@ -18,7 +18,7 @@ from torch import nn, optim
 from fullshard.config.switches import OPTIMIZER
 from fullshard.engine import fully_shard, no_sync
 from fullshard.engine.step.segments import ELEMENT_WISE
-from tests.differential import own_part
+from tests.differential import CLOSE, own_part
 from tests.distributed import run_ranks
 from tests.optimizers import Make, makers
 from tests.traps import BLOCKS, Stack, build_sharded, run_squared, sharded_step
@@ -183,7 +183,7 @@ def check_alike(cases: list[tuple[str, Between, bool]]) -> list[tuple[int, int]]
                 assert a[0] == b[0], case
                 a, b = a[1], b[1]
             # torch's fused kernels round the last elements of a tensor differently.
-            same = torch.allclose(a, b, rtol=1e-5, atol=1e-7) if "fused" in make else torch.equal(a, b)
+            same = torch.allclose(a, b, **CLOSE) if "fused" in make else torch.equal(a, b)
             assert same, case
         counts.append((sum(many), sum(few)))
     return counts
