@@ -34,6 +34,7 @@ PROCESSORS = {
 """MKL heeds the second variable on Intel's processors only, the third on others, too."""
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="these variables are read on x86 only")
 @pytest.mark.parametrize("processor", PROCESSORS)
 def test_numbers_hold_on_other_processors(processor: str) -> None:
