@@ -40,7 +40,7 @@ def rounding(dtype: torch.dtype, chain: float) -> float:
 
 TOLERANCE = rounding(torch.float32, 5 * 2 * 120)
 """Of float32: five steps of a forward and a backward pass, each of which adds up some 120 terms."""
-CLOSE = {"rtol": TOLERANCE, "atol": rounding(torch.float32, 16)}
+CLOSE: Any = {"rtol": TOLERANCE, "atol": rounding(torch.float32, 16)}
 """For `assert_close`. Where terms cancel, what is left of 16 roundings of numbers as large as one."""
 EPS = 1e-3
 """For Adam and its like where sums are in another order. They divide a gradient by its size and this: with their own
