@@ -14,7 +14,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 NPROC ?=
 ARGS ?=
 
-.PHONY: help venv train test test-full test-gpu test-versions test-xla mutants lint format docs bench bench-more bench-gpu clean
+.PHONY: help venv train test test-full test-slice test-gpu test-versions test-xla mutants lint format docs bench bench-more bench-gpu clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-10s %s\n", $$1, $$2}'
@@ -50,6 +50,10 @@ test: $(VENV)/.dev  ## run the default tests
 
 test-full: $(VENV)/.dev  ## run the default and the slow tests
 	$(PYTEST) -m 'not gpu and not xla' --hypothesis-profile drawn $(ARGS)
+
+# Which fifth comes next, and what was run when, is in tests/slices.log.
+test-slice: $(VENV)/.dev  ## run a fifth of the slow tests, and of other environments, in 50 minutes (options: SLICE=2)
+	$(BIN)/python -m tests.slices --workers $(WORKERS) $(if $(SLICE),--slice $(SLICE)) $(ARGS)
 
 test-gpu: $(VENV)/.dev  ## run the tests that need an accelerator
 	$(BIN)/python -m pytest -m gpu $(ARGS)
@@ -94,6 +98,7 @@ test-xla: $(XLA_VENV)/.xla $(VENV)/.dev  ## run the tests of PyTorch/XLA, on 4 v
 	PJRT_DEVICE=CPU CPU_NUM_DEVICES=4 OMP_NUM_THREADS=1 TF_CPP_MIN_LOG_LEVEL=2 \
 		PYTHONPATH=src:. ENGINE_PYTHON=$(BIN)/python \
 		$(XLA_VENV)/bin/python -m pytest --noconftest -o filterwarnings= -m xla tests/xla $(ARGS)
+	$(if $(ARGS),,$(BIN)/python -m tests.slices --note-xla)
 
 mutants: $(VENV)/.dev  ## change critical code, one place at a time, and see whether the default tests notice
 	$(BIN)/python -m tests.mutants --measure

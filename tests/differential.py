@@ -39,7 +39,12 @@ def rounding(dtype: torch.dtype, chain: float) -> float:
 
 
 TOLERANCE = rounding(torch.float32, 5 * 2 * 120)
-"""Five steps of a forward and a backward pass, each of which adds up some 120 terms."""
+"""Of float32: five steps of a forward and a backward pass, each of which adds up some 120 terms."""
+CLOSE: Any = {"rtol": TOLERANCE, "atol": rounding(torch.float32, 16)}
+"""For `assert_close`. Where terms cancel, what is left of 16 roundings of numbers as large as one."""
+EPS = 1e-3
+"""For Adam and its like where sums are in another order. They divide a gradient by its size and this: with their own
+1e-8 the last bits of a gradient that is nearly zero decide where a weight goes."""
 BFLOAT16_TOLERANCE = rounding(torch.bfloat16, 8)
 """For tensors stored in bfloat16: some roundings over a few steps."""
 

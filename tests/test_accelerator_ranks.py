@@ -36,7 +36,7 @@ from fullshard.config.schema import CheckpointConfig, RunConfig
 from fullshard.core.errors import CheckpointError, CommunicationError, ConfigError, DataError, OptimizerError
 from fullshard.engine.lockstep import Lockstep
 from fullshard.features import ShardedParameter, describe, units_of
-from tests.differential import own_part
+from tests.differential import CLOSE, EPS, TOLERANCE, own_part
 from tests.distributed import run_ranks
 
 
@@ -280,7 +280,7 @@ def _train(accelerator: Accelerator, model: Any, optimizer: Any, loader: Any, ep
 def _accumulate(batch_size: int, steps: int, use_no_sync: bool) -> dict[str, torch.Tensor]:
     accelerator = Accelerator(gradient_accumulation_steps=steps)
     model = make_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=EPS)
     model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(make_data(), batch_size=batch_size))
     if not use_no_sync:
         _train(accelerator, model, optimizer, loader)
@@ -305,8 +305,8 @@ def _all_ways() -> list[dict[str, torch.Tensor]]:
 def test_accumulating_equals_a_larger_batch() -> None:
     for large, small, unreduced in run_ranks(_all_ways, 2):
         for name, value in large.items():
-            torch.testing.assert_close(small[name], value, rtol=1e-5, atol=1e-6)
-            torch.testing.assert_close(unreduced[name], value, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(small[name], value, **CLOSE)
+            torch.testing.assert_close(unreduced[name], value, **CLOSE)
 
 
 def _orders() -> list[dict[str, torch.Tensor]]:
@@ -375,9 +375,9 @@ def test_settings_change_how_and_not_what() -> None:
     losses, _ = run_ranks(_settings, 2)
     ignoring = losses.pop("ignoring")
     for name, values in losses.items():
-        assert values == pytest.approx(losses["plain"], rel=1e-5), name
+        assert values == pytest.approx(losses["plain"], rel=TOLERANCE), name
     # An ignored module is not reduced over the ranks, so only its first step is the same.
-    assert ignoring[0] == pytest.approx(losses["plain"][0], rel=1e-6)
+    assert ignoring[0] == pytest.approx(losses["plain"][0], rel=TOLERANCE)
 
 
 def _precision() -> dict[str, Any]:
@@ -386,7 +386,7 @@ def _precision() -> dict[str, Any]:
     with contextlib.redirect_stderr(stderr):
         accelerator = Accelerator(mixed_precision="bf16")
         model = make_model().bfloat16()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=EPS)
         model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(make_data(), batch_size=4))
     result["said"] = stderr.getvalue()
     result["main"] = {p.dtype for p in model.parameters()}
@@ -517,7 +517,7 @@ def _run(directory: str, save_after: int | None, resume: bool, batch_size: int) 
         project_config=ProjectConfiguration(project_dir=directory, automatic_checkpoint_naming=True, total_limit=1),
     )
     model = make_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=EPS)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
     loader = DataLoader(make_data(), batch_size=batch_size, shuffle=True)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
@@ -549,7 +549,7 @@ def test_state_resumes_in_mid_epoch_on_any_number_of_ranks(tmp_path: Path) -> No
     assert resumed["rate"] == whole_run["rate"]
     assert all(torch.equal(value, resumed["weights"][name]) for name, value in whole_run["weights"].items())
     [alone] = run_ranks(_run, 1, str(tmp_path), None, True, 4)
-    assert alone["losses"] == pytest.approx(whole_run["losses"][8:], rel=1e-5)
+    assert alone["losses"] == pytest.approx(whole_run["losses"][8:], rel=TOLERANCE)
 
 
 def _two_models(directory: str, load: bool) -> list[dict[str, torch.Tensor]]:
@@ -641,7 +641,7 @@ def _hugging_face(directory: str) -> dict[str, Any]:
     model = accelerator.prepare(transformers.GPT2LMHeadModel.from_pretrained(base / "source"))
     tokens = torch.arange(12).view(1, 12)
     expected = source.eval()(input_ids=tokens).logits
-    loaded_equal = torch.allclose(model.eval()(input_ids=tokens).logits, expected, atol=1e-6)
+    loaded_equal = torch.allclose(model.eval()(input_ids=tokens).logits, expected, **CLOSE)
     state = accelerator.get_state_dict(model)
     # The way Accelerate's documentation has people save a sharded model.
     accelerator.unwrap_model(model).save_pretrained(
@@ -662,7 +662,9 @@ def _hugging_face(directory: str) -> dict[str, Any]:
     accelerator.wait_for_everyone()
     same = [
         torch.allclose(
-            transformers.GPT2LMHeadModel.from_pretrained(base / d)(input_ids=tokens).logits, expected, atol=1e-6
+            transformers.GPT2LMHeadModel.from_pretrained(base / d)(input_ids=tokens).logits,
+            expected,
+            **CLOSE,
         )
         for d in ("idiom", "example", "saved")
     ]
@@ -676,7 +678,7 @@ def _hugging_face(directory: str) -> dict[str, Any]:
         accelerator.wait_for_everyone()
         pickles.append(sorted(path.name for path in (base / "saved").glob("*model*")))
         pickled = transformers.GPT2LMHeadModel.from_pretrained(base / "saved")(input_ids=tokens).logits
-        same.append(torch.allclose(pickled, expected, atol=1e-6))
+        same.append(torch.allclose(pickled, expected, **CLOSE))
     weights = torch.load(base / "saved" / "pytorch_model.bin")
     return {
         "files": files,

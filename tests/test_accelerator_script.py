@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.accelerator_script import main
+from tests.differential import TOLERANCE
 from tests.distributed import run_ranks
 from tests.launching import run_python
 
@@ -40,8 +41,8 @@ def test_the_script_gives_accelerates_numbers(options: dict[str, Any]) -> None:
     theirs = _with_accelerate(options)
     results = run_ranks(main, 2, "fullshard.api", options)
     for ours in results:
-        assert ours["losses"] == pytest.approx(theirs["losses"], abs=2e-5)
-        assert ours["norms"] == pytest.approx(theirs["norms"], rel=2e-4)
+        assert ours["losses"] == pytest.approx(theirs["losses"], rel=TOLERANCE)
+        assert ours["norms"] == pytest.approx(theirs["norms"], rel=TOLERANCE)
         assert ours["rate"] == pytest.approx(theirs["rate"])
         assert ours["references"] == ours["expected"] == theirs["references"]
         assert ours["predictions"] == theirs["predictions"]
@@ -52,7 +53,7 @@ def test_the_script_gives_accelerates_numbers(options: dict[str, Any]) -> None:
 def test_one_rank_gives_them_too() -> None:
     theirs = _with_accelerate({})
     [ours] = run_ranks(main, 1, "fullshard.api", {})
-    assert ours["losses"] == pytest.approx(theirs["losses"], abs=2e-5)
+    assert ours["losses"] == pytest.approx(theirs["losses"], rel=TOLERANCE)
 
 
 @pytest.mark.full

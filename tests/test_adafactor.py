@@ -117,6 +117,7 @@ def check_half_precision(kind: str) -> dict[str, float]:
     return compare({"parameters": parameters(model)}, {"parameters": parameters(reference)})
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("kind", BOTH)
 def test_weights_in_half_precision(kind: str) -> None:
     """The same but for roundings of a bfloat16, which has eight bits."""

@@ -184,6 +184,43 @@ def test_a_full_state_dict_on_rank_0_reaches_all() -> None:
     assert run_ranks(_full_states, 2) == [True, True]
 
 
+class Remembering(nn.Linear):
+    """Has state beside its tensors, a tensor of it another one on each rank."""
+
+    seen: Any = None
+
+    def get_extra_state(self) -> Any:
+        return {"seen": self.seen, "mean": torch.full((2,), 0.5)}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen, self.mean = state["seen"], state["mean"]
+
+
+def _remembering() -> Any:
+    return shard_model(nn.Sequential(Remembering(3, 2), nn.Linear(2, 2)), unit_modules=[])
+
+
+def _extra_state() -> Any:
+    model, other = (_remembering() for _ in range(2))
+    model[0].seen = (dist.get_rank() + 5, {1: "a"})
+    state = full_state_dict(model)
+    assert load_full_state_dict(other, state) == ([], [])
+    assert other[0].mean.tolist() == [0.5, 0.5]
+    assert load_full_state_dict(other, {"1.bias": torch.ones(2)}, strict=False)[0][-1] == "0._extra_state"
+    partial = {name: value for name, value in state.items() if name != "0._extra_state"}
+    with pytest.raises(CheckpointError, match=r"'0\._extra_state' is missing"):
+        load_full_state_dict(other, partial)
+    with pytest.raises(CheckpointError, match=r"extra state/0\._extra_state is a Remembering, which cannot be stored"):
+        load_full_state_dict(other, {**state, "0._extra_state": model[0]})
+    with pytest.raises(CheckpointError, match=r"'1\._extra_state' is not in the model"):
+        load_full_state_dict(other, {**state, "1._extra_state": 1})
+    return other[0].seen
+
+
+def test_extra_state_on_rank_0_reaches_all() -> None:
+    assert run_ranks(_extra_state, 2) == [(5, {1: "a"})] * 2
+
+
 # -- failures ----------------------------------------------------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fullshard.checkpoint import export_hf, full_state_dict, load_checkpoint, save_checkpoint
 from fullshard.engine.bucket import bucket_of
 from fullshard.features import MixedPrecisionPolicy, clip_grad_norm_, no_sync, shard_model
-from tests.differential import compare, optimizer_state
+from tests.differential import CLOSE, EPS, compare, optimizer_state
 from tests.distributed import run_ranks
 from tests.traps import assert_same_parameters, rank_and_size, sharded_parameters, whole_gradient
 
@@ -52,7 +52,7 @@ def check_training(directory: str, strategy: str) -> None:
     ddp = DistributedDataParallel(reference, find_unused_parameters=True)
     model = made(0)
     shard_model(model, unit_modules=[model[0]], strategy=strategy)  # type: ignore[index]
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, reference)]
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, eps=EPS) for m in (model, reference)]
     for step in range(3):
         for part in range(2):
             with no_sync(model) if not part else torch.enable_grad():
@@ -63,7 +63,7 @@ def check_training(directory: str, strategy: str) -> None:
         for name, parameter in sharded_parameters(model).items():
             gradient = whole_gradient(parameter)
             assert gradient is not None and gradient.dtype == expected[name].dtype
-            torch.testing.assert_close(gradient, expected[name].grad, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(gradient, expected[name].grad, **CLOSE)
         norms = clip_grad_norm_(model, 1.0), nn.utils.clip_grad_norm_(list(reference.parameters()), 1.0)
         torch.testing.assert_close(*norms)
         for optimizer in optimizers:

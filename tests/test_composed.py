@@ -18,6 +18,7 @@ from fullshard.checkpoint import full_state_dict, save_checkpoint
 from fullshard.core.errors import CheckpointError, OptimizerError, WrapError
 from fullshard.engine.bucket import bucket_of
 from fullshard.features import fully_shard
+from tests.differential import EPS, rounding
 from tests.distributed import preload, run_ranks
 from tests.traps import assert_at_rest, batch, rank_and_size
 
@@ -25,6 +26,9 @@ preload("torchao.quantization", "torchao.prototype.quantized_training")
 
 WIDTH, ROWS = 8, 5
 """Five rows are shared by two ranks as three and two."""
+RATE = 0.05
+NEAR = rounding(torch.float64, RATE / EPS * 4 * 2 * 30)
+"""Four steps of two passes over 30 terms. In float32 a weight would now and then be rounded to the next code."""
 
 
 class Coded(torch.Tensor):
@@ -99,7 +103,7 @@ class Coded(torch.Tensor):
 def model_of(*, coded: bool) -> Any:
     torch.manual_seed(0)
     plain = nn.LayerNorm(4), nn.Linear(4, 1)
-    model: Any = nn.Sequential(nn.Linear(WIDTH, ROWS), nn.Tanh(), nn.Linear(ROWS, 4), *plain, nn.Linear(1, 3))
+    model: Any = nn.Sequential(nn.Linear(WIDTH, ROWS), nn.Tanh(), nn.Linear(ROWS, 4), *plain, nn.Linear(1, 3)).double()
     for layer in (model[0], model[2], model[5]):  # the last one's rows are of one element
         layer.weight = nn.Parameter(Coded.of(layer.weight) if coded else Coded.of(layer.weight).plain())
     return model
@@ -114,7 +118,7 @@ def shard(model: nn.Module, **options: Any) -> Any:
 
 
 def loss_of(model: nn.Module, number: int, rank: int) -> torch.Tensor:
-    loss: torch.Tensor = model(batch(number, rank, 4, WIDTH).float()).square().mean()
+    loss: torch.Tensor = model(batch(number, rank, 4, WIDTH)).square().mean()
     return loss
 
 
@@ -134,16 +138,15 @@ def check_training(options: dict[str, Any]) -> None:
         each[0].weight.requires_grad_(not is_frozen)
     shard(model, **options)
     rank, size = rank_and_size()
-    near = 1e-6 if size <= 2 else 5e-3  # three terms are added in another order, and a code may then be the next one
-    optimizers = [torch.optim.Adam(m.parameters(), lr=0.05) for m in (model, reference)]
+    optimizers = [torch.optim.Adam(m.parameters(), lr=RATE, eps=EPS) for m in (model, reference)]
     for number in range(4):
         expected = [loss_of(reference, number, r) for r in range(size)]
         torch.stack(expected).mean().backward()
         loss = loss_of(model, number, rank)
         loss.backward()
-        assert loss.item() == pytest.approx(expected[rank].item(), rel=near), f"step {number}"
+        assert loss.item() == pytest.approx(expected[rank].item(), rel=NEAR), f"step {number}"
         norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.1) for m in (model, reference)]
-        assert norms[0].full_tensor().item() == pytest.approx(norms[1].item(), rel=10 * near)  # type: ignore[attr-defined]
+        assert norms[0].full_tensor().item() == pytest.approx(norms[1].item(), rel=NEAR)  # type: ignore[attr-defined]
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -153,15 +156,15 @@ def check_training(options: dict[str, Any]) -> None:
     shards = 1 if "mesh" in options else size
     rows = -(-ROWS // shards)
     assert type(weight.to_local()) is type(weight.full_tensor()) is Coded
-    assert sum(tensor.nbytes for tensor in bucket.stored) == rows * (WIDTH + 4), "a byte for each element, and scales"
+    assert sum(tensor.nbytes for tensor in bucket.stored) == rows * (WIDTH + 8), "a byte for each element, and scales"
     assert bucket.buffer.nbytes in (0, bucket.full_nbytes)
     for mine, wanted in zip(model.parameters(), reference.parameters(), strict=True):
         whole = mine.full_tensor()
         found = whole.plain() if isinstance(whole, Coded) else whole
-        torch.testing.assert_close(found, wanted.detach(), rtol=10 * near, atol=near)
+        torch.testing.assert_close(found, wanted.detach(), rtol=NEAR, atol=NEAR)
     state = optimizers[0].state[model[2].weight]["exp_avg"]
     wanted = optimizers[1].state[reference[2].weight]["exp_avg"]
-    torch.testing.assert_close(state.full_tensor(), wanted, rtol=10 * near, atol=near / 10)
+    torch.testing.assert_close(state.full_tensor(), wanted, rtol=NEAR, atol=NEAR)
     every, none = state.split([4, 0])
     assert torch.equal(every.full_tensor(), state.full_tensor()) and none.shape == (0, ROWS)
     assert full_state_dict(model, rank0_only=False)["0.weight"].codes.shape == (ROWS, WIDTH)
@@ -170,6 +173,7 @@ def check_training(options: dict[str, Any]) -> None:
     assert_at_rest(model)
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [

@@ -8,8 +8,10 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import distribute_tensor
+from torch.nn.utils import parametrize
 
 from fullshard import (
     CPUOffloadPolicy,
@@ -22,7 +24,9 @@ from fullshard import (
     shard_model,
     unsharded,
 )
+from fullshard.comm import torch_private
 from fullshard.core.errors import CommunicationError, LifecycleError, OptimizerError
+from fullshard.features import clip_grad_value_
 from tests.distributed import run_ranks
 from tests.traps import rank_and_size
 
@@ -276,7 +280,7 @@ def check_cast(how: str) -> None:
         model.to(torch.float64)
         repoint(optimizer, model)
         assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True))
-        with pytest.raises(OptimizerError, match=r"holds scale as it was before sharding"):
+        with pytest.raises(OptimizerError, match=r"holds scale as it was before it was sharded, cast or"):
             stale.step()
     reference.double()
     assert_equal(model, reference)
@@ -298,6 +302,128 @@ def check_cast(how: str) -> None:
         fresh.to("meta")
 
 
+def renames(module: nn.Module, saved: str, here: str) -> None:
+    """Hooks as a user's, who has given something in the module another name since."""
+
+    def rename(before: str, after: str) -> Any:
+        def hook(_module: nn.Module, state: dict[str, Any], prefix: str, *_arguments: object) -> None:
+            for key in [key for key in state if key.startswith(prefix + before)]:
+                state[prefix + after + key.removeprefix(prefix + before)] = state.pop(key)
+
+        return hook
+
+    module.register_load_state_dict_pre_hook(rename(saved, here))
+    module.register_state_dict_post_hook(rename(here, saved))
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return 2 * weight
+
+
+def compiled(module: nn.Module) -> Any:
+    return torch.compile(module, backend="eager")
+
+
+BEFORE: dict[str, Any] = {
+    "checkpointed unit": lambda m: m.__setattr__("block", checkpoint_wrapper(m.block)),
+    "checkpointed layer": lambda m: m.block.__setitem__(0, checkpoint_wrapper(m.block[0])),
+    "compiled unit": lambda m: m.__setattr__("block", compiled(m.block)),
+    "renaming unit": lambda m: renames(m.block, "first.", "0."),
+    "renaming layer": lambda m: renames(m.block[0], "kernel", "weight"),
+    "renaming model": lambda m: renames(m, "trunk.", "block."),
+    "parametrized": lambda m: parametrize.register_parametrization(m.block[0], "weight", Doubled(), unsafe=True),
+}
+AFTER = {name: BEFORE[name] for name in ("checkpointed unit", "compiled unit", "renaming unit", "renaming model")}
+
+
+def check_renamed() -> None:
+    """What wraps modules and renames keys, before sharding and after it: loaded weights train, by steps in hooks."""
+    for before, after in [*((change, None) for change in BEFORE.values()), *((None, c) for c in AFTER.values())]:
+        for assign in (True, False):
+            reference, change = whole(), before or after
+            change(reference)
+            state = {key: value.clone() for key, value in reference.state_dict().items()}
+            with torch.device("meta"):
+                model: Any = Net()
+            if before:
+                before(model)
+            fully_shard(model.block)
+            fully_shard(model)
+            if after:
+                after(model)
+            model.norm.to_empty(device="cpu")
+            model.load_state_dict(state, assign=assign)
+            trains_in_hooks(model, reference)
+            assert model.state_dict().keys() == state.keys()
+
+
+def trains_in_hooks(model: nn.Module, reference: nn.Module) -> None:
+    steppers = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()}
+
+    def step(parameter: Any) -> None:
+        steppers[parameter].step()
+        steppers[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for _ in range(2):
+        model(INPUTS).square().mean().backward()
+        reference(INPUTS).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(parameter.full_tensor(), expected.detach())  # type: ignore[attr-defined]
+
+
+def check_taken_early() -> None:
+    """Parameters that were taken before the unit had its memory: hooks move on, an optimizer is told the truth."""
+    model, reference = net(), whole()
+    seen: list[str] = []
+    on_meta = model.scale.register_post_accumulate_grad_hook(lambda p: seen.append(p.name))
+    removed = model.norm.bias.register_post_accumulate_grad_hook(lambda p: seen.append(p.name))
+    for module, other in zip(model.modules(), reference.modules(), strict=True):
+        for name, parameter in other.named_parameters(recurse=False):
+            setattr(module, name, nn.Parameter(parameter.detach().clone()))
+        module._buffers.update({name: buffer.clone() for name, buffer in other.named_buffers(recurse=False)})
+    model.head.weight = model.layer.weight
+    taken = list(model.parameters())
+    optimizer = torch.optim.SGD(taken, lr=0.1)
+    model.block[0].bias.register_post_accumulate_grad_hook(lambda p: seen.append(p.name))
+    model(INPUTS).square().mean().backward()
+    assert sorted(seen) == ["block.0.bias", "norm.bias", "scale"]
+    norm = clip_grad_norm_(model.parameters(), 1e9)
+    assert norm == clip_grad_norm_(taken, 1e9) > 0
+    clip_grad_value_(taken, 1e-9)
+    assert clip_grad_norm_(model, 1e9) < 1e-7
+    with pytest.raises(OptimizerError, match=r"given memory \(on the meta device\).*\n.*repoint"):
+        optimizer.step()
+    repoint(optimizer, model)
+    optimizer.step()
+    removed.remove()
+    on_meta.remove()
+    model(INPUTS).sum().backward()
+    assert seen[3:] == ["block.0.bias"]
+
+    with torch.device("meta"):
+        layer: Any = nn.Linear(WIDTH, 3)
+    before = torch.optim.SGD(layer.parameters(), lr=0.1)
+    fully_shard(layer)
+    layer.bias.register_hook(lambda grad: None)
+    with pytest.raises(LifecycleError, match="register_hook on parameter bias while it was on the meta device never"):
+        layer.to_empty(device="cpu")
+    torch_private.gradient_hooks(layer.bias).clear()  # type: ignore[union-attr]
+    layer.to_empty(device="cpu")
+    with pytest.raises(OptimizerError, match="holds weight as it was before"):
+        before.step()
+    hooked: Any = nn.Linear(WIDTH, 3)
+    hooked.weight.register_hook(lambda grad: None)
+    fully_shard(hooked)
+    with pytest.raises(LifecycleError, match=r"given hooks before fully_shard: \['weight'\]"):
+        hooked.double()
+
+
 @pytest.mark.parametrize("how", ["meta", "real", "offload", "swap"])
 def test_cast_after_sharding(how: str) -> None:
     run_ranks(check_cast, 2, how)
@@ -310,7 +436,15 @@ def test_to_empty_and_initialise_is_one_process(world_size: int) -> None:
 
 @pytest.mark.parametrize(
     "check",
-    [check_nobody_filled, check_refused, check_parts, check_mixed, check_real_on_rank_0],
+    [
+        check_nobody_filled,
+        check_refused,
+        check_parts,
+        check_mixed,
+        check_real_on_rank_0,
+        check_renamed,
+        check_taken_early,
+    ],
     ids=lambda c: c.__name__,
 )
 def test_meta(check: Any) -> None:

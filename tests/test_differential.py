@@ -28,6 +28,8 @@ from fullshard.features import (
     shard_model,
 )
 from tests.differential import (
+    EPS,
+    TOLERANCE,
     Engine,
     Record,
     check,
@@ -156,7 +158,7 @@ def ours(model: Model, **arguments: Any) -> nn.Module:
 
 
 def adamw(model: nn.Module) -> Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.003)
+    return torch.optim.AdamW(model.parameters(), lr=0.003, eps=EPS)
 
 
 @dataclass(frozen=True)
@@ -335,6 +337,7 @@ def test_clipping_by_norm(order: float) -> None:
     check(run_ranks(clipping, 2, order, Model, "FULL_SHARD", None), exact=False)
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize(
     ("world_size", "strategy", "shard_size"),
     [(1, "FULL_SHARD", None), (2, "NO_SHARD", None), (3, "FULL_SHARD", None), (4, "HYBRID_SHARD", 2)],
@@ -367,7 +370,7 @@ def norms(strategy: str, shard_size: int | None) -> dict[str, list[float]]:
 def test_norms_are_those_of_one_process(world_size: int, strategy: str, shard_size: int | None) -> None:
     results = run_ranks(norms, world_size, strategy, shard_size)
     assert all(result == results[0] for result in results), "every rank has the same norm"
-    assert results[0]["got"] == pytest.approx(results[0]["expected"], rel=1e-6)
+    assert results[0]["got"] == pytest.approx(results[0]["expected"], rel=TOLERANCE)
 
 
 def nonfinite() -> None:
@@ -410,15 +413,15 @@ def test_clipping_by_value() -> None:
 OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "SGD": (torch.optim.SGD, {"lr": 0.1}),
     "SGD momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
-    "Adam": (torch.optim.Adam, {"lr": 0.003}),
-    "Adam amsgrad": (torch.optim.Adam, {"lr": 0.003, "amsgrad": True, "weight_decay": 0.1}),
-    "AdamW": (torch.optim.AdamW, {"lr": 0.003, "weight_decay": 0.1}),
-    "NAdam": (torch.optim.NAdam, {"lr": 0.003, "weight_decay": 0.1}),
-    "RAdam": (torch.optim.RAdam, {"lr": 0.003}),
-    "Adamax": (torch.optim.Adamax, {"lr": 0.003}),
-    "Adagrad": (torch.optim.Adagrad, {"lr": 0.01}),
+    "Adam": (torch.optim.Adam, {"lr": 0.003, "eps": EPS}),
+    "Adam amsgrad": (torch.optim.Adam, {"lr": 0.003, "amsgrad": True, "weight_decay": 0.1, "eps": EPS}),
+    "AdamW": (torch.optim.AdamW, {"lr": 0.003, "weight_decay": 0.1, "eps": EPS}),
+    "NAdam": (torch.optim.NAdam, {"lr": 0.003, "weight_decay": 0.1, "eps": EPS}),
+    "RAdam": (torch.optim.RAdam, {"lr": 0.003, "eps": EPS}),
+    "Adamax": (torch.optim.Adamax, {"lr": 0.003, "eps": EPS}),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 0.01, "eps": EPS}),
     "Adadelta": (torch.optim.Adadelta, {"lr": 1.0}),
-    "RMSprop": (torch.optim.RMSprop, {"lr": 0.003, "momentum": 0.9, "centered": True, "eps": 1e-3}),
+    "RMSprop": (torch.optim.RMSprop, {"lr": 0.003, "momentum": 0.9, "centered": True, "eps": EPS}),
     "Rprop": (torch.optim.Rprop, {"lr": 0.003}),
     "ASGD": (torch.optim.ASGD, {"lr": 0.01}),
 }
@@ -437,6 +440,7 @@ def test_element_wise_optimizers(name: str, implementation: str) -> None:
     check(run_ranks(optimizing, 2, name, {"foreach": implementation == "foreach"}), exact=True)
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("name", FUSED_ON_CPU)
 def test_fused_optimizers(name: str) -> None:
     """Fused kernels treat the last few elements of a tensor apart, and a slice ends elsewhere than its whole."""
@@ -457,7 +461,7 @@ def by_dimensions(model: nn.Module) -> Optimizer:
         {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0, "lr": 0.01},
     ]
     assert all(group["params"] for group in groups)
-    return torch.optim.AdamW(groups, lr=0.003)
+    return torch.optim.AdamW(groups, lr=0.003, eps=EPS)
 
 
 def by_name(model: nn.Module) -> Optimizer:
@@ -467,7 +471,7 @@ def by_name(model: nn.Module) -> Optimizer:
     for name, parameter in named:
         groups[next(i for i, (part, _, _) in enumerate(matches) if part in name)]["params"].append(parameter)
     assert all(group["params"] for group in groups)
-    return torch.optim.AdamW(groups)
+    return torch.optim.AdamW(groups, eps=EPS)
 
 
 def grouped(name: str) -> dict[str, float]:

@@ -27,6 +27,7 @@ from fullshard.launch.preemption import PREEMPTED
 from fullshard.observe import StepMetrics, read_metrics
 from fullshard.recipes.arguments import TrainArguments
 from fullshard.recipes.train import for_any_size, train
+from tests.differential import TOLERANCE
 from tests.launching import LAUNCH, free_port, launch, read, started, started_into, wait_until
 from tests.namespaces import can_have_namespaces, namespaces
 
@@ -120,7 +121,7 @@ def starts(output: Path) -> list[int]:
     return [event["world_size"] for event in read_journal(output) if event["kind"] == "start"]
 
 
-def check_same(output: Path, reference: list[StepMetrics], *, tolerance: float = 1e-4) -> None:
+def check_same(output: Path, reference: list[StepMetrics], *, tolerance: float = TOLERANCE) -> None:
     """Step by step as if nothing had happened: losses, samples, learning rates."""
     found = list(read_metrics(output / "metrics.jsonl"))
     assert [record.step for record in found] == [record.step for record in reference]
@@ -300,7 +301,7 @@ def test_a_script_of_ones_own(tmp_path: Path) -> None:
         with started(*words, cwd=tmp_path) as third:
             said = [process.communicate(timeout=240)[0] for process in (first, third)]
     assert (first.returncode, third.returncode) == (0, 0), said
-    assert float(re.findall(r"trained (\S+)", said[0])[0]) == pytest.approx(right, rel=1e-6)
+    assert float(re.findall(r"trained (\S+)", said[0])[0]) == pytest.approx(right, rel=TOLERANCE)
     last: dict[int, dict[int, list[int]]] = {}
     sizes, every_size = {}, set()
     for rank in (0, 1):

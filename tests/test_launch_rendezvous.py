@@ -495,6 +495,24 @@ def test_clients_learn_the_root_cause(where: tuple[str, int], pool: ThreadPoolEx
     assert (first.root_cause, second.root_cause) == (None, None)
 
 
+def test_a_failure_is_as_old_as_its_hosts_clock_says(pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An hour that two hosts' clocks are apart makes none of their failures the first."""
+    with socket.create_server((LOOPBACK, 0)) as listening:
+        host = client(listening.getsockname(), "a")
+        connected = pool.submit(host.connect)
+        server = accept(listening)
+        connected.result(30)
+        now = time.time() + 3600
+        monkeypatch.setattr(time, "time", lambda: now)
+        told = pool.submit(host.report, (1, now - 5.0), "why")
+        messages: list[dict[str, Any]] = []
+        while not any(message["kind"] == "failed" for message in messages):
+            messages += server.receive() or []
+        assert messages[-1] == {"kind": "failed", "order": [1, -5.0], "text": "why"}
+        server.send("root_cause", host="a", text="why")
+        assert told.result(30) == RootCause("a", "why")
+
+
 def test_a_client_without_a_server_says_so() -> None:
     with socket.create_server((LOOPBACK, 0)) as listening:
         where = listening.getsockname()
@@ -693,7 +711,7 @@ def test_a_host_that_failed_is_not_lost(elastic: tuple[str, int]) -> None:
         host.connection.socket.settimeout(5)
     for host in hosts:
         host.hear("start")
-    hosts[1].send("failed", order=[3.0], text="its fault")
+    hosts[1].send("failed", order=[1, 3.0], text="its fault")
     assert [host.hear("root_cause")["lost"] for host in hosts] == [False] * 3
 
 

@@ -22,6 +22,7 @@ from fullshard.observe import read_metrics
 from fullshard.recipes.arguments import TrainArguments
 from fullshard.recipes.resume import find_checkpoints
 from fullshard.recipes.train import train
+from tests.differential import TOLERANCE
 from tests.launching import LAUNCH, read, started, wait_until
 from tests.namespaces import can_have_namespaces, namespaces
 
@@ -80,7 +81,7 @@ def _check_run(output: Path, reference: Path) -> list[dict[str, Any]]:
     """Losses are those of a run in which nothing happened; the events."""
     found, right = (list(read_metrics(path / "metrics.jsonl")) for path in (output, reference))
     assert [record.step for record in found] == list(range(1, 41))
-    assert [record.loss for record in found] == pytest.approx([record.loss for record in right], rel=1e-4, abs=0)
+    assert [record.loss for record in found] == pytest.approx([record.loss for record in right], rel=TOLERANCE, abs=0)
     events = list(read_journal(output))
     saved = [event["step"] for event in events if event["kind"] == "save"]
     assert saved == [40], "no checkpoint was written that could have been read"
@@ -135,7 +136,7 @@ def test_overwrite_is_of_earlier_runs_alone(run: Path) -> None:
     steps = [int(step) for step in re.findall(r"resume: from \S+, after step (\d+)", said)]
     assert steps and 5 <= steps[0] < 30
     found, right = (list(read_metrics(path / "metrics.jsonl")) for path in (output, run / "alone"))
-    assert [record.loss for record in found] == pytest.approx([record.loss for record in right], rel=1e-4, abs=0)
+    assert [record.loss for record in found] == pytest.approx([record.loss for record in right], rel=TOLERANCE, abs=0)
 
 
 @pytest.mark.full

@@ -156,6 +156,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("options", OPTIONS)
 def test_one_rank(options: dict[str, Any]) -> None:
     check(run_ranks(check_same_as_torch, 1, options, {}), exact=True, tolerance=ROUNDED)
@@ -211,6 +212,7 @@ def check_training(engine: str) -> dict[str, float]:
     return compare(as_record(losses, parameters(model)), as_record(expected, parameters(reference)))
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", pytest.param("NO_SHARD", marks=pytest.mark.full)])
 def test_training_is_that_of_replicas(strategy: str) -> None:
     """Accumulated, clipped, with a tied, a frozen and an unused parameter."""
@@ -225,6 +227,7 @@ def check_same_sums() -> dict[str, float]:
     return compare(as_record(losses, parameters(model)), as_record(expected, parameters(reference)))
 
 
+@pytest.mark.numerics
 def test_training_is_bit_by_bit_that_of_replicas_that_add_in_the_same_order() -> None:
     """One micro-batch, no norm: what makes the other test's last bits differ."""
     check(run_ranks(check_same_sums, 2), exact=True, tolerance=ROUNDED)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from fullshard import notebook_launcher
 from fullshard.core.errors import ConfigError
+from tests.differential import TOLERANCE
 
 TRAIN = """
 def train(factor, out):
@@ -106,6 +107,6 @@ def test_cells_train_on_two_ranks(tmp_path: Path) -> None:
 def check_alike(folder: Path) -> None:
     (two, loss, weights), (one, reference, same) = (torch.load(folder / f"{n}.pt") for n in ("two", "one"))
     assert (two, one) == (2, 1)
-    assert loss == pytest.approx(reference, rel=1e-6)
+    assert loss == pytest.approx(reference, rel=TOLERANCE)
     for name, value in same.items():
         torch.testing.assert_close(weights[name], value)

@@ -19,6 +19,7 @@ from fullshard.comm.select import collectives_for
 from fullshard.config.switches import COMM
 from fullshard.core.errors import CommunicationError, ConfigError
 from fullshard.features import MixedPrecisionPolicy, ShardedParameter, describe, fully_shard, unsharded
+from tests.differential import CLOSE
 from tests.distributed import run_ranks
 from tests.hosts import are_possible, run_hosts
 from tests.test_shared_memory import CPU, fill
@@ -90,7 +91,7 @@ def check_collectives(make: Callable[[], Collectives]) -> None:
         own = rank // per_host
         arrived = [term if host == own else sent(packing, term) for host, term in enumerate(hosts)]
         expected = torch.stack(arrived).sum(0) / 2.0
-        torch.testing.assert_close(total, expected, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(total, expected, **CLOSE)
 
 
 def point_to_point() -> Collectives:

@@ -7,6 +7,7 @@ pytest tests/test_programs.py
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ from tests.programs_of_two import ProgramOfTwo, programs_of_two, run_program_of_
 preload("tests.programs", "tests.programs_of_two")
 
 TOGETHER = 4
+MANY = int(os.environ.get("EXAMPLES", 10_000))
 
 
 def together(of: Callable[[tuple[int, ...]], st.SearchStrategy[Any]]) -> st.SearchStrategy[tuple[Any, ...]]:
@@ -51,7 +53,7 @@ def test_random_programs(several: tuple[Program, ...]) -> None:
 @pytest.mark.full
 @pytest.mark.timeout(7200)
 @given(together(programs))
-@settings(max_examples=10_000 // TOGETHER)
+@settings(max_examples=MANY // TOGETHER)
 def test_many_random_programs(several: tuple[Program, ...]) -> None:
     check(run_program, several, 60)
 
@@ -65,7 +67,7 @@ def test_random_programs_of_two_models(several: tuple[ProgramOfTwo, ...]) -> Non
 @pytest.mark.full
 @pytest.mark.timeout(7200)
 @given(together(programs_of_two))
-@settings(max_examples=10_000 // TOGETHER)
+@settings(max_examples=MANY // TOGETHER)
 def test_many_random_programs_of_two_models(several: tuple[ProgramOfTwo, ...]) -> None:
     check(run_program_of_two, several, 60)
 

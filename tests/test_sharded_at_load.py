@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3Config
 
 from fullshard.core.errors import ConfigError
 from fullshard.integrations.transformers.at_load import load_sharded, replace_from_pretrained
+from tests.differential import CLOSE, TOLERANCE
 from tests.distributed import end_workers, run_ranks
 from tests.launching import launch
 
@@ -92,7 +93,7 @@ def test_it_trains_saves_and_resumes_on_other_ranks(
     history = run(model, output, *((ranks, sizes) if is_mixed else (1, {"fsdp_size": 1})), 4, "resume")
     assert len(history) == 4
     for got, expected in zip(history, alone["history"], strict=True):
-        assert got == pytest.approx(expected, rel=1e-4)
+        assert got == pytest.approx(expected, rel=TOLERANCE)
     weights = load_file(output / "final/model.safetensors")
     assert weights.keys() == alone["weights"].keys()
     for name, value in alone["weights"].items():
@@ -109,7 +110,7 @@ def check_gradients(path: str) -> None:
     for name, parameter in plain.named_parameters():
         sharded = model.get_parameter(name)
         torch.testing.assert_close(sharded.full_tensor(), parameter.detach(), rtol=0, atol=0, msg=name)
-        torch.testing.assert_close(sharded.grad.full_tensor(), parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
+        torch.testing.assert_close(sharded.grad.full_tensor(), parameter.grad, **CLOSE, msg=name)
 
 
 def test_split_over_two_ranks(model: Path) -> None:

@@ -85,6 +85,7 @@ class Paper:
                 self.squares = self.squares.index_select(dim, order)
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("shape", [(6, 6), (12, 7), (5, 11)])
 def test_the_papers_numbers(shape: tuple[int, int]) -> None:
     torch.manual_seed(0)
@@ -464,5 +465,6 @@ def check_training() -> dict[str, float]:
     return found
 
 
+@pytest.mark.numerics
 def test_training_is_that_of_replicas() -> None:
     check(run_ranks(check_training, 2), exact=False, tolerance=ROUNDED)

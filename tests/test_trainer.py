@@ -26,6 +26,7 @@ from fullshard.comm.stalls import STALLS
 from fullshard.config.handover import hand_over
 from fullshard.config.schema import CheckpointConfig, RunConfig
 from fullshard.core.errors import CheckpointError, CommunicationError, ConfigError, LifecycleError
+from tests.differential import CLOSE, TOLERANCE
 from tests.distributed import run_ranks
 from tests.launching import LAUNCH, run_python
 from tests.test_lease import another_job
@@ -38,13 +39,13 @@ def compare(tmp_path: Path, family: str = "llama", world_size: int = 2, **option
     [stock] = run_ranks(run, 1, str(tmp_path / "stock"), family, True, options)
     ranks = run_ranks(run, world_size, str(tmp_path / "sharded"), family, False, options)
     assert close(ranks[0]["losses"], stock["losses"]), (ranks[0]["losses"], stock["losses"])
-    assert close(ranks[0]["norms"], stock["norms"], 1e-4)
+    assert close(ranks[0]["norms"], stock["norms"])
     for name, value in stock["weights"].items():
-        torch.testing.assert_close(ranks[0]["weights"][name], value, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(ranks[0]["weights"][name], value, **CLOSE)
     return ranks, stock
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen", "gemma"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("qwen", marks=pytest.mark.numerics), "gemma"])
 def test_losses_are_those_of_one_process(tmp_path: Path, family: str) -> None:
     ranks, stock = compare(tmp_path, family)
     for rank in ranks:
@@ -426,7 +427,7 @@ def best(output: str, kind: str) -> tuple[float, float, str]:
 def test_load_best_model_at_end(tmp_path: Path, kind: str) -> None:
     """By a measure by which that is the first, so that something is loaded."""
     best_loss, loaded_loss, directory = run_ranks(best, 2, str(tmp_path), kind)[0]
-    assert loaded_loss == pytest.approx(best_loss, rel=1e-6)
+    assert loaded_loss == pytest.approx(best_loss, rel=TOLERANCE)
     assert Path(directory).name == "checkpoint-2"
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]  # save_total_limit
 
@@ -491,9 +492,9 @@ def evaluate(output: str, stock: bool) -> tuple[float, Any, Any, dict[str, float
 def test_evaluate_and_predict_on_a_fresh_trainer(tmp_path: Path) -> None:
     [(loss, logits, labels, metrics)] = run_ranks(evaluate, 1, str(tmp_path), True)
     for rank in run_ranks(evaluate, 2, str(tmp_path), False):
-        assert rank[0] == pytest.approx(loss, rel=1e-5)
+        assert rank[0] == pytest.approx(loss, rel=TOLERANCE)
         assert rank[1].shape == logits.shape and (rank[2] == labels).all()
-        assert abs(rank[1] - logits).max() < 1e-4
+        assert abs(rank[1] - logits).max() <= TOLERANCE * abs(logits).max()
         assert rank[3]["eval_accuracy"] == pytest.approx(metrics["eval_accuracy"])
         assert rank[3]["eval_rows"] == 8
 

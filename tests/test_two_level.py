@@ -22,6 +22,7 @@ from fullshard.comm.select import collectives_for
 from fullshard.config.switches import COMM
 from fullshard.core.errors import CommunicationError
 from fullshard.features import FSDPModule, fully_shard, unsharded
+from tests.differential import CLOSE, EPS
 from tests.hosts import are_possible, run_hosts
 from tests.test_shared_memory import CPU, fill, gathered
 
@@ -229,7 +230,7 @@ def train(steps: int, killed: int | None = None) -> tuple[list[float], list[torc
     fully_shard(model)
     if killed == dist.get_rank():
         model[2].register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL) if losses else None)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=EPS)
     inputs = torch.randn(8, 200, generator=torch.Generator().manual_seed(dist.get_rank()))
     losses: list[float] = []
     for _ in range(steps):
@@ -248,8 +249,8 @@ def check_training() -> None:
     mesh._CACHE.clear()
     os.environ[COMM.name] = "gloo"
     expected_losses, expected = train(5)
-    torch.testing.assert_close(losses, expected_losses, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(parameters, expected, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(losses, expected_losses, **CLOSE)
+    torch.testing.assert_close(parameters, expected, **CLOSE)
 
 
 def check_everything(dtypes: tuple[torch.dtype, ...]) -> None:

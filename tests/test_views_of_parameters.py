@@ -16,10 +16,11 @@ import torch
 from torch import nn
 
 from fullshard.config.switches import COMM
-from fullshard.features import CPUOffloadPolicy
+from fullshard.core.errors import LifecycleError
+from fullshard.features import CPUOffloadPolicy, unsharded
 from tests.distributed import run_ranks
 from tests.hosts import are_possible, run_hosts
-from tests.traps import WIDTH, Block, assert_trains_alike, batch, build, build_sharded
+from tests.traps import WIDTH, Block, assert_trains_alike, batch, build, build_sharded, run_squared
 
 
 @dataclass
@@ -118,3 +119,58 @@ def test_views_of_what_is_offloaded() -> None:
 @pytest.mark.skipif(not are_possible(), reason="needs network namespaces")
 def test_views_on_several_hosts() -> None:
     run_hosts(functools.partial(check, "auto"), (2, 2))
+
+
+class Caching(nn.Module):
+    """Keeps views for its own next forward, from which scripts may read them, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.lstm = nn.Parameter(torch.randn(5, WIDTH)), nn.LSTM(WIDTH, WIDTH)
+        self.rows: Any = None
+        self.table: dict[str, torch.Tensor] = {}
+        self.register_buffer("turned", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.rows is None:
+            self.rows, self.table["first"], self.turned = self.q[:3], self.q[0], self.q.detach().T
+        out: torch.Tensor = self.lstm(x[None])[0][0] * self.rows.sum() + self.table["first"] + self.turned.sum()
+        return out
+
+
+def check_attributes(comm: str) -> None:
+    os.environ[COMM.name] = comm
+    try:
+        model: Any = build_sharded(lambda: nn.Sequential(Caching(), Block()), ("0", "1"))
+        reads: list[Callable[[], Any]] = [
+            lambda: model[0].rows + 1,
+            lambda: model[0].table["first"].tolist(),
+            lambda: torch.cat([model[0].turned]),
+            lambda: model[0].rows.shape,
+        ]
+        for grad in (False, True):  # views are made without gradients
+            with torch.set_grad_enabled(grad):
+                model(batch(0, 0))
+            for read in reads:
+                with pytest.raises(LifecycleError, match=r"unit '0': Caching\..* is a view of one of its parameters"):
+                    read()
+        with unsharded(model):
+            assert torch.equal(model[0].rows, model[0].q[:3])
+        model[0].rows = None
+        assert_trains_alike(model, build(lambda: nn.Sequential(Caching(), Block())), run_caching, steps=2)
+    finally:
+        del os.environ[COMM.name]
+
+
+def run_caching(model: Any, step: int, rank: int) -> torch.Tensor:
+    model[0].rows = None  # one process, too, has a graph for one backward
+    return run_squared(model, step, rank)
+
+
+def test_attributes_that_are_views_are_not_read_while_their_memory_is_gone() -> None:
+    run_ranks(check_attributes, 2, "gloo")
+
+
+@pytest.mark.full
+def test_attributes_that_are_views_where_memory_is_shared() -> None:
+    run_ranks(check_attributes, 2, "auto")

@@ -25,6 +25,7 @@ from transformers import (
 
 from fullshard.checkpoint import full_state_dict
 from fullshard.features import ShardedParameter
+from tests.differential import EPS, TOLERANCE
 from tests.distributed import preload
 
 preload("tests.trainers", "transformers.trainer", "accelerate", "peft")
@@ -98,6 +99,7 @@ def arguments(output: str | Path, *, stock: bool = False, **settings: Any) -> An
         "per_device_eval_batch_size": GLOBAL_BATCH // size,
         "max_steps": 4,
         "learning_rate": 1e-2,
+        "adam_epsilon": EPS,
         "logging_steps": 1,
         "report_to": [],
         "disable_tqdm": True,
@@ -155,6 +157,6 @@ def result(made: Any) -> dict[str, Any]:
     }
 
 
-def close(one: list[float], other: list[float], tolerance: float = 1e-5) -> bool:
+def close(one: list[float], other: list[float], tolerance: float = TOLERANCE) -> bool:
     """Whether the numbers agree to a relative `tolerance`."""
     return len(one) == len(other) > 0 and all(abs(a - b) <= tolerance * abs(b) for a, b in zip(one, other, strict=True))

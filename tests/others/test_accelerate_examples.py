@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.differential import CLOSE
 from tests.others.accelerate_examples import EXAMPLES, Outcome, run_example, write_hub
 from tests.trainers import close
 
@@ -43,7 +44,7 @@ def check(found: Outcome, plain: Outcome) -> None:
     weights, expected = found.ranks[0]["weights"], plain.ranks[0]["weights"]
     assert weights.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-6, msg=name)
+        torch.testing.assert_close(weights[name], value, **CLOSE, msg=name)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from fullshard.checkpoint import full_state_dict
 from fullshard.core.errors import CommunicationError
 from fullshard.integrations.transformers import batch_size
+from tests.differential import CLOSE
 from tests.distributed import run_ranks
 from tests.trainers import OFFLINE, arguments, build, close, logged, samples, trainer
 
@@ -100,6 +101,6 @@ def test_option(tmp_path: Path, options: dict[str, Any]) -> None:
     found = run_ranks(run, 2, str(tmp_path / "sharded"), False, options)[0]
     for key in ("losses", "norms", "evaluation"):
         assert close(found[key], plain[key]), key
-    torch.testing.assert_close(found["predictions"], plain["predictions"], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found["predictions"], plain["predictions"], **CLOSE)
     for name, value in plain["weights"].items():
-        torch.testing.assert_close(found["weights"][name], value, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found["weights"][name], value, **CLOSE)

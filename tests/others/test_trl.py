@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.differential import CLOSE
 from tests.distributed import run_ranks
 from tests.trainers import OFFLINE, close
 from tests.trl_runs import TRAINERS, build, run, write_model
@@ -45,7 +46,7 @@ def compare(place: Path, tmp_path: Path, name: str, lora: bool, plain: int = 2, 
     assert found["own"] <= found["total"] / 2 + 64
     assert min(found["norms"]) > 0
     for key in ("losses", "norms"):
-        torch.testing.assert_close(torch.tensor(found[key]), torch.tensor(expected[key]), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(torch.tensor(found[key]), torch.tensor(expected[key]), **CLOSE)
     assert len(found["losses"]) == 3
     for weight, value in expected["weights"].items():
         torch.testing.assert_close(found["weights"][weight], value, rtol=1e-4, atol=2e-5 if plain == 2 else 1e-4)

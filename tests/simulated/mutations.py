@@ -222,7 +222,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a scale is not waited for where gradients are on the host",
-        "engine/interop.py",
+        "features/torch_tools/install.py",
         "        inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()\n",
         "        pass\n",
         "scaled",
@@ -267,7 +267,7 @@ MUTATIONS = (
     ),
     Mutation(
         "what ranks have seen of gradients that are not finite is not waited for",
-        "engine/finite.py",
+        "features/nonfinite/guard.py",
         "                work.wait()\n            self._alarm",
         "                pass\n            self._alarm",
         "not finite on one rank",

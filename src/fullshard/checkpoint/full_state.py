@@ -8,20 +8,22 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from fullshard.checkpoint.decoding import decode_value
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.tensors import LocalTensor, local_tensors, modules_with_extra_state, rest
+from fullshard.checkpoint.values import encode_value
 from fullshard.comm.stalls import all_come
 from fullshard.core.errors import CheckpointError, LifecycleError
 from fullshard.core.user_class import user_class
 from fullshard.engine.lookup import clean_name, unit_of
-from fullshard.engine.precision import cast_floating
+from fullshard.engine.precision import cast_floating, dtype_name, torch_dtype
 from fullshard.features import ShardedTensor
 
 
@@ -155,8 +157,7 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True, cpu: bool = Tr
         whole |= dict.fromkeys(local.names, tensor.cpu() if cpu else tensor)
     if not keep:
         return {}
-    for path, module in modules_with_extra_state(model).items():
-        whole[f"{path}._extra_state" if path else "_extra_state"] = module.get_extra_state()
+    whole |= {name: module.get_extra_state() for name, module in _extra_states(model).items()}
     # What a module adds to its state dict by itself (how its weight is quantised, say) is the same on every rank.
     return {clean_name(name): whole.get(clean_name(name), value) for name, value in model.state_dict().items()}
 
@@ -219,7 +220,7 @@ def load_full_state_dict(
     """Load whole tensors into a sharded model. A collective: every rank calls it.
 
     Only rank 0's `state_dict` is read; tensors are sent one at a time and every rank keeps its interval. Values are
-    cast to the parameters' dtypes, as torch's `load_state_dict` does.
+    cast to the parameters' dtypes, as torch's `load_state_dict` does. Modules' extra state is sent as JSON and tensors.
 
     Args:
         model: sharded or not.
@@ -230,36 +231,62 @@ def load_full_state_dict(
         The missing and the unexpected names, empty if `strict`.
 
     Raises:
-        CheckpointError: on every rank: names (if strict) or shapes that differ, all of them listed.
+        CheckpointError: on every rank: names (if strict) or shapes that differ, all of them listed; or extra state that
+            `save_checkpoint` could not store either.
     """
     ranks = Ranks.of(model)
     ranks.together("loading a state dict", lambda: rest(model))
     locals_ = local_tensors(model)
-    modules = modules_with_extra_state(model)
-    if modules:
-        raise CheckpointError(
-            f"modules with extra state cannot be loaded from a state dict here: {', '.join(modules)}",
-            hint="use save_checkpoint and load_checkpoint",
-        )
+    extra = {k: m for k, m in _extra_states(model).items() if type(m).set_extra_state is not nn.Module.set_extra_state}
     given = state_dict if ranks.rank == 0 and state_dict is not None else {}
-    found = ranks.on_rank_0("loading a state dict", lambda: match_names(locals_, given, strict=strict))
-    names, missing, unexpected = ranks.broadcast(found)
+    tensors: dict[str, torch.Tensor] = {}
+
+    def match() -> Any:
+        states = {clean_name(name): value for name, value in given.items() if clean_name(name) in extra}
+        encoded = encode_value(states, where="extra state", tensors=tensors)
+        sizes = {name: (dtype_name(tensor.dtype), tensor.shape) for name, tensor in tensors.items()}
+        return *match_names(locals_, given, extra, strict=strict), encoded, sizes
+
+    found = ranks.on_rank_0("loading a state dict", match)
+    names, missing, unexpected, encoded, sizes = ranks.broadcast(found)
     for local, name in zip(locals_, names, strict=True):
         if name is None:
             continue
-        whole = torch.empty(local.shape, dtype=local.tensor.dtype, device=ranks.device)
-        if ranks.rank == 0:
-            whole.copy_(given[name])
-        ranks.broadcast_tensor(whole)
+        whole = _sent(ranks, given.get(name), local.shape, local.tensor.dtype)
         part = local.tensor.span.cut(whole) if isinstance(local.tensor, ShardedTensor) else whole
         local.held.copy_(part.view(local.held.shape))
+    for name, (dtype, shape) in sizes.items():
+        tensors[name] = _sent(ranks, tensors.get(name), shape, torch_dtype(dtype))
+    for name, state in decode_value(encoded, tensors).items():
+        extra[name].set_extra_state(state)
     return missing, unexpected
 
 
+def _sent(ranks: Ranks, tensor: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Return rank 0's `tensor`, cast to `dtype`, on every rank."""
+    sent = torch.empty(shape, dtype=dtype, device=ranks.device)
+    if tensor is not None:  # on rank 0
+        sent.copy_(tensor)
+    ranks.broadcast_tensor(sent)
+    return sent
+
+
+def _extra_states(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules that keep state beside tensors, under the names that state dicts have for it."""
+    modules = modules_with_extra_state(model).items()
+    return {f"{path}._extra_state" if path else "_extra_state": module for path, module in modules}
+
+
 def match_names(
-    locals_: list[LocalTensor], state_dict: Mapping[str, Any], *, strict: bool
+    locals_: list[LocalTensor], state_dict: Mapping[str, Any], extra: Iterable[str] = (), *, strict: bool
 ) -> tuple[list[str | None], list[str], list[str]]:
     """For each tensor of the model the name to take it from; names missing and unexpected.
+
+    Args:
+        locals_: the tensors.
+        state_dict: what is given.
+        extra: names of what may be given beside tensors.
+        strict: refuse missing and unexpected names.
 
     Raises:
         CheckpointError: names (if strict) or shapes that differ, all of them listed.
@@ -276,7 +303,8 @@ def match_names(
             problems.append(f"{local.name!r} is a tensor, got a {type(value).__name__}")
         elif tuple(value.shape) != local.shape:
             problems.append(f"{local.name!r} has shape {local.shape}, got {tuple(value.shape)}")
-    known = {name for local in locals_ for name in local.names}
+    missing += [name for name in extra if name not in given]
+    known = {*extra, *(name for local in locals_ for name in local.names)}
     unexpected = [name for clean, name in given.items() if clean not in known]
     if strict:
         problems += [f"{name!r} is missing" for name in missing]

@@ -345,9 +345,6 @@ WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_orig_mod"})
 """What torch's wrappers, for checkpointing and compiling, put into the names of parameters. Else a name in a checkpoint
 would depend on them. Since 2.0."""
 
-HIDDEN_WRAPPER = "_checkpoint_wrapped_module"
-"""The one of these that is not in the keys of a state dict. Since 2.0."""
-
 
 _LEFT_ALONE = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
 
@@ -498,7 +495,7 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
 
 @dataclass(eq=False, slots=True)
 class Replaced:
-    """A function of torch that `engine.interop` replaces, because torch offers no hook there.
+    """A function of torch that `features.torch_tools` replaces, because torch offers no hook there.
 
     Attributes:
         owner: the module or class it is in.
@@ -614,6 +611,10 @@ shapes_learnt = (
 
 fused_devices = Replaced.of(torch_optimizer, "_get_fused_kernels_supported_devices")
 """Which devices have fused optimizers. Since 2.3."""
+
+
+gradient_hooks: Callable[[torch.Tensor], Mapping[int, object] | None] = attrgetter("_backward_hooks")
+"""The same of `register_hook`. Since 2.0."""
 
 
 def is_for_shapes(kind: type) -> bool:

@@ -11,9 +11,11 @@ from typing import Literal
 
 import torch
 
+from fullshard.comm import torch_private
 from fullshard.core.errors import LifecycleError
 from fullshard.engine.deferred import StandIns
 from fullshard.engine.extended import ExtendedBucket
+from fullshard.engine.parameter import is_hooked
 from fullshard.engine.span import Span
 from fullshard.engine.unit_parameters import UnitParameters
 from fullshard.wrap.extended import is_extended
@@ -88,6 +90,13 @@ def _check_cast(unit: UnitParameters) -> None:
             "state",
             hint="cast the model before the first step; for mixed precision use mp_policy",
         )
+    hooked = [p.name for slot, p in unit.entries if is_real and is_hooked(slot.parameter)]
+    if hooked:
+        raise LifecycleError(
+            f"rank {unit.mesh.rank}, unit {unit.name!r}: cannot cast sharded parameters that were given hooks before "
+            f"fully_shard: {hooked}",
+            hint="cast the model before, or register the hooks after the cast",
+        )
     if any(is_extended(slot.parameter) for slot in unit.slots) or (
         is_real and any(isinstance(bucket, ExtendedBucket) for bucket in unit.buckets)
     ):
@@ -102,6 +111,8 @@ def _cast(unit: UnitParameters, fn: Function) -> None:
     is_real = unit.stand_ins is None
     if is_real:
         unit.reshard()  # stand-ins are made of what this rank owns
+        for slot in unit.slots:
+            (torch_private.accumulated_hooks(slot.parameter) or {}).clear()  # the engine's, which collects no more
     unit.stand_ins = StandIns.cast(unit.entries, fn)
     if is_real:
         unit.make_real(is_filled=unit.is_filled)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fullshard.comm import torch_private
 from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import LifecycleError, WrapError
 from fullshard.core.layout import Interval
@@ -79,7 +80,8 @@ class StandIns:
         """Take over what the modules hold by now.
 
         Raises:
-            LifecycleError: one of them holds a parameter of another shape or dtype than was sharded.
+            LifecycleError: one of them holds a parameter of another shape or dtype than was sharded, or one was given a
+                hook that would be lost.
         """
         for slot, stand_in in self.entries:
             held, original = _held(slot), slot.parameter
@@ -90,9 +92,13 @@ class StandIns:
                     f"{original.dtype}",
                     hint="replace or cast it before fully_shard",
                 )
-            if not original.is_meta:
-                slot.replaced.append(original)
-            slot.replaced += dict.fromkeys((stand_in, held))  # type: ignore[arg-type]
+            if any(map(torch_private.gradient_hooks, (original, stand_in, held))):
+                raise LifecycleError(
+                    f"register_hook on parameter {stand_in.name} while it was on the meta device never fires: what "
+                    "autograd sees is made once the parameter has values",
+                    hint="use register_post_accumulate_grad_hook",
+                )
+            slot.replaced += dict.fromkeys((original, stand_in, held))  # type: ignore[arg-type]
             is_kept = is_composed(original)  # on the meta device, and knows more than a shape
             whole = original.detach() if is_kept else torch.empty_like(original, device="meta")
             slot.parameter = nn.Parameter(whole, held.requires_grad)

@@ -36,6 +36,7 @@ from fullshard.engine.parameter import stands_for
 from fullshard.engine.precision import MixedPrecisionPolicy
 from fullshard.engine.schedule import Schedule
 from fullshard.engine.sharding import Sharding
+from fullshard.engine.state_dict import watch_state_dicts
 from fullshard.engine.tile import check_tiles, note_data_axes, tile_of
 from fullshard.engine.torch_state import state_of
 from fullshard.engine.unit import Unit
@@ -290,6 +291,7 @@ def _make_unit(
     prefix = "FSDP" if model is None else ""
     for module in plan.modules:
         make_fsdp_module(module, unit, prefix=prefix)
+    watch_state_dicts(unit)
 
 
 def _units_in(modules: Sequence[nn.Module]) -> list[nn.Module]:

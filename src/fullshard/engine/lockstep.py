@@ -145,7 +145,7 @@ class Lockstep:
         """Autograd has let go of a backward on this rank: it has failed unless it has come to its end."""
         if self._is_in_backward:
             self._is_in_backward = False
-            self._fail("a backward", None)  # which `engine.interop` knows, a moment later
+            self._fail("a backward", None)  # which `features.torch_tools` knows, a moment later
 
     def _fail(self, what: str, error: BaseException | None) -> None:
         self._failures += 1

@@ -26,7 +26,6 @@ from fullshard.engine.methods import replace_methods
 from fullshard.engine.schedule import Schedule, schedule_of
 from fullshard.engine.sharded_tensor import ShardedTensor
 from fullshard.engine.span import Span
-from fullshard.engine.state_dict import after_state_dict, before_load_state_dict
 from fullshard.engine.torch_state import TorchState
 from fullshard.engine.unit import Unit
 
@@ -370,8 +369,6 @@ def make_fsdp_module(module: nn.Module, unit: Unit, *, prefix: str) -> None:
         inner.__dict__[torch_private.MANAGED] = True
         inner._fsdp_use_orig_params = True  # type: ignore[assignment]
         replace_methods(inner, unit)
-    module.register_state_dict_post_hook(after_state_dict)
-    module.register_load_state_dict_pre_hook(before_load_state_dict)
 
 
 def _unit_class(cls: type[nn.Module], name: str) -> type[nn.Module]:

@@ -239,6 +239,16 @@ class ShardedParameter(ShardedTensor):
         self._bucket.has_gradient_hooks = True
         return handle
 
+    def take_hooks(self, replaced: torch.Tensor) -> None:
+        """Call the hooks of a parameter that this one has replaced. Their handles can still remove them."""
+        hooks: Any = torch_private.accumulated_hooks(replaced)
+        if isinstance(replaced, ShardedParameter):
+            hooks = replaced.gradient_hooks
+        if hooks:
+            hooks.update(self.gradient_hooks)
+            self.gradient_hooks = hooks
+            self._bucket.has_gradient_hooks = True
+
 
 class RowParameter(ShardedParameter, RowTensor):
     """One of which each rank has rows, as under torch's `fully_shard`: where `shard_placement_fn` gives `Shard(0)`.
@@ -279,6 +289,12 @@ def stands_for(parameter: torch.Tensor) -> ShardedTensor | None:
     if reference is not None:
         return reference()  # type: ignore[no-any-return]
     return parameter if isinstance(parameter, ShardedTensor) else None
+
+
+def is_hooked(original: torch.Tensor) -> bool:
+    """Return whether a script has put hooks on an original parameter, beside the engine's one."""
+    after = torch_private.accumulated_hooks(original) or ()
+    return bool(torch_private.gradient_hooks(original)) or len(after) > 1
 
 
 def mark_original(parameter: nn.Parameter, sharded: ShardedTensor) -> None:

@@ -1,7 +1,7 @@
 """What leaves the engine is a DTensor: a whole tensor for whoever computes with it, of which each rank has an interval.
 
 p, p.grad, optimizer state, state dicts     `ShardedTensor`s, of global shape; `to_local()` is this rank's interval
-what is computed of them                    of the whole tensor, as in one process (`engine.kernels`)
+what is computed of them                    of the whole tensor, as in one process (`features.dtensor_ops`)
 pickle, safetensors, a raw address          an error, and the way out
 """
 
@@ -63,7 +63,7 @@ class ShardedTensor(SpreadTensor):
     """
 
     _compute: ClassVar[Callable[[torch_private.Kernel, Sequence[Any], dict[str, Any]], Any]]
-    """What kernels make of them; `engine.kernels` puts it here."""
+    """What kernels make of them; `features.dtensor_ops` puts it here."""
     __hash__ = object.__hash__  # by identity like a tensor's, but in C: every look-up of optimizer state asks for it
 
     def __new__(cls, local: torch.Tensor, span: Span, *, requires_grad: bool = False) -> ShardedTensor:

@@ -1,71 +1,90 @@
-"""State dicts of sharded models: DTensors when they are taken, cut to this rank's interval when they are loaded."""
+"""State dicts of sharded models: DTensors when they are taken, cut to this rank's interval when they are loaded.
+
+Hooks of the modules that hold the parameters do it, not of the unit: torch tells each module the prefix of its keys at
+this very moment, whatever wrappers, compilers and hooks around it have made of the names.
+"""
 
 from __future__ import annotations
 
+import functools
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.comm import torch_private
 from fullshard.core.errors import LifecycleError
-from fullshard.engine.lookup import qualified, require_unit
+from fullshard.engine.lookup import require_unit
 from fullshard.engine.schedule import schedule_of
 from fullshard.engine.sharded_tensor import ShardedTensor
+from fullshard.engine.unit import Unit
 
 
-def _entries(module: nn.Module, prefix: str) -> list[tuple[str, ShardedTensor]]:
-    """(state dict key, sharded parameter) of every place of the unit's own parameters below `module`."""
-    unit = require_unit(module)
-    places: dict[int, list[str]] = {}
-    for path, inner in module.named_modules(remove_duplicate=False):
-        places.setdefault(id(inner), []).append(path)
-    entries = []
+def watch_state_dicts(unit: Unit) -> None:
+    """Register the hooks with the unit's modules and with every module that holds a parameter of it."""
+    own = weakref.ref(unit)  # which the hooks of a copied module keep, too
+    for holder in {id(m): m for slot in unit.slots for m, _ in slot.owners}.values():
+        holder.register_state_dict_post_hook(functools.partial(_after_state_dict, own))
+        holder.register_load_state_dict_pre_hook(functools.partial(_before_load_state_dict, own))
+    for module in unit.modules:
+        module.register_load_state_dict_pre_hook(_count_load)
+        module.register_load_state_dict_post_hook(_settle)
+
+
+def _held_by(module: nn.Module, unit: Unit) -> Iterator[tuple[str, ShardedTensor]]:
+    """(attribute, sharded parameter) of what the module holds of the unit."""
     for slot, parameter in unit.entries:
-        for owner, attribute in slot.owners:
-            paths = [prefix + qualified(_state_dict_path(path), attribute) for path in places.get(id(owner), ())]
-            entries += [(path, parameter) for path in paths]
-    return entries
+        for holder, attribute in slot.owners:
+            if holder is module:
+                yield attribute, parameter
 
 
-def after_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: object) -> None:
+def _after_state_dict(
+    own: weakref.ref[Unit], module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: object
+) -> None:
     """At rest the values are DTensors, and so they are where modules hold the original parameters."""
-    if require_unit(module).is_pinned or require_unit(module).stand_ins is not None:
+    unit = own()
+    if unit is None or unit.is_pinned or unit.stand_ins is not None:
         return
-    for key, parameter in _entries(module, prefix):
-        if key in state_dict:
-            is_kept = isinstance(state_dict[key], nn.Parameter)  # with keep_vars=True
-            state_dict[key] = parameter if is_kept else parameter.data
+    for attribute, parameter in _held_by(module, unit):
+        value = state_dict.get(prefix + attribute)
+        if value is not None:
+            is_kept = isinstance(value, nn.Parameter)  # with keep_vars=True
+            state_dict[prefix + attribute] = parameter if is_kept else parameter.data
 
 
-def _state_dict_path(path: str) -> str:
-    """A module path as state dicts have it: of torch's wrappers, the one for checkpointing hides itself there."""
-    return ".".join(part for part in path.split(".") if part != torch_private.HIDDEN_WRAPPER)
+def _count_load(module: nn.Module, *_arguments: object) -> None:
+    """Have the ranks compare how often weights were loaded."""
+    unit = require_unit(module)
+    schedule_of(unit).lockstep.loads += 1
 
 
-def before_load_state_dict(
+def _settle(module: nn.Module, _incompatible: object) -> None:
+    """Make a unit real once all its parameters have values, so that whoever takes them next keeps them."""
+    unit = require_unit(module)
+    if unit.stand_ins is not None and not unit.stand_ins.names_on_meta:
+        unit.make_real()
+
+
+def _before_load_state_dict(
+    own: weakref.ref[Unit],
     module: nn.Module,
     state_dict: dict[str, Any],
     prefix: str,
     local_metadata: dict[str, Any],
-    strict: bool,
-    missing_keys: list[str],
-    unexpected_keys: list[str],
-    error_messages: list[str],
+    *_arguments: object,
 ) -> None:
     """Cut whole tensors down to this rank's interval."""
-    unit = require_unit(module)
-    schedule = schedule_of(unit)
-    schedule.lockstep.loads += 1
-    given = {
-        key: value for key, _ in _entries(module, prefix) if isinstance(value := state_dict.get(key), torch.Tensor)
-    }
-    if unit.stand_ins is not None and any(not value.is_meta for value in given.values()):
-        unit.make_real(is_filled=False)
-    if unit.stand_ins is None:
-        unit.reshard()
-        schedule.settle()
+    unit = own()
+    values = {attribute: state_dict.get(prefix + attribute) for attribute in module._parameters}
+    given = {key: value for key, value in values.items() if isinstance(value, torch.Tensor) and not value.is_meta}
+    if unit is None or not given or given.keys().isdisjoint(attribute for attribute, _ in _held_by(module, unit)):
+        return
+    unit.make_real(is_filled=False)
+    unit.reshard()
+    schedule_of(unit).settle()
     replaces = bool(local_metadata.get("assign_to_params_buffers"))
     if unit.is_pinned and replaces:
         raise LifecycleError(
@@ -74,23 +93,23 @@ def before_load_state_dict(
         )
     if unit.is_pinned:
         return
-    for key, parameter in _entries(module, prefix):
-        value = given.get(key)
-        if value is None or value.is_meta or value.shape != parameter.shape:
+    for attribute, parameter in _held_by(module, unit):
+        value = given.get(attribute)
+        if value is None or value.shape != parameter.shape:
             continue  # torch has something to say about it
         if isinstance(value, DTensor) and value.placements == parameter.placements:
             # PEFT takes sharded parameters for tensor parallelism's, and puts whole tensors where their intervals go.
             local = value.to_local()
             value = local if local.shape == value.shape else value
         if not isinstance(value, DTensor):
-            value = state_dict[key] = ShardedTensor(parameter.span.cut(value.detach()), parameter.span)
+            value = state_dict[prefix + attribute] = ShardedTensor(parameter.span.cut(value.detach()), parameter.span)
         if replaces:
             _take(parameter, value)
-            state_dict[key] = parameter
+            state_dict[prefix + attribute] = parameter
 
 
 def _take(parameter: ShardedTensor, value: torch.Tensor) -> None:
-    """What `load_state_dict(assign=True)` does to a sharded parameter, which stays a view of its bucket."""
+    """Copy what `load_state_dict(assign=True)` would put in place of a sharded parameter, a view of its bucket."""
     if value.dtype != parameter.dtype:
         raise LifecycleError(
             f"load_state_dict(assign=True) of {parameter.name}: got {value.dtype}, sharded as {parameter.dtype}",

@@ -19,7 +19,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from fullshard.comm import torch_private
 from fullshard.core.errors import LifecycleError
@@ -230,7 +229,9 @@ class Unit(UnitParameters):
         self._ran.add(id(module))
         # Called although forward raised: see always_call.
         failed = output is None and sys.exc_info()[0] is not None
-        output = map_tensors(self._lasting, output)
+        if not failed:
+            output = map_tensors(self._lasting, output)
+            self.kept_views.look()
         call = self._current.pop() if self._current else None
         if call is not None and not failed:
             self.schedule.end_call(self, call)
@@ -252,12 +253,7 @@ class Unit(UnitParameters):
 
     def _lasting(self, output: torch.Tensor) -> torch.Tensor:
         """Return `output`, or a copy if it is a view of a parameter: its memory goes when the unit is resharded."""
-        plain = torch_private.local_of(output) if isinstance(output, DTensor) else output
-        if plain.layout is not torch.strided or torch_private.are_transforms_active():
-            return output
-        place = torch_private.storage_id(plain.untyped_storage())
-        is_view = any(place in bucket.storage_ids and not bucket.shares_main for bucket in self.buckets)
-        return output.clone() if is_view else output
+        return output.clone() if self.has_view(output) else output
 
     def _watch_outputs(self, call: Call[Unit], output: Any) -> bool:
         """Learn when backward reaches an output; False if nothing will tell, although parameters want gradients."""

@@ -13,6 +13,9 @@ from collections.abc import Sequence
 from enum import Enum, auto
 from typing import Any, Protocol
 
+import torch
+from torch.distributed.tensor import DTensor
+
 from fullshard.comm import torch_private
 from fullshard.comm.base import Collectives
 from fullshard.comm.mesh import Mesh
@@ -25,6 +28,7 @@ from fullshard.engine.composed import ComposedBucket
 from fullshard.engine.deferred import HINT, StandIns
 from fullshard.engine.extended import ExtendedBucket
 from fullshard.engine.extension import Extensions
+from fullshard.engine.kept_views import KeptViews
 from fullshard.engine.materialize import Values
 from fullshard.engine.offload import Storage
 from fullshard.engine.parameter import ShardedParameter, mark_original
@@ -87,6 +91,7 @@ class UnitParameters:
         is_filled: whether it was given values, and not memory only.
         neighbours: who share the parameters between forward and backward, instead of all ranks of the shard axis.
         keeps_memory: resharding does.
+        kept_views: views of them that forward leaves on modules.
         made: how many units this process had made before.
         placed: how many buckets of ranks that share memory had their place before its own.
     """
@@ -116,6 +121,7 @@ class UnitParameters:
         self.keeps_memory = False
         self.stand_ins: StandIns | None = None
         self.is_filled = True
+        self.kept_views = KeptViews(self.modules, self.has_view)
         self.made = next(_made)
         if weights is None and any(slot.parameter.is_meta for slot in plan.slots):
             self.stand_ins = StandIns.of_plan(plan, mesh=mesh, policy=policy, storage=storage)
@@ -137,6 +143,8 @@ class UnitParameters:
                 # An optimizer that was made before holds these, and is told which they have become.
                 for original in (slot.parameter, *slot.replaced):
                     mark_original(original, sharded)
+                for replaced in slot.replaced:
+                    sharded.take_hooks(replaced)
         self._binding = Binding(self._real_entries())
         self._binding.bind(unsharded=False)
 
@@ -204,6 +212,14 @@ class UnitParameters:
                 stacklevel=2,
             )
 
+    def has_view(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` is in memory that goes when the parameters are resharded."""
+        plain = torch_private.local_of(tensor) if isinstance(tensor, DTensor) else tensor
+        if plain.layout is not torch.strided or torch_private.are_transforms_active():
+            return False
+        place = torch_private.storage_id(plain.untyped_storage())
+        return any(place in bucket.storage_ids and not bucket.shares_main for bucket in self.buckets)
+
     # -- lifecycle ----------------------------------------------------------------------------------------------
 
     def issue_unshard(self, *, exactly: bool = False) -> None:
@@ -236,6 +252,7 @@ class UnitParameters:
             self.emit(EventKind.UNSHARD_READY, self.full_nbytes)
         if self.state is UnitState.GATHERED:
             self._bind(unsharded=True)
+            self.kept_views.show()
 
     def reshard(self, *, is_after_forward: bool = False) -> None:
         """Free the unsharded parameters, unless they are pinned by `unsharded()` or sharded already.
@@ -253,6 +270,7 @@ class UnitParameters:
             self._bind(unsharded=False)  # first, because it may refuse
         for bucket in self.buckets:
             bucket.reshard(kept_by=self.neighbours if is_after_forward else None)
+        self.kept_views.hide(self.name)
         self.state = UnitState.SHARDED
         self.emit(EventKind.RESHARDED, self.full_nbytes)
 

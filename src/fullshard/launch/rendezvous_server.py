@@ -5,7 +5,7 @@ A connection that closes, or is silent for too long, is a host that is gone. Mes
 
     to the server      hello         who I am, and my settings
                        join          ready for the next attempt
-                       failed        a rank of mine failed: its report, and when
+                       failed        a rank of mine failed: its report, and how long ago, for hosts' clocks differ
                        done          all ranks of mine succeeded
                        leave         for good
                        keep_alive    nothing new
@@ -380,7 +380,8 @@ class RendezvousServer(threading.Thread):
                 self._start_if_ready()
         elif kind == "failed":
             if peer.running:
-                self._fail(peer, tuple(map(float, message["order"])), str(message["text"]))
+                urgency, seconds = map(float, message["order"])
+                self._fail(peer, (urgency, time.monotonic() + seconds), str(message["text"]))
         elif kind == "done":
             peer.done = True
             running = [other for other in self._peers if other.running]
@@ -587,9 +588,15 @@ class RendezvousClient:
             hint="start `fullshard launch` on every host; --rdzv_conf join_timeout=SECONDS waits longer",
         )
 
-    def report(self, order: tuple[float, ...], text: str) -> RootCause | None:
-        """Say that a rank here has failed, and learn which host was first; None if the server does not answer."""
-        self._send("failed", order=order, text=text[-_LONGEST_NBYTES // 8 :])
+    def report(self, order: tuple[float, float], text: str) -> RootCause | None:
+        """Say that a rank here has failed, and learn which host was first; None if the server does not answer.
+
+        Args:
+            order: a number, and by this host's clock when that was; of all failures the smallest is the first.
+            text: what to print of it.
+        """
+        kind, when = order
+        self._send("failed", order=(kind, when - time.time()), text=text[-_LONGEST_NBYTES // 8 :])
         with self._changed:
             self._changed.wait_for(lambda: self.root_cause, timeout=ROOT_CAUSE_SECONDS + 2)
             return self.root_cause

@@ -80,9 +80,9 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             sharded = sharded_parameter_of(parameter)
             if sharded is not None and sharded is not parameter:
                 raise OptimizerError(
-                    f"{name}, parameter group {number}: holds {sharded.name} as it was before sharding, which never "
-                    "gets a gradient",
-                    hint="make the optimizer after fully_shard, or call fullshard.repoint(optimizer)",
+                    f"{name}, parameter group {number}: holds {sharded.name} as it was before it was sharded, cast or "
+                    "given memory (on the meta device), which never gets a gradient",
+                    hint="make the optimizer after that, or call fullshard.repoint(optimizer)",
                 )
 
 

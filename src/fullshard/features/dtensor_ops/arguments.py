@@ -48,7 +48,7 @@ def first_sharded(value: Any) -> ShardedTensor | None:
 
 
 def target_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """What a kernel that writes writes to; `engine.kernels` has seen to it that it is nothing else."""
+    """What a kernel that writes writes to; `features.dtensor_ops` has seen to it that it is nothing else."""
     return kwargs.get("out", args[0])
 
 

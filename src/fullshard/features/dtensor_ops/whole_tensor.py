@@ -214,4 +214,4 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 for _dispatched in (WholeTensor.__torch_function__, WholeTensor.__torch_dispatch__, WholeCopy.__torch_dispatch__):
-    torch_private.keep_compiler_out(_dispatched.__func__)  # type: ignore[attr-defined]  # see engine.kernels
+    torch_private.keep_compiler_out(_dispatched.__func__)  # type: ignore[attr-defined]  # see features.dtensor_ops

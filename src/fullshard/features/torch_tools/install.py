@@ -32,7 +32,7 @@ from fullshard.core.imports import after_import
 from fullshard.engine.bucket import bucket_of
 from fullshard.engine.extended import ExtendedParameter
 from fullshard.engine.extension import tell_before_clipping
-from fullshard.engine.parameter import RowParameter, ShardedParameter, sharded_parameters
+from fullshard.engine.parameter import RowParameter, ShardedParameter, sharded_parameter_of, sharded_parameters
 from fullshard.engine.sharded_tensor import RowTensor, ShardedTensor, dtensor_of
 from fullshard.engine.span import Name, RaggedShard, Span
 from fullshard.engine.step import hooks
@@ -62,11 +62,8 @@ def clip_grad_norm_(
     Returns:
         The norm before clipping, a 0-D tensor, the same on every rank.
     """
-    if isinstance(parameters, nn.Module):
-        parameters = parameters.parameters()
     norm_type = float(norm_type)  # torch takes "inf", too
-    clipped = [_Clipped.of(p) for p in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)]
-    clipped = [each for each in clipped if each.grad is not None]
+    clipped = [each for p in _current(parameters) if (each := _Clipped.of(p)).grad is not None]
     norm = _norm_of([(each.span, each.grad) for each in clipped], norm_type, error_if_nonfinite, None)
     nn.utils.clip_grads_with_norm_(clipped, max_norm, norm)  # type: ignore[arg-type]
     return norm
@@ -88,9 +85,15 @@ class _Clipped:
 
 def clip_grad_value_(parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
     """Clamp every gradient element to [-clip_value, clip_value]. No communication."""
+    torch_clip.clip_grad_value_(_current(parameters), clip_value)
+
+
+def _current(parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """List the parameters, with the sharded one in place of each that was taken before it was sharded."""
     if isinstance(parameters, nn.Module):
         parameters = parameters.parameters()
-    torch_clip.clip_grad_value_(parameters, clip_value)
+    given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+    return [p if (sharded := sharded_parameter_of(p)) is None else sharded for p in given]
 
 
 def _local_norm(

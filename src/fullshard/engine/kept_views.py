@@ -1,0 +1,102 @@
+"""Attributes that forward leaves on modules, and that are views of their unit's parameters (`self.cache = self.q[:3]`).
+
+They are right within the next forward, when the same memory is filled again, and nothing to be read in between. So an
+error is in their place while the unit is sharded. Lists, tuples and dicts of them are looked into; other objects not.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from fullshard.core.errors import LifecycleError
+from fullshard.engine.precision import map_tensors
+
+_EVERY_MODULES = frozenset(vars(nn.Module())) | {"_is_full_backward_hook"}
+
+
+class KeptViews:
+    """Those of one unit.
+
+    Args:
+        modules: the unit's.
+        is_view: whether a tensor is a view of one of its parameters.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], is_view: Callable[[torch.Tensor], bool]) -> None:
+        self._modules, self._is_view = list(modules), is_view
+        self._looked: set[tuple[bool, bool]] = set()
+        self._places: dict[tuple[int, str], tuple[dict[str, Any], str, str]] = {}
+        self._hidden: list[tuple[dict[str, Any], str, Any, Any]] = []
+
+    def look(self) -> None:
+        """Find them, after the first forward of each kind: in training or not, with gradients or without."""
+        kind = self._modules[0].training, torch.is_grad_enabled()
+        if kind not in self._looked:
+            self._looked.add(kind)
+            for holder, attribute, path in _attributes(self._modules):
+                if any(map(self._is_kept, _tensors_in(holder[attribute]))):
+                    self._places[id(holder), attribute] = holder, attribute, path
+
+    def _is_kept(self, tensor: torch.Tensor) -> bool:
+        # An LSTM has a list of its parameters themselves.
+        return not isinstance(tensor, (nn.Parameter, _Freed)) and self._is_view(tensor)
+
+    def hide(self, unit: str) -> None:
+        """Put an error in their place: the memory goes."""
+        for holder, attribute, path in self._places.values():
+            freed = _Freed.of(f"unit {unit!r}: {path} is a view of one of its parameters, whose memory went with them")
+            value = holder.get(attribute)
+            hidden = map_tensors(functools.partial(self._freed, freed), value)
+            if hidden is not value:
+                holder[attribute] = hidden
+                self._hidden.append((holder, attribute, value, hidden))
+
+    def _freed(self, freed: _Freed, tensor: torch.Tensor) -> torch.Tensor:
+        return freed if self._is_kept(tensor) else tensor
+
+    def show(self) -> None:
+        """Put them back, unless something else is there now."""
+        while self._hidden:
+            holder, attribute, value, hidden = self._hidden.pop()
+            if holder.get(attribute) is hidden:
+                holder[attribute] = value
+
+
+def _attributes(modules: Iterable[nn.Module]) -> Iterator[tuple[dict[str, Any], str, str]]:
+    """What scripts have put on modules: where, by which name, and by which path."""
+    for module in modules:
+        for name, inner in module.named_modules():
+            place = f"{name or type(module).__name__}."
+            yield from ((vars(inner), key, place + key) for key in vars(inner) if key not in _EVERY_MODULES)
+            yield from ((inner._buffers, key, place + key) for key in inner._buffers)
+
+
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
+    return [each for each in values if isinstance(each, torch.Tensor)]
+
+
+class _Freed(torch.Tensor):
+    """In place of a tensor without memory."""
+
+    _why: str
+
+    @classmethod
+    def of(cls, why: str) -> _Freed:
+        """One that says so."""
+        self = torch.Tensor._make_subclass(cls, torch.empty(0))
+        self._why = why
+        return self
+
+    @classmethod
+    def __torch_function__(cls, _func: object, _types: object, args: Any = (), kwargs: Any = None) -> NoReturn:
+        values = [*args, *(kwargs or {}).values()]
+        found = next(each for value in values for each in _tensors_in(value) if isinstance(each, cls))
+        raise LifecycleError(
+            found._why, hint="read it in forward only, keep a copy (.clone()), or return it, as outputs are copied"
+        )
