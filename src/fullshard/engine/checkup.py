@@ -133,7 +133,8 @@ class Checkup:
             )
             text = (
                 f"{name} is slow: {speed}; it computes {pace.computing:.3g} s of a step (forward and backward, without "
-                f"waiting), {usual:.3g} s {on}; it waits {pace.waiting:.3g} s for others and spends {pace.elsewhere:.3g} s on anything else (data, optimizer, saves, logs)"
+                f"waiting), {usual:.3g} s {on}; it waits {pace.waiting:.3g} s for others and spends "
+                f"{pace.elsewhere:.3g} s on anything else (data, optimizer, saves, logs)"
             )
             sys.stderr.write(f"fullshard: {text}\n")
             details = {"computing": pace.computing, "waiting": pace.waiting, "elsewhere": pace.elsewhere}
