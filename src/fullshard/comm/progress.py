@@ -53,7 +53,7 @@ def waits(word: Word) -> bool:
 
 def parted(words: dict[int, Word]) -> str:
     """Return which ranks wait for each other for ever: one in a step, one for all ranks before it begins that step."""
-    are_waiting = all(map(waits, words.values()))
+    are_waiting = all(word.get("is_waiting") or word.get("collective") for word in words.values())
     for before, word in words.items() if are_waiting else ():
         come = word["come_to"] if word["is_for_all"] else {}
         for rank, other in words.items():

@@ -106,7 +106,7 @@ class Stalls:
         with contextlib.suppress(RuntimeError):
             store, own = torch_private.default_store(), dist.get_rank()
             store.set(PROCESS.format(own), this_process())
-            for key in {_TRACKS, _FAILED} - self._told.keys():  # from here on they can be read
+            for key in {WORD, _TRACKS, _FAILED} - self._told.keys():  # from here on they can be read
                 self._tell(key, "{}")
             store.set(_GIVEN_UP, "")
             store.add(_FAILURES, 0)
@@ -255,13 +255,16 @@ class Stalls:
                 return
         if not PLACE.is_waiting or idle < min(self._next_line, limit - reading):
             return
-        self._next_line = 2 * max(idle, stall / 2)
         words = self._words(reading)
         if self._moves != PLACE.moves:
             return  # somebody has come meanwhile
-        if why := progress.parted({dist.get_rank(): own | {"is_alive": True}, **words}):
-            self._end_waits(why)
-            return
+        if why := progress.parted({dist.get_rank(): own, **words}):
+            if all(word["is_alive"] for word in words.values()):
+                self._end_waits(why)
+                return
+            if idle < limit - reading:
+                return  # on a busy machine a rank says rarely that it is still there: look again
+        self._next_line = 2 * max(idle, stall / 2)
         if self._asked is None and words and all(progress.waits(word) for word in words.values()):
             limit = min(limit, seconds_to_wait(1, PLACE.slowest))  # none loads, compiles or saves
         if idle >= limit - reading:
