@@ -152,7 +152,10 @@ def test_most_replicas_are_right(tmp_path: Path) -> None:
         run_ranks(train, 3, str(tmp_path / "raised"), 22, "raise")
 
 
-def train_slowly(directory: str, slow: int | None, seconds: float) -> tuple[list[str], list[RankPace]]:
+def train_slowly(
+    directory: str, slow: int | None, seconds: float, busy: int | None = None
+) -> tuple[list[str], list[RankPace]]:
+    """Two comparisons, a rank being slow in forward, or busy between steps."""
     rank, _ = rank_and_size()
     JOURNAL.path = None
     fullshard.record_events(directory)
@@ -160,18 +163,32 @@ def train_slowly(directory: str, slow: int | None, seconds: float) -> tuple[list
     model.set_replica_check("raise", every=EVERY)
     model.register_forward_pre_hook(lambda *_: time.sleep(seconds * (3 if rank == slow else 1)))
     with contextlib.redirect_stderr(io.StringIO()) as said:
-        steps(model, optimizer, 0, EVERY + 1)
+        for step in range(2 * EVERY + 1):
+            steps(model, optimizer, step, step + 1)
+            time.sleep(3 * seconds * (rank == busy))
     return said.getvalue().splitlines(), model.rank_paces()
 
 
 def test_a_rank_that_sleeps_is_named_and_nobody_else(tmp_path: Path) -> None:
     lines, paces = run_ranks(train_slowly, 3, str(tmp_path), 1, 0.05)[0]
     words = rf"rank 1 \(process \d+ on \S+\) is slow: 0\.\d\d of the median speed over the last {EVERY} steps; it comp"
+    words += (
+        r"utes \S+ s of a step \(.*\), \S+ s in the median of 3 ranks; it waits \S+ s for others and spends \S+ s on a"
+    )
     assert len(lines) == 1 and re.search(words, lines[0])
     assert paces[1].computing > 0.14 > 0.09 > paces[1].waiting
     assert all(paces[rank].computing < 0.12 and paces[rank].waiting > 0.05 for rank in (0, 2))
     events = [event for event in read_journal(tmp_path) if event["kind"] == "slow"]
     assert [event["rank"] for event in events] == [1] and events[0]["computing"] > events[0]["median"]
+
+
+def test_of_two_ranks_the_one_with_more_beside_the_steps_is_not_slow(tmp_path: Path) -> None:
+    """Rank 0 saves, evaluates and logs. Who is slow in forward is compared with the other, and named once."""
+    (lines, paces), _ = run_ranks(train_slowly, 2, str(tmp_path / "busy"), None, 0.05, 0)
+    assert not lines and paces[0].elsewhere > 0.14 > paces[1].elsewhere
+    (lines, _), _ = run_ranks(train_slowly, 2, str(tmp_path / "slow"), 1, 0.05, 0)
+    [line] = lines
+    assert re.search(r"rank 1 \(.*\) is slow: 0\.\d+ of rank 0's speed .*, \S+ s on rank 0; it waits", line)
 
 
 @pytest.mark.full
@@ -188,6 +205,8 @@ def test_slow_is_below_a_part_of_the_median() -> None:
     assert named(1.0, 1.5, 1.0, 2.0) == [3, 1]
     assert named(1.0, 1.5) == [1]
     assert named(0.0, 0.9 * LEAST_SECONDS, 0.0) == []
+    paces = [RankPace(0, 1.0, 0.0), RankPace(1, 1.3, 0.0)]  # not yet slow, and still
+    assert not slow_ranks(paces) and [pace.rank for pace in slow_ranks(paces, {1})] == [1]
 
 
 def test_settings_reach_the_model_or_are_refused() -> None:

@@ -8,11 +8,13 @@ from __future__ import annotations
 import contextlib
 import gc
 import mmap
+import os
 import random
 import re
 import time
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest import mock
 
 import pytest
 import torch
@@ -27,6 +29,8 @@ from fullshard.api.state import ProcessState
 from fullshard.checkpoint import save_checkpoint
 from fullshard.comm.stalls import STALLS
 from fullshard.comm.track import OutOfStep, Track
+from fullshard.config.switches import COMM
+from fullshard.core import patience
 from fullshard.core.errors import CommunicationError, FullshardError
 from fullshard.core.journal import JOURNAL
 from fullshard.features import shard_model
@@ -127,6 +131,40 @@ def check(kind: str, seed: int, strategy: str, tmp_path: Path) -> None:
     # A step that was left out is seen at the next message, before anything else is stepped.
     assert all(step <= (kind == "no optimizer step") for message, step, _ in found if message), found
     assert all(message for message, _, _ in found), found
+
+
+def have_one_more(comm: str, after: str) -> str:
+    """What a rank is told that has a batch more than the other, which goes on to something of all ranks."""
+    with mock.patch.dict(os.environ, {COMM.name: comm}):
+        rank, _ = rank_and_size()
+        model = fully_shard(nn.Linear(WIDTH, WIDTH))
+        for _ in range(2):
+            model(torch.ones(2, WIDTH)).sum().backward()
+        dist.barrier()
+    patience._STALL_SECONDS = 2.0  # the time-out stays two minutes
+    try:
+        if rank == 1:
+            model(torch.ones(2, WIDTH))
+        elif after == "barrier":
+            dist.barrier()
+        else:
+            collectives.all_gather_object([rank])
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        patience._STALL_SECONDS = 30.0
+    return ""
+
+
+@pytest.mark.parametrize(("comm", "after"), [("auto", "gather"), ("gloo", "barrier")])
+def test_a_batch_more_is_told_while_the_other_rank_lives(comm: str, after: str) -> None:
+    other = {"gather": "waits in gathering objects", "barrier": "waits in torch's barrier, at test_out_of_step.py"}
+    begin = time.monotonic()
+    _, told = run_ranks(have_one_more, 2, comm, after)
+    assert time.monotonic() - begin < 100
+    assert told.startswith("rank 1, unit '', unshard: ") and "ranks are out of step: rank 0 (" in told
+    assert other[after] in told and re.search(r"; rank 1 \(.*\) waits in unit '', unshard", told)
+    assert "hint: see whether another rank failed first, had fewer batches" in told
 
 
 MORE = ("more batches", "more micro-batches")

@@ -16,10 +16,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
+from fullshard.api.counting import _build, count
 from fullshard.api.planning import model_shape
 from fullshard.core.errors import ConfigError
+from fullshard.plan import families
 from fullshard.plan.families import FAMILIES, from_config
 from fullshard.plan.job import Job
 from fullshard.plan.known_models import ALIASES, MODELS
@@ -354,3 +357,50 @@ def test_planning_imports_no_torch() -> None:
     start = time.monotonic()
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
     assert time.monotonic() - start < 10
+
+
+COMPOSED = (
+    *("audioflamingo3", "deepseek_vl", "deepseek_vl_hybrid", "fun_asr_nano", "gemma3", "glmasr", "got_ocr2"),
+    *("idefics2", "idefics3", "internvl", "janus", "lighton_ocr", "llama4", "llava", "llava_next", "llava_next_video"),
+    *("llava_onevision", "mistral3", "musicflamingo", "paligemma", "pp_chart2table", "qwen2_audio", "qwen3_asr"),
+    *("shieldgemma2", "smolvlm", "vibevoice_asr", "video_llama_3", "video_llava", "vipllava", "voxtral"),
+)
+"""Families of several parts whose text part is a family of the planner's."""
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    "kind",
+    [name if name in ("mistral3", "internvl", "voxtral") else pytest.param(name, marks=pytest.mark.full)
+     for name in COMPOSED],
+)  # fmt: skip
+def test_the_head_of_a_composed_model_is_counted_as_often_as_it_is_there(kind: str, tied: bool) -> None:
+    config = AutoConfig.for_model(kind)
+    text = config.text_config
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:2]
+    text.num_hidden_layers = 2
+    config.tie_word_embeddings = tied
+    values = json.loads(json.dumps(config.to_dict(), default=str))
+    shape, notes = from_config(values, where="test")
+    assert "only the text part" in notes[0]
+    with torch.device("meta"):
+        model: Any = _build(transformers, config)
+    parts = ("language_model.", "lm_head.", "text_model.", "model.layers.", "model.embed_tokens.", "model.norm.")
+    language = {name: p.numel() for name, p in model.named_parameters() if any(part in name for part in parts)}
+    assert shape.numel == sum(language.values())
+
+
+@pytest.mark.parametrize("kind", ["gemma4_text", pytest.param("gemma4", marks=pytest.mark.full)])
+def test_layers_that_differ_are_counted(kind: str) -> None:
+    config = AutoConfig.for_model(kind)
+    shape = count(json.loads(json.dumps(config.to_dict(), default=str)))
+    assert {block.head_dim for block in shape.blocks} == {256, 512}
+
+
+def test_a_model_that_writes_no_text_is_built_whole() -> None:
+    config = AutoConfig.for_model("grounding-dino")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(families, "counted", lambda values, *, where: load_model("GPT-2")[0])
+        _, notes = from_config(config.to_dict(), where="test")
+    assert "as Transformers builds it" in notes[0]

@@ -29,7 +29,8 @@ from fullshard.checkpoint.ranks import Ranks
 from fullshard.comm import join, torch_private
 from fullshard.comm.cpu.gloo import end_waits, receive
 from fullshard.comm.mesh import init_mesh
-from fullshard.comm.stalls import STALLS, Stalls, _read_words, all_come
+from fullshard.comm.progress import read_words
+from fullshard.comm.stalls import STALLS, Stalls, all_come
 from fullshard.config.switches import COMM, timeout_of_environment
 from fullshard.core import patience
 from fullshard.core.errors import CheckpointError, CommunicationError, ConfigError, LifecycleError
@@ -119,7 +120,7 @@ def wait_for_a_dawdler(comm: str, where: str, directory: str) -> tuple[str, str]
     if rank == 1:
         until(done.exists)
         return "", ""
-    until(lambda: _read_words(own=0)[1])
+    until(lambda: read_words(own=0)[1])
     sys.stderr = lines
     try:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) if where == "the norm of gradients" else step()
@@ -167,7 +168,7 @@ def meet_alone(directory: str) -> list[str]:
     if rank == 1:
         until(done.exists)
         return errors
-    until(lambda: _read_words(own=0)[1])
+    until(lambda: read_words(own=0)[1])
     barrier, dist.barrier = dist.barrier, lambda: time.sleep(20)  # type: ignore[assignment, misc]
     for place in places:
         try:
@@ -339,6 +340,31 @@ def test_a_collective_of_torchs_is_a_wait_as_well() -> None:
     assert "waits in torch's all_gather, at test_stalls.py" in message and "in generate_unevenly" in message
 
 
+def end_early() -> str:
+    """Rank 0 ends, as far as its thread knows; what rank 1 says of a connection that is closed."""
+    rank, _ = rank_and_size()
+    fully_shard(nn.Linear(8, 8))
+    if rank == 0:
+        PLACE.enter("unit 'a', reduce", 7)
+        PLACE.leave()
+        thread = Stalls()
+        thread._world = STALLS._world
+        thread._is_over.set()
+        threading.Thread(target=thread._run).start()
+    PLACE.given_up = ""  # by a test before
+    error, reason = RuntimeError("[pair.cc:1] Connection closed by peer [::1]:1"), ""
+    if rank == 1:
+        until(lambda: "has ended; it did" in str(STALLS.reason(error)), 20)
+        reason = str(STALLS.reason(error))
+    dist.barrier()
+    return reason
+
+
+def test_who_has_ended_is_named_to_those_that_wait() -> None:
+    reason = run_ranks(end_early, 2)[1]
+    assert re.fullmatch(r"rank 0 \(process \d+ on \S+\) has ended; it did unit 'a', reduce \(step 7\) last", reason)
+
+
 def leave_word() -> list[bool]:
     """Whether there is a word of this rank in the store: at first, when it has not moved for long, when it has."""
     stalls, found = Stalls(), []
@@ -346,7 +372,7 @@ def leave_word() -> list[bool]:
         if now > 10:
             PLACE.moves += 1
         stalls._look(2.0, now)
-        found.append(bool(_read_words(own=1)[0]))
+        found.append(bool(read_words(own=1)[0]))
     return found
 
 

@@ -39,10 +39,11 @@ from fullshard.checkpoint import (
     save_checkpoint,
     verify_checkpoint,
 )
-from fullshard.checkpoint.coded_state import coded_tensors, decode
+from fullshard.checkpoint.coded_state import coded_tensors
 from fullshard.checkpoint.pretrained import load_pretrained
 from fullshard.cli.main import app
 from fullshard.core.errors import ConfigError, NonFiniteError, WrapError
+from fullshard.engine.step.coded import decode
 from fullshard.engine.step.local_parameters import as_local
 from tests.distributed import end_workers, preload, run_ranks
 
@@ -833,7 +834,7 @@ def coded_moment(layer: Any, optimizer: torch.optim.Optimizer) -> torch.Tensor:
     coded, _ = coded_tensors(as_local(optimizer.state[layer.weight]))
     held = coded["exp_avg"]
     parts = held.parts()
-    values = decode(parts["codes"], parts["scales"], parts.get("book"), held.record)
+    values = decode(parts["codes"], parts["scales"], parts.get("book"), bits=held.record.bits, block=held.record.block)
     return layer.weight.wrap(values.reshape(-1).float()).full_tensor()  # type: ignore[no-any-return]
 
 

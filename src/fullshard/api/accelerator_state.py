@@ -21,7 +21,7 @@ from fullshard.api.options import DistributedType
 from fullshard.api.processes import Processes
 from fullshard.api.refused import ONE_ENGINE
 from fullshard.api.state import GradientState, ProcessState, launched_device
-from fullshard.core.imports import after_import
+from fullshard.core.imports import after_import, import_extra
 
 _TOLD: list[PartialState] = []
 """The state that was made last, for when Accelerate is imported after it."""
@@ -240,8 +240,9 @@ def _tell(module: ModuleType) -> None:
 
 
 def _dynamo_plugin(backend: str) -> Any:
-    from accelerate.utils.dataclasses import DynamoBackend, TorchDynamoPlugin
-
-    plugin = TorchDynamoPlugin(backend="no")
-    plugin.backend = DynamoBackend.__members__.get(backend.upper(), backend)  # torch takes backends it does not list
+    kinds = import_extra("accelerate.utils.dataclasses", extra="sft", purpose="dynamo_plugin")
+    plugin = kinds.TorchDynamoPlugin(backend="no")
+    plugin.backend = kinds.DynamoBackend.__members__.get(
+        backend.upper(), backend
+    )  # torch takes backends it does not list
     return plugin

@@ -78,6 +78,7 @@ def _build(transformers: Any, config: Any) -> Any:
 
 def _block(unit: UnitShape, config: Any, hidden: int) -> Block | None:
     """What a unit computes, by the fields that most configurations share; None if it is no layer of the text part."""
+    config = _of_layer(unit, config)
 
     def number(*names: str, default: int) -> int:
         values = (getattr(config, name, None) for name in names)
@@ -104,6 +105,12 @@ def _block(unit: UnitShape, config: Any, hidden: int) -> Block | None:
         experts_per_token=number("num_experts_per_tok", "moe_topk", "top_k_experts", default=1) if is_mixture else 0,
         window=_window(unit, config),
     )
+
+
+def _of_layer(unit: UnitShape, config: Any) -> Any:
+    """The configuration of one layer, where layers differ (Gemma 4's have heads of two sizes)."""
+    index, layers = unit.name.rpartition(".")[2], getattr(config, "per_layer_config", ())
+    return layers[int(index)] if index.isdecimal() and int(index) < len(layers) else config
 
 
 def _window(unit: UnitShape, config: Any) -> int:

@@ -16,11 +16,11 @@ import torch
 from fullshard.checkpoint.elements import stored_dtype
 from fullshard.checkpoint.format import CodeRecord
 from fullshard.core.errors import CheckpointError
-from fullshard.engine.step.local_parameters import local_parameter
+from fullshard.engine.step.coded import TORCHAO_BITS, encode
+from fullshard.engine.step.local_parameters import TORCHAO_SIGNED, is_of, local_parameter
 from fullshard.features import ShardedParameter
 
 _BITSANDBYTES_BLOCK = 256
-_TORCHAO_BITS = {"OptimState8bit": 8, "OptimState4bit": 4, "OptimStateFp8": 8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,31 +48,11 @@ class CodedTensor:
     def write(self, values: torch.Tensor) -> None:
         """Code values anew, in place."""
         # Where the scales are: codes in paged memory pass for the host's.
-        codes, scales = encode(values.to(self.scales.device, torch.float32), self.book, self.record)
+        codes, scales = encode(
+            values.to(self.scales.device, torch.float32), self.book, bits=self.record.bits, block=self.record.block
+        )
         self.codes.view(-1).copy_(codes)
         self.scales.copy_(scales)
-
-
-def decode(codes: torch.Tensor, scales: torch.Tensor, book: torch.Tensor | None, record: CodeRecord) -> torch.Tensor:
-    """The values of whole blocks, in float32; the last block may be short."""
-    if record.bits == 4:
-        codes = torch.stack([codes >> 4, codes & 15], dim=-1).view(-1)
-    values = codes.float() if book is None else book[codes.int()]
-    return values * scales.repeat_interleave(record.block)[: values.numel()]
-
-
-def encode(values: torch.Tensor, book: torch.Tensor | None, record: CodeRecord) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales of `values` (1-D, float32): for each block the nearest codes at the smallest scale that fits."""
-    padded = torch.nn.functional.pad(values, (0, -values.numel() % record.block))
-    blocks = padded.view(padded.numel() // record.block, record.block)
-    dtype = torch.uint8 if book is not None else torch.float8_e4m3fn
-    limit = torch.finfo(dtype).max if book is None else float(book.abs().max())
-    scales = blocks.abs().amax(dim=1) / limit
-    normal = (blocks / scales.where(scales > 0, torch.ones_like(scales))[:, None]).view(-1)[: values.numel()]
-    if book is None:
-        return normal.to(dtype), scales
-    codes = torch.bucketize(normal, (book[1:] + book[:-1]) / 2, out_int32=True).to(dtype)
-    return (codes[0::2] << 4 | codes[1::2] if record.bits == 4 else codes), scales
 
 
 def coded_tensors(state: Mapping[str, Any]) -> tuple[dict[str, CodedTensor], set[str]]:
@@ -96,14 +76,14 @@ def coded_tensors(state: Mapping[str, Any]) -> tuple[dict[str, CodedTensor], set
                     found[f"{key}.{row}"] = _of_bitsandbytes(key, codes, scales[row], book)
             else:
                 found[key] = _of_bitsandbytes(key, value, scales, book)
-        elif (bits := _TORCHAO_BITS.get(type(value).__name__)) is not None:
+        elif (bits := TORCHAO_BITS.get(type(value).__name__)) is not None:
             found[key] = _of_torchao(value, bits)
     return found, parts
 
 
 def rows_of(optimizer: Any, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The averages of which one parameter's state has several in one tensor, uncoded: each as `KEY.ROW`, a view."""
-    if not is_of_bitsandbytes(optimizer):
+    if not is_of(optimizer, "bitsandbytes"):
         return {}
     return {
         f"{key}.{row}": average
@@ -146,7 +126,7 @@ def fresh_state(optimizer: Any, group: int, index: int) -> dict[str, Any] | None
     parameter = optimizer.param_groups[group]["params"][index]
     if isinstance(parameter, ShardedParameter):
         parameter = local_parameter(parameter)
-    if is_of_bitsandbytes(optimizer):
+    if is_of(optimizer, "bitsandbytes"):
         kept = optimizer.state.pop(parameter, None)
         if not optimizer.initialized:
             optimizer.check_overrides()
@@ -155,14 +135,8 @@ def fresh_state(optimizer: Any, group: int, index: int) -> dict[str, Any] | None
         if kept is not None:
             optimizer.state[parameter] = kept
         return dict(made)
-    if any(cls.__module__.startswith("torchao.") for cls in type(optimizer).__mro__):
-        keys = {"exp_avg": True, "exp_avg_sq": False}
-        if optimizer.param_groups[group].get("amsgrad"):
-            keys["max_exp_avg_sq"] = False
-        return {key: optimizer._new_buffer(parameter, signed) for key, signed in keys.items()}
+    if is_of(optimizer, "torchao"):
+        has_max = optimizer.param_groups[group].get("amsgrad")
+        keys = [key for key in TORCHAO_SIGNED if has_max or not key.startswith("max")]
+        return {key: optimizer._new_buffer(parameter, TORCHAO_SIGNED[key]) for key in keys}
     return None
-
-
-def is_of_bitsandbytes(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it is one of bitsandbytes' optimizers, in 8 bits or 32."""
-    return any(cls.__module__.startswith("bitsandbytes.") for cls in type(optimizer).__mro__)

@@ -7,7 +7,7 @@ from typing import Self
 
 import torch
 
-from fullshard.checkpoint.coded_state import CodedTensor, decode
+from fullshard.checkpoint.coded_state import CodedTensor
 from fullshard.checkpoint.elements import dtype_called, dtype_of, tensor_bytes
 from fullshard.checkpoint.format import CodedPieceRecord, Manifest, TensorRecord, stored_as
 from fullshard.checkpoint.objects import Location
@@ -19,6 +19,7 @@ from fullshard.core.dtypes import itemsize
 from fullshard.core.layout import Interval
 from fullshard.core.tiling import UNTILED, Tiling
 from fullshard.engine.precision import torch_dtype
+from fullshard.engine.step.coded import decode
 
 _MAX_OPEN_FILES = 16
 
@@ -125,7 +126,9 @@ class Readers:
         start = wanted.start // block * block
         whole = Interval(start, min(-(-wanted.stop // block) * block, piece.interval.numel))
         parts = self._coded_parts(kind, name, dtype, piece, whole)
-        values = decode(parts["codes"], parts["scales"], parts.get("book"), piece.coding)
+        values = decode(
+            parts["codes"], parts["scales"], parts.get("book"), bits=piece.coding.bits, block=piece.coding.block
+        )
         return values[wanted.start - start : wanted.stop - start]
 
     def _coded_parts(

@@ -6,7 +6,6 @@ header describes tensors that lie in the file, none of them twice.
 
 from __future__ import annotations
 
-import importlib
 import math
 import os
 import re
@@ -23,6 +22,7 @@ from fullshard.checkpoint.tensor_file import MAX_HEADER_NBYTES, Bytes, file_besi
 from fullshard.checkpoint.torch_files import check_tensor, load_torch_file
 from fullshard.core.errors import CheckpointError
 from fullshard.core.files import open_regular, parse_object, read_object
+from fullshard.core.imports import import_extra
 from fullshard.core.layout import Interval
 from fullshard.core.paths import local_path, looks_like_path
 from fullshard.core.sizes import MIB
@@ -134,6 +134,7 @@ def model_directory(
 
     Raises:
         CheckpointError: a path that does not exist, or a hub name that cannot be had.
+        MissingExtraError: a hub name without the `hf` extra.
     """
     path = local_path(name_or_path)
     if not path.is_dir():
@@ -146,7 +147,7 @@ def model_directory(
 
 
 def _downloaded(name: str, hub: dict[str, Any], *, subfolder: str, variant: str | None) -> Path:
-    module: Any = importlib.import_module("huggingface_hub")
+    module = import_extra("huggingface_hub", extra="hf", purpose=f"downloading {name}")
     inside = f"{subfolder.rstrip('/')}/" if subfolder else ""
     # Weights, configuration, tokenizer.
     patterns = [f"{inside}{pattern}" for pattern in ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")]

@@ -30,6 +30,6 @@ def report(
     path = runs[0] / "report.html" if output is None else output
     try:
         write_report(runs, path)
-    except PermissionError as error:
+    except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}", hint="name another file with --output") from None
     typer.echo(f"wrote {path}")

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -30,8 +31,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fullshard.comm import torch_private
+from fullshard.comm import progress, torch_private
 from fullshard.comm.cpu.gloo import end_waits
+from fullshard.comm.progress import PROCESS, WORD, Word
 from fullshard.comm.track import Track
 from fullshard.config.switches import PREEMPTION_DIR, timeout_of_environment
 from fullshard.core.errors import CommunicationError, FullshardError, cut
@@ -39,8 +41,6 @@ from fullshard.core.patience import FIRST_SECONDS, PATIENCE, seconds_to_wait, st
 from fullshard.core.place import PLACE, this_process
 from fullshard.core.threads import start_thread
 
-_PROCESS, _WORD = "fullshard/process/{}", "fullshard/place/{}"
-"""Keys in the store, by rank: who it is, and where it is if that has not changed for a while."""
 _FAILURES, _FAILED = "fullshard/failures", "fullshard/failed/{}"
 """Keys in the store: how many errors all ranks had in all; by rank, its own by group and how often that was in step
 again."""
@@ -52,7 +52,6 @@ _SOON = 2.0
 """Seconds of a wait after which it is looked for errors."""
 _LOOKS = 15
 """Looks before a wait is worth a line; after the first five others leave word."""
-_NAMED = 3
 _QUOTED = 300
 _FRAMES = 3
 _BUSY = {
@@ -60,12 +59,10 @@ _BUSY = {
     "saves": ("/fullshard/checkpoint/", "/torch/serialization.py", "/torch/distributed/checkpoint/"),
 }
 """What may take long and is no fault, by files that are on the stack then."""
-_COLLECTIVES = "/torch/distributed/distributed_c10d.py"
 _LIBRARIES = ("/fullshard/", "/torch/", "/contextlib.py", "<frozen")
 
-Word = dict[str, Any]
-"""What a rank leaves: `what`, `step`, `is_waiting`, `here` (functions, the innermost first), `busy`, `beat`, and the
-`collective` of torch's that a script has called, which waits for others, too."""
+_CLOSED = re.compile("closed by peer|reset by peer|broken pipe|socket closed|(read|write) error", re.IGNORECASE)
+"""What Gloo says where a rank is gone."""
 
 
 class Stalls:
@@ -108,8 +105,8 @@ class Stalls:
         self._trainer, self._world, self._moves = threading.get_ident(), weakref.ref(world), -1
         with contextlib.suppress(RuntimeError):
             store, own = torch_private.default_store(), dist.get_rank()
-            store.set(_PROCESS.format(own), this_process())
-            for key in {_TRACKS, _FAILED} - self._told.keys():  # from here on they can be read
+            store.set(PROCESS.format(own), this_process())
+            for key in {WORD, _TRACKS, _FAILED} - self._told.keys():  # from here on they can be read
                 self._tell(key, "{}")
             store.set(_GIVEN_UP, "")
             store.add(_FAILURES, 0)
@@ -153,7 +150,10 @@ class Stalls:
         why = PLACE.given_up
         with contextlib.suppress(Exception):  # the store is gone, too
             if not why and self._is_in_its_world:
-                why = self._failure() or torch_private.default_store().get(_GIVEN_UP).decode()
+                why = self._failure() or torch_private.default_store().get(_GIVEN_UP).decode() or progress.ended()
+        if not why and _CLOSED.search(str(error)):
+            other = f"rank {1 - dist.get_rank()}" if dist.is_initialized() and dist.get_world_size() == 2 else "a rank"
+            why = f"{other} has ended, or left its process group, while this one waits for it"
         return why or error
 
     def waiting_for_all(self, what: str) -> contextlib.AbstractContextManager[None]:
@@ -223,6 +223,9 @@ class Stalls:
             with contextlib.suppress(Exception):  # a group or store that is just going: whoever waits notices that
                 if self._is_in_its_world:
                     self._look(limit, time.monotonic())
+        with contextlib.suppress(Exception):  # it is gone, or the store is
+            if self._is_in_its_world:
+                self._tell(WORD, json.dumps({"what": PLACE.what, "step": PLACE.step, "has_ended": True}))
 
     def _look(self, limit: float, now: float) -> None:
         stall = stall_seconds(limit)
@@ -232,8 +235,8 @@ class Stalls:
             torch_private.default_store().add(_FAILURES, count)
         if self._moves != PLACE.moves:
             if self._beat:
-                self._tell(_WORD, "{}")
-            self._moves, self._since, self._next_line, self._beat = PLACE.moves, now, stall, 0
+                self._tell(WORD, "{}")
+            self._moves, self._since, self._next_line, self._beat = PLACE.moves, now, stall / 2, 0
             return
         idle = now - self._since
         is_long = PLACE.is_waiting and idle >= min(_SOON, stall / 3)
@@ -243,7 +246,7 @@ class Stalls:
         is_in_vain = is_long and bool(self._failure())
         if idle < stall / 3 and not is_in_vain:
             return
-        self._leave_word()
+        own = self._leave_word()
         reading = 2.5 * _pause(stall)  # so long before the end, or it would come as much later
         if is_in_vain:
             why = self._failure(self._words(reading))
@@ -252,21 +255,35 @@ class Stalls:
                 return
         if not PLACE.is_waiting or idle < min(self._next_line, limit - reading):
             return
-        self._next_line = 2 * max(idle, stall)
         words = self._words(reading)
         if self._moves != PLACE.moves:
             return  # somebody has come meanwhile
-        if self._asked is None and words and all(_waits(word) for word in words.values()):
+        if why := progress.parted({dist.get_rank(): own, **words}):
+            if all(word["is_alive"] for word in words.values()):
+                self._end_waits(why)
+                return
+            if idle < limit - reading:
+                return  # on a busy machine a rank says rarely that it is still there: look again
+        self._next_line = 2 * max(idle, stall / 2)
+        if self._asked is None and words and all(progress.waits(word) for word in words.values()):
             limit = min(limit, seconds_to_wait(1, PLACE.slowest))  # none loads, compiles or saves
         if idle >= limit - reading:
             self._give_up(limit, words)
+        elif idle < stall:
+            return
         elif not any(word.get("is_waiting") for rank, word in words.items() if rank < dist.get_rank()):
             self._say(f"has waited {idle:.0f} s", words)
 
-    def _leave_word(self) -> None:
+    def _leave_word(self) -> Word:
         here, busy = list[str](), ""
         frame: FrameType | None = sys._current_frames().get(self._trainer or 0)
-        collective = _collective(frame)
+        collective, groups = (
+            progress.collective(frame),
+            [] if PLACE.is_waiting and not PLACE.is_patient else self._joined,
+        )
+        if collective and frame is not None and not PLACE.is_waiting:
+            group = frame.f_locals.get("group") or dist.group.WORLD  # torch has one name for it everywhere
+            groups = [group] if isinstance(group, dist.ProcessGroup) else []
         while frame is not None and not PLACE.is_waiting:
             file = frame.f_code.co_filename
             busy = next((what for what, files in _BUSY.items() if any(name in file for name in files)), busy)
@@ -276,14 +293,17 @@ class Stalls:
         self._beat += 1
         word = {"what": PLACE.what, "step": PLACE.step, "is_waiting": PLACE.is_waiting, "here": here, "busy": busy}
         word |= {"collective": "" if busy else collective, "beat": self._beat}
-        self._tell(_WORD, json.dumps(word))
+        word["is_for_all"] = any(group.size() == dist.get_world_size() for group in groups)
+        word["come_to"] = {track.name: track.told()[0] for track in list(self._tracks)}
+        self._tell(WORD, json.dumps(word))
+        return word
 
     def _words(self, seconds: float) -> dict[int, Word]:
         """What other ranks have left, by rank, with `is_alive`: whether they have left it again some seconds later."""
         try:
-            before = _read_words(dist.get_rank())
+            before = progress.read_words(dist.get_rank())
             self._is_over.wait(seconds)
-            now = _read_words(dist.get_rank())
+            now = progress.read_words(dist.get_rank())
         except RuntimeError:  # the store is gone: its rank has ended
             return {}
         return {
@@ -293,9 +313,9 @@ class Stalls:
 
     def _give_up(self, limit: float, words: dict[int, Word]) -> None:
         is_late = time.monotonic() - self._since >= FIRST_SECONDS
-        if self._asked is None and not is_late and _are_busy(_missing(words)):
+        if self._asked is None and not is_late and progress.are_busy(progress.missing(words)):
             return
-        self._end_waits(f"no answer from another rank for {limit:g} s: {_named(words)}")
+        self._end_waits(f"no answer from another rank for {limit:g} s: {progress.named(words)}")
 
     def _end_waits(self, why: str) -> None:
         PLACE.given_up = why
@@ -317,7 +337,7 @@ class Stalls:
             return ""
         self._tell(_TRACKS, json.dumps({track.name: track.told() for track in tracks}))
         ranks = sorted({track.next_rank for track in tracks})
-        theirs = dict(zip(ranks, _read([_TRACKS.format(rank) for rank in ranks]), strict=True))
+        theirs = dict(zip(ranks, progress.read([_TRACKS.format(rank) for rank in ranks]), strict=True))
         found = (track.difference(*theirs[track.next_rank].get(track.name, (0, ()))) for track in tracks)
         return next(filter(None, found), "")
 
@@ -331,7 +351,7 @@ class Stalls:
         own, total = dist.get_rank(), int(torch_private.default_store().get(_FAILURES))
         if total and (total != self._found[0] or words is not None):  # what is said of one may have come later
             ranks = sorted({rank for group in self.groups for rank in dist.get_process_group_ranks(group)})
-            self._found = total, dict(zip(ranks, _read([_FAILED.format(rank) for rank in ranks]), strict=True))
+            self._found = total, dict(zip(ranks, progress.read([_FAILED.format(rank) for rank in ranks]), strict=True))
         for group in list(self.groups) if total else []:
             name, had = self._name(group), dict[int, tuple[int, str]]()
             for rank in dist.get_process_group_ranks(group):
@@ -346,10 +366,10 @@ class Stalls:
         return ""
 
     def _say(self, how: str, words: dict[int, Word]) -> None:
-        if _are_busy(_missing(words)):
+        if progress.are_busy(progress.missing(words)):
             return
         step = f" (step {PLACE.step} of this process)" if PLACE.step else ""
-        sys.stderr.write(f"fullshard: rank {dist.get_rank()} {how}, in {PLACE.what}{step}: {_named(words)}\n")
+        sys.stderr.write(f"fullshard: rank {dist.get_rank()} {how}, in {PLACE.what}{step}: {progress.named(words)}\n")
         sys.stderr.flush()
 
 
@@ -426,69 +446,6 @@ def meet(group: dist.ProcessGroup, device: torch.device, what: str) -> None:
 def _pause(stall: float) -> float:
     """Seconds between two looks."""
     return min(0.5, stall / _LOOKS)
-
-
-def _read_words(own: int) -> dict[int, Word]:
-    """Those of all ranks but this one."""
-    others = [rank for rank in range(dist.get_world_size()) if rank != own]
-    return dict(zip(others, _read([_WORD.format(rank) for rank in others]), strict=True))
-
-
-def _read(keys: Sequence[str]) -> list[dict[str, Any]]:
-    """What lies in the store under each, which nobody takes away again: who has just seen it would wait for another."""
-    store = torch_private.default_store()
-    if not keys or store.check(list(keys)):
-        there = list(keys)  # as nearly always: two messages, however many ranks there are
-    else:
-        there = [key for key in keys if store.check([key])]
-    found = dict(zip(there, store.multi_get(there) if there else [], strict=True))
-    return [json.loads(found[key]) if key in found else {} for key in keys]
-
-
-def _collective(frame: FrameType | None) -> str:
-    """The function of torch's whose innermost frame it is, if that sends or receives."""
-    code = None if frame is None else frame.f_code
-    is_one = code is not None and code.co_filename.endswith(_COLLECTIVES) and not code.co_name.startswith("_")
-    return code.co_name if code is not None and is_one else ""
-
-
-def _waits(word: Word) -> bool:
-    """Whether a rank is seen to wait for others."""
-    return bool(word["is_alive"] and (word.get("is_waiting") or word.get("collective")))
-
-
-def _missing(words: dict[int, Word]) -> dict[int, Word]:
-    """Those of ranks that do not wait."""
-    return {rank: word for rank, word in words.items() if not word.get("is_waiting")}
-
-
-def _named(words: dict[int, Word]) -> str:
-    """Which ranks are waited for, and what they do: those that do not wait, else all."""
-    if not words:
-        return "which one cannot be said, for the job's store does not answer"
-    missing = _missing(words) or words
-    lines = [_described(rank, word) for rank, word in list(missing.items())[:_NAMED]]
-    return "; ".join(lines) + (f"; and {len(missing) - _NAMED} more" if len(missing) > _NAMED else "")
-
-
-def _described(rank: int, word: Word) -> str:
-    store, key = torch_private.default_store(), _PROCESS.format(rank)
-    name = f"rank {rank}" + (f" ({store.get(key).decode()})" if store.check([key]) else "")
-    if "what" not in word:
-        return f"{name} gives no sign of life, or goes on elsewhere"
-    step = f" (step {word['step']})" if word["step"] else ""
-    if word["is_waiting"]:
-        return f"{name} waits in {word['what']}{step}"
-    if not word["is_alive"]:
-        return f"{name} gives no sign of life any more; it did {word['what'] or 'nothing yet'}{step}"
-    where = ", called from ".join(word["here"]) or "an unknown place"
-    does = f"waits in torch's {word['collective']}" if word["collective"] else "is running"
-    return f"{name} {word['busy'] or does}, at {where}; it did {word['what'] or 'nothing yet'}{step} before"
-
-
-def _are_busy(words: dict[int, Word]) -> bool:
-    """Whether there are any, and all of them do what may take long."""
-    return bool(words) and all(word.get("busy") and word["is_alive"] for word in words.values())
 
 
 def _asked_seconds(group: float, device: torch.device) -> float | None:

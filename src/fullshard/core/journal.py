@@ -106,20 +106,18 @@ JOURNAL = Journal()
 
 
 def read_journal(path: Path) -> Iterator[dict[str, Any]]:
-    """The events of a file, or of the one in a directory, in the order in which they were written.
+    """Yield the events of a file, or of the one in a directory, in the order in which they were written.
 
     What is no event (a line that a full disk has cut off) is left out; nothing if there is no file.
 
     Raises:
-        OSError: it is no regular file, or larger than 1 GiB.
+        OSError: it is no regular file, or larger than a journal can be.
     """
     path = path / JOURNAL_NAME if path.is_dir() else path
-    if not path.exists():
-        return
-    for line in read_lines(path):
+    for line in read_lines(path) if path.exists() else ():
         try:
             event = parse_object(line)
         except ValueError:
             continue
-        if "kind" in event and "time" in event:
+        if isinstance(event.get("kind"), str) and isinstance(event.get("time"), str):
             yield event

@@ -1,13 +1,13 @@
-"""Which ranks compute slower than others, from seconds that each of them has measured."""
+"""Find ranks that compute slower than others, from seconds that each of them has measured."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-SLOW = 0.7
-"""A rank whose speed is below this part of the median is worth a line."""
+SLOW, SLOW_NO_MORE = 0.7, 0.85
+"""A rank whose speed is below this part of the median is worth a line, once, until it is faster than that part."""
 LEAST_SECONDS = 0.005
 """What it computes longer in each step; less is a host that did something else for a moment."""
 
@@ -18,45 +18,63 @@ class RankPace:
 
     Attributes:
         rank: which one.
-        computing: seconds in which it did not wait for another rank; data, saves and the script's own work included.
-        waiting: seconds in which it did.
+        computing: seconds of forwards and backwards in which it did not wait for another rank.
+        waiting: seconds in which it waited for another rank.
+        elsewhere: the other seconds: data, the loss, the optimizer, saves, logs, the script's own work.
     """
 
     rank: int
     computing: float
     waiting: float
+    elsewhere: float = 0.0
 
 
-def median_computing(paces: Sequence[RankPace]) -> float:
-    """Seconds; of an even number of ranks the faster one in the middle, or of two none could be slow."""
+def usual_computing(paces: Sequence[RankPace]) -> float:
+    """Return the median, in seconds: of an even number of ranks the faster one in the middle, so of two the faster."""
     return statistics.median_low(pace.computing for pace in paces)
 
 
-def slow_ranks(paces: Sequence[RankPace]) -> list[RankPace]:
-    """Those whose speed is below `SLOW` of the median, the slowest first."""
-    median = median_computing(paces)
-    found = [p for p in paces if p.computing * SLOW > median and p.computing - median > LEAST_SECONDS]
+def slow_ranks(paces: Sequence[RankPace], before: Collection[int] = ()) -> list[RankPace]:
+    """Return the ranks whose speed is below `SLOW` of the median, the slowest first.
+
+    Args:
+        paces: of all ranks.
+        before: ranks that were slow so far, and are it up to `SLOW_NO_MORE`.
+    """
+    usual = usual_computing(paces)
+    limits = {pace.rank: SLOW_NO_MORE if pace.rank in before else SLOW for pace in paces}
+    found = [p for p in paces if p.computing * limits[p.rank] > usual and p.computing - usual > LEAST_SECONDS]
     return sorted(found, key=lambda pace: -pace.computing)
 
 
 @dataclass(slots=True)
 class Pace:
-    """Of this process: what the steps since the last report have taken, the first one left out."""
+    """What the steps of this process since the last report have taken, the first one left out."""
 
-    _steps: list[tuple[float, float]] = field(default_factory=list)
+    _steps: list[tuple[float, float, float]] = field(default_factory=list)
     _last: tuple[float, float] | None = None
+    _resumed: tuple[float, float] | None = None
+    _computing: float = 0.0
 
     def begin_step(self, now: float, waited: float) -> None:
-        """A step begins after another, this process having waited for so many seconds so far."""
+        """Begin a step after another, this process having waited for so many seconds so far."""
         if self._last is not None:
             begin, before = self._last
-            self._steps.append((now - begin - (waited - before), waited - before))
-        self._last = now, waited
+            waiting = waited - before
+            self._steps.append((self._computing, waiting, now - begin - waiting - self._computing))
+        self._last, self._computing = (now, waited), 0.0
 
-    def take(self) -> tuple[float, float]:
-        """Seconds of computing and of waiting of a step in the median, 0 if there was none; begin anew."""
+    def resume(self, now: float, waited: float) -> None:
+        """Begin a forward or backward."""
+        self._resumed = now, waited
+
+    def pause(self, now: float, waited: float) -> None:
+        """End it."""
+        if self._resumed is not None:
+            begin, before = self._resumed
+            self._computing, self._resumed = self._computing + now - begin - (waited - before), None
+
+    def take(self) -> list[float]:
+        """Return seconds of computing, of waiting and of the rest of a step in the median, or zeros; begin anew."""
         steps, self._steps = self._steps, []
-        if not steps:
-            return 0.0, 0.0
-        computing, waiting = zip(*steps, strict=True)
-        return statistics.median(computing), statistics.median(waiting)
+        return [statistics.median(part) for part in zip(*steps, strict=True)] or [0.0, 0.0, 0.0]

@@ -1,7 +1,7 @@
-"""Every so many steps ranks compare notes, by three numbers of each in one message.
+"""Every so many steps ranks compare notes, by a few numbers of each in one message.
 
-A digest of the weights tells whether replicas hold the same (`engine.replicas`), the seconds that a rank computes and
-waits in a step which of them is slow (`core.pace`).
+A digest of the weights tells whether replicas hold the same (`engine.replicas`), and the seconds that a rank computes,
+waits and does something else in a step tell which one is slow (`core.pace`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fullshard.comm.device import has_values
 from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import ConfigError
 from fullshard.core.journal import JOURNAL, Happening
-from fullshard.core.pace import Pace, RankPace, median_computing, slow_ranks
+from fullshard.core.pace import Pace, RankPace, slow_ranks, usual_computing
 from fullshard.core.place import PLACE, this_process
 from fullshard.engine.replicas import Replicas
 
@@ -39,7 +39,7 @@ class Checkup:
     def __init__(self, mesh: Mesh, replicas: Replicas) -> None:
         self._mesh, self.replicas = mesh, replicas
         self.every, self.paces = 100, list[RankPace]()
-        self._pace, self._done_at = Pace(), 0
+        self._pace, self._done_at, self._slow = Pace(), 0, set[int]()
 
     def set_every(self, steps: int) -> None:
         """Set `every`. Raises `ConfigError` if it is negative."""
@@ -51,6 +51,16 @@ class Checkup:
         """A step begins after another."""
         if self.every:
             self._pace.begin_step(time.monotonic(), PLACE.waited)
+
+    def resume(self) -> None:
+        """A forward or backward begins."""
+        if self.every:
+            self._pace.resume(time.monotonic(), PLACE.waited)
+
+    def pause(self) -> None:
+        """It is over."""
+        if self.every:
+            self._pace.pause(time.monotonic(), PLACE.waited)
 
     def is_due(self, steps: int) -> bool:
         """Whether it is time for one, at the end of the first backward after so many steps."""
@@ -67,7 +77,7 @@ class Checkup:
             return
         seconds = [round(part * _NANO) for part in self._pace.take()]
         table = self._table(self._digest(), mesh.rank, *seconds)
-        self._tell_pace(table[..., 1:].reshape(-1, 3))
+        self._tell_pace(table[..., 1:].reshape(-1, 4))
         self._settle(table[..., 0], steps)
 
     def compare_replicas(self, steps: int) -> None:
@@ -99,23 +109,34 @@ class Checkup:
         return self.replicas.digest() if is_wanted else 0
 
     def _tell_pace(self, table: torch.Tensor) -> None:
-        self.paces = [RankPace(rank, a / _NANO, b / _NANO) for rank, a, b in sorted(table.tolist())]
-        slow = slow_ranks(self.paces)
-        if not slow:
+        """Say which ranks are slow that were not so when it was last said."""
+        self.paces = [RankPace(rank, *(part / _NANO for part in parts)) for rank, *parts in sorted(table.tolist())]
+        slow = slow_ranks(self.paces, self._slow)
+        news = [pace for pace in slow if pace.rank not in self._slow]
+        self._slow = {pace.rank for pace in slow}
+        if not news:
             return
         # A collective in an `if`: all ranks have the same table, so the same are slow on each.
         names = self._mesh.all_gather_object(this_process())
         if not self._mesh.is_first:
             return
         where = dict(zip(self._mesh.ranks, names, strict=True))
-        median = median_computing(self.paces)
-        for pace in slow:
+        usual, count = usual_computing(self.paces), len(self.paces)
+        for pace in news:
+            whose, on = "the median", f"in the median of {count} ranks"
+            if count == 2:
+                [other] = [other.rank for other in self.paces if other is not pace]
+                whose, on = f"rank {other}'s", f"on rank {other}"
+            name, speed = (
+                f"rank {pace.rank} ({where[pace.rank]})",
+                f"{usual / pace.computing:.2f} of {whose} speed over the last {self.every} steps",
+            )
             text = (
-                f"rank {pace.rank} ({where[pace.rank]}) is slow: {median / pace.computing:.2f} of the median speed "
-                f"over the last {self.every} steps; it computes {pace.computing:.3g} s of a step, the median "
-                f"{median:.3g} s, and waits {pace.waiting:.3g} s for others"
+                f"{name} is slow: {speed}; it computes {pace.computing:.3g} s of a step (forward and backward, without "
+                f"waiting), {usual:.3g} s {on}; it waits {pace.waiting:.3g} s for others and spends "
+                f"{pace.elsewhere:.3g} s on anything else (data, optimizer, saves, logs)"
             )
             sys.stderr.write(f"fullshard: {text}\n")
-            details = {"computing": pace.computing, "waiting": pace.waiting, "median": median}
-            JOURNAL.note(Happening.SLOW, text, rank=pace.rank, **details)
+            details = {"computing": pace.computing, "waiting": pace.waiting, "elsewhere": pace.elsewhere}
+            JOURNAL.note(Happening.SLOW, text, rank=pace.rank, **details, median=usual)
         sys.stderr.flush()

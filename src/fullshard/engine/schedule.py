@@ -188,6 +188,8 @@ class Schedule:
                 tell()
             if self.after_step is not None:
                 self.after_step(self.steps)
+        if torch.is_grad_enabled():
+            self.checkup.resume()
         if not self.lockstep.has_begun:
             self.lockstep.begin(self.units)
             self._number_buckets(self.mesh.take_tags(len(self._buckets())))  # not another model's
@@ -242,6 +244,7 @@ class Schedule:
         """
         if not self.leave_forward():
             return
+        self.checkup.pause()
         if failed:
             self.lockstep.note_failed_forward()
         elif self.lockstep.is_order_verified:
@@ -277,6 +280,7 @@ class Schedule:
             for tell in self.extensions.backward_begins:
                 tell()
             self.lockstep.note_begin_of_backward()
+            self.checkup.resume()
             for each in self.units:
                 each.take_requires_grad()  # a module may have changed it within its forward
             # By an order all ranks were seen to share, not by what happened to run or to be alive on this one; without
@@ -396,6 +400,7 @@ class Schedule:
         hooked = [bucket for bucket in used if bucket.has_gradient_hooks and bucket in self.reducer.published]
         self._end_backward()
         self.settle()
+        self.checkup.pause()
         if used and self.checkup.is_due(self.steps):
             with self.units[-1].waiting("comparing ranks"):
                 self.checkup.run(self.steps)

@@ -45,5 +45,5 @@ class Waiting:
             self._mesh.note_failure(self._where, error)  # and so may all others
             raise CommunicationError(
                 f"rank {self._mesh.rank}, {self._where}: {what} (step {self.step} of this process)",
-                hint="see whether another rank failed first, or took another path through the model",
+                hint="see whether another rank failed first, had fewer batches, or took another path through the model",
             ) from error

@@ -11,9 +11,9 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 
 from fullshard.comm.device import counts_memory
 from fullshard.core.files import parse_object
@@ -82,14 +82,12 @@ class StepMetrics:
 
     @classmethod
     def from_json(cls, line: str) -> StepMetrics:
-        """The record a line of `to_json` holds.
+        """Return the record that a line of `to_json` holds.
 
         Raises:
-            ValueError, TypeError, KeyError: the line is not such a record.
+            ValueError: the line is no such record.
         """
-        values: dict[str, Any] = parse_object(line)
-        unfit = {name: float(v) for name, v in values.items() if isinstance(v, str)}
-        return cls(**(values | unfit | {"memory_nbytes": tuple(values["memory_nbytes"])}))
+        return _RECORD.validate_python(parse_object(line))
 
     def line(self, total_steps: int) -> str:
         """The record as one line of text."""
@@ -102,6 +100,9 @@ class StepMetrics:
             f" | memory {max(self.memory_nbytes) / GIB:.2f} GiB/rank"
             f" | data wait {self.data_wait_seconds * 1e3:.1f} ms"
         )
+
+
+_RECORD = TypeAdapter(StepMetrics)
 
 
 class RateMeter:

@@ -103,23 +103,27 @@ class JsonlSink:
 
 
 def read_metrics(path: Path) -> Iterator[StepMetrics]:
-    """The steps a metrics file holds; nothing if there is no such file.
+    """Yield the steps that a metrics file holds; nothing if there is no such file.
 
     A last line that a killed run left unfinished is left out.
 
     Raises:
         DataError: another line is no record.
+        OSError: the file is no regular one, or larger than a metrics file can be.
     """
-    if not path.exists():
-        return
-    for number, line in enumerate(read_lines(path), start=1):
-        if not line.endswith("\n"):
-            return
+    unfinished = ""
+    for number, line in enumerate(read_lines(path) if path.exists() else (), start=1):
         try:
-            yield StepMetrics.from_json(line)
-        except (ValueError, TypeError, KeyError):
+            if unfinished:
+                raise ValueError("a line that is longer than any record")
+            if line.endswith("\n"):
+                yield StepMetrics.from_json(line)
+            else:
+                unfinished = line
+        except ValueError:
             raise DataError(
-                f"{path}:{number}: expected a step as `fullshard train` writes it, got {line[:80]!r}",
+                f"{path}:{number - bool(unfinished)}: expected a step as `fullshard train` writes it, got "
+                f"{(unfinished or line)[:80]!r}",
                 hint="a full disk or another program may have written it; take the line out, or move the file away",
             ) from None
 

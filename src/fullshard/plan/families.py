@@ -379,6 +379,12 @@ FAMILIES: dict[str, Callable[[Fields], ModelShape]] = {
 """By `model_type`, how to read its `config.json`."""
 
 
+_TEXT_PARTS = FAMILIES.keys() - {"bert", "roberta", "t5"}
+"""What a model of several parts has to write text with; one with an encoder of text alone is built by Transformers."""
+
+_OWN_HEAD = ("audioflamingo3", "llama4", "musicflamingo", "qwen2_audio", "vibevoice_asr", "voxtral")
+"""Models of several parts whose text part has the head, and says whether it is tied; else the outer file does."""
+
 _KNOWN_AS = {"kimi_k2": "deepseek_v3"}
 """Models that are published under a name of their own, with the classes of a family."""
 
@@ -399,9 +405,10 @@ def from_config(values: Mapping[str, Any], *, where: str, name: str | None = Non
     if not isinstance(kind, str):
         raise ConfigError(f"{where}: no model_type", hint="the file must be the model's whole config.json")
     nested = values.get("text_config")
-    if kind not in FAMILIES and isinstance(nested, Mapping) and nested.get("model_type") in FAMILIES:
+    if kind not in FAMILIES and isinstance(nested, Mapping) and nested.get("model_type") in _TEXT_PARTS:
         notes.append(f"{where}: only the text part ({nested['model_type']}) of {kind} is planned")
-        values, kind = nested, nested["model_type"]
+        tied = {} if kind in _OWN_HEAD else {n: v for n, v in values.items() if n == "tie_word_embeddings"}
+        values, kind = {**nested, **tied}, nested["model_type"]
     if kind not in FAMILIES and is_known_to_transformers(kind):
         notes.append(f"{where}: {kind} as Transformers builds it: parameters are exact, activations an estimate")
         shape = counted(values, where=where)

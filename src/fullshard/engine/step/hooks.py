@@ -230,6 +230,6 @@ def _tell_after_closure(
 def after_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
     """Runs after every optimizer's step."""
     finish_step(optimizer)
-    take_back(optimizer)  # before state is sent, which is looked for under the sharded parameters
+    take_back(optimizer, has_stepped=True)  # before state is sent, which is looked for under the sharded parameters
     if optimizer in _held:  # else the step began before anything was sharded
         send_state(optimizer, _held[optimizer][1])

@@ -17,13 +17,21 @@ from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.sharded_tensor import ShardedTensor
 
 _PACKAGES = ("bitsandbytes", "torchao")
+TORCHAO_SIGNED = {"exp_avg": True, "exp_avg_sq": False, "max_exp_avg_sq": False}
+"""The state that torchao's optimizers may keep as codes, and whether it may be negative; the last one for AMSGrad."""
+
 _LENT = "_fullshard_lent"
 _PLAIN = "_fullshard_plain"
 
 
 def takes_local(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the optimizer is one of these."""
-    return any(cls.__module__.partition(".")[0] in _PACKAGES for cls in type(optimizer).__mro__)
+    return is_of(optimizer, *_PACKAGES)
+
+
+def is_of(optimizer: torch.optim.Optimizer, *packages: str) -> bool:
+    """Return whether the optimizer's class, or one that it derives from, is of one of these packages."""
+    return any(cls.__module__.partition(".")[0] in packages for cls in type(optimizer).__mro__)
 
 
 def local_parameter(parameter: ShardedParameter) -> nn.Parameter:
@@ -68,11 +76,23 @@ def lend(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[s
     return new_args, {key: called_back(value) if callable(value) else value for key, value in kwargs.items()}
 
 
-def take_back(optimizer: torch.optim.Optimizer) -> None:
-    """Put the sharded parameters back, with the state; nothing if they are there."""
+def take_back(optimizer: torch.optim.Optimizer, *, has_stepped: bool = False) -> None:
+    """Put the sharded parameters back, with the state; nothing if they are there.
+
+    Args:
+        optimizer: what they were lent to.
+        has_stepped: it has updated them. torchao's state dicts are whole, so a parameter of which this rank has no
+            elements, and which was not updated here, counts steps as it does elsewhere.
+    """
+    counts = has_stepped and is_of(optimizer, "torchao")
     for members, index, parameter in vars(optimizer).pop(_LENT, ()):
         plain = members[index]
         members[index] = parameter
+        if counts and not plain.numel() and parameter.local_grad is not None:
+            keys = list(TORCHAO_SIGNED)[: 3 if optimizer.param_groups[0].get("amsgrad") else 2]
+            fresh = {"step": torch.tensor(0.0)} | {key: torch.zeros_like(parameter.local) for key in keys}
+            optimizer.state[plain] = optimizer.state.get(plain) or fresh
+            optimizer.state[plain]["step"] += 1
         if plain in optimizer.state:
             optimizer.state[parameter] = optimizer.state.pop(plain)
         plain.grad = None

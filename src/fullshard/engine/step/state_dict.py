@@ -19,7 +19,8 @@ from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import OptimizerError
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.sharded_tensor import ShardedTensor
-from fullshard.engine.step.local_parameters import take_back, takes_local
+from fullshard.engine.step.coded import as_torchao_keeps, as_values, values_of
+from fullshard.engine.step.local_parameters import is_of, take_back, takes_local
 from fullshard.engine.step.matrices import MatrixOptimizer, is_owned
 
 
@@ -28,15 +29,18 @@ def state_dict(self: torch.optim.Optimizer) -> dict[str, Any]:
     """Torch's, with a `ShardedTensor` in place of each tensor that is this rank's interval.
 
     Raises:
-        OptimizerError: state that cannot be whole: codes, and none where a rank has no elements; or that of matrices
-            which other ranks own.
+        OptimizerError: state that cannot be whole: bitsandbytes' codes, and none where a rank has no elements; or that
+            of matrices which other ranks own.
     """
     take_back(self)
-    if takes_local(self):
+    if is_of(self, "bitsandbytes"):
         _check_is_whole(self, "kept as codes of this rank's interval, if it has one", lambda mesh: mesh.shard_size)
     if isinstance(self, MatrixOptimizer) and self.owned_state:
         _check_is_whole(self, "kept by the owners of its matrices", lambda mesh: mesh.world_size)
-    return _map_states(self, torch_private.state_dict.torchs(self), _wrapped)
+    kept = torch_private.state_dict.torchs(self)
+    if is_of(self, "torchao"):
+        kept = _map_states(self, kept, as_values)
+    return _map_states(self, kept, _wrapped)
 
 
 def _check_is_whole(optimizer: torch.optim.Optimizer, how: str, ranks: Callable[[Mesh], int]) -> None:
@@ -100,7 +104,8 @@ def cut_state(state: dict[str, Any], sharded: ShardedParameter, *, optimizer: to
     What the owner of a matrix keeps stays as it is; the optimizer drops what is not this rank's.
     """
     cut = {}
-    for key, value in state.items():
+    for key, kept in state.items():
+        value = values_of(kept)
         if is_owned(optimizer, key):
             cut[key] = value
             continue
@@ -117,5 +122,5 @@ def cut_state(state: dict[str, Any], sharded: ShardedParameter, *, optimizer: to
                 hint="load the state of this model's optimizer, or use fullshard.checkpoint.load_checkpoint",
             )
         else:
-            cut[key] = value
-    return cut
+            cut[key] = kept
+    return as_torchao_keeps(optimizer, sharded, cut) if is_of(optimizer, "torchao") else cut

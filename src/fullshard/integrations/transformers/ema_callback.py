@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from transformers import TrainerCallback
+from typing import Any
 
+from fullshard.core.imports import import_extra
 from fullshard.integrations.transformers.averaging import KeepsAverage
 
+_TrainerCallback: Any = import_extra("transformers", extra="hf", purpose="EMACallback").TrainerCallback
 
-class EMACallback(KeepsAverage, TrainerCallback):  # type: ignore[misc]
+
+class EMACallback(KeepsAverage, _TrainerCallback):  # type: ignore[misc]
     """Keeps a moving average of the weights in fullshard's Trainers, which save it and evaluate with it.
 
         callback = EMACallback(0.999)
