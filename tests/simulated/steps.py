@@ -23,15 +23,15 @@ from fullshard.features import clip_grad_norm_, shard_model
 from tests.distributed import place_of
 from tests.simulated.training import MATRICES, Case, Model, batch, made, optimizer_of
 
-ALARM = "aten::_local_scalar_dense in features/nonfinite/guard.py:is_alarmed"
+ALARM = "aten::_local_scalar_dense in nonfinite/guard.py:is_alarmed"
 """Whether gradients are finite decides whether the optimizer steps."""
 SETTLED = "event.synchronize in engine/offload.py:settle"
 """The script may change what was gathered from, on the host, after a forward and after a backward."""
 GRADIENT = "event.synchronize in engine/offload.py:wait"
 """A gradient goes to the host, where anybody may read it: one for each unit."""
 NORM = {
-    "copy to the device in features/torch_tools/install.py:_group_norm": 1,
-    "copy to the host in features/torch_tools/install.py:clip_grad_norm_": 1,
+    "copy to the device in torch_tools/install.py:_group_norm": 1,
+    "copy to the host in torch_tools/install.py:clip_grad_norm_": 1,
 }
 """The norm of gradients on the host is summed on the device."""
 

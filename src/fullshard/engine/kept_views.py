@@ -13,10 +13,11 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from fullshard.comm import torch_private
 from fullshard.core.errors import LifecycleError
 from fullshard.engine.precision import map_tensors
 
-_EVERY_MODULES = frozenset(vars(nn.Module())) | {"_is_full_backward_hook"}
+_EVERY_MODULES = frozenset(vars(nn.Module()))
 
 
 class KeptViews:
@@ -89,7 +90,7 @@ class _Freed(torch.Tensor):
     @classmethod
     def of(cls, why: str) -> _Freed:
         """One that says so."""
-        self = torch.Tensor._make_subclass(cls, torch.empty(0))
+        self: _Freed = torch_private.made_as(cls, torch.empty(0), requires_grad=False)
         self._why = why
         return self
 
