@@ -38,7 +38,7 @@ _Count = Annotated[int, Field(ge=0, le=2**63)]
 _Sizes = dict[str, dict[str, _Count]]
 
 
-class Bucket(BaseModel):
+class BucketRecord(BaseModel):
     """A bucket in `plan.json`."""
 
     elements: _Count
@@ -49,14 +49,14 @@ class Bucket(BaseModel):
     trainable: bool
 
 
-class Unit(BaseModel):
+class UnitRecord(BaseModel):
     """A unit in `plan.json`."""
 
     name: str
-    buckets: list[Bucket]
+    buckets: list[BucketRecord]
 
 
-class Plan(BaseModel):
+class PlanRecord(BaseModel):
     """What the report reads of `plan.json`."""
 
     verdict: str
@@ -65,10 +65,10 @@ class Plan(BaseModel):
     ranks: _Count = Field(validation_alias=AliasPath("devices", "count"))
     model: str = Field(validation_alias=AliasPath("model", "name"))
     parameters: _Count = Field(validation_alias=AliasPath("model", "parameters"))
-    units: list[Unit] = []
+    units: list[UnitRecord] = []
 
 
-class Setting(BaseModel):
+class SettingRecord(BaseModel):
     """A setting in `settings.json`."""
 
     value: Any
@@ -123,8 +123,8 @@ class RunRecord:
     name: str
     directory: Path
     steps: list[dict[str, Any]]
-    plan: Plan | None
-    settings: dict[str, Setting]
+    plan: PlanRecord | None
+    settings: dict[str, SettingRecord]
     environment: Environment | None
     events: list[dict[str, Any]]
     checkpoints: list[Checkpoint]
@@ -179,8 +179,8 @@ class _Folder:
             name=self.path.absolute().name,
             directory=self.path,
             steps=steps,
-            plan=self._json("plan.json", Plan),
-            settings=self._json("settings.json", dict[str, Setting]) or {},
+            plan=self._json("plan.json", PlanRecord),
+            settings=self._json("settings.json", dict[str, SettingRecord]) or {},
             environment=self._json("environment.json", Environment),
             events=events,
             checkpoints=[_checkpoint(path) for path in sorted(self._checkpoints(), key=_numbers)],

@@ -16,7 +16,7 @@ from fullshard.core.imports import import_extra
 from fullshard.core.sizes import GIB, MIB, format_count, format_nbytes
 from fullshard.core.version import __version__
 from fullshard.observe.plots import Line, bar_chart, line_chart, require_plots
-from fullshard.observe.record import Bucket, RunRecord, Unit, read_runs
+from fullshard.observe.record import BucketRecord, RunRecord, UnitRecord, read_runs
 
 _TROUBLE = ("failure", "restart", "rollback", "skip", "preemption", "shrink", "growth", "replica", "slow")
 _MOST_ROWS, _MOST_BARS, _MOST_RANKS, _LONGEST = 200, 40, 64, 300
@@ -199,9 +199,9 @@ def _owners(run: RunRecord) -> dict[str, Any] | None:
     }
 
 
-def _alike(units: Sequence[Unit]) -> list[tuple[str, Unit, int]]:
+def _alike(units: Sequence[UnitRecord]) -> list[tuple[str, UnitRecord, int]]:
     """Return neighbours that are alike as one row, with their count."""
-    groups: list[tuple[str, Unit, int]] = []
+    groups: list[tuple[str, UnitRecord, int]] = []
     for unit in units:
         if groups and groups[-1][1].buckets == unit.buckets:
             name, first, count = groups[-1]
@@ -211,11 +211,11 @@ def _alike(units: Sequence[Unit]) -> list[tuple[str, Unit, int]]:
     return groups
 
 
-def _nbytes(unit: Unit) -> int:
+def _nbytes(unit: UnitRecord) -> int:
     return sum(bucket.bytes for bucket in unit.buckets)
 
 
-def _bucket(bucket: Bucket) -> str:
+def _bucket(bucket: BucketRecord) -> str:
     frozen = "" if bucket.trainable else ", frozen"
     return f"{format_count(bucket.elements)} {bucket.dtype} / {bucket.compute_dtype}{frozen}"
 

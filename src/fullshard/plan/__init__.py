@@ -1,4 +1,4 @@
-"""Predicts memory, traffic and time of a run before it is paid for, and recommends what to run. Imports no torch.
+"""Predict memory, traffic and time of a run before anyone pays for it, and recommend what to run. Imports no torch.
 
 The package itself can be called, for a model object: `fullshard.plan(model, devices="8xH100", micro_batch=4)`.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 class _Plan(ModuleType):
     def __call__(self, model: Any, devices: str, **settings: Any) -> Any:
-        """`fullshard.plan_model`, under the name people look for."""
+        """Call `fullshard.plan_model`, under the name people look for."""
         import fullshard
 
         return fullshard.plan_model(model, devices, **settings)

@@ -94,7 +94,7 @@ class LayerActivations:
 
 
 def layer_activations(block: Block, job: Job, device: Device) -> LayerActivations:
-    """What one layer needs; torch's CPU kernels draw dropout's masks in the compute dtype."""
+    """Return the bytes of one layer; torch's CPU kernels draw dropout's masks in the compute dtype."""
     width = itemsize(job.compute_dtype)
     tokens, widest = job.tokens, width * block.active_intermediate
     between = _saved_between(block, job, width, device) * job.tokens_between
@@ -111,7 +111,7 @@ def layer_activations(block: Block, job: Job, device: Device) -> LayerActivation
 
 
 def page_nbytes(block: Block, job: Job, device: Device) -> int:
-    """Bytes of one layer that are in host memory between its forward and its backward, if any are.
+    """Return the bytes of one layer that stay in host memory between its forward and its backward, if any do.
 
     What selective checkpointing keeps besides the input is its own, not autograd's, and stays on the device.
     """
@@ -120,7 +120,7 @@ def page_nbytes(block: Block, job: Job, device: Device) -> int:
 
 
 def between_products_nbytes(block: Block, job: Job, device: Device) -> tuple[int, int]:
-    """Bytes that what lies between the products reads and writes in a layer's forward and in its backward.
+    """Return the bytes that the operations between a layer's products read and write, in forward and in backward.
 
     One kernel for each norm and activation, or fused by a compiler: what is saved is written and read once; backward
     reads it, and writes and reads its gradient. Not compiled, RMS norms and rotation are several operations each in
@@ -153,7 +153,7 @@ def between_products_nbytes(block: Block, job: Job, device: Device) -> tuple[int
 
 
 def passes_over_scores(block: Block, job: Job, device: Device) -> tuple[int, int]:
-    """Bytes per token in forward and in backward: a mask is added, and softmax; three for a cap, one for dropout.
+    """Return bytes per token in forward and in backward: masking and softmax; three passes for a cap, one for dropout.
 
     Transformers scales scores before, and casts there and back around softmax. Torch scales queries and keys, repeats
     keys and values, and of halves makes a copy of the scores that nobody reads.
@@ -175,7 +175,7 @@ def passes_over_scores(block: Block, job: Job, device: Device) -> tuple[int, int
 
 
 def _saved_between(block: Block, job: Job, width: int, device: Device) -> int:
-    """Per token, of norms and what is added up between the parts of a layer."""
+    """Return what norms and the sums between the parts of a layer save, per token."""
     saved = _norm(block, job, width) * (1 if block.parallel else block.norms) * block.hidden
     if block.dropout:
         saved += (width if device.is_cpu else 1) * _sublayers(block) * block.hidden
@@ -187,7 +187,7 @@ def _sublayers(block: Block) -> int:
 
 
 def _saved_within(block: Block, job: Job, width: int, device: Device) -> int:
-    """Per token, of attention and the feed-forward part, what they read included."""
+    """Return what attention and the feed-forward part save per token, including their inputs."""
     mask = width if device.is_cpu else 1
     normed = block.latents
     if block.head_norms:
@@ -211,7 +211,7 @@ def _saved_within(block: Block, job: Job, width: int, device: Device) -> int:
 
 
 def _adapters(block: Block, adapters: Adapters, job: Job, width: int, device: Device) -> int:
-    """What they keep, less what a frozen layer does not keep of what its products read.
+    """Return what adapters save, minus the inputs of products that a frozen layer does not save.
 
     PEFT casts what an adapter reads to the adapter's dtype. With a precision both are the compute dtype.
     """
@@ -227,7 +227,7 @@ def _adapters(block: Block, adapters: Adapters, job: Job, width: int, device: De
 
 
 def _norm(block: Block, job: Job, width: int) -> int:
-    """Per element of its input; its output is what comes after it to keep."""
+    """Return what a norm saves per element of its input; the operation after it saves its output."""
     if block.norm == "layer" or job.compile:
         return width
     before_weight = 0 if job.method != "full" else 4 if block.norm == "rms-float32-weight" else width
@@ -236,7 +236,7 @@ def _norm(block: Block, job: Job, width: int) -> int:
 
 
 def _attention(block: Block, job: Job, width: int, device: Device) -> int:
-    """Queries, keys, values, the output, and the scores where they exist."""
+    """Return bytes per token of queries, keys, values, the output, and the scores where they exist."""
     queries, keys = block.heads * block.head_dim, block.kv_heads * block.head_dim
     value_dim = block.value_dim or block.head_dim
     way = what_runs(block, job, device)
@@ -254,7 +254,7 @@ def _attention(block: Block, job: Job, width: int, device: Device) -> int:
 
 
 def _working_on_scores(block: Block, job: Job, width: int, device: Device) -> int:
-    """Per token, while backward has the gradients of softmax's output and of its input, if they are written out.
+    """Return bytes per token while backward has the gradients of softmax's output and input, if scores are written out.
 
     By then what the feed-forward part kept is gone, and of the scores the copy that was multiplied by the values.
     """
@@ -264,7 +264,7 @@ def _working_on_scores(block: Block, job: Job, width: int, device: Device) -> in
 
 
 def _score_widths(block: Block, job: Job, device: Device) -> tuple[int, int]:
-    """Bytes of a score after softmax, and as it is multiplied by the values; none if scores are not written out."""
+    """Return a score's bytes after softmax, and when it multiplies the values; none if scores are not written out."""
     way, width = what_runs(block, job, device), itemsize(job.compute_dtype)
     if way == "eager":
         return max(4, width) if block.float32_scores else width, width
@@ -272,7 +272,7 @@ def _score_widths(block: Block, job: Job, device: Device) -> tuple[int, int]:
 
 
 def _scores(block: Block, job: Job, device: Device) -> int:
-    """Of each query with every key: softmax's output, what is multiplied by the values, masks. In bytes of each."""
+    """Return bytes of each query's scores: softmax's output, the operand that multiplies the values, and masks."""
     softmax, width = _score_widths(block, job, device)
     each = softmax
     if block.attention_dropout or softmax != width:
@@ -285,7 +285,7 @@ def _scores(block: Block, job: Job, device: Device) -> int:
 
 
 def _feed_forward_tensors(block: Block, job: Job) -> int:
-    """Of the feed-forward part's width."""
+    """Return the number of saved tensors that have the width of the feed-forward part."""
     if job.compile:
         return 3 if block.gated else 1
     kept = KEPT_BY_ACTIVATION.get(block.activation, 1)
@@ -295,7 +295,7 @@ def _feed_forward_tensors(block: Block, job: Job) -> int:
 
 
 def _selected_per_token(block: Block, width: int) -> int:
-    """Besides the input every second matrix product and attention's output: torchtitan's selective checkpointing.
+    """Return what torchtitan's selective checkpointing saves: input, every second product, attention's output.
 
     Of q, k, v, o, gate, up, down those are q, v, gate and down (torchtitan's `parallelize_llama.py` of 2024-12).
     """

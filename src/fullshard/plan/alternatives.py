@@ -1,4 +1,4 @@
-"""The same run elsewhere, or with other settings, side by side: what it needs, how fast it is, what it costs."""
+"""The same run on other devices or with other settings, side by side: what it needs, its speed and its cost."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MOST_POINTS = 64
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """One of them.
+    """One alternative to the planned run.
 
     Attributes:
         label: what differs.
@@ -42,17 +42,17 @@ class Alternative:
             raise ConfigError(f"{self.label}: expected a price of 0 or more, got {self.price}", hint="such as 3.50")
 
     def hours(self, tokens: float | None) -> float | None:
-        """Until so many tokens are trained; None if nobody said how many."""
+        """Return the hours to train that many tokens; None if no number of tokens was given."""
         return None if tokens is None else tokens / self.plan.time.tokens_per_second / 3600
 
     def money(self, tokens: float | None) -> float | None:
-        """What that costs; None without a price."""
+        """Return the cost of those hours; None without a price."""
         hours = self.hours(tokens)
         return None if hours is None or self.price is None else hours * self.plan.cluster.count * self.price
 
 
 def read_tokens(text: str) -> float:
-    """A number of tokens: `15e9`, `300B`, `1.5T`.
+    """Parse a number of tokens: `15e9`, `300B`, `1.5T`.
 
     Raises:
         ConfigError: another form.
@@ -64,7 +64,7 @@ def read_tokens(text: str) -> float:
 
 
 def elsewhere(model: ModelShape, job: Job, texts: Sequence[str], *, price: float | None) -> list[Alternative]:
-    """The job on other devices: `8xH200`, or `8xH200@3.50` with a price of its own.
+    """Return the job on other devices: `8xH200`, or `8xH200@3.50` with a price of its own.
 
     Raises:
         ConfigError: unknown devices, or a price that is none.
@@ -82,7 +82,7 @@ def elsewhere(model: ModelShape, job: Job, texts: Sequence[str], *, price: float
 
 
 def with_settings(model: ModelShape, job: Job, cluster: Cluster, text: str, *, price: float | None) -> Alternative:
-    """The job with other settings: `checkpointing=full,micro-batch=4`; `devices=16xH100` among them.
+    """Return the job with other settings: `checkpointing=full,micro-batch=4`; `devices=16xH100` is one of them.
 
     Raises:
         ConfigError: another form, no such setting, or a value that it does not take.
@@ -100,13 +100,13 @@ def with_settings(model: ModelShape, job: Job, cluster: Cluster, text: str, *, p
 
 
 def differing(job: Job, base: Job) -> dict[str, Any]:
-    """Settings of a job that `base` has otherwise."""
+    """Return the settings in which a job differs from `base`."""
     others = base.model_dump()
     return {name: value for name, value in job.model_dump().items() if value != others[name]}
 
 
 def swept(model: ModelShape, job: Job, cluster: Cluster, text: str, *, price: float | None) -> list[Alternative]:
-    """The job with each value of one setting: `seq-len=2048..131072` doubles, `micro-batch=1,2,4`, `devices=8..64`.
+    """Return one job per value of a setting: `seq-len=2048..131072` doubles, `micro-batch=1,2,4`, `devices=8..64`.
 
     Raises:
         ConfigError: no such setting, or values that it does not take.
@@ -152,7 +152,7 @@ def _listed(values: str) -> Iterator[int | str]:
 
 
 def as_rows(alternatives: Sequence[Alternative], tokens: float | None) -> list[Mapping[str, Any]]:
-    """Plain values, for programs."""
+    """Return plain values, for programs."""
     return [
         {
             "what": each.label,

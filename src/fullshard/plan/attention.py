@@ -1,4 +1,4 @@
-"""How long attention takes: its FLOP by what a query sees, and the part of the peak that its kernels reach.
+"""The time of attention: its FLOP by the keys a query sees, and the part of the peak that its kernels reach.
 
 Scores and their product with the values are 2 FLOP per query, seen key, and width of a key or a value. Under a causal
 mask a query sees half of the keys on average; with a window w of S keys, w - w²/2S. Backward multiplies five times
@@ -67,7 +67,7 @@ _OF_HEAD_SIZE = {64: 0.89, 256: 0.89}
 
 
 def seen_keys(block: Block, seq_len: int, *, whole: bool = False) -> float:
-    """Keys that a query sees on average; `whole`: as if nothing were masked or outside of a window."""
+    """Return the keys that a query sees on average; `whole`: as if there were no mask and no window."""
     if whole or not block.causal:
         return seq_len
     if not block.window or block.window >= seq_len:
@@ -76,13 +76,13 @@ def seen_keys(block: Block, seq_len: int, *, whole: bool = False) -> float:
 
 
 def attention_flops(block: Block, tokens: int, seq_len: int, *, whole: bool = False) -> float:
-    """Of one layer's attention for so many tokens."""
+    """Return the FLOP of one layer's attention for that many tokens."""
     widths = block.heads * (block.head_dim + (block.value_dim or block.head_dim))
     return 2 * widths * tokens * seen_keys(block, seq_len, whole=whole) * (2 if block.cross_attention else 1)
 
 
 def part_of_peak(block: Block, kernel: Kernel, seq_len: int, *, flash: float, newest: int) -> float:
-    """What a fused kernel reaches.
+    """Return the part of the peak that a fused kernel reaches.
 
     Args:
         block: for the size of its heads and its window.
@@ -96,12 +96,12 @@ def part_of_peak(block: Block, kernel: Kernel, seq_len: int, *, flash: float, ne
 
 
 def part_of_size(head_dim: int, keys: int, *, flash: float) -> float:
-    """What version 2 reaches with heads and rows of such sizes; `flash` as in `part_of_peak`."""
+    """Return what version 2 reaches with heads and rows of these sizes; `flash` as in `part_of_peak`."""
     return flash * _OF_HEAD_SIZE.get(head_dim, 1.0) * keys / (keys + _HALF)
 
 
 def what_runs(block: Block, job: Job, device: Device) -> Way:
-    """By the table above, of what the job asks for. Where there is no flash attention, asking for it is `sdpa`."""
+    """Return the kernel that the job gets, by the table above. Without flash attention, asking for it is `sdpa`."""
     if job.attention == "eager":
         return "eager"
     has_flash = itemsize(job.compute_dtype) == 2 and device.has_bfloat16 and not device.is_cpu

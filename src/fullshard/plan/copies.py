@@ -1,4 +1,4 @@
-"""What copies of the state in host memory take, and how often they are cheap enough.
+"""The cost of copies of the state in host memory, and how often they are cheap enough.
 
 Those that outlive a kill (`checkpoint/copies`), and the one that a save in the background writes from
 (`checkpoint/staging`).
@@ -19,7 +19,7 @@ COST = 0.03
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """Of the whole state, once per host where it is made, and once more on the next host.
+    """Copies of the whole state: one per host that makes them, and one more on the next host.
 
     Attributes:
         nbytes: of host memory on a host while one is made beside the one before: at most.
@@ -36,12 +36,12 @@ class Copies:
 
     @property
     def max_lost_steps(self) -> int:
-        """Steps that a kill undoes at most: one copy may be under way, and the one before counts."""
+        """Return the steps that a kill undoes at most: one copy may be under way, and the one before counts."""
         return 2 * self.every
 
 
 def copies_of(checkpoint: int, step_seconds: float, cluster: Cluster, *, writers: int, is_on_host: bool) -> Copies:
-    """Predict them.
+    """Predict the copies of a job.
 
     On a CPU all of it is work for the processors that compute: a rank's share is copied aside (read and written),
     written to memory that is new, and read for its checksum; what comes from another host is written to new memory,

@@ -1,4 +1,4 @@
-"""Shapes of any model that Transformers knows: built on the meta device by a program of its own, and kept.
+"""Shapes of any model that Transformers knows: a separate program builds it on the meta device and keeps the result.
 
 This layer is free of torch, and stays so: `fullshard.api.counting` runs as another process, once for each configuration
 and version of Transformers. What it found lies in `$XDG_CACHE_HOME/fullshard/shapes`.
@@ -29,12 +29,12 @@ _SECONDS = 300
 
 
 def is_known_to_transformers(kind: str) -> bool:
-    """Whether Transformers is installed and has a family of that `model_type`. Imports nothing of it."""
+    """Return whether Transformers is installed and has a family of that `model_type`. Imports nothing of it."""
     return bool(kind) and f'"{kind}"' in _families_of_transformers()
 
 
 def counted(values: Mapping[str, Any], *, where: str) -> ModelShape:
-    """The shapes of Transformers' own model of this configuration.
+    """Return the shapes of Transformers' own model of this configuration.
 
     Parameters and units are exact. Its layers are described by the fields that most configurations share.
 
@@ -57,7 +57,7 @@ def counted(values: Mapping[str, Any], *, where: str) -> ModelShape:
 
 
 def written(model: ModelShape) -> str:
-    """The shapes as text, for `counted`."""
+    """Return the shapes as text, for `counted`."""
     return json.dumps(dataclasses.asdict(model), separators=(",", ":"))
 
 
@@ -93,7 +93,7 @@ def _count(question: str, where: str) -> str:
 
 
 def _keep(path: Path, answer: str) -> None:
-    """Where it cannot be kept it is counted again next time."""
+    """Keep the result; if it cannot be kept, it is counted again next time."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(f".{os.getpid()}")
@@ -104,7 +104,7 @@ def _keep(path: Path, answer: str) -> None:
 
 
 def _families_of_transformers() -> str:
-    """The text of its tables of families, which are read and not run: importing them takes seconds."""
+    """Return the text of its tables of families; they are read and not run, because importing them takes seconds."""
     spec = importlib.util.find_spec("transformers")
     folders = [] if spec is None else list(spec.submodule_search_locations or [])
     tables = (Path(folder) / "models" / "auto" / name for folder in folders for name in _TABLES)

@@ -1,4 +1,4 @@
-"""A plan: everything predicted for one model, one job and one cluster, and what to change where it does not fit."""
+"""A plan: all predictions for one model, one job and one cluster, and what to change if it does not fit."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ MARGIN = 0.92
 
 @dataclass(frozen=True)
 class Plan:
-    """What one rank will need and how fast it will be: memory, traffic and time, each when it is asked for first.
+    """One rank's needs and speed: memory, traffic and time, each computed on first use.
 
     Attributes:
         model: as given, before the training method changed it.
@@ -63,14 +63,14 @@ class Plan:
 
     @functools.cached_property
     def memory(self) -> Memory:
-        """What it needs."""
+        """Memory that one rank needs."""
         few = dataclasses.replace(self.job.schedule, accumulation=min(2, self.job.accumulation))  # all there ever is
         events = self.events if few == _repeats(self.job)[1] else predict_step(self.setting.layout, few)
         return memory_of(events, self.setting, ranks_per_host=self.cluster.per_host)
 
     @functools.cached_property
     def traffic(self) -> Traffic:
-        """What each rank sends and copies in a step."""
+        """Bytes that each rank sends and copies in a step."""
         layout = self.setting.layout
         of_tiles = sent_nbytes(self.setting.model, self.job)
         all_of_it = traffic_of(self.events, layout).times(self.repeats)
@@ -78,17 +78,17 @@ class Plan:
 
     @functools.cached_property
     def links(self) -> Links:
-        """The same by link."""
+        """Return the same traffic by link."""
         return links_of(self.traffic, self.setting.layout, self.cluster.per_host, tiles=self.job.tp)
 
     @functools.cached_property
     def time(self) -> StepTime:
-        """How long a step takes."""
+        """Time of a step."""
         return time_of(self.events, self.setting, self.cluster, repeats=self.repeats)
 
     @functools.cached_property
     def copies(self) -> Copies:
-        """What copies of the state in host memory would take."""
+        """Cost of copies of the state in host memory."""
         return copies_of(
             self.memory.checkpoint,
             self.time.total,
@@ -99,12 +99,12 @@ class Plan:
 
     @functools.cached_property
     def streaming(self) -> Streaming:
-        """What `stream_weights` would take."""
+        """Cost of `stream_weights`."""
         return streaming_of(self.model, self.setting.layout, self.cluster)
 
     @property
     def parameters(self) -> int:
-        """Elements, adapters included; of weights in 4 bits there are two in a byte, and their scales are none."""
+        """Elements, adapters included; 4-bit weights count as two per byte, and their scales do not count."""
         elements = {"scale": 0, "matrix": 2}
         return sum(
             p.numel * p.tiles * (elements.get(p.role, 1) if p.exact else 1) for p in self.setting.model.parameters
@@ -117,12 +117,12 @@ class Plan:
 
     @property
     def units(self) -> int:
-        """How many."""
+        """Number of units."""
         return len(self.setting.layout.units)
 
     @property
     def buckets(self) -> int:
-        """How many."""
+        """Number of buckets."""
         return len(self.setting.layout.buckets)
 
     @property
@@ -133,11 +133,11 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether the device holds it."""
+        """Return whether the device holds it."""
         return self.memory.needed <= self.cluster.device.memory
 
     def is_within(self, margin: float) -> bool:
-        """Whether it needs at most this part of the device."""
+        """Return whether it needs at most this part of the device."""
         return self.memory.needed <= margin * self.cluster.device.memory
 
     @property
@@ -162,7 +162,7 @@ class Plan:
 
     @property
     def verdict(self) -> str:
-        """In words."""
+        """The verdict in words."""
         device, memory = self.cluster.device, self.memory
         needs = f"needs {format_nbytes(memory.needed)} of {format_nbytes(device.memory)} per {device.name}"
         spare = f"{format_nbytes(self.spare)} to spare" if self.fits else f"{format_nbytes(-self.spare)} too much"
@@ -188,7 +188,7 @@ def evaluate(model: ModelShape, job: Job, cluster: Cluster) -> Plan:
 
 
 def _evaluate(model: ModelShape, job: Job, cluster: Cluster, *, budget: int | None = None) -> Plan:
-    """Predict everything; `budget`: bytes for units that stay unsharded after forward, None as the strategy has it."""
+    """Predict everything; `budget`: bytes of units kept unsharded after forward, None for the strategy's rule."""
     trained = apply_method(model, job)
     if job.wrap_embeddings:
         trained = trained.with_own_embeddings()
@@ -230,13 +230,13 @@ def _evaluate(model: ModelShape, job: Job, cluster: Cluster, *, budget: int | No
 
 
 def _count_kept(layout: ModelLayout, budget: int, *, shares_memory: bool) -> int:
-    """How many units, the last first, `budget` bytes keep unsharded."""
+    """Count the units, the last first, that `budget` bytes keep unsharded."""
     units = [unit for unit in reversed(layout.calls) if unit.reshard_after_forward]
     return count_kept([0 if shares_memory else unit.gathered_nbytes for unit in units], budget)
 
 
 def _repeats(job: Job) -> tuple[int, ScheduleOptions]:
-    """How often the step's communication and computing repeat, and the options of one repetition.
+    """Return how often the step's communication and computation repeat, and the options of one repetition.
 
     Micro-batches that reduce are alike and nothing is under way between them, so one stands for all.
     """
@@ -246,7 +246,7 @@ def _repeats(job: Job) -> tuple[int, ScheduleOptions]:
 
 
 def _copied(layout: ModelLayout, job: Job) -> dict[str, int]:
-    """Bytes between host and device: some of them are copied once per step, and some for each micro-batch."""
+    """Return the bytes between host and device: some are copied once per step, and some for each micro-batch."""
     if job.accumulation == 1 or not any(bucket.offload.has_shards for bucket in layout.buckets):
         return {}  # what the step's traffic says already
     options = [dataclasses.replace(job.schedule, accumulation=number) for number in (1, 2)]
@@ -256,7 +256,7 @@ def _copied(layout: ModelLayout, job: Job) -> dict[str, int]:
 
 
 def notes_of(plan: Plan) -> list[str]:
-    """What the reader has to know besides the numbers."""
+    """Return what the reader has to know besides the numbers."""
     notes, job, device = [], plan.job, plan.cluster.device
     if not device.is_run:
         notes.append(
@@ -300,7 +300,7 @@ def notes_of(plan: Plan) -> list[str]:
 
 
 def _attention_note(plan: Plan) -> str:
-    """Where an accelerator has no kernel for what is asked, and in which precision it has one; else nothing."""
+    """Note where an accelerator lacks the requested kernel, and in which precision it has one; else return nothing."""
     job, device = plan.job, plan.cluster.device
     if device.is_cpu or not (found := _without_kernel(plan, job)):
         return ""
@@ -313,12 +313,12 @@ def _attention_note(plan: Plan) -> str:
 
 
 def _without_kernel(plan: Plan, job: Job) -> list[Block]:
-    """Layers whose scores PyTorch writes out."""
+    """Return the layers whose scores PyTorch writes out."""
     return [block for block in plan.model.blocks if what_runs(block, job, plan.cluster.device) == "math"]
 
 
 def _tiles_note(plan: Plan) -> str:
-    """How layers are taken to be cut, and what the other way needs."""
+    """Note how the plan takes layers to be cut, and what the other way needs."""
     job = plan.job
     if job.sequence_parallel:
         return (
@@ -356,7 +356,7 @@ class Change:
 
 
 def changes_that_fit(plan: Plan, *, most: int = 5, margin: float = MARGIN) -> list[Change]:
-    """The cheapest changes that make `plan` fit into `margin` of its device: one, or two together if one is not enough.
+    """Return the cheapest changes that fit `plan` into `margin` of its device: one, or two if one is not enough.
 
     What is trained stays the same unless nothing else helps; then adapters are proposed.
     """
@@ -443,7 +443,7 @@ def _try(plan: Plan, words: str, values: dict[str, Any], margin: float) -> Chang
 
 
 def _with_more_devices(plan: Plan, margin: float) -> list[Change]:
-    """The smallest multiple of the devices that is enough; the cost is of a token's device time."""
+    """Return the smallest sufficient multiple of the devices; the cost is of a token's device time."""
     for cluster in _multiples(plan.cluster):
         after = evaluate(plan.model, plan.job, cluster)
         if after.is_within(margin):
@@ -453,7 +453,7 @@ def _with_more_devices(plan: Plan, margin: float) -> list[Change]:
 
 
 def _multiples(cluster: Cluster) -> Iterator[Cluster]:
-    """More of the same devices, as far as hosts can share them equally."""
+    """Return multiples of the same devices that hosts can share equally."""
     for times in (2, 4, 8, 16, 32, 64):
         count = cluster.count * times
         hosts = max(cluster.hosts, -(-count // cluster.device.per_host))

@@ -41,7 +41,7 @@ _LLAMA_FIELDS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_l
 
 @dataclass(frozen=True, slots=True)
 class _Decoder:
-    """How a decoder of Llama's kind differs from Llama. Names of norms come in definition order.
+    """Differences of a decoder of Llama's kind from Llama. Names of norms come in definition order.
 
     Where a window limits attention, it does so in all layers but every `window_period`th; 1: in all, 0: in none.
     """
@@ -107,7 +107,7 @@ def _attention(
 
 
 def _feed_forward(fields: Fields, kind: _Decoder, prefix: str, index: int) -> tuple[Weights, Block]:
-    """The weights, and a block whose attention is still to be filled in."""
+    """Return the weights, and a block without its attention, which the caller fills in."""
     hidden = fields.number("hidden_size")
     bias = fields.flag("mlp_bias", False)
     if not kind.experts or not _is_sparse(fields, index):
@@ -149,7 +149,7 @@ def _is_sparse(fields: Fields, index: int) -> bool:
 
 
 def _plain_block(hidden: int, heads: int, inner: int, **more: Any) -> Block:
-    """As many key heads as query heads, one way through the feed-forward part, LayerNorm."""
+    """Build a block with as many key heads as query heads, an ungated feed-forward part and LayerNorm."""
     return Block(hidden, heads, heads, hidden // heads, inner, gated=False, norm="layer", **more)
 
 
@@ -390,7 +390,7 @@ _KNOWN_AS = {"kimi_k2": "deepseek_v3"}
 
 
 def from_config(values: Mapping[str, Any], *, where: str, name: str | None = None) -> tuple[ModelShape, list[str]]:
-    """The shapes a `config.json` describes, and notes for the user.
+    """Return the shapes a `config.json` describes, and notes for the user.
 
     Args:
         values: the parsed file.
@@ -442,7 +442,7 @@ def from_config(values: Mapping[str, Any], *, where: str, name: str | None = Non
 
 
 def _left_out(values: Mapping[str, Any], where: str) -> list[str]:
-    """What a file says and a plan does not take from it."""
+    """Name the fields of a file that a plan does not use."""
     quantized = values.get("quantization_config")
     if not quantized:
         return []
@@ -454,7 +454,7 @@ def _left_out(values: Mapping[str, Any], where: str) -> list[str]:
 
 
 def _check_heads_and_experts(shape: ModelShape, where: str) -> None:
-    """See to it that the numbers of a file make layers that can be run; it may be a copy with a slip.
+    """Check that the numbers of a file make layers that can run; the file may be a copy with a slip.
 
     Raises:
         ConfigError: they do not.

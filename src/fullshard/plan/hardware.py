@@ -1,4 +1,4 @@
-"""Devices and the links between them, from the makers' data sheets, and how much of that real training reaches."""
+"""Devices and their links, from the makers' data sheets, and how much of those figures real training reaches."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Device:
 
     @property
     def is_cpu(self) -> bool:
-        """Whether ranks compute on the host's processors, so that whatever they do takes their time."""
+        """Return whether ranks compute on the host's processors, so that all their work takes the host's time."""
         return self.framework == 0
 
     @property
@@ -90,11 +90,11 @@ class Device:
         return self.memory_bandwidth * self.link_efficiency
 
     def peak(self, dtype: str) -> float:
-        """Matrix FLOP/s in a dtype."""
+        """Return the peak matrix FLOP/s in a dtype."""
         return self.flops_fp32 if itemsize(dtype) == 4 else self.flops
 
     def link_seconds(self, inside: float, across: float, *, times: int = 1) -> tuple[float, float]:
-        """Of bytes on the link inside a host and on that between hosts; `times` is 2 of an all-reduce."""
+        """Return seconds on the link inside a host and on that between hosts; `times` is 2 for an all-reduce."""
         link = self.replicate_link if times == 2 and self.replicate_link else self.link
         return inside / (link * self.link_efficiency), across / (self.network * self.link_efficiency)
 
@@ -110,13 +110,13 @@ def _gpu(
     efficiency: float = 0.55,
     **more: Any,
 ) -> Device:
-    """Memory in GB, FLOP/s in TFLOP/s (bf16, fp32), bandwidths in GB/s."""
+    """Build a GPU's row: memory in GB, FLOP/s in TFLOP/s (bf16, fp32), bandwidths in GB/s."""
     speeds = (flops[0] * TERA, flops[1] * TERA, bandwidth * GB, link * GB, network * GB)
     return Device(name, round(memory * GB), *speeds, more.pop("per_host", 8), source, efficiency, **more)
 
 
 def _tpu(name: str, memory: float, flops: float, bandwidth: float, link: float, per_slice: int, source: str) -> Device:
-    """A slice is one host here, because its chips' own links reach all of it. Float32 is half of bf16."""
+    """Build a TPU's row. A slice is one host here: its chips' own links reach all of it. Float32 is half of bf16."""
     speeds = (flops * TERA, flops * TERA / 2, bandwidth * GB, link * GB, link * GB)
     return Device(name, round(memory * 2**30), *speeds, per_slice, source, is_run=False)
 
@@ -249,7 +249,7 @@ _BRANDS = ("nvidia", "amd", "instinct", "geforce", "tesla")
 
 
 def find_device(name: str) -> Device:
-    """The row for a name in any spelling, or the calibration file at that path.
+    """Return the row for a name in any spelling, or the calibration file at that path.
 
     Raises:
         ConfigError: neither; with suggestions.
@@ -272,7 +272,7 @@ _MEMORY = re.compile(r"[-_ ](\d+) ?gi?b(?=[-_ ]|$)", re.IGNORECASE)
 
 
 def _row_called(name: str) -> str | None:
-    """The row for a name, also one that a driver prints: `NVIDIA A100-SXM4-40GB`, `NVIDIA H100 80GB HBM3`.
+    """Return the row for a name, also one that a driver prints: `NVIDIA A100-SXM4-40GB`, `NVIDIA H100 80GB HBM3`.
 
     Memory that is said must be the row's, which may be more by what GiB are more than GB.
     """
@@ -287,7 +287,7 @@ def _row_called(name: str) -> str | None:
 
 
 def _names() -> dict[str, str]:
-    """Every spelling without marks and brands, and the row it names."""
+    """Return every spelling without marks and brands, with the row it names."""
     return {_key(known): known for known in DEVICES} | _ALIASES
 
 
@@ -324,7 +324,7 @@ class Cluster:
 
 
 def split_devices(text: str) -> tuple[int | None, str]:
-    """How many and of what: `8xH100`, `8*H100`, `8 H100`, `H100x8`, `H100:8`, `v5e-8`; `H100`, `4090` say no number.
+    """Split number and device: `8xH100`, `8*H100`, `8 H100`, `H100x8`, `H100:8`, `v5e-8`; `H100`, `4090` say no number.
 
     Raises:
         ConfigError: another form.
@@ -347,7 +347,7 @@ def split_devices(text: str) -> tuple[int | None, str]:
 
 
 def parse_cluster(text: str, hosts: int | None = None) -> Cluster:
-    """`8xH100`, `1024 x h100`, `8 H100` or `H100` (one). CPUs send through what a run of this environment would.
+    """Parse `8xH100`, `1024 x h100`, `8 H100` or `H100` (one). CPUs send through what a run of this environment would.
 
     Args:
         text: how many of what.
@@ -375,7 +375,7 @@ def write_calibration(device: Device, path: Path) -> None:
 
 
 def read_calibration(path: Path) -> Device:
-    """A device from a file that `write_calibration` wrote.
+    """Read a device from a file that `write_calibration` wrote.
 
     Raises:
         ConfigError: the file cannot be read, or does not hold a device's figures.

@@ -1,4 +1,4 @@
-"""What the host takes to issue a step to an accelerator: the same for a plan and for a step in virtual time."""
+"""The host's time to issue a step to an accelerator: the same for a plan and for a step in virtual time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fullshard.plan.hardware import Device
 
 @dataclass(frozen=True, slots=True)
 class HostCosts:
-    """Seconds of the host, assumed: what PyTorch's eager mode takes in Python, the dispatcher, autograd and the driver.
+    """Seconds of the host, assumed: PyTorch's eager mode in Python, the dispatcher, autograd and the driver.
 
     Attributes:
         launch: of an operation with a kernel. The calibrations of two CPUs have 5 and 9 microseconds for one that
@@ -26,9 +26,9 @@ class HostCosts:
 
     @classmethod
     def of(cls, device: Device) -> HostCosts:
-        """None where the host itself computes: there each operation takes the device's `op_seconds`."""
+        """Return the host's costs; all 0 if the host itself computes, where an operation takes `op_seconds`."""
         return cls(0.0, 0.0, 0.0, 0.0) if device.is_cpu else cls()
 
     def seconds(self, kernels: float, views: float) -> float:
-        """Of so many operations with a kernel, and without."""
+        """Return the seconds of that many operations with a kernel, and without."""
         return kernels * self.launch + views * self.view

@@ -1,4 +1,4 @@
-"""What is to be planned besides the model and the hardware: each choice once, for the command line and for Python."""
+"""The choices to plan with besides the model and the hardware: each once, for the command line and for Python."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Kernel = Literal["flash", "flash1", "flash3", "flash4", "sdpa", "eager"]
 
 
 def token_count(value: Any) -> Any:
-    """`128k`, as text, is 128 x 1024; what is no text is the model's to check."""
+    """Convert text, where `128k` is 128 x 1024; the model checks any other value."""
     if not isinstance(value, str):
         return value
     found = re.fullmatch(r"\s*(\d+)\s*k\s*", value, re.IGNORECASE)
@@ -152,7 +152,7 @@ class Job(View):
             raise ConfigError("qlora computes in half precision with a float32 base", hint="use base_dtype bfloat16")
 
     def _check_tiles(self) -> None:
-        """Of tensor parallelism and float8: what is not planned with them."""
+        """Refuse what is not planned with tensor parallelism and float8."""
         if self.sequence_parallel and (self.tp == 1 or self.seq_len % self.tp):
             raise ConfigError(
                 f"sequence_parallel splits {self.seq_len} tokens over the {self.tp} ranks of a tensor-parallel group",
@@ -173,7 +173,7 @@ class Job(View):
 
     @classmethod
     def from_run(cls, config: RunConfig, **values: Any) -> Self:
-        """The job that a run's configuration describes; `values` are what it does not say (batch, sequence, ...)."""
+        """Return the job of a run's configuration; `values` are what it does not say (batch, sequence, ...)."""
         sharding = config.sharding
         said = {name: config.value(row.target) for name, row in cls.of_the_run().items() if row.read is None} | {
             "strategy": sharding.resolved_strategy().name,
@@ -189,12 +189,12 @@ class Job(View):
 
     @property
     def planned_optimizer(self) -> OptimizerRow:
-        """What is known of the optimizer."""
+        """Return the row of the optimizer."""
         return OPTIMIZERS[self.optimizer]
 
     @property
     def on_host(self) -> Offload:
-        """What lives in host memory, on a device that is not the host itself."""
+        """Return what lives in host memory, on a device that is not the host itself."""
         return Offload.of(
             self.offload,
             self.offload_compute_shards,
@@ -220,7 +220,7 @@ class Job(View):
 
     @property
     def main_dtype(self) -> str:
-        """Dtype in which full training keeps them."""
+        """Dtype in which full training keeps the weights."""
         return main_dtype(self.stored_dtype, trainable=True, mode=self.precision)
 
     @property
@@ -230,7 +230,7 @@ class Job(View):
 
     @property
     def schedule(self) -> ScheduleOptions:
-        """What decides the order of work."""
+        """Return the options that decide the order of work."""
         return ScheduleOptions(
             self.accumulation,
             self.forward_prefetch,
@@ -252,5 +252,5 @@ class Job(View):
 
     @property
     def tokens_between(self) -> int:
-        """Of them, those that a rank has between the parts of a layer: norms, and what is added up."""
+        """Tokens that a rank has between the parts of a layer, in norms and sums."""
         return self.tokens // self.tp if self.sequence_parallel else self.tokens

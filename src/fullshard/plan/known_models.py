@@ -14,7 +14,7 @@ Values = dict[str, Any]
 
 
 def llama(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocab: int = 32000, **more: Any) -> Values:
-    """The fields of a decoder of Llama's kind; `more`: those in which it differs, `model_type` among them."""
+    """Return the fields of a decoder of Llama's kind; `more`: those in which it differs, `model_type` among them."""
     return {
         "model_type": "llama",
         "hidden_size": hidden,

@@ -44,7 +44,7 @@ class UnitLayout:
 
     @cached_property
     def gathered_nbytes(self) -> int:
-        """Of them, those that are allocated when it is unsharded."""
+        """Bytes that are allocated when the unit is unsharded."""
         return sum(bucket.full_nbytes for bucket in self.buckets if not bucket.shares_main)
 
     @cached_property
@@ -54,7 +54,7 @@ class UnitLayout:
 
     @cached_property
     def trainable(self) -> tuple[BucketPlan, ...]:
-        """The buckets with gradients."""
+        """Return the buckets with gradients."""
         return tuple(bucket for bucket in self.buckets if bucket.trainable)
 
 
@@ -80,7 +80,7 @@ class ModelLayout:
     keeps_gradients: bool = False
 
     def keeping(self, count: int) -> ModelLayout:
-        """The same with the last `count` of the units that are freed after forward kept until backward."""
+        """Return the layout with the last `count` of the units that forward frees kept until backward instead."""
         inner = [unit.name for unit in self.calls if unit.reshard_after_forward]
         kept = set(inner[len(inner) - count :])
         return self._with(
@@ -88,7 +88,7 @@ class ModelLayout:
         )
 
     def with_pages(self, nbytes: Callable[[Block], int]) -> ModelLayout:
-        """The same with so many bytes of each block's activations in host memory between forward and backward."""
+        """Return the layout with that many bytes of each block's activations on the host until backward."""
         return self._with(
             unit if unit.block is None else dataclasses.replace(unit, page_nbytes=nbytes(unit.block))
             for unit in self.units
@@ -172,7 +172,7 @@ def lay_out(
 def _buckets(
     parameters: Sequence[ParameterShape], dtypes: Dtypes, shard_size: int, offload: Offload
 ) -> tuple[BucketPlan, ...]:
-    """In the order in which their first parameters come, as the engine has them."""
+    """Return the buckets in the order in which their first parameters come, as the engine has them."""
     buckets = []
     for members in grouped(parameters, dtypes):
         first = members[0]
@@ -190,7 +190,7 @@ def _buckets(
 
 
 def grouped(parameters: Sequence[ParameterShape], dtypes: Dtypes) -> list[list[ParameterShape]]:
-    """The parameters of each bucket of a unit. One that says itself how it is sent is alone in its."""
+    """Group the parameters of a unit by bucket. A parameter that says itself how it is sent has its own bucket."""
     groups: dict[tuple[BucketKey, int | None], list[ParameterShape]] = {}
     for number, parameter in enumerate(parameters):
         alone = number if parameter.sent_as is not None else None

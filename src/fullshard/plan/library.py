@@ -1,4 +1,4 @@
-"""Well-known models, and what a user may write for a model: a name, a `config.json`, or a number of parameters."""
+"""Well-known models, and the ways to name a model: a name, a `config.json`, or a number of parameters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fullshard.plan.shapes import ModelShape
 
 
 def load_model(text: str, shape: dict[str, int | None] | None = None) -> tuple[ModelShape, list[str]]:
-    """The model a user names, and notes about it.
+    """Return the model a user names, and notes about it.
 
     Args:
         text: a `config.json` or a directory with one; a name of `MODELS` in any case; or a number such as `7B`.
@@ -54,7 +54,7 @@ def check_positions(model: ModelShape, seq_len: int) -> None:
 
 
 def load_config(text: str) -> dict[str, Any] | None:
-    """The `config.json` a user names, by a name of `MODELS` or a path; None for a number of parameters.
+    """Return the `config.json` a user names, by a name of `MODELS` or a path; None for a number of parameters.
 
     Raises:
         ConfigError: as for `load_model`.
@@ -86,7 +86,7 @@ _VERSION = re.compile(r"v\d+(\.\d+)?")
 
 
 def _known_name(text: str) -> str | None:
-    """The name in `MODELS` that somebody means, with or without organisation, tuning, format, date and version."""
+    """Return the name in `MODELS` that a user means, with or without organisation, tuning, format, date and version."""
     by_key = {_key(name): name for name in MODELS} | {_key(name): known for name, known in ALIASES.items()}
     name = text.rsplit("/", 1)[-1]
     words = [word for word in re.split(r"[-_: ]+", name.lower()) if not _TUNING.fullmatch(word)]
@@ -96,7 +96,7 @@ def _known_name(text: str) -> str | None:
 
 
 def _suggestion(text: str) -> str:
-    """Names of the same family, the most similar first; for a name of no family, one of each."""
+    """Return names of the same family, the most similar first; for a name of no family, one of each."""
     name = text.rsplit("/", 1)[-1]
     known = {_key(other): other for other in MODELS}
     relatives = [key for key, other in known.items() if _family(other) == _family(name)]
@@ -125,7 +125,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _from_count(text: str, count: float, flags: dict[str, int]) -> tuple[ModelShape, list[str]]:
-    """A Llama of `count` parameters.
+    """Return a Llama of `count` parameters.
 
     What is not given: width 128 x depth, which Kaplan et al. (arXiv 2001.08361, figure 5) found near the best and the
     Llama family follows, heads of 128 (64 in small models), a vocabulary of 32,000. The feed-forward width takes up

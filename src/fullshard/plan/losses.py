@@ -1,4 +1,4 @@
-"""What a language model's loss allocates, for each logit, in a step as it is run: by version of Transformers.
+"""Allocations of a language model's loss, per logit, in a step as it runs: by version of Transformers.
 
     logits          the head's output, in the compute dtype; cast to float32 for the loss, which is freed after it
     log-softmax     float32, kept for backward
@@ -63,7 +63,7 @@ class LogitsNbytes:
 
 
 def logits_nbytes(model: ModelShape, job: Job) -> LogitsNbytes:
-    """What a micro-batch needs."""
+    """Return the bytes that a micro-batch needs."""
     if not model.vocab:
         return LogitsNbytes(0, 0, 0)
     if job.loss == "fused":
@@ -91,7 +91,7 @@ def _chunk_nbytes(model: ModelShape, job: Job) -> LogitsNbytes:
 
 
 def _words(model: ModelShape, job: Job) -> int:
-    """Of the vocabulary, those whose logits a rank of a tensor-parallel group computes."""
+    """Return the part of the vocabulary whose logits a rank of a tensor-parallel group computes."""
     return -(-model.vocab // job.tp)
 
 
@@ -103,12 +103,12 @@ def _is_head_trained(model: ModelShape) -> bool:
 
 
 def recomputed_flops(model: ModelShape, job: Job) -> float:
-    """FLOP of the logits that a fused loss makes again in backward, for one micro-batch."""
+    """Return the FLOP of the logits that a fused loss makes again in backward, for one micro-batch."""
     return 2.0 * _words(model, job) * model.hidden * job.tokens if job.loss == "fused" else 0.0
 
 
 def moved_nbytes(model: ModelShape, job: Job) -> float:
-    """Bytes that one micro-batch's loss reads and writes, the products' own left out."""
+    """Return bytes that one micro-batch's loss reads and writes, the products' own left out."""
     width = itemsize(job.compute_dtype)
     if job.loss != "fused":
         # log-softmax 2, picking the targets' 1, its backward 3. One kernel reads twice, writes once.
@@ -122,7 +122,7 @@ def moved_nbytes(model: ModelShape, job: Job) -> float:
 
 
 def new_nbytes(model: ModelShape, job: Job) -> list[tuple[int, int]]:
-    """(how many, of how many bytes) buffers that one micro-batch's loss allocates and frees again."""
+    """Return (count, bytes of each) of the buffers that one micro-batch's loss allocates and frees again."""
     if job.loss != "fused":
         each = 4 if job.loss == "eager" else itemsize(job.compute_dtype) // 2
         return [(3, each * model.vocab * job.tokens)]
@@ -138,7 +138,7 @@ def new_nbytes(model: ModelShape, job: Job) -> list[tuple[int, int]]:
 
 
 def held_width(job: Job) -> int:
-    """Bytes per logit of the outputs that a loop keeps, in float32 where an Accelerator casts them."""
+    """Return bytes per logit of the outputs that a loop keeps, in float32 where an Accelerator casts them."""
     if not job.keeps_outputs:
         return 0
     return 4 if job.precision in ("bf16", "fp16") else itemsize(job.compute_dtype)
@@ -153,7 +153,7 @@ def _forward_width(width: int, release: tuple[int, ...]) -> int:
 
 @cache
 def _transformers() -> tuple[int, ...]:
-    """The installed version's first two numbers, or, where there is none, those of a new one. Imports nothing."""
+    """Return the installed version's first two numbers; without one, those of a new version. Imports nothing."""
     try:
         found = re.findall(r"\d+", version("transformers"))
     except PackageNotFoundError:
@@ -162,7 +162,7 @@ def _transformers() -> tuple[int, ...]:
 
 
 def loss_note(model: ModelShape, job: Job) -> str:
-    """Which loss was planned and why, in a line; empty where the model has no vocabulary."""
+    """Return which loss was planned and why, in a line; empty if the model has no vocabulary."""
     if not model.vocab:
         return ""
     most = max(logits_nbytes(model, job).forward, logits_nbytes(model, job).loss)

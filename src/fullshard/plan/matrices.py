@@ -1,4 +1,4 @@
-"""What an optimizer that needs whole matrices does in a step: which, by whom, and what travels for it.
+"""Work of an optimizer that needs whole matrices: which matrices, which ranks, and what travels for it in a step.
 
 The dealing is that of `core.matrices`, which the engine makes, too; what is a matrix follows from parameters' roles.
 """
@@ -16,7 +16,7 @@ from fullshard.plan.traffic import exchanged
 
 @dataclass(frozen=True, slots=True)
 class MatrixWork:
-    """The matrices of a model, dealt.
+    """A model's matrices, dealt to ranks.
 
     Attributes:
         dealing: to whom.
@@ -26,33 +26,33 @@ class MatrixWork:
 
     @property
     def count(self) -> int:
-        """How many matrices."""
+        """Number of matrices."""
         return len(self.dealing.matrices)
 
     @property
     def numel(self) -> int:
-        """Elements of all of them."""
+        """Elements of all matrices."""
         return sum(matrix.numel for matrix in self.dealing.matrices)
 
     @property
     def ranks(self) -> int:
-        """Among how many they are dealt."""
+        """Number of ranks that the matrices are dealt to."""
         return self.dealing.replicate_size * self.dealing.shard_size
 
     @property
     def idle(self) -> int:
-        """Ranks that own none."""
+        """Number of ranks that own none."""
         return sum(not work for work in self.dealing.work)
 
     @property
     def over_mean(self) -> float:
-        """What the busiest rank computes, over the mean."""
+        """The busiest rank's computation, over the mean."""
         work = self.dealing.work
         return max(work) * len(work) / max(1, sum(work))
 
     @property
     def sent_as(self) -> str:
-        """What matrices are sent and computed in."""
+        """Dtype in which matrices are sent and computed."""
         return self.dealing.cost.sent_as
 
     @property
@@ -67,7 +67,7 @@ class MatrixWork:
 
     @property
     def working_nbytes(self) -> int:
-        """Bytes that computing with one matrix needs besides."""
+        """Bytes that computing with one matrix needs in addition."""
         cost = self.dealing.cost
         return max(cost.working(m.rows, m.columns) for m in self.dealing.matrices) * itemsize(self.sent_as)
 
@@ -82,23 +82,23 @@ class MatrixWork:
         return (self.dealing.replicate_size - 1) * self.numel * itemsize(self.sent_as) / self.ranks
 
     def links(self, ranks_per_host: int) -> list[tuple[float, float]]:
-        """Bytes on the busiest device's link inside its host, and on that between hosts: of each exchange to owners."""
+        """Return the busiest device's bytes inside its host and between hosts: one pair per exchange to owners."""
         busiest = [self.dealing.busiest_in(exchange) * itemsize(self.sent_as) for exchange in self.dealing.exchanges]
         return [exchanged(n, self.dealing.shard_size, stride=1, ranks_per_host=ranks_per_host) for n in busiest]
 
     def replica_links(self, ranks_per_host: int) -> tuple[float, float]:
-        """The same of all exchanges along the replicate axis."""
+        """Return the same for all exchanges along the replicate axis."""
         shard, replicas = self.dealing.shard_size, self.dealing.replicate_size
         return exchanged(self.replicated_nbytes, replicas, stride=shard, ranks_per_host=ranks_per_host)
 
 
 def pieces_nbytes(dealing: Dealing, row: int, rank: int) -> int:
-    """Bytes of pieces of matrices that one rank sends in a step: to owners, back from them, and to the other rows."""
+    """Return the bytes of matrix pieces that one rank sends in a step: to owners, back, and to the other rows."""
     return sum(dealing.sent_numel(row, rank)) * itemsize(dealing.cost.sent_as)
 
 
 def matrix_work(model: ModelShape, layout: ModelLayout, dtypes: Dtypes, cost: MatrixCost) -> MatrixWork | None:
-    """Deal a model's matrices, which cost their owners so much; None if it has none that are trained."""
+    """Deal a model's matrices, each at its owner's cost; None if no matrix is trained."""
     matrices: list[Matrix] = []
     number = 0
     for shapes, unit in zip(model.units, layout.units, strict=True):
@@ -116,7 +116,7 @@ def matrix_work(model: ModelShape, layout: ModelLayout, dtypes: Dtypes, cost: Ma
 
 
 def is_matrix(parameter: ParameterShape) -> bool:
-    """Whether it is updated as a matrix: hidden ones, adapters' factors, expert weights; no embedding and no head."""
+    """Return whether it is updated as a matrix: hidden, adapter and expert weights are; embedding and head are not."""
     if not parameter.trainable or parameter.role in ("embedding", "head") or len(parameter.shape) < 2:
         return False
     return "embed" not in parameter.name and 1 not in matrix_shape(parameter.shape, flatten=False)[1:]

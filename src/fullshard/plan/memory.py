@@ -60,7 +60,7 @@ by 1.48 GiB, a tenth less.
 
 
 def fragments_nbytes(transient: int) -> int:
-    """What the allocator holds besides, for `transient` bytes that come and go."""
+    """Return what the allocator holds in addition, for `transient` bytes that come and go."""
     return max(FRAGMENTS, round(FRAGMENTATION * transient))
 
 
@@ -77,7 +77,7 @@ class Moment(NamedTuple):
 
     @property
     def total(self) -> int:
-        """All categories."""
+        """Bytes of all categories."""
         return sum(self.nbytes.values())
 
 
@@ -103,7 +103,7 @@ class Memory:
 
     @property
     def persistent(self) -> int:
-        """Bytes that stay between steps: the framework left out."""
+        """Bytes that stay between steps, without the framework's."""
         return sum(self.phases["load"].get(name, 0) for name in PERSISTENT)
 
     @property
@@ -113,14 +113,14 @@ class Memory:
 
     @property
     def needed(self) -> int:
-        """The peak with what the allocator cannot use."""
+        """The peak with the memory that the allocator cannot use."""
         framework = self.phases["load"].get("framework", 0)
         if not framework:  # on a CPU memory goes back to the system
             return self.peak
         return self.peak + fragments_nbytes(self.peak - self.persistent - framework)
 
     def peak_of(self, phase: str) -> int:
-        """The fullest moment of one phase."""
+        """Return the fullest moment of one phase."""
         return sum(self.phases[phase].values())
 
     @property
@@ -130,7 +130,7 @@ class Memory:
 
     @property
     def peak_phase(self) -> str:
-        """The phase it is in."""
+        """The phase of the peak."""
         return max(self.phases, key=self.peak_of)
 
 
@@ -171,7 +171,7 @@ def _in_order(nbytes: dict[str, int]) -> dict[str, int]:
 
 
 def persistent_of(setting: PlanSetting) -> dict[str, int]:
-    """Bytes of one rank on the device between steps."""
+    """Return the bytes of one rank on the device between steps."""
     buckets, on_host = setting.layout.buckets, setting.on_host
     scales = sum(p.nbytes for p in setting.model.parameters if p.role == "scale") // setting.layout.shard_size
     scales = 0 if on_host.compute_shards else scales
@@ -239,7 +239,7 @@ class _Ledger:
         return dict(self.now)
 
     def apply(self, event: Event) -> list[dict[str, int]]:
-        """Change the ledger; the moments to look at, the fullest first where something is there only for a moment."""
+        """Change the ledger and return the moments to look at, the fullest first if something is there only briefly."""
         unit = self.units[event.unit]
         match event.kind:
             case EventKind.UNSHARD_ISSUED:
@@ -286,7 +286,7 @@ class _Ledger:
         return [self.nbytes]
 
     def _give_up_page(self) -> None:
-        """The activations that were on their way to the host are there."""
+        """Free the activations whose copy to the host has arrived."""
         self.now["activations"] -= self.leaving_page
         self.leaving_page = 0
 
@@ -311,23 +311,23 @@ class _Ledger:
         return moments + self._for_a_moment({"activations": working})
 
     def _leave_loss(self) -> list[dict[str, int]]:
-        """The loss's backward, and what is left of it when the head's begins."""
+        """Return the moment of the loss's backward, and keep what is left when the head's begins."""
         self.now["logits"] = self.logits.loss
         moments = [self.nbytes]
         self.now["logits"] = self.logits.head
         return moments
 
     def _temporary(self, unit: UnitLayout, layer: LayerActivations) -> int:
-        """Between two products, or in one, which unpacks its weight."""
+        """Return what is needed between two products, or in one that unpacks its weight."""
         return max(layer.working, layer.in_product + self._dequantised(unit))
 
     def _dequantised(self, unit: UnitLayout) -> int:
-        """A 4-bit layer unpacks its weight for each product: the largest, two elements per byte, in compute dtype."""
+        """Return the bytes of the largest weight a 4-bit layer unpacks, two elements per byte, in compute dtype."""
         packed = [bucket.largest_numel for bucket in unit.buckets if bucket.dtype == "uint8"]
         return 2 * max(packed, default=0) * itemsize(self.setting.job.compute_dtype)
 
     def _collect(self, unit: UnitLayout, working: int = 0) -> list[dict[str, int]]:
-        """The reduce inputs are made when the first gradient arrives, and that gradient is still there."""
+        """Make the reduce inputs when the first gradient arrives, while that gradient still exists."""
         if not unit.trainable:
             return [self.nbytes]
         is_first = unit.name not in self.collecting
@@ -346,7 +346,7 @@ class _Ledger:
         return moments
 
     def _leave_backward(self) -> None:
-        """What was kept for the unit whose backward was under way is freed."""
+        """Free what was kept for the unit whose backward was under way."""
         if self.backward_of is not None:
             layer = self.layers.get(self.backward_of)
             if layer is not None:
@@ -378,7 +378,7 @@ class _Ledger:
         return moments + self._accumulate_early()
 
     def _accumulate_early(self) -> list[dict[str, int]]:
-        """Where there is a main gradient, what has arrived along both axes is added to it, and freed."""
+        """Add what has arrived along both axes to the main gradient, if there is one, and free it."""
         if not self.has_main_gradient or self._steps_in_backward:
             return []
         layout, moments = self.setting.layout, []
@@ -390,7 +390,7 @@ class _Ledger:
         return moments
 
     def _shrink(self, gradient: _Gradient) -> list[dict[str, int]]:
-        """The reduction is over: this rank's interval is copied out and the rest freed, or it stays in its buffer."""
+        """End a reduction: copy this rank's interval out and free the rest, or leave it in its buffer."""
         bucket = gradient.bucket
         summing = {"reduce buffers": self.setting.summing_nbytes(bucket)}
         moments = self._for_a_moment(summing)[:1]
@@ -406,23 +406,23 @@ class _Ledger:
         return moments
 
     def _stays(self, bucket: BucketPlan) -> bool:
-        """Whether the sum is made in this rank's reduce input, which is long."""
+        """Return whether the sum is made in this rank's reduce input, which is long."""
         is_cast = self.setting.collected_dtype(bucket) != bucket.reduce_dtype
         return self.setting.route.shares_memory and bucket.reduced_nbytes >= LONG_NBYTES and not is_cast
 
     def _held_nbytes(self, bucket: BucketPlan) -> int:
-        """What the reduced gradient keeps."""
+        """Return the bytes that the reduced gradient keeps."""
         return bucket.reduce_nbytes if self._stays(bucket) else bucket.reduced_nbytes
 
     @property
     def _steps_in_backward(self) -> bool:
-        """Whether the backward under way steps the optimizer: the last of a step, if any."""
+        """Return whether the backward under way steps the optimizer: the last of a step, if any."""
         job = self.setting.job
         is_last = not self.setting.reduces_each_micro_batch or self.micro_batch == self.micro_batches - 1
         return job.step_in_backward and is_last
 
     def _finish(self) -> list[dict[str, int]]:
-        """At the first of the reductions that are done everything is known to be."""
+        """Finish all reductions that are done, at the first point where that is known."""
         self._leave_backward()
         moments = [moment for gradient in self.launched for moment in self._accumulate(gradient)]
         self.now["gradients"] -= self.leaving
@@ -435,7 +435,7 @@ class _Ledger:
         return [*moments, self.nbytes]
 
     def _finish_one(self, unit: UnitLayout) -> None:
-        """The oldest reduction of the unit is done, and nothing is known of the others."""
+        """Finish the unit's oldest reduction, when nothing is known of the others."""
         gradient = next((g for g in self.launched if any(g.bucket is bucket for bucket in unit.trainable)), None)
         if gradient is None:  # of the micro-batch before, whose reductions were all taken at the first of them
             return
@@ -444,7 +444,7 @@ class _Ledger:
         self.stepping = gradient.bucket
 
     def _accumulate(self, gradient: _Gradient) -> list[dict[str, int]]:
-        """Add the reduced gradient to the main gradient, or make it that."""
+        """Add the reduced gradient to the main gradient, or make it the main gradient."""
         if gradient.is_added:
             return []
         moments = [] if gradient.is_shrunk else self._shrink(gradient)
@@ -461,7 +461,7 @@ class _Ledger:
         return moments
 
     def _bucket_step(self, nbytes: int) -> list[dict[str, int]]:
-        """The bucket whose reduction was the last to be done is updated, and its gradient freed."""
+        """Update the bucket whose reduction finished last, and free its gradient."""
         bucket = self.stepping
         assert bucket is not None  # noqa: S101 -- a reduction was done before
         moments = self._for_a_moment({"optimizer temporaries": self._temporaries([bucket])})
@@ -482,7 +482,7 @@ class _Ledger:
         return self._for_a_moment({"optimizer temporaries": temporaries, "optimizer state": visiting})
 
     def _temporaries(self, buckets: Sequence[BucketPlan]) -> int:
-        """What updating these buckets, which are on the device, needs for a moment."""
+        """Return what updating these buckets, which are on the device, needs for a moment."""
         if not self.setting.job.planned_optimizer.has_temporaries:
             return 0
         matrices = self.setting.matrices
@@ -514,7 +514,7 @@ def _largest_slice(bucket: BucketPlan) -> int:
 
 
 def _load_peak(setting: PlanSetting, at_rest: dict[str, int]) -> dict[str, int]:
-    """Units are made real one after the other; the root comes last, when all others are sharded already."""
+    """Return the peak of loading, which makes units real one by one; the root comes last, with all others sharded."""
     nbytes = dict(at_rest)  # the optimizer's state comes with its first step, but a resumed run has it
     whole = max(sum(b.layout.full_numel * itemsize(b.dtype) for b in unit.buckets) for unit in setting.layout.units)
     if setting.layout.shard_size > 1:
@@ -523,13 +523,13 @@ def _load_peak(setting: PlanSetting, at_rest: dict[str, int]) -> dict[str, int]:
 
 
 def _save_peak(setting: PlanSetting, at_rest: dict[str, int]) -> dict[str, int]:
-    """Shards are written from where they lie; a whole state dict gathers one parameter at a time."""
+    """Return the peak of saving: shards are written where they lie; a state dict gathers one parameter at a time."""
     largest = max(b.largest_numel * itemsize(b.dtype) for b in setting.layout.buckets)
     return {**at_rest, "gathered units": largest}
 
 
 def _host(setting: PlanSetting, ranks_per_host: int) -> tuple[int, int, int]:
-    """Loading here, loading with Transformers, and training, where what is offloaded stays.
+    """Return host bytes of loading here, of loading with Transformers, and of training, where offloaded state stays.
 
     Transformers reads the whole model in every process, in its stored dtype. Here a process reads its interval of one
     parameter after the other; one that is quantised on the way is read whole (`checkpoint/pretrained`). What is copied
@@ -559,7 +559,7 @@ def _host(setting: PlanSetting, ranks_per_host: int) -> tuple[int, int, int]:
 
 
 def _host_state_nbytes(setting: PlanSetting) -> int:
-    """Of the optimizer's state there: made beside main weights by the optimizer, or page-locked because it travels."""
+    """Return the optimizer state's bytes on the host: made beside main weights, or page-locked because it travels."""
     if not setting.on_host.optimizer_state:
         return 0
     nbytes = _state_nbytes(setting)
@@ -567,7 +567,7 @@ def _host_state_nbytes(setting: PlanSetting) -> int:
 
 
 def _checkpoint(setting: PlanSetting) -> int:
-    """Every parameter in its stored dtype and the optimizer's state, once."""
+    """Return the bytes of every parameter in its stored dtype and of the optimizer's state, once."""
     model = setting.model
     stored = sum(parameter.nbytes * parameter.tiles for parameter in model.parameters)
     own = sum(parameter.numel for parameter in model.parameters if parameter.trainable)

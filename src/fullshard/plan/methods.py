@@ -1,4 +1,4 @@
-"""What a training method makes of a model's parameters: dtypes, what is frozen, adapters, quantised bytes."""
+"""Effects of a training method on a model's parameters: dtypes, frozen parameters, adapters, quantised bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NF4_BLOCK, NESTED_BLOCK = 64, 256
 
 
 def apply_method(model: ModelShape, job: Job) -> ModelShape:
-    """`model` as it is trained by `job`.
+    """Return `model` as `job` trains it.
 
     Full training has main weights in float32, or as they come with precision `no`. LoRA freezes the base in its own
     dtype and adds two float32 matrices to every target, where PEFT puts them; QLoRA also packs each linear layer's
@@ -60,7 +60,7 @@ def apply_method(model: ModelShape, job: Job) -> ModelShape:
 
 
 def conversion_of(model: ModelShape) -> Conversion:
-    """Count what QLoRA quantises of a model as it is given, and what of it no adapter reaches."""
+    """Count what QLoRA quantises of the given model, and what of it no adapter reaches."""
     found = Conversion(is_asked_for=True)
     for unit in model.units:
         for parameter in unit.parameters:
@@ -78,13 +78,13 @@ def _is_matrix(model: ModelShape, unit: UnitShape, parameter: ParameterShape) ->
 
 
 def _in_float8(parameter: ParameterShape) -> ParameterShape:
-    """By torchao's `convert_to_float8_training`, which converts linear layers, the head usually filtered out."""
+    """Return the parameter as torchao's `convert_to_float8_training` has it: linear layers, usually not the head."""
     is_linear = parameter.role == "matrix" and parameter.trainable
     return dataclasses.replace(parameter, sent_as=FLOAT8) if is_linear else parameter
 
 
 def _packed(weight: ParameterShape) -> Iterator[ParameterShape]:
-    """4-bit weight: two elements per byte, one byte of scale per block, four bytes per block of scales."""
+    """Yield a 4-bit weight's parts: two elements per byte, a byte of scale per block, 4 bytes per block of scales."""
     scales = math.ceil(weight.numel / NF4_BLOCK)
     packed = dataclasses.replace(weight, shape=(math.ceil(weight.numel / 2), 1), dtype="uint8", exact=True)
     yield packed

@@ -30,7 +30,7 @@ Layer = Callable[[Fields, str, int], tuple[Weights, Block]]
 
 
 def _of_layers(layer: Layer) -> Callable[[Fields], ModelShape]:
-    """A decoder of such layers, each with a norm before attention and one before the feed-forward part."""
+    """Build a decoder of such layers, each with a norm before attention and one before the feed-forward part."""
 
     def model(fields: Fields) -> ModelShape:
         units = []
@@ -46,7 +46,7 @@ def _of_layers(layer: Layer) -> Callable[[Fields], ModelShape]:
 
 
 def _deepseek(fields: Fields, prefix: str, index: int) -> tuple[Weights, Block]:
-    """DeepSeek-V3: queries, keys and values pass through narrow latents; the first layers are dense."""
+    """Build DeepSeek-V3: queries, keys and values pass through narrow latents; the first layers are dense."""
     heads = fields.number("num_attention_heads")
     weights = _latent_attention(fields, f"{prefix}.self_attn") + _shared_and_routed(fields, prefix, index)
     latents = fields.number("kv_lora_rank") + (fields.values.get("q_lora_rank") or 0)
@@ -77,7 +77,7 @@ def _latent_attention(fields: Fields, prefix: str) -> Weights:
 
 
 def _glm(fields: Fields, prefix: str, index: int) -> tuple[Weights, Block]:
-    """GLM-4.5: grouped queries, otherwise as DeepSeek-V3."""
+    """Build GLM-4.5: grouped queries, otherwise as DeepSeek-V3."""
     heads, kv_heads, head_dim = fields.heads()
     at, hidden = f"{prefix}.self_attn", fields.number("hidden_size")
     bias, is_normed = fields.flag("attention_bias", False), fields.flag("use_qk_norm", False)
@@ -89,7 +89,7 @@ def _glm(fields: Fields, prefix: str, index: int) -> tuple[Weights, Block]:
 
 
 def _gpt_oss(fields: Fields, prefix: str, index: int) -> tuple[Weights, Block]:
-    """gpt-oss: experts with biases, a sink per head, a window in every second layer."""
+    """Build gpt-oss: experts with biases, a sink per head, a window in every second layer."""
     heads, kv_heads, head_dim = fields.heads()
     hidden, width = fields.number("hidden_size"), fields.number("intermediate_size")
     experts = fields.number("num_local_experts", "num_experts")
@@ -119,7 +119,7 @@ def _gpt_oss(fields: Fields, prefix: str, index: int) -> tuple[Weights, Block]:
 
 
 def _llama4(fields: Fields, prefix: str, index: int) -> tuple[Weights, Block]:
-    """Llama 4: a shared expert of the same width, dense layers between if the file says so."""
+    """Build Llama 4: a shared expert of the same width, and dense layers between if the file says so."""
     heads, kv_heads, head_dim = fields.heads()
     hidden, width = fields.number("hidden_size"), fields.number("intermediate_size")
     experts = fields.number("num_local_experts")
@@ -149,7 +149,7 @@ def _llama4(fields: Fields, prefix: str, index: int) -> tuple[Weights, Block]:
 
 
 def _qwen3_next(fields: Fields, prefix: str, index: int) -> tuple[Weights, Block]:
-    """Qwen3-Next: three of four layers have a gated delta rule in the place of attention, the fourth a gated one."""
+    """Build Qwen3-Next: three of four layers have a gated delta rule, the fourth has gated attention."""
     heads, kv_heads, head_dim = fields.heads()
     hidden, width = fields.number("hidden_size"), fields.number("moe_intermediate_size")
     experts, shared = fields.number("num_experts"), fields.number("shared_expert_intermediate_size")

@@ -1,4 +1,4 @@
-"""What is known of each optimizer that can be planned."""
+"""The known figures of each optimizer that can be planned."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fullshard.core.matrices import Eigenbases, InverseRoots, MatrixCost, Newton
 
 @dataclass(frozen=True, slots=True)
 class OptimizerRow:
-    """One of them.
+    """One optimizer.
 
     Attributes:
         moments: tensors of state as large as the parameter, in the dtype that its main weight is stored in.
@@ -39,11 +39,11 @@ class OptimizerRow:
     owner: MatrixCost | None = None
 
     def state_nbytes(self, dtype: str) -> float:
-        """Bytes of state per trained parameter that is stored as `dtype`."""
+        """Return bytes of state per trained parameter that is stored as `dtype`."""
         return self.moments * itemsize(dtype) + self.packed_nbytes
 
     def step_nbytes(self, dtype: str) -> float:
-        """Bytes that its step reads and writes per trained parameter that is stored as `dtype`."""
+        """Return bytes that its step reads and writes per trained parameter that is stored as `dtype`."""
         return self.passes * itemsize(dtype) + 2 * self.packed_nbytes
 
 

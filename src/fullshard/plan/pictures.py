@@ -36,7 +36,7 @@ def draw(plan: Plan, path: Path) -> None:
 
 
 def draw_sweep(plan: Plan, text: str, rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Write what a rank needs, and how fast it is, over the values of one setting.
+    """Write a rank's needs and its speed, over the values of one setting.
 
     Args:
         plan: the run whose setting is changed.
@@ -74,7 +74,7 @@ def draw_sweep(plan: Plan, text: str, rows: Sequence[Mapping[str, Any]], path: P
 
 
 def _title_of_sweep(plan: Plan, name: str) -> str:
-    """On what, how, and what stays as it is."""
+    """Return the devices, the way to run, and the settings that stay the same."""
     job = plan.job
     said = {
         "micro_batch": f"micro-batch {job.micro_batch}",
@@ -100,7 +100,7 @@ def check_picture(path: Path) -> None:
 
 @contextlib.contextmanager
 def saved_figure(path: Path, size: tuple[float, float], *, purpose: str = "drawing a plan") -> Iterator[Any]:
-    """Matplotlib's figure of `size` inches, to draw inside; then it is written.
+    """Yield Matplotlib's figure of `size` inches to draw in, then write it.
 
     Raises:
         ConfigError: as for `draw`.
@@ -119,14 +119,14 @@ def saved_figure(path: Path, size: tuple[float, float], *, purpose: str = "drawi
 
 
 def _legend_below(axes: Any, other: Any = None) -> None:
-    """Under the axis, where no data are."""
+    """Put the legend under the axis, where there are no data."""
     pairs = [part.get_legend_handles_labels() for part in (axes, other) if part is not None]
     handles, labels = ([entry for pair in pairs for entry in pair[index]] for index in (0, 1))
     axes.legend(handles, labels, fontsize=8, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.16), frameon=False)
 
 
 def _shown(timeline: Sequence[Moment]) -> list[int]:
-    """The moments that are drawn: all, or the fullest of each stretch."""
+    """Return the moments to draw: all, or the fullest of each stretch."""
     stretch = -(-len(timeline) // _MOST_STEPS)
     totals = [moment.total for moment in timeline]
     return [
@@ -150,7 +150,7 @@ def _draw_step(axes: Any, plan: Plan) -> None:
 
 
 def _stack(axes: Any, whole: Sequence[Moment], unit: int) -> tuple[int, float]:
-    """Memory by category over the events of a step; returns where the fullest moment is."""
+    """Stack memory by category over the events of a step; return the position of the fullest moment."""
     places = _shown(whole)
     timeline = [whole[place] for place in places]
     names = dict.fromkeys((*CATEGORIES, *(name for moment in whole for name in moment.nbytes)))
@@ -216,7 +216,7 @@ def _draw_devices(axes: Any, plan: Plan) -> None:
 
 
 def _by_devices(plan: Plan) -> Sequence[Plan]:
-    """The same job on a quarter to 16 times the devices, as far as they share hosts and shard groups equally."""
+    """Return the job on a quarter to 16 times the devices, where they share hosts and shard groups equally."""
     plans = []
     for power in range(-2, 5):
         count = round(plan.cluster.count * 2.0**power)

@@ -1,4 +1,4 @@
-"""How much of a model bitsandbytes converts, and when that is too little to be what was asked for."""
+"""The part of a model that bitsandbytes converts, and when that is less than the user meant."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Conversion:
 
     @property
     def said(self) -> str:
-        """What stays in 16 or 32 bits, and why, in one line."""
+        """Say what stays in 16 or 32 bits, and why, in one line."""
         total = self.converted + self.whole
         text = (
             f"{self.whole / total:.0%} of the weights ({format_count(self.whole)} of {format_count(total)}) stay in 16 "
@@ -58,7 +58,7 @@ class Conversion:
 
     @property
     def said_of_adapters(self) -> str:
-        """Which weights have no adapter and why; empty where all have one."""
+        """Say which weights have no adapter, and why; empty if all have one."""
         if not self.unadapted:
             return ""
         return (
@@ -67,7 +67,7 @@ class Conversion:
         )
 
     def require(self) -> None:
-        """Refuse a quantised model most of which is not quantised, tables left out.
+        """Refuse a quantised model if most of it, tables left out, is not quantised.
 
         Raises:
             ConfigError: more than half stays as it was.

@@ -19,7 +19,7 @@ from fullshard.plan.memory import CATEGORIES
 
 
 def as_tables(plan: Plan, changes: Sequence[Change], notes: Sequence[str]) -> RenderableType:
-    """The whole plan."""
+    """Return the whole plan as tables."""
     parts: list[RenderableType] = [Text(_headline(plan)), _memory_table(plan), _rest_table(plan)]
     colors = {"fits": "green", "fits, tight": "yellow", "may not fit": "yellow", "does not fit": "red"}
     parts.append(Text(plan.verdict, style=f"bold {colors[plan.confidence]}"))
@@ -128,7 +128,7 @@ def _told_of(work: MatrixWork) -> str:
 
 
 def front_table(plans: Sequence[Plan], title: str) -> Table:
-    """Plans side by side. A column in which all are alike is left out: it is in the plan above."""
+    """Show plans side by side. A column with one value for all is left out: it is in the plan above."""
     rows = [_front_row(plan) for plan in plans]
     numbers = ("GiB", "tokens/s", "MFU")
     heads = [head for head in rows[0] if head in numbers or len({row[head] for row in rows}) > 1]
@@ -162,7 +162,7 @@ def _front_row(plan: Plan) -> dict[str, str]:
 
 
 def alternatives_table(rows: Sequence[Mapping[str, Any]], title: str, head: str) -> Table:
-    """Runs side by side (`plan/alternatives`); hours and money where tokens and prices were said."""
+    """Show runs side by side (`plan/alternatives`); hours and money if tokens and prices were given."""
     table = Table(title=title, padding=(0, 1, 0, 0))
     table.add_column(head)
     table.add_column("verdict")
@@ -180,7 +180,7 @@ def alternatives_table(rows: Sequence[Mapping[str, Any]], title: str, head: str)
 
 
 def as_dict(plan: Plan, changes: Sequence[Change] = (), notes: Sequence[str] = ()) -> dict[str, Any]:
-    """Everything as plain values. Bytes are bytes, times are seconds."""
+    """Return everything as plain values. Bytes are bytes, times are seconds."""
     time = plan.time
     return {
         "model": {"name": plan.model.name, "parameters": plan.parameters, "trainable": plan.trainable},
@@ -272,7 +272,7 @@ def _matrices_dict(plan: Plan) -> dict[str, Any] | None:
 
 
 def as_run_config(plan: Plan, others: Mapping[str, Any] | None = None) -> RunConfig:
-    """The configuration that `fullshard launch` runs this plan with.
+    """Return the configuration that `fullshard launch` runs this plan with.
 
     What it cannot say (batch size, sequence length, optimizer, LoRA) belongs to the script.
 
@@ -298,7 +298,7 @@ def as_run_config(plan: Plan, others: Mapping[str, Any] | None = None) -> RunCon
 
 
 def for_the_script(job: Job) -> str:
-    """What of a plan no configuration can say, so that the script has to."""
+    """Return the settings of a plan that no configuration can express, so that the script has to."""
     ours, plain = job.of_the_run(), job.__class__.model_fields
     values = {name: value for name, value in job.model_dump().items() if name not in ours}
     named = {n: v for n, v in values.items() if n in ("micro_batch", "seq_len", "optimizer") or v != plain[n].default}

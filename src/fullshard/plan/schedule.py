@@ -24,7 +24,7 @@ _Place = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class ScheduleOptions:
-    """What decides the order of work besides the layout.
+    """The choices that decide the order of work, besides the layout.
 
     Attributes:
         accumulation: micro-batches per optimizer step.
@@ -48,7 +48,7 @@ class ScheduleOptions:
 
 
 def predict_step(model: ModelLayout, options: ScheduleOptions) -> list[Event]:
-    """The events of one step, on any rank."""
+    """Return the events of one step, on any rank."""
     run = _Run(model, options)
     for number in range(options.accumulation):
         ahead = options.forward_prefetch and not (options.is_first_step and number == 0)
@@ -65,7 +65,7 @@ def predict_step(model: ModelLayout, options: ScheduleOptions) -> list[Event]:
 
 @dataclass(slots=True)
 class _Run:
-    """The engine's state as far as it decides what happens next; units are known by their names."""
+    """The part of the engine's state that decides what happens next; units are known by their names."""
 
     model: ModelLayout
     options: ScheduleOptions
@@ -102,13 +102,13 @@ class _Run:
         self.events.append(Event(way, place[0], nbytes, what, place[1]))
 
     def turn(self, unit: UnitLayout) -> None:
-        """Forward goes on to another unit: the activations of this one are copied to the host."""
+        """Move forward on to another unit: the activations of this one are copied to the host."""
         if unit.page_nbytes:
             self.pages.append(unit)
             self.events.append(Event(EventKind.TO_HOST, unit.name, unit.page_nbytes, "activations"))
 
     def bring(self, unit: UnitLayout) -> None:
-        """Backward has come to a unit: its activations are waited for, and those before them copied back."""
+        """Bring backward to a unit: wait for its activations, and copy back those before them."""
         last = self.model.calls[-1]  # the root's are with the last unit's, which never left
         wanted = last if unit is self.model.root else unit
         if wanted is self.wanted:
@@ -219,7 +219,7 @@ class _Run:
             self.issue(unit)
 
     def complete(self, unit: UnitLayout, *, reduces: bool, has_input_gradient: bool = False) -> None:
-        """All gradients of the unit's parameters are there."""
+        """Note that all gradients of the unit's parameters exist."""
         self.ready.add(unit.name)
         for place in _trainable(unit):
             for due in self.reductions.complete(place):
@@ -230,7 +230,7 @@ class _Run:
         self.step_when_final()
 
     def leave(self, unit: UnitLayout) -> None:
-        """Backward is done with it."""
+        """End the unit's backward."""
         self.awaiting.discard(unit.name)
         if not self.model.keeps_parameters:
             self.reshard(unit)
@@ -244,13 +244,13 @@ class _Run:
             self.step_when_final()
 
     def send_gradient(self, place: _Place) -> None:
-        """Its reduction is over."""
+        """Note that a reduction is over, and copy its gradient to the host if the main weights are there."""
         bucket = self.bucket(place)
         if bucket.main_is_on_host:
             self.move(EventKind.TO_HOST, place, bucket.reduced_nbytes, "gradient")
 
     def step_when_final(self) -> None:
-        """The engine's rule of the same name."""
+        """Follow the engine's rule of the same name."""
         if not self.steps:
             return
         sizes = self.model.shard_size, self.model.replicate_size
@@ -289,7 +289,7 @@ def _trainable(unit: UnitLayout) -> list[_Place]:
 
 
 def _gradient_flow(model: ModelLayout) -> tuple[dict[str, bool], dict[str, bool]]:
-    """By unit, whether an input of it wants a gradient, and whether its output does."""
+    """Return, by unit, whether one of its inputs wants a gradient, and whether its output does."""
     wants, gives = {model.root.name: False}, {}
     flowing = model.root.feeds_units
     for unit in model.calls[1:]:

@@ -68,7 +68,7 @@ def search(
     margin: float = MARGIN,
     may_round: bool = False,
 ) -> list[Plan]:
-    """The fastest plans, the fastest first, that need at most `margin` of a device.
+    """Return the fastest plans, the fastest first, that need at most `margin` of a device.
 
     Only what this engine runs: selective checkpointing uncompiled only. The sequences of an optimizer step stay those
     of `job`, as far as micro-batches divide them.
@@ -95,7 +95,7 @@ def search(
 
 
 def _search(model: ModelShape, job: Job, cluster: Cluster, kept: frozenset[str], margin: float) -> list[Plan]:
-    """The same with everything that is not searched as it is in `job`."""
+    """Search with everything that is not searched as it is in `job`."""
     waiting = _Waiting(_Bounds(model, cluster, margin), job, kept)
     plans: list[Plan] = []
     for place, candidate in waiting:
@@ -115,7 +115,7 @@ def _search(model: ModelShape, job: Job, cluster: Cluster, kept: frozenset[str],
 
 
 def _fastest_first(plan: Plan) -> tuple[float, int]:
-    """Of those as fast the smallest."""
+    """Return a sort key: the fastest first, and of equally fast plans the smallest."""
     return -plan.time.tokens_per_second, plan.memory.needed
 
 
@@ -125,7 +125,7 @@ def _with_what_costs_nothing(job: Job, cluster: Cluster, fixed: frozenset[str]) 
 
 
 def _rounded(job: Job, fixed: frozenset[str]) -> Job:
-    """With everything that rounds and makes less of what is held, moved or sent, as far as it goes together."""
+    """Add every option that rounds and reduces what is held, moved or sent, as long as they go together."""
     for name, value in {"optimizer": job.planned_optimizer.in_8_bits, **_PACKED}.items():
         if value is not None and name not in fixed:
             with contextlib.suppress(ConfigError):
@@ -134,7 +134,7 @@ def _rounded(job: Job, fixed: frozenset[str]) -> Job:
 
 
 def _with_less_rounding(plan: Plan, job: Job, margin: float) -> Plan:
-    """What rounds and brings less than a hundredth goes again."""
+    """Remove the rounding options that gain less than a hundredth."""
     for name in (*_PACKED, "optimizer"):
         values = {**plan.job.model_dump(), name: getattr(job, name)}
         exact = evaluate(plan.model, Job.of(values), plan.cluster)
@@ -145,7 +145,7 @@ def _with_less_rounding(plan: Plan, job: Job, margin: float) -> Plan:
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """How a job is run, its micro-batch apart.
+    """A way to run a job, except for its micro-batch.
 
     Attributes:
         values: mesh, checkpointing and whether embeddings are units, as settings.
@@ -157,14 +157,14 @@ class _Way:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """All of them."""
+        """Settings of this way, in one dictionary."""
         chosen = dict(self.values)
         for name in sorted(self.saving):
             chosen |= _SAVING[name]
         return chosen
 
     def with_more(self, names: Collection[str]) -> Iterator[_Way]:
-        """The same with one of `names` switched on besides."""
+        """Yield this way with one more of `names` switched on."""
         for name in names:
             if name not in self.saving and not (name in _ONE_OF and self.saving & _ONE_OF):
                 yield dataclasses.replace(self, saving=self.saving | {name})
@@ -172,7 +172,7 @@ class _Way:
 
 @dataclass(frozen=True, eq=False)
 class _Candidate:
-    """A job with what it needs at least and how fast it is at most, from models of a few layers.
+    """A job with its least memory and its highest speed, from models of a few layers.
 
     Attributes:
         job: what to run.
@@ -183,13 +183,13 @@ class _Candidate:
     plans: Sequence[tuple[float, Plan]]
 
     def may_fit(self, available: float) -> bool:
-        """Whether that is enough for what it needs at least."""
+        """Return whether that is enough for its least memory."""
         most = available / (1 - _SLACK)
         return self._few[1] <= most and self.needed <= most
 
     @functools.cached_property
     def needed(self) -> float:
-        """Bytes, at least."""
+        """Least number of bytes."""
         amounts = [self._few, *(_amounts(plan) for _, plan in self.plans[1:])]
         parts = [(share, *amount) for (share, _), amount in zip(self.plans, amounts, strict=True)]
         phases = range(len(self._few[0]))
@@ -202,18 +202,18 @@ class _Candidate:
 
     @functools.cached_property
     def tokens_per_second(self) -> float:
-        """At most."""
+        """Highest speed."""
         return self.plans[0][1].time.tokens / sum(share * plan.time.total for share, plan in self.plans)
 
     @functools.cached_property
     def unhindered(self) -> float:
-        """The same if no communication were waited for, and none took a part of the device."""
+        """Highest speed if no rank waited for communication, and no communication took a part of the device."""
         seconds = sum(share * (plan.time.total - plan.time.exposed) for share, plan in self.plans)
         return self.plans[0][1].time.tokens / seconds * (1 + CONTENTION)
 
 
 def _amounts(plan: Plan) -> tuple[list[int], int]:
-    """Bytes of its phases at their fullest, and of all of it.
+    """Return the bytes of its phases at their fullest, and of all of it.
 
     Nothing else is kept of the ledger: of thousands the garbage collector would have much to look through.
     """
@@ -222,7 +222,7 @@ def _amounts(plan: Plan) -> tuple[list[int], int]:
 
 
 class _Bounds:
-    """What a job needs at least and how fast it is at most, from models of a few of the layers."""
+    """A job's least memory and highest speed, from models of a few of the layers."""
 
     def __init__(self, model: ModelShape, cluster: Cluster, margin: float) -> None:
         self.cluster, self._available = cluster, margin * cluster.device.memory
@@ -236,7 +236,7 @@ class _Bounds:
             self._models = list(zip((-beyond[0], 1 + beyond[0]), shorter, strict=True))
 
     def of(self, job: Job) -> _Candidate | None:
-        """None: it cannot be run."""
+        """Return the bounds of a job; None if it cannot run."""
         plans = []
         try:
             for share, model in self._models:
@@ -246,12 +246,12 @@ class _Bounds:
         return _Candidate(job, plans)
 
     def may_fit(self, candidate: _Candidate | None) -> bool:
-        """Whether there is enough for what it needs at least."""
+        """Return whether there is enough for its least memory."""
         return candidate is not None and candidate.may_fit(self._available)
 
 
 def _turns(layers: Sequence[UnitShape]) -> tuple[int, int]:
-    """How many layers come first, and after how many the rest are the same again: (0, 1) where all are alike.
+    """Return (layers that come first, period after which the rest repeat): (0, 1) if all are alike.
 
     (0, 6) where every sixth sees everything, (3, 1) where the first three have no experts.
     """
@@ -260,7 +260,7 @@ def _turns(layers: Sequence[UnitShape]) -> tuple[int, int]:
     row = [numbers[kind] for kind in kinds]
 
     def reaches_back(period: int) -> int:
-        """From where on each is as the one `period` before it."""
+        """Return the index from which each layer equals the one `period` before it."""
         at = len(row)
         while at > period and row[at - 1] == row[at - 1 - period]:
             at -= 1
@@ -271,14 +271,14 @@ def _turns(layers: Sequence[UnitShape]) -> tuple[int, int]:
 
 
 def _shortened(layers: Sequence[UnitShape]) -> tuple[Sequence[UnitShape], Sequence[UnitShape], float]:
-    """A few of them, twice as many that repeat, and how often more they do in all of them; 0 or less: no more often."""
+    """Return a few layers, twice as many that repeat, and how many more repeats the whole has; 0 or less: no more."""
     first, period = _turns(layers)
     few = period * -(-_FEW // period)
     return layers[: first + few], layers[: first + 2 * few], (len(layers) - first) / few - 2
 
 
 def _with_layers(model: ModelShape, kept: Iterable[UnitShape]) -> ModelShape:
-    """The model without its other layers."""
+    """Return the model without its other layers."""
     names = {unit.name for unit in kept}
     dropped = {unit.name for unit in model.units if unit.block is not None and unit.name not in names}
     return dataclasses.replace(
@@ -306,7 +306,7 @@ class _Place:
 
 
 def _over_all_ranks(way: _Way) -> _Way:
-    """The same with one shard group. It needs no more: what is gathered is alike, and a rank keeps less."""
+    """Return the way with one shard group. It needs no more: it gathers the same, and a rank keeps less."""
     values = dict(way.values)
     row = parse_strategy(values["strategy"])
     if not row.is_hybrid:
@@ -316,7 +316,7 @@ def _over_all_ranks(way: _Way) -> _Way:
 
 
 class _Waiting:
-    """Ways to run a job, the one that can be the fastest first.
+    """Ways to run a job, the potentially fastest first.
 
     Attributes:
         seen: those that may fit, as far as they were looked at.
@@ -341,7 +341,7 @@ class _Waiting:
             self._begin(values, may_wrap="wrap_embeddings" not in fixed)
 
     def __iter__(self) -> Iterator[tuple[_Place, _Candidate]]:
-        """Those that may fit, the one first that may be the fastest."""
+        """Yield those that may fit, the potentially fastest first."""
         while self._places:
             place = heapq.heappop(self._places)
             if not place.is_known and self._is_too_large(place.way, place.size):
@@ -359,11 +359,11 @@ class _Waiting:
                 self.save_more(place, candidate)
 
     def save_more(self, place: _Place, candidate: _Candidate) -> None:
-        """It does not fit: look at it with one thing more switched on."""
+        """Replace a way that does not fit by ways with one more option switched on."""
         self._push_more(place.way, place.size, self._saving, candidate.tokens_per_second)
 
     def _push_more(self, way: _Way, size: int, names: Collection[str], most: float) -> None:
-        """With one of `names` besides. None is faster than without one of what it has, as far as that is known."""
+        """Add ways with one more of `names`. As far as known, none is faster than without one of its options."""
         for more in way.with_more(names):
             if (more, size) in self._pushed:
                 continue
@@ -373,7 +373,7 @@ class _Waiting:
             self._push(more, size, min(most, *(candidate.tokens_per_second for candidate in known), most))
 
     def _begin(self, values: Mapping[str, Any], *, may_wrap: bool) -> None:
-        """A mesh and a way to checkpoint, with nothing switched on, up to the largest micro-batch that can fit.
+        """Begin with a mesh and a way to checkpoint, nothing switched on, up to the largest micro-batch that can fit.
 
         What can only fit with a part of it on the host begins with that.
         """
@@ -395,7 +395,7 @@ class _Waiting:
                     self._push_more(way, size, parts, speed)
 
     def _reach_of(self, way: _Way, *names: str) -> int:
-        """How many of the micro-batches may fit with these switched on, as far as they go together."""
+        """Return how many of the micro-batches may fit with these switched on, as long as they go together."""
         way, saving = _over_all_ranks(way), frozenset(names) & frozenset(self._saving)
         fullest = [dataclasses.replace(way, saving=saved) for saved in (saving, saving - {"step"} - _ONE_OF)]
         known = [way for way in fullest if self._bound(way, self._sizes[0]) is not None]
@@ -407,7 +407,7 @@ class _Waiting:
         )
 
     def _is_too_large(self, way: _Way, size: int) -> bool:
-        """Whether it would be with one shard group: one bound for shard groups of any size."""
+        """Return whether it would be too large with one shard group: one bound for shard groups of any size."""
         wider = _over_all_ranks(way)
         bound = None if wider == way else self._bound(wider, size)
         return bound is not None and not self._bounds.may_fit(bound)
@@ -429,7 +429,7 @@ class _Waiting:
 
 
 def _values(cluster: Cluster, job: Job, fixed: frozenset[str]) -> Iterator[dict[str, Any]]:
-    """Meshes and ways to checkpoint."""
+    """Yield meshes with ways to checkpoint."""
     kinds = ("none", "full") if job.compile else ("none", "selective", "full")
     loss = {} if "loss" in fixed else {"loss": "eager"}
     for mesh in _meshes(cluster, job, fixed):
@@ -453,7 +453,7 @@ def _meshes(cluster: Cluster, job: Job, fixed: frozenset[str]) -> Iterator[dict[
 
 
 def _kept_unsharded(plans: Sequence[Plan], margin: float) -> list[Plan]:
-    """The three fastest with as many units unsharded between forward and backward as the margin holds."""
+    """Return the three fastest plans with as many units kept unsharded after forward as the margin holds."""
     found = []
     for plan in sorted(plans, key=_fastest_first)[:3]:
         spare = int(10 * (margin * plan.cluster.device.memory - plan.memory.needed) / GIB) / 10
@@ -469,7 +469,7 @@ def _kept_unsharded(plans: Sequence[Plan], margin: float) -> list[Plan]:
 def _smaller(
     plans: Sequence[Plan], seen: Sequence[_Candidate], model: ModelShape, cluster: Cluster, margin: float
 ) -> list[Plan]:
-    """Plans that need less than the best, as far as the bounds say that nothing else is faster and smaller."""
+    """Return plans that need less than the best, unless the bounds say that nothing else is faster and smaller."""
     known = [plan.job for plan in plans]
     needed = min(plan.memory.needed for plan in plans)
     found: list[Plan] = []
@@ -495,7 +495,7 @@ def _nothing_fits(model: ModelShape, job: Job, cluster: Cluster, margin: float) 
 
 
 def pareto(plans: Sequence[Plan]) -> list[Plan]:
-    """Those that no other beats in speed and memory both, fastest first."""
+    """Return the plans that no other beats in both speed and memory, fastest first."""
     front: list[Plan] = []
     for plan in sorted(plans, key=_fastest_first):
         if not front or plan.memory.needed < front[-1].memory.needed:

@@ -1,4 +1,4 @@
-"""What memory and time of a step depend on besides its events: the run, its model laid out, and where ranks are."""
+"""The inputs of a step's memory and time besides its events: the run, its model's layout, and the ranks' places."""
 
 from __future__ import annotations
 
@@ -45,37 +45,37 @@ class PlanSetting:
 
     @property
     def reduces_each_micro_batch(self) -> bool:
-        """Whether no gradient stays whole from one micro-batch to the next."""
+        """Return whether no gradient stays whole from one micro-batch to the next."""
         return self.job.sync_each_micro_batch and not self.layout.keeps_gradients
 
     def gathered_nbytes(self, unit: UnitLayout) -> int:
-        """What unsharding `unit` takes."""
+        """Return the bytes that unsharding `unit` takes."""
         return 0 if self.route.shares_memory else unit.gathered_nbytes
 
     def collected_dtype(self, bucket: BucketPlan) -> str:
-        """In which the unsharded gradient is collected; one that several backwards add to, in that of the sum."""
+        """Return the dtype that collects the unsharded gradient; if several backwards add to it, that of the sum."""
         is_added_to = self.job.accumulation > 1 and not self.reduces_each_micro_batch
         return collected(bucket.compute_dtype, bucket.reduce_dtype, widens=self.route.widens and not is_added_to)
 
     def collected_nbytes(self, bucket: BucketPlan) -> int:
-        """Bytes of the unsharded gradient as it is collected."""
+        """Return the bytes of the unsharded gradient as it is collected."""
         return bucket.layout.full_numel * itemsize(self.collected_dtype(bucket))
 
     def summing_nbytes(self, bucket: BucketPlan) -> int:
-        """What summing the gradients of the ranks takes besides, on a CPU."""
+        """Return what summing the ranks' gradients takes in addition, on a CPU."""
         is_cast = self.collected_dtype(bucket) != bucket.reduce_dtype
         blocks = sum_blocks(self.layout.shard_size, is_cast=is_cast) if self.device.is_cpu else 0
         return blocks * min(SUM_BLOCK_NBYTES, bucket.reduced_nbytes)
 
     def copies_nbytes(self, bucket: BucketPlan) -> int:
-        """What lasts of a bucket in the dtype it is computed in, besides its main weights."""
+        """Return the bytes of a bucket's lasting copies in its compute dtype, besides its main weights."""
         if not self.route.shares_memory or bucket.dtype == bucket.compute_dtype:
             return 0
         return bucket.layout.shard_numel * itemsize(bucket.compute_dtype)
 
 
 def owned_nbytes(setting: PlanSetting, per_element: Callable[[str], float]) -> float:
-    """Bytes for the trained elements a rank owns, on average over the ranks of a shard group: padding has no state.
+    """Return bytes of the trained elements a rank owns, on average over a shard group: padding has no state.
 
     Args:
         setting: what is planned.
@@ -86,7 +86,7 @@ def owned_nbytes(setting: PlanSetting, per_element: Callable[[str], float]) -> f
 
 
 def of_parameters(setting: PlanSetting, what: Callable[[OptimizerRow, str], float]) -> float:
-    """What of the optimizer is so much per trained element of a dtype, for one rank, on average."""
+    """Return one rank's optimizer figure `what`, given per trained element of a dtype, in sum and on average."""
     row, work = setting.job.planned_optimizer, setting.matrices
     total = owned_nbytes(setting, partial(what, row))
     if row.matrix is None or work is None:

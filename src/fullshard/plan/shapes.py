@@ -69,7 +69,7 @@ whose weight multiplies before the result is cast; T5's, which multiplies the un
 
 @dataclass(frozen=True, slots=True)
 class Adapters:
-    """Those of one layer, per token.
+    """The adapters of one layer, per token.
 
     Attributes:
         read: widths of all that they read, added up.
@@ -89,7 +89,7 @@ class Adapters:
 
     @classmethod
     def of(cls, parameters: Iterable[ParameterShape], *, dropout: bool) -> Adapters | None:
-        """Those among a layer's parameters, by PEFT's names; None if there are none."""
+        """Return those among a layer's parameters, by PEFT's names; None if there are none."""
         parameters = list(parameters)
         factors = [p for p in parameters if ".lora_A." in p.name]
         if not factors:
@@ -107,7 +107,7 @@ _LAST = ("o_proj", "out_proj", "o")
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """What a transformer layer computes, per token.
+    """The computation of a transformer layer, per token.
 
     Attributes:
         hidden: width of the residual stream.
@@ -229,7 +229,7 @@ class ModelShape:
 
     @property
     def positions(self) -> int | None:
-        """How many tokens a sequence may have, where a table of positions says it. Some have two rows for padding."""
+        """Most tokens of a sequence, if a table of positions says it. Some tables have two rows for padding."""
         for parameter in self.parameters:
             if parameter.name.endswith(_POSITIONS):
                 rows = parameter.shape[-2]
@@ -238,23 +238,23 @@ class ModelShape:
 
     @property
     def trainable_numel(self) -> int:
-        """Of them, those that are trained."""
+        """Parameters that are trained."""
         return sum(parameter.numel * parameter.tiles for parameter in self.parameters if parameter.trainable)
 
     @property
     def blocks(self) -> list[Block]:
-        """The transformer layers."""
+        """Return the transformer layers."""
         return [unit.block for unit in self.units if unit.block is not None]
 
     def in_call_order(self) -> list[UnitShape]:
-        """The units in the order their forwards begin: the root, then the others."""
+        """Return the units in the order their forwards begin: the root, then the others."""
         if not self.calls:
             return [self.root, *self.units[:-1]]
         by_name = {unit.name: unit for unit in self.units}
         return [self.root, *(by_name[name] for name in self.calls)]
 
     def with_own_embeddings(self) -> ModelShape:
-        """The model whose input embedding and head are units of their own (`wrap.policies.embedding_modules`).
+        """Return the model whose input embedding and head are units of their own (`wrap.policies.embedding_modules`).
 
         Raises:
             ConfigError: they share a weight, or the model has none.
@@ -279,7 +279,7 @@ class ModelShape:
         )
 
     def with_adapters(self, *, dropout: bool) -> ModelShape:
-        """The model whose layers say what their adapters read."""
+        """Return the model whose layers say what their adapters read."""
         units = [
             unit
             if unit.block is None
@@ -291,7 +291,7 @@ class ModelShape:
         return dataclasses.replace(self, units=tuple(units))
 
     def map(self, change: Callable[[UnitShape, ParameterShape], Iterable[ParameterShape]]) -> ModelShape:
-        """The model with every parameter replaced by what `change` makes of it."""
+        """Return the model with every parameter replaced by the result of `change`."""
         units = [
             dataclasses.replace(unit, parameters=tuple(new for p in unit.parameters for new in change(unit, p)))
             for unit in self.units

@@ -1,4 +1,4 @@
-"""How long the weights take to an inference engine (`checkpoint/stream`): to every rank, and on to a server.
+"""Time to stream the weights to an inference engine (`checkpoint/stream`): to every rank, and on to a server.
 
 Each parameter is broadcast by the ranks that own a part of it, one after the other; nothing is sent beside another.
 """
@@ -18,7 +18,7 @@ _ITEMSIZE = 2
 
 @dataclass(frozen=True, slots=True)
 class Streaming:
-    """Of all weights, once.
+    """One stream of all weights.
 
     Attributes:
         nbytes: of the weights in bfloat16.
@@ -32,7 +32,7 @@ class Streaming:
 
 
 def streaming_of(model: ModelShape, layout: ModelLayout, cluster: Cluster) -> Streaming:
-    """Predict it.
+    """Predict the stream.
 
     Args:
         model: what is sent, so without adapters, which are merged on the way.

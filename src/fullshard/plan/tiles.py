@@ -1,4 +1,4 @@
-"""Tensor parallelism beneath sharding: what of each layer a rank has, and what the ranks of a group send one another.
+"""Tensor parallelism beneath sharding: a rank's part of each layer, and the messages between ranks of a group.
 
 Layers are cut as Transformers cuts Llama and its relatives (`base_model_tp_plan`): projections into attention and the
 feed-forward part by rows of their weights, those out of them by columns, experts likewise, the head by words; norms,
@@ -34,7 +34,7 @@ _RECOMPUTED = {"none": 0.0, "selective": 0.5, "full": 1.0}
 
 
 def tiled(model: ModelShape, parts: int, *, sequence_parallel: bool = False) -> ModelShape:
-    """What a rank of a group of `parts` has of the model; with `sequence_parallel` of its embedding a part, too.
+    """Return a rank's part of the model in a group of `parts`; with `sequence_parallel`, a part of its embedding, too.
 
     Raises:
         ConfigError: layers that Transformers does not cut so, or that cannot be cut evenly.
@@ -60,7 +60,7 @@ def _is_cut(parameters: tuple[ParameterShape, ...]) -> bool:
 
 
 def _dim(parameter: ParameterShape) -> int | None:
-    """Along which dim it is cut; None: every rank has all of it."""
+    """Return the dim along which it is cut; None if every rank has all of it."""
     *path, module, last = ["", *parameter.name.split(".")]
     if path and module == "experts":
         return _OF_EXPERTS.get(last)
@@ -93,7 +93,7 @@ def _tile_of_block(name: str, block: Block, parts: int) -> Block:
 
 
 def groups_of(cluster: Cluster, parts: int) -> tuple[int, int]:
-    """(groups, of which so many are in a host): the ranks that parameters are sharded over.
+    """Return (groups, groups in a host): the ranks that parameters are sharded over.
 
     Raises:
         ConfigError: groups that the devices or the hosts cannot be divided into.
@@ -104,17 +104,17 @@ def groups_of(cluster: Cluster, parts: int) -> tuple[int, int]:
 
 
 def layer_message_nbytes(block: Block, job: Job) -> int:
-    """Bytes of an activation between the parts of a layer."""
+    """Return the bytes of an activation between the parts of a layer."""
     return job.tokens * block.hidden * itemsize(job.compute_dtype)
 
 
 def reductions_of_layer(job: Job) -> tuple[float, float]:
-    """All-reduces of a layer in forward and in backward, or as many pairs of a gather and a reduce-scatter."""
+    """Return a layer's all-reduces in forward and backward, or as many pairs of a gather and a reduce-scatter."""
     return 2.0, 2.0 + 2 * _RECOMPUTED[job.checkpointing]
 
 
 def sent_nbytes(model: ModelShape, job: Job) -> int:
-    """Bytes that a rank sends in its group in a step; an all-reduce sends twice what an all-gather does."""
+    """Return bytes that a rank sends in its group in a step; an all-reduce sends twice what an all-gather does."""
     if job.tp == 1:
         return 0
     layers = sum(2 * sum(reductions_of_layer(job)) * layer_message_nbytes(block, job) for block in model.blocks)
@@ -124,6 +124,6 @@ def sent_nbytes(model: ModelShape, job: Job) -> int:
 
 
 def ends_of_step(model: ModelShape, job: Job) -> tuple[int, int]:
-    """Elements per token that are gathered or reduced and scattered for head and embedding, in forward and backward."""
+    """Return elements per token that head and embedding gather, or reduce and scatter, in forward and backward."""
     embedded = 2 * model.hidden if job.sequence_parallel else 0  # its output, and the head's input
     return model.vocab + embedded, 2 * model.hidden

@@ -1,4 +1,4 @@
-"""How long a step takes: the predicted events on two clocks, one for computing and one per wire.
+"""Time of a step: the predicted events on two clocks, one for computing and one per wire.
 
 Computing advances the first clock. A collective starts when it is issued or when the wire is free, whichever is later,
 and its unit's `unshard ready` (or the next reduction) waits for it; only that wait is *exposed*.
@@ -95,7 +95,7 @@ LAYER_OPS = tuple(map(sum, zip(LAYER_KERNELS, LAYER_VIEWS, strict=True)))
 
 
 def steps(ranks: int, *, times: int) -> int:
-    """Steps that a collective of `ranks` ranks takes one after another.
+    """Return the sequential steps of a collective over `ranks` ranks.
 
     Args:
         ranks: in its group.
@@ -136,22 +136,22 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """Seconds."""
+        """Seconds of the whole step."""
         return self.compute + self.exposed + self.copies + self.optimizer
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all ranks."""
+        """Tokens per second of all ranks."""
         return self.tokens / self.total
 
     @property
     def mfu(self) -> float:
-        """Model FLOP utilisation, 0 to 1: of what the model needs."""
+        """Model FLOP utilisation, 0 to 1: FLOP that the model needs."""
         return self.model_flops / self.total / self.peak_flops
 
     @property
     def mfu_unmasked(self) -> float:
-        """The same with attention counted whole, masked or not, as PaLM's appendix B and most papers count."""
+        """Utilisation with attention counted whole, masked or not, as PaLM's appendix B and most papers count."""
         return (self.model_flops + self.masked_flops) / self.total / self.peak_flops
 
 
@@ -176,7 +176,7 @@ _Passed = tuple[float, float, float, float]
 
 
 def _repeated(events: Sequence[Event], clock: _Clock, repeats: int) -> _Passed:
-    """Seconds of computing, of exposed communication, of all of it and of casts, until as many repetitions are over.
+    """Return seconds of computing, of exposed communication, of both and of casts, once all repetitions are over.
 
     A repetition may begin with the host ahead of the device, so the first differs; once two are alike all others are.
     """
@@ -303,7 +303,7 @@ class _Clock:
                 self._wait(self.copied.get("to host", 0.0))
 
     def _left_out(self, name: str) -> float:
-        """Seconds of a layer's forward that are not run again, or are counted apart."""
+        """Return the seconds of a layer's forward that are not run again, or are counted apart."""
         if self.setting.job.checkpointing == "selective":
             return self.written[name] or self.attention[name][0]
         return self.forwards[name] * last_product(self.shapes[name], self.setting.job)
@@ -313,7 +313,7 @@ class _Clock:
         return products + self.passes[name][0] + LAYER_OPS[0] * self.ops[name]
 
     def _issued(self, name: str, way: int) -> float:
-        """Seconds in which the host issues a unit's forward or backward to an accelerator."""
+        """Return seconds in which the host issues a unit's forward or backward to an accelerator."""
         if self.cluster.device.is_cpu:
             return 0.0
         fused = COMPILED_OPS if self.setting.job.compile else 1.0
@@ -321,7 +321,7 @@ class _Clock:
         return (layer if self.shapes[name].block is not None else 0.0) + HOST_UNIT / 2
 
     def _run(self, seconds: float, issued: float = 0.0) -> None:
-        """Compute. It ends no sooner than the host has issued it."""
+        """Run a computation. It ends no sooner than the host has issued it."""
         self.host += issued
         slowed = max(self._slowed(seconds), self.host - self.now)
         self.now += slowed
@@ -333,7 +333,7 @@ class _Clock:
         self.cast += slowed
 
     def _slowed(self, seconds: float) -> float:
-        """By the part of it in which a wire is busy."""
+        """Return the seconds of a computation, slower in the part of it in which a wire is busy."""
         busy = min(max([*self.wires.values(), self.now]) - self.now, seconds)
         return seconds + busy * CONTENTION
 
@@ -343,7 +343,7 @@ class _Clock:
         self.exposed += waited
 
     def _copy(self, way: str, nbytes: int) -> float:
-        """When a copy between host and device, issued now, is done."""
+        """Return when a copy between host and device, issued now, is done."""
         if not nbytes:
             return self.now
         self.copied[way] = max(self.now, self.copied.get(way, 0.0)) + nbytes / PCIE
@@ -351,17 +351,17 @@ class _Clock:
         return self.copied[way]
 
     def _collective(self, nbytes: int, *, after: float = 0.0) -> float:
-        """When an all-gather or reduce-scatter of `nbytes`, issued now and begun after `after`, is done."""
+        """Return when an all-gather or reduce-scatter of `nbytes`, issued now and begun after `after`, is done."""
         return self._send(nbytes, self.setting.layout.shard_size, stride=self.setting.job.tp, times=1, after=after)
 
     def _all_reduce(self, nbytes: int) -> float:
-        """The same for this rank's interval along the replicate axis."""
+        """Return when the all-reduce of this rank's interval along the replicate axis is done."""
         layout = self.setting.layout
         stride = self.setting.job.tp * layout.shard_size
         return self._send(nbytes // layout.shard_size, layout.replicate_size, stride=stride, times=2)
 
     def _exchange_tiles(self, name: str, way: int) -> None:
-        """What tensor-parallel ranks reduce after (0) or in backward of (1) a unit: the next product waits for it."""
+        """Reduce between tensor-parallel ranks after (0) or in backward of (1) a unit: the next product waits."""
         job, block = self.setting.job, self.shapes[name].block
         if job.tp == 1:
             return
@@ -375,7 +375,7 @@ class _Clock:
             self._wait(self._send(width * gathered, job.tp, stride=1, times=1))
 
     def _send(self, nbytes: int, ranks: int, *, stride: int, times: int, after: float = 0.0) -> float:
-        """Over `ranks` ranks that are `stride` apart, so that some of them share a host or none does."""
+        """Return when a message among `ranks` ranks, `stride` apart, is done; some share a host, or none does."""
         if ranks == 1 or nbytes == 0:
             return self.now
         device = self.cluster.device

@@ -46,7 +46,7 @@ class Traffic:
     tiles_nbytes: int = 0
 
     def times(self, repeats: int) -> Traffic:
-        """That of `repeats` such steps."""
+        """Return the traffic of `repeats` such steps."""
         return Traffic(*(repeats * getattr(self, field.name) for field in dataclasses.fields(self)))
 
 
@@ -72,12 +72,12 @@ def traffic_of(events: Iterable[Event], model: ModelLayout) -> Traffic:
 
 
 def gather_message_nbytes(unit: UnitLayout) -> int:
-    """Bytes that a rank sends to each other to unshard a unit."""
+    """Return bytes that a rank sends to each other to unshard a unit."""
     return sum(bucket.gather_message_nbytes for bucket in unit.buckets)
 
 
 def reduce_message_nbytes(event: Event, unit: UnitLayout, shard_size: int) -> int:
-    """Bytes that a rank sends to each other to reduce one bucket of a unit: the one whose gradient has that size."""
+    """Return the bytes that a rank sends to each other to reduce the bucket of a unit whose gradient has that size."""
     buckets = (bucket for bucket in unit.buckets if bucket.trainable and bucket.reduce_nbytes == event.nbytes)
     bucket = next(buckets, None)
     return event.nbytes // shard_size if bucket is None else bucket.reduce_message_nbytes
@@ -97,7 +97,7 @@ class Links:
 
 
 def links_of(traffic: Traffic, model: ModelLayout, ranks_per_host: int, *, tiles: int = 1) -> Links:
-    """Which links carry the traffic; `tiles`: ranks of a tensor-parallel group, which are neighbours."""
+    """Return which links carry the traffic; `tiles`: ranks of a tensor-parallel group, which are neighbours."""
     shard, replicas = model.shard_size, model.replicate_size
     # What was sent is (S - 1)/S of the buffers.
     buffers = (traffic.gather_nbytes + traffic.reduce_nbytes) * shard / max(1, shard - 1)
@@ -112,7 +112,7 @@ def links_of(traffic: Traffic, model: ModelLayout, ranks_per_host: int, *, tiles
 
 
 def carried(nbytes: float, ranks: int, *, stride: int, ranks_per_host: int) -> tuple[float, float]:
-    """Bytes on each device's link inside the host and on that between hosts, in an all-gather or reduce-scatter.
+    """Return bytes on each device's link inside the host and between hosts, in an all-gather or reduce-scatter.
 
     Args:
         nbytes: of the unsharded buffer.
@@ -125,7 +125,7 @@ def carried(nbytes: float, ranks: int, *, stride: int, ranks_per_host: int) -> t
 
 
 def host_link_nbytes(nbytes: float, ranks: int, ranks_per_host: int) -> float:
-    """Bytes each device's network link carries in an all-gather or reduce-scatter whose unsharded buffer is `nbytes`.
+    """Return bytes on each device's network link in an all-gather or reduce-scatter of an unsharded buffer of `nbytes`.
 
     With h hosts, each must receive the (h - 1)/h of the buffer it does not hold, once, over the links of all its
     devices together (NCCL runs one ring per link, so that all of them carry a part).
@@ -137,7 +137,7 @@ def host_link_nbytes(nbytes: float, ranks: int, ranks_per_host: int) -> float:
 
 
 def exchanged(nbytes: float, ranks: int, *, stride: int, ranks_per_host: int) -> tuple[float, float]:
-    """Bytes on a device's link inside the host and on that between hosts, of an exchange in which it gets `nbytes`.
+    """Return bytes on a device's link inside the host and on that between hosts, when it gets `nbytes` in an exchange.
 
     They come from all others evenly. Other than in a gather each rank gets something else, so that no device's link
     carries a part for its neighbours.

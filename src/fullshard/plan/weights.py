@@ -1,4 +1,4 @@
-"""What families of models are read from and made of: fields of a `config.json`, and the weights of common modules."""
+"""Building blocks of the families of models: fields of a `config.json`, and the weights of common modules."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from fullshard.plan.shapes import ModelShape, ParameterShape, UnitShape
 
 
 class Fields:
-    """The fields of a `config.json`, by whichever of several names is there."""
+    """The fields of a `config.json`, each under whichever of its names is there."""
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
         self.values, self.where = values, where
 
     def number(self, *names: str, default: int | None = None) -> int:
-        """The first of `names` that is set to a positive whole number.
+        """Return the first of `names` that is set to a positive whole number.
 
         Raises:
             ConfigError: none is and there is no default, or it is not such a number.
@@ -35,7 +35,7 @@ class Fields:
         return default
 
     def flag(self, name: str, default: bool) -> bool:
-        """A field that is true or false.
+        """Return a field that is true or false.
 
         Raises:
             ConfigError: it is something else, such as the text "false".
@@ -48,7 +48,7 @@ class Fields:
         return bool(value)
 
     def items(self, name: str) -> tuple[Any, ...]:
-        """A field that is a list; empty where it is not set.
+        """Return a field that is a list; empty where it is not set.
 
         Raises:
             ConfigError: it is something else.
@@ -59,17 +59,17 @@ class Fields:
         return tuple(value or ())
 
     def heads(self) -> tuple[int, int, int]:
-        """Heads of queries, those of keys and values, and their width."""
+        """Return the heads of queries, those of keys and values, and their width."""
         heads, hidden = self.number("num_attention_heads"), self.number("hidden_size")
         kv_heads = self.number("num_key_value_heads", default=heads)
         return heads, kv_heads, self.number("head_dim", default=hidden // heads)
 
     def is_set(self, name: str) -> bool:
-        """Whether the field is there."""
+        """Return whether the field is there."""
         return self.values.get(name) is not None
 
     def text(self, *names: str, default: str) -> str:
-        """The first of `names` that is set to a word.
+        """Return the first of `names` that is set to a word.
 
         Raises:
             ConfigError: it is something else.
@@ -80,7 +80,7 @@ class Fields:
         return value
 
     def is_dropped(self, *names: str, default: float = 0.0) -> bool:
-        """Whether something is dropped out: the first of `names` that is set is more than 0.
+        """Return whether anything is dropped out: the first of `names` that is set is more than 0.
 
         Raises:
             ConfigError: it is no number.
@@ -92,7 +92,7 @@ class Fields:
 
 
 def attention_window(fields: Fields, index: int, *, period: int) -> int:
-    """How many keys a query of layer `index` sees; 0: all before it.
+    """Return how many keys a query of layer `index` sees; 0: all before it.
 
     Args:
         fields: `layer_types` says it layer by layer; older files have a pattern, or nothing.
@@ -113,30 +113,30 @@ Weights = list[ParameterShape]
 
 
 def linear_weights(name: str, inputs: int, outputs: int, *, bias: bool = False, conv1d: bool = False) -> Weights:
-    """Of a linear layer, or of GPT-2's `Conv1D`, whose weight is transposed."""
+    """Return the weights of a linear layer, or of GPT-2's `Conv1D`, whose weight is transposed."""
     shape = (inputs, outputs) if conv1d else (outputs, inputs)
     weights = [ParameterShape(f"{name}.weight", shape, role="matrix")]
     return [*weights, ParameterShape(f"{name}.bias", (outputs,))] if bias else weights
 
 
 def norm_weights(name: str, width: int, *, bias: bool = False) -> Weights:
-    """Of a normalisation."""
+    """Return the weights of a normalisation."""
     weights = [ParameterShape(f"{name}.weight", (width,))]
     return [*weights, ParameterShape(f"{name}.bias", (width,))] if bias else weights
 
 
 def embedding_weights(name: str, rows: int, width: int) -> Weights:
-    """Of a table of words or positions."""
+    """Return the weight of a table of words or positions."""
     return [ParameterShape(f"{name}.weight", (rows, width), role="embedding")]
 
 
 def head_weights(name: str, width: int, vocab: int) -> Weights:
-    """Of the head, which makes logits."""
+    """Return the weights of the head, which makes logits."""
     return [ParameterShape(f"{name}.weight", (vocab, width), role="head")]
 
 
 def gated_weights(prefix: str, hidden: int, width: int, *, bias: bool = False) -> Weights:
-    """Of a feed-forward part that multiplies two projections."""
+    """Return the weights of a feed-forward part that multiplies two projections."""
     return [
         *linear_weights(f"{prefix}.gate_proj", hidden, width, bias=bias),
         *linear_weights(f"{prefix}.up_proj", hidden, width, bias=bias),
@@ -154,7 +154,7 @@ def attention_weights(
     output_bias: bool | None = None,
     gated: bool = False,
 ) -> Weights:
-    """Of attention with four projections.
+    """Return the weights of attention with four projections.
 
     Args:
         prefix: the module's name.
@@ -174,12 +174,12 @@ def attention_weights(
 
 
 def head_norm_weights(prefix: str, queries: int, keys: int) -> Weights:
-    """Of the norms of queries and keys."""
+    """Return the weights of the norms of queries and keys."""
     return norm_weights(f"{prefix}.q_norm", queries) + norm_weights(f"{prefix}.k_norm", keys)
 
 
 def expert_weights(prefix: str, experts: int, hidden: int, width: int) -> Weights:
-    """Of experts whose weights are stacked."""
+    """Return the weights of experts whose weights are stacked."""
     return [
         ParameterShape(f"{prefix}.experts.gate_up_proj", (experts, 2 * width, hidden)),
         ParameterShape(f"{prefix}.experts.down_proj", (experts, hidden, width)),
@@ -189,7 +189,7 @@ def expert_weights(prefix: str, experts: int, hidden: int, width: int) -> Weight
 def decoder_of(
     fields: Fields, layers: Iterable[UnitShape], *, tied: bool = False, capped_logits: bool = False
 ) -> ModelShape:
-    """A decoder of these layers, as Llama has it around them; `tied`: its head, if the file does not say."""
+    """Build a decoder of these layers, as Llama has it around them; `tied`: its head, if the file does not say."""
     vocab, hidden = fields.number("vocab_size"), fields.number("hidden_size")
     root = [*embedding_weights("model.embed_tokens", vocab, hidden), *norm_weights("model.norm", hidden)]
     return model_of(fields, layers, root, hidden, tied=tied, capped_logits=capped_logits)
@@ -206,7 +206,7 @@ def model_of(
     capped_logits: bool = False,
     encoder_decoder: bool = False,
 ) -> ModelShape:
-    """A model of units around which are `root` and, unless it is tied, the head; `tied`: if the file does not say."""
+    """Build a model of units with `root` around them and, unless tied, the head; `tied`: if the file does not say."""
     vocab, tied = fields.number("vocab_size"), fields.flag("tie_word_embeddings", tied)
     if not tied:
         root = [*root, *head_weights(head, hidden, vocab)]

@@ -1,4 +1,4 @@
-"""What there is to do in a step: FLOP, and seconds of what each piece takes of the device by itself."""
+"""The work in a step: FLOP, and the seconds that each piece takes of the device by itself."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LAST = ("mlp.down_proj.weight", "mlp.c_proj.weight", "mlp.dense_4h_to_h.weight"
 
 
 def forward_flops(unit: UnitShape, job: Job, *, in_float8: bool = False) -> float:
-    """FLOP of one unit's forward for one micro-batch, attention apart; or of them, those in float8."""
+    """Return FLOP of one unit's forward for one micro-batch, attention apart; or only those in float8."""
     block = unit.block
     flops = 0.0
     for parameter in unit.parameters:
@@ -40,7 +40,7 @@ def forward_flops(unit: UnitShape, job: Job, *, in_float8: bool = False) -> floa
 
 
 def attention_seconds(block: Block, job: Job, device: Device) -> tuple[float, float]:
-    """Of a layer's forward and backward for one micro-batch, without what is recomputed."""
+    """Return the seconds of a layer's attention in forward and backward of one micro-batch, without recomputation."""
     way = what_runs(block, job, device)
     dtype = "float32" if way == "math" else job.compute_dtype
     flops = attention_flops(block, job.tokens, job.seq_len, whole=way != "fused" and not device.is_cpu)
@@ -56,7 +56,7 @@ def attention_seconds(block: Block, job: Job, device: Device) -> tuple[float, fl
 
 
 def pass_seconds(block: Block, job: Job, device: Device) -> tuple[float, float]:
-    """Seconds of what lies between a layer's products, in forward and in backward."""
+    """Return the seconds of the operations between a layer's products, in forward and in backward."""
     bandwidth = device.memory_speed
     if not device.is_cpu:
         forward, backward = between_products_nbytes(block, job, device)
@@ -67,12 +67,12 @@ def pass_seconds(block: Block, job: Job, device: Device) -> tuple[float, float]:
 
 
 def head_flops(model: ModelShape, job: Job) -> float:
-    """A tied head is an embedding by its role, but multiplies all the same."""
+    """Return the FLOP of the head. A tied head is an embedding by its role, but multiplies all the same."""
     return 2.0 * model.vocab * model.hidden * job.tokens if model.tied else 0.0
 
 
 def step_flops(model: ModelShape, job: Job) -> float:
-    """Of one rank: forward, and twice as much backward; a frozen layer needs only the gradient of its input."""
+    """Return one rank's FLOP: forward, and twice that for backward; a frozen layer needs only its input's gradient."""
     total = head_flops(model, job) * 3
     for unit in model.units:
         total += forward_flops(unit, job) * (1 + backward_factor(unit))
@@ -81,14 +81,14 @@ def step_flops(model: ModelShape, job: Job) -> float:
 
 
 def masked_flops(model: ModelShape, job: Job) -> float:
-    """What `step_flops` leaves out of attention, because nobody looks there."""
+    """Return the part of attention that `step_flops` leaves out because it is masked."""
     size = job.tokens, job.seq_len
     masked = sum(attention_flops(b, *size, whole=True) - attention_flops(b, *size) for b in model.blocks)
     return 3 * masked * job.accumulation
 
 
 def backward_factor(unit: UnitShape) -> float:
-    """Gradients of inputs cost one forward; those of weights another, as far as they are trained."""
+    """Return the cost in forwards: one for the gradients of inputs, and one for those of weights that are trained."""
     matrices = [p for p in unit.parameters if len(p.shape) >= 2]
     total = sum(p.numel for p in matrices)
     trained = sum(p.numel for p in matrices if p.trainable)
@@ -96,12 +96,12 @@ def backward_factor(unit: UnitShape) -> float:
 
 
 def recomputed_part(job: Job) -> float:
-    """Forwards run again in backward: all of it, or all but what selective checkpointing keeps (half the products)."""
+    """Return the forwards run again in backward: all, or what selective checkpointing drops (half the products)."""
     return {"none": 0.0, "selective": 0.4, "full": 1.0}[job.checkpointing]
 
 
 def written_again_seconds(block: Block, job: Job, device: Device) -> float:
-    """Seconds of a layer's attention that selective checkpointing runs again: it keeps what one kernel returns."""
+    """Return the seconds of attention that selective checkpointing runs again: it keeps what one kernel returns."""
     if job.checkpointing != "selective" or what_runs(block, job, device) not in WRITTEN_OUT:
         return 0.0
     products = attention_seconds(block, job, device)[0]
@@ -111,7 +111,7 @@ def written_again_seconds(block: Block, job: Job, device: Device) -> float:
 
 
 def cast_seconds(setting: PlanSetting, unit: UnitLayout, device: Device) -> tuple[float, float]:
-    """Seconds of casting the own interval in before a gather, and gradients into the reduce input."""
+    """Return seconds of casting the own interval in before a gather, and gradients into the reduce input."""
     seconds = []
     for moved, fresh in (_cast_in(setting, unit), _cast_out(setting, unit)):
         seconds.append(moved / device.memory_speed)
@@ -121,7 +121,7 @@ def cast_seconds(setting: PlanSetting, unit: UnitLayout, device: Device) -> tupl
 
 
 def _cast_in(setting: PlanSetting, unit: UnitLayout) -> tuple[float, float]:
-    """Bytes read and written, and bytes of new memory. In shared memory backward finds what forward has cast."""
+    """Return bytes read and written, and bytes of new memory. In shared memory backward finds what forward has cast."""
     if setting.route.shares_memory:  # nothing is new, and what is there is not copied
         return sum((b.main_nbytes + copied) / 2 for b in unit.buckets if (copied := setting.copies_nbytes(b))), 0
     own = [bucket for bucket in unit.buckets if not bucket.shares_main]
@@ -130,13 +130,13 @@ def _cast_in(setting: PlanSetting, unit: UnitLayout) -> tuple[float, float]:
 
 
 def _cast_out(setting: PlanSetting, unit: UnitLayout) -> tuple[float, float]:
-    """The same of gradients."""
+    """Return the same bytes for gradients."""
     made = sum(b.layout.full_numel * itemsize(b.compute_dtype) + setting.collected_nbytes(b) for b in unit.trainable)
     return made, 0 if setting.route.shares_memory else sum(fresh_nbytes(b.reduce_nbytes) for b in unit.trainable)
 
 
 def last_product(unit: UnitShape, job: Job) -> float:
-    """The part of a layer's products that its recomputation leaves out: the last one's, if nothing reads its outcome.
+    """Return the part of a layer's products that recomputation leaves out: the last one, if nothing reads its result.
 
     Dropout, norms after it and the weights of experts do.
     """
@@ -151,7 +151,7 @@ def last_product(unit: UnitShape, job: Job) -> float:
 
 
 def copied_once_seconds(setting: PlanSetting) -> float:
-    """Seconds of what offload moves over PCIe once per step; the rest is beside computing, by the clock."""
+    """Return the seconds in which offload uses PCIe once per step; the clock overlaps the rest with computing."""
     seconds = 0.0
     for bucket in setting.layout.buckets:
         if bucket.main_is_on_host and not bucket.is_gathered_from_host:
@@ -162,12 +162,12 @@ def copied_once_seconds(setting: PlanSetting) -> float:
 
 
 def fresh_nbytes(nbytes: int) -> int:
-    """Of them, those in pages that are new to the process."""
+    """Return the bytes of a buffer that lie in pages new to the process."""
     return nbytes if nbytes > LONG_NBYTES else 0
 
 
 def optimizer_seconds(setting: PlanSetting, cluster: Cluster) -> float:
-    """What it reads and writes; on the host's memory with offload."""
+    """Return the seconds in which the optimizer reads and writes its state; in the host's memory with offload."""
     device, optimizer = cluster.device, setting.job.planned_optimizer
     bandwidth = device.memory_speed
     if setting.on_host.main_weights:
@@ -179,7 +179,7 @@ def optimizer_seconds(setting: PlanSetting, cluster: Cluster) -> float:
 
 
 def _matrices(work: MatrixWork, cluster: Cluster) -> float:
-    """What owners compute, and the exchanges: the next pieces come, and the last go back, while they do."""
+    """Return seconds of owners' work and exchanges: meanwhile the next pieces come, and the last ones go back."""
     device, exchanges = cluster.device, work.dealing.exchanges
     there = [max(device.link_seconds(*links)) for links in work.links(cluster.per_host)]
     replicas = max(device.link_seconds(*work.replica_links(cluster.per_host))) / len(exchanges)
