@@ -1,4 +1,4 @@
-"""Virtual ranks: what is computed, and in which order it is added up, at any number of real ranks. No torch.
+"""Virtual ranks fix what is computed and the order of sums, at any number of real ranks. No torch.
 
 A step's global batch is V equal *slices*, one for each virtual rank. W real ranks run them in V / W *rounds*, rank r
 slice j * W + r in round j. What the slices give is added up in one binary tree, of which each round is a subtree:
@@ -23,7 +23,7 @@ MOST = BLOCK_NUMEL
 
 
 def check_virtual_ranks(count: int) -> None:
-    """Raise `ConfigError` unless there can be so many."""
+    """Raise `ConfigError` unless that many virtual ranks are possible."""
     if not (1 <= count <= MOST and count.bit_count() == 1):
         raise ConfigError(
             f"virtual_ranks = {count}: expected a power of two up to {MOST}",
@@ -32,7 +32,7 @@ def check_virtual_ranks(count: int) -> None:
 
 
 def rounds_of(virtual_ranks: int, world_size: int) -> int:
-    """Rounds in which `world_size` ranks run the slices of a step.
+    """Return the rounds in which `world_size` ranks run the slices of a step.
 
     Raises:
         ConfigError: they cannot.
