@@ -75,11 +75,11 @@ class Slices:
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank's last slice of a step is being run, or comes next."""
+        """Return whether this rank's last slice of a step is being run, or comes next."""
         return self._round == self.rounds - 1
 
     def of_rank(self) -> list[int]:
-        """This rank's slices, round by round."""
+        """Return this rank's slices, round by round."""
         return [self._slice(number) for number in range(self.rounds)]
 
     def _slice(self, number: int) -> int:
@@ -111,7 +111,7 @@ class Slices:
         self.step += not self._round
 
     def note_backward(self) -> None:
-        """The slice's backward begins.
+        """Note that the slice's backward begins.
 
         Raises:
             LifecycleError: outside of all slices, or a second one of the same.
@@ -125,7 +125,7 @@ class Slices:
         self._has_backward = True
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps.
+        """Return the state for a checkpoint.
 
         Raises:
             LifecycleError: in the middle of a step, of which a checkpoint would lose the gradients.
@@ -159,6 +159,6 @@ class Slices:
 
 
 def seed_of(seed: int, step: int, number: int) -> int:
-    """The seed of what a slice draws: a hash, so that no two slices of a run draw alike."""
+    """Return the seed of a slice's random numbers: a hash, so that no two slices of a run draw alike."""
     digest = hashlib.blake2b(f"{seed}/{step}/{number}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

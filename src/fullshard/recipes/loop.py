@@ -27,7 +27,7 @@ MicroBatch = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step did, before the ranks have put their parts together.
+    """One rank's result of a step, before the ranks have put their parts together.
 
     Attributes:
         loss_sums: of each part of the batch that this rank has run, by its number: summed over target tokens, nats.
@@ -153,7 +153,7 @@ class Trainer:
     def _read(
         self, sequences: PackedSequences, indices: np.ndarray[tuple[int], np.dtype[np.int64]]
     ) -> Sequence[tuple[int, MicroBatch]]:
-        """This rank's micro-batches of a batch, each with the number of the part that it is of."""
+        """Return this rank's micro-batches of a batch, each with the number of the part that it is of."""
         slices = self.accelerator.slices
         return [
             (part, (inputs.to(self.device), labels.to(self.device)))
