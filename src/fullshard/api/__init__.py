@@ -1,4 +1,4 @@
-"""What users import: Accelerate's names, and one call for loops of one's own."""
+"""The names that users import: Accelerate's, and one call for loops of one's own."""
 
 from fullshard.api.accelerator import Accelerator
 from fullshard.api.accelerator_state import PartialState

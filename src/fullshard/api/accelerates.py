@@ -20,12 +20,12 @@ from fullshard.launch.environment import read_rank_environment
 
 
 def is_accelerates(value: Any, name: str) -> bool:
-    """Whether a value is an object of Accelerate's class of that name, or of one derived from it."""
+    """Return whether a value is an object of Accelerate's class of that name, or of one derived from it."""
     return any(c.__name__ == name and c.__module__.startswith("accelerate.") for c in type(value).__mro__)
 
 
 def own_plugin(plugin: Any) -> FullyShardedDataParallelPlugin:
-    """A plugin of Accelerate's as fullshard's: what its maker chose, and not what Accelerate filled in.
+    """Return Accelerate's plugin as fullshard's: with its maker's choices, without those that Accelerate filled in.
 
     Raises:
         ConfigError: a value that is unknown or cannot be honoured.
@@ -66,7 +66,7 @@ _SAID = "_said_to_fullshard"
 
 
 def _translated(plugin: Any, name: str) -> Any:
-    """A field of a plugin of Accelerate's; a policy that is the bare function, of which it makes a partial, by name."""
+    """Return a field of Accelerate's plugin; by name, a policy that is the bare function, which it makes a partial."""
     named = {"transformer_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "size_based_auto_wrap_policy": "SIZE_BASED_WRAP"}
     value = getattr(plugin, name, None)
     return named.get(getattr(value, "__name__", ""), value) if name == "auto_wrap_policy" else value
@@ -100,7 +100,7 @@ def _everything_said(plugin: FullyShardedDataParallelPlugin) -> dict[str, Any]:
 
 
 def compilation(plugin: Any, backend: str | None) -> dict[str, Any]:
-    """What Accelerate's `TorchDynamoPlugin` says, by its launcher's names; one without a backend says nothing.
+    """Return the settings of Accelerate's `TorchDynamoPlugin` under its launcher's names; none without a backend.
 
     Args:
         plugin: None: there is none.
@@ -133,7 +133,7 @@ def tensor_parallel_size(config: Any) -> int:
 
 
 def parallelism(config: Any, plugin: Reading) -> Reading:
-    """The strategy that a `ParallelismConfig` stands for.
+    """Return the strategy of a `ParallelismConfig`.
 
     Args:
         config: fullshard's or Accelerate's; None: nothing is said.

@@ -199,7 +199,7 @@ class Accelerator(Loaders, Reporting):
         self._plan_watch = self._watch_plan() if self._config.training.check_plan else None
 
     def _make_gradient_state(self, plugin: Any) -> GradientState:
-        """What knows the loop: micro-batches per step, by the script's plugin or by the settings."""
+        """Make the gradient state, with micro-batches per step by the script's plugin or by the settings."""
         accumulation = plugin or GradientAccumulationPlugin(self._config.training.gradient_accumulation_steps)
         steps = accumulation.num_steps
         if self._accumulates:
@@ -237,7 +237,7 @@ class Accelerator(Loaders, Reporting):
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether an optimizer left out its last step: a scaled gradient overflowed, or one was not finite."""
+        """Return whether an optimizer left out its last step: a scaled gradient overflowed, or one was not finite."""
         return any(optimizer.step_was_skipped for optimizer in self._optimizers)
 
     # -- prepare ------------------------------------------------------------------------------------------------
@@ -395,7 +395,7 @@ class Accelerator(Loaders, Reporting):
     def maybe_context_parallel(
         self, buffers: Any = None, buffer_seq_dims: Any = None, no_restore_buffers: Any = None
     ) -> Iterator[None]:
-        """Nothing: there is no context parallelism, and an Accelerator that is asked for it is an error."""
+        """Do nothing: there is no context parallelism, and an Accelerator that is asked for it is an error."""
         yield
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
@@ -459,7 +459,7 @@ class Accelerator(Loaders, Reporting):
             yield
 
     def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
-        """The model itself: it was sharded in place. A module made by `torch.compile` is unwrapped if asked.
+        """Return the model itself: it was sharded in place. Unwraps a module made by `torch.compile` if asked.
 
         Args:
             model: a prepared model; of another one what DataParallel or DistributedDataParallel is around.
@@ -569,7 +569,7 @@ class Accelerator(Loaders, Reporting):
 def _settings(
     plugin: Any, said: Mapping[str, Any], parallelism_config: Any
 ) -> tuple[RunConfig, FullyShardedDataParallelPlugin | ShardingConfig | RunConfig | Mapping[str, Any]]:
-    """The configuration of the run, from a plugin and what was said beside it; the plugin has all of it then, too."""
+    """Return the configuration of the run, from a plugin and the arguments beside it, and the plugin filled with it."""
     config = run_config(plugin, said, parallelism_config)
     plugin = FullyShardedDataParallelPlugin() if plugin is None else plugin
     if isinstance(plugin, FullyShardedDataParallelPlugin):
@@ -588,7 +588,7 @@ def _check_precision(mode: str, device: torch.device) -> None:
 
 
 def _project_configuration(given: Any, directory: str | os.PathLike[str] | None) -> Any:
-    """The script's, or one of its own; `directory` is where, if it says so, and where to log unless it says that."""
+    """Return the script's configuration, or a new one; `directory` is its place, and that of logs unless it has one."""
     configuration = given or ProjectConfiguration()
     if directory is not None:
         configuration.project_dir = local_name(directory)

@@ -1,4 +1,4 @@
-"""What scripts read from `accelerator.state`, and the same facts told to Accelerate's own helpers.
+"""The facts that scripts read from `accelerator.state`, and that Accelerate's own helpers are told.
 
 `accelerate.utils.gather`, `get_logger`, `set_seed(device_specific=True)`, `PartialState()` and more read one state per
 process, in `accelerate.state`. Without being told they would see one process, on every rank, wherever Accelerate finds
@@ -57,7 +57,7 @@ class PartialState(Processes):
 
     @property
     def debug(self) -> bool:
-        """Whether Accelerate's collectives compare what the ranks bring; fullshard's always do."""
+        """Return whether Accelerate's collectives compare the ranks' values; fullshard's always do."""
         return _DEBUG[0]
 
     @debug.setter
@@ -76,7 +76,7 @@ class PartialState(Processes):
 
     @property
     def use_distributed(self) -> bool:
-        """Whether there are several ranks."""
+        """Return whether there are several ranks."""
         return self.num_processes > 1
 
     default_device: torch.device = forwarded("device")
@@ -84,11 +84,11 @@ class PartialState(Processes):
 
     @property
     def fork_launched(self) -> bool:
-        """Whether this process is one of a notebook's."""
+        """Return whether this process is one of a notebook's."""
         return _flag("FORK_LAUNCHED")
 
     def set_device(self) -> None:
-        """Nothing: the device was taken when the job was joined."""
+        """Do nothing: the device was taken when the job was joined."""
 
     def __repr__(self) -> str:
         return (
@@ -188,13 +188,13 @@ class AcceleratorState(PartialState):
 
 
 def earlier_gradient_state() -> GradientState | None:
-    """That of the Accelerators that were made in this process; None: none was, or their state was reset."""
+    """Return the gradient state of this process's Accelerators; None: there is none, or it was reset."""
     state = _TOLD[0].gradient_state if _TOLD and isinstance(_TOLD[0], AcceleratorState) else None
     return state if state is not None and vars(state) else None  # Accelerate's own reset empties what they share
 
 
 def _arrived(fields: dict[str, Any]) -> AcceleratorState:
-    """The state of a pickled Accelerator, where it is unpickled."""
+    """Return the state of a pickled Accelerator, where it is unpickled."""
     if _TOLD and isinstance(_TOLD[0], AcceleratorState):
         return _TOLD[0]
     state = AcceleratorState.__new__(AcceleratorState)  # of a process that joins no job, such as a loader's worker

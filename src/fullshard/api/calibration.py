@@ -62,7 +62,7 @@ def calibrate(path: Path) -> Device:
 
 
 def _on(device: torch.device, sizes: Mapping[str, int]) -> int:
-    """That of the sizes which is for a device."""
+    """Return the size for a device."""
     return sizes.get(device.type, sizes["other"])
 
 
@@ -76,7 +76,7 @@ def _timed(work: Callable[[], object], device: torch.device) -> float:
 
 
 def _rate(work: Callable[[], object], amount: float, device: torch.device) -> float:
-    """How much of `amount` per second `work` gets through: the median of several runs, after a warm-up."""
+    """Return the `amount` per second that `work` gets through: the median of several runs, after a warm-up."""
     work()
     times: list[float] = []
     end = time.monotonic() + SECONDS
@@ -86,14 +86,14 @@ def _rate(work: Callable[[], object], amount: float, device: torch.device) -> fl
 
 
 def _flops(dtype: torch.dtype, device: torch.device) -> float:
-    """Of the three products of a linear layer that is trained, two of which read an operand across its rows."""
+    """Measure the FLOP per second of a trained linear layer: three products, two of them across an operand's rows."""
     side = _on(device, _SIDE)
     data, weight, gradient = (torch.randn(side, side, device=device).to(dtype) for _ in range(3))
     return _rate(lambda: (data @ weight.t(), gradient @ weight, gradient.t() @ data), 6 * side**3, device)
 
 
 def _memory_bandwidth(device: torch.device) -> float:
-    """Of an elementwise operation on what is too large for any cache, in memory that is the process's already."""
+    """Measure an elementwise operation that no cache holds, in the process's own memory: bytes per second."""
     nbytes = _on(device, _NBYTES)
     source = torch.zeros(nbytes // 4, device=device)
     target = torch.zeros_like(source)
@@ -101,19 +101,19 @@ def _memory_bandwidth(device: torch.device) -> float:
 
 
 def _fresh_bandwidth(device: torch.device) -> float:
-    """Of writing to memory that the process gets anew, page fault by page fault."""
+    """Measure writing to memory that the process gets anew, page fault by page fault: bytes per second."""
     nbytes = _on(device, _NBYTES)
     return _rate(lambda: torch.empty(nbytes // 4, device=device).fill_(1), nbytes, device)
 
 
 def _op_seconds(device: torch.device) -> float:
-    """Of an operation on eight numbers, with its gradient function."""
+    """Return the seconds of an operation on eight numbers, with its gradient function."""
     tensor = torch.zeros(8, device=device, requires_grad=True)
     return 1 / _rate(lambda: tensor * 2, 1, device)
 
 
 def _function_seconds(device: torch.device) -> float:
-    """Of an activation that computes an exponential, per element, on what the cache holds."""
+    """Return the seconds per element of an activation that computes an exponential, on data that the cache holds."""
     tensor = torch.zeros(2**16, device=device)
     return 1 / _rate(lambda: nn.functional.silu(tensor), tensor.numel(), device)
 
@@ -148,7 +148,7 @@ def _links(mesh: Mesh) -> tuple[float, float]:
 
 
 def _seconds(work: Callable[[], None], device: torch.device) -> float:
-    """How long it takes when all ranks begin together: the median of a few rounds, the first left out."""
+    """Return the seconds of work that all ranks begin together: the median of a few rounds, the first left out."""
     times = []
     for _ in range(8):
         if dist.is_initialized():
@@ -158,7 +158,7 @@ def _seconds(work: Callable[[], None], device: torch.device) -> float:
 
 
 def _unit_seconds(mesh: Mesh) -> float:
-    """What sharding adds to a unit's forward and backward when there is next to nothing to compute or to send."""
+    """Return the seconds that sharding adds to a unit's forward and backward with next to nothing to do or send."""
     count, width = 16, 8
 
     def build() -> nn.Sequential:

@@ -228,7 +228,7 @@ class Checkpointing(Facts):
         return self._copies
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
-        """All parameters and buffers, whole, in host memory: on rank 0; empty elsewhere. A collective.
+        """Return all parameters and buffers, whole, in host memory: on rank 0; empty elsewhere. A collective.
 
         With LOCAL_STATE_DICT instead, without any communication, what this rank holds: flat slices, most of them empty
         at large world sizes, which only the same layout can make use of.
@@ -265,14 +265,14 @@ class Checkpointing(Facts):
             saving.save_object(obj, local_path(f), safe=safe_serialization)
 
     def _state_dict_type(self) -> str:
-        """What a script asked for; `save_state` writes the whole weights besides if it is FULL_STATE_DICT."""
+        """Return the form that a script asked for; with FULL_STATE_DICT `save_state` also writes the whole weights."""
         if isinstance(self.fsdp_plugin, FullyShardedDataParallelPlugin):
             self.fsdp_plugin.set_state_dict_type()  # a script may have set it at any time, in any of its forms
         chosen: str | None = getattr(self.fsdp_plugin, "state_dict_type", None)
         return chosen or self._config.checkpoint.state_dict_type
 
     def _is_awaited(self, wait: bool | None) -> bool:
-        """Whether training waits for a save."""
+        """Return whether training waits for a save."""
         if wait is not None:
             return wait
         return not (getattr(self.project_configuration, "async_save", False) or self._config.checkpoint.async_save)

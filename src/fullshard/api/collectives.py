@@ -29,7 +29,7 @@ def world_size() -> int:
 
 
 def rank() -> int:
-    """This rank in the default process group; 0 without one."""
+    """Return this rank in the default process group; 0 without one."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
@@ -66,7 +66,7 @@ def send_to_device(data: Any, device: torch.device, non_blocking: bool = False) 
 
 
 def _map_items(function: Callable[[Any], Any], data: Any) -> Any:
-    """A list, (named) tuple or mapping of the same type, with `function` applied to each item."""
+    """Return a list, (named) tuple or mapping of the same type, with `function` applied to each item."""
     if not isinstance(data, Mapping):
         items = [function(item) for item in data]
         return type(data)(*items) if hasattr(data, "_fields") else type(data)(items)
@@ -89,7 +89,7 @@ def broadcast_object(value: T) -> T:
 
 
 def scatter_objects(values: list[T] | None) -> T:
-    """Of rank 0's `values`, one for each rank, this rank's. The others give None."""
+    """Return this rank's item of rank 0's `values`, one for each rank. The other ranks give None."""
     if world_size() == 1:
         assert values is not None  # noqa: S101 -- this is rank 0
         return values[0]
@@ -100,7 +100,7 @@ def scatter_objects(values: list[T] | None) -> T:
 
 
 def all_gather_object(value: T) -> list[T]:
-    """Every rank's `value`, in rank order."""
+    """Return every rank's `value`, in rank order."""
     if world_size() == 1:
         return [value]
     values: list[Any] = [None] * world_size()
@@ -110,7 +110,7 @@ def all_gather_object(value: T) -> list[T]:
 
 
 def gather(data: Any, *, check: Callable[[list[Any]], None] | None = None, note: Any = None) -> Any:
-    """The tensors of all ranks, concatenated along the first dimension in rank order; scalars become 1-D.
+    """Return the tensors of all ranks, concatenated along the first dimension in rank order; scalars become 1-D.
 
     Args:
         data: tensors in any nesting.
@@ -130,7 +130,7 @@ def gather(data: Any, *, check: Callable[[list[Any]], None] | None = None, note:
 
 
 def reduce(data: Any, reduction: Reduction = "sum", scale: float = 1.0) -> Any:
-    """The tensors combined over all ranks, elementwise, times `scale`.
+    """Combine the tensors over all ranks, elementwise, times `scale`.
 
     Raises:
         ConfigError: an unknown reduction.
@@ -144,7 +144,7 @@ def reduce(data: Any, reduction: Reduction = "sum", scale: float = 1.0) -> Any:
 
 
 def pad_across_processes(data: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
-    """The tensors made as long along `dim` as the longest on any rank, so that they can be gathered.
+    """Pad the tensors along `dim` to the longest on any rank, so that they can be gathered.
 
     Args:
         data: tensors in any nesting. A tensor that has no dimension `dim` is returned as it is.
@@ -174,7 +174,7 @@ def _length(tensor: torch.Tensor, dim: int) -> int:
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank brings: of a DTensor that every rank has whole, that."""
+    """Return this rank's part of a value: of a DTensor that every rank has whole, the whole."""
     if not isinstance(tensor, DTensor):
         return tensor
     if not all(placement.is_replicate() for placement in tensor.placements):

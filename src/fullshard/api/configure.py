@@ -1,4 +1,4 @@
-"""What a script says and what its launcher says, as one `RunConfig`: the script wins, setting by setting."""
+"""Combine the settings of a script and of its launcher in one `RunConfig`: the script wins, setting by setting."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fullshard.core.errors import ConfigError
 
 
 def run_config(plugin: Any, arguments: Mapping[str, Any], parallelism_config: Any = None) -> RunConfig:
-    """The configuration of this run.
+    """Return the configuration of this run.
 
     Args:
         plugin: a plugin, a `ShardingConfig`, a dict for one, a whole `RunConfig`, or None.
@@ -37,13 +37,13 @@ def run_config(plugin: Any, arguments: Mapping[str, Any], parallelism_config: An
 
 
 def of_accelerator(arguments: Mapping[str, Any]) -> Reading:
-    """What an Accelerator's arguments say; see `run_config`."""
+    """Return the settings in an Accelerator's arguments; see `run_config`."""
     given = {name: value for name, value in arguments.items() if value is not None}
     return load_arguments(given, FLAT, "Accelerator")
 
 
 def changed_config(config: RunConfig, changes: Reading) -> RunConfig:
-    """A configuration with what a script has changed since.
+    """Return a configuration with what a script has changed since.
 
     Raises:
         ConfigError: a setting that is wrong, or does not go with the others.
@@ -54,7 +54,7 @@ def changed_config(config: RunConfig, changes: Reading) -> RunConfig:
 
 
 def _given_way(accelerator: Reading, plugins: Reading) -> Iterator[Note]:
-    """The plugin is more particular than the Accelerator's own arguments, so it wins where both speak."""
+    """Yield a note for each of the Accelerator's own arguments that a setting of the more particular plugin beats."""
     for setting in accelerator.settings:
         other = plugins.setting(setting.path)
         if other is not None and other.value != setting.value:

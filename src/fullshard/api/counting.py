@@ -26,7 +26,7 @@ has one."""
 
 
 def count(values: Mapping[str, Any]) -> ModelShape:
-    """The shapes of Transformers' model of a configuration. Nothing has memory.
+    """Return the shapes of Transformers' model of a configuration. None of its tensors has memory.
 
     Raises:
         ValueError: no class of Transformers is for it.
@@ -55,7 +55,7 @@ def count(values: Mapping[str, Any]) -> ModelShape:
 
 
 def as_numbers(value: Any) -> Any:
-    """What a `config.json` says, with the floats that JSON has not: Transformers writes `{"__float__": "Infinity"}`."""
+    """Return a `config.json`'s values, with floats that JSON lacks: Transformers writes `{"__float__": "Infinity"}`."""
     if isinstance(value, Mapping):
         if value.keys() == {"__float__"}:
             return float(value["__float__"])
@@ -77,7 +77,7 @@ def _build(transformers: Any, config: Any) -> Any:
 
 
 def _block(unit: UnitShape, config: Any, hidden: int) -> Block | None:
-    """What a unit computes, by the fields that most configurations share; None if it is no layer of the text part."""
+    """Return the operations of a unit, by the fields that most configurations share; None if it is no text layer."""
     config = _of_layer(unit, config)
 
     def number(*names: str, default: int) -> int:
@@ -108,7 +108,7 @@ def _block(unit: UnitShape, config: Any, hidden: int) -> Block | None:
 
 
 def _of_layer(unit: UnitShape, config: Any) -> Any:
-    """The configuration of one layer, where layers differ (Gemma 4's have heads of two sizes)."""
+    """Return the configuration of one layer, where layers differ (Gemma 4's have heads of two sizes)."""
     index, layers = unit.name.rpartition(".")[2], getattr(config, "per_layer_config", ())
     return layers[int(index)] if index.isdecimal() and int(index) < len(layers) else config
 

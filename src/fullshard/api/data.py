@@ -39,7 +39,7 @@ _INHERITED = (
 
 
 def _without_fork(context: Any, device: torch.device) -> Any:
-    """How workers are started beside a device that a forked process may hang on: anew, unless the script says how."""
+    """Return the start method of workers: "spawn" beside a device that a fork may hang on, unless one is set."""
     if context is None:
         return "spawn"
     if context.get_start_method() == "fork":
@@ -148,7 +148,7 @@ class ShardedDataLoader(DataLoader[Any]):
         return None if self._real is None else self._real.samples
 
     def real_rows(self, gathered: int) -> int:
-        """Of rows gathered from all ranks in the current step those that are no repetitions: the first."""
+        """Return how many rows gathered in the current step are no repetitions: the first ones."""
         ranks = self.share.deal.world_size
         return gathered if self._real is None or ranks == 1 else self._real.rows(gathered, ranks)
 
@@ -205,7 +205,7 @@ class ShardedDataLoader(DataLoader[Any]):
 
     @property
     def _updates(self) -> int | None:
-        """Of optimizers so far; None: none was prepared."""
+        """The number of optimizer updates so far; None: none was prepared."""
         return self.gradient_state.updates if self.gradient_state.has_optimizer else None
 
     def _is_uneven(self) -> bool:
@@ -219,7 +219,7 @@ class ShardedDataLoader(DataLoader[Any]):
             return None
 
     def _note_order(self) -> None:
-        """Of the innermost iteration, for the backward of all ranks, if they must all be in the same one."""
+        """Note the innermost iteration, for the backward of all ranks, if they must all be in the same one."""
         deal, is_stream = self.share.deal, isinstance(self.dataset, IterableDataset)
         if deal.world_size == 1 or deal.for_all or is_stream or not (deal.even and self.share.depends_on_epoch):
             return
@@ -255,7 +255,7 @@ class ShardedDataLoader(DataLoader[Any]):
         self._place.move_to(state["epoch"], state["consumed"])
 
     def skipping(self, batches: int) -> ShardedDataLoader:
-        """A copy whose every iteration leaves out the first `batches` steps; it has its place in common with this one.
+        """Return a copy whose iterations leave out the first `batches` steps; the copy and this one share their place.
 
         Where a position was loaded, it leaves out that many of the whole epoch: the script has counted for itself.
         """
@@ -268,7 +268,7 @@ class ShardedDataLoader(DataLoader[Any]):
 
 @dataclass(slots=True)
 class _LoopPlace:
-    """Where a loop is.
+    """The place of a loop.
 
     Attributes:
         epoch: that of the iteration which runs, was broken off or comes next.
@@ -289,7 +289,7 @@ class _LoopPlace:
     was_looked_at: bool = False
 
     def begin(self, skip: int, updates: int | None) -> int:
-        """An iteration begins.
+        """Begin an iteration.
 
         Args:
             skip: items that a script has it leave out; 0 if it says nothing.
@@ -318,12 +318,12 @@ class _LoopPlace:
             self.was_looked_at = True
 
     def put_back(self, before: _LoopPlace) -> None:
-        """What was since then was a look, which leaves no trace."""
+        """Restore the place from before a look, which leaves no trace."""
         for name in ("epoch", "consumed", "loaded", "start", "begun", "was_looked_at"):
             setattr(self, name, getattr(before, name))
 
     def position(self, updates: int | None) -> int:
-        """How many items of the epoch a run that goes on from here has used."""
+        """Return how many items of the epoch a run that goes on from here has used."""
         is_over_look = not self.under_way and not self._counts(updates)
         return self.loaded if is_over_look else self.consumed
 
@@ -335,16 +335,16 @@ class _LoopPlace:
         return dataclasses.replace(self)
 
     def move_to(self, epoch: int, loaded: int = 0) -> None:
-        """The next iteration is that of `epoch`, and goes on after so many items."""
+        """Make the next iteration that of `epoch`, going on after so many items."""
         self.epoch, self.consumed, self.loaded, self.start = epoch, loaded, loaded, loaded
 
     def _counts(self, updates: int | None) -> bool:
-        """Whether what was broken off is not to come again; else it was a look, maybe of this rank alone."""
+        """Return whether the broken-off iteration counts as done; else it was a look, maybe of this rank alone."""
         return updates is None or updates > (self.begun or 0)
 
 
 def skip_first_batches(loader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
-    """A loader like `loader` that leaves out the first `num_batches` batches of every iteration.
+    """Return a loader like `loader` that leaves out the first `num_batches` batches of every iteration.
 
     Map-style datasets are not read for skipped batches; iterable ones have to be.
     """
@@ -354,7 +354,7 @@ def skip_first_batches(loader: DataLoader[Any], num_batches: int = 0) -> DataLoa
 
 
 def sampler_of(loader: DataLoader[Any]) -> Any:
-    """What orders the samples of a loader, inside what makes batches of them if there is that."""
+    """Return the object that orders a loader's samples, inside the one that makes batches of them if there is one."""
     return getattr(loader.batch_sampler, "sampler", None) or loader.sampler
 
 

@@ -1,4 +1,4 @@
-"""How one order of samples is dealt to the ranks. Plain arithmetic on any items: indices, batches or samples.
+"""Deal one order of samples to the ranks. Plain arithmetic on any items: indices, batches or samples.
 
 The order is cut into *rounds*, one per step. Rank r takes the r-th share of each round, so the shares of all ranks, in
 rank order, are the round:
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Real:
-    """What of a step is no repetition.
+    """The part of a step that is no repetition.
 
     Attributes:
         samples: how many of it, the first ones.
@@ -35,7 +35,7 @@ class Real:
     batches: int | None = None
 
     def rows(self, gathered: int, ranks: int) -> int:
-        """How many rows to keep of those gathered from all ranks: one for each sample, or padded to equal batches."""
+        """Return how many of the rows gathered from all ranks to keep: one per sample, or padded to equal batches."""
         if self.batches is None or gathered == self.dealt:
             return self.samples
         return gathered // ranks * self.batches
@@ -43,7 +43,7 @@ class Real:
 
 @dataclass(slots=True)
 class Deal:
-    """Which items of each round belong to this rank.
+    """The division of each round's items among the ranks.
 
     Attributes:
         rank: this rank.
@@ -67,7 +67,7 @@ class Deal:
         return self.per_rank * self.world_size
 
     def rounds(self, count: int) -> int:
-        """This rank's shares of an order of `count` items: as many on every rank, unless they are uneven."""
+        """Return the number of this rank's shares of `count` items: the same on every rank, unless they are uneven."""
         whole, rest = divmod(count, self.round_size)
         if self.drop_last:
             return whole
@@ -76,18 +76,18 @@ class Deal:
         return whole + (self.even or rest > self.rank * self.per_rank)
 
     def is_uneven(self, count: int) -> bool:
-        """Whether some ranks have more shares of an order of `count` items than others."""
+        """Return whether some ranks have more shares of an order of `count` items than others."""
         rest = count % self.round_size
         return not self.even and not self.drop_last and 0 < rest <= self.round_size - self.per_rank
 
     def shares_of(self, items_of_all: list[T]) -> Iterator[list[T]]:
-        """This rank's share of one round, if it has one; or the shares of all ranks."""
+        """Yield this rank's share of one round, if it has one; or the shares of all ranks."""
         for rank in range(self.world_size) if self.for_all else (self.rank,):
             if share := items_of_all[rank * self.per_rank : (rank + 1) * self.per_rank]:
                 yield share
 
     def dealt(self, items: Iterable[T], *, skip: int = 0) -> Iterator[tuple[list[T], int]]:
-        """The items of each round for all ranks, and how many of them are not repetitions.
+        """Yield the items of each round for all ranks, and how many of them are not repetitions.
 
         Args:
             items: the order, the same on every rank.

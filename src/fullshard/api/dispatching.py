@@ -18,7 +18,7 @@ from fullshard.core.errors import DataError
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """What rank 0 sends to one rank for one step.
+    """The message from rank 0 to one rank for one step.
 
     Attributes:
         batches: the batch and what is real of its round if it knows, in a list; empty if there is none for it.
@@ -38,7 +38,7 @@ def dispatched(
     last_real: Callable[[], Real | None],
     shares: int,
 ) -> Iterator[tuple[Any, Real | None]]:
-    """This rank's batches, and what is real of the round where rank 0 knows. A collective at each.
+    """Yield this rank's batches, and what is real of the round where rank 0 knows. A collective at each.
 
     Args:
         read: begins to read on rank 0, the batches of one step one rank after the other; called there only.

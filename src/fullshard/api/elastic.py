@@ -28,5 +28,5 @@ def accumulation_steps(steps: int, environment: RankEnvironment) -> int:
 
 
 def _step(least: int, most: int, per_host: int) -> int:
-    """The smallest number of micro-batches on the most ranks that all numbers of ranks can share."""
+    """Return the smallest number of micro-batches on the most ranks that all numbers of ranks can share."""
     return next(n for n in range(1, 10**6) if not any(n * most % ranks for ranks in range(least, most + 1, per_host)))

@@ -1,4 +1,4 @@
-"""What an Accelerator is asked and never does: the facts that scripts read, under Accelerate's names."""
+"""The facts that scripts ask of an Accelerator, under Accelerate's names."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Facts(Gathering):
 
     @property
     def native_amp(self) -> bool:
-        """Whether models run under autocast."""
+        """Return whether models run under autocast."""
         return self.mixed_precision in ("bf16", "fp16")
 
     parallelism_config: Any = forwarded("state.parallelism_config")
@@ -77,17 +77,17 @@ class Facts(Gathering):
 
     @property
     def tensor_parallel_rank(self) -> int:
-        """Which part of every layer this rank has."""
+        """The number of this rank's part of every layer."""
         return self.process_index % self._tensor_parallel_size
 
     @property
     def data_parallel_rank(self) -> int:
-        """Which replica of the model this rank holds a part of."""
+        """The number of the model's replica that this rank holds a part of."""
         return self.process_index // self._tensor_parallel_size // self._shard_size()
 
     @property
     def data_parallel_shard_rank(self) -> int:
-        """Which part of its replica this rank holds."""
+        """The number of the part of its replica that this rank holds."""
         return self.process_index // self._tensor_parallel_size % self._shard_size()
 
     autocast_handler: Any = forwarded("handlers.autocast")
@@ -115,7 +115,7 @@ class Facts(Gathering):
 
     @property
     def use_stateful_dataloader(self) -> bool:
-        """Whether the script asked for loaders with a state; they always have one."""
+        """Return whether the script asked for loaders with a state; they always have one."""
         return bool(getattr(self.dataloader_config, "use_stateful_dataloader", False))
 
     project_dir: str | None = forwarded("project_configuration.project_dir")
@@ -131,7 +131,7 @@ class Facts(Gathering):
     """Whether the current micro-batch ends a step."""
 
     def verify_device_map(self, model: nn.Module) -> bool:
-        """Whether a model, or a module in it, is spread over several devices (Transformers' `device_map`)."""
+        """Return whether a model, or a module in it, is spread over several devices (Transformers' `device_map`)."""
         return any(len(getattr(module, "hf_device_map", None) or ()) > 1 for module in model.modules())
 
     def _shard_size(self) -> int:

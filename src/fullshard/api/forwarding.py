@@ -8,7 +8,7 @@ from typing import Any
 
 
 def forwarded(path: str, kind: Callable[[Any], Any] | None = None, *, may_set: bool = False) -> Any:
-    """A property.
+    """Return a property that reads, and may set, another object's attribute.
 
     Args:
         path: of what it stands for, dotted, from the object.

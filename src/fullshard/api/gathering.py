@@ -93,7 +93,7 @@ class Gathering(Processes):
         self._trigger = True
 
     def check_trigger(self) -> bool:
-        """Whether any rank has raised the flag since the last check. A collective."""
+        """Return whether any rank has raised the flag since the last check. A collective."""
         flag = torch.tensor(int(self._trigger), device=self.device)
         self._trigger = False
         return bool(collectives.reduce(flag, "max").item())

@@ -13,14 +13,14 @@ from torch.utils.data import Sampler
 
 
 def is_generator(value: object) -> bool:
-    """Whether it is one."""
+    """Return whether a value is a random generator."""
     numpy: Any = sys.modules.get("numpy")
     of_numpy = () if numpy is None else (numpy.random.Generator, numpy.random.RandomState)
     return isinstance(value, (torch.Generator, random.Random, *of_numpy))
 
 
 def held_by(holder: object) -> Iterator[Any]:
-    """Those in the attributes of an object, and of the samplers that it holds."""
+    """Yield the generators in an object's attributes and in those of its samplers."""
     for value in getattr(holder, "__dict__", {}).values():
         if is_generator(value):
             yield value

@@ -124,7 +124,7 @@ class Loaders(Checkpointing):
                 deal.even = even
 
     def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
-        """A loader without its first batches; see `skip_first_batches`."""
+        """Return a loader without its first batches; see `skip_first_batches`."""
         return skip_first_batches(dataloader, num_batches)
 
     def _say(self, message: str) -> None:

@@ -1,4 +1,4 @@
-"""What one rank's memory holds through one step, at each event of the engine: as it is, beside what was planned.
+"""The memory of one rank through one step, at each event of the engine: measured, beside what was planned.
 
     timeline = MemoryTimeline(model, optimizer, device, when_done=lambda moments: ...)
 
@@ -111,7 +111,7 @@ class MemoryTimeline:
 
 
 def check_is_counted(device: torch.device) -> None:
-    """Whether what is allocated on a device can be known.
+    """Refuse a device whose allocated memory cannot be known.
 
     Raises:
         ConfigError: it cannot.

@@ -165,7 +165,7 @@ class AcceleratedOptimizer(Optimizer):
         self._is_checked = False
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's."""
+        """Return the wrapped optimizer's state dict."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

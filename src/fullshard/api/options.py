@@ -15,7 +15,7 @@ from fullshard.core.paths import local_name
 
 
 class DistributedType(str, Enum):  # noqa: UP042  as text it is `DistributedType.FSDP`, as Accelerate's
-    """How a model is distributed; scripts compare with it. Here it is always FSDP."""
+    """The way a model is distributed; scripts compare with it. Here it is always FSDP."""
 
     NO = "NO"
     MULTI_CPU = "MULTI_CPU"
@@ -35,7 +35,7 @@ class DistributedType(str, Enum):  # noqa: UP042  as text it is `DistributedType
 
 @dataclass(slots=True)
 class DataLoaderConfiguration:
-    """How data loaders are divided over the ranks.
+    """The division of data loaders over the ranks.
 
     Attributes:
         split_batches: a loader's batch size is that of all ranks together, not of each.
@@ -60,7 +60,7 @@ class DataLoaderConfiguration:
 
 @dataclass(slots=True)
 class GradientAccumulationPlugin:
-    """How gradients are accumulated.
+    """The way gradients are accumulated.
 
     Attributes:
         num_steps: micro-batches per optimizer step.
@@ -77,7 +77,7 @@ class GradientAccumulationPlugin:
 
 @dataclass(slots=True)
 class ProjectConfiguration:
-    """Where `save_state` writes.
+    """The place that `save_state` writes to.
 
     Attributes:
         project_dir: base directory.
@@ -152,7 +152,7 @@ class DistributedDataParallelKwargs:
 
 @dataclass
 class ParallelismConfig:
-    """How many ranks share a model, and how many replicas of it there are.
+    """The number of ranks that share a model, and of its replicas.
 
     Attributes:
         dp_replicate_size: replicas of the model.
@@ -214,7 +214,7 @@ class ParallelismConfig:
         return self.dp_dim_names + self.non_dp_dim_names
 
     def to_json(self) -> dict[str, int]:
-        """The sizes; Transformers puts them among its arguments in a log."""
+        """Return the sizes; Transformers puts them among its arguments in a log."""
         return dataclasses.asdict(self)
 
     def _several(self, *axes: str) -> list[str]:
@@ -222,27 +222,27 @@ class ParallelismConfig:
 
     @property
     def dp_replicate_enabled(self) -> bool:
-        """Whether there are several replicas."""
+        """Return whether there are several replicas."""
         return self.dp_replicate_size > 1
 
     @property
     def dp_shard_enabled(self) -> bool:
-        """Whether a replica is sharded."""
+        """Return whether a replica is sharded."""
         return self.dp_shard_size > 1
 
     @property
     def tp_enabled(self) -> bool:
-        """Whether there is tensor parallelism."""
+        """Return whether there is tensor parallelism."""
         return self.tp_size > 1
 
     @property
     def cp_enabled(self) -> bool:
-        """Whether context parallelism is asked for."""
+        """Return whether context parallelism is asked for."""
         return self.cp_size > 1
 
     @property
     def sp_enabled(self) -> bool:
-        """Whether sequence parallelism is asked for."""
+        """Return whether sequence parallelism is asked for."""
         return self.sp_size > 1
 
 

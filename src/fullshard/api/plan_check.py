@@ -61,7 +61,7 @@ class Deviation:
 
     @property
     def is_as_planned(self) -> bool:
-        """Whether there is nothing to report."""
+        """Return whether there is nothing to report."""
         return self.planned in (None, self.found)
 
     def __str__(self) -> str:
@@ -110,11 +110,11 @@ class PlanCheck:
 
     @property
     def is_done(self) -> bool:
-        """Whether the step is over."""
+        """Return whether the step is over."""
         return self._found is not None
 
     def report(self) -> list[Deviation]:
-        """Every category, those that are as planned included.
+        """Report every category, including those that are as planned.
 
         Raises:
             LifecycleError: the step is not over yet.
@@ -171,14 +171,14 @@ class PlanCheck:
         ]
 
     def _predict(self, layout: ModelLayout) -> list[Event]:
-        """The step as it is seen from one optimizer step to the next: state that leaves after a step comes first."""
+        """Predict the step from one optimizer step to the next: state that leaves after a step comes first."""
         options = dataclasses.replace(self._job.schedule, shard_rank=self._units[-1].mesh.shard_rank)
         events = predict_step(layout, options)
         end = 1 + next(i for i, event in enumerate(events) if event.kind is EventKind.OPTIMIZER_STEP)
         return events[end:] + events[:end]
 
     def _compare_gradients(self, predicted: list[Event], layout: ModelLayout) -> Deviation:
-        """What the optimizer finds, or the most at any moment if it steps in backward."""
+        """Compare the gradients that the optimizer finds, or the most at any moment if it steps in backward."""
         planned = sum(b.main_nbytes for b in layout.buckets if b.trainable)
         if not self._job.step_in_backward:
             parameters = [p for unit in self._units for bucket in unit.buckets for p in bucket.sharded_parameters]
@@ -188,7 +188,7 @@ class PlanCheck:
         return Deviation("gradients at once", planned, self._most_gradients)
 
     def _compare_pieces(self, layout: ModelLayout, found: int) -> list[Deviation]:
-        """What is sent for whole matrices: dealt anew to the plan's buckets, as the planner deals them."""
+        """Compare what is sent for whole matrices: dealt anew to the plan's buckets, as the planner deals them."""
         optimizer = self._optimizer
         if not isinstance(optimizer, MatricesWithAdamW):
             return []
@@ -220,7 +220,7 @@ class PlanCheck:
         return (row.matrix if is_matrix else row).state_nbytes(dtype_name(parameter.dtype))
 
     def _owned_nbytes(self) -> int:
-        """What this rank keeps for the matrices that it owns."""
+        """Return the bytes that this rank keeps for the matrices that it owns."""
         if not isinstance(self._optimizer, MatricesWithAdamW):
             return 0
         mesh = self._units[-1].mesh
@@ -228,7 +228,7 @@ class PlanCheck:
         return sum(dealing.kept_numel[rank] * itemsize(dealing.cost.sent_as) for dealing in self._optimizer.dealings)
 
     def _optimizer_state(self, trained: list[Bucket]) -> tuple[int | None, int]:
-        """Of this model's parameters in this optimizer, which may hold others, too: planned and found."""
+        """Return planned and found state of this model's parameters in this optimizer, which may hold others, too."""
         held = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
         own = [p for bucket in trained for p in bucket.sharded_parameters if id(p) in held]
         planned = round(sum(p.interval.numel * self._state_nbytes(p) for p in own)) + self._owned_nbytes()
@@ -281,7 +281,7 @@ class PlanWatch:
         return PlanCheck(model, optimizer, job, is_state_planned=kind is not None, when_done=say)
 
     def close(self) -> None:
-        """At the end of the run: say what was not compared, and why."""
+        """End the run: say what was not compared, and why."""
         if not self._checks:
             self._say("check_plan: nothing was compared, because no optimizer of a sharded model was prepared")
         for check in self._checks.values():
@@ -294,7 +294,7 @@ class PlanWatch:
 
 
 def planned_optimizer(optimizer: torch.optim.Optimizer) -> str | None:
-    """What the planner calls `optimizer`; None if it has no formula for its state."""
+    """Return the planner's name for `optimizer`; None if it has no formula for its state."""
     groups: list[dict[str, Any]] = optimizer.param_groups
     if isinstance(optimizer, MatricesWithAdamW):
         return optimizer.algorithm
@@ -316,7 +316,7 @@ def _copies(planned: Traffic, found: Traffic) -> list[Deviation]:
 
 
 def _compare_events(planned: list[Event], found: list[Event]) -> Deviation:
-    """How many come as planned, up to the first that does not."""
+    """Compare the events: count those that come as planned, up to the first that does not."""
     same = next(
         (i for i, (a, b) in enumerate(zip(planned, found, strict=False)) if a != b), min(map(len, (planned, found)))
     )
@@ -340,7 +340,7 @@ def _main_gradients_nbytes(units: list[Unit]) -> int:
 
 
 def _most_gathered(events: list[Event], layout: ModelLayout) -> int:
-    """The same as planned, at the fullest event."""
+    """Return the bytes gathered at the fullest event, by the plan."""
     nbytes = {unit.name: unit.gathered_nbytes for unit in layout.units}
     now = most = 0
     for event in events:
@@ -361,7 +361,7 @@ def storage_nbytes(tensors: Iterable[torch.Tensor | None]) -> int:
 
 
 def _layout_of(model: nn.Module, units: list[Unit], events: list[Event]) -> ModelLayout:
-    """The layout of a model that is sharded already, its calls in the order the events have them."""
+    """Return the layout of a model that is sharded already, its calls in the order the events have them."""
     output: Any = getattr(model, "get_output_embeddings", lambda: None)
     head, root = output(), units[-1]
     plans = {
@@ -401,5 +401,5 @@ def _unit_layout(unit: Unit, *, is_root: bool, is_head: bool) -> UnitLayout:
 
 
 def _bucket_plan(bucket: Bucket) -> BucketPlan:
-    """As it is now: it may have been frozen when it was made."""
+    """Return the bucket's plan as it is now: the bucket may have been frozen when it was made."""
     return dataclasses.replace(bucket.plan, trainable=bucket.gradient is not None)

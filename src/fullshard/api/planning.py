@@ -23,7 +23,7 @@ from fullshard.wrap.quantized import is_exact
 
 
 def model_shape(model: nn.Module, *, policy: object = None) -> ModelShape:
-    """The units and parameters the engine would make of `model`, as it is (dtypes and `requires_grad` included).
+    """Return the engine's units and parameters of `model`, as it is (dtypes and `requires_grad` included).
 
     What a layer computes is known for the families of `fullshard.plan.families`, by the model's own `config`. For any
     other model activations are not predicted.
@@ -56,7 +56,7 @@ def model_shape(model: nn.Module, *, policy: object = None) -> ModelShape:
 
 
 def _drops_adapter_inputs(model: nn.Module) -> bool:
-    """Whether PEFT put a dropout before its adapters."""
+    """Return whether PEFT put a dropout before its adapters."""
     dropouts = (module for name, module in model.named_modules() if ".lora_dropout." in name)
     return any(isinstance(module, nn.Dropout) and module.p > 0 for module in dropouts)
 
@@ -94,7 +94,7 @@ def plan_model(
 
 
 def _base_dtype(model: ModelShape) -> str:
-    """In which most of its weights are stored, of the dtypes that a job can say."""
+    """Return the dtype in which most of its weights are stored, of the dtypes that a job can say."""
     numels: Counter[str] = Counter()
     for parameter in model.parameters:
         numels[parameter.dtype] += parameter.numel
@@ -103,7 +103,7 @@ def _base_dtype(model: ModelShape) -> str:
 
 
 def _family(model: nn.Module) -> ModelShape | None:
-    """The shapes of the model's own configuration, if it is of a known family."""
+    """Return the shapes of the model's own configuration, if it is of a known family."""
     config = getattr(model, "config", None)
     if getattr(config, "model_type", None) not in FAMILIES:
         return None

@@ -80,7 +80,7 @@ _ALREADY_SAID: set[str] = set()
 
 @dataclass
 class FullyShardedDataParallelPlugin:
-    """How models are sharded, in Accelerate's words.
+    """The sharding of models, in Accelerate's words.
 
     None leaves a field to the launcher's configuration, and without one to the default that is given below: it reads as
     the value in effect. Names and `cpu_offload` are equal to torch's objects that say the same.
@@ -193,7 +193,7 @@ class FullyShardedDataParallelPlugin:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> FullyShardedDataParallelPlugin:
-        """The plugin that `accelerate launch` describes in its `FSDP_*` variables.
+        """Return the plugin that `accelerate launch` describes in its `FSDP_*` variables.
 
         Raises:
             ConfigError: a variable with an unknown name or a value that cannot be honoured.
@@ -204,15 +204,15 @@ class FullyShardedDataParallelPlugin:
         return plugin
 
     def said(self, name: str) -> Any:
-        """What a field was set to; None if it was left to the launcher, whatever it reads as."""
+        """Return the value that a field was set to; None if it was left to the launcher, whatever it reads as."""
         return vars(self)[name]
 
     def settings(self) -> dict[str, Any]:
-        """What was set, of the fields that are settings of a run."""
+        """Return the values set, of the fields that are settings of a run."""
         return {name: self.said(name) for name in SETTINGS}
 
     def changes(self, before: Mapping[str, Any]) -> Reading:
-        """What was set since `settings` gave `before`; of what a field said then nothing is left."""
+        """Return the settings made since `settings` gave `before`; a changed field's former settings are all gone."""
         changed = {name: value for name, value in self.settings().items() if value != before[name]}
         if "activation_checkpointing_mode" in changed:  # by itself it would mean nothing
             changed["activation_checkpointing"] = self.said("activation_checkpointing")
@@ -226,11 +226,11 @@ class FullyShardedDataParallelPlugin:
         return anew
 
     def _beneath(self, policy: Mapping[str, Any] | None) -> RunConfig:
-        """What would hold if of all fields this policy alone were set."""
+        """Return the configuration that would hold if this policy alone were set."""
         return resolve([self._launched or launched(), self._arguments, _precision_reading(policy)]).config
 
     def reading(self) -> Reading:
-        """What the fields set; those that are None set nothing."""
+        """Return the settings of the fields; fields that are None set nothing."""
         fields = {}
         for field in dataclasses.fields(self):
             value = self.said(field.name)
@@ -276,7 +276,7 @@ class FullyShardedDataParallelPlugin:
         self._filled = config
 
     def _in_effect(self, config: RunConfig) -> dict[str, Any]:
-        """What fields that are None stand for with a configuration."""
+        """Return the values that fields of None stand for with a configuration."""
         sharding = config.sharding
         kinds = {"class": "TRANSFORMER_BASED_WRAP", "auto": "TRANSFORMER_BASED_WRAP", "size": "SIZE_BASED_WRAP"}
         strategy = sharding.resolved_strategy()
@@ -303,27 +303,27 @@ class FullyShardedDataParallelPlugin:
         return effective
 
     def sharding_config(self) -> ShardingConfig:
-        """The settings; a wrap policy that is an object is not among them (see `wrap_policy`)."""
+        """Return the settings; a wrap policy that is an object is not among them (see `wrap_policy`)."""
         return resolve(self._readings()).config.sharding
 
     def _readings(self) -> list[Reading]:
-        """What the fields set, and what the launcher says where a mode alone would mean nothing."""
+        """Return the fields' settings, and the launcher's where a mode alone would mean nothing."""
         is_alone = self.said("activation_checkpointing_mode") and self.said("activation_checkpointing") is None
         return [self.reading(), *([launched()] if is_alone else ())]
 
     def wrap_policy(self) -> WrapPolicy:
-        """The policy that selects units."""
+        """Return the policy that selects units."""
         if self._has_policy_object():
             return _from_torch_policy(self.auto_wrap_policy) or parse_policy(self.auto_wrap_policy)
         return configured_policy(self.sharding_config())
 
     def _has_policy_object(self) -> bool:
-        """Whether the wrap policy is anything but one of the dialect's names; other names are of classes."""
+        """Return whether the wrap policy is none of the dialect's names; other names are of classes."""
         policy = self.said("auto_wrap_policy")
         return policy is not None and not (isinstance(policy, str) and policy.strip().upper().endswith("WRAP"))
 
     def ignored_module_list(self, model: nn.Module) -> list[nn.Module]:
-        """The modules of `model` whose parameters stay unsharded."""
+        """Return the modules of `model` whose parameters stay unsharded."""
         if self.ignored_modules is None:
             return []
         if isinstance(self.ignored_modules, str):
@@ -388,13 +388,13 @@ class _Name(str):
 
 
 class _Offload(int):
-    """Whether parameters are on the host: equal to a truth value, and to those of torch's objects that say the same."""
+    """The place of parameters, true on the host: equal to a truth value, and to torch's objects that mean the same."""
 
     __slots__ = ()
 
     @property
     def offload_params(self) -> bool:
-        """As torch's `CPUOffload` has it."""
+        """The attribute of torch's `CPUOffload`."""
         return bool(self)
 
     def __repr__(self) -> str:
@@ -410,14 +410,14 @@ class _Offload(int):
 
 
 def _shown(name: str, value: Any) -> Any:
-    """A field's value as scripts read it."""
+    """Return a field's value as scripts read it."""
     if name in _NAMES and type(value) is str:
         return _Name(value)
     return _Offload(value) if name == "cpu_offload" and type(value) is bool else value
 
 
 def configured_policy(config: ShardingConfig) -> WrapPolicy:
-    """The wrap policy in the settings."""
+    """Return the wrap policy in the settings."""
     match config.wrap:
         case "class":
             return ByClass(config.wrap_classes)
@@ -437,7 +437,7 @@ def say_once(notes: Iterable[Note]) -> None:
 
 
 def tell_transformers() -> None:
-    """By this pair of variables Transformers asks whether it may leave the other ranks' weights empty."""
+    """Tell Transformers, by a pair of variables, whether it may leave the other ranks' weights empty."""
     set_variables(ACCELERATE_USE_FSDP="true", FSDP_CPU_RAM_EFFICIENT_LOADING="true")
 
 
@@ -461,7 +461,7 @@ def modules_matching(model: nn.Module, pattern: str) -> list[nn.Module]:
 
 
 def _modules(value: Any) -> list[nn.Module]:
-    """What `ignored_modules` holds, one module or several; a generator is read once and for every model.
+    """Return the modules in `ignored_modules`, one or several; a generator is read once and for every model.
 
     Raises:
         ConfigError: something else is among them, such as a name.
@@ -477,7 +477,7 @@ def _modules(value: Any) -> list[nn.Module]:
 
 
 def _offload_fields(value: Any) -> dict[str, Any]:
-    """The fields that `cpu_offload` stands for: truth values for a policy, anything else as it is."""
+    """Return the fields that `cpu_offload` stands for: truth values for a policy, anything else as it is."""
     if isinstance(value, OffloadPolicy):
         offload = value.offload
         parts = {f"offload_{field.name}": getattr(offload, field.name) for field in dataclasses.fields(offload)}
@@ -521,7 +521,7 @@ def _precision_settings(policy: Any) -> dict[str, Any] | None:
 
 
 def _precision_reading(settings: Mapping[str, Any] | None) -> Reading:
-    """What a policy that `_precision_settings` has read sets."""
+    """Return the settings of a policy that `_precision_settings` has read."""
     origin, key = Origin.argument(FullyShardedDataParallelPlugin.__name__), "mixed_precision_policy"
     found = [Setting(f"precision.{name}", value, origin, key) for name, value in (settings or {}).items()]
     return Reading(settings=found)
@@ -540,12 +540,12 @@ def policy_of(precision: PrecisionConfig) -> MixedPrecisionPolicy:
 
 
 def dtype_or_none(name: str | None) -> torch.dtype | None:
-    """The dtype of that name; None if there is no name."""
+    """Return the dtype of that name; None if there is no name."""
     return None if name is None else torch_dtype(name)
 
 
 def _from_torch_policy(policy: Any) -> WrapPolicy | None:
-    """One of the policies in `torch.distributed.fsdp.wrap`, translated; None for anything else."""
+    """Return a policy of `torch.distributed.fsdp.wrap`, translated; None for anything else."""
     function: Any = policy.func if isinstance(policy, functools.partial) else policy
     keywords = policy.keywords if isinstance(policy, functools.partial) else {}
     match getattr(function, "__name__", type(function).__name__):

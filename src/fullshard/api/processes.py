@@ -1,4 +1,4 @@
-"""What scripts do per process: ask who they are, wait, print once, divide inputs."""
+"""The per-process tasks of scripts: ask which rank they are, wait, print once, divide inputs."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ class Processes:
 
     @property
     def is_main_process(self) -> bool:
-        """Whether this is rank 0."""
+        """Return whether this is rank 0."""
         return self.process_index == 0
 
     @property
     def is_local_main_process(self) -> bool:
-        """Whether this is the first rank of its host."""
+        """Return whether this is the first rank of its host."""
         return self.local_process_index == 0
 
     @property
     def is_last_process(self) -> bool:
-        """Whether this is the last rank."""
+        """Return whether this is the last rank."""
         return self.process_index == self.num_processes - 1
 
     def wait_for_everyone(self) -> None:
@@ -74,7 +74,7 @@ class Processes:
         return self._first(self.is_main_process)
 
     def local_main_process_first(self) -> contextlib.AbstractContextManager[None]:
-        """The first rank of each host runs the block before the others."""
+        """Let the first rank of each host run the block before the others."""
         return self._first(self.is_local_main_process)
 
     def on_main_process(self, function: FunctionT) -> FunctionT:
@@ -103,7 +103,7 @@ class Processes:
 
     @contextlib.contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """This rank's part of `inputs`: neighbouring items, the first ranks taking one more if it does not divide.
+        """Give this rank's part of `inputs`: neighbouring items, the first ranks taking one more if it does not divide.
 
         Ranks of a tensor-parallel group have the same part.
 

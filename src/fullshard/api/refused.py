@@ -1,4 +1,4 @@
-"""What Accelerate has and this package has not, each with the reason; and what is taken from Accelerate itself."""
+"""The names of Accelerate that this package refuses, each with the reason; and those taken from Accelerate itself."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def refuse_arguments(**arguments: object) -> None:
 
 
 def from_accelerate(name: str) -> Any:
-    """A name of the package `accelerate` that serves here as it is.
+    """Return a name of the package `accelerate` that serves here as it is.
 
     Raises:
         MissingExtraError: Accelerate is not installed.

@@ -57,7 +57,7 @@ class Reporting(Checkpointing):
                 tracker.store_init_configuration(config)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """A tracker that was started; on other processes than the main one, one that does nothing.
+        """Return a tracker that was started; on processes other than the main one, one that does nothing.
 
         Args:
             name: its name, such as `tensorboard`.
@@ -138,7 +138,7 @@ class Reporting(Checkpointing):
 
 
 def wanted_trackers(log_with: Any, logging_dir: str | None) -> list[Any]:
-    """What `log_with` names, as names and tracker objects.
+    """Return the trackers in `log_with`, as names and tracker objects.
 
     Raises:
         ConfigError: one that is unknown, whose package is not installed, or that has no directory to write to.
@@ -176,7 +176,7 @@ def _check_names(named: Mapping[str, Any], started: Iterable[Any]) -> None:
 
 
 def _trace_directory(text: str) -> Path:
-    """The directory, made before anything is profiled."""
+    """Return the directory, made before anything is profiled."""
     directory = local_path(text)
     try:
         directory.mkdir(parents=True, exist_ok=True)

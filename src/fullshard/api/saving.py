@@ -1,4 +1,4 @@
-"""What the Accelerator's `save_state` and `load_state` put into a checkpoint, and where.
+"""The contents of a checkpoint of the Accelerator's `save_state` and `load_state`, and its place.
 
 One model with one optimizer is one checkpoint of `fullshard.checkpoint`. Several models or optimizers are *parts*: a
 directory of checkpoints, each a model and the optimizer that holds its parameters. It gets its name once all parts are
@@ -116,7 +116,7 @@ class TrainingState:
         return [*(self.schedulers if len(self.schedulers) != 1 else ()), *others]
 
     def averages(self, parts: Sequence[Part]) -> list[list[EMA]]:
-        """The averages of each part's model; of a model that comes twice with the first.
+        """Return the averages of each part's model; of a model that comes twice with the first.
 
         Raises:
             CheckpointError: one is of no prepared model.
@@ -133,13 +133,13 @@ class TrainingState:
 
     @property
     def extra(self) -> dict[str, Any]:
-        """What is no object of its own: counters, positions of the loaders, the configuration."""
+        """The values that are no objects of their own: counters, positions of the loaders, the configuration."""
         loaders = [loader.state_dict() for loader in self.loaders]
         return {"step": self.step, "loaders": loaders, "config": dict(self.config)}
 
 
 def next_path(config: Any, output_dir: str | os.PathLike[str] | ObjectPath | None) -> tuple[Location, bool]:
-    """Where to save, and whether what is there may be replaced.
+    """Return the path to save to, and whether a checkpoint that is there may be replaced.
 
     Raises:
         ConfigError: no directory is given, or another job numbers its checkpoints there.
@@ -164,7 +164,7 @@ def next_path(config: Any, output_dir: str | os.PathLike[str] | ObjectPath | Non
 
 
 def existing_path(config: Any, input_dir: str | os.PathLike[str] | ObjectPath | None) -> Location:
-    """Where to load from.
+    """Return the path to load from.
 
     Raises:
         ConfigError: no directory is given.
@@ -185,7 +185,7 @@ def existing_path(config: Any, input_dir: str | os.PathLike[str] | ObjectPath | 
 
 
 def number_after(path: Location, config: Any) -> int:
-    """The number of the next checkpoint once `path` is loaded: after it, if it is one of those that are numbered."""
+    """Return the number of the next checkpoint once `path` is loaded: after it, if it is one of the numbered ones."""
     match = _AUTOMATIC.fullmatch(path.name)
     is_of_project = config.project_dir is not None and isinstance(path, Path)
     if match and is_of_project and path.resolve().parent == _numbered_folder(config).resolve():
@@ -194,7 +194,7 @@ def number_after(path: Location, config: Any) -> int:
 
 
 def _numbered_folder(config: Any) -> Path:
-    """Where a project with `automatic_checkpoint_naming` has its checkpoints."""
+    """Return the folder of checkpoints of a project with `automatic_checkpoint_naming`."""
     return local_path(config.project_dir) / "checkpoints"
 
 
@@ -354,7 +354,7 @@ def load_copy(copies: checkpoint.MemoryCopies, state: TrainingState) -> tuple[in
 
 
 def _only_part(state: TrainingState) -> LoadArguments:
-    """What is saved of a single model with its optimizer. Raises `ConfigError` if there are several."""
+    """Return the saved part of a single model with its optimizer. Raises `ConfigError` if there are several."""
     if len(parts := state.parts()) > 1:
         raise ConfigError(
             f"copies in host memory are of one model with one optimizer, and {len(parts)} are prepared",
@@ -364,7 +364,7 @@ def _only_part(state: TrainingState) -> LoadArguments:
 
 
 def _first_part(state: TrainingState, parts: Sequence[Part]) -> LoadArguments:
-    """What is saved with the first model: schedules, counters and random states are those of the whole run."""
+    """Return the part saved with the first model: schedules, counters and random states are those of the whole run."""
     model, optimizer = parts[0]
     return LoadArguments(
         model=model,

@@ -1,4 +1,4 @@
-"""From settings to a sharded model: the one place that turns a `ShardingConfig` into calls of the engine."""
+"""Make a sharded model from settings: the one place that turns a `ShardingConfig` into calls of the engine."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Setup:
 
     @classmethod
     def of(cls, config: RunConfig, plugin: Any, autocast: AutocastKwargs, *, rolls_back: bool = False) -> Setup:
-        """The setup of a run.
+        """Return the setup of a run.
 
         Args:
             config: every setting.
@@ -98,7 +98,7 @@ class Setup:
         return configured_policy(self.sharding) if self.plugin is None else self.plugin.wrap_policy()
 
     def ignored_modules(self, model: nn.Module) -> list[nn.Module]:
-        """The modules of `model` that stay unsharded."""
+        """Return the modules of `model` that stay unsharded."""
         if self.plugin is not None:  # the settings' expression is in it, unless a script has taken it out
             return self.plugin.ignored_module_list(model)
         expression = self.sharding.ignored_modules
@@ -239,7 +239,7 @@ def _check_split(model: nn.Module, device_mesh: DeviceMesh) -> None:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether `model` is sharded as a whole."""
+    """Return whether `model` is sharded as a whole."""
     return isinstance(model, FSDPModule)
 
 
@@ -253,7 +253,7 @@ def remove_autocast(model: nn.Module) -> None:
 
 
 def _units(model: nn.Module, setup: Setup, ignored: Sequence[nn.Module], process: ProcessState) -> list[nn.Module]:
-    """The modules that become units; every rank comes to the same ones, and only the first warns."""
+    """Return the modules that become units; every rank comes to the same ones, and only the first warns."""
     outside = {id(inner) for module in ignored for inner in module.modules()}
     with warnings.catch_warnings():
         if not process.environment.is_main:
@@ -298,7 +298,7 @@ def _upcast(model: nn.Module, mode: str, say: Callable[[str], None]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Outer:
-    """How a root's forward runs.
+    """The way a root's forward runs.
 
     Attributes:
         autocast: the context it runs under.

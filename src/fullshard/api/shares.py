@@ -48,7 +48,7 @@ class Share:
 
     @staticmethod
     def of(loader: DataLoader[Any], rank: int, world_size: int, split_batches: bool) -> Share:
-        """The right share for a loader."""
+        """Return the right share for a loader."""
         if isinstance(loader.dataset, IterableDataset):
             size, drop_last = loader.batch_size, bool(loader.drop_last)
             return _IterableShare(_deal(size, rank, world_size, split_batches, drop_last), loader)
@@ -63,7 +63,7 @@ class Share:
 
     @property
     def depends_on_epoch(self) -> bool:
-        """Whether the order of one epoch is another than that of the next, as far as can be seen."""
+        """Return whether the order differs between epochs, as far as can be seen."""
         is_sequential = isinstance(getattr(self._order, "sampler", self._order), SequentialSampler)
         return not is_sequential or callable(getattr(self._dataset, "set_epoch", None))
 
@@ -75,16 +75,16 @@ class Share:
         return common | {"batch_sampler": self._sampler}
 
     def shown(self, loader: DataLoader[Any]) -> dict[str, Any]:
-        """What the loader that scripts hold shows of theirs."""
+        """Return the attributes of theirs that the loader shows to scripts."""
         own = "sampler" if self._as_sampler else "batch_sampler"
         return {name: getattr(loader, name) for name in _SHOWN if name != own}
 
     def initial_seed(self) -> int:
-        """That of the loader's own generator, else torch's."""
+        """Return the seed of the loader's own generator, else torch's."""
         return _initial_seed(self._order)
 
     def length(self) -> int:
-        """Of the order; `TypeError` if it has none."""
+        """Return the length of the order; `TypeError` if it has none."""
         return len(cast("Sized", self._order))
 
     def start_epoch(self, seed: int, epoch: int, skip: int) -> tuple[int, Callable[[], Real | None]]:
@@ -100,7 +100,7 @@ class Share:
         return 0, lambda: dealt.last
 
     def note_begun(self) -> None:
-        """What reads has begun: nothing else may read the same."""
+        """Note that reading has begun: no other reader may read the same."""
         self._sampler.forget()
 
     def unpack(self, given: Any) -> Iterable[tuple[Any, Real | None]]:
@@ -109,14 +109,14 @@ class Share:
 
 
 def _initial_seed(holder: object) -> int:
-    """That of the generator of a sampler or dataset, else torch's."""
+    """Return the seed of the generator of a sampler or dataset, else torch's."""
     generator = getattr(holder, "generator", None)
     return int(generator.initial_seed()) if isinstance(generator, torch.Generator) else torch.initial_seed()
 
 
 @dataclass(slots=True)
 class _Dealt:
-    """What is real of the round that an iteration dealt last."""
+    """The real part of the round that an iteration dealt last."""
 
     last: Real | None = None
 
@@ -217,7 +217,7 @@ class _Equal:
 
 
 def _agreed_order(order: Iterable[Any], seed: int, epoch: int, readers: int) -> Iterable[Any]:
-    """The order of one epoch, the same on every rank that reads and after a restart."""
+    """Return the order of one epoch, the same on every rank that reads and after a restart."""
     set_epoch = getattr(order, "set_epoch", None)
     if callable(set_epoch):
         set_epoch(epoch)
@@ -234,7 +234,7 @@ def _agreed_order(order: Iterable[Any], seed: int, epoch: int, readers: int) -> 
 
 
 def _drawn(order: Iterable[Any], seed: int, readers: int) -> Iterator[Any]:
-    """What a sampler of unknown make gives, which may never end.
+    """Yield the items of a sampler of unknown make, which may never end.
 
     It draws from the global generators, or holds some: they are seeded for the time of the draw. To be safe from
     anything else that differs between processes, rank 0's order is everybody's.

@@ -44,7 +44,7 @@ Step = Callable[[nn.Module], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """What the engine did, and what the planner had said.
+    """The engine's actions, and the planner's prediction.
 
     Attributes:
         sharding: the line at start-up.
@@ -70,7 +70,7 @@ class Simulation:
 
     @property
     def differences(self) -> list[str]:
-        """What differs between the engine and the planner, in words; empty if nothing does."""
+        """The differences between the engine and the planner, in words; empty if there are none."""
         ran, planned = (
             dict.fromkeys(e.unit for e in es if e.kind is EventKind.FORWARD_BEGIN)
             for es in (self.events, self.predicted)
@@ -98,20 +98,20 @@ class NoWeights:
     """A source that says it has every parameter and gives none: on the meta device there is nothing to fill."""
 
     def start(self, model: nn.Module) -> None:
-        """Nothing to look up."""
+        """Do nothing: there is no source to look up."""
 
     def make_whole(self, module: nn.Module, device: torch.device) -> None:
         """Buffers come with the model, and lose their data when they are moved to the meta device."""
 
     def holds(self, slot: Slot) -> bool:
-        """Every one."""
+        """Return True for every slot."""
         return True
 
     def read(self, slot: Slot, interval: Interval, out: torch.Tensor) -> None:
         """There is nothing to write to."""
 
     def initialize(self, module: nn.Module) -> bool:
-        """What has no data needs no values."""
+        """Return True: parameters without data need no values."""
         return True
 
 

@@ -1,4 +1,4 @@
-"""What a process knows about itself: its place in the job, and where in an accumulation and an epoch it is."""
+"""The process's view of itself: its place in the job, in an accumulation and in an epoch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fullshard.launch.environment import (
 
 
 class Loader(Protocol):
-    """What the gradient state asks of a data loader that is being iterated."""
+    """The attributes of a data loader that the gradient state reads while it is iterated."""
 
     end_of_dataloader: bool
 
@@ -31,7 +31,7 @@ class Loader(Protocol):
 
 
 class GradientState:
-    """Where the loop is in the accumulation of gradients and in the epoch, under Accelerate's names.
+    """The place of the loop in the accumulation of gradients and in the epoch, under Accelerate's names.
 
     What it knows lies in the fields that Accelerate's class of this name has, so that both can share them.
 
@@ -91,12 +91,12 @@ class GradientState:
 
     @property
     def sync_with_dataloader(self) -> bool:
-        """Whether the last micro-batch of an epoch always ends a step."""
+        """Return whether the last micro-batch of an epoch always ends a step."""
         return bool(self.plugin_kwargs["sync_with_dataloader"])
 
     @property
     def adjust_scheduler(self) -> bool:
-        """Whether schedulers count micro-batches that do not end a step."""
+        """Return whether schedulers count micro-batches that do not end a step."""
         return bool(self.plugin_kwargs["adjust_scheduler"])
 
     @property
@@ -111,12 +111,12 @@ class GradientState:
 
     @property
     def in_dataloader(self) -> bool:
-        """Whether a loader is being iterated."""
+        """Return whether a loader is being iterated."""
         return self.active_dataloader is not None
 
     @property
     def end_of_dataloader(self) -> bool:
-        """Whether the innermost loop is at its last batch."""
+        """Return whether the innermost loop is at its last batch."""
         loader = self.active_dataloader
         return loader is not None and loader.end_of_dataloader
 
@@ -156,7 +156,7 @@ class GradientState:
         ]
 
     def resume_loops(self, before: list[weakref.ref[Loader] | None], loader: Loader) -> None:
-        """A look at `loader` within a loop over it ended: the loops `before` it go on, but for those that are over."""
+        """Resume the loops `before` a look at `loader` within a loop over it; leave out those that are over."""
         self.leave_loader(loader)
         left = self._dataloader_references_ref
         self._dataloader_references_ref = [
@@ -166,7 +166,7 @@ class GradientState:
 
 
 def launched_device() -> str:
-    """The kind of device that fullshard's or Accelerate's launcher says, `auto` if neither does.
+    """Return the kind of device that fullshard's or Accelerate's launcher says, `auto` if neither does.
 
     Of the rest nothing is judged: a process that shards no model may have been told what is refused.
     """

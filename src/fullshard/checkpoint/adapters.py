@@ -25,18 +25,18 @@ from fullshard.features import unsharded
 
 
 def is_adapted(model: nn.Module) -> bool:
-    """Whether `model` is a PEFT model: a base with adapters."""
+    """Return whether `model` is a PEFT model: a base with adapters."""
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
 def is_saved_as_adapters(model: nn.Module) -> bool:
-    """Whether what is saved of `model` is its adapters: a PEFT model, or one with Transformers' own `add_adapter`."""
+    """Return whether a save of `model` stores its adapters: a PEFT model, or one with Transformers' `add_adapter`."""
     adds_itself = hasattr(model, "get_adapter_state_dict") and getattr(model, "_hf_peft_config_loaded", False)
     return is_adapted(model) or adds_itself  # PEFT's `inject_adapter_in_model` tells it nothing
 
 
 def carries_adapters(model: nn.Module) -> bool:
-    """Whether adapters are inside a model that is no PEFT model, or one for inference alone (`PeftMixedModel`)."""
+    """Return whether a model that is no PEFT model has adapters, or one for inference alone (`PeftMixedModel`)."""
     return hasattr(model, "peft_config") and not is_adapted(model)
 
 
@@ -121,14 +121,14 @@ def load_adapters(path: str | Path, model: nn.Module) -> None:
 
 
 def _directories(path: Path, model: Any) -> dict[str, Path]:
-    """Where the files of each adapter are."""
+    """Return the directory with the files of each adapter."""
     if is_adapted(model):
         return {str(name): path if name == "default" else path / str(name) for name in model.peft_config}
     return dict.fromkeys(model.active_adapters(), path)
 
 
 def _wanted(model: nn.Module, ranks: Ranks) -> dict[str, list[str]]:
-    """For each adapter, the names in the model of what PEFT stores for it.
+    """Return, for each adapter, the names in the model of the tensors that PEFT stores for it.
 
     Rank 0 asks: PEFT may look at the hub to see whether the embeddings were resized.
     """
@@ -151,7 +151,7 @@ def _wanted(model: nn.Module, ranks: Ranks) -> dict[str, list[str]]:
 
 
 def _by_name(model: nn.Module) -> dict[str, LocalTensor]:
-    """All parameters and buffers, under every name that a state dict has for them: layers share VeRA's buffers."""
+    """Return all parameters and buffers, under all their names in a state dict: layers share VeRA's buffers."""
     buffers = local_buffers(model)
     found = {name: local for local in (*local_parameters(model), *buffers) for name in local.names}
     held = {id(local.tensor): local for local in buffers}
@@ -177,7 +177,7 @@ def _unpruned(config: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _prompts_whole(model: nn.Module, *, writeback: bool = False) -> Iterator[None]:
-    """For PEFT's prompt learning, which computes what it stores, on rank 0 alone. A collective."""
+    """Hold the encoders of PEFT's prompt learning whole: PEFT computes their state, on rank 0 alone. A collective."""
     encoders = getattr(model, "prompt_encoder", None)
     with contextlib.ExitStack() as whole:
         for module in () if encoders is None else encoders.modules():

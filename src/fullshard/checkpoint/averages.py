@@ -18,14 +18,14 @@ AVERAGES = "averages"
 
 
 def averages_in(objects: Iterable[object]) -> list[EMA]:
-    """Those among the objects that are saved."""
+    """Return the averages among the objects that are saved."""
     return [each for each in objects if isinstance(each, EMA)]
 
 
 def average_entries(
     objects: Iterable[object], optimizer: torch.optim.Optimizer | None, parameters: Sequence[LocalTensor]
 ) -> Iterator[StateEntry]:
-    """What this rank stores of them.
+    """Return the entries that this rank stores of the averages.
 
     Raises:
         CheckpointError: there is no optimizer to store them with, or their keys are not apart.
@@ -52,7 +52,7 @@ def average_entries(
 
 
 def average_tensors(average: EMA, parameters: Sequence[LocalTensor]) -> Iterator[tuple[LocalTensor, torch.Tensor]]:
-    """Each parameter that has an average, and what this rank holds of it.
+    """Return each parameter that has an average, and what this rank holds of it.
 
     Raises:
         CheckpointError: it is of another model.

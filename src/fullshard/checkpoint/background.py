@@ -79,7 +79,7 @@ class AsyncSaver:
 
     @property
     def is_saving(self) -> bool:
-        """Whether a save was begun whose end this rank has not seen yet."""
+        """Return whether a save has begun and this rank has not seen its end yet."""
         return self._thread is not None
 
     def reserve(self, parts: Sequence[tuple[nn.Module, torch.optim.Optimizer | None]]) -> None:
@@ -139,7 +139,7 @@ class AsyncSaver:
         self._thread.start()
 
     def check(self) -> Location | None:
-        """Whether the save has ended on all ranks; to be called once per step. A small collective while there is one.
+        """Check whether the save has ended on all ranks; call it once per step. A small collective during a save.
 
         Returns:
             The checkpoint, the first time it is known to be complete; else None.
@@ -194,7 +194,7 @@ class AsyncSaver:
         atexit.unregister(self._report)
 
     def _report(self) -> None:
-        """At the end of the process: an error that nobody asked for must not end in success."""
+        """Report an unread error at the end of the process, which must not end in success then."""
         if self._error is None:
             return
         sys.stdout.flush()

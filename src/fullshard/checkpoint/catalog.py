@@ -27,7 +27,7 @@ def latest_checkpoint(root: str | ObjectPath, *, thorough: bool = False) -> Loca
 
 
 def latest_checkpoint(root: str | Location, *, thorough: bool = False) -> Location | None:
-    """The newest valid checkpoint directly inside `root`. Not a collective.
+    """Return the newest valid checkpoint directly inside `root`. Not a collective.
 
     Every newer one that is not valid is logged with the reason. Loading checks every byte anyway, so by default only
     the manifest and the presence and size of each file are looked at.
@@ -43,7 +43,7 @@ def latest_checkpoint(root: str | Location, *, thorough: bool = False) -> Locati
 
 
 def whole_checkpoints(root: str | Location, *, thorough: bool = False) -> Iterator[Location]:
-    """The valid checkpoint directories directly inside `root`, the newest first. See `latest_checkpoint`."""
+    """Return the valid checkpoint directories directly inside `root`, the newest first. See `latest_checkpoint`."""
     for directory, parts in _newest_first(location(root)):
         problems = _problems(parts, thorough=thorough)
         if not problems:
@@ -71,7 +71,7 @@ def remove_oldest(newest: Location, *, keep: int) -> list[Location]:
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """What `prune` did, or would have done.
+    """The result of `prune`, or of its dry run.
 
     Attributes:
         kept, removed: whole checkpoints, newest first.
@@ -132,7 +132,7 @@ def _newest_first(root: Location) -> list[tuple[Location, list[tuple[Location, M
 
 
 def _checkpoint_in(directory: Location) -> tuple[list[tuple[Location, Manifest]], str]:
-    """The checkpoint in a directory, or one per model; else why what looks like one is none, if anything does."""
+    """Return the checkpoint in a directory, or one per model; else the reason why one that looks like it is invalid."""
     places = [directory, *part_paths(directory)]
     try:
         parts = [(place, read_manifest(place)) for place in places if (place / MANIFEST_NAME).exists()]
@@ -152,7 +152,7 @@ def _problems(parts: list[tuple[Location, Manifest]], *, thorough: bool) -> list
 
 
 def _is_superseded(directory: Location) -> bool:
-    """Whether this is the old version of a checkpoint whose replacement is in place."""
+    """Return whether this is the old version of a checkpoint whose replacement is in place."""
     if not directory.name.startswith(OLD_PREFIX):
         return False
     name = directory.name.removeprefix(OLD_PREFIX).rpartition("-")[0]

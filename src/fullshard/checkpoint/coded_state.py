@@ -40,7 +40,7 @@ class CodedTensor:
     dtype: torch.dtype
 
     def parts(self) -> dict[str, torch.Tensor]:
-        """What is stored, by the ending of its name."""
+        """Return the stored tensors by the ending of their names."""
         book = {} if self.book is None else {"book": self.book.detach()}
         return {"codes": self.codes.detach().reshape(-1), "scales": self.scales.detach(), **book}
 
@@ -56,7 +56,7 @@ class CodedTensor:
 
 
 def coded_tensors(state: Mapping[str, Any]) -> tuple[dict[str, CodedTensor], set[str]]:
-    """The coded ones among one parameter's state, by key; and the keys of what belongs to them.
+    """Return the coded tensors in one parameter's state, by key, and the keys of the tensors that belong to them.
 
     Raises:
         CheckpointError: codes of a form that is not known here.

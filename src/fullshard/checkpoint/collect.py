@@ -1,4 +1,4 @@
-"""What one rank contributes to a checkpoint, and how rank 0 puts the contributions together."""
+"""One rank's contribution to a checkpoint, and how rank 0 puts the contributions together."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from fullshard.optim import EMA
 
 
 class LoadArguments(TypedDict, total=False):
-    """What a load fills, and a save saves: arguments of `load_checkpoint`."""
+    """The objects that a load fills and a save stores: arguments of `load_checkpoint`."""
 
     model: Required[nn.Module]
     optimizer: torch.optim.Optimizer | None
@@ -79,7 +79,7 @@ class PieceReport(BaseModel):
 
 
 class StateReport(BaseModel):
-    """What a rank holds of one value of optimizer state; compared over ranks where it must be the same.
+    """One rank's report on one value of optimizer state; ranks compare it where it must be the same.
 
     Attributes:
         record: the record as this rank would write it, its own piece included.
@@ -91,7 +91,7 @@ class StateReport(BaseModel):
 
 
 class RankReport(BaseModel):
-    """What one rank wrote."""
+    """One rank's report on the files that it wrote."""
 
     files: dict[str, FileRecord]
     tensors: dict[str, PieceReport]
@@ -245,7 +245,7 @@ class RankWriter:
 
 
 def staged_blocks(tensors: Sequence[LocalTensor], optimizer: torch.optim.Optimizer | None) -> list[list[torch.Tensor]]:
-    """What `RankWriter.stage` will copy of parameters, buffers and optimizer state, by the block it goes into."""
+    """Return the blocks of parameters, buffers and optimizer state that `RankWriter.stage` copies, by destination."""
     weights = [local.held for local in tensors if local.is_writer]
     if optimizer is None:
         return [weights]
@@ -255,7 +255,7 @@ def staged_blocks(tensors: Sequence[LocalTensor], optimizer: torch.optim.Optimiz
 
 
 def _states(model: nn.Module, arguments: SaveArguments, *, is_kept: bool) -> dict[str, Any]:
-    """The Python values that are saved, by the name they have in the manifest. A collective if objects have parts."""
+    """Return the Python values to save, by their names in the manifest. A collective if objects have parts."""
     sources = {
         "scheduler": arguments.get("scheduler"),
         "scaler": arguments.get("scaler"),
@@ -280,7 +280,7 @@ def _state_dict(source: Any) -> Any:
 
 
 def _with_wholes(value: Any, *, is_kept: bool) -> Any:
-    """A value with whole tensors on the host for sharded ones; where it is not kept they are empty."""
+    """Replace sharded tensors of a value by whole ones on the host; where the value is not kept they are empty."""
     if isinstance(value, ShardedTensor):
         whole = value.full_tensor()
         return whole.cpu() if is_kept else torch.empty(0)
@@ -293,7 +293,7 @@ def _with_wholes(value: Any, *, is_kept: bool) -> Any:
 
 
 def _stored(entry: StateEntry) -> dict[str, torch.Tensor]:
-    """The tensors of the file, by name."""
+    """Return the tensors of the file, by name."""
     if isinstance(entry.value, CodedTensor):
         return {f"{entry.name}.{part}": tensor for part, tensor in entry.value.parts().items()}
     tensor: torch.Tensor = entry.value.detach()
@@ -381,5 +381,5 @@ def _merge_state(reports: Sequence[RankReport]) -> dict[str, dict[str, StateTens
 
 
 def _comparable(report: StateReport) -> tuple[Any, int]:
-    """All of a report but which piece the rank wrote."""
+    """Return the report without the part that says which piece the rank wrote."""
     return report.record.model_dump(exclude={"pieces"}), report.digest

@@ -1,4 +1,4 @@
-"""From the tensors of a Hugging Face directory to those of a model and back, by Transformers' own rules.
+"""Convert the tensors of a Hugging Face directory to those of a model and back, by Transformers' own rules.
 
 Transformers 5 holds many models under other names in memory than on disk, and some in another form: all experts of a
 layer in one tensor, a fused projection in three. The rules for that are its own objects. A *renaming* makes a name of a
@@ -29,19 +29,19 @@ _RENAMED = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.
 
 @dataclass(frozen=True)
 class Outline:
-    """What the rules ask of a model: its configuration, and the names, shapes and dtypes of its tensors unsharded."""
+    """The model as the rules see it: its configuration, and the names, shapes and dtypes of its tensors unsharded."""
 
     config: Any
     base_model_prefix: str
     tensors: Mapping[str, torch.Tensor]
 
     def get_parameter(self, name: str) -> torch.Tensor:
-        """The tensor of that name, on the meta device."""
+        """Return the tensor of that name, on the meta device."""
         return self.tensors[name]
 
     @property
     def title(self) -> str:
-        """For messages."""
+        """The title for messages."""
         return type(self.config).__name__.removesuffix("Config")
 
 
@@ -62,7 +62,7 @@ class Group:
     renamings: tuple[Any, ...] = ()
 
     def convert(self, get: Callable[[str], torch.Tensor], outline: Outline) -> dict[str, torch.Tensor]:
-        """What is made of the tensors that `get` gives, by name.
+        """Return the tensors, by name, that the rule makes of those that `get` gives.
 
         Raises:
             CheckpointError: they are not what the rule expects.
@@ -82,7 +82,7 @@ class Group:
 
     @property
     def has_rows(self) -> bool:
-        """Whether it stacks lists of equal length along dim 0 and nothing later mixes that dim: rows can be made alone.
+        """Return whether it stacks equal lists along dim 0, which no later step mixes: rows can be made alone.
 
         So an expert of a layer can be read without the others.
         """
@@ -123,7 +123,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Loading:
-    """What a model's tensors are made of.
+    """The sources of a model's tensors in the files.
 
     Attributes:
         as_it_is: for each that is stored as it is, the name in the files.
@@ -154,11 +154,11 @@ class Rules:
         self._by_pattern = {pattern: t for t in converters for pattern in t.source_patterns}
 
     def used(self) -> list[Any]:
-        """Those that matched something."""
+        """Return the names in the files that matched a tensor."""
         return [transform for transform in self.transforms if transform.was_used()]
 
     def load(self, keys: Iterable[str]) -> Loading:
-        """What the model's tensors are made of, given the names of the files' tensors."""
+        """Return how to make the model's tensors from files with tensors of these names."""
         known = self.outline.tensors
         as_it_is: dict[str, str] = {}
         groups: dict[str, Group] = {}
@@ -177,7 +177,7 @@ class Rules:
         return Loading(as_it_is, list(groups.values()), unused, again)
 
     def save(self, names: Iterable[str]) -> tuple[dict[str, str], list[Group]]:
-        """What is to be stored of the model's tensors: the name of each that is as it is, and groups of others."""
+        """Return how to store the model's tensors: the name of each that is stored as it is, and groups of others."""
         as_it_is: dict[str, str] = {}
         groups: dict[str, Group] = {}
         for name in sorted(names, key=_natural):
@@ -197,7 +197,7 @@ class Rules:
         return name, None
 
     def _prefixed(self, name: str) -> str:
-        """A base model's tensor in a model with a head has a prefix, and the other way round.
+        """Add or remove the prefix that a base model's tensors have in a model with a head.
 
         A name that the model has is left as it is. Transformers looks for another even then, and exchanges two norms of
         a model (Pixio's backbone) that has one with the prefix and one without.
@@ -247,7 +247,7 @@ def saving_rules(model: nn.Module, outline: Outline) -> Rules:
 
 
 def outline_of(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Outline:
-    """The outline of a model whose tensors, or stand-ins of their shapes and dtypes, are given by name."""
+    """Return the outline of a model whose tensors, or stand-ins of their shapes and dtypes, are given by name."""
     metas = {clean_name(name): tensor.detach().to("meta") for name, tensor in tensors.items()}
     return Outline(getattr(model, "config", None), getattr(model, "base_model_prefix", ""), metas)
 
@@ -283,7 +283,7 @@ def _natural(name: str) -> list[tuple[int, Any, int]]:
 
 
 def _conversion_mapping() -> Any:
-    """Where Transformers keeps its rules; None in a version that has none."""
+    """Return the module in which Transformers keeps its rules; None in a version that has none."""
     try:
         return importlib.import_module("transformers.conversion_mapping")
     except ImportError:

@@ -102,7 +102,7 @@ class MemoryCopies:
 
     @property
     def max_lost_steps(self) -> int:
-        """How many steps a kill undoes at most; where it was left open, as the last copy's cost has it."""
+        """Return how many steps a kill undoes at most; where it was left open, as the last copy's cost has it."""
         return self._asked or 2 * self._interval
 
     def after_step(self, step: int, **arguments: Unpack[SaveArguments]) -> None:
@@ -129,7 +129,7 @@ class MemoryCopies:
         self._ended = time.perf_counter()
 
     def go_on_from(self, step: int) -> None:
-        """The training has gone back to a step, or begins there: nothing is known of those behind it."""
+        """Begin at a step, or go back to it: forget the copies of later steps."""
         self._wait()
         self._copied, self._due, self._ended = step, step + 1, None
 
@@ -221,7 +221,7 @@ class MemoryCopies:
             self._count()
 
     def _count(self) -> None:
-        """The copy under way counts: say what it cost, and when the next one is due if that is for us to say."""
+        """Count the copy under way: report its cost, and set when the next one is due if that is for us to decide."""
         pending, self._pending = self._pending, None
         assert pending is not None and pending.step is not None  # noqa: S101 -- begun together
         ranks, self._copied = pending.destination.ranks, pending.step
@@ -252,7 +252,7 @@ class MemoryCopies:
 
 @dataclass(slots=True)
 class _Cost:
-    """Of one copy: bytes in the memory of this host, and seconds that training may have missed."""
+    """The cost of one copy: bytes in the memory of this host, and seconds that training may have missed."""
 
     nbytes: int
     seconds: float = 0.0
@@ -402,12 +402,12 @@ def _seal(directory: Path, data: bytes, hosts: HostGrid) -> None:
 
 
 def _file(path: Path) -> Bytes:
-    """The bytes of a file, in place."""
+    """Return the bytes of a file, in place."""
     return np.memmap(path, dtype=np.uint8, mode="r+")
 
 
 def _new_file(path: Path, nbytes: int) -> Bytes:
-    """The same of a new one. Its memory is taken at once: if there is none, that is an error here and no signal later.
+    """Return the bytes of a new file. Takes its memory at once, so that a lack is an error here and no signal later.
 
     Raises:
         CheckpointError: there is no room.

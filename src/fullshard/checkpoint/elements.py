@@ -18,7 +18,7 @@ def wraps_others(tensor: torch.Tensor) -> bool:
 
 
 def stored_dtype(tensor: torch.Tensor, *, where: str) -> str:
-    """The name of the dtype without `torch.`. Raises `CheckpointError` if safetensors has none for it."""
+    """Return the name of the dtype without `torch.`. Raises `CheckpointError` if safetensors has none for it."""
     name = str(tensor.dtype).removeprefix("torch.")
     if name not in DTYPES or tensor.layout is not torch.strided:
         raise CheckpointError(f"{where} is a {tensor.layout} tensor of {tensor.dtype}, which safetensors cannot hold")
@@ -26,7 +26,7 @@ def stored_dtype(tensor: torch.Tensor, *, where: str) -> str:
 
 
 def dtype_called(code: str) -> torch.dtype:
-    """The dtype that safetensors calls `code`. Raises `CheckpointError` for one it does not know."""
+    """Return the dtype that safetensors calls `code`. Raises `CheckpointError` for one it does not know."""
     if code not in NAMES:
         raise CheckpointError(f"unknown dtype {code!r} in a data file")
     dtype: torch.dtype = getattr(torch, NAMES[code])
@@ -34,12 +34,12 @@ def dtype_called(code: str) -> torch.dtype:
 
 
 def dtype_of(record: TensorRecord) -> torch.dtype:
-    """Torch's dtype of a record."""
+    """Return torch's dtype of a record."""
     return dtype_called(DTYPES[record.dtype])
 
 
 def tensor_bytes(tensor: torch.Tensor) -> Bytes:
-    """The elements as bytes in host memory: a view where possible, a copy of this one tensor else.
+    """Return the elements as bytes in host memory: a view where possible, a copy of this one tensor else.
 
     Raises:
         CheckpointError: it wraps others, which have the elements.

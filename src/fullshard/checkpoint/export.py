@@ -87,7 +87,7 @@ def export_hf(
 
 
 def is_exported_as_it_is(model: nn.Module) -> bool:
-    """Whether `export_hf` writes every parameter and persistent buffer under its own name and in its own shape."""
+    """Return whether `export_hf` writes every parameter and persistent buffer under its own name, in its own shape."""
     convert = StoredForm(model, local_tensors(model), cast=None)
     return all(batch.group is None and batch.stored_name in batch.sources[0].names for batch in convert.batches)
 
@@ -127,7 +127,7 @@ _Plan = list[tuple[str, list[_Member]]]
 
 
 class StoredForm:
-    """From whole parameters to the tensors that Transformers stores for them.
+    """The conversion of whole parameters to the tensors that Transformers stores for them.
 
     Usually that is the parameter itself. But Transformers 5 keeps some models in another form in memory than on disk,
     such as all experts of a layer in one tensor, and other software reads the form on disk.
@@ -160,7 +160,7 @@ class StoredForm:
 
     @classmethod
     def of(cls, model: nn.Module, *, cast: torch.dtype | None) -> StoredForm:
-        """That of a model, adapters merged. Brings it to rest.
+        """Return the stored form of a model, adapters merged. Brings it to rest.
 
         Raises:
             CheckpointError: adapters that cannot be merged, or a unit that is held unsharded.
@@ -190,7 +190,7 @@ class StoredForm:
         return lambda: merged.merge(source, lambda tensor: wholes[id(tensor)])
 
     def __call__(self, batch: Batch, wholes: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The stored tensors by name. Works on the meta device too, to learn names and shapes."""
+        """Return the stored tensors by name. Works on the meta device too, to learn names and shapes."""
         cast = cast_floating(list(wholes), self._cast)
         if batch.group is None:
             return {batch.stored_name: cast[0]}
@@ -198,13 +198,13 @@ class StoredForm:
         return batch.group.convert(by_name.__getitem__, self._outline)
 
     def _name(self, source: LocalTensor) -> str:
-        """Of the names of a tied weight the one that the others are tied to."""
+        """Return the name that the other names of a tied weight are tied to."""
         names = [name for name in source.names if not any(re.search(pattern, name) for pattern in self._tied)]
         return names[0] if names else source.name
 
 
 def _plan(model: nn.Module, *, limit: int, cast: torch.dtype | None) -> tuple[_Plan, StoredForm]:
-    """Which tensor goes into which file, the same on every rank."""
+    """Plan which tensor goes into which file, the same on every rank."""
     convert = StoredForm.of(model, cast=cast)
     pairs = [
         (batch, TensorEntry(name, stored_dtype(tensor, where=name), tuple(tensor.shape)))

@@ -115,7 +115,7 @@ class PieceRecord(_Record):
 
 
 class CodeRecord(_Record):
-    """How values of optimizer state are stored in few bits: as codes, with one scale for each block of them.
+    """The form of optimizer state stored in few bits: codes, with one scale for each block of them.
 
     A value is `book[code] * scale`, or `code * scale` where there is no book. The file holds them as NAME.codes,
     NAME.scales and NAME.book (both float32). Blocks are counted from the start of the piece; the last may be short.
@@ -147,7 +147,7 @@ class CodedPieceRecord(PieceRecord):
 
 
 def stored_as(name: str, dtype: str, piece: PieceRecord) -> dict[str, tuple[str, int]]:
-    """What a file holds of a piece of tensor `name`: its names there, with dtype and number of elements."""
+    """Return how a file holds a piece of tensor `name`: its names there, with dtype and number of elements."""
     numel = piece.interval.numel
     if not isinstance(piece, CodedPieceRecord):
         return {name: (dtype, numel)}
@@ -160,7 +160,7 @@ def stored_as(name: str, dtype: str, piece: PieceRecord) -> dict[str, tuple[str,
 
 
 class TilingRecord(_Record):
-    """How tensor parallelism has cut a tensor: see `core.tiling.Tiling`."""
+    """The way tensor parallelism has cut a tensor: see `core.tiling.Tiling`."""
 
     dim: _Natural
     parts: Annotated[_Few, Field(ge=2)]
@@ -202,12 +202,12 @@ class TensorRecord(_Record):
 
     @property
     def tiling(self) -> Tiling:
-        """How elements are counted."""
+        """The order in which elements are counted."""
         return UNTILED if self.tiles is None else Tiling(self.tiles.dim, self.tiles.parts, self.tiles.groups)
 
 
 def tiling_record(tiling: Tiling) -> TilingRecord | None:
-    """What a record says of a tensor that is cut so; None if it is flattened row by row all the same."""
+    """Return the record of a tensor that is cut so; None if it is flattened row by row all the same."""
     return None if tiling.is_row_by_row else TilingRecord(dim=tiling.dim, parts=tiling.parts, groups=tiling.groups)
 
 
@@ -314,29 +314,29 @@ def stored_tensors(
 
 
 def is_for_others(name: str) -> bool:
-    """Whether a directory in a checkpoint is for other programs: the checkpoint is whole with and without it."""
+    """Return whether a directory in a checkpoint is for other programs: the checkpoint is whole with and without it."""
     return _FOR_OTHERS.fullmatch(name) is not None
 
 
 def trainer_state(directory: Location) -> Location:
-    """The checkpoint inside a `checkpoint-N` of Trainer's; of any other directory that itself."""
+    """Return the checkpoint inside a `checkpoint-N` of Trainer's; return any other directory itself."""
     inside = directory / TRAINER_STATE
     return inside if (inside / MANIFEST_NAME).is_file() and not (directory / MANIFEST_NAME).exists() else directory
 
 
 def part_paths(directory: Location) -> list[Location]:
-    """The checkpoints in a directory of several, in the order of their models; empty if it is a checkpoint itself."""
+    """Return the checkpoints in a directory of several, in their models' order; empty if it is a checkpoint itself."""
     found = [path for path in directory.glob(f"{_PART_PREFIX}*") if is_part(path.name)]
     return sorted(found, key=lambda path: int(path.name.removeprefix(_PART_PREFIX)))
 
 
 def part_name(number: int) -> str:
-    """The directory of one of several models."""
+    """Return the directory of one of several models."""
     return f"{_PART_PREFIX}{number}"
 
 
 def is_part(name: str) -> bool:
-    """Whether a directory is called as those of one of several models."""
+    """Return whether a directory has the name of a part of a checkpoint of several models."""
     return name.startswith(_PART_PREFIX) and name.removeprefix(_PART_PREFIX).isdigit()
 
 
@@ -351,12 +351,12 @@ def rank_metadata(save_id: str, rank: int) -> dict[str, str]:
 
 
 def is_data_file(name: str) -> bool:
-    """Whether a file is called as those that a rank writes."""
+    """Return whether a file has the name of a file that a rank writes."""
     return _DATA_FILE.fullmatch(name) is not None
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The manifest as the bytes of its file: valid JSON, with a checksum of the exact bytes of the body.
+    """Return the manifest as the bytes of its file: valid JSON, with a checksum of the exact bytes of the body.
 
     Raises:
         CheckpointError: its values are nested so deeply that nobody could read it.
@@ -406,7 +406,7 @@ def decode_manifest(data: bytes, *, where: str) -> Manifest:
 
 
 def read_manifest(directory: Location) -> Manifest:
-    """The manifest of a checkpoint directory.
+    """Return the manifest of a checkpoint directory.
 
     Raises:
         CheckpointError: no such directory, no manifest in it, or a damaged one.

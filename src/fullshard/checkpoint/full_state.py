@@ -28,7 +28,7 @@ from fullshard.features import ShardedTensor
 
 
 def full_tensor(local: LocalTensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """The whole of a parameter or buffer; sharded ones are gathered, which is a collective.
+    """Return the whole of a parameter or buffer. Gathers sharded ones, which is a collective.
 
     Args:
         local: what this rank holds of it.
@@ -84,7 +84,7 @@ def gather_when_all_save(model: nn.Module) -> None:
 def _by_name(
     save: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A call's arguments with those by name that are looked at here, and all that were placed after them.
+    """Return a call's arguments: by name those that are looked at here, and all positional ones after them.
 
     Raises:
         TypeError: the method does not take them.
@@ -118,19 +118,19 @@ def _saves_alone(model: nn.Module) -> Callable[..., Any]:
 
 
 def _is_whole_here(model: nn.Module) -> bool:
-    """Whether this rank has every element of every parameter: it is alone, or parameters are replicated."""
+    """Return whether this rank has every element of every parameter: it is alone, or parameters are replicated."""
     return all(parameter.span.is_whole for parameter in model.parameters() if isinstance(parameter, ShardedTensor))
 
 
 def _takes_state_dict(model: nn.Module) -> bool:
-    """Whether the `save_pretrained` of the user's class writes the state dict that it is given. PEFT's does not say."""
+    """Return whether the user's `save_pretrained` writes the state dict that it is given. PEFT's does not say."""
     cls: Any = user_class(model)
     save = cls.save_pretrained
     return "state_dict" in inspect.signature(save).parameters or save.__module__.startswith("peft.")
 
 
 def full_state_dict(model: nn.Module, *, rank0_only: bool = True, cpu: bool = True) -> dict[str, Any]:
-    """What `state_dict()` of the unsharded model would be. A collective: every rank calls it.
+    """Return what `state_dict()` of the unsharded model would return. A collective: every rank calls it.
 
     Parameters are gathered one at a time, so the device needs room for the largest one besides the shards.
 
@@ -201,7 +201,7 @@ def whole_in_state_dicts(model: nn.Module, whole: Mapping[str, torch.Tensor]) ->
 
 
 def local_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What this rank holds of every parameter and buffer, in host memory. No collective.
+    """Return this rank's part of every parameter and buffer, in host memory. No collective.
 
     Returns:
         Copies under the unsharded model's names: flat intervals of sharded parameters, the others whole.
@@ -280,7 +280,7 @@ def _extra_states(model: nn.Module) -> dict[str, nn.Module]:
 def match_names(
     locals_: list[LocalTensor], state_dict: Mapping[str, Any], extra: Iterable[str] = (), *, strict: bool
 ) -> tuple[list[str | None], list[str], list[str]]:
-    """For each tensor of the model the name to take it from; names missing and unexpected.
+    """Return the name to take each tensor of the model from; names missing and unexpected.
 
     Args:
         locals_: the tensors.

@@ -101,7 +101,7 @@ def hold_name(path: Location) -> bool:
 
 
 def holds(directory: Location) -> bool:
-    """Whether this process has a folder to itself."""
+    """Return whether this process has a folder to itself."""
     return _is_mine(directory / LEASE_NAME)
 
 
@@ -237,7 +237,7 @@ def _replace_ended(path: ObjectPath, ended: dict[str, Any] | None, data: bytes) 
 
 
 def _read(path: Location) -> dict[str, Any] | None:
-    """Whose lease it is, since when and until when; None if there is none, or nobody can tell whose it is."""
+    """Return a lease's holder, start and end; None if there is none, or it cannot be read."""
     try:
         theirs = parse_object(read_small(path, limit_nbytes=_LONGEST_NBYTES))
         renewed, since = _modified(path) or float(theirs["renewed"]), float(theirs["since"])
@@ -250,12 +250,12 @@ def _read(path: Location) -> dict[str, Any] | None:
 
 
 def _modified(path: Location) -> float | None:
-    """When it was written, by the clock of where it lies; None if that does not say."""
+    """Return the time a lease was written, by the clock of its file system; None if that has no clock."""
     return path.modified() if isinstance(path, ObjectPath) else path.stat().st_mtime
 
 
 def _age(path: Location, theirs: dict[str, Any]) -> float:
-    """How many seconds ago a lease was renewed: by the same clock, for two hosts' clocks may be hours apart."""
+    """Return the seconds since a lease was renewed, by one clock: those of two hosts may be hours apart."""
     probe = _own_name(path)
     now: float | None = None
     with contextlib.suppress(OSError, StoreError):  # where one may only read
@@ -266,7 +266,7 @@ def _age(path: Location, theirs: dict[str, Any]) -> float:
 
 
 def _own_name(path: Location) -> Any:
-    """A name beside a lease that nobody else has."""
+    """Return a unique name beside a lease."""
     return path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(8)}")
 
 
@@ -302,7 +302,7 @@ def _this_process() -> dict[str, Any]:
 
 
 def _process(pid: int) -> dict[str, Any]:
-    """What tells a process from all others, also from those that have its number later, or in another container."""
+    """Return an identity of the process that differs from later ones of its number, and from other containers' ones."""
     try:
         begun = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
         return {"pid": pid, "begun": begun, "machine": this_machine()}

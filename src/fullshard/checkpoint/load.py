@@ -336,7 +336,7 @@ class _Load:
             logger.warning("the random number generator of %r is not restored: other kind of device", name)
 
     def _match_groups(self, optimizer: torch.optim.Optimizer) -> list[str]:
-        """Where the optimizer's groups differ from the saved ones."""
+        """Return the differences between the optimizer's groups and the saved ones."""
         saved = self.manifest.optimizer
         if saved is None:
             return ["the optimizer was not saved"]
@@ -395,7 +395,7 @@ class _Load:
         *,
         on_device: bool,
     ) -> Any:
-        """A value of optimizer state that is to be read: what is `there` if it fits, for fresh memory takes time."""
+        """Return a tensor to read optimizer state into: `there` if it fits, since fresh memory takes time."""
         if isinstance(record, StateValueRecord):
             return decode_value(record.value, {})
         dtype = dtype_of(record)
@@ -414,7 +414,7 @@ class _Load:
 
 
 def _is_alike(value: Any, like: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether a value is a tensor like `like` but for its dtype, which is `dtype`."""
+    """Return whether a value is a tensor like `like` but for its dtype, which is `dtype`."""
     return (
         isinstance(value, torch.Tensor)
         and value.dtype == dtype
@@ -449,7 +449,7 @@ def _fill(target: _Target, readers: Readers) -> None:
 
 
 def _in_order_of(names: Sequence[set[str]], saved: Sequence[GroupRecord]) -> Sequence[GroupRecord]:
-    """The saved groups in the optimizer's order, if the same ones are there: formats that flatten lose theirs."""
+    """Return the saved groups in the optimizer's order, if the same ones exist: formats that flatten lose theirs."""
     found = [next((record for record in saved if set(record.parameters) == mine), None) for mine in names]
     ordered = [record for record in found if record is not None]
     is_permutation = len(ordered) == len(saved) == len({id(record) for record in ordered})
@@ -459,7 +459,7 @@ def _in_order_of(names: Sequence[set[str]], saved: Sequence[GroupRecord]) -> Seq
 def _match(
     what: str, known: Sequence[LocalTensor], saved: Mapping[str, TensorRecord], problems: list[str]
 ) -> list[_Target]:
-    """What to read for the parameters or buffers of the model; differences are added to `problems`."""
+    """Return the reads for the parameters or buffers of the model; add differences to `problems`."""
     by_name = {n: (name, record) for name, record in saved.items() for n in (name, *record.aliases)}
     targets, used = [], set()
     for local in known:
@@ -484,7 +484,7 @@ def _match(
 
 
 def _opened(directory: Location, ranks: Ranks) -> bytes:
-    """The manifest, after a look at all files: on rank 0 only, to spare the file system. A collective."""
+    """Return the manifest after checking all files, on rank 0 only to spare the file system. A collective."""
 
     def look() -> bytes:
         if not directory.exists() and (old := store_of(directory).replaced(directory)):
@@ -500,7 +500,7 @@ def _opened(directory: Location, ranks: Ranks) -> bytes:
 
 
 def _is_wanted(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, key: str) -> bool:
-    """Whether this rank has the state of this key: all but that of matrices which others own."""
+    """Return whether this rank has the state of this key: all but that of matrices which other ranks own."""
     if not (isinstance(optimizer, MatrixOptimizer) and optimizer.is_owned(key)):
         return True
     return int(key.rpartition(".")[2]) in optimizer.owned(parameter)

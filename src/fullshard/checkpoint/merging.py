@@ -28,7 +28,7 @@ Whole = Callable[[torch.Tensor], torch.Tensor]
 
 
 class MergedModel:
-    """What `PeftModel.merge_and_unload` would make of a model, without making it.
+    """The model that `PeftModel.merge_and_unload` would make of a model, without making it.
 
     Args:
         model: a PEFT model at rest; sharded, whole or on the meta device.
@@ -55,7 +55,7 @@ class MergedModel:
         self.sources = self._find_sources()
 
     def parts(self, source: LocalTensor) -> list[torch.Tensor]:
-        """The model's own tensors that a tensor of the result is made of."""
+        """Return the model's own tensors that a tensor of the result is made of."""
         layers = self._layers.get(id(source.tensor))
         if layers is None:
             return [source.tensor]
@@ -63,11 +63,11 @@ class MergedModel:
         return list(found.values())
 
     def local(self, tensor: torch.Tensor) -> LocalTensor:
-        """What is known of one of the model's own tensors."""
+        """Return what is known of one of the model's own tensors."""
         return self._local[id(tensor)]
 
     def merge(self, source: LocalTensor, whole: Whole) -> torch.Tensor:
-        """A tensor of the result, from the whole of its parts."""
+        """Return a tensor of the result, made from its whole parts."""
         layers = self._layers.get(id(source.tensor))
         if layers is None:
             return whole(source.tensor)
@@ -81,12 +81,12 @@ class MergedModel:
         return self._last[1][source.name]
 
     def is_changed(self, source: LocalTensor) -> bool:
-        """Whether adapters are at work in a tensor of the result."""
+        """Return whether adapters change a tensor of the result."""
         return id(source.tensor) in self._layers
 
     @property
     def ties_embeddings(self) -> bool:
-        """Whether two names of the result stand for one embedding."""
+        """Return whether two names of the result stand for one embedding."""
         tables = [f() for f in (_getter(self.base, "input"), _getter(self.base, "output")) if f is not None]
         names = [name for name, module, _ in _walk(self.base) if any(module is table for table in tables)]
         return any(sum(name.startswith(f"{path}.") for path in names for name in s.names) > 1 for s in self.sources)
@@ -154,7 +154,7 @@ def _getter(model: nn.Module, which: str) -> Callable[[], nn.Module] | None:
 
 
 def _unload(layer: Any) -> nn.Module:
-    """The plain module that PEFT makes of one of its own."""
+    """Return the plain module that PEFT makes of one of its own."""
     if hasattr(layer, "unload_and_optionally_merge_module"):
         plain: nn.Module = layer.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
         return plain
@@ -170,7 +170,7 @@ def copy_module(
     *,
     deep: bool = True,
 ) -> nn.Module:
-    """A module like `module` without its hooks, with other tensors; tensors that are one stay one."""
+    """Return a module like `module` without its hooks, with other tensors; tensors that are one stay one."""
 
     def tensor(old: torch.Tensor | None) -> torch.Tensor | None:
         if old is None:

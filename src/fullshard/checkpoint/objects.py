@@ -30,7 +30,7 @@ _MISSING = (FileNotFoundError, NotADirectoryError)
 
 @dataclass(frozen=True, slots=True)
 class ObjectStatus:
-    """What `os.stat_result` says of a file: its size, and whether it is one."""
+    """The part of `os.stat_result` that a store knows of a file: its size, and whether it is one."""
 
     st_size: int
     st_mode: int
@@ -61,7 +61,7 @@ class ObjectPath:
 
     @property
     def parent(self) -> ObjectPath:
-        """What it is in; a bucket is in itself."""
+        """The directory that holds it; a bucket holds itself."""
         return ObjectPath(self.scheme, self.parts[:-1] or self.parts)
 
     @property
@@ -74,7 +74,7 @@ class ObjectPath:
         return ObjectPath(self.scheme, (*self.parts[:-1], name))
 
     def is_relative_to(self, other: object) -> bool:
-        """Whether it is `other`, or lies in it."""
+        """Return whether it is `other`, or lies in it."""
         return isinstance(other, ObjectPath) and (other.scheme, other.parts) == (
             self.scheme,
             self.parts[: len(other.parts)],
@@ -89,11 +89,11 @@ class ObjectPath:
         return self
 
     def is_symlink(self) -> bool:
-        """No."""
+        """Return False: object stores have no links."""
         return False
 
     def stat(self) -> ObjectStatus:
-        """Its size and kind. Raises `FileNotFoundError` if there is nothing of that name."""
+        """Return its size and kind. Raises `FileNotFoundError` if no object has the name."""
         info = self._info()
         if info is None:
             raise FileNotFoundError(errno.ENOENT, "no such object", str(self))
@@ -101,7 +101,7 @@ class ObjectPath:
         return ObjectStatus(int(info.get("size") or 0), stat.S_IFREG if is_file else stat.S_IFDIR)
 
     def modified(self) -> float | None:
-        """When it was written, in seconds since 1970 by the store's clock; None if its client does not say."""
+        """Return when it was written, in seconds since 1970 by the store's clock; None if its client does not say."""
         with asked(self, "looked up"):
             try:
                 return float(self._files().modified(str(self)).timestamp())
@@ -109,19 +109,19 @@ class ObjectPath:
                 return None
 
     def exists(self) -> bool:
-        """Whether an object has this name, or is beneath it."""
+        """Return whether an object has this name, or is beneath it."""
         return self._info() is not None
 
     def is_file(self) -> bool:
-        """Whether an object has this name."""
+        """Return whether an object has this name."""
         return (self._info() or {}).get("type") == "file"
 
     def is_dir(self) -> bool:
-        """Whether an object is beneath this name."""
+        """Return whether an object is beneath this name."""
         return (self._info() or {}).get("type") == "directory"
 
     def iterdir(self) -> Iterator[ObjectPath]:
-        """What is directly beneath it, sorted by name."""
+        """Return its direct children, sorted by name."""
         found: Any = []
         with asked(self, "listed"), contextlib.suppress(*_MISSING):
             found = self._files().ls(str(self), detail=False)
@@ -129,11 +129,11 @@ class ObjectPath:
         return iter(sorted(self / name for name in names if name))
 
     def glob(self, pattern: str) -> Iterator[ObjectPath]:
-        """What is directly beneath it with a name like `pattern`."""
+        """Return its direct children with a name like `pattern`."""
         return (path for path in self.iterdir() if fnmatch.fnmatchcase(path.name, pattern))
 
     def beneath(self) -> dict[str, int]:
-        """Every object beneath, at any depth, by its name from here on, with its size."""
+        """Return every object beneath, at any depth, by its name from here on, with its size."""
         found: Any = {}
         with asked(self, "listed"), contextlib.suppress(*_MISSING):
             found = self._files().find(str(self), detail=True)
@@ -142,7 +142,7 @@ class ObjectPath:
         return {"/".join(key.strip("/").split("/")[depth:]): int(info["size"] or 0) for key, info in entries.items()}
 
     def read_bytes(self) -> bytes:
-        """All of an object. Raises `FileNotFoundError` if there is none."""
+        """Return all bytes of an object. Raises `FileNotFoundError` if there is none."""
         with asked(self, "read"):
             return bytes(self._files().cat_file(str(self)))
 
@@ -174,7 +174,7 @@ class ObjectPath:
                 return True
 
     def open_for_writing(self, part_nbytes: int) -> Any:
-        """A file of fsspec that is sent in parts, and is there once it is closed and committed."""
+        """Return a file of fsspec that is sent in parts, and is there once it is closed and committed."""
         with asked(self, "written"):
             return self._files().open(str(self), "wb", block_size=part_nbytes, autocommit=False)
 
@@ -204,7 +204,7 @@ class ObjectPath:
         return str(self._files()._strip_protocol(str(self))).strip("/")
 
     def _is_it(self, key: str) -> bool:
-        """Whether an entry of a list is this very name, as of an empty object that some tools make for a directory."""
+        """Return whether a listed entry is this very name, as of the empty object some tools make for a directory."""
         return key.strip("/") == self._key()
 
     def _files(self) -> Any:
@@ -244,7 +244,7 @@ def asked(path: ObjectPath, what: str) -> Iterator[None]:
 
 
 def location(written: str | os.PathLike[str] | ObjectPath) -> Location:
-    """Where somebody wants a checkpoint: a path of this host, or a URL of an object store.
+    """Return the location of a checkpoint: a path of this host, or a URL of an object store.
 
     Raises:
         ConfigError: no store is known by that scheme, the URL names none, or the path is none.
@@ -301,10 +301,10 @@ def sizes_in(directory: Location, names: Iterable[str]) -> dict[str, int]:
 
 
 def entries_of(directory: Location) -> list[Location]:
-    """What is directly in a directory, sorted by name."""
+    """Return the direct entries of a directory, sorted by name."""
     return sorted(directory.iterdir(), key=lambda entry: entry.name)
 
 
 def on_this_host(path: Location) -> Path:
-    """A path that must be one of this host. Raises `ConfigError` if it is in an object store."""
+    """Return a path that must be one of this host. Raises `ConfigError` if it is in an object store."""
     return local_path(str(path)) if isinstance(path, ObjectPath) else path

@@ -1,4 +1,4 @@
-"""What of an optimizer is saved: its parameter groups by parameter name, and the state of each parameter."""
+"""The saved part of an optimizer: its parameter groups by parameter name, and the state of each parameter."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ class StateEntry:
 
     @property
     def is_stored_here(self) -> bool:
-        """Whether this rank writes the tensor. One that all have is written by the owner of element 0."""
+        """Return whether this rank writes the tensor. If all ranks have it, the owner of element 0 writes it."""
         if self.layout == "replicated":
             return self.is_owned or self.parameter.interval.start == 0
         return self.layout == "interval"
 
 
 def unwrapped(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:
-    """The optimizer inside what `Accelerator.prepare` returned: its class and its state are what is saved."""
+    """Return the optimizer inside what `Accelerator.prepare` returned: its class and its state are what is saved."""
     inner = getattr(optimizer, "optimizer", None)
     return unwrapped(inner) if isinstance(inner, torch.optim.Optimizer) else optimizer
 
@@ -58,7 +58,7 @@ def unwrapped(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer 
 def group_parameters(
     optimizer: torch.optim.Optimizer, parameters: Sequence[LocalTensor]
 ) -> list[list[tuple[nn.Parameter, LocalTensor]]]:
-    """The parameters of each group, as the optimizer and as the model know them.
+    """Return the parameters of each group, as the optimizer and as the model know them.
 
     Raises:
         CheckpointError: the optimizer holds a tensor that is no parameter of the model at rest.
@@ -80,7 +80,7 @@ def group_parameters(
 def group_records(
     optimizer: torch.optim.Optimizer, parameters: Sequence[LocalTensor], tensors: dict[str, torch.Tensor]
 ) -> list[GroupRecord]:
-    """The groups as they are stored; hyper-parameters that are tensors go into `tensors`."""
+    """Return the groups in their stored form; hyper-parameters that are tensors go into `tensors`."""
     records = []
     for number, members in enumerate(group_parameters(optimizer, parameters)):
         options = {

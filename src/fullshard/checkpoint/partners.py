@@ -1,4 +1,4 @@
-"""Which rank keeps whose files a second time, and how a file comes to where it is needed. No torch here.
+"""Plan which rank keeps whose files a second time, and how a file gets to its reader. No torch here.
 
 host 0    ranks 0, 1    own files, and those of ranks 4, 5
 host 1    ranks 2, 3    own files, and those of ranks 0, 1
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class HostGrid:
-    """Where ranks run: as many on each host, in order.
+    """The hosts that ranks run on: as many ranks on each host, in order.
 
     Attributes:
         rank, world_size: this rank, and how many there are.
@@ -26,7 +26,7 @@ class HostGrid:
 
     @property
     def count(self) -> int:
-        """How many hosts."""
+        """The number of hosts."""
         return self.world_size // self.per_host
 
     @property
@@ -35,15 +35,15 @@ class HostGrid:
         return self.rank % self.per_host
 
     def host_of(self, rank: int) -> int:
-        """The host of a rank."""
+        """Return the host of a rank."""
         return rank // self.per_host
 
     def partner_of(self, rank: int) -> int | None:
-        """The rank that keeps this one's files a second time, on the next host; None if there is no other."""
+        """Return the rank that keeps this one's files a second time, on the next host; None if there is no other."""
         return (rank + self.per_host) % self.world_size if self.count > 1 else None
 
     def kept_by(self, host: int) -> list[int]:
-        """The ranks whose files a host has, each as often as it has them."""
+        """Return the ranks whose files a host has, each as often as it has them."""
         own = [rank for rank in range(self.world_size) if self.host_of(rank) == host]
         partners = [self.partner_of(rank) for rank in range(self.world_size)]
         return own + [rank for rank, partner in enumerate(partners) if partner in own]
@@ -59,7 +59,7 @@ class Transfer:
 
 
 def transfers(wanted: Sequence[Collection[str]], held: Mapping[str, Sequence[int]], hosts: HostGrid) -> list[Transfer]:
-    """How each host gets the files that its ranks want and it lacks; the same list on every rank.
+    """Return how each host gets the files that its ranks want and it lacks; the same list on every rank.
 
     Args:
         wanted: names of files, by rank.

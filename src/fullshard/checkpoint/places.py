@@ -20,7 +20,7 @@ from fullshard.engine.lookup import clean_name, qualified
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a parameter or persistent buffer is in a model, under the name it has in files."""
+    """The place of a parameter or persistent buffer in a model, under the name it has in files."""
 
     name: str
     module: nn.Module
@@ -29,7 +29,7 @@ class Place:
 
 
 def places_of(model: nn.Module) -> Iterator[Place]:
-    """Every parameter and persistent buffer, tied ones under each of their names."""
+    """Return the places of all parameters and persistent buffers, tied ones under each of their names."""
     for path, module in model.named_modules(remove_duplicate=False):
         buffers = {k: b for k, b in module._buffers.items() if k not in torch_private.non_persistent_buffers(module)}
         for attribute, tensor in {**module._parameters, **buffers}.items():
@@ -38,12 +38,12 @@ def places_of(model: nn.Module) -> Iterator[Place]:
 
 
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The same by name."""
+    """Return all parameters and persistent buffers by name, tied ones under each of their names."""
     return {place.name: place.tensor for place in places_of(model)}
 
 
 def _without_wrappers(path: str) -> str:
-    """A path as it was before PEFT put its layers around the model's, and checkpointing its own.
+    """Return a path without PEFT's layers around the model's, and without those of checkpointing.
 
     A module that PEFT trains as a whole starts as a copy of the original one, so it has that one's name.
     """
@@ -63,7 +63,7 @@ def not_ignored(names: Set[str], model: nn.Module, attribute: str) -> set[str]:
 
 
 def new_parts(model: nn.Module, names: Set[str]) -> set[str]:
-    """Which of these weights the class that was saved has no more than its files do: a new head, another pooler.
+    """Return the weights that the saved class and its files do not have: a new head, another pooler.
 
     Which class was saved is in the configuration. If it cannot be built here, what is outside the base model is a head.
     """

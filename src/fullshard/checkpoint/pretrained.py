@@ -64,7 +64,7 @@ def from_pretrained(
     subfolder: str = "",
     **options: Any,
 ) -> nn.Module:
-    """A Transformers model whose weights are read when it is sharded, by each rank only its own.
+    """Return a Transformers model whose weights are read when it is sharded, by each rank only its own.
 
     Until then its parameters are on the meta device: it can be wrapped by PEFT and its embeddings resized, but not
     run.
@@ -163,7 +163,7 @@ def _refuse_quantised(directory: Path, config: Any) -> None:
 
 
 def _untie_what_differs(model: nn.Module, sources: Mapping[str, TensorSource]) -> None:
-    """The configuration may tie weights that the files hold with different values; they are not one weight then."""
+    """Untie weights that the configuration ties but the files hold with different values."""
     tied: Any = getattr(model, "all_tied_weights_keys", {})
     for target, origin in list(tied.items()):
         if target in sources and origin in sources and not are_equal(sources[target], sources[origin]):
@@ -200,7 +200,7 @@ def _resize_token_embeddings(
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """What the files may lack, or have in another shape."""
+    """The differences that the files may have: weights they lack, or have in another shape."""
 
     missing: bool = False
     mismatched: bool = False
@@ -287,7 +287,7 @@ class PretrainedWeights:
             quantise(module, read_whole(self._sources[name], shape, self._dtype, device))
 
     def holds(self, slot: Slot) -> bool:
-        """Whether the files have this parameter as it is."""
+        """Return whether the files have this parameter as it is."""
         return slot.parameter.is_meta and self._name(slot) is not None
 
     def read(self, slot: Slot, interval: Interval, out: torch.Tensor) -> None:
@@ -403,7 +403,7 @@ def load_pretrained(directory: str | Path, model: nn.Module) -> None:
 
 
 def _has_more_rows(module: nn.Module, shape: tuple[int, ...], stored: tuple[int, ...]) -> bool:
-    """Whether only the number of rows differs, as after `resize_token_embeddings`."""
+    """Return whether only the number of rows differs, as after `resize_token_embeddings`."""
     is_table = isinstance(module, nn.Embedding | nn.Linear) and len(shape) == len(stored) and len(shape) in (1, 2)
     return is_table and shape[1:] == stored[1:] and shape[0] > stored[0]
 

@@ -54,13 +54,13 @@ def _adapted(model: nn.Module) -> list[Any]:
 
 
 def _quantization_config(model: nn.Module) -> Any:
-    """What the user has asked of bitsandbytes for the whole model; None where layers were converted one by one."""
+    """Return the model's bitsandbytes settings; None where layers were converted one by one."""
     quantizers = (module.__dict__.get("hf_quantizer") for module in model.modules())
     return next((q.quantization_config for q in quantizers if q is not None and "bnb" in type(q).__module__), None)
 
 
 def _shape(module: nn.Module, parameter: Any) -> tuple[int, ...] | None:
-    """The shape before quantisation of a weight that is quantised, or will be when it is moved; None: any other."""
+    """Return the unquantised shape of a weight that is quantised, or will be when it is moved; None: any other."""
     holder = module[0] if isinstance(module, ParametrizationList) else parameter
     state = getattr(holder, "quant_state", None)
     if state is not None:

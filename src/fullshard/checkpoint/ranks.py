@@ -1,4 +1,4 @@
-"""What the ranks of a save or a load tell each other: small messages, and above all whether any of them failed.
+"""The messages between the ranks of a save or a load: small ones, above all whether any rank failed.
 
 Messages are JSON, not pickled objects. An error on one rank becomes the same error on all of them, so that none goes
 on alone and waits for ever.
@@ -54,7 +54,7 @@ class Ranks:
 
     @classmethod
     def of(cls, model: nn.Module) -> Ranks:
-        """The ranks that `model` is sharded over.
+        """Return the ranks that `model` is sharded over.
 
         Raises:
             CheckpointError: only some ranks of the job share the model.
@@ -80,7 +80,7 @@ class Ranks:
         return ranks
 
     def apart(self) -> Ranks:
-        """The same ranks over a process group of their own, which another thread may use. A collective."""
+        """Return the same ranks over a process group of their own, which another thread may use. A collective."""
         if self.world_size == 1:
             return Ranks()
         group = self._group or dist.group.WORLD
@@ -89,7 +89,7 @@ class Ranks:
         return Ranks(dist.new_group(backend="gloo", timeout=timeout))
 
     def all(self, value: bool) -> bool:
-        """Whether `value` is true on every rank."""
+        """Return whether `value` is true on every rank."""
         if self.world_size == 1:
             return value
         with self._peers("comparing notes"):
@@ -198,7 +198,7 @@ class Ranks:
         return self.together(doing, lambda: function() if self.rank == 0 else None, kind=kind)
 
     def _numbers(self, own: int) -> list[int]:
-        """A number of each rank, on all of them."""
+        """Return a number of each rank, on all of them."""
         numbers = torch.empty(self.world_size, dtype=torch.int64, device=self.device)
         all_gather_single(numbers, torch.tensor([own], dtype=torch.int64, device=self.device), group=self._group)
         return [int(number) for number in numbers.tolist()]
@@ -222,7 +222,7 @@ def _as_tensor(data: bytes) -> torch.Tensor:
 
 
 def _describe(error: Exception) -> str:
-    """Its words; of one that is not ours its kind, too."""
+    """Return an error's words, with its kind if it is not one of ours."""
     return str(error) if isinstance(error, FullshardError) else f"{type(error).__name__}: {error}"
 
 

@@ -147,7 +147,7 @@ class Readers:
         return result
 
     def rank_state(self, rank: int) -> dict[str, torch.Tensor]:
-        """The tensors that a rank saved for itself, in host memory; none if it saved none."""
+        """Return the tensors that a rank saved for itself, in host memory; none if it saved none."""
         name = self._manifest.file_name("state", rank)
         if name not in self._manifest.files:
             return {}

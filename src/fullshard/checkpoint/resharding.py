@@ -1,4 +1,4 @@
-"""From the pieces a checkpoint was saved in to the interval a rank wants. Pure arithmetic, no torch.
+"""Map the pieces a checkpoint was saved in to the interval a rank wants. Pure arithmetic, no torch.
 
 saved    |--- piece 0 ---|--------- piece 1 ---------|-- piece 2 --|
 wanted            [start .......................... stop)
@@ -38,7 +38,7 @@ class Read:
 
 
 def plan_reads(pieces: Sequence[Piece], wanted: Interval) -> list[Read]:
-    """The reads that fill `wanted`, in order.
+    """Return the reads that fill `wanted`, in order.
 
     Args:
         pieces: sorted by start and free of `coverage_problems`.

@@ -18,7 +18,7 @@ _PYTHON_VERSION = 3
 
 
 def rng_tensors(device: torch.device) -> dict[str, torch.Tensor]:
-    """The state of Python's, NumPy's and torch's generators, the latter on the host and on `device`."""
+    """Return the state of Python's, NumPy's and torch's generators, the latter on the host and on `device`."""
     version, words, gauss = random.getstate()
     if version != _PYTHON_VERSION:
         raise CheckpointError(f"Python's random state has version {version}, expected {_PYTHON_VERSION}")

@@ -114,12 +114,12 @@ class Destination:
 
     @property
     def store(self) -> Store:
-        """What keeps it."""
+        """The store that keeps it."""
         return store_of(self.final)
 
     @property
     def directory(self) -> Location:
-        """Where the ranks write: under another name, if the store can rename."""
+        """The directory that the ranks write in: under another name, if the store can rename."""
         return self.store.directory(self.final, self.save_id)
 
     def make(self, doing: str, *, several: bool = False) -> bool:
@@ -151,7 +151,7 @@ class Destination:
 
     @contextlib.contextmanager
     def discarded_on_failure(self) -> Iterator[None]:
-        """Nothing is left of it if the block fails."""
+        """Remove everything of the save if the block fails."""
         try:
             yield
         except BaseException:
@@ -209,7 +209,7 @@ class Pending(ABC):
 def prepare_save(
     path: str | Location, memory: HostMemory | None = None, parts: int = 1, **arguments: Unpack[SaveArguments]
 ) -> PendingSave:
-    """The part of a save that needs the training to stand still. A collective.
+    """Do the part of a save that needs the training to stand still. A collective.
 
     Args:
         path: see `save_checkpoint`.
@@ -249,7 +249,7 @@ def prepare_save(
 
 @dataclass(frozen=True, slots=True)
 class PendingSave(Pending):
-    """That of one checkpoint.
+    """A prepared save of one checkpoint.
 
     Attributes:
         writer: this rank's part.
@@ -300,7 +300,7 @@ def prepare_parts(
 
 @dataclass(frozen=True, slots=True)
 class PendingParts(Pending):
-    """That of several."""
+    """A prepared save of several checkpoints."""
 
     parts: tuple[PendingSave, ...]
 

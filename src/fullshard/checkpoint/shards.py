@@ -1,4 +1,4 @@
-"""How tensors are spread over the files of a Hugging Face directory, for exports of live models and of checkpoints."""
+"""Spread tensors over the files of a Hugging Face directory, for exports of live models and of checkpoints."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MI
 
 
 def file_numbers(sizes: Iterable[int], limit: int) -> list[int]:
-    """Which file each tensor goes into: in order, a new one when the limit would be passed."""
+    """Return the file number of each tensor: in order, a new file when the limit would be passed."""
     numbers, number, filled = [], 0, 0
     for nbytes in sizes:
         if filled and filled + nbytes > limit:
@@ -59,7 +59,7 @@ def parse_size(size: int | str) -> int:
 
 
 def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """A floating-point dtype from its name. Raises `ConfigError` for anything else."""
+    """Return a floating-point dtype from its name. Raises `ConfigError` for anything else."""
     found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
     is_usable = isinstance(found, torch.dtype) and found.is_floating_point and dtype_name(found) in DTYPES
     if dtype is not None and not is_usable:

@@ -1,4 +1,4 @@
-"""Where the tensors of a model come from in a Hugging Face directory: stored as they are, or made of what is stored."""
+"""The sources of a model's tensors in a Hugging Face directory: stored as they are, or made of stored ones."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class TensorSource(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole."""
+        """The shape of the whole tensor."""
         ...
 
     @property
     def dtype(self) -> torch.dtype:
-        """As it is stored or made."""
+        """The dtype in which it is stored or made."""
         ...
 
     @property
@@ -37,7 +37,7 @@ class TensorSource(Protocol):
 
     @property
     def where(self) -> str:
-        """For messages."""
+        """The place, for messages."""
         ...
 
     def read(self, interval: Interval, out: torch.Tensor) -> None:
@@ -47,7 +47,7 @@ class TensorSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """What of a directory goes into a model.
+    """The part of a directory that goes into a model.
 
     Attributes:
         sources: where the model's tensors come from, by name.
@@ -90,14 +90,14 @@ def match(stored: Mapping[str, TensorSource], rules: Rules) -> Match:
 def read_whole(
     source: TensorSource, shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None
 ) -> torch.Tensor:
-    """All of a source as a new tensor."""
+    """Return all of a source as a new tensor."""
     whole = torch.empty(shape, dtype=dtype, device=device)
     source.read(Interval(0, whole.numel()), whole.view(-1))
     return whole
 
 
 def are_equal(one: TensorSource, other: TensorSource) -> bool:
-    """Whether two hold the same values; both are read a few elements at a time."""
+    """Return whether two sources hold the same values; both are read a few elements at a time."""
     if one == other:
         return True
     if one.shape != other.shape:
@@ -113,7 +113,7 @@ def are_equal(one: TensorSource, other: TensorSource) -> bool:
 
 
 class _Together:
-    """What a group makes, made when the first of it is read and kept until the last of it has been."""
+    """The tensors that a group makes, made when the first of it is read and kept until the last of it has been."""
 
     def __init__(self, group: Group, stored: Mapping[str, TensorSource], outline: Outline) -> None:
         self.group, self._stored, self._outline = group, stored, outline

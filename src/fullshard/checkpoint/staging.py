@@ -49,7 +49,7 @@ class HostMemory:
 
     @torch.no_grad()
     def copy(self, tensors: Mapping[str, Named]) -> dict[str, dict[str, torch.Tensor]]:
-        """The same tensors, by kind of file and name, contiguous in a block of their own."""
+        """Copy the tensors, by kind of file and name, into one contiguous block of their own."""
         is_remote = any(_is_remote(tensor) for named in tensors.values() for tensor in named.values())
         copies = self._room_for(tensors, pinned=is_remote)
         for kind, named in tensors.items():
@@ -99,7 +99,7 @@ class HostMemory:
 
 
 def is_copied_late(state: Iterable[torch.Tensor], optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the state of `optimizer` is copied by `copy_before_step`."""
+    """Return whether the state of `optimizer` is copied by `copy_before_step`."""
     announces_steps = getattr(type(optimizer).step, "hooked", False)  # set by torch.optim.Optimizer
     return announces_steps and not steps_in_backward(optimizer) and not any(map(_is_remote, state))
 
@@ -125,7 +125,7 @@ class LateCopies:
         self._hook: Any = optimizer.register_step_pre_hook(lambda *_: self._make())
 
     def finish(self) -> Named:
-        """The copies, once all are made.
+        """Wait for the copies to be made, and return them.
 
         Raises:
             CheckpointError: something but a step changed the state before it was copied.

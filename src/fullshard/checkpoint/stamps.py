@@ -1,4 +1,4 @@
-"""When a checkpoint was saved, in an order that no clock can turn round.
+"""The times at which checkpoints were saved, in an order that no change of a clock reverses.
 
 Clocks are set back, and those of two hosts differ. So a save carries the time of day, or, where that is no later than
 the time in a checkpoint that this process has seen (beside the new one, loaded, or saved by itself), the next number

@@ -41,7 +41,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def _own_name(path: Path) -> Path:
-    """A name beside `path` that nobody else has, in this process neither."""
+    """Return a unique name beside `path`, unique in this process too."""
     return path.with_name(f"{TEMP_PREFIX}{path.name}-{secrets.token_hex(8)}")
 
 
@@ -55,7 +55,7 @@ def sync_directory(path: Path) -> None:
 
 
 def temp_directory(final: Path, save_id: str) -> Path:
-    """Where a save writes before it is committed to `final`."""
+    """Return the directory that a save writes into before it is committed to `final`."""
     return final.with_name(f"{TEMP_PREFIX}{final.name}-{save_id}")
 
 
@@ -134,7 +134,7 @@ def discard_directory(temp: Path) -> None:
 
 @contextlib.contextmanager
 def committed_directory(final: Path, save_id: str, *, overwrite: bool) -> Iterator[Path]:
-    """A directory to fill that becomes `final` if the block ends well, and is removed if it does not.
+    """Give a directory to fill that becomes `final` if the block ends well, and is removed if it does not.
 
     For one process; its files are flushed to the disk before the rename.
 
@@ -227,7 +227,7 @@ def remove_directory(path: Path) -> None:
 
 
 def _remove_tree(path: Path) -> None:
-    """Of a link, with which somebody has moved a checkpoint elsewhere, only that."""
+    """Remove a directory; of a link, with which a checkpoint was moved elsewhere, only the link."""
     if path.is_symlink():
         path.unlink(missing_ok=True)
     while path.exists():
@@ -265,7 +265,7 @@ def _let_go(temp: Path) -> None:
 
 @contextlib.contextmanager
 def _unheld(path: Path) -> Iterator[bool | None]:
-    """Whether nobody alive holds it, and nobody comes to within; None if the file system cannot tell."""
+    """Yield whether it has no living holder and none comes within; None if the file system cannot tell."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except OSError:

@@ -1,4 +1,4 @@
-"""How a directory of files becomes a checkpoint, and how it goes: in a file system, and in an object store.
+"""How a directory of files becomes a checkpoint, and is removed: in a file system, and in an object store.
 
     file system     files into `.tmp-NAME-ID`, manifest, fsync, rename to NAME              the rename makes it count
     object store    files under NAME, and last of all NAME/manifest.json, in one request     the manifest makes it count
@@ -49,7 +49,7 @@ class Store(ABC):
 
     @abstractmethod
     def directory(self, final: Location, save_id: str) -> Location:
-        """Where all ranks write the files of a save."""
+        """Return the directory in which all ranks write the files of a save."""
 
     @abstractmethod
     def prepare(self, final: Location, save_id: str, *, overwrite: bool, several: bool = False) -> bool:
@@ -93,12 +93,12 @@ class Store(ABC):
 
 
 def store_of(path: Location) -> Store:
-    """What keeps the checkpoints there."""
+    """Return the store that keeps the checkpoints there."""
     return OBJECTS if isinstance(path, ObjectPath) else FILES
 
 
 class FileStore(Store):
-    """In a file system; see `storage`."""
+    """A store in a file system; see `storage`."""
 
     def directory(self, final: Location, save_id: str) -> Location:
         """See `Store`."""
@@ -139,7 +139,7 @@ class FileStore(Store):
 
 
 class ObjectStore(Store):
-    """In an object store."""
+    """A store in an object store."""
 
     def __init__(self) -> None:
         self._claimed: set[ObjectPath] = set()
@@ -177,7 +177,7 @@ class ObjectStore(Store):
         return bool(manifests)
 
     def require_room(self, final: Location, save_id: str, nbytes: int) -> None:
-        """A store does not say."""
+        """Do nothing: an object store does not tell its free room."""
 
     def commit(self, final: Location, save_id: str, manifest: bytes | None, *, overwrite: bool) -> None:
         """See `Store`."""
@@ -267,13 +267,13 @@ class NewCheckpoint:
     manifest: bytes = b""
 
     def file_of(self, kind: str, rank: int) -> Location:
-        """The data file of one rank."""
+        """Return the data file of one rank."""
         return self.directory / rank_file_name(kind, rank, self.save_id if self.own_names else "")
 
 
 @contextlib.contextmanager
 def new_checkpoint(final: Location, save_id: str, *, overwrite: bool) -> Iterator[NewCheckpoint]:
-    """A checkpoint to write that counts if the block ends well, and of which nothing is left if it does not.
+    """Give a checkpoint to write that counts if the block ends well, and is removed if it does not.
 
     Raises:
         CheckpointError, ConfigError, StoreError: see `Store`, or the disk refused something.
@@ -307,7 +307,7 @@ def _object(path: Location) -> ObjectPath:
 
 
 def _saved_there(final: ObjectPath) -> str | None:
-    """The id of the save that counts there; empty if its manifest is damaged; None if there is none."""
+    """Return the id of the save that counts there; empty if its manifest is damaged; None if there is none."""
     try:
         return read_manifest(final).save_id
     except CheckpointError:
@@ -315,7 +315,7 @@ def _saved_there(final: ObjectPath) -> str | None:
 
 
 def is_of_a_save(name: str) -> bool:
-    """Whether an object in a checkpoint, named from there on, is one that a save makes before it counts."""
+    """Return whether an object in a checkpoint, named from there on, is one that a save makes before it counts."""
     directory, _, file = name.rpartition("/")
     if not directory:
         return is_data_file(file) or file == LATEST_NAME
@@ -323,12 +323,12 @@ def is_of_a_save(name: str) -> bool:
 
 
 def _is_manifest(name: str) -> bool:
-    """Whether an object in a checkpoint is its manifest, or that of a part."""
+    """Return whether an object in a checkpoint is its manifest, or that of a part."""
     return name.rpartition("/")[2] == MANIFEST_NAME
 
 
 def _is_whole(final: ObjectPath, manifests: list[str]) -> bool:
-    """Whether the manifests there are all that a checkpoint of one or several models has; so if one is damaged."""
+    """Return whether all manifests of a checkpoint of one or several models are there; so if one is damaged."""
     if MANIFEST_NAME in manifests:
         return True
     try:

@@ -20,7 +20,7 @@ _DOING = "streaming the weights"
 def stream_weights(
     model: nn.Module, *, dtype: torch.dtype | str | None = None, rank0_only: bool = False
 ) -> Generator[tuple[str, torch.Tensor], None, None]:
-    """Every tensor that `export_hf` would write, under the same name, with the same values. A collective.
+    """Yield every tensor that `export_hf` would write, under the same name, with the same values. A collective.
 
         for name, tensor in fullshard.stream_weights(model, dtype="bfloat16"):
             engine.load_weights([(name, tensor)])

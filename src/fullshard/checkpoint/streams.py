@@ -119,7 +119,7 @@ class ObjectSink:
         return data.nbytes
 
     def start_writeback(self, start: int, nbytes: int) -> None:
-        """Nothing: parts are sent as they are full."""
+        """Do nothing: parts are sent as they are full."""
 
     def finish(self) -> None:
         """See `ByteSink`."""

@@ -51,7 +51,7 @@ class TensorEntry:
 
     @property
     def order_key(self) -> tuple[int, bool]:
-        """What tensors are ordered by in a file."""
+        """The key by which tensors are ordered in a file."""
         return order_key(self.dtype, math.prod(self.shape))
 
 
@@ -65,7 +65,7 @@ def storage_order(entries: Sequence[TensorEntry]) -> list[TensorEntry]:
 
 
 def order_key(dtype: str, numel: int) -> tuple[int, bool]:
-    """The same of a tensor of `numel` elements."""
+    """Return the key by which a tensor of `numel` elements is ordered in a file."""
     return -itemsize(dtype), numel > 1
 
 
@@ -108,7 +108,7 @@ class TensorFileWriter:
         self.write_parts(name, (data,))
 
     def write_parts(self, name: str, parts: Iterable[Bytes]) -> None:
-        """The same for a tensor that comes in parts, of which only one is held at a time."""
+        """Write a tensor that comes in parts, of which only one is held at a time; see `write`."""
         entry = self._pending.pop(0)
         before = self._nbytes
         for part in parts if entry.name == name else ():
@@ -153,7 +153,7 @@ class TensorFileWriter:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor lies in a file: name in safetensors, shape, and byte range counted from the start of the file."""
+    """The place of a tensor in a file: name in safetensors, shape, and byte range from the start of the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -200,7 +200,7 @@ class TensorFileReader:
         self._file.close()
 
     def find(self, name: str, dtype: str, numel: int) -> StoredTensor:
-        """The tensor `name`. Raises `CheckpointError` unless it is there with that dtype (torch's name) and size."""
+        """Return the tensor `name`. Raises `CheckpointError` unless it has that dtype (torch's name) and size."""
         stored = self.tensors.get(name)
         if stored is None:
             raise CheckpointError(f"{self.path} does not hold {name!r}, which the manifest promises")
@@ -277,7 +277,7 @@ class TensorFileReader:
         self._at, self._crc32c = index * self._chunk_nbytes, 0
 
     def _end(self) -> int:
-        """Where the chunk ends that is being read."""
+        """Return the end of the chunk that is being read."""
         index = self._at // self._chunk_nbytes
         return index * self._chunk_nbytes + self._size(index)
 
@@ -352,7 +352,7 @@ class TensorFileReader:
         return tensors
 
     def _stored(self, record: Any, data: int) -> StoredTensor:
-        """A tensor as the header describes it; raises `ValueError` if its bytes are not its own."""
+        """Return a tensor as the header describes it; raises `ValueError` if its bytes are not its own."""
         start, stop = record["data_offsets"]
         nbytes = math.prod(int(n) for n in record["shape"]) * itemsize(NAMES[record["dtype"]])
         if not 0 <= start <= stop <= self._record.nbytes - data or stop - start != nbytes:
@@ -360,7 +360,7 @@ class TensorFileReader:
         return StoredTensor(record["dtype"], tuple(record["shape"]), data + start, data + stop)
 
     def _foreign_save(self) -> str:
-        """An explanation for a failed checksum: the file is whole, but of another save or another rank."""
+        """Explain a failed checksum: the file is whole, but of another save or another rank."""
         try:
             length = int.from_bytes(self._pread(0, 8), "little")
             metadata = json.loads(self._pread(8, min(length, self._record.nbytes)))["__metadata__"]
@@ -382,7 +382,7 @@ def refuse_overlap(tensors: Mapping[str, tuple[int, int]], *, where: str) -> Non
 
 
 def file_beside(directory: Path, name: str, *, where: str) -> Path:
-    """The path of a file that something in `directory` names.
+    """Return the path of a file that `directory` holds and another file names.
 
     Args:
         directory: the only place where it may be.
@@ -398,7 +398,7 @@ def file_beside(directory: Path, name: str, *, where: str) -> Path:
 
 
 def size_problem(path: Location, record: FileRecord, *, chunk_nbytes: int) -> str | None:
-    """What is wrong with a data file before any of it is read; None if nothing."""
+    """Return the fault in a data file that shows before any of it is read; None if there is none."""
     if len(record.crc32c) != -(-record.nbytes // chunk_nbytes):
         return f"the manifest holds {len(record.crc32c)} checksums for the {record.nbytes} bytes of {path.name}"
     try:

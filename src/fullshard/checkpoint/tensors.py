@@ -1,4 +1,4 @@
-"""Which tensors of a model are saved, and how this rank holds them."""
+"""The tensors of a model that are saved, and how this rank holds them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fullshard.features import ShardedParameter, ShardedTensor
 
 @dataclass(frozen=True, slots=True)
 class LocalTensor:
-    """What this rank holds of a parameter or buffer.
+    """This rank's part of a parameter or buffer.
 
     Attributes:
         names: qualified names without those of wrappers; several if it is tied. The first one identifies it.
@@ -47,17 +47,17 @@ class LocalTensor:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether other ranks hold other elements of it."""
+        """Return whether other ranks hold other elements of it."""
         return isinstance(self.tensor, ShardedTensor)
 
     @property
     def held(self) -> torch.Tensor:
-        """What this rank holds, as a plain tensor: elements `interval`, shape (n,), of a sharded one."""
+        """This rank's elements as a plain tensor: elements `interval`, shape (n,), of a sharded one."""
         return self.tensor.local if isinstance(self.tensor, ShardedTensor) else self.tensor.detach()
 
 
 def stand_in(local: LocalTensor) -> torch.Tensor:
-    """A tensor on the meta device of the whole one's shape and dtype."""
+    """Return a tensor on the meta device of the whole one's shape and dtype."""
     return torch.empty(local.shape, dtype=local.tensor.dtype, device="meta")
 
 
@@ -92,7 +92,7 @@ def rest(model: nn.Module) -> None:
 
 
 def local_parameters(model: nn.Module, *, rank: int = 0, on_meta: bool = False) -> list[LocalTensor]:
-    """All parameters in definition order, each once. `model` is at rest.
+    """Return all parameters in definition order, each once. `model` is at rest.
 
     Args:
         model: sharded or not.
@@ -134,7 +134,7 @@ def local_parameters(model: nn.Module, *, rank: int = 0, on_meta: bool = False) 
 
 
 def _is_first_of_copies(parameter: ShardedParameter, beneath: Tile | None) -> bool:
-    """Whether this rank is the first of those that have the same because tensor parallelism has left it whole.
+    """Return whether this rank is the first of those with the same tensor because tensor parallelism left it whole.
 
     It may have, although it is not said of the parameter: if that is sharded over a part of all ranks only, it is what
     the others have, too, by the axis `beneath` other parameters.
@@ -145,7 +145,7 @@ def _is_first_of_copies(parameter: ShardedParameter, beneath: Tile | None) -> bo
 
 
 def local_buffers(model: nn.Module, *, rank: int = 0) -> list[LocalTensor]:
-    """All persistent buffers, each once; see `local_parameters`. Every rank holds them whole and rank 0 saves them."""
+    """Return all persistent buffers, each once; see `local_parameters`. Every rank holds them; rank 0 saves them."""
     found: dict[int, tuple[torch.Tensor, list[str]]] = {}
     for path, module in model.named_modules():
         for attribute, buffer in module._buffers.items():
@@ -159,7 +159,7 @@ def local_buffers(model: nn.Module, *, rank: int = 0) -> list[LocalTensor]:
 
 
 def local_tensors(model: nn.Module, *, rank: int = 0, on_meta: bool = False) -> list[LocalTensor]:
-    """Its parameters and its persistent buffers; see `local_parameters`."""
+    """Return its parameters and its persistent buffers; see `local_parameters`."""
     return [*local_parameters(model, rank=rank, on_meta=on_meta), *local_buffers(model, rank=rank)]
 
 
@@ -173,7 +173,7 @@ def modules_with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where the model computes."""
+    """Return the device on which the model computes."""
     parameter = next(model.parameters(), None)
     if parameter is None:
         return torch.device("cpu")

@@ -22,7 +22,7 @@ _MAX_ENTRIES = 1_000_000
 
 
 def load_torch_file(path: Path) -> Any:
-    """What `torch.save` wrote, its tensors mapped from the file.
+    """Return the contents of a file of `torch.save`, its tensors mapped from the file.
 
     Raises:
         CheckpointError: not a file of `torch.save`, or a pickle that asks for more than tensors and plain values.
@@ -36,7 +36,7 @@ def load_torch_file(path: Path) -> Any:
 
 
 def load_torch_bytes(data: bytes, *, where: str) -> Any:
-    """The same out of memory.
+    """Return the contents of `torch.save`'s bytes in memory; see `load_torch_file`.
 
     Raises:
         CheckpointError: likewise.
@@ -61,7 +61,7 @@ def check_archive(file: IO[bytes], size: int, *, where: str) -> None:
 
 
 def check_tensor(tensor: object, *, where: str) -> torch.Tensor:
-    """The tensor, if its elements are all there: a strided one in host memory that repeats no element.
+    """Return the tensor if its elements are all there: a strided one in host memory that repeats no element.
 
     Raises:
         CheckpointError: it is not.

@@ -28,7 +28,7 @@ from fullshard.checkpoint.storage import (
 
 
 def with_torch_format(pending: Pending) -> Pending:
-    """A save that writes torch's format into the checkpoint, too, once that is complete.
+    """Return a save that writes torch's format into the checkpoint, too, once that is complete.
 
     Rank 0 makes it from the files, one tensor at a time: no rank gathers anything, so it may go on in the background.
     The disk needs room for it twice.

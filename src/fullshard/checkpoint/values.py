@@ -80,7 +80,7 @@ def encode_plain(value: Any, *, where: str) -> JsonValue:
 
 
 def _plain(tensor: torch.Tensor, where: str) -> torch.Tensor:
-    """What a file can hold of it. What it cannot hold is found before anything is written."""
+    """Return the form of a value that a file can hold. Refuses other values before anything is written."""
     if isinstance(tensor, DTensor):
         raise CheckpointError(
             f"{where} is a sharded tensor, of which this rank has a part",

@@ -29,7 +29,7 @@ from fullshard.core.sizes import format_nbytes
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What `verify_checkpoint` found. `str()` is for people.
+    """The findings of `verify_checkpoint`. `str()` is for people.
 
     Attributes:
         path: the checkpoint.
@@ -46,7 +46,7 @@ class Verification:
 
     @property
     def is_valid(self) -> bool:
-        """Whether nothing is wrong."""
+        """Return whether there are no faults."""
         return not self.problems
 
     def raise_if_damaged(self) -> None:
@@ -99,13 +99,13 @@ def verify_parts(path: str | Location) -> list[Verification]:
 
 
 def file_problems(directory: Location, manifest: Manifest, kinds: Sequence[str], *, part: int, parts: int) -> list[str]:
-    """What is wrong with every `parts`-th data file of some kinds, from number `part` on; every byte is read."""
+    """Return the faults in every `parts`-th data file of some kinds, from number `part` on; reads every byte."""
     names = sorted(name for name in manifest.files if name.rpartition("-rank")[0] in kinds)
     return [problem for name in names[part::parts] for problem in problems_of_file(directory / name, manifest)]
 
 
 def part_problems(parts: Sequence[tuple[Location, Manifest]]) -> list[str]:
-    """What is missing of checkpoints that count only together."""
+    """Return the missing parts of checkpoints that count only together."""
     names = {part.name for part, _ in parts}
     return [
         f"{part} was saved as one of {manifest.parts} parts, {len(parts)} are there: {', '.join(sorted(names))}"
@@ -115,7 +115,7 @@ def part_problems(parts: Sequence[tuple[Location, Manifest]]) -> list[str]:
 
 
 def quick_problems(directory: Location, manifest: Manifest) -> list[str]:
-    """What is wrong as far as can be told without reading data: records that contradict, files missing or cut."""
+    """Return the faults that show without reading data: records that contradict, files missing or cut."""
     files = manifest.files
     if isinstance(directory, ObjectPath):  # in one request; what is as it should be needs no other
         there = sizes_in(directory, files)
@@ -153,7 +153,7 @@ def structure_problems(manifest: Manifest) -> list[str]:
 
 
 def pieces_of(record: TensorRecord) -> list[Piece]:
-    """The pieces of a tensor, sorted by start."""
+    """Return the pieces of a tensor, sorted by start."""
     return sorted((Piece(p.rank, p.interval) for p in record.pieces), key=lambda piece: piece.interval.start)
 
 
@@ -191,7 +191,7 @@ def _value_problems(manifest: Manifest, named: AnyTensor) -> list[str]:
 
 
 def problems_of_file(path: Location, manifest: Manifest) -> list[str]:
-    """What is wrong with one data file; every byte is read."""
+    """Return the faults in one data file; reads every byte."""
     record = manifest.files[path.name]
     if problem := size_problem(path, record, chunk_nbytes=manifest.chunk_nbytes):
         return [problem]
@@ -209,7 +209,7 @@ def problems_of_file(path: Location, manifest: Manifest) -> list[str]:
 
 
 def _content_problems(path: Location, reader: TensorFileReader, manifest: Manifest) -> list[str]:
-    """Where the tensors of a file differ from those the manifest expects in it."""
+    """Return the differences between a file's tensors and those the manifest expects in it."""
     kind, _, rank = path.name.partition(".")[0].rpartition("-rank")
     if kind == "state" and int(rank) == 0:
         _value_problems(manifest, named := AnyTensor())

@@ -64,7 +64,7 @@ class StoredWeights:
 
     @property
     def where(self) -> str:
-        """For messages."""
+        """The place, for messages."""
         return self.path.name
 
     @torch.no_grad()
@@ -90,12 +90,12 @@ class MappedWeights:
 
     @property
     def dtype(self) -> torch.dtype:
-        """As it is in the file."""
+        """The dtype in the file."""
         return self.tensor.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As it is in the file."""
+        """The shape in the file."""
         return tuple(self.tensor.shape)
 
     @property
@@ -105,7 +105,7 @@ class MappedWeights:
 
     @property
     def where(self) -> str:
-        """For messages."""
+        """The place, for messages."""
         return self.path.name
 
     @torch.no_grad()
@@ -130,7 +130,7 @@ def model_directory(
     subfolder: str = "",
     variant: str | None = None,
 ) -> Path:
-    """The directory itself, or that of the hub's cache, downloaded first if need be.
+    """Return the directory itself, or that of the hub's cache. Downloads it first if need be.
 
     Raises:
         CheckpointError: a path that does not exist, or a hub name that cannot be had.
@@ -165,7 +165,7 @@ def _downloaded(name: str, hub: dict[str, Any], *, subfolder: str, variant: str 
 
 
 def weights_file(directory: Path, *, variant: str | None = None) -> Path | None:
-    """The file of a directory that holds its weights, or the index of several; None if it has no weights.
+    """Return the file of a directory that holds its weights, or the index of several; None if it has no weights.
 
     Raises:
         CheckpointError: weights that cannot be read here: of another variant or format, an adapter's, a checkpoint's.
@@ -189,7 +189,7 @@ def weights_file(directory: Path, *, variant: str | None = None) -> Path | None:
 def stored_tensors(
     directory: Path, *, variant: str | None = None
 ) -> Iterator[tuple[str, StoredWeights | MappedWeights]]:
-    """Every tensor of the directory by name.
+    """Return every tensor of the directory by name.
 
     Args:
         directory: holds safetensors files, or pickled ones of torch's, and an index if there are several.
@@ -218,7 +218,7 @@ def stored_tensors(
 
 
 def indexed_files(index: Path) -> dict[Path, list[str]]:
-    """The files that an index names, each with the names of the tensors in it.
+    """Return the files that an index names, each with the names of the tensors in it.
 
     Raises:
         CheckpointError: an index that is malformed or points outside its directory.
@@ -240,7 +240,7 @@ def _of_variant(name: str, variant: str | None) -> str:
 
 
 def tensors_of(path: Path) -> Iterator[tuple[str, StoredWeights | MappedWeights]]:
-    """Every tensor of one file by name.
+    """Return every tensor of one file by name.
 
     Raises:
         CheckpointError: it is cut or malformed.

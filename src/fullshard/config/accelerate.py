@@ -59,7 +59,7 @@ def _mixed_precision(value: Any) -> Settings:
 
 
 def hosts(value: Any) -> Settings:
-    """One number, or `MIN:MAX`."""
+    """Read one number, or `MIN:MAX`."""
     low, colon, high = values.text(value).partition(":")
     if not colon or values.integer(low) == values.integer(high):
         return {"launch.num_machines": values.integer(low)}
@@ -188,7 +188,7 @@ CLUSTER_KEYS = (
 
 
 def finish_parallelism(reading: Reading) -> None:
-    """`dp_replicate_size` groups of `dp_shard_size` ranks: a hybrid strategy, or the plain ones at the ends."""
+    """Turn `dp_replicate_size` groups of `dp_shard_size` ranks into a hybrid strategy, or a plain one at the ends."""
     entry = reading.entries.get("parallelism_config_dp_replicate_size")
     size, number = reading.setting("sharding.shard_size"), reading.setting("launch.num_processes")
     try:
@@ -241,7 +241,7 @@ def _finish(reading: Reading) -> None:
 
 
 def _finish_one_process(reading: Reading) -> None:
-    """Leave out a number of processes beside `distributed_type: NO`, with which Accelerate starts one."""
+    """Ignore a number of processes beside `distributed_type: NO`, with which Accelerate starts one."""
     for setting in [s for s in reading.settings if s.path == "launch.num_processes" and s.key == "num_processes"]:
         reading.settings.remove(setting)
         if setting.value != 1:

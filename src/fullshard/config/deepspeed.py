@@ -53,7 +53,7 @@ def _stage(value: Any) -> Settings:
 
 
 _PARAMETERS, _OPTIMIZER = "sharding.cpu_offload", "sharding.offload_main_weights"
-"""What DeepSpeed calls offload of parameters, and of the optimizer."""
+"""DeepSpeed's names for offload of parameters, and of the optimizer."""
 _SAVED = "sharding.offload_activations"
 _WITH_PARAMETERS = "what is gathered from is made from main weights, which go along"
 _WITH_OPTIMIZER = "main weights and the state they are updated with go together"
@@ -108,7 +108,7 @@ _KINDS = ("type", "torch_adam", "adam_w_mode")
 
 
 def _made_by_script(value: Any) -> str:
-    """An optimizer or a schedule: fine as long as every number in it is `auto`, which the script then decides."""
+    """Accept an optimizer or a schedule if every number in it is `auto`, which the script then decides."""
     numbers = [entry for entry in _leaves(value) if entry.key.lower() not in _KINDS and not _is_auto(entry.value)]
     if numbers:
         names = ", ".join(entry.key for entry in numbers)
@@ -123,7 +123,7 @@ def _leaves(value: Any) -> list[Entry]:
 
 
 def _switched_off(because: str) -> Any:
-    """Reader for a part of DeepSpeed that must not be enabled."""
+    """Return a reader for a part of DeepSpeed that must not be enabled."""
 
     def read(value: Any) -> Settings:
         enabled = value
@@ -156,7 +156,7 @@ STEP_KEYS = (
         variable="ACCELERATE_GRADIENT_CLIPPING",
     ),
 )
-"""What DeepSpeed and Accelerate's launcher say about an optimizer step."""
+"""Keys of DeepSpeed and of Accelerate's launcher about an optimizer step."""
 
 
 def _translated(name: str, target: str, because: str, read: Read) -> Key:
@@ -231,7 +231,7 @@ _ZERO = Dialect(
 
 
 def _finish(reading: Reading) -> None:
-    """Rules about several keys.
+    """Apply the rules about several keys.
 
     ZeRO++ and MiCS name the size of a group: then the strategy is the hybrid one. Without a stage DeepSpeed replicates.
     And from two batch sizes it takes how many micro-batches a step has, which it knows the number of ranks for.
@@ -251,7 +251,7 @@ def _finish(reading: Reading) -> None:
 
 
 def make_hybrid(reading: Reading, because: Setting) -> None:
-    """Turn the reading's strategy into the hybrid one that frees after forward, or keeps, as it did."""
+    """Turn the reading's strategy into the hybrid one with the same behaviour after forward."""
     old = reading.setting("sharding.strategy")
     row = STRATEGIES["FULL_SHARD"] if old is None else parse_strategy(old.value)
     if old is not None and not row.shards:
@@ -272,7 +272,7 @@ _SCALE = "GradScalerKwargs in the script shape the loss scale"
 
 
 def _finish_fp16(reading: Reading) -> None:
-    """What is switched off has no loss scale that could be wrong."""
+    """Drop faults of the loss scale if fp16 is switched off: then no loss scale can be wrong."""
     enabled, scale = reading.entries.get("enabled"), reading.entries.get("loss_scale")
     if enabled is not None and scale is not None and enabled.value is False:
         reading.problems = [problem for problem in reading.problems if scale.origin not in problem.origins]

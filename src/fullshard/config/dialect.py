@@ -1,4 +1,4 @@
-"""A dialect is a table: for each key that people write, what becomes of it here.
+"""A dialect is a table: for each key that people write, its effect here.
 
 Every key is used, translated (and a note says into what), or has no effect here (and a note says why). Whatever is not
 in the table is an error with a suggestion. The documentation's tables and the tests are made from these rows.
@@ -20,14 +20,14 @@ Settings = Mapping[str, Any]
 """Values by path, `group.name`."""
 
 COMMENT = ("_", "//", "$")
-"""How keys begin that are no settings: JSON has no comments, and an editor's `$schema`."""
+"""Prefixes of keys that are no settings: JSON has no comments, and an editor's `$schema`."""
 
 Read = Callable[[Any], Settings | str | None]
 """Turns a value into settings; see `Key.read`."""
 
 
 class Status(StrEnum):
-    """What becomes of a key."""
+    """The effect of a key."""
 
     USED = "used"
     TRANSLATED = "translated"
@@ -63,7 +63,7 @@ class Key:
     variable: str | None = None
 
     def settings(self, value: Any) -> Settings | str | None:
-        """What `value` sets; None or a reason if it sets nothing.
+        """Return the settings that `value` sets; None or a reason if it sets nothing.
 
         Raises:
             ConfigError, ValueError: it cannot be read, or is refused.
@@ -75,7 +75,7 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A setting with the place it comes from.
+    """A setting with its source.
 
     Attributes:
         path: `group.name`.
@@ -92,7 +92,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What became of a key that was not plainly used.
+    """A note on a key that was not plainly used.
 
     Attributes:
         origin: where it was written.
@@ -112,7 +112,7 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Why a configuration is not accepted.
+    """A reason to refuse a configuration.
 
     Attributes:
         origins: the places to look at.
@@ -152,7 +152,7 @@ def refuse(problems: Iterable[Problem]) -> None:
 
 @dataclass(slots=True)
 class Reading:
-    """What was found in one source.
+    """The contents of one source.
 
     Attributes:
         settings: in the order they were written.
@@ -174,7 +174,7 @@ class Reading:
         self.entries |= other.entries
 
     def setting(self, path: str) -> Setting | None:
-        """The last setting of `path`, or None."""
+        """Return the last setting of `path`, or None."""
         return next((setting for setting in reversed(self.settings) if setting.path == path), None)
 
     def drop(self, path: str, because: str) -> None:
@@ -184,7 +184,7 @@ class Reading:
             self.notes.append(_note(setting, because))
 
     def find_contradictions(self) -> None:
-        """Two keys that set the same thing to different values are a problem: neither is silently the stronger."""
+        """Report two keys that set the same thing to different values: neither silently wins."""
         first: dict[str, Setting] = {}
         known = {origin for problem in self.problems for origin in problem.origins if len(problem.origins) > 1}
         for setting in self.settings:
@@ -213,7 +213,7 @@ class Dialect:
     finish: Callable[[Reading], None] | None = None
 
     def find(self, name: str) -> Key | None:
-        """The row for a key as written: any case, `-` or `_`, with the prefix or without."""
+        """Return the row for a key as written: any case, `-` or `_`, with the prefix or without."""
         wanted = _normal(name)
         options = {wanted, self.prefix + wanted, wanted.removeprefix(self.prefix)} if self.prefix else {wanted}
         for key in self.keys:
@@ -222,11 +222,11 @@ class Dialect:
         return None
 
     def spellings(self) -> list[str]:
-        """Every key that is understood."""
+        """Return every key that the dialect understands."""
         return [spelling for key in self.keys for spelling in (key.name, *key.spellings)]
 
     def read(self, entries: Iterable[Entry]) -> Reading:
-        """What the entries set. Nothing is raised: faults are in the reading's problems."""
+        """Read the settings of the entries. Raise nothing: faults are in the reading's problems."""
         reading = Reading()
         for entry in entries:
             key = self.find(entry.key)
@@ -255,22 +255,22 @@ class Dialect:
 
 
 def no_effect(because: str, *names: str, read: Read | None = None) -> tuple[Key, ...]:
-    """Rows of keys that have no effect, all for one reason."""
+    """Return rows of keys that have no effect, all for one reason."""
     return tuple(Key(name, Status.NO_EFFECT, because=because, read=read) for name in names)
 
 
 def refused(because: str, *names: str, read: Read | None = None) -> tuple[Key, ...]:
-    """Rows of keys that are refused, all for one reason."""
+    """Return rows of keys that are refused, all for one reason."""
     return tuple(Key(name, Status.REFUSED, because=because, read=read) for name in names)
 
 
 def switch(path: str, on: Any) -> Read:
-    """Reader for a truth value that sets `path` to `on`, and nothing when it is false."""
+    """Return a reader for a truth value that sets `path` to `on`, and nothing when it is false."""
     return lambda value: {path: on} if values.boolean(value) else {}
 
 
 def checked(read: values.Read) -> Read:
-    """Reader for a key without effect, whose value must be right all the same."""
+    """Return a reader for a key without effect, whose value must be right all the same."""
 
     def check(value: Any) -> None:
         read(value)
@@ -335,7 +335,7 @@ def _is_unset(value: Any, unset: tuple[Any, ...]) -> bool:
 
 
 def shown(value: Any) -> str:
-    """A value as YAML would write it, on one line."""
+    """Return a value as YAML would write it, on one line."""
     match value:
         case None:
             return "null"

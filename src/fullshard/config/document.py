@@ -20,7 +20,7 @@ _MAX_VALUES = 20_000
 
 
 def read_document(path: str | Path) -> tuple[Entry, ...]:
-    """The top-level entries of a YAML or JSON file.
+    """Return the top-level entries of a YAML or JSON file.
 
     Raises:
         ConfigError: the file is missing, unreadable, empty, not valid, has a key twice, or holds no mapping.
@@ -42,7 +42,7 @@ def read_document(path: str | Path) -> tuple[Entry, ...]:
 
 
 def parse_document(text: str, name: str) -> tuple[Entry, ...]:
-    """The top-level entries of YAML or JSON text; `name` stands for the file in messages.
+    """Return the top-level entries of YAML or JSON text; `name` stands for the file in messages.
 
     Raises:
         ConfigError: see `read_document`.

@@ -1,4 +1,4 @@
-"""Every setting of a resolved configuration: its value, where that comes from, and its default."""
+"""Every setting of a resolved configuration: its value, its source and its default."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class Explained:
 
     @property
     def is_set(self) -> bool:
-        """Whether the value comes from anywhere but its default."""
+        """Return whether the value comes from anywhere but its default."""
         return self.source != "default"
 
 
 def explain(resolved: Resolved) -> Iterator[Explained]:
-    """All settings, in the order of the schema."""
+    """Return all settings, in the order of the schema."""
     for path, field in SETTINGS.items():
         value, setting = resolved.value(path), resolved.settings.get(path)
         source = resolved.origin(path).text

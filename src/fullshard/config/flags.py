@@ -37,7 +37,7 @@ Kind = Literal["script", "module", "program"]
 
 
 def _endpoint(value: Any) -> Settings:
-    """`host`, `host:port`, `[address]:port` or an address of version 6."""
+    """Read `host`, `host:port`, `[address]:port` or an address of version 6."""
     text = values.text(value)
     host, colon, port = text.rpartition(":")
     if not colon or text.endswith("]") or (host.count(":") and not host.endswith("]")):
@@ -163,7 +163,7 @@ _WORDS = ("true", "false", "yes", "no", "on", "off", "1", "0")
 
 @dataclass(slots=True)
 class CommandLine:
-    """A command line, cut up.
+    """A command line, split into flags, script and arguments.
 
     Attributes:
         kind: how the target is run.
@@ -182,11 +182,11 @@ class CommandLine:
     given: list[tuple[str, list[str]]] = field(default_factory=list)
 
     def option(self, name: str) -> Any:
-        """The value of an option, None if it was not given."""
+        """Return the value of an option, None if it was not given."""
         return self.options[name].value if name in self.options else None
 
     def readings(self) -> list[Reading]:
-        """What the flags set, weakest first.
+        """Return the settings of the flags, weakest first.
 
         Raises:
             ConfigError: a file cannot be read.
@@ -212,7 +212,7 @@ def _read_fsdp_config(value: str, origin: Origin) -> Reading:
 
 
 def parse(argv: Sequence[str]) -> CommandLine:
-    """Cut a command line into flags and the program with its arguments.
+    """Split a command line into flags and the program with its arguments.
 
     Raises:
         ConfigError: an unknown flag (never taken for the program), or one without its value.
@@ -278,7 +278,7 @@ def _take(line: CommandLine, written: str, rest: list[str]) -> None:
 
 
 def flag_choices(written: str) -> tuple[str, ...]:
-    """The words that a flag's value is one of; nothing if it may be another."""
+    """Return the words that a flag's value must be one of; none if it may be another."""
     found = _find(written.lstrip("-").replace("-", "_"))
     if isinstance(found, Option):
         return tuple(found.metavar.split("|")) if "|" in found.metavar else ()

@@ -42,7 +42,7 @@ def _strategy(value: Any) -> Settings:
 
 
 def _reshard(value: Any) -> Settings:
-    """A truth value, `auto`, or (version 1) a strategy by name or number; 1 means true either way."""
+    """Read a truth value, `auto`, or (version 1) a strategy by name or number; 1 means true either way."""
     if isinstance(value, str) and value.strip().lower() == "auto":
         return {"sharding.reshard_after_forward": "auto"}
     try:
@@ -126,7 +126,7 @@ FSDP_KEYS = (
 
 
 def renamed(names: Mapping[str, str]) -> tuple[Key, ...]:
-    """The same rows for a dialect that has other names for some; Accelerate's become further spellings of those."""
+    """Return the rows for a dialect with other names for some of them; Accelerate's become further spellings."""
     return tuple(
         dataclasses.replace(
             key,
@@ -140,7 +140,7 @@ def renamed(names: Mapping[str, str]) -> tuple[Key, ...]:
 
 
 def finish_fsdp(reading: Reading) -> None:
-    """The rules about several keys of `fsdp_config`: how units are chosen, and the two ways to name a strategy."""
+    """Apply the rules about several keys of `fsdp_config`: choice of units, and the two ways to name a strategy."""
     _finish_wrap(reading)
     _finish_strategy(reading)
 

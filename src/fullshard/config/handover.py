@@ -1,4 +1,4 @@
-"""How the launcher gives the resolved configuration to its workers: one file, named by one variable.
+"""Handover of the resolved configuration from the launcher to its workers: one file, named by one variable.
 
 A script may set variables of Accelerate's afterwards. They win over the file, as in Accelerate, whose plugin reads them
 when it is made. The file holds the variables as the launcher found them, so that these are not read a second time.
@@ -78,7 +78,7 @@ def launched() -> Reading:
 
 
 def _only(reading: Reading, origins: set[Origin]) -> Reading:
-    """The part of a reading that comes from these places."""
+    """Return the part of a reading that comes from these places."""
     return Reading(
         settings=[setting for setting in reading.settings if setting.origin in origins],
         notes=[note for note in reading.notes if note.origin in origins],
@@ -87,11 +87,11 @@ def _only(reading: Reading, origins: set[Origin]) -> Reading:
 
 
 def set_variables(**variables: str) -> None:
-    """Set variables for other libraries, which say nothing that the configuration does not."""
+    """Set variables for other libraries; they repeat only what the configuration says."""
     os.environ.update(variables)
     _own.update(variables.items())
 
 
 def whole(config: RunConfig, origin: Origin) -> Reading:
-    """Every setting of a configuration, as said by `origin`."""
+    """Return every setting of a configuration, with `origin` as its source."""
     return Reading(settings=[Setting(path, config.value(path), origin, path.split(".")[1]) for path in SETTINGS])

@@ -1,4 +1,4 @@
-"""What this host has: processors, memory, accelerators. The system is asked, because importing torch takes seconds."""
+"""This host's processors, memory and accelerators. The system is asked, because importing torch takes seconds."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class DetectedDevice:
 
     @property
     def computes_bfloat16(self) -> bool:
-        """Whether bfloat16 is as fast as float16 there: from compute capability 8.0 on."""
+        """Return whether bfloat16 is as fast as float16 there: from compute capability 8.0 on."""
         return self.capability is None or self.capability >= 8.0
 
 
@@ -58,18 +58,18 @@ class Hardware:
 
 
 def detect_hardware() -> Hardware:
-    """What this host has, in well under a second where no driver is slow. Nothing is raised."""
+    """Detect this host's hardware, in well under a second if no driver is slow. Raise nothing."""
     accelerators, failure = _accelerators()
     return Hardware(usable_cpu_count(), usable_memory_nbytes(), accelerators, failure)
 
 
 def usable_cpu_count() -> int:
-    """Processors this process may run on, which in a container are fewer than the machine has."""
+    """Return how many processors this process may use; a container may have fewer than the machine."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def usable_memory_nbytes() -> int | None:
-    """Memory of the host, or less where a container is limited; None if the system does not say."""
+    """Return the host's memory, or a container's lower limit; None if the system does not say."""
     try:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError, AttributeError):
@@ -107,7 +107,7 @@ def _accelerators() -> tuple[tuple[DetectedDevice, ...], str | None]:
 
 
 def _visible(rows: Iterable[_Row], variable: str) -> tuple[DetectedDevice, ...]:
-    """The devices that an environment variable leaves: by index, or by how a UUID begins."""
+    """Return the devices that an environment variable leaves: by index, or by the start of a UUID."""
     said = os.environ.get(variable)
     wanted = None if said is None else [item.strip() for item in said.split(",") if item.strip()]
     return tuple(
@@ -118,7 +118,7 @@ def _visible(rows: Iterable[_Row], variable: str) -> tuple[DetectedDevice, ...]:
 
 
 def _listed_by_nvidia() -> Iterator[_Row]:
-    """A container sees the host's list, and only such devices as it was given."""
+    """Yield the devices that NVIDIA's driver lists: a container sees the host's list, but only some of the devices."""
     found = (dict(re.findall(r"^(.+?):\s*(.+?)\s*$", text, re.MULTILINE)) for text in _texts(_NVIDIA, "information"))
     given = (said for said in found if (_DEVICES / f"nvidia{said.get('Device Minor')}").exists())
     for index, said in enumerate(given):
@@ -126,7 +126,7 @@ def _listed_by_nvidia() -> Iterator[_Row]:
 
 
 def _listed_by_amd() -> Iterator[_Row]:
-    """Processors are among the nodes, some of them with graphics built in."""
+    """Yield the devices that AMD's driver lists: processors are among the nodes, some with built-in graphics."""
     if not (_DEVICES / "kfd").exists():
         return
     nodes = (dict(re.findall(r"^(\w+) (\d+)$", text, re.MULTILINE)) for text in _texts(_AMD, "properties"))

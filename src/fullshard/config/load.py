@@ -1,4 +1,4 @@
-"""The sources of a configuration, each as a reading: a file in whatever dialect, the environment, arguments."""
+"""The sources of a configuration, each as a reading: a file in any dialect, the environment, arguments."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from fullshard.config.transformers import FSDP_ARGUMENTS, TRANSFORMERS
 from fullshard.core.paths import local_path
 
 FILE_DIALECTS = (NATIVE, ACCELERATE, DEEPSPEED, TRANSFORMERS, FSDP_ARGUMENTS)
-"""What a file may be written in. Where a file reads equally well in two, the first is taken."""
+"""The dialects of a file. If a file reads equally well in two of them, the first one wins."""
 
 
 def load_file(path: str | Path) -> Reading:
-    """What a YAML or JSON file sets, in the dialect that knows most of its keys.
+    """Read the settings of a YAML or JSON file, in the dialect that knows most of its keys.
 
     Raises:
         ConfigError: the file cannot be read as a mapping. Faults of keys and values are in the reading's problems.
@@ -34,7 +34,7 @@ def load_file(path: str | Path) -> Reading:
 
 
 def load_fsdp_config(value: str | Path | Mapping[str, Any], flag: str = "--fsdp_config") -> Reading:
-    """What Transformers' `--fsdp_config` sets: a file, JSON text, or (in a script) a mapping.
+    """Read the settings of Transformers' `--fsdp_config`: a file, JSON text, or (in a script) a mapping.
 
     Raises:
         ConfigError: see `load_file`.
@@ -53,7 +53,7 @@ def accelerates_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def load_environment(environ: Mapping[str, str] | None = None) -> Reading:
-    """What the variables say that Accelerate's launcher sets for its workers, and that people set by hand.
+    """Read the variables that Accelerate's launcher sets for its workers, and that people set by hand.
 
     Variables that are empty count as not set. A name that is close to a known one is a problem; another one that begins
     like them (`FSDP_...` and fullshard's own: a problem too; `ACCELERATE_...`: a note).
@@ -85,7 +85,7 @@ def load_environment(environ: Mapping[str, str] | None = None) -> Reading:
 
 
 def load_arguments(arguments: Mapping[str, Any], dialect: Dialect, what: str) -> Reading:
-    """What a mapping in a script sets.
+    """Read the settings of a mapping in a script.
 
     Args:
         arguments: may be nested.
@@ -96,7 +96,7 @@ def load_arguments(arguments: Mapping[str, Any], dialect: Dialect, what: str) ->
 
 
 def _at(entries: tuple[Entry, ...], origin: Origin) -> tuple[Entry, ...]:
-    """The entries, as if each were written at one place."""
+    """Return the entries with one place as the origin of each."""
     return tuple(
         Entry(entry.key, _at(entry.value, origin) if entry.is_mapping else entry.value, origin) for entry in entries
     )
@@ -140,7 +140,7 @@ def _mixed(entry: Entry, dialect: Dialect, other: Dialect) -> Problem:
 
 
 def _wished(entries: list[Entry]) -> list[Entry]:
-    """Without what nobody asked for.
+    """Drop the entries that the user did not ask for.
 
     Accelerate's launcher exports every setting, most at its own default, also those that the chosen version and wrap
     policy do not read.

@@ -1,4 +1,4 @@
-"""Where a value was written, so that every message and `fullshard config explain` can say it."""
+"""The origin of a value, so that every message and `fullshard config explain` can name it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Precedence(IntEnum):
-    """Which source wins where several set the same thing: the highest."""
+    """The rank of sources that set the same thing: the highest wins."""
 
     DEFAULT = 0
     FILE = 1
@@ -33,22 +33,22 @@ class Origin:
 
     @classmethod
     def file(cls, path: str, line: int, column: int) -> Origin:
-        """A place in a file; line and column count from 1."""
+        """Return a place in a file; line and column count from 1."""
         return cls(Precedence.FILE, f"{path}:{line}:{column}")
 
     @classmethod
     def variable(cls, name: str) -> Origin:
-        """An environment variable."""
+        """Return the origin of an environment variable."""
         return cls(Precedence.ENVIRONMENT, f"${name}")
 
     @classmethod
     def flag(cls, name: str) -> Origin:
-        """A flag on the command line, with its dashes."""
+        """Return the origin of a flag on the command line, with its dashes."""
         return cls(Precedence.FLAG, name)
 
     @classmethod
     def argument(cls, name: str) -> Origin:
-        """An argument that a script passes."""
+        """Return the origin of an argument that a script passes."""
         return cls(Precedence.ARGUMENT, name)
 
     def __str__(self) -> str:
@@ -73,22 +73,22 @@ class Entry:
     origin: Origin
 
     def __repr__(self) -> str:
-        """As it was written: messages show what they got, nested keys too."""
+        """Return the entry as it was written: messages show what they got, nested keys too."""
         return f"{self.key}: {self.value!r}"
 
     @property
     def is_mapping(self) -> bool:
-        """Whether the value is a mapping."""
+        """Return whether the value is a mapping."""
         return isinstance(self.value, tuple)
 
     @property
     def plain(self) -> Any:
-        """The value, mappings as dictionaries."""
+        """Return the value, mappings as dictionaries."""
         return {inner.key: inner.plain for inner in self.value} if self.is_mapping else self.value
 
 
 def entries_of(mapping: Mapping[str, Any], what: str) -> tuple[Entry, ...]:
-    """The entries of a mapping that a script passes, which `what` stands for in messages."""
+    """Return the entries of a mapping that a script passes; `what` stands for the mapping in messages."""
     return tuple(
         Entry(
             str(key),

@@ -1,4 +1,4 @@
-"""The questionnaire of `fullshard config` as data: what is asked, when, what may be answered and what it sets.
+"""The questionnaire of `fullshard config` as data: each question, its condition, its answers and its settings.
 
 No terminal here: `Interview` keeps the answers and knows the next question, `cli/config_questions` asks.
 """
@@ -40,7 +40,7 @@ class Choice:
 
 @dataclass(slots=True)
 class Answers:
-    """What is known while asking.
+    """The facts that are known while asking.
 
     Attributes:
         hardware: of this host.
@@ -55,13 +55,13 @@ class Answers:
 
     @property
     def num_processes(self) -> int | None:
-        """Processes of the job; None if the launcher shall count devices."""
+        """Number of processes of the job; None if the launcher shall count devices."""
         number: int | None = self["num_processes"]
         return number
 
     @property
     def num_machines(self) -> int:
-        """Hosts of the job."""
+        """Number of hosts of the job."""
         return self["num_machines"] or 1
 
 
@@ -93,7 +93,7 @@ class Question:
 
 
 class Interview:
-    """Asks question by question; answers can be taken back.
+    """An interview, question by question; answers can be taken back.
 
     Args:
         hardware: of this host.
@@ -104,7 +104,7 @@ class Interview:
         self._asked: list[Question] = []
 
     def next(self) -> Question | None:
-        """The first question that has to be asked and is not answered; None when all are."""
+        """Return the first question that must be asked and is not answered; None when all are."""
         given = self.answers.given
         return next((q for q in QUESTIONS if q.name not in given and q.when(self.answers)), None)
 
@@ -124,7 +124,7 @@ class Interview:
         self._asked.append(question)
 
     def fault(self, question: Question, answer: Any) -> str | None:
-        """Why something is not an answer to a question, in words; None if it is one. Nothing is kept."""
+        """Say why something is not an answer to a question; None if it is one. Keep nothing."""
         try:
             self.answer(question, answer)
         except (ConfigError, ValueError) as error:
@@ -141,7 +141,7 @@ class Interview:
         return True
 
     def config(self) -> RunConfig:
-        """The configuration of the answers so far.
+        """Return the configuration of the answers so far.
 
         Raises:
             SettingsError: they do not go together.
@@ -154,7 +154,7 @@ class Interview:
 
 
 def hardware_words(hardware: Hardware) -> str:
-    """What was found, in one line."""
+    """Describe the hardware found, in one line."""
     cpu = f"{hardware.cpu_count} processor" + ("s" if hardware.cpu_count != 1 else "")
     memory = f", {hardware.memory_nbytes / GIB:.0f} GiB of memory" if hardware.memory_nbytes else ""
     names = [
@@ -168,7 +168,7 @@ def hardware_words(hardware: Hardware) -> str:
 def _ask(
     path: str, *, name: str = "", offer: Callable[[Answers], Sequence[Any]] | None = None, **particular: Any
 ) -> Question:
-    """The question about a setting, in the schema's words.
+    """Return the question about a setting, in the schema's words.
 
     Args:
         path: the setting.
@@ -195,7 +195,7 @@ def _ask(
 
 
 def _reader(path: str) -> Callable[[str, Answers], Any]:
-    """Reads a text or a whole number within the bounds of a setting."""
+    """Return a reader for a text or a whole number within the bounds of a setting."""
     setting = SETTINGS[path]
     least = next((bound.ge for bound in setting.metadata if hasattr(bound, "ge")), None)
 
@@ -224,7 +224,7 @@ def _devices(answers: Answers) -> Sequence[Choice]:
 
 
 def _recommended_processes(answers: Answers) -> int | None:
-    """One per device; on processors two, because one shards nothing. None where only the launcher can count."""
+    """Return one process per device; two on processors, as one shards nothing. None if only the launcher can count."""
     hardware, hosts = answers.hardware, answers.num_machines
     if answers["device"] == "cpu":
         return min(2, hardware.cpu_count) * hosts

@@ -1,4 +1,4 @@
-"""From readings of several sources to one `RunConfig`: the highest source wins, setting by setting."""
+"""Resolution of readings from several sources into one `RunConfig`: the highest source wins, setting by setting."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _OVERRULES = {
     "sharding.cpu_offload": _OFFLOAD,
     **dict.fromkeys(_WRAP, _WRAP),
 }
-"""What a setting overrules in lower sources besides itself, because it says the same thing in another way."""
+"""Settings that one overrules in lower sources besides itself: they say the same thing in another way."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A configuration that can be run.
+    """A configuration that can run.
 
     Attributes:
         config: every value.
@@ -36,11 +36,11 @@ class Resolved:
     notes: tuple[Note, ...]
 
     def value(self, path: str) -> Any:
-        """The value at `group.name`."""
+        """Return the value at `group.name`."""
         return self.config.value(path)
 
     def origin(self, path: str) -> Origin:
-        """Where the value at `group.name` comes from."""
+        """Return the origin of the value at `group.name`."""
         return self.settings[path].origin if path in self.settings else DEFAULT
 
 

@@ -228,7 +228,7 @@ class LaunchConfig(Settings):
 
     @property
     def is_elastic(self) -> bool:
-        """Whether hosts may come and go."""
+        """Return whether hosts may come and go."""
         return self.min_machines is not None and self.min_machines < self.num_machines
 
     @field_validator("log_dir")
@@ -467,13 +467,13 @@ class RunConfig(Settings):
         return self
 
     def value(self, path: str) -> Any:
-        """The value of the setting at `path`."""
+        """Return the value of the setting at `path`."""
         group, name = path.split(".")
         return getattr(getattr(self, group), name)
 
     @classmethod
     def of_paths(cls, values: Mapping[str, Any]) -> Self:
-        """From settings by path.
+        """Build a configuration from settings by path.
 
         Raises:
             SettingsError: a group has settings that are wrong, or groups do not go together.
@@ -492,5 +492,5 @@ SETTINGS: dict[str, FieldInfo] = {
 
 
 def settings_of(group: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Of values by path, those of one group by name."""
+    """Return the values of one group, by name, from values by path."""
     return {path.split(".")[1]: value for path, value in values.items() if path.startswith(f"{group}.")}

@@ -1,4 +1,4 @@
-"""What every group of settings is: frozen, validated, and with errors that name the setting and the way out."""
+"""The base of every group of settings: frozen, validated, and with errors that name the setting and a remedy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fullshard.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What there is to say of a setting besides its description.
+    """Facts about a setting besides its description.
 
     Attributes:
         ask: the question of the questionnaire; none if it is not asked.
@@ -31,14 +31,14 @@ class About:
 
     @classmethod
     def of(cls, setting: FieldInfo) -> About:
-        """What is said of a setting."""
+        """Return the facts about a setting."""
         return next((found for found in setting.metadata if isinstance(found, cls)), cls())
 
 
 def setting(
     default: Any, *, ask: str = "", answers: Mapping[Any, str] | None = None, accelerate: str = "", **bounds: Any
 ) -> Any:
-    """A field of `Settings` with what there is to say of it; see `About`. `bounds` are those of pydantic's `Field`."""
+    """Return a field of `Settings` with its facts; see `About`. `bounds` are those of pydantic's `Field`."""
     field = Field(default=default, **bounds)
     field.metadata.append(About(ask, answers or {}, accelerate))
     return field
@@ -46,7 +46,7 @@ def setting(
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What is wrong with one setting, or with several together.
+    """A fault of one setting, or of several together.
 
     Attributes:
         settings: their names within the group, most to blame first; empty if that cannot be said.
@@ -91,7 +91,7 @@ class CombinationError(ConfigError):
 
 
 def plain_message(error: BaseException) -> str:
-    """The message of an error without its hint."""
+    """Return the message of an error without its hint."""
     return str(error).split("\nhint: ")[0]
 
 
@@ -115,7 +115,7 @@ class Settings(BaseModel):
 
     @classmethod
     def of(cls, value: Mapping[str, Any] | Self | None) -> Self:
-        """Settings from a mapping, from None (all defaults) or unchanged.
+        """Build settings from a mapping, from None (all defaults), or return them unchanged.
 
         Raises:
             ConfigError: anything else, or a setting that is wrong.
@@ -143,25 +143,25 @@ class Settings(BaseModel):
 
     @classmethod
     def _advice(cls, name: str, value: object) -> str:
-        """The choice that a wrong one resembles, else what the setting is."""
+        """Return the choice that a wrong one resembles, else the setting's description."""
         field = cls.model_fields[name]
         close = closest(str(value), words_of(field))
         return f"did you mean {close}?" if close else f"{name}: {(field.description or '').split('. ')[0].rstrip('.')}"
 
 
 def words_of(field: FieldInfo) -> tuple[str, ...]:
-    """The words that a setting may be, beside other kinds of values; none if it may be any text."""
+    """Return the words that a setting may be, beside other kinds of values; none if it may be any text."""
     kinds = (field.annotation, *get_args(field.annotation))
     return tuple(word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind))
 
 
 def closest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:
-    """The known name that one resembles most; None if it resembles none by `cutoff`, from 0 to 1."""
+    """Return the known name that one resembles most; None if it resembles none by `cutoff`, from 0 to 1."""
     return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """A hint for an unknown name: the one it resembles, else all there are."""
+    """Return a hint for an unknown name: the one it resembles, else all there are."""
     names = list(known)
     close = closest(name, names)
     return f"did you mean {close!r}?" if close else f"the settings are {', '.join(names)}"

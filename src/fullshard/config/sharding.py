@@ -292,13 +292,13 @@ class ShardingConfig(Settings):
 
     @property
     def _first_offload(self) -> str | None:
-        """A switch that puts anything that is sharded on the host."""
+        """Return a switch that puts any sharded part on the host."""
         names = ("cpu_offload", "offload_compute_shards", "offload_main_weights", "offload_optimizer_state")
         return next((name for name in names if getattr(self, name)), None)
 
     @property
     def offload(self) -> Offload:
-        """What lives in host memory."""
+        """Return the parts that live in host memory."""
         return Offload.of(
             self.cpu_offload,
             self.offload_compute_shards,
@@ -313,7 +313,7 @@ class ShardingConfig(Settings):
         return None if self.unsharded_memory_gib is None else round(self.unsharded_memory_gib * 2**30)
 
     def resolved_strategy(self) -> Strategy:
-        """The strategy's row, with the override of `reshard_after_forward` applied.
+        """Return the strategy's row, with the override of `reshard_after_forward` applied.
 
         Raises:
             ConfigError: no strategy differs from the chosen one in that alone.
@@ -342,5 +342,5 @@ class ShardingConfig(Settings):
         )
 
     def resolved_shard_size(self, local_world_size: int) -> int | None:
-        """Ranks per shard group; for a hybrid strategy without a size, the ranks of one host."""
+        """Return the ranks per shard group; for a hybrid strategy without a size, the ranks of one host."""
         return self.resolved_strategy().shard_size_on(local_world_size, self.shard_size)

@@ -1,4 +1,4 @@
-"""The environment variables that are fullshard's own: one row each, from which the documentation's table is made.
+"""fullshard's own environment variables: one row each, from which the documentation's table is made.
 
 Users set the first ones, to turn off what is done for speed or memory. The launcher sets the others for its workers. A
 variable that begins like these and is in no row is an error.
@@ -36,7 +36,7 @@ class Switch:
     takes: Callable[[str], object] = bool
 
     def read(self, environ: Mapping[str, str] | None = None) -> str:
-        """Its value, in `os.environ` unless `environ` is given; the first of `values` if it is not set, or empty.
+        """Return its value in `os.environ` or `environ`; the first of `values` if it is not set, or empty.
 
         Raises:
             ConfigError: it is none of `values`, or not of `form`.
@@ -47,12 +47,12 @@ class Switch:
         return value or next(iter(self.values), "")
 
     def is_wrong(self, value: str) -> bool:
-        """Whether it cannot have this value. Without one it is as if it were not set."""
+        """Return whether it cannot have this value. No value counts as not set."""
         return bool(value) and not (value in self.values if self.values else self.takes(value))
 
     @property
     def hint(self) -> str:
-        """What to do about another value."""
+        """Return a remedy for a wrong value."""
         return f"use {' or '.join(self.values) or self.form}, or leave it out"
 
 
@@ -76,7 +76,7 @@ _MOST_SECONDS = 10**9
 
 
 def _told(name: str, about: str) -> Switch:
-    """One that the launcher sets or does not."""
+    """Build a switch that the launcher sets or leaves unset."""
     return Switch(name, about, form="1", takes="1".__eq__)
 
 
@@ -137,7 +137,7 @@ SWITCHES = {switch.name: switch for switch in (COMM, OFFLOAD, TIMEOUT, TOKEN, *H
 
 
 def timeout_of_environment(environ: Mapping[str, str] | None = None) -> float | None:
-    """Seconds that `TIMEOUT` asks for, in `os.environ` unless `environ` is given; None if it does not.
+    """Return the seconds that `TIMEOUT` asks for, in `os.environ` or `environ`; None if it does not.
 
     Raises:
         ConfigError: that is no time.
@@ -147,7 +147,7 @@ def timeout_of_environment(environ: Mapping[str, str] | None = None) -> float | 
 
 
 def elastic_ranks() -> tuple[int, int] | None:
-    """Fewest and most ranks that the job may have; None if their number is fixed.
+    """Return the fewest and most ranks that the job may have; None if their number is fixed.
 
     Raises:
         ConfigError: the variable says something else.
@@ -157,7 +157,7 @@ def elastic_ranks() -> tuple[int, int] | None:
 
 
 def faults(environ: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
-    """Variables that begin like fullshard's and are none, or have an unknown value: `(name, what is wrong, hint)`."""
+    """Yield unknown variables with fullshard's prefix, and unknown values: `(name, what is wrong, hint)`."""
     for name in sorted(name for name in environ if name.startswith(PREFIX)):
         value = environ[name].strip()
         if name not in SWITCHES:
@@ -170,7 +170,7 @@ def faults(environ: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
 
 
 def check_switches() -> None:
-    """See to it that this process's variables are ones that fullshard has.
+    """Check that fullshard has each of this process's variables.
 
     Raises:
         ConfigError: one is not.

@@ -33,7 +33,7 @@ TABLES = {
 
 
 def switches_table() -> str:
-    """One row per variable of fullshard's own: what it is about, and its values, the first being the default."""
+    """Return one row per variable of fullshard's own: its subject, and its values, the default first."""
     rows = ["| variable | of what | values |", "|---|---|---|"]
     for switch in SWITCHES.values():
         values = "; ".join(f"`{value}`: {does}" for value, does in switch.values.items())
@@ -43,7 +43,7 @@ def switches_table() -> str:
 
 
 def markdown_table(dialect: Dialect) -> str:
-    """One row per key: its spellings, what becomes of it, and into what or why.
+    """Return one row per key: its spellings, its effect, and its target or the reason.
 
     Sections without a table of their own are written out.
     """
@@ -60,7 +60,7 @@ def _rows(dialect: Dialect, section: str) -> Iterator[tuple[str, Key]]:
 
 
 def fill_tables(page: str) -> str:
-    """The page with every marked table made anew.
+    """Return the page with every marked table made anew.
 
     Raises:
         KeyError: a mark names no table.

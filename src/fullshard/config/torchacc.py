@@ -1,4 +1,4 @@
-"""TorchAcc's `Config`: every field with its type, its default, and what becomes of it here, in one place.
+"""TorchAcc's `Config`: every field with its type, its default and its effect here, in one place.
 
 Every assignment is checked. A field's row (a `Key`) is beside it; one without a target is used by
 `fullshard.integrations.torchacc` itself: the loader's fields, and the choice of what is checkpointed.
@@ -62,7 +62,7 @@ _XLA_TRAINS = "PyTorch/XLA trains instead of fullshard's engine; needs the extra
 
 
 def _asks_for_xla(value: Any) -> Settings:
-    """It sets nothing: the adapter reads it itself."""
+    """Check the value and set nothing: the adapter reads it itself."""
     if values.boolean(value):
         require_xla("true", "leave it out: fullshard's engine trains on the devices that it finds")
     return {}
@@ -105,7 +105,7 @@ Size = Annotated[int, Field(ge=1)]
 
 
 class _ConfigGroup(BaseModel):
-    """Fields that are checked when they are assigned."""
+    """Fields that are checked on assignment."""
 
     model_config = ConfigDict(extra="forbid", strict=True, validate_assignment=True, use_attribute_docstrings=True)
     path: ClassVar[str]
@@ -285,7 +285,7 @@ class Config(_ConfigGroup):
 
     @classmethod
     def of(cls, value: Config | Mapping[str, Any] | str | os.PathLike[str] | None) -> Config:
-        """A configuration from a mapping, a YAML or JSON file, None (all defaults) or unchanged.
+        """Build a configuration from a mapping, a YAML or JSON file, None (all defaults), or return it unchanged.
 
         Raises:
             ConfigError: anything else, or a field that is wrong.
@@ -305,7 +305,7 @@ class Config(_ConfigGroup):
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Self:
-        """From nested mappings; where a field is a set, a list will do.
+        """Build a configuration from nested mappings; where a field is a set, a list will do.
 
         Raises:
             ConfigError: with every fault that was found.
@@ -314,7 +314,7 @@ class Config(_ConfigGroup):
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> Self:
-        """From a YAML or JSON file with the fields as nested keys.
+        """Build a configuration from a YAML or JSON file with the fields as nested keys.
 
         Raises:
             ConfigError: with every fault that was found, its line and column.
@@ -330,7 +330,7 @@ class Config(_ConfigGroup):
         refuse(self.reading().problems)
 
     def entries(self) -> dict[str, Entry]:
-        """The fields that are not at their default, by dotted name, and the shard size."""
+        """Return the fields that are not at their default, by dotted name, and the shard size."""
         defaults = {name: value for name, value, _ in _leaves(Config())}
         changed = {name: v for name, v, _ in _leaves(self) if v != defaults[name] or name == _SIZE}
         return {
@@ -343,7 +343,7 @@ class Config(_ConfigGroup):
         }
 
     def reading(self) -> Reading:
-        """What the fields set; faults are in its problems."""
+        """Return the settings of the fields; faults are in its problems."""
         return TORCHACC.read(self.entries().values())
 
     @classmethod
@@ -368,7 +368,7 @@ class Config(_ConfigGroup):
 
 
 def _leaves(group: _ConfigGroup, prefix: str = "") -> Iterator[tuple[str, Any, Key]]:
-    """Every field with its value and its row."""
+    """Yield every field with its value and its row."""
     for name, field in type(group).model_fields.items():
         value = getattr(group, name)
         if isinstance(value, _ConfigGroup):
@@ -387,7 +387,7 @@ def _entries(fields: Mapping[str, Any]) -> tuple[Entry, ...]:
 
 
 def _flat(entries: Iterable[Entry], prefix: str = "") -> Iterator[Entry]:
-    """The entries by dotted name, down to the fields."""
+    """Yield the entries by dotted name, down to the fields."""
     for entry in entries:
         name = prefix + entry.key
         if entry.is_mapping and TORCHACC.find(name) is None:
@@ -397,7 +397,7 @@ def _flat(entries: Iterable[Entry], prefix: str = "") -> Iterator[Entry]:
 
 
 def _plain(value: Any, *, into: Any, name: str) -> Any:
-    """A value as the field has it: mappings as dicts, and lists as sets where the field is one."""
+    """Convert a value to the field's form: mappings to dicts, and lists to sets where the field is one."""
     if isinstance(value, tuple) and all(isinstance(item, Entry) for item in value):
         return {item.key: item.value for item in value}
     if isinstance(value, list | tuple) and (isinstance(into, set) or name == "gc_cls"):
@@ -406,7 +406,7 @@ def _plain(value: Any, *, into: Any, name: str) -> Any:
 
 
 def _finish(reading: Reading) -> None:
-    """Fields that mean nothing without another one, or contradict another one."""
+    """Report fields that mean nothing without another one, or contradict another one."""
     given = reading.entries
     rules = (
         ("memory.gc_cls", "memory.gc", "set config.memory.gc = True"),

@@ -1,4 +1,4 @@
-"""Experiment trackers: which there are, and what each needs."""
+"""Experiment trackers: their names, and what each needs."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ PACKAGES = {
     "clearml": ("clearml", "clearml"),
     "dvclive": ("dvclive", "dvclive"),
 }
-"""Of each tracker, by Accelerate's name for it: the package it is in, and the extra that brings it."""
+"""Each tracker's package and the extra that installs it, by Accelerate's name for the tracker."""
 
 
 def require_trackers(names: Iterable[str], said: str) -> None:
-    """Refuse trackers whose packages are missing: to be asked before hours of training. Unknown names pass.
+    """Refuse trackers whose packages are missing, before hours of training. Unknown names pass.
 
     Args:
         names: of trackers.

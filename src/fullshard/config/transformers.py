@@ -28,7 +28,7 @@ def _read_words(value: Any) -> Settings:
 
 
 def _finish(reading: Reading) -> None:
-    """What stands inside the two keys is all that they mean."""
+    """Drop the two keys themselves: their contents are all that they mean."""
     finish_fsdp(reading)
     for name in ("fsdp", "fsdp_config"):
         reading.entries.pop(name, None)
@@ -59,7 +59,7 @@ _KNOWN = "full_shard, shard_grad_op, no_shard, hybrid_shard, hybrid_shard_zero2,
 
 
 def read_fsdp_words(text: Any, origin: Origin) -> Reading:
-    """What `--fsdp "full_shard auto_wrap offload"` sets.
+    """Read the settings of `--fsdp "full_shard auto_wrap offload"`.
 
     Args:
         text: words in any case and order, with `_`, `-` or a space inside them, and spaces or commas between them;

@@ -23,7 +23,7 @@ Read = Callable[[Any], Any]
 
 
 def boolean(value: Any) -> bool:
-    """A truth value in any of the spellings of YAML and of environment variables."""
+    """Read a truth value in any of the spellings of YAML and of environment variables."""
     if isinstance(value, bool):
         return value
     text = str(value).strip().lower()
@@ -35,7 +35,7 @@ def boolean(value: Any) -> bool:
 
 
 def integer(value: Any) -> int:
-    """A whole number; `1e8` and `100_000` are such."""
+    """Read a whole number; `1e8` and `100_000` are accepted."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError(f"expected a whole number, got {value!r}")
     try:
@@ -48,7 +48,7 @@ def integer(value: Any) -> int:
 
 
 def number(value: Any) -> float:
-    """A number. Not NaN, which is equal to nothing and within no bounds."""
+    """Read a number. Refuse NaN, which is equal to nothing and within no bounds."""
     try:
         if not isinstance(value, bool) and not math.isnan(found := float(value)):
             return found
@@ -58,14 +58,14 @@ def number(value: Any) -> float:
 
 
 def text(value: Any) -> str:
-    """A text, without spaces around it."""
+    """Read a text, without spaces around it."""
     if isinstance(value, bool | list | tuple | Mapping):
         raise ValueError(f"expected a text, got {value!r}")
     return str(value).strip()
 
 
 def names(value: Any) -> tuple[str, ...]:
-    """Names: a list, or a text with commas; spaces around a name are dropped. A number is the name of a device."""
+    """Read names from a list, or a text with commas; spaces around a name are dropped. A number is a device's name."""
     items = value.split(",") if isinstance(value, str) else [value] if type(value) is int else value
     if not isinstance(items, list | tuple) or not all(isinstance(item, str | int) for item in items):
         raise ValueError(f"expected names separated by commas, got {value!r}")
@@ -73,7 +73,7 @@ def names(value: Any) -> tuple[str, ...]:
 
 
 def step_range(text: str) -> tuple[int, int]:
-    """The first and the last step of `3-5`; of `4`, which is both.
+    """Read the first and the last step of `3-5`; `4` is both.
 
     Raises:
         ConfigError: it is neither, or the last comes before the first.
@@ -86,7 +86,7 @@ def step_range(text: str) -> tuple[int, int]:
 
 
 def one_of(value: Any, known: Sequence[str], *, numbered: bool = False) -> str:
-    """One of the known upper-case names: in any case, with `-` or a space for `_`, or by its number from 1.
+    """Read a known upper-case name: in any case, with `-` or a space for `_`, or by its number from 1.
 
     Raises:
         ConfigError: none of them.
@@ -104,12 +104,12 @@ def one_of(value: Any, known: Sequence[str], *, numbered: bool = False) -> str:
 
 
 def is_none(value: Any) -> bool:
-    """Whether the value means that nothing was set."""
+    """Return whether the value means that nothing was set."""
     return value is None or (isinstance(value, str) and value.strip().lower() in _NONE)
 
 
 def coerce(path: str, value: Any) -> Any:
-    """The value for the setting at `group.name`, of that setting's type. Ranges and choices are the schema's business.
+    """Convert a value to the type of the setting at `group.name`. The schema checks ranges and choices.
 
     Raises:
         ValueError: it cannot be read as that type.

@@ -1,4 +1,4 @@
-"""Commands that have settings of their own and some of a run's. The second kind is made from the schema.
+"""Commands with settings of their own and some of a run's. The latter are made from the schema.
 
     class Job(View):
         seq_len: int = Field(2048, ge=1, description="Tokens per sequence")
@@ -24,7 +24,7 @@ from fullshard.core.strategy import parse_strategy
 
 
 def of_run(path: str, default: Any = ..., help: str = "", read: Read | None = None) -> Any:
-    """A field that is a setting of a run.
+    """Return a field that is a setting of a run.
 
     Args:
         path: the setting, `group.name`.
@@ -43,7 +43,7 @@ def of_run(path: str, default: Any = ..., help: str = "", read: Read | None = No
 
 
 def kept_or_auto(choice: str) -> Mapping[str, Any]:
-    """Reader of a choice between `strategy` and `auto`, which is `reshard_after_forward` without its truth values."""
+    """Read a choice between `strategy` and `auto`, which is `reshard_after_forward` without its truth values."""
     return {"sharding.reshard_after_forward": "auto" if choice == "auto" else None}
 
 
@@ -56,7 +56,7 @@ class View(BaseModel):
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
-        """From values by field.
+        """Build the settings from values by field.
 
         Raises:
             ConfigError: an unknown name, with the one it resembles; or wrong values, all of them.
@@ -82,16 +82,16 @@ class View(BaseModel):
 
     @classmethod
     def spelled(cls, name: str) -> str:
-        """A field as people write it."""
+        """Return a field as people write it."""
         return name
 
     @classmethod
     def of_the_run(cls) -> dict[str, Key]:
-        """The fields that are settings of a run, and what each sets."""
+        """Return the fields that are settings of a run, and what each sets."""
         return {name: row for name, field in cls.model_fields.items() for row in field.metadata if isinstance(row, Key)}
 
     def run_config(self, **changed: Any) -> RunConfig:
-        """The settings of the run.
+        """Return the settings of the run.
 
         Args:
             changed: fields that have another value.
@@ -102,7 +102,7 @@ class View(BaseModel):
         return resolve([Reading(settings=list(self.run_settings(**changed)))]).config
 
     def run_settings(self, **changed: Any) -> Iterator[Setting]:
-        """What the fields say of the run; `changed` as for `run_config`."""
+        """Yield the run's settings among the fields; `changed` as for `run_config`."""
         for name, row in self.of_the_run().items():
             value = changed.get(name, getattr(self, name))
             found = {row.target: value} if row.read is None else row.read(value)

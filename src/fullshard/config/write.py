@@ -20,7 +20,7 @@ WIDTH = 110
 
 
 def write_native(config: RunConfig, *, comments: bool = True, only_changed: bool = False) -> str:
-    """The configuration as commented YAML, which `load_file` reads back as the same.
+    """Return the configuration as commented YAML, which `load_file` reads back unchanged.
 
     Args:
         config: what to write.
@@ -74,7 +74,7 @@ def _comment(text: str | None, indent: str) -> list[str]:
 
 
 def scalar(value: Any) -> str:
-    """A value as YAML on one line; texts that a reader could take for something else are quoted."""
+    """Return a value as YAML on one line; texts that a reader could take for something else are quoted."""
     from ruamel.yaml import YAML
 
     if isinstance(value, tuple | list):
@@ -93,7 +93,7 @@ _YAML_WORDS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null", "non
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON schema of fullshard's YAML: what it describes is accepted; a few looser spellings are accepted too."""
+    """Return the JSON schema of fullshard's YAML; a few looser spellings than it describes are accepted too."""
     schema: dict[str, Any] = RunConfig.model_json_schema()
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["title"] = "fullshard configuration"

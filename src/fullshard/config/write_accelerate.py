@@ -53,7 +53,7 @@ _DYNAMO_BACKENDS = ("eager", "aot_eager", "inductor", "cudagraphs", "onnxrt", "t
 
 @dataclass(frozen=True, slots=True)
 class Remark:
-    """What becomes of a setting that Accelerate's file says differently or not at all.
+    """A remark on a setting that Accelerate's file says differently or not at all.
 
     Attributes:
         path: the setting, `group.name`.
@@ -68,7 +68,7 @@ class Remark:
 
 
 def write_accelerate(config: RunConfig) -> tuple[str, list[Remark]]:
-    """The configuration as YAML that `accelerate launch --config_file` and fullshard read.
+    """Return the configuration as YAML that `accelerate launch --config_file` and fullshard read.
 
     Returns:
         The text, and a remark on each setting that would read back differently, or means something else there.
@@ -91,7 +91,7 @@ class _Writer:
     remarks: list[Remark] = field(default_factory=list)
 
     def document(self) -> dict[str, Any]:
-        """The file's content; whatever it cannot hold is remarked."""
+        """Return the file's content, and add a remark for whatever it cannot hold."""
         launch = self.config.launch
         fsdp, parallelism = self._strategy()
         document: dict[str, Any] = {
@@ -118,7 +118,7 @@ class _Writer:
         return document
 
     def _strategy(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The keys of `fsdp_config` and of `parallelism_config` that say how a model is divided."""
+        """Return the keys of `fsdp_config` and of `parallelism_config` that say how a model is divided."""
         sharding = self.config.sharding
         row = sharding.resolved_strategy()
         if row.is_hybrid:
@@ -203,7 +203,7 @@ class _Writer:
             self._say("launch.rdzv_backend", f"written as {backend}, which it comes to")
 
     def _prefetch(self, fsdp: dict[str, Any]) -> None:
-        """Accelerate's version 2 decides these itself, and warns of them."""
+        """Write prefetching for version 1; Accelerate's version 2 decides it itself, and warns of these keys."""
         if fsdp["fsdp_version"] == 1:
             fsdp.update(self._named(_VERSION_1_FSDP))
             fsdp["fsdp_use_orig_params"] = True  # fullshard always keeps them

@@ -56,7 +56,7 @@ XLA_SETTINGS = Dialect(
 )
 
 XLA_TRAINS = "TPUs: fullshard's engine trains on them through torch_tpu; PyTorch/XLA needs the extra `fullshard[xla]`"
-"""What becomes of a key that asks for PyTorch/XLA."""
+"""The effect of a key that asks for PyTorch/XLA."""
 
 _OR_LEAVE_OUT = "pip install torch_tpu on a host with TPUs, or leave it out"
 
@@ -78,7 +78,7 @@ def require_xla(what: str, otherwise: str) -> None:
 
 
 def tpus_or_xla(what: str, otherwise: str) -> Settings:
-    """What asks for TPUs in PyTorch/XLA's words: those of torch_tpu if that is installed, for fullshard's engine.
+    """Return the settings of PyTorch/XLA's words for TPUs: torch_tpu's, for fullshard's engine, if it is installed.
 
     Where PyTorch/XLA is installed it sets nothing: the adapter reads it itself.
 
@@ -92,7 +92,7 @@ def tpus_or_xla(what: str, otherwise: str) -> Settings:
 
 
 def asks_for_xla(value: Any) -> Settings:
-    """Reader of a truth value that asks for PyTorch/XLA."""
+    """Read a truth value that asks for PyTorch/XLA."""
     return tpus_or_xla("true", _OR_LEAVE_OUT) if values.boolean(value) else {}
 
 

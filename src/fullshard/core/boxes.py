@@ -32,12 +32,12 @@ class IntervalBox:
 
 
 def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
-    """Elements from one to the next along each dim, in a tensor that is stored row by row."""
+    """Return the elements from one to the next along each dim, in a tensor that is stored row by row."""
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def boxes(shape: tuple[int, ...], interval: Interval) -> Iterator[IntervalBox]:
-    """The boxes that `interval` of a tensor of `shape` consists of, at most 2n - 1 of them for n dims, in order."""
+    """Yield the boxes that make up `interval` of a tensor of `shape`, in order; at most 2n - 1 for n dims."""
     strides = strides_of(shape)
     at = interval.start
     while at < interval.stop:

@@ -1,4 +1,4 @@
-"""What a bucket is apart from its memory: dtypes by role, what is on the host, and the bytes that follow. No torch.
+"""A bucket apart from its memory: dtypes by role, what is on the host, and the resulting bytes. No torch.
 
 The engine makes its buckets from these plans and the planner counts with them, so neither has rules of its own.
 """
@@ -18,7 +18,7 @@ from fullshard.core.sizes import packed_nbytes
 
 
 class BucketKey(NamedTuple):
-    """What the parameters of a bucket have in common; with the dtypes of the run it fixes all dtypes.
+    """The common properties of a bucket's parameters; with the dtypes of the run they fix all dtypes.
 
     Attributes:
         dtype: as they are stored.
@@ -34,7 +34,7 @@ class BucketKey(NamedTuple):
 
     @classmethod
     def of(cls, dtypes: Dtypes, dtype: str, *, trainable: bool, exact: bool, statistics: str | None) -> BucketKey:
-        """That of one parameter; see `Dtypes.compute`."""
+        """Return the key of one parameter; see `Dtypes.compute`."""
         return cls(dtype, dtypes.compute(dtype, exact=exact, statistics=statistics), trainable, exact)
 
 
@@ -73,7 +73,7 @@ class BucketPlan:
         by_rows: bool = False,
         is_extended: bool = False,
     ) -> BucketPlan:
-        """The bucket of parameters with these shapes.
+        """Plan the bucket of parameters with these shapes.
 
         Args:
             key: what they have in common.
@@ -103,22 +103,22 @@ class BucketPlan:
 
     @property
     def main_is_on_host(self) -> bool:
-        """Whether this rank's interval as it is stored lives there; of a frozen bucket there is nothing else."""
+        """Return whether this rank's stored interval is in host memory; a frozen bucket has nothing else there."""
         return self.offload.main_weights if self.trainable else self.offload.compute_shards
 
     @property
     def is_gathered_from_host(self) -> bool:
-        """Whether what is gathered is copied from there before every gather."""
+        """Return whether the gather's input is copied from host memory before every gather."""
         return self.main_is_on_host and self.offload.compute_shards
 
     @property
     def state_visits_device(self) -> bool:
-        """Whether its optimizer state, if it has any, lives on the host and is updated on the device."""
+        """Return whether its optimizer state, if any, lives on the host and is updated on the device."""
         return self.offload.optimizer_state and not self.main_is_on_host
 
     @property
     def compute_shard_dtype(self) -> str:
-        """Of what is gathered from, where that is not the stored interval itself on the device.
+        """Dtype of the gather's input, if that is not the stored interval itself on the device.
 
         Packing is done on the device, from exact values.
         """
@@ -126,19 +126,19 @@ class BucketPlan:
 
     @property
     def compute_shard_is_main(self) -> bool:
-        """Whether what is gathered from is the stored interval itself."""
+        """Return whether the gather's input is the stored interval itself."""
         if not self.main_is_on_host:
             return True
         return self.is_gathered_from_host and self.compute_shard_dtype == self.dtype
 
     @property
     def shares_main(self) -> bool:
-        """Whether unsharding is nothing: one rank owns everything, in the dtype it computes in."""
+        """Return whether unsharding does nothing: one rank owns everything, in the dtype it computes in."""
         return self.layout.world_size == 1 and self.may_hold_main
 
     @property
     def may_hold_main(self) -> bool:
-        """Whether the unsharded bucket could have this rank's stored interval as a part of it."""
+        """Return whether the unsharded bucket could contain this rank's stored interval."""
         return self.dtype == self.compute_dtype and not self.main_is_on_host and self.whole_dtype is None
 
     # -- bytes --------------------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ class BucketPlan:
 
     @property
     def compute_shard_nbytes(self) -> int:
-        """Bytes of what is gathered from, where that is not the stored interval itself on the device."""
+        """Bytes of the gather's input, if that is not the stored interval itself on the device."""
         return self.layout.shard_numel * itemsize(self.compute_shard_dtype)
 
     @property
@@ -162,7 +162,7 @@ class BucketPlan:
 
     @property
     def host_buffers(self) -> tuple[int, ...]:
-        """Bytes of each buffer in host memory; of another dtype than the stored one, a second is gathered from."""
+        """Bytes of each buffer in host memory; if the compute dtype differs, a second one holds the gather's input."""
         if not self.main_is_on_host:
             return ()
         has_copy = self.is_gathered_from_host and not self.compute_shard_is_main
@@ -185,7 +185,7 @@ class BucketPlan:
 
     @property
     def main_gradient_dtype(self) -> str:
-        """In which gradients are accumulated over micro-batches."""
+        """Dtype in which gradients are accumulated over micro-batches."""
         return wider(self.reduce_dtype, self.dtype)
 
     @property
@@ -215,6 +215,6 @@ def _message_nbytes(numel: int, dtype: str, sent_as: str | None) -> int:
 
 @cache
 def _layout(shapes: tuple[tuple[int, ...], ...], narrowest: int, world_size: int, atom: int | None) -> BucketLayout:
-    """Layers repeat, so most calls find their layout made."""
+    """Build the layout, or return the cached one: layers repeat, so most calls find it."""
     specs = [ParameterSpec(str(index), shape) for index, shape in enumerate(shapes)]
     return BucketLayout.build(specs, itemsize=narrowest, world_size=world_size, atom=atom)

@@ -1,4 +1,4 @@
-"""Which dtype a tensor has in which role, by name: the engine and the planner both ask here. No torch.
+"""Each tensor's dtype in each role, by name: the engine and the planner both ask here. No torch.
 
 | role | dtype |
 |---|---|
@@ -52,7 +52,7 @@ COMPUTE: dict[str, str | None] = {"no": None, "fp32": "float32", "bf16": "bfloat
 
 
 def itemsize(dtype: str) -> int:
-    """Bytes of one element.
+    """Return the bytes of one element.
 
     Raises:
         ConfigError: no such dtype.
@@ -63,19 +63,19 @@ def itemsize(dtype: str) -> int:
 
 
 def wider(one: str, other: str) -> str:
-    """The floating-point dtype that holds both, as torch promotes them."""
+    """Return the floating-point dtype that holds both, as torch promotes them."""
     if itemsize(one) == itemsize(other):
         return one if one == other else "float32"  # bfloat16 and float16: neither holds the other
     return max(one, other, key=itemsize)
 
 
 def main_dtype(stored: str, *, trainable: bool, mode: str) -> str:
-    """Dtype of a main weight that is `stored` so: float32 instead of half precision, in every mode except `no`."""
+    """Return the main weights' dtype for `stored`: float32 for half precision, in every mode except `no`."""
     return "float32" if trainable and mode != "no" and stored in HALF else stored
 
 
 def collected(compute: str, reduce: str, *, widens: bool) -> str:
-    """Dtype in which the unsharded gradient is collected until something is added to it.
+    """Return the dtype in which the unsharded gradient is collected until something is added to it.
 
     That of the parameter, in which autograd makes gradients, if the reduction `widens`: casts what it reads.
     """
@@ -83,12 +83,12 @@ def collected(compute: str, reduce: str, *, widens: bool) -> str:
 
 
 def saves(sent_as: str, dtype: str) -> bool:
-    """Whether sending elements of `dtype` as `sent_as` takes fewer bytes."""
+    """Return whether sending elements of `dtype` as `sent_as` takes fewer bytes."""
     return itemsize(sent_as) < itemsize(dtype)
 
 
 def packed(sent_as: str | None, dtype: str) -> str | None:
-    """What elements of `dtype` are sent as, if `sent_as` is asked for; None: as they are, like all that is no float."""
+    """Return the dtype that `dtype` is sent as if `sent_as` is asked for; None: as it is, like all non-floats."""
     return sent_as if sent_as is not None and dtype in FLOATING and saves(sent_as, dtype) else None
 
 
@@ -108,7 +108,7 @@ class Dtypes:
     reduce_as: str | None = None
 
     def compute(self, stored: str, *, exact: bool = False, statistics: str | None = None) -> str:
-        """Dtype of an unsharded parameter.
+        """Return the dtype of an unsharded parameter.
 
         Args:
             stored: of the sharded parameter.
@@ -121,7 +121,7 @@ class Dtypes:
         return statistics or self.compute_dtype
 
     def reduce(self, stored: str) -> str:
-        """Dtype in which gradients of such a parameter are summed: at least float32 unless told. Complex: as stored."""
+        """Return the dtype that sums such a parameter's gradients: at least float32 unless told. Complex: as stored."""
         if stored.startswith("complex"):
             return stored
         if self.reduce_dtype is not None:

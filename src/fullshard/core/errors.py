@@ -1,4 +1,4 @@
-"""Every error fullshard raises on purpose: a `FullshardError`, and one of Python's own kinds besides.
+"""Every error that fullshard raises on purpose: a `FullshardError` that is also one of Python's own kinds.
 
 The message says what is wrong, where, and got / expected; `hint` adds one action on a line of its own. What is
 quoted may be anything: too long to read, it is cut, and what a terminal would obey is written out.
@@ -19,12 +19,12 @@ _OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u206
 
 
 def printable(text: str, limit: int = MAX_LINE) -> str:
-    """Return text of unknown origin as it may be printed: what a terminal would obey is written out, and it is cut."""
+    """Return text of unknown origin as printable text: terminal control characters are escaped, and it is cut."""
     return cut(_OBEYED.sub(lambda match: match[0].encode("unicode_escape").decode(), cut(text, limit)), limit)
 
 
 def cut(text: str, limit: int) -> str:
-    """`text`, without its middle if that makes it longer than `limit` characters."""
+    """Return `text`, without its middle if it is longer than `limit` characters."""
     if len(text) <= limit:
         return text
     head, tail = limit * 3 // 4, limit // 8
@@ -32,7 +32,7 @@ def cut(text: str, limit: int) -> str:
 
 
 def first_of(names: Sequence[str], most: int) -> str:
-    """The first `most` of them, and how many more there are."""
+    """Return the first `most` of them, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
@@ -56,7 +56,7 @@ class ConfigError(FullshardError, ValueError):
 
 
 class PlacementError(ConfigError, AssertionError):
-    """`shard_placement_fn` gives what is no dim of a parameter. torch's `fully_shard` raises an AssertionError."""
+    """`shard_placement_fn` returns no dim of a parameter. torch's `fully_shard` raises an AssertionError."""
 
 
 class WrapError(FullshardError, ValueError):
@@ -72,7 +72,7 @@ class LayoutError(FullshardError, ValueError):
 
 
 class LifecycleError(FullshardError, RuntimeError):
-    """A call at the wrong moment, or of what a unit cannot follow."""
+    """A call at the wrong moment, or one that a unit cannot follow."""
 
 
 class CopyError(LifecycleError, AssertionError):
@@ -100,23 +100,23 @@ class CheckpointError(FullshardError, RuntimeError):
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint is not what was saved: bytes or files of it are missing or others. Nothing was changed by it."""
+    """A checkpoint is not as it was saved: bytes or files are missing or changed. Nothing was changed by it."""
 
 
 class StoreError(FullshardError, RuntimeError):
-    """An object store did not answer, or forbids what was asked. What is in it nobody knows."""
+    """An object store did not answer, or refused the request. The store's contents are unknown."""
 
 
 class DataError(FullshardError, ValueError):
-    """Training data that cannot be read or used."""
+    """Training data cannot be read or used."""
 
 
 class HubError(FullshardError, OSError):
-    """A model that is saved could not be pushed to the hub."""
+    """A saved model could not be pushed to the hub."""
 
 
 class VersionError(FullshardError, ImportError):
-    """A package that is installed is too old."""
+    """An installed package is too old."""
 
 
 class MissingExtraError(FullshardError, ImportError):

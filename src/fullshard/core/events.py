@@ -1,4 +1,4 @@
-"""What the engine says it does, one event per unit and transition. The engine emits, others consume.
+"""The engine's own account of its work: one event per unit and transition. The engine emits, others consume.
 
 The planner produces the same events for a step it only imagines, so "predicted schedule == observed schedule" is a
 comparison of two lists.
@@ -12,7 +12,7 @@ from enum import StrEnum
 
 
 class EventKind(StrEnum):
-    """What happened to a unit."""
+    """The kind of a unit's transition."""
 
     UNSHARD_ISSUED = "unshard_issued"
     """its all-gather was launched"""

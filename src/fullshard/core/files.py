@@ -34,7 +34,7 @@ or something is mounted over its name."""
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """A path to write to in the place of `path`, which gets the content when the block ends well.
+    """Yield a path to write to instead of `path`, which gets the content when the block ends well.
 
     Until then, and after an error, `path` is what it was before. What is no file of a folder is written to as it is: a
     device, a pipe, what a process has open. A file in its place would be another thing. So is a file that cannot be
@@ -77,7 +77,7 @@ def _is_no_file_of_a_folder(path: Path) -> bool:
 
 
 def _made(temporary: Path, target: Path) -> bool:
-    """Whether there can be a file beside `target`; an error if that leaves nothing to write to."""
+    """Return whether there can be a file beside `target`; raise if that leaves nothing to write to."""
     try:
         temporary.touch(0o600 if target.exists() else 0o666)
     except OSError as error:
@@ -88,7 +88,7 @@ def _made(temporary: Path, target: Path) -> bool:
 
 
 def _replace(target: Path, temporary: Path) -> None:
-    """Put what was written in the place of `target`, which keeps its mode."""
+    """Replace `target` with the written file, and keep its mode."""
     if target.exists():
         shutil.copymode(target, temporary)
     try:

@@ -16,7 +16,7 @@ Action = Callable[[ModuleType], None]
 
 
 def import_extra(name: str, *, extra: str, purpose: str, package: str | None = None) -> Any:
-    """A module of an optional dependency, of the `package` that it is in, if none is given.
+    """Import a module of an optional dependency, by default the `package` that it is in.
 
     Raises:
         MissingExtraError: it is not installed. See there for `extra` and `purpose`.
@@ -30,7 +30,7 @@ def import_extra(name: str, *, extra: str, purpose: str, package: str | None = N
 def on_demand(
     module: str, homes: Mapping[str, str], otherwise: Callable[[str], Any] | None = None
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` of a module whose names are imported from their homes when they are first used.
+    """Return a module's `__getattr__` and `__dir__`, which import names from their homes on first use.
 
     Write it under `if not TYPE_CHECKING`: a type checker would take `__getattr__` as leave to use any name.
 
@@ -70,7 +70,7 @@ def after_import(name: str, action: Action) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds modules as all other finders do, and adds to what happens after they have run."""
+    """A finder that finds modules as all others do, and adds actions to run after them."""
 
     def __init__(self) -> None:
         self.actions: dict[str, list[Action]] = {}

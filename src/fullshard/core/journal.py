@@ -1,4 +1,4 @@
-"""What happened to a job, beside its steps: a line of JSON per event in the run's directory.
+"""The journal of a job's events, besides its steps: a line of JSON per event in the run's directory.
 
     {"time": "2026-11-23T17:04:05.678Z", "kind": "save", "rank": 0, "host": "node3", "pid": 4711, "step": 1200, ...}
 
@@ -27,7 +27,7 @@ _LONGEST_TEXT = 2000
 
 
 class Happening(StrEnum):
-    """Kinds of events; what each has beside the fields that all have is in `docs/reliability.md`."""
+    """Kinds of events; `docs/reliability.md` lists the fields that each has besides the common ones."""
 
     START = "start"
     SAVE = "save"
@@ -47,7 +47,7 @@ class Happening(StrEnum):
 
 @dataclass(slots=True)
 class Journal:
-    """Of this process.
+    """The journal of this process.
 
     Attributes:
         path: the file; None: nothing is written.
@@ -62,11 +62,11 @@ class Journal:
     is_told: bool = False
 
     def tell(self, step: int) -> None:
-        """The loop is at this step of the run."""
+        """Note the step of the run that the loop is at."""
         self.step, self.is_told = step, True
 
     def close(self) -> None:
-        """The run is over, although the process may go on."""
+        """End the run, although the process may go on."""
         self.path, self.step, self.is_told = None, None, False
 
     def note(self, kind: Happening, message: str = "", *, rank: int | None = None, **details: Any) -> None:
@@ -102,7 +102,7 @@ class Journal:
 
 
 JOURNAL = Journal()
-"""That of this process."""
+"""The journal of this process."""
 
 
 def read_journal(path: Path) -> Iterator[dict[str, Any]]:

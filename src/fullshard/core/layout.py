@@ -39,18 +39,18 @@ class Interval:
         return self.stop - self.start
 
     def intersect(self, other: Interval) -> Interval:
-        """The common part; empty intervals are placed at the nearer end so that offsets stay meaningful."""
+        """Return the common part; an empty interval is placed at the nearer end so that offsets stay meaningful."""
         start = min(max(self.start, other.start), self.stop)
         return Interval(start, max(start, min(self.stop, other.stop)))
 
     def shift(self, offset: int) -> Interval:
-        """The same interval, `offset` elements later."""
+        """Return the same interval, `offset` elements later."""
         return Interval(self.start + offset, self.stop + offset)
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterSpec:
-    """One parameter as the layout sees it.
+    """One parameter, as the layout sees it.
 
     Attributes:
         name: fully qualified name in the model.
@@ -137,17 +137,17 @@ class BucketLayout:
         return max(spec.numel for spec in self.specs)
 
     def rank_interval(self, rank: int) -> Interval:
-        """The bucket elements rank `rank` owns."""
+        """Return the bucket elements that rank `rank` owns."""
         return Interval(rank * self.shard_numel, (rank + 1) * self.shard_numel)
 
     def interval(self, index: int, rank: int) -> Interval:
-        """The elements of (flattened) parameter `index` that `rank` owns; empty if it owns none."""
+        """Return the elements of (flattened) parameter `index` that `rank` owns; empty if it owns none."""
         offset = self.offsets[index]
         whole = Interval(offset, offset + self.specs[index].numel)
         return whole.intersect(self.rank_interval(rank)).shift(-offset)
 
     def shard_slice(self, index: int, rank: int) -> slice:
-        """Where `interval(index, rank)` lies inside the rank's shard."""
+        """Return the place of `interval(index, rank)` in the rank's shard."""
         local = self.interval(index, rank)
         if local.numel == 0:
             return slice(0, 0)

@@ -1,4 +1,4 @@
-"""Who computes with which whole matrix: an optimizer's work dealt to the ranks, from layouts alone. No torch.
+"""The owner of each whole matrix: an optimizer's work dealt to the ranks, from layouts alone. No torch.
 
 Some optimizers need a matrix as a whole, Muon for one. Each matrix has an *owner*, the one rank that gets all pieces of
 it and sends pieces of the result back. Along the replicate axis all have the same pieces, and matrices are dealt, too:
@@ -25,9 +25,9 @@ from fullshard.core.errors import LayoutError
 from fullshard.core.layout import BucketLayout, Interval
 
 _EVEN_ENOUGH = 1.05
-"""How much more than in the most even dealing may fall to a rank, if less travels or more of it beside computing."""
+"""A rank's load over the most even dealing's, allowed if less travels or more of it overlaps with computing."""
 _AHEAD = 0.25
-"""How much more it may be for a while, of the work of one exchange: the others wait for that."""
+"""Temporary extra load, as a part of one exchange's work: the others wait for that."""
 _ENOUGH_EXCHANGES = 4
 """With so many it is a part of the first and of the last that nobody computes beside."""
 NEWTON_SCHULZ_STEPS = 5
@@ -37,11 +37,11 @@ PRECONDITION_FREQUENCY = 10
 ROOT_FREQUENCY = 50
 MAX_PRECOND_DIM = 10_000
 _SLOWNESS_OF_DECOMPOSITIONS = 10
-"""How much longer a decomposition takes than a matrix product of as many operations: assumed."""
+"""A decomposition's time over that of a matrix product of as many operations: assumed."""
 
 
 class MatrixCost(Protocol):
-    """What an optimizer's owner of a matrix does with it.
+    """The cost of a matrix to its owner, for one optimizer.
 
     Attributes:
         sent_as: dtype of what is sent to it and back, and what it computes in.
@@ -49,16 +49,16 @@ class MatrixCost(Protocol):
 
     @property
     def sent_as(self) -> str:
-        """See above."""
+        """Return the dtype of messages and of the owner's work; see above."""
 
     def flops(self, rows: int, columns: int) -> int:
-        """Multiplications and additions in a step, on average."""
+        """Return the multiplications and additions in a step, on average."""
 
     def kept(self, rows: int, columns: int) -> int:
-        """Elements that stay with it from step to step."""
+        """Return the elements that the owner keeps from step to step."""
 
     def working(self, rows: int, columns: int) -> int:
-        """Elements that it needs besides, while it computes."""
+        """Return the elements that the owner needs in addition while it computes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,23 +68,23 @@ class NewtonSchulz:
     sent_as: str = "bfloat16"
 
     def flops(self, rows: int, columns: int) -> int:
-        """Of all iterations: two symmetric products, of the matrix and of what comes of it, and one that is not."""
+        """Return all iterations' operations: two symmetric products, of the matrix and its result, and one other."""
         short, long = sorted((rows, columns))
         made = short * short - (short // 2 * (short - short // 2) if short >= HALVED_ROWS else 0)
         return NEWTON_SCHULZ_STEPS * 2 * (made * (long + short) + short * short * long)
 
     def kept(self, rows: int, columns: int) -> int:
-        """Nothing."""
+        """Return 0: nothing is kept."""
         return 0
 
     def working(self, rows: int, columns: int) -> int:
-        """Two more of the matrix, and two of its square."""
+        """Return two more of the matrix, and two of its square."""
         return 2 * (rows * columns + min(rows, columns) ** 2)
 
 
 @dataclass(frozen=True, slots=True)
 class Eigenbases:
-    """SOAP's: two moments; for rows and for columns a factor and its eigenvectors, unless there are too many of them.
+    """SOAP's state: two moments; for rows and columns a factor and its eigenvectors, unless a dim is too large.
 
     Attributes:
         frequency: steps from one decomposition to the next.
@@ -96,17 +96,17 @@ class Eigenbases:
     sent_as: str = "float32"
 
     def flops(self, rows: int, columns: int) -> int:
-        """Three products with each basis and one for each factor; now and then a product and a decomposition."""
+        """Return three products per basis and one per factor; and, now and then, a product and a decomposition."""
         dims = self._dims(rows, columns)
         often = sum(4 * 2 * dim * rows * columns for dim in dims)
         return often + sum((2 + _SLOWNESS_OF_DECOMPOSITIONS * 8 // 3) * dim**3 for dim in dims) // self.frequency
 
     def kept(self, rows: int, columns: int) -> int:
-        """See above."""
+        """Return the elements of that state."""
         return 2 * rows * columns + sum(2 * dim * dim for dim in self._dims(rows, columns))
 
     def working(self, rows: int, columns: int) -> int:
-        """Four more of the matrix; or three of a factor."""
+        """Return four more of the matrix, or three of a factor."""
         return max(4 * rows * columns, 3 * max(self._dims(rows, columns), default=0) ** 2)
 
     def _dims(self, rows: int, columns: int) -> list[int]:
@@ -115,12 +115,12 @@ class Eigenbases:
 
 @dataclass(frozen=True, slots=True)
 class InverseRoots(Eigenbases):
-    """Shampoo's: as much is kept, a root of each factor in the place of its eigenvectors."""
+    """Shampoo's state: as large as SOAP's, with a root of each factor instead of its eigenvectors."""
 
     frequency: int = ROOT_FREQUENCY
 
     def flops(self, rows: int, columns: int) -> int:
-        """A product for each factor and one with its root; now and then a decomposition and a product."""
+        """Return a product per factor and one with its root; and, now and then, a decomposition and a product."""
         dims = self._dims(rows, columns)
         often = sum(2 * 2 * dim * rows * columns for dim in dims)
         return often + sum((2 + _SLOWNESS_OF_DECOMPOSITIONS * 9) * dim**3 for dim in dims) // self.frequency
@@ -148,7 +148,7 @@ class Matrix:
 
 
 def matrix_shape(shape: Sequence[int], *, flatten: bool) -> tuple[int, int, int]:
-    """(how many, rows, columns): the matrices that a parameter of this shape is.
+    """Return (how many, rows, columns) of the matrices in a parameter of this shape.
 
     Args:
         shape: of two dims or more. Of three it is a batch of matrices, the weights of experts for example.
@@ -166,7 +166,7 @@ def matrix_shape(shape: Sequence[int], *, flatten: bool) -> tuple[int, int, int]
 
 
 def matrices_in(bucket: int, layout: BucketLayout, index: int, *, flatten: bool) -> list[Matrix]:
-    """Those of parameter `index` of the bucket of that number; none if it has no elements."""
+    """Return the matrices of parameter `index` of bucket `bucket`; none if it has no elements."""
     count, rows, columns = matrix_shape(layout.specs[index].shape, flatten=flatten)
     numel, offset = rows * columns, layout.offsets[index]
     starts = range(offset, offset + count * numel, numel) if numel else ()
@@ -174,7 +174,7 @@ def matrices_in(bucket: int, layout: BucketLayout, index: int, *, flatten: bool)
 
 
 def _by_bucket(matrices: Sequence[Matrix], buckets: int) -> list[list[int]]:
-    """Numbers of the matrices in each of so many buckets."""
+    """Group the numbers of the matrices by bucket, for that many buckets."""
     numbers: list[list[int]] = [[] for _ in range(buckets)]
     for number, matrix in enumerate(matrices):
         numbers[matrix.bucket].append(number)
@@ -196,7 +196,7 @@ class MatrixPiece:
 
 @dataclass(frozen=True)
 class Dealing:
-    """Which rank owns which matrix. Make it with `deal`.
+    """The owner of each matrix. Make it with `deal`.
 
     Attributes:
         layouts: of the buckets.
@@ -220,7 +220,7 @@ class Dealing:
         return _by_bucket(self.matrices, len(self.layouts))
 
     def pieces(self, number: int) -> list[tuple[int, MatrixPiece]]:
-        """(rank of the shard group, what it has) for each part of a matrix, in the matrix's order."""
+        """Return (rank of the shard group, its part) for each part of a matrix, in the matrix's order."""
         matrix = self.matrices[number]
         shard_numel = self.layouts[matrix.bucket].shard_numel
         first, last = matrix.interval.start // shard_numel, (matrix.interval.stop - 1) // shard_numel
@@ -228,7 +228,7 @@ class Dealing:
         return [(r, MatrixPiece(number, matrix.interval.intersect(own))) for r, own in ranks]
 
     def sent(self, bucket: int, row: int, rank: int) -> list[list[MatrixPiece]]:
-        """What rank `rank` has of the matrices of a bucket that are dealt to `row`, by owner in the shard group."""
+        """Return rank `rank`'s part of the matrices of a bucket dealt to `row`, by owner in the shard group."""
         by_owner: list[list[MatrixPiece]] = [[] for _ in range(self.shard_size)]
         own = self.layouts[bucket].rank_interval(rank)
         for number in self._by_bucket[bucket]:
@@ -238,7 +238,7 @@ class Dealing:
         return by_owner
 
     def gathered(self, bucket: int, row: int, rank: int) -> list[list[MatrixPiece]]:
-        """The pieces of the matrices of a bucket that rank `rank` of `row` owns, by the rank that has them."""
+        """Return the pieces of a bucket's matrices that rank `rank` of `row` owns, by the rank that has them."""
         by_source: list[list[MatrixPiece]] = [[] for _ in range(self.shard_size)]
         for number in self._by_bucket[bucket]:
             if self.owners[number] == (row, rank):
@@ -255,7 +255,7 @@ class Dealing:
 
     @property
     def balance(self) -> float:
-        """The most that a rank has to do over the least that the busiest must: 1 is as even as whole matrices can be.
+        """Most work of a rank over the least that the busiest must do: 1 is as even as whole matrices can be.
 
         That is the mean, or the largest matrix where there are more ranks than matrices of that size.
         """
@@ -271,18 +271,18 @@ class Dealing:
 
     @property
     def owned_numel(self) -> int:
-        """Elements of the matrices that the fullest rank has at once: it computes, the next come, the last go back."""
+        """Elements of matrices that the fullest rank has at once: it computes, the next come, the last go back."""
         numel = [self._of_ranks(lambda rows, columns: rows * columns, exchange) for exchange in self.exchanges]
         windows = [numel[max(0, n - 1) : n + 2] for n in range(len(numel))]
         return max((sum(held) for window in windows for held in zip(*window, strict=True)), default=0)
 
     @property
     def kept_numel(self) -> list[int]:
-        """Elements that each rank keeps for its matrices."""
+        """Return the elements that each rank keeps for its matrices."""
         return self._of_ranks(self.cost.kept)
 
     def work_in(self, exchange: Sequence[int]) -> list[int]:
-        """Operations of each rank for the matrices of these buckets."""
+        """Return each rank's operations for the matrices of these buckets."""
         return self._of_ranks(self.cost.flops, exchange)
 
     def _of_ranks(self, amount: Callable[[int, int], int], buckets: Sequence[int] | None = None) -> list[int]:
@@ -295,21 +295,21 @@ class Dealing:
 
     @property
     def moved_numel(self) -> int:
-        """Elements that all ranks together send to owners, and as many come back."""
+        """Return the elements that all ranks together send to owners; as many come back."""
         return sum(map(self._arriving_numel, range(len(self.matrices))))
 
     def _arriving_numel(self, number: int) -> int:
-        """Elements of a matrix that its owner has not."""
+        """Return the elements of a matrix that its owner lacks."""
         matrix, (_, rank) = self.matrices[number], self.owners[number]
         return matrix.numel - matrix.interval.intersect(self.layouts[matrix.bucket].rank_interval(rank)).numel
 
     @property
     def busiest_numel(self) -> int:
-        """Elements that arrive at the busiest rank, which the others wait for, in each exchange; and leave it again."""
+        """Elements per exchange that arrive at the busiest rank, which the others wait for, and leave it again."""
         return sum(map(self.busiest_in, self.exchanges))
 
     def busiest_in(self, exchange: Sequence[int]) -> int:
-        """The same for one exchange."""
+        """Return the same for one exchange."""
         arriving: dict[tuple[int, int], int] = {}
         for number in (number for bucket in exchange for number in self._by_bucket[bucket]):
             owner = self.owners[number]
@@ -317,7 +317,7 @@ class Dealing:
         return max(arriving.values(), default=0)
 
     def sent_numel(self, row: int, rank: int) -> tuple[int, int, int]:
-        """Elements that a rank sends in a step: to owners, back from owners, and to the other rows."""
+        """Return the elements that a rank sends in a step: to owners, back from owners, and to the other rows."""
         there = back = across = 0
         for bucket in range(len(self.layouts)):
             own = self.sent(bucket, row, rank)
@@ -375,7 +375,7 @@ def deal(
 
 
 def _together(numbers: Sequence[int], sizes: Sequence[int], count: int) -> tuple[tuple[int, ...], ...]:
-    """Neighbours of these sizes in at most `count` parts that are about as large."""
+    """Split neighbours of these sizes into at most `count` parts of about the same size."""
     parts: list[list[int]] = [[] for _ in range(count)]
     before = 0
     for number, size in zip(numbers, sizes, strict=True):
@@ -385,7 +385,7 @@ def _together(numbers: Sequence[int], sizes: Sequence[int], count: int) -> tuple
 
 
 class _Hands:
-    """What each rank has been dealt so far.
+    """The matrices that each rank has been dealt so far.
 
     Attributes:
         owners: of each matrix, numbered along both axes.
@@ -407,11 +407,11 @@ class _Hands:
         self.owners = [0] * len(matrices)
 
     def _load(self, hand: tuple[int, int]) -> int:
-        """Of work or of elements held, whichever is the larger part of all there is; a whole number."""
+        """Return the load in work or in held elements, whichever is the larger part of its total; a whole number."""
         return max(hand[0] * self._total[1], hand[1] * self._total[0])
 
     def deal(self, exchanges: Sequence[Sequence[int]], limits: Sequence[float] = ()) -> list[int]:
-        """Deal all, exchange by exchange.
+        """Deal all matrices, exchange by exchange.
 
         A rank that has most of a matrix gets it for as long as its load stays within that exchange's limit.
 
@@ -448,7 +448,7 @@ class _Hands:
             heapq.heappop(self._least)  # it has been dealt something since
 
     def _nearest(self, matrix: Matrix) -> range:
-        """The ranks, one along the replicate axis after the other, that have most of its elements."""
+        """Return the ranks that have most of its elements, one after the other along the replicate axis."""
         shard_numel, interval = self._layouts[matrix.bucket].shard_numel, matrix.interval
         first, last = interval.start // shard_numel, (interval.stop - 1) // shard_numel
         if last - first > 1:

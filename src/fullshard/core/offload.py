@@ -1,4 +1,4 @@
-"""What of a rank's share lives in host memory while another device computes."""
+"""The parts of a rank's share that live in host memory while another device computes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fullshard.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """Four things that can be in host memory, each by a switch of its own.
+    """Four parts that can be in host memory, each by a switch of its own.
 
     | on the host | goes to the device | goes to the host |
     |---|---|---|
@@ -51,7 +51,7 @@ class Offload:
         optimizer_state: bool | None = None,
         activations: bool = False,
     ) -> Offload:
-        """From switches of which None means: as `everything` has it, and the state where the main weights are."""
+        """Resolve switches: None means as `everything` has it, or, for the state, where the main weights are."""
         main = everything if main_weights is None else main_weights
         return cls(
             everything if compute_shards is None else compute_shards,
@@ -61,17 +61,17 @@ class Offload:
         )
 
     def __bool__(self) -> bool:
-        """Whether anything is on the host."""
+        """Return whether anything is on the host."""
         return self.has_shards or self.activations
 
     @property
     def has_shards(self) -> bool:
-        """Whether anything that is sharded is."""
+        """Return whether any sharded part is on the host."""
         return self.compute_shards or self.main_weights or self.optimizer_state
 
     @property
     def is_everything(self) -> bool:
-        """Whether all that is sharded is."""
+        """Return whether every sharded part is on the host."""
         return self.compute_shards and self.main_weights
 
     def __str__(self) -> str:

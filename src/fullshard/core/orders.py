@@ -1,4 +1,4 @@
-"""In which orders this process reads its data: noted by loaders, compared where ranks meet anyway.
+"""The orders in which this process reads its data: loaders note them, and ranks compare them when they meet.
 
 A rank that has read a loader alone is an epoch ahead: it reads some samples that another has, and others nobody.
 """
@@ -14,11 +14,11 @@ Orders = dict[tuple[int, int | None], int]
 that each read data of their own may well be in different epochs of it."""
 
 ORDERS: Orders = {}
-"""Of this process, for the loaders that are being iterated."""
+"""The orders of this process, for the loaders that are being iterated."""
 
 
 def difference(orders: Iterable[tuple[int, int | None]]) -> str | None:
-    """How the order in which a rank reads one loader differs from that of those before it, in words; None: they agree.
+    """Say how a rank's order of reading one loader differs from that of the ranks before it; None: they agree.
 
     Args:
         orders: ranks, and the order's number of each; None: it does not read it, and has nothing to say.
@@ -35,7 +35,7 @@ def difference(orders: Iterable[tuple[int, int | None]]) -> str | None:
 
 
 HINT = "a rank has read it alone before: read it on every rank, or call loader.set_epoch(number) on all"
-"""What to do about a difference that was not meant."""
+"""The remedy for an unintended difference."""
 
 
 def check_orders(orders: Iterable[int | None]) -> None:

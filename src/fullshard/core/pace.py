@@ -1,4 +1,4 @@
-"""Find ranks that compute slower than others, from seconds that each of them has measured."""
+"""Straggler detection: the ranks that compute slower than others, by seconds that each rank has measured."""
 
 from __future__ import annotations
 

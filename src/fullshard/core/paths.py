@@ -1,4 +1,4 @@
-"""What people write where a path is expected: one rule, which every border that takes a path asks.
+"""One rule for text where a path is expected, which every entry point that takes a path applies.
 
 A path is one of this host; `~` is one's home directory. What `pathlib` takes for another path is refused: a URL, since
 what was to go to `s3://bucket` would lie in a folder `./s3:`, and nothing (a variable of the shell that is not set),
@@ -28,7 +28,7 @@ _ELSEWHERE = (
 
 
 def check_path(written: str) -> None:
-    """Raise for what is a path on no host.
+    """Raise an error for text that is no path on any host.
 
     Raises:
         ConfigError: it is empty; a URL, and a relative path that looks like one is written with `./` in front; or has
@@ -53,7 +53,7 @@ def check_path(written: str) -> None:
 
 
 def looks_like_path(written: str) -> bool:
-    """Return whether a name can only be meant as a path of a host, and not as ORGANISATION/NAME of the hub."""
+    """Return whether a name can only be a path of a host, and not ORGANISATION/NAME of the hub."""
     return (
         written.startswith((".", "/", "~"))
         or "\\" in written
@@ -64,7 +64,7 @@ def looks_like_path(written: str) -> bool:
 
 
 def require_there(written: str) -> None:
-    """Refuse a path that does not exist, where a name of the hub may stand, too: the hub need not be asked for it.
+    """Refuse a path that does not exist where a hub name may stand, too: then no one need ask the hub for it.
 
     Raises:
         ConfigError: nothing is there.
@@ -76,7 +76,7 @@ def require_there(written: str) -> None:
 
 
 def local_path(text: str | os.PathLike[str]) -> Path:
-    """The path that somebody wrote, on this host.
+    """Return the path that the user wrote, on this host.
 
     Raises:
         ConfigError: it is none (see `check_path`), or begins with the home of a user whom this host does not know.
@@ -85,7 +85,7 @@ def local_path(text: str | os.PathLike[str]) -> Path:
 
 
 def local_name(text: str | os.PathLike[str]) -> str:
-    """The same where a name may stand in the place of a path, which is left as it was written.
+    """Return the same where a name may stand instead of a path; a name stays as it was written.
 
     Raises:
         ConfigError: as `local_path`.

@@ -1,4 +1,4 @@
-"""How long a rank waits for another before it gives up.
+"""Time that a rank waits for another before it gives up.
 
 Until the first step is over ranks load and compile, each at its own pace. After that two minutes without a sign are
 long, unless steps themselves take so long.
@@ -18,7 +18,7 @@ _STALL_SECONDS = 30.0
 
 @dataclass(slots=True)
 class Patience:
-    """Of this process.
+    """The patience of this process.
 
     Attributes:
         asked: seconds that the script has asked for, which are kept to; None: it has not.
@@ -28,14 +28,14 @@ class Patience:
 
 
 PATIENCE = Patience()
-"""That of this process."""
+"""The patience of this process."""
 
 
 def seconds_to_wait(steps: int, slowest: float) -> float:
-    """How long a wait may take, after so many steps, where nobody has asked for a time-out."""
+    """Return how long a wait may take after that many steps, if the script has asked for no time-out."""
     return FIRST_SECONDS if steps < 1 else min(FIRST_SECONDS, max(LATER_SECONDS, _STEPS * slowest))
 
 
 def stall_seconds(limit: float) -> float:
-    """Seconds after which a wait that may take so long is worth a line."""
+    """Return the seconds after which a wait with this limit is worth a line."""
     return min(_STALL_SECONDS, limit / 2)

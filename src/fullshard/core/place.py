@@ -1,4 +1,4 @@
-"""Where this process is: what it waits for from other ranks, or last did, told by who waits and read by who watches.
+"""The place of this process: the wait it is in, or was in last. The waiting code writes it; watchdogs read it.
 
 Telling costs well under a microsecond. Where the launcher has asked for it, it is also written to a page of a file:
 what a process did last can be read there when it is gone.
@@ -22,7 +22,7 @@ _ENCODING = "utf-8"
 
 @dataclass(slots=True)
 class Whereabouts:
-    """Of this process.
+    """The whereabouts of this process.
 
     Attributes:
         moves: how often a wait has begun or ended.
@@ -48,7 +48,7 @@ class Whereabouts:
     _page: mmap.mmap | None = field(default=None, repr=False)
 
     def enter(self, what: str, step: int | None = None) -> None:
-        """A wait for other ranks begins, in this step; None: it is part of none, and may take long."""
+        """Begin a wait for other ranks, in this step; None: it belongs to no step, and may take long."""
         if not self.is_waiting:
             self._entered = time.monotonic()
         self.what, self.is_waiting, self.is_patient = what, True, step is None
@@ -60,7 +60,7 @@ class Whereabouts:
             self._write("waiting in")
 
     def leave(self) -> None:
-        """It is over."""
+        """End the wait."""
         if self.is_waiting:
             self.waited += time.monotonic() - self._entered
         self.is_waiting = False
@@ -69,14 +69,14 @@ class Whereabouts:
             self._write("after")
 
     def begin_step(self, now: float) -> None:
-        """A step begins after another; what the one before took is known then."""
+        """Begin a step after another, and note how long the one before took."""
         if self._since is not None:
             self.slowest = max(self.slowest, now - self._since)
         self._since = now
 
     @contextlib.contextmanager
     def waiting(self, what: str, *, in_step: bool = False) -> Iterator[None]:
-        """Within it this process waits for others. Of another thread than the main one nobody is told.
+        """Wait for other ranks inside this context. Threads other than the main one leave no note.
 
         Args:
             what: see `enter`.
@@ -92,7 +92,7 @@ class Whereabouts:
             self.leave()
 
     def keep_in(self, path: Path) -> None:
-        """From here on write it to a file, which outlasts this process however it ends."""
+        """Write the place to a file from now on; it outlasts this process however that ends."""
         with path.open("w+b") as file:
             file.truncate(_NBYTES)
             self._page = mmap.mmap(file.fileno(), _NBYTES)
@@ -105,16 +105,16 @@ class Whereabouts:
 
 
 PLACE = Whereabouts()
-"""That of this process."""
+"""The whereabouts of this process."""
 
 
 def this_process() -> str:
-    """Its number and its host, for others to read."""
+    """Return this process's number and host, for others to read."""
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
 def this_machine() -> str:
-    """What two processes have in common that see each other's numbers: a boot, and the names of processes in it.
+    """Return what processes that see each other's numbers share: a boot, and a namespace of processes.
 
     Raises:
         OSError: the system does not say.
@@ -124,7 +124,7 @@ def this_machine() -> str:
 
 
 def read_place(path: Path) -> str:
-    """What a process has written there last, on one line; empty if it has come to nothing."""
+    """Return the last line that a process wrote there; empty if it never wrote one."""
     try:
         return path.read_bytes().split(b"\n")[0].strip(b"\0").decode(_ENCODING, "replace")
     except OSError:

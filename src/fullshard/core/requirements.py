@@ -1,4 +1,4 @@
-"""Which torch this works with, said when it is imported and not in the middle of a run. Imports no torch."""
+"""The torch versions this works with, checked on import and not in the middle of a run. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ XLA_TORCH = (2, 9)
 
 
 def is_too_old(version: str) -> bool:
-    """Whether a torch of this version, such as `2.13.0+cpu`, is older than the oldest."""
+    """Return whether a torch of this version, such as `2.13.0+cpu`, is older than the oldest supported one."""
     return _release(version) < OLDEST_TORCH
 
 
 def require_torch() -> None:
-    """Called by the lowest packages that use torch, before they do.
+    """Raise an error for an unsupported torch; the lowest packages that use torch call this first.
 
     Raises:
         VersionError: it is too old.
@@ -38,12 +38,12 @@ def require_torch() -> None:
 
 
 def is_installed(distribution: str) -> bool:
-    """Whether a distribution is, whatever it is good for here."""
+    """Return whether a distribution is installed, whether or not it works here."""
     return version_of(distribution) is not None
 
 
 def why_no_xla() -> str | None:
-    """What keeps this environment from training through PyTorch/XLA, as the end of a sentence; None if nothing does.
+    """Say why this environment cannot train through PyTorch/XLA, as the end of a sentence; None if it can.
 
     Looks at what is installed and imports neither.
     """
@@ -57,13 +57,13 @@ INSTALL_TPU = "pip install torch_tpu on a host that shows its TPUs, or leave the
 
 
 def tpu_nodes() -> list[str]:
-    """Files through which this host shows its TPUs."""
+    """Return the files through which this host shows its TPUs."""
     shown = [*Path("/dev").glob("accel*"), *Path("/dev/vfio").glob("[0-9]*")]
     return sorted(str(path) for path in shown)
 
 
 def why_no_tpu() -> str | None:
-    """What keeps torch from a TPU here, as the end of a sentence; None if nothing that can be seen does.
+    """Say why torch finds no TPU here, as the end of a sentence; None if no visible reason exists.
 
     Looks at what is installed and at what the host shows, and imports neither torch nor torch_tpu, which torch imports
     itself.
@@ -79,7 +79,7 @@ def why_no_tpu() -> str | None:
 
 
 def version_of(distribution: str) -> str | None:
-    """The version of a distribution; None: it is not installed. Of fullshard it is known where that is not, too."""
+    """Return a distribution's version; None: it is not installed. fullshard's own is always known."""
     if distribution == "fullshard":
         return __version__
     try:
@@ -89,5 +89,5 @@ def version_of(distribution: str) -> str | None:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """Major and minor number."""
+    """Return the major and minor number."""
     return tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())

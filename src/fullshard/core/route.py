@@ -1,4 +1,4 @@
-"""How the ranks of a group reach one another, which `comm.select` makes collectives for and the planner counts with."""
+"""The way the ranks of a group reach one another; `comm.select` picks collectives by it, the planner counts with it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class Route(Enum):
-    """One way, by the name that is shown."""
+    """One way, by its displayed name."""
 
     NONE = "none"
     NATIVE = "the devices' own links"
@@ -16,7 +16,7 @@ class Route(Enum):
 
     @staticmethod
     def of(ranks: int, *, on_cpu: bool, per_host: int | None) -> Route:
-        """That of a group.
+        """Return the route of a group.
 
         Args:
             ranks: how many it has.
@@ -34,15 +34,15 @@ class Route(Enum):
 
     @property
     def shares_memory(self) -> bool:
-        """Whether unsharded parameters are one piece of memory for all ranks, which is there all the time."""
+        """Return whether unsharded parameters are one permanent piece of memory that all ranks share."""
         return self is Route.SHARED_MEMORY
 
     @property
     def widens(self) -> bool:
-        """Whether reductions cast what they read, so that gradients are collected in the dtype they are made in."""
+        """Return whether reductions cast their input, so that gradients are collected in the dtype they are made in."""
         return self in (Route.SHARED_MEMORY, Route.TWO_LEVELS)
 
     @property
     def receives_apart(self) -> bool:
-        """Whether the intervals to be summed are received into buffers of their own."""
+        """Return whether the intervals to be summed arrive in buffers of their own."""
         return self in (Route.POINT_TO_POINT, Route.TWO_LEVELS)

@@ -1,4 +1,4 @@
-"""The order of work that all ranks of a model share: the engine follows it, and the planner foretells it. No torch.
+"""The order of work that all ranks of a model share: the engine follows it, and the planner predicts it. No torch.
 
 gathers      in forward order as it happens; ahead of need only along an order all ranks were seen to agree on
 reductions   in the reverse of the first forward's order; one that is ready early waits for its turn
@@ -24,7 +24,7 @@ BucketT = TypeVar("BucketT", bound=Hashable)
 
 
 class BackwardPrefetch(StrEnum):
-    """When backward unshards the unit it will need next."""
+    """The moment at which backward unshards the unit it will need next."""
 
     BACKWARD_PRE = "BACKWARD_PRE"
     """before the current unit's gradients are computed: most overlap, two units unsharded at once"""
@@ -35,7 +35,7 @@ class BackwardPrefetch(StrEnum):
 
 
 def gathered_ahead(order: Sequence[UnitT], begun: int, unit: UnitT) -> UnitT | None:
-    """What to gather while `unit`, the last of those that have `begun`, runs forward: what follows it in that order.
+    """Return the unit to gather while `unit`, the last of those that have `begun`, runs forward: its successor.
 
     Ranks agree on it, of the forward before. If the unit is not where it was there, nobody knows what follows.
     """
@@ -43,7 +43,7 @@ def gathered_ahead(order: Sequence[UnitT], begun: int, unit: UnitT) -> UnitT | N
 
 
 def count_kept(nbytes: Iterable[int], budget: int) -> int:
-    """How many units stay unsharded between forward and backward: as many as `budget` bytes hold.
+    """Return how many units stay unsharded between forward and backward: as many as `budget` bytes hold.
 
     That whose backward comes first is at the front: it is kept for the shortest time.
     """
@@ -57,7 +57,7 @@ def count_kept(nbytes: Iterable[int], budget: int) -> int:
 
 
 def launched_until_over(shard_size: int, replicate_size: int, in_flight: int = REDUCTIONS_IN_FLIGHT) -> int:
-    """How many reductions are launched after one before that has been waited for along both axes of its mesh.
+    """Return how many later launches it takes until a reduction has been waited for along both axes of its mesh.
 
     Along the shard axis that is done when the next one is launched, and along the replicate axis one later.
     """
@@ -65,7 +65,7 @@ def launched_until_over(shard_size: int, replicate_size: int, in_flight: int = R
 
 
 class Reductions(Generic[BucketT]):
-    """The reductions of one backward: which is launched next, and which are over.
+    """The reductions of one backward: which one is launched next, and which are over.
 
     Attributes:
         in_flight: how many may be under way when another is launched.
@@ -78,38 +78,38 @@ class Reductions(Generic[BucketT]):
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything: a backward is over."""
+        """Forget everything at the end of a backward."""
         self._queue: deque[BucketT] = deque()
         self._ready: set[BucketT] = set()
         self.launched: list[BucketT] = []
         self.waiting: dict[BucketT, int] = {}
 
     def expect(self, buckets: Iterable[BucketT]) -> None:
-        """These are reduced after those that are expected already."""
+        """Queue these buckets for reduction, after those that are queued already."""
         self._queue.extend(buckets)
 
     def complete(self, bucket: BucketT) -> Iterator[BucketT]:
-        """All of its gradients are there: what is due now, because it and those before it are complete."""
+        """Note that all gradients of a bucket exist, and yield the buckets due: it and those before it are complete."""
         self._ready.add(bucket)
         while self._queue and self._queue[0] in self._ready:
             yield self._queue.popleft()
 
     def rest(self) -> Iterator[BucketT]:
-        """What never became complete, at the end of backward: every rank reduces it all the same."""
+        """Yield the buckets that never became complete, at the end of backward: every rank reduces them anyway."""
         while self._queue:
             yield self._queue.popleft()
 
     def launch(self, bucket: BucketT) -> BucketT | None:
-        """It is under way now; the one to wait for, if too many are."""
+        """Note a launch, and return the reduction to wait for if too many are under way."""
         self.launched.append(bucket)
         self.waiting[bucket] = len(self.launched)
         return self.launched[-self.in_flight - 1] if len(self.launched) > self.in_flight else None
 
     def latest(self) -> list[BucketT]:
-        """Those that wait and that the last launch may have brought to be over."""
+        """Return the waiting reductions that the last launch may have ended."""
         return [bucket for bucket in self.launched[-self.in_flight - 2 :] if bucket in self.waiting]
 
     def is_over(self, bucket: BucketT, shard_size: int, replicate_size: int) -> bool:
-        """Whether one that waits has been waited for already, along both axes of its mesh."""
+        """Return whether a waiting reduction has been waited for already, along both axes of its mesh."""
         younger = len(self.launched) - self.waiting[bucket]
         return younger >= launched_until_over(shard_size, replicate_size, self.in_flight)

@@ -16,12 +16,12 @@ SUM_BLOCK_NBYTES = 512 * KIB
 
 
 def sum_blocks(terms: int, *, is_cast: bool) -> int:
-    """Blocks of memory that a sum takes besides: one a level of its tree, and what is cast; in place, two take none."""
+    """Return the extra blocks of memory of a sum: one per level of its tree, plus casts; in place, two take none."""
     return (terms - 1).bit_length() + is_cast if is_cast or terms > 2 else 0
 
 
 def page_locked_nbytes(nbytes: int) -> int:
-    """What one page-locked buffer of `nbytes` takes of the host.
+    """Return the host memory that one page-locked buffer of `nbytes` takes.
 
     Torch rounds up to a power of two (`CachingHostAllocatorImpl::allocate` in its ATen/core/CachingHostAllocator.h):
     1.25 GiB took 2.00 GiB on an H200. From 2.13 on not above `PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:N`, of
@@ -31,7 +31,7 @@ def page_locked_nbytes(nbytes: int) -> int:
 
 
 def many_page_locked_nbytes(nbytes: int) -> int:
-    """The same of many buffers, `nbytes` in all, whose sizes are not known, only that their logarithms are even.
+    """Return the same for many buffers, `nbytes` in all, of unknown sizes whose logarithms are spread evenly.
 
     Of a buffer between 1 and 2 that is 2 in all cases, and the mean of their sizes is 1 / ln 2.
     """
@@ -39,7 +39,7 @@ def many_page_locked_nbytes(nbytes: int) -> int:
 
 
 def format_nbytes(nbytes: int) -> str:
-    """Bytes as text in the largest binary unit that keeps the number at or above 1: `1.50 GiB`."""
+    """Format bytes in the largest binary unit that keeps the number at or above 1: `1.50 GiB`."""
     for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if abs(nbytes) >= unit:
             return f"{nbytes / unit:.2f} {name}"
@@ -47,7 +47,7 @@ def format_nbytes(nbytes: int) -> str:
 
 
 def format_count(count: float) -> str:
-    """A count of parameters or tokens as text: `124.4 M`."""
+    """Format a count of parameters or tokens: `124.4 M`."""
     for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(count) >= unit:
             return f"{count / unit:.1f} {name}"
@@ -55,7 +55,7 @@ def format_count(count: float) -> str:
 
 
 def parse_count(text: str) -> float | None:
-    """What `format_count` writes, and `7B` and `15e9`: None for anything else, and for what no float holds."""
+    """Parse what `format_count` writes, `7B` and `15e9`; return None for anything else, or if no float holds it."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmbt]?)\s*", text, re.IGNORECASE)
     if match is None:
         return None
@@ -68,7 +68,7 @@ PACKED_BLOCK_NUMEL = 256
 
 
 def packed_nbytes(numel: int, itemsize: int) -> int:
-    """Bytes of a message of `numel` elements that are sent as `itemsize` bytes each, and of scales if that is 1.
+    """Return the bytes of a message of `numel` elements of `itemsize` bytes each, with scales if that is 1.
 
     Both parts are multiples of 16 bytes.
     """
@@ -77,10 +77,10 @@ def packed_nbytes(numel: int, itemsize: int) -> int:
 
 
 def all_reduce_nbytes(nbytes: int, ranks: int) -> int:
-    """What one of `ranks` ranks sends to sum a buffer of `nbytes`: a reduce-scatter, and an all-gather of the sum."""
+    """Return what one of `ranks` ranks sends to sum a buffer of `nbytes`: a reduce-scatter, then an all-gather."""
     return 2 * nbytes * (ranks - 1) // ranks
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is at least `value`."""
+    """Return the smallest multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple

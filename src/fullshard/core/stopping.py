@@ -1,4 +1,4 @@
-"""Whether the ranks are to stop: one wants to, and all learn of it at the end of the same backward.
+"""Agreement of the ranks to stop: one wants to, and all learn of it at the end of the same backward.
 
 It rides on the message that ends every backward (`engine.end_of_backward`), so it costs nothing.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Stopping:
-    """Of this process.
+    """The stop request of this process.
 
     Attributes:
         is_listened_to: the script asks whether to stop; the same on every rank.

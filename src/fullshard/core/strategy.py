@@ -20,7 +20,7 @@ from fullshard.core.errors import ConfigError
 
 
 class Placement(StrEnum):
-    """Where a tensor lives along one mesh axis."""
+    """The placement of a tensor along one mesh axis."""
 
     SHARD = "S"
     """each rank of the axis holds its interval"""
@@ -29,7 +29,7 @@ class Placement(StrEnum):
 
 
 class Axis(StrEnum):
-    """The axes of the device mesh that data parallelism has, outer first."""
+    """The axes of data parallelism's device mesh, outer first."""
 
     REPLICATE = "replicate"
     SHARD = "shard"
@@ -60,45 +60,45 @@ class Strategy:
 
     @property
     def placements(self) -> tuple[Placements, Placements, Placements]:
-        """Of parameters, gradients and optimizer state."""
+        """Placements of parameters, gradients and optimizer state."""
         return self.parameters, self.gradients, self.optimizer_state
 
     @property
     def shards(self) -> bool:
-        """Whether anything is sharded."""
+        """Return whether anything is sharded."""
         return Axis.SHARD in self.optimizer_state
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether it has shard groups and replicas of them, so that somebody has to say how large they are."""
+        """Return whether it has shard groups and replicas of them, so that it needs a shard size."""
         return len(self.optimizer_state) == len(Axis)
 
     @property
     def keeps_parameters(self) -> bool:
-        """Whether parameters are whole on every rank, from when they are gathered to the next optimizer step."""
+        """Return whether every rank holds whole parameters from their gather until the next optimizer step."""
         return self.parameters.get(Axis.SHARD) is Placement.REPLICATE
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether gradients are added up whole on every rank, and reduced with the last micro-batch of a step."""
+        """Return whether every rank sums whole gradients, and reduces them with a step's last micro-batch."""
         return self.gradients.get(Axis.SHARD) is Placement.REPLICATE
 
     def freeing(self, after_forward: bool) -> Strategy | None:
-        """The row that differs in nothing but, perhaps, what it does after forward; None if there is none."""
+        """Return the row that differs only, if at all, in what it does after forward; None if there is none."""
         rows = (row for row in STRATEGIES.values() if row.placements == self.placements)
         return next((row for row in rows if row.reshard_after_forward == after_forward), None)
 
     def over(self, *axes: Axis) -> Strategy:
-        """The row of these axes that does after forward what this one does, or the first of them if none does."""
+        """Return the row of these axes with this row's behaviour after forward, or else the first of those rows."""
         rows = [row for row in STRATEGIES.values() if set(row.optimizer_state) == set(axes)]
         return next((row for row in rows if row.reshard_after_forward == self.reshard_after_forward), rows[0])
 
     def shard_size_on(self, ranks_per_host: int, shard_size: int | None) -> int | None:
-        """Ranks per shard group if `shard_size` was asked for; a hybrid strategy that was told none has one host's."""
+        """Return the ranks per shard group for `shard_size`; without one, a hybrid strategy uses one host's ranks."""
         return ranks_per_host if self.is_hybrid and shard_size is None else shard_size
 
     def mesh_shape(self, world_size: int, shard_size: int | None) -> tuple[int, int]:
-        """`(replicate size, shard size)` of the mesh, whose product is `world_size`.
+        """Return `(replicate size, shard size)` of the mesh, whose product is `world_size`.
 
         Args:
             world_size: number of ranks.
@@ -135,7 +135,7 @@ class Strategy:
         keeps_parameters: bool = False,
         keeps_gradients: bool = False,
     ) -> bool:
-        """Whether a mesh of this shape, with this done after forward and after backward, is this row."""
+        """Return whether a mesh of this shape, with this done after forward and after backward, is this row."""
         axes = {axis for axis, size in ((Axis.REPLICATE, replicate_size), (Axis.SHARD, shard_size)) if size > 1}
         asked = (reshards_after_forward, keeps_parameters, keeps_gradients)
         said = (self.reshard_after_forward, self.keeps_parameters, self.keeps_gradients)
@@ -163,7 +163,7 @@ STRATEGIES: dict[str, Strategy] = {
 
 
 def replicas(world_size: int, shard_size: int) -> int:
-    """How many shard groups of that size there are. Raises `ConfigError` if the ranks do not divide into such."""
+    """Return the number of shard groups of that size. Raises `ConfigError` if the ranks do not divide evenly."""
     if shard_size < 1 or world_size % shard_size:
         divisors = ", ".join(str(d) for d in range(1, world_size + 1) if world_size % d == 0)
         raise ConfigError(
@@ -176,7 +176,7 @@ _ALIASES = {"_HYBRID_SHARD_ZERO2": "HYBRID_SHARD_ZERO2"}
 
 
 def parse_strategy(value: object) -> Strategy:
-    """The row for a name (any case, `-` or `_` or space), a code (1 to 5, also as text), or a row itself.
+    """Return the row for a name (any case, `-` or `_` or space), a code (1 to 5, also as text), or a row itself.
 
     Raises:
         ConfigError: no such strategy; the message lists all.

@@ -26,7 +26,7 @@ _STOPS: weakref.WeakKeyDictionary[Thread, tuple[Stop, ...]] = weakref.WeakKeyDic
 
 
 def start_thread(name: str, body: Callable[..., object], arguments: tuple[object, ...], *stops: Stop) -> Thread:
-    """Start a daemon thread, which is stopped before the interpreter ends.
+    """Start a daemon thread, and stop it before the interpreter ends.
 
     Args:
         name: the thread's name.
@@ -43,7 +43,7 @@ def start_thread(name: str, body: Callable[..., object], arguments: tuple[object
 
 @functools.cache
 def rest_at_exit() -> None:
-    """From now on stop these threads, and wait for Gloo's, when the interpreter ends.
+    """Stop these threads, and wait for Gloo's, when the interpreter ends.
 
     Exit handlers run in reverse order: those that a script registers later still have the threads.
     """

@@ -1,4 +1,4 @@
-"""How tensor parallelism cuts a tensor, and where what one rank has of it lies in another cut. Pure arithmetic.
+"""Tensor parallelism's cuts of a tensor, and where one rank's part lies in another cut. Pure arithmetic.
 
 A tensor that is cut along its first dim, or not at all, is flattened row by row. One that is cut along another dim is
 flattened tile by tile, so that what a rank has is one interval of it in any case:
@@ -18,7 +18,7 @@ from fullshard.core.layout import Interval
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How a tensor is cut.
+    """One way to cut a tensor.
 
     Attributes:
         dim: along which dim.
@@ -40,17 +40,17 @@ class Tiling:
         return [(group * length + start, group * size, size) for group in range(self.groups)]
 
     def sizes(self, shape: tuple[int, ...], part: int) -> tuple[int, ...]:
-        """Shape of a part of a tensor of `shape`."""
+        """Return the shape of a part of a tensor of `shape`."""
         size = sum(length for _, _, length in self.pieces(shape, part))
         return (*shape[: self.dim], size, *shape[self.dim + 1 :])
 
     def start(self, shape: tuple[int, ...], part: int) -> int:
-        """Where a part begins in the flattened tensor."""
+        """Return the start of a part in the flattened tensor."""
         return sum(math.prod(self.sizes(shape, before)) for before in range(part))
 
     @property
     def is_row_by_row(self) -> bool:
-        """Whether the tensor is flattened as if it were not cut."""
+        """Return whether the tensor is flattened as if it were not cut."""
         return self.parts == 1 or (self.dim == 0 and self.groups == 1)
 
 
@@ -59,7 +59,7 @@ UNTILED = Tiling(0, 1)
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """Elements that two cuts of a tensor have in common, as a box in each.
+    """The elements that two cuts of a tensor share, as a box in each.
 
     Attributes:
         source: where to read: an interval of the tensor as its source flattens it.
@@ -78,7 +78,7 @@ class Patch:
 
 
 def patches(shape: tuple[int, ...], source: Tiling, target: Tiling, wanted: Interval) -> Iterator[Patch]:
-    """What to read of a tensor of `shape` flattened as `source` says, for `wanted` of it flattened as `target` says."""
+    """Yield what to read of a tensor of `shape`, flattened by `source`, for `wanted` of it flattened by `target`."""
     start = 0
     for part in range(target.parts):
         sizes = target.sizes(shape, part)
@@ -90,7 +90,7 @@ def patches(shape: tuple[int, ...], source: Tiling, target: Tiling, wanted: Inte
 
 
 def in_whole(box: IntervalBox, tiling: Tiling, shape: tuple[int, ...], part: int) -> Iterator[IntervalBox]:
-    """A box of a part as boxes of the whole tensor: one for each piece of the part that it has elements of."""
+    """Convert a box of a part to boxes of the whole tensor: one per piece of the part that it touches."""
     dim = tiling.dim
     low, high = box.offsets[dim], box.offsets[dim] + box.sizes[dim]
     for whole, inner, length in tiling.pieces(shape, part):
@@ -109,7 +109,7 @@ def _with(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
 
 
 def _from(shape: tuple[int, ...], source: Tiling, wanted: IntervalBox, offset: int) -> Iterator[Patch]:
-    """What to read of the source's parts for a box of the whole, which begins `offset` elements into what is wanted."""
+    """Yield what to read of the source's parts for a box of the whole, `offset` elements into the wanted interval."""
     dim, start = source.dim, 0
     first, last = wanted.offsets[dim], wanted.offsets[dim] + wanted.sizes[dim]
     for part in range(source.parts):

@@ -1,4 +1,4 @@
-"""The class that a module had before it became a unit, whose own is a subclass of it."""
+"""A module's class before it became a unit, whose class is a subclass of it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ USER_CLASS = "_fullshard_user_class"
 
 
 def user_class(module: object) -> type:
-    """The class that the user wrote: what architectures of models and classes of layers are named after."""
+    """Return the class that the user wrote, which names model architectures and layer classes."""
     cls = type(module)
     written: type = cls.__dict__.get(USER_CLASS, cls)
     return written

@@ -51,7 +51,7 @@ class _Window:
 
     @classmethod
     def of(cls, parameter: torch.Tensor) -> _Window:
-        """That of a parameter of two dims or more, sharded or not."""
+        """Return the window of a parameter of two dims or more, sharded or not."""
         shape = parameter.shape
         start, stop = 0, parameter.numel()
         if isinstance(parameter, ShardedParameter):
@@ -76,7 +76,7 @@ class _Window:
         return [by_row, by_column.view(-1)]
 
     def products(self, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
-        """This rank's elements, (n,), of the outer product of rows (batch, rows, 1) and columns (batch, 1, columns)."""
+        """Return this rank's elements, (n,), of the product of rows (batch, rows, 1) and columns (batch, 1, cols)."""
         if not self.numel:
             return row.new_empty(0)
         lines = row.new_empty(self.count, self.columns)
@@ -86,7 +86,7 @@ class _Window:
         return lines.view(-1)[self.lead : self.lead + self.numel]
 
     def _matrices(self) -> Iterable[tuple[int, slice]]:
-        """Each matrix that it has a part of, and which of its lines that is."""
+        """Yield each matrix that the window has a part of, and its slice of the window's lines."""
         for matrix in range(self.first // self.rows, -(-(self.first + self.count) // self.rows)):
             begin, end = matrix * self.rows - self.first, (matrix + 1) * self.rows - self.first
             yield matrix, slice(max(0, begin), min(self.count, end))
@@ -153,7 +153,7 @@ class Adafactor(MatrixOptimizer):
         return loss
 
     def _parts_of(self, member: _Updated) -> list[torch.Tensor]:
-        """What is to be summed over the ranks; kept, so that it is there when it is."""
+        """Return the parts to sum over the ranks. Keeps them, so that the sums are there later."""
         squares = member.gradient.square()
         if eps := self._added(member):
             squares = squares.add_(eps)
@@ -188,7 +188,7 @@ class Adafactor(MatrixOptimizer):
         return float(member.group["beta2_decay"])
 
     def _added(self, member: _Updated) -> float:
-        """What is added to each square."""
+        """Return the number that is added to each square."""
         return 0.0
 
     def _of_factors(self, member: _Updated, window: _Window, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
@@ -196,7 +196,7 @@ class Adafactor(MatrixOptimizer):
         return self._of_variance(member, window.products(rows / mean, columns))
 
     def _of_variance(self, member: _Updated, variance: torch.Tensor) -> torch.Tensor:
-        """The gradient over the root of its variance."""
+        """Return the gradient over the root of its variance."""
         gradient = -member.gradient if member.group["maximize"] else member.gradient
         return variance.clamp_(min=self._least(member) ** 2).rsqrt_().mul_(gradient)
 
@@ -326,7 +326,7 @@ class _Updated:
 
     @property
     def bucket(self) -> int:
-        """Which bucket it is in: its id, or its own if in none."""
+        """The key of its bucket: the bucket's id, or its own if it is in none."""
         return id(bucket_of(self.parameter) if isinstance(self.parameter, ShardedParameter) else self.parameter)
 
     @property
@@ -340,7 +340,7 @@ class _Updated:
         return math.sqrt(self.sums[0].item() / self.parameter.numel())
 
     def weight_of_new(self, exponent: float) -> float:
-        """How much of a new square goes into an average."""
+        """Return the weight of a new square in an average."""
         return float(self.step**exponent)
 
 
@@ -369,7 +369,7 @@ def _sum_over_ranks(members: Sequence[_Updated], parts: Sequence[list[torch.Tens
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's elements, a view, shape (n,)."""
+    """Return this rank's elements as a view of shape (n,)."""
     return tensor.local if isinstance(tensor, ShardedTensor) else tensor.detach().view(-1)
 
 

@@ -128,7 +128,7 @@ class EMA:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """The number of updates, and the averages by the names of their parameters; torch's checkpoints take them."""
+        """Return the number of updates, and the averages by parameter name; torch's checkpoints take them."""
         self._check_model()
         averages = {
             name: ShardedTensor(average, parameter.span) if isinstance(parameter, ShardedParameter) else average
@@ -157,7 +157,7 @@ class EMA:
         self.updates = int(state_dict["updates"])
 
     def is_of(self, model: nn.Module) -> bool:
-        """Whether it averages parameters of this model."""
+        """Return whether it averages parameters of this model."""
         own = {id(p) for p in model.parameters()}
         return not own.isdisjoint(self.by_parameter)
 
@@ -218,7 +218,7 @@ def _copy_all(weights: list[torch.Tensor], values: list[torch.Tensor]) -> None:
 
 
 def _own(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a tensor of the parameter's shape."""
+    """Return this rank's part of a tensor of the parameter's shape."""
     if not isinstance(parameter, ShardedParameter):
         return value.full_tensor() if isinstance(value, DTensor) else value
     if isinstance(value, DTensor):

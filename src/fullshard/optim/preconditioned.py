@@ -1,4 +1,4 @@
-"""What SOAP and Shampoo share: averages of G G^T and of G^T G, which the owner of each matrix keeps and computes with.
+"""The common part of SOAP and Shampoo: averages of G G^T and of G^T G, kept and used by the owner of each matrix.
 
 every rank     sends its interval of the gradient, adds its interval of the update: element by element
 the owner      factors of rows and columns, what is made of them now and then, both moments: the direction
@@ -66,7 +66,7 @@ class PreconditionedMatrices(MatricesWithAdamW):
         return gradient
 
     def _steps(self, parameter: torch.Tensor) -> int:
-        """How many this one is for a parameter, from 1."""
+        """Return the number of the current step of a parameter, from 1."""
         return int(self.state[parameter]["step"])
 
 
@@ -77,7 +77,7 @@ def check_average(name: str, beta: float, where: str) -> None:
 
 
 class OwnedMatrix:
-    """What the owner of one matrix keeps of it, in the optimizer's state of its parameter.
+    """The owner's state of one matrix, held in the optimizer's state of its parameter.
 
     Args:
         state: of the parameter.
@@ -89,7 +89,7 @@ class OwnedMatrix:
         self._state, self._number, self._device = state, number, device
 
     def begin(self, gradient: torch.Tensor, largest: int) -> None:
-        """Nothing has been seen. A side of more than `largest` has no factor."""
+        """Begin with zero averages. A side of more than `largest` has no factor."""
         self[MEAN], self[SQUARES] = torch.zeros_like(gradient), torch.zeros_like(gradient)
         for side, dim in zip(SIDES, gradient.shape, strict=True):
             if dim <= largest:

@@ -1,4 +1,4 @@
-"""Which parameters of a model are matrices to Muon, SOAP or Shampoo, and which AdamW updates."""
+"""The rule by which Muon, SOAP and Shampoo update a model's matrices, and AdamW its other parameters."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class MatrixRule:
 
     @classmethod
     def of(cls, model: nn.Module, optimizer: str = "Muon") -> MatrixRule:
-        """That of a model, sharded or not; a tied parameter comes once, and an embedding's stays one."""
+        """Return the rule of a model, sharded or not; a tied parameter comes once, and an embedding's stays one."""
         rule = cls(optimizer)
         embedded: dict[int, bool] = {}
         for module in embeddings_of(model):

@@ -103,17 +103,17 @@ class Shampoo(PreconditionedMatrices):
 
 
 class _Rooted(OwnedMatrix):
-    """With roots of the factors."""
+    """An owned matrix with roots of its factors."""
 
     def begin(self, gradient: torch.Tensor, largest: int) -> None:
-        """Nothing has been seen. Roots have their memory from the start, so that no later step needs more."""
+        """Begin with zero averages. Roots have their memory from the start, so that no later step needs more."""
         super().begin(gradient, largest)
         for side in SIDES:
             if (factor := self[side]) is not None:
                 self[side + _ROOT] = torch.eye(len(factor), dtype=factor.dtype, device=factor.device)
 
     def find_roots(self, part: float, eps: float) -> None:
-        """Of the factors, which have seen `part` of all that an average is of."""
+        """Compute the roots of the factors, which have seen `part` of the full weight of an average."""
         sides = [side for side in SIDES if self[side] is not None]
         for side in sides:
             values, vectors = torch.linalg.eigh(self[side] / part)
@@ -121,7 +121,7 @@ class _Rooted(OwnedMatrix):
             self[side + _ROOT] = vectors * values.pow(-1 / (2 * len(sides))) @ vectors.T
 
     def direction(self, gradient: torch.Tensor, steps: int, group: dict[str, Any]) -> torch.Tensor:
-        """The preconditioned mean, of the norm that Adam's direction has; that itself, before there are roots."""
+        """Return the preconditioned mean with the norm of Adam's direction; Adam's direction before there are roots."""
         mean, squares, betas = self[MEAN], self[SQUARES], group["betas"]
         mean.lerp_(gradient, 1 - betas[0])
         squares.lerp_(gradient.square(), 1 - betas[1])

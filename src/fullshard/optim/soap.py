@@ -122,7 +122,7 @@ class SOAP(PreconditionedMatrices):
 
 
 class _Rotated(OwnedMatrix):
-    """With eigenvectors of the factors."""
+    """An owned matrix with eigenvectors of its factors."""
 
     def find_bases(self) -> None:
         """Eigenvectors of the factors, those of the largest eigenvalues first."""
@@ -131,7 +131,7 @@ class _Rotated(OwnedMatrix):
                 self[side + _BASIS] = torch.linalg.eigh(factor)[1].flip(1).contiguous()
 
     def turn_bases(self) -> None:
-        """The next eigenvectors from the last: one power iteration, made orthogonal, in the order of eigenvalues."""
+        """Update the eigenvectors by one power iteration, made orthogonal, in the order of eigenvalues."""
         for dim, side in enumerate(SIDES):
             if (factor := self[side]) is not None:
                 basis = self[side + _BASIS]
@@ -141,7 +141,7 @@ class _Rotated(OwnedMatrix):
                 self[side + _BASIS] = torch.linalg.qr(product.index_select(1, order))[0]
 
     def direction(self, gradient: torch.Tensor, betas: tuple[float, float], eps: float) -> torch.Tensor:
-        """Adam's, of the gradient as the bases see it; in the matrix's own again."""
+        """Return Adam's direction, computed on the gradient in the bases and turned back into the matrix's own."""
         mean, squares = self[MEAN], self[SQUARES]
         mean.lerp_(gradient, 1 - betas[0])
         squares.lerp_(self._seen(gradient).square(), 1 - betas[1])

@@ -1,4 +1,4 @@
-"""What optimizers of hidden matrices share: who updates what, AdamW for the rest, and whole matrices with their owners.
+"""The common part of optimizers of hidden matrices: AdamW for the other parameters, and an owner for each whole matrix.
 
 Theirs is what is given of a parameter, what the owner makes of a matrix, and what becomes of the weights.
 """
@@ -90,11 +90,11 @@ class MatricesWithAdamW(MatrixOptimizer):
         raise NotImplementedError
 
     def _given(self, parameter: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-        """What the owner is to get, of this rank's elements; of a whole parameter in its shape."""
+        """Return what the owner is to get of this rank's elements; of a whole parameter in its shape."""
         raise NotImplementedError
 
     def _made(self, parameter: torch.Tensor, number: int, matrix: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-        """What the owner makes of matrix `number` of a parameter."""
+        """Return the owner's update for matrix `number` of a parameter."""
         raise NotImplementedError
 
     def _apply(self, parameter: torch.Tensor, update: torch.Tensor, group: dict[str, Any]) -> None:
@@ -104,7 +104,7 @@ class MatricesWithAdamW(MatrixOptimizer):
     # -- groups and steps -----------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; see `algorithm` and `flatten` above."""
+        """Add a parameter group as torch does; see `algorithm` and `flatten` above."""
         if param_group.get("algorithm") == "adamw":
             for key, value in self._adamw_defaults.items():
                 param_group.setdefault(key, value)
@@ -142,7 +142,7 @@ class MatricesWithAdamW(MatrixOptimizer):
         return loss
 
     def _made_of_all(self, parameter: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-        """What is made of every matrix of a whole parameter."""
+        """Return the updates of all matrices of a whole parameter."""
         given = self._given(parameter, group)
         matrices = given.reshape(matrix_shape(given.shape, flatten=group["flatten"])) if given.numel() else ()
         # Copies, because a product's bits may depend on where its operands lie: as an owner's, at the start of memory.
@@ -153,7 +153,7 @@ class MatricesWithAdamW(MatrixOptimizer):
 
     @property
     def dealings(self) -> list[Dealing]:
-        """Which rank owns which matrix, for each mesh that parameters are on; none before the first step."""
+        """The owners of matrices, for each mesh that parameters are on; none before the first step."""
         return [whole.dealing for whole in self._whole]
 
     def owned(self, parameter: torch.Tensor) -> list[int]:
@@ -168,11 +168,11 @@ class MatricesWithAdamW(MatrixOptimizer):
         return [number for number, owner in enumerate(owners) if owner == own]
 
     def _members(self) -> dict[torch.Tensor, dict[str, Any]]:
-        """The group of each parameter whose matrices are updated as such."""
+        """Return the group of each parameter whose matrices are updated as such."""
         return {p: group for group in self.param_groups if group["algorithm"] != "adamw" for p in group["params"]}
 
     def _deal(self, members: dict[torch.Tensor, dict[str, Any]]) -> list[WholeMatrices]:
-        """The matrices of the sharded ones, dealt again if they are others than in the last step."""
+        """Deal the matrices of sharded parameters, again if they differ from those of the last step."""
         parameters = [p for p in members if isinstance(p, ShardedParameter) and p.requires_grad]
         if are_same(parameters, self._dealt):
             return self._whole
@@ -194,7 +194,7 @@ class MatricesWithAdamW(MatrixOptimizer):
                 del state[key]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """As torch's, which `load_state_dict` ends with."""
+        """Restore as torch does; `load_state_dict` ends with it."""
         super().__setstate__(state)
         self._whole, self._dealt = [], []
 
@@ -219,7 +219,7 @@ class MatricesWithAdamW(MatrixOptimizer):
     # -- the rest -------------------------------------------------------------------------------------------------
 
     def _step_adamw(self) -> None:
-        """AdamW's own step on its groups, with this optimizer's state."""
+        """Run AdamW's own step on its groups, with this optimizer's state."""
         groups = [group for group in self.param_groups if group["algorithm"] == "adamw"]
         if not groups:
             return
@@ -250,7 +250,7 @@ class MatricesWithAdamW(MatrixOptimizer):
 
 
 def _defaults_of_adamw(optimizer: str, matrices: dict[str, Any], given: AdamWOptions) -> dict[str, Any]:
-    """Those of its groups, from those of the matrices' and what was given."""
+    """Return the defaults of AdamW's groups, from those of the matrices and the given options."""
     unknown = given.keys() - AdamWOptions.__annotations__.keys()
     if unknown:
         raise TypeError(f"{optimizer} got an unexpected keyword argument {min(unknown)!r}")
@@ -259,7 +259,7 @@ def _defaults_of_adamw(optimizer: str, matrices: dict[str, Any], given: AdamWOpt
 
 
 def _adamw(options: dict[str, Any]) -> optim.AdamW:
-    """Torch's, of nothing."""
+    """Return torch's AdamW of one empty parameter."""
     return optim.AdamW([nn.Parameter(torch.empty(0))], **options)
 
 
@@ -285,7 +285,7 @@ def _check_matrix(parameter: torch.Tensor, optimizer: str, where: str) -> None:
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
-    """That of this rank's elements."""
+    """Return the gradient of this rank's elements."""
     if isinstance(parameter, ShardedParameter):
         return parameter.local_grad
     if parameter.grad is not None and parameter.grad.is_sparse:
@@ -294,5 +294,5 @@ def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's elements."""
+    """Return this rank's elements."""
     return tensor.local if isinstance(tensor, ShardedTensor) else tensor

@@ -17,7 +17,7 @@ from fullshard.plan.library import check_positions
 from fullshard.plan.shapes import ModelShape
 
 MOST_POINTS = 64
-"""Of a sweep. More are taken for a mistake, such as a step too small."""
+"""Most values of a sweep. More count as a mistake, such as a step that is too small."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from fullshard.plan.shapes import Block, ModelShape, ParameterShape, UnitShape
 
 _PROGRAM = "fullshard.api.counting"
 _FORMAT = 3
-"""Of what is kept: shapes of another are counted again."""
+"""The version of kept results: shapes of another version are counted again."""
 _SECONDS = 300
 
 

@@ -453,7 +453,7 @@ def _with_more_devices(plan: Plan, margin: float) -> list[Change]:
 
 
 def _multiples(cluster: Cluster) -> Iterator[Cluster]:
-    """Return multiples of the same devices that hosts can share equally."""
+    """Yield multiples of the same devices that hosts can share equally."""
     for times in (2, 4, 8, 16, 32, 64):
         count = cluster.count * times
         hosts = max(cluster.hosts, -(-count // cluster.device.per_host))

@@ -53,7 +53,7 @@ _SAVING: Mapping[str, Mapping[str, Any]] = {
     "main": {"offload_main_weights": True},
     "all": {"offload": True},
 }
-"""What saves memory besides sharding and checkpointing, and is never faster."""
+"""Options that save memory besides sharding and checkpointing, and are never faster."""
 _PACKED = {"gather_as": "int8", "reduce_as": "int8"}
 _ONE_OF = frozenset({"state", "main", "all"})
 """Each of these has the one before it."""

@@ -28,7 +28,7 @@ from fullshard.plan.shapes import Block, ModelShape, ParameterShape
 _BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 _BY_COLUMNS = ("o_proj", "down_proj")
 _OF_EXPERTS = {"gate_up_proj": 1, "down_proj": 2}
-"""Of stacked weights, whose first dim is that of experts: the dim that is cut."""
+"""The dim that is cut, of stacked weights, whose first dim is that of experts."""
 
 _RECOMPUTED = {"none": 0.0, "selective": 0.5, "full": 1.0}
 

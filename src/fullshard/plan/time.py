@@ -83,7 +83,7 @@ HOST_UNIT = 4e-4
 (`docs/performance.md`)."""
 
 COMPILED_OPS = 0.15
-"""Of `LAYER_OPS`, what a compiled layer launches: its products, attention, and a fused kernel between each two."""
+"""The part of `LAYER_OPS` that a compiled layer launches: products, attention, and a fused kernel between each two."""
 
 
 LAYER_KERNELS, LAYER_VIEWS = (34, 67), (39, 71)

@@ -109,7 +109,7 @@ def attention_window(fields: Fields, index: int, *, period: int) -> int:
 
 
 Weights = list[ParameterShape]
-"""Of one module, in definition order."""
+"""The weights of one module, in definition order."""
 
 
 def linear_weights(name: str, inputs: int, outputs: int, *, bias: bool = False, conv1d: bool = False) -> Weights:

@@ -19,7 +19,7 @@ PCIE = 25e9
 """Bytes per second between host and device: PCIe 4.0 x16, of 31.5 GB/s."""
 
 _LAST = ("mlp.down_proj.weight", "mlp.c_proj.weight", "mlp.dense_4h_to_h.weight", "mlp.fc2.weight")
-"""What ends a layer, by the names of families."""
+"""The last product of a layer, by the names of families."""
 
 
 def forward_flops(unit: UnitShape, job: Job, *, in_float8: bool = False) -> float:

@@ -1,4 +1,4 @@
-"""What a training run can be told, each setting once: the command line and the workers read the same fields."""
+"""The settings of a training run, each defined once: the command line and the workers read the same fields."""
 
 from __future__ import annotations
 
@@ -174,19 +174,19 @@ class TrainArguments(View):
 
     @classmethod
     def spelled(cls, name: str) -> str:
-        """The option of a field."""
+        """Return the option of a field."""
         return "--" + name.replace("_", "-")
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """The arguments whose `to_json` a file holds. Raises `ConfigError` if the file holds anything else."""
+        """Return the arguments whose `to_json` a file holds. Raises `ConfigError` if the file holds anything else."""
         try:
             return cls.model_validate_json(read_text(path))
         except (OSError, ValueError) as error:  # of a value, or of text that is no UTF-8
             raise ConfigError(f"{path} does not hold the arguments of a training run: {error}") from None
 
     def to_json(self) -> str:
-        """The arguments as text that `read` takes from a file."""
+        """Return the arguments as text that `read` takes from a file."""
         return self.model_dump_json(indent=2) + "\n"
 
     @field_validator("checkpoint_dir", "resume", mode="before")
@@ -258,5 +258,5 @@ class TrainArguments(View):
 
     @property
     def checkpoints(self) -> Location:
-        """Where the checkpoints are."""
+        """The directory of the checkpoints."""
         return self.output_dir / "checkpoints" if self.checkpoint_dir is None else location(self.checkpoint_dir)

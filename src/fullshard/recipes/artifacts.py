@@ -1,4 +1,4 @@
-"""What a run leaves besides its checkpoints: sample text, the export and the picture of the loss."""
+"""The files that a run leaves besides its checkpoints: sample text, the export and the picture of the loss."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fullshard.observe import plot_losses, read_metrics
 
 @torch.no_grad()
 def sample_text(model: nn.Module, tokenizer: Any, *, prompt: str, tokens: int, device: torch.device) -> str:
-    """The prompt and what the model goes on with, always taking the likeliest token. Collective."""
+    """Return the prompt and the model's continuation, always the likeliest token. Collective."""
     encoded = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
     ids = encoded["input_ids"].to(device)
     if ids.numel() == 0:
@@ -34,7 +34,7 @@ def sample_text(model: nn.Module, tokenizer: Any, *, prompt: str, tokens: int, d
 
 
 def final_loss(metrics: Path) -> str:
-    """The loss at the end in words: the mean of the last tenth of the steps, since single batches scatter widely."""
+    """Return the final loss in words: the mean of the last tenth of the steps, since single batches scatter widely."""
     losses = [record.loss for record in read_metrics(metrics)]
     if not losses:  # a run that went on in another directory and had nothing left to train
         return "training loss: no steps here"

@@ -1,4 +1,4 @@
-"""What rank 0 says and writes down while a run goes on."""
+"""The messages and the metrics that rank 0 writes while a run goes on."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from fullshard.recipes.planned import RunPlan
 
 
 class Console:
-    """What rank 0 says; the other ranks say nothing.
+    """The messages of rank 0; the other ranks say nothing.
 
     Attributes:
         sinks: where the steps of this run go, rank 0 only.
@@ -89,7 +89,7 @@ class Console:
 
 @contextlib.contextmanager
 def open_console(environment: RankEnvironment) -> Iterator[Console]:
-    """A console, which is closed at the end."""
+    """Give a console, and close it at the end."""
     console = Console(environment)
     try:
         yield console
@@ -98,12 +98,12 @@ def open_console(environment: RankEnvironment) -> Iterator[Console]:
 
 
 def metrics_path(arguments: TrainArguments) -> Path:
-    """The file with the numbers of every step."""
+    """Return the file with the numbers of every step."""
     return arguments.output_dir / "metrics.jsonl"
 
 
 def _environment(accelerator: Accelerator) -> dict[str, Any]:
-    """What a run runs on."""
+    """Return the environment of a run: versions, host, device, ranks."""
     device = accelerator.device
     return {
         "fullshard": __version__,
@@ -116,7 +116,7 @@ def _environment(accelerator: Accelerator) -> dict[str, Any]:
 
 
 def _settings(arguments: TrainArguments) -> dict[str, Any]:
-    """Every flag with its value, and whether it is the default."""
+    """Return every flag with its value, and whether it is the default."""
     values = arguments.model_dump(mode="json")
     return {
         TrainArguments.spelled(name): {

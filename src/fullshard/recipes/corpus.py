@@ -42,7 +42,7 @@ class Corpus:
 
 
 def open_corpus(data: str | None, *, text_field: str = "text", max_nbytes: int | None = None) -> Corpus:
-    """The corpus that `data` names.
+    """Return the corpus that `data` names.
 
     A file of text is one document, and so is a row of JSONL or Parquet. Files of a directory come in an order that is
     shuffled but always the same, so that the end of the corpus, which is held out, is like its beginning. Files whose
@@ -125,7 +125,7 @@ def _capped(documents: Iterator[str], max_nbytes: int | None) -> Iterator[str]:
 
 
 def _documents(path: Path, text_field: str | None) -> Iterator[str]:
-    """The documents of one file; `text_field` None means the default corpus, whose faults nobody here can mend."""
+    """Yield the documents of one file; `text_field` None means the default corpus, whose faults no user can mend."""
     if path.suffix == ".jsonl":
         yield from _jsonl(path, text_field or "text")
     elif path.suffix == ".parquet":

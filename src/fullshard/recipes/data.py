@@ -1,4 +1,4 @@
-"""From the arguments to sequences: rank 0 makes the tokenizer and the token file, every rank maps the file."""
+"""Make sequences from the arguments: rank 0 makes the tokenizer and the token file, every rank maps the file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fullshard.recipes.tokenizer import count_ids, has_tokenizer, load_tokenizer
 
 @dataclass(frozen=True, slots=True)
 class TrainingData:
-    """What a run trains on.
+    """The data that a run trains on.
 
     Attributes:
         tokenizer: a Hugging Face tokenizer.
@@ -67,7 +67,7 @@ def prepare_data(arguments: TrainArguments, environment: RankEnvironment, check:
 
 
 def _make_files(arguments: TrainArguments, check: Callable[[int], None]) -> tuple[str, TokenFile, str]:
-    """Where the tokenizer is (the model's own if it has one, else one trained), the token file, the corpus in words."""
+    """Return the tokenizer's place (the model's own, else one trained here), the token file, the corpus in words."""
     corpus = open_corpus(
         arguments.data,
         text_field=arguments.text_field,

@@ -35,7 +35,7 @@ class Hub:
             self.hold()
 
     def hold(self) -> None:
-        """From now on nothing is pushed, until `push`."""
+        """Stop pushing until `push`."""
         self._trainer.args.push_to_hub = False
 
     def push(self) -> None:
@@ -74,7 +74,7 @@ class Hub:
 
 
 def say(message: str) -> None:
-    """One line for the user, on the main rank."""
+    """Print one line for the user, on the main rank."""
     if read_rank_environment().is_main:
         sys.stderr.write(f"fullshard: {message}\n")
 

@@ -26,7 +26,7 @@ MicroBatch = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step did, before the ranks have put their parts together.
+    """One rank's result of a step, before the ranks have put their parts together.
 
     Attributes:
         loss_sum: this rank's loss, summed over target tokens, nats.

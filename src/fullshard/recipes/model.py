@@ -19,7 +19,7 @@ from fullshard.recipes.tokenizer import count_ids, transformers
 def build_model(
     source: str | None, *, tokenizer: Any, seq_len: int, seed: int, is_loaded_later: bool = False
 ) -> tuple[nn.Module, str]:
-    """The model in fp32, the same on every rank, and where its weights come from: files are read when it is sharded.
+    """Return the model in fp32, the same on every rank, and its weights' source, which is read when it is sharded.
 
     Args:
         source: a config.json, a Hugging Face directory with or without weights, a hub name, or None for the default.
@@ -51,7 +51,7 @@ def build_model(
 
 
 def default_config(tokenizer: Any, *, seq_len: int) -> Any:
-    """A Llama of about 12 M parameters."""
+    """Return the configuration of a Llama of about 12 M parameters."""
     return transformers().LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=384,
@@ -67,7 +67,7 @@ def default_config(tokenizer: Any, *, seq_len: int) -> Any:
 
 
 def read_config(source: str) -> Any:
-    """The configuration that a file, a directory or a hub name holds.
+    """Return the configuration that a file, a directory or a hub name holds.
 
     Raises:
         ConfigError: there is none, or Transformers does not know its kind.

@@ -18,7 +18,7 @@ _CLASSES: dict[str, tuple[type[MatricesWithAdamW], dict[str, Any]]] = {
 
 
 def matrix_optimizer(name: str, model: nn.Module, say: Callable[[str], None], **options: Any) -> MatricesWithAdamW:
-    """One of them for a model, which says in a line what it updates; norms and biases are not decayed."""
+    """Return a matrix optimizer for a model; say in a line what it updates. Norms and biases are not decayed."""
     cls, own = _CLASSES[name]
     rule = MatrixRule.of(model, cls.__name__)
     say(f"optimizer: {rule}")

@@ -54,7 +54,7 @@ class TokenFile:
     crc32c: int
 
     def open(self) -> Tokens:
-        """The tokens as a read-only memory map."""
+        """Open the tokens as a read-only memory map."""
         return np.memmap(self.path, dtype=np.dtype(self.dtype).newbyteorder("<"), mode="r", shape=(self.count,))
 
 
@@ -138,7 +138,7 @@ def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
 
 
 def split_held_out(tokens: Tokens, fraction: float, *, seq_len: int) -> tuple[Tokens, Tokens]:
-    """The part to train on and the part at the end that is kept for evaluation.
+    """Return the part to train on and the part at the end that is kept for evaluation.
 
     Raises:
         DataError: a kept part was asked for and does not hold one whole sequence.
@@ -186,7 +186,7 @@ class PackedSequences:
 
 
 class GlobalOrder:
-    """Which sequences each step takes, over all ranks.
+    """The order of the sequences: which of them each step takes, over all ranks.
 
     Epoch e visits all sequences in an order that (seed, e) fixes. Step i takes places [i*B, (i+1)*B) of the epochs laid
     end to end, so a part of an epoch too small for a batch flows into the next epoch and nothing is left out.
@@ -210,7 +210,7 @@ class GlobalOrder:
         self._cached: tuple[int, npt.NDArray[np.int64]] | None = None
 
     def indices(self, step: int) -> npt.NDArray[np.int64]:
-        """The sequences of step `step` (counted from 0), in order."""
+        """Return the sequences of step `step` (counted from 0), in order."""
         begin, end = step * self._batch_size, (step + 1) * self._batch_size
         parts = []
         while begin < end:
@@ -227,7 +227,7 @@ class GlobalOrder:
 
 
 def rank_part(indices: npt.NDArray[np.int64], *, rank: int, world_size: int) -> npt.NDArray[np.int64]:
-    """The contiguous part of a batch that `rank` reads; parts differ by at most one sequence."""
+    """Return the contiguous part of a batch that `rank` reads; parts differ by at most one sequence."""
     return np.array_split(indices, world_size)[rank]
 
 
@@ -239,7 +239,7 @@ def micro_batches(
     world_size: int,
     micro_batch_size: int | None,
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """This rank's part of a batch, as equally many micro-batches of equal shape on every rank.
+    """Return this rank's part of a batch, as equally many micro-batches of equal shape on every rank.
 
     Where the batch does not divide evenly, rows without targets (labels `IGNORED`) fill the difference: every rank then
     makes the same collectives, and the filling has weight 0 in the loss.

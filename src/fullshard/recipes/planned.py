@@ -1,4 +1,4 @@
-"""What the planner says of a run before it begins: beside it stands, later, what was measured."""
+"""The planner's figures for a run before it begins; the run's measurements stand beside them later."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class RunPlan:
 
     @property
     def nbytes(self) -> int:
-        """What `memory_nbytes` should come to, at most."""
+        """The upper limit of `memory_nbytes`."""
         return self.plan.memory.needed + self.before
 
     def mfu(self, tokens_per_second: float) -> float | None:
@@ -53,7 +53,7 @@ class RunPlan:
         return None if self.plan.cluster.device.is_cpu else time.mfu * tokens_per_second / time.tokens_per_second
 
     def as_dict(self) -> dict[str, Any]:
-        """As plain values: the planner's, and the units."""
+        """Return plain values: the planner's, and the units."""
         units = [
             {
                 "name": unit.name,
@@ -83,7 +83,7 @@ def plan_run(
     *,
     before: int,
 ) -> RunPlan | None:
-    """The plan of a run on the hardware that it runs on; None if the planner knows not enough, which is said.
+    """Return the plan of a run on its own hardware; None if the planner knows not enough, which is said.
 
     Args:
         model: not sharded yet.
@@ -111,7 +111,7 @@ def plan_run(
 
 
 def job_values(arguments: TrainArguments, world_size: int) -> dict[str, Any]:
-    """What a plan asks for and a run's configuration does not say."""
+    """Return the values that a plan needs and a run's configuration does not have."""
     rows = math.ceil(arguments.batch_size / world_size)
     micro_batch = min(arguments.micro_batch_size or rows, rows)
     return {
@@ -124,7 +124,7 @@ def job_values(arguments: TrainArguments, world_size: int) -> dict[str, Any]:
 
 
 def planned_device(device: torch.device) -> str:
-    """The planner's name for a device.
+    """Return the planner's name for a device.
 
     Raises:
         ConfigError: it has none; or the device has not the memory that is planned with, as a part of a GPU has not.

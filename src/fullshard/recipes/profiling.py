@@ -1,4 +1,4 @@
-"""What is looked at in a few steps of a run, asked for by a flag: a profile, and what memory holds."""
+"""The recordings of a few steps of a run, asked for by a flag: a profile, and what memory holds."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class StepProfile:
         self._inside: contextlib.ExitStack | None = None
 
     def begin_step(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self._step += 1
         if self._step == self._first:
             self._inside = contextlib.ExitStack()
@@ -48,7 +48,7 @@ class StepProfile:
             self._stop()
 
     def close(self) -> None:
-        """The run is over."""
+        """End the run: stop profiling, and say if no step was profiled."""
         self._stop()
         if self._step < self._first:
             self._say(f"profile: there is none, because the run ended after {self._step} steps, before {self._first}")
@@ -92,14 +92,14 @@ class StepMemory:
         self._say(write_timeline(self._directory / "memory", rank, measured, self._planned, title=title))
 
     def close(self) -> None:
-        """The run is over."""
+        """End the run: say if there is no timeline."""
         steps = 0 if self._timeline is None else self._timeline.steps
         if steps < AT_STEP:
             self._say(f"memory timeline: there is none, because the run ended after {steps} steps, before {AT_STEP}")
 
 
 def watched(memory: StepMemory) -> Any:
-    """A callback for Transformers' Trainer."""
+    """Return a callback for Transformers' Trainer."""
     import transformers
 
     class Watched(transformers.TrainerCallback):  # type: ignore[misc]
@@ -113,7 +113,7 @@ def watched(memory: StepMemory) -> Any:
 
 
 def profiled(profile: StepProfile) -> Any:
-    """A callback for Transformers' Trainer."""
+    """Return a callback for Transformers' Trainer."""
     import transformers
 
     class Profiled(transformers.TrainerCallback):  # type: ignore[misc]

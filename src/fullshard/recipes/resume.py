@@ -39,7 +39,7 @@ _NAME = re.compile(rf"({re.escape(OLD_PREFIX)})?step-(?P<steps>\d+)(?(1)-\w+)")
 
 
 def find_checkpoints(arguments: TrainArguments) -> list[Location]:
-    """The checkpoints to go on from, the first that can be loaded; none to start from the beginning. Called on rank 0.
+    """Return the checkpoints to go on from, the first that loads; none to start from the beginning. Called on rank 0.
 
     When a launcher has started the processes again, those that this run has written come first, and none is removed.
 
@@ -86,19 +86,19 @@ def _steps_in(path: Location) -> int:
 
 
 def _of_runs(directory: Location) -> dict[Location, int]:
-    """The checkpoints of runs in a directory, whole or not, each with the steps behind it."""
+    """Return the checkpoints of runs in a directory, whole or not, each with the steps behind it."""
     entries = entries_of(directory) if directory.is_dir() else []
     return {path: steps for path in entries if (steps := _steps_of(path)) >= 0 and path.is_dir()}
 
 
 def _steps_of(path: Location) -> int:
-    """By its name, which a user may have changed: then -1, which is before all others."""
+    """Return the steps in a checkpoint's name; -1, before all others, if a user has changed the name."""
     match = _NAME.fullmatch(path.name)
     return int(match["steps"]) if match else -1
 
 
 def _of_this_run(arguments: TrainArguments) -> list[Location]:
-    """What it has written, and what it was told to begin with."""
+    """Return the checkpoints that the run has written, and the one that it was told to begin with."""
     written = _whole(arguments.checkpoints)
     if arguments.resume in ("auto", "never"):
         return written
@@ -201,7 +201,7 @@ def load(path: Location, trainer: Trainer, say: Callable[[str], None]) -> int:
 
 @contextlib.contextmanager
 def _own_weight_decay(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """A load inside brings the options of parameter groups; the decay stays that of the run, as its other flags do."""
+    """Keep the run's own weight decay, as its other flags: a load inside brings the options of parameter groups."""
     decays = [group["weight_decay"] for group in optimizer.param_groups]
     yield
     for group, decay in zip(optimizer.param_groups, decays, strict=True):

@@ -139,7 +139,7 @@ def make_trainer(arguments: SFTArguments) -> Any:
 
 
 def _of_matrices(name: str, training: Any) -> tuple[Any, dict[str, Any]]:
-    """What Trainer makes it with, once it has the adapters: something to call for something to give the model to."""
+    """Return a function that gives the maker of the optimizer, called once there are adapters, and its options."""
 
     def make(model: Any, **options: Any) -> torch.optim.Optimizer:
         return matrix_optimizer(name, model, say, **options)
@@ -154,7 +154,7 @@ def _of_matrices(name: str, training: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def load_tokenizer(arguments: ModelArguments) -> tuple[Any, bool]:
-    """The model's tokenizer, with the chat format's tokens; and whether it has more of them than before."""
+    """Return the model's tokenizer, with the chat format's tokens; and whether it has more of them than before."""
     import transformers
 
     with own_errors(
@@ -173,7 +173,7 @@ def load_tokenizer(arguments: ModelArguments) -> tuple[Any, bool]:
 
 
 def load_model(arguments: ModelArguments, training: Any) -> Any:
-    """The model, whose weights each rank reads for itself when it is sharded.
+    """Return the model, whose weights each rank reads for itself when it is sharded.
 
     What is trained has float32 main weights. A frozen model is kept in what is computed in.
     """
@@ -257,7 +257,7 @@ def load_data(arguments: DataArguments, model: ModelArguments, tokenizer: Any, t
 
 
 def _columns(held: list[str], arguments: DataArguments, model: ModelArguments, training: Any) -> list[str]:
-    """The columns to train on: one of text, chats, or prompts with their completions."""
+    """Return the columns to train on: one of text, chats, or prompts with their completions."""
     if model.chat_template_format == "none" and training.dataset_text_field in held:
         return [training.dataset_text_field]
     if "messages" in held:
@@ -307,7 +307,7 @@ def _uses_flash_attention(arguments: ModelArguments) -> bool:
 
 
 def _where_to_begin(training: Any) -> Any:
-    """What Trainer is to resume from. Called on rank 0.
+    """Return the checkpoint that Trainer is to resume from. Called on rank 0.
 
     After a restart it is the newest checkpoint, whatever was asked for: it is this run's, because a run that may be
     started again does not begin beside those of another.
@@ -337,7 +337,7 @@ def _where_to_begin(training: Any) -> Any:
 
 
 def _resume(value: Any) -> Any:
-    """What `--resume_from_checkpoint` asks for: a path, or the newest one."""
+    """Return the checkpoint that `--resume_from_checkpoint` asks for: a path, or the newest one."""
     text = str(value).lower()
     return None if value is None or text in ("false", "no") else True if text in ("true", "yes") else value
 

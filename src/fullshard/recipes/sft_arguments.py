@@ -1,4 +1,4 @@
-"""What `fullshard sft` can be told: the flags of the well-known `train.py` for supervised fine-tuning, and TRL's own.
+"""The flags of `fullshard sft`: those of the well-known `train.py` for supervised fine-tuning, and TRL's own.
 
 Three groups, as there: the model, the data, and everything of `SFTConfig`. Flags that have another name today are
 translated, those without effect say why, each with one line; any other flag is an error.
@@ -116,7 +116,7 @@ class SFTArguments:
 
 
 def read_arguments(words: Sequence[str], say: Callable[[str], None]) -> SFTArguments:
-    """The arguments on a command line, or in a YAML or JSON file that is its only word.
+    """Return the arguments on a command line, or in a YAML or JSON file that is its only word.
 
     Args:
         words: `--name value`, `--name=value` or `--name` for true, `--name value value` where it takes several; `-` and
@@ -133,7 +133,7 @@ def read_arguments(words: Sequence[str], say: Callable[[str], None]) -> SFTArgum
 
 
 def make_arguments(values: Mapping[str, Any], say: Callable[[str], None]) -> SFTArguments:
-    """The arguments from values by flag name; see `read_arguments`."""
+    """Return the arguments from values by flag name; see `read_arguments`."""
     config = _sft_config()
     known = {f.name for cls in (*OWN, config) for f in fields(cls) if f.init}
     taken: dict[str, Any] = {}
@@ -204,7 +204,7 @@ _PATHS = ("model_name_or_path", "dataset_name")
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """The values in a YAML or JSON file. Raises `ConfigError` if it is none."""
+    """Return the values in a YAML or JSON file. Raises `ConfigError` if it is none."""
     from fullshard.config.document import read_document
 
     return {entry.key: entry.plain for entry in read_document(path)}
@@ -237,7 +237,7 @@ def _annotated(tree: ast.Module) -> Iterator[str]:
 
 
 def _is_whole(ratio: Any) -> bool:
-    """Whether a ratio would be read as a number of steps. What is no number at all is the parser's to refuse."""
+    """Return whether a ratio would be read as a number of steps. The parser refuses values that are no number."""
     try:
         return float(ratio) >= 1
     except (TypeError, ValueError):
@@ -264,7 +264,7 @@ def _flags(words: Sequence[str], kinds: Mapping[str, Any]) -> Iterator[tuple[str
 
 
 def _kinds(config: type) -> dict[str, Any]:
-    """The type of every flag."""
+    """Return the type of every flag."""
     return {name: kind for cls in (*OWN, config) for name, kind in get_type_hints(cls).items()}
 
 
@@ -273,7 +273,7 @@ def _takes_several(kind: Any) -> bool:
 
 
 def _parse(values: Mapping[str, Any], config: type) -> SFTArguments:
-    """By Transformers' parser, which knows the type of every field."""
+    """Parse the values by Transformers' parser, which knows the type of every field."""
     given = {name: value for name, value in values.items() if value is not None}
     reentrant = str(given.get("use_reentrant", "false")).lower() in _TRUE
     given.setdefault("gradient_checkpointing_kwargs", {"use_reentrant": reentrant})
@@ -339,7 +339,7 @@ def _not_accepted(reason: object) -> ConfigError:
 
 
 def _text(value: Any) -> str:
-    """One word of a value, which the parser reads again."""
+    """Return a value as one word, which the parser reads again."""
     if isinstance(value, list):
         return ",".join(map(str, value))
     return json.dumps(value) if isinstance(value, dict) else str(value)

@@ -24,12 +24,12 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 
 
 def has_tokenizer(directory: Path) -> bool:
-    """Whether a Hugging Face directory brings a tokenizer."""
+    """Return whether a Hugging Face directory brings a tokenizer."""
     return any((directory / name).is_file() for name in _TOKENIZER_FILES)
 
 
 def load_tokenizer(source: str | Path) -> Any:
-    """A tokenizer from a directory or the hub.
+    """Return a tokenizer from a directory or the hub.
 
     Raises:
         ConfigError: there is none that can be read, or it has no end-of-text token to put between documents.
@@ -45,14 +45,14 @@ def load_tokenizer(source: str | Path) -> Any:
 
 
 def count_ids(tokenizer: Any) -> int:
-    """One more than its highest token id, which is more than its size where ids are left out."""
+    """Return one more than its highest token id, which is more than its size where ids are left out."""
     ids: dict[str, int] = tokenizer.get_vocab()
     return max(len(tokenizer), 1 + max(ids.values()))
 
 
 @contextlib.contextmanager
 def trained_tokenizer(directory: Path, corpus: Corpus, *, vocab_size: int) -> Iterator[Path]:
-    """The directory of a tokenizer that was trained on the corpus, inside. Called on one rank.
+    """Give the directory of a tokenizer that was trained on the corpus. Called on one rank.
 
     It is `directory` if the one there was trained on the same. Otherwise it is another, which takes the place of
     `directory` when the block ends well, and of which nothing is left if it does not.
@@ -84,7 +84,7 @@ def trained_tokenizer(directory: Path, corpus: Corpus, *, vocab_size: int) -> It
 
 
 def _recorded(record: Path) -> Any:
-    """What a tokenizer was trained on; None if there is none, or its record is damaged."""
+    """Return the record of a tokenizer's training data; None if there is none, or it is damaged."""
     try:
         return read_json(record)
     except (OSError, ValueError):
@@ -92,7 +92,7 @@ def _recorded(record: Path) -> Any:
 
 
 def train_tokenizer(documents: Iterator[str], *, vocab_size: int) -> Any:
-    """A byte-level BPE tokenizer: every text round-trips, nothing is unknown. The same documents give the same one."""
+    """Train a byte-level BPE tokenizer: it encodes every text without loss. The same documents give the same one."""
     library = transformers()
     tokenizers = importlib.import_module("tokenizers")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -118,5 +118,5 @@ def train_tokenizer(documents: Iterator[str], *, vocab_size: int) -> Any:
 
 
 def transformers() -> Any:
-    """The library, if it is installed."""
+    """Return the library, if it is installed."""
     return import_extra("transformers", extra="hf", purpose="training a language model")

@@ -181,7 +181,7 @@ def _prepare_output(arguments: TrainArguments) -> list[Location]:
 
 
 def for_any_size(arguments: TrainArguments) -> TrainArguments:
-    """Where hosts may come and go: micro-batches that are as large on few ranks as on many, and more of them.
+    """Return arguments for a varying number of hosts: more micro-batches, as large on few ranks as on many.
 
     Raises:
         ConfigError: the batch cannot be shared by some number of ranks that there may be.
@@ -226,7 +226,7 @@ def _make_trainer(
     *,
     is_loaded: bool = False,
 ) -> Trainer:
-    """The sharded model with its optimizer; with `is_loaded` its weights are loaded afterwards."""
+    """Return the sharded model with its optimizer; with `is_loaded` its weights are loaded afterwards."""
     before = memory_nbytes(accelerator.device)
     model, origin = build_model(
         arguments.model,
@@ -371,11 +371,11 @@ class _StepMeter:
         reset_memory_peak(trainer.device)
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self._begin = time.perf_counter()
 
     def end(self, step: int, result: StepResult) -> StepMetrics:
-        """What it was like, on all ranks. A collective."""
+        """Return the metrics of the step, over all ranks. A collective."""
         trainer, arguments, plan = self._trainer, self._trainer.arguments, self._plan
         self._skipped += trainer.optimizer.step_was_skipped
         tokens = arguments.batch_size * arguments.seq_len
@@ -398,13 +398,13 @@ class _StepMeter:
         )
 
     def restart_rate(self) -> None:
-        """From here on, so that a line's rate is of its own steps, and without the time of a save."""
+        """Measure the rate from here on, so that a line's rate is of its own steps, without the time of a save."""
         self._rate.restart()
 
 
 @contextlib.contextmanager
 def _profile(trainer: Trainer, console: Console) -> Iterator[StepProfile]:
-    """What profiles the steps inside that are to be profiled."""
+    """Give the profile that records the steps to be profiled within the block."""
     arguments = trainer.arguments
     steps = arguments.profile_steps if arguments.profile else None
     profile = StepProfile(trainer.accelerator, steps, arguments.output_dir / "profile", console.say)

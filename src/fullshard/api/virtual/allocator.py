@@ -62,7 +62,7 @@ class Allocator:
     _count: int = 0
 
     def reset_peaks(self) -> None:
-        """From now on."""
+        """Count the peaks from now on."""
         self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
 
     def take(self, nbytes: int, stream: Any) -> SegmentPart | None:

@@ -31,7 +31,7 @@ def register(job: Job, device: Device) -> str:
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
-    """The kernel knows."""
+    """Return no mask: the kernel knows it."""
 
 
 def _attend(

@@ -84,23 +84,23 @@ class Clock:
     streams: list[Stream] = field(default_factory=list)
 
     def stream(self, name: str) -> Stream:
-        """A new one."""
+        """Return a new stream."""
         self.streams.append(Stream(name))
         return self.streams[-1]
 
     def launch(self, stream: Stream, name: str, resource: str, work: float, latency: float = 0.0) -> Task:
-        """The host launches a task, which takes its stream what it takes, and the host nothing."""
+        """Launch a task from the host, which takes time of its stream, and none of the host."""
         task = Task(name, resource, work=work, latency=latency, launched=self.host, waits_for=None)
         stream.push(task)
         return task
 
     def have_wait(self, stream: Stream, task: Task | None) -> None:
-        """What is launched into `stream` from now on begins after `task`."""
+        """Make tasks launched into `stream` from now on begin after `task`."""
         if task is not None and task is not stream.last and task.end > self.device:
             stream.push(Task("wait", "", work=0.0, latency=0.0, launched=self.host, waits_for=task))
 
     def block(self, task: Task | None) -> None:
-        """The host waits for `task`."""
+        """Let the host wait for `task`."""
         if task is not None:
             self._start()  # what takes no time is over then
             while task.end > self.device:
@@ -109,12 +109,12 @@ class Clock:
             self.host = max(self.host, task.end)
 
     def block_all(self) -> None:
-        """The host waits for all streams."""
+        """Let the host wait for all streams."""
         for stream in self.streams:
             self.block(stream.last)
 
     def is_over(self, task: Task | None) -> bool:
-        """Whether it is, by the host's clock."""
+        """Return whether a task is over, by the host's clock."""
         while task is not None and task.end == float("inf") and self.device < self.host:
             if not self._next(self.host):
                 break

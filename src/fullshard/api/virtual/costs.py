@@ -1,4 +1,4 @@
-"""What an operation costs: the larger of its FLOP and its bytes, each at the speed that training reaches.
+"""The cost of an operation: the larger of its FLOP and its bytes, each at the speed that training reaches.
 
 On a CPU both, one after the other, and what its functions take.
 """
@@ -36,7 +36,7 @@ _ONLY_WRITTEN = {aten.copy_, aten.zero_, aten.fill_, torch_private.copy_all, tor
 
 @functools.cache
 def is_view(operation: Any) -> bool:
-    """Whether it returns what it was given, unchanged."""
+    """Return whether the operation returns its argument unchanged."""
     if operation.overloadpacket in _NO_KERNEL:
         return True
     returns = torch_private.schema_of(operation).returns
@@ -44,12 +44,12 @@ def is_view(operation: Any) -> bool:
 
 
 def tensors_of(values: Any) -> list[torch.Tensor]:
-    """All tensors in arguments or results."""
+    """Return all tensors in arguments or results."""
     return [leaf for leaf in torch_private.leaves_of(values) if isinstance(leaf, torch.Tensor)]
 
 
 def seconds(operation: Any, given: Sequence[Any], named: dict[str, Any], made: Any, device: Device) -> float:
-    """What it takes of the device, if it has it to itself."""
+    """Return the seconds that an operation takes of the device, if it has it to itself."""
     flops = _flops(operation, given, named, made)
     is_attention = "attention" in operation.name()
     read = given[:1] if is_attention else given  # attention keeps sums in float32 beside
@@ -65,7 +65,7 @@ def seconds(operation: Any, given: Sequence[Any], named: dict[str, Any], made: A
 
 
 def _functions(operation: Any, given: Sequence[Any], made: Any) -> int:
-    """How many exponentials and their like it computes, which take a CPU longer than reading what they are of."""
+    """Return how many exponentials and the like it computes, which take a CPU longer than reading their arguments."""
     kind = operation.overloadpacket
     if "attention" in operation.name():
         *_, heads, queries, _ = given[0].shape
@@ -111,11 +111,11 @@ def _moved(operation: Any, given: Sequence[Any], named: dict[str, Any], made: An
 
 
 def _changed(operation: Any, given: Sequence[Any]) -> list[Any]:
-    """What an operation that returns nothing changes in place. The fused ones change gradients only to scale them."""
+    """Return the arguments that an operation without results changes, less the gradients that fused ones scale."""
     changed = torch_private.written(operation)
     return [given[place] for place, name in changed if place < len(given) and name != "grads"]
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
-    """Of what it has in memory: one that is expanded has less than its shape says."""
+    """Return the bytes that a tensor has in memory: an expanded one has less than its shape says."""
     return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())

@@ -46,7 +46,7 @@ class VirtualEvent:
         (stream or self._device.current).wait_event(self)
 
     def query(self) -> bool:
-        """Whether it is over."""
+        """Return whether it is over."""
         return self._device.clock.is_over(self._task)
 
     def synchronize(self) -> None:
@@ -62,19 +62,19 @@ class VirtualStream:
         self._before: list[VirtualStream] = []
 
     def wait_event(self, event: VirtualEvent) -> None:
-        """What comes later waits for it."""
+        """Make later tasks wait for the event."""
         self._device.clock.have_wait(self.queue, event._task)
 
     def wait_stream(self, other: VirtualStream) -> None:
-        """What comes later waits for all that is in the other by now."""
+        """Make later tasks wait for all tasks in the other stream by now."""
         self._device.clock.have_wait(self.queue, other.queue.last)
 
     def record_event(self, event: VirtualEvent | None = None) -> VirtualEvent:
-        """This moment."""
+        """Record an event at this moment."""
         return (event or VirtualEvent(self._device)).record(self)
 
     def query(self) -> bool:
-        """Whether all of it is over."""
+        """Return whether all of it is over."""
         return self._device.clock.is_over(self.queue.last)
 
     def synchronize(self) -> None:
@@ -92,7 +92,7 @@ class VirtualStream:
 
 @dataclass(slots=True)
 class _Memory:
-    """What a storage has of the device."""
+    """The memory of a storage on the device."""
 
     block: SegmentPart | None
     stream: Stream
@@ -102,7 +102,7 @@ class _Memory:
 
 @dataclass(frozen=True, slots=True)
 class _Begin:
-    """What was so far when a record began."""
+    """The counters at the time a record began."""
 
     time: float = 0.0
     blocked: float = 0.0
@@ -142,14 +142,14 @@ class VirtualDevice(torch_private.DispatchMode):
         self._leaving: list[tuple[_Memory, list[Task]]] = []
 
     def begin_record(self) -> None:
-        """From now on count peaks, and keep the curve of memory."""
+        """Count peaks, and keep the curve of memory, from now on."""
         self.memory.reset_peaks()
         self.curve.clear()
         self.begin = _Begin(self.clock.host, self.clock.blocked, self.launches, self.collectives, self.memory.allocated)
 
     @contextlib.contextmanager
     def at(self, phase: str) -> Iterator[None]:
-        """What is launched within it is for `phase`."""
+        """Book tasks launched within the block under `phase`."""
         before, self.phase = self.phase, phase
         try:
             yield
@@ -157,7 +157,7 @@ class VirtualDevice(torch_private.DispatchMode):
             self.phase = before
 
     def note_event(self, event: Event) -> None:
-        """The engine is at a unit now: a sink of its events."""
+        """Note the unit that the engine is at: a sink of its events."""
         if event.kind in (EventKind.FORWARD_BEGIN, EventKind.BACKWARD_BEGIN):
             self.phase = f"{self.phase.partition(' ')[0]} {event.unit}"
         elif event.kind is EventKind.FORWARD_END and self.cluster.device.unit_seconds:
@@ -194,7 +194,7 @@ class VirtualDevice(torch_private.DispatchMode):
         return made
 
     def run(self, name: str, work: float) -> Task:
-        """A kernel on the current stream."""
+        """Run a kernel on the current stream."""
         self.clock.host += self.host.launch
         self.launches += 1
         return self.clock_task(name, DEVICE, work + self.cluster.device.op_seconds)
@@ -210,16 +210,16 @@ class VirtualDevice(torch_private.DispatchMode):
     # -- collectives --------------------------------------------------------------------------------------------
 
     def gather_cost(self, nbytes: int, ranks: int, *, stride: int, times: int = 1) -> tuple[str, float, float]:
-        """Which link, seconds of it, and latency of an all-gather, for which ranks that share memory do nothing."""
+        """Return link, seconds and latency of an all-gather, for which ranks that share memory do nothing."""
         is_shared = self.cluster.device.is_cpu and self.cluster.shares_memory and ranks <= self.cluster.per_host
         return self.collective_cost(0 if is_shared else nbytes, ranks, stride=stride, times=times)
 
     def collective_cost(self, nbytes: int, ranks: int, *, stride: int, times: int = 1) -> tuple[str, float, float]:
-        """The same of a reduce-scatter (twice: an all-reduce)."""
+        """Return link, seconds and latency of a reduce-scatter (twice: an all-reduce)."""
         return self._link_cost(carried, nbytes, ranks, stride, times)
 
     def exchange_cost(self, nbytes: int, ranks: int, *, stride: int, times: int = 1) -> tuple[str, float, float]:
-        """The same of an exchange in which each rank gets `nbytes`."""
+        """Return link, seconds and latency of an exchange in which each rank gets `nbytes`."""
         return self._link_cost(exchanged, nbytes, ranks, stride, times)
 
     def _link_cost(
@@ -272,12 +272,12 @@ class VirtualDevice(torch_private.DispatchMode):
         self.curve.append((self.clock.host, self.memory.allocated))
 
     def _collect(self) -> None:
-        """What other streams have used and are done with."""
+        """Free the memory that other streams have used and are done with."""
         while self._leaving and all(map(self.clock.is_over, self._leaving[0][1])):
             self.memory.give(self._leaving.pop(0)[0].block)
 
     def resize(self, storage: Any, nbytes: int) -> None:
-        """A storage is about to have another size."""
+        """Follow a storage that is about to have another size."""
         memory = self._known.get(torch_private.storage_id(storage))
         if memory is not None and memory.block is not None:
             self._give(memory)

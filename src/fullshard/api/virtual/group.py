@@ -35,11 +35,11 @@ class VirtualWork(_WORK):  # type: ignore[misc]
         return True
 
     def is_completed(self) -> bool:
-        """Whether it is over."""
+        """Return whether it is over."""
         return self._device.clock.is_over(self._task)
 
     def synchronize(self) -> None:
-        """As `wait`."""
+        """Wait, as `wait` does."""
         self.wait()
 
 
@@ -69,16 +69,16 @@ class VirtualGroup(_GROUP):  # type: ignore[misc]
         self.sent_nbytes = 0
 
     def getBackendName(self) -> str:
-        """For torch."""
+        """Return the backend's name, for torch."""
         return "virtual"
 
     @property
     def group_name(self) -> str:
-        """For torch."""
+        """The group's name, for torch."""
         return self.name
 
     def _meet(self, what: str, whole: list[torch.Tensor], options: Any, *, times: int = 1) -> VirtualWork:
-        """A collective of all that `whole` has, over the ranks; in an exchange each has something else."""
+        """Run a collective of all that `whole` has, over the ranks; in an exchange each rank has another part."""
         device, nbytes = self._device, sum(t.nbytes for t in whole)
         if whole and not whole[0].is_meta:
             device.clock.host += device.host.message * math.ceil(math.log2(max(2, self._members)))

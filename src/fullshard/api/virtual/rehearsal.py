@@ -24,7 +24,7 @@ from fullshard.plan.job import Job
 def time_step(
     values: dict[str, Any], job: Job, cluster: Cluster, *, rank: int = 0, host: HostCosts | None = None
 ) -> Timeline:
-    """A step of the engine in virtual time: as one of many ranks, on devices that are not there.
+    """Time a step of the engine in virtual time: as one of many ranks, on devices that are not there.
 
     Args:
         values: what the model's `config.json` says; a causal language model.
@@ -75,6 +75,6 @@ def time_step(
 
 
 def _positions(values: dict[str, Any], job: Job) -> dict[str, int]:
-    """As many as the job has tokens in a sequence."""
+    """Return the number of positions, at least the tokens in a sequence of the job, under its name in the file."""
     name = "n_positions" if "n_positions" in values else "max_position_embeddings"
     return {name: max(job.seq_len, values.get(name, 0))}

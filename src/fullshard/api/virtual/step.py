@@ -28,7 +28,7 @@ class TokenBatch:
     accumulation: int = 1
 
     def loss(self, model: nn.Module) -> torch.Tensor:
-        """A forward of a causal language model and its loss.
+        """Run a forward of a causal language model and return its loss.
 
         Raises:
             ConfigError: the model does not run on this device.

@@ -16,7 +16,7 @@ from fullshard.plan.pictures import saved_figure
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """What ran on a stream.
+    """A span of work on a stream.
 
     Attributes:
         stream, name: for people.
@@ -74,7 +74,7 @@ class Timeline:
         return self.seconds - self.compute - self.exposed
 
     def figures(self) -> dict[str, float | int]:
-        """All but the slices, for a record."""
+        """Return all figures except the slices, for a record."""
         names = ("seconds", "compute", "communication", "exposed", "idle", "host", "blocked", "launches", "collectives",
                  "peak_allocated", "peak_reserved", "state")  # fmt: skip
         return {name: getattr(self, name) for name in names}
@@ -134,7 +134,7 @@ class Timeline:
 
 
 def joined(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The union of spans, in order."""
+    """Return the union of spans, in order."""
     found: list[tuple[float, float]] = []
     for start, end in sorted(spans):
         if found and start <= found[-1][1]:

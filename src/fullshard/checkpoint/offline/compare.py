@@ -1,4 +1,4 @@
-"""How two checkpoints differ: names, shapes, dtypes and values, whatever kinds they are."""
+"""The differences between two checkpoints of any kinds: names, shapes, dtypes and values."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _same_bits(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def _settings(a: Source, b: Source) -> Iterator[Difference]:
-    """Where the optimizers differ in anything but tensors."""
+    """Return the differences between the optimizers in anything but tensors."""
     mine, theirs = a.contents.optimizer, b.contents.optimizer
     if mine is None or theirs is None:
         if mine is not theirs:

@@ -94,7 +94,7 @@ class DcpSource(Source):
         return rows.reshape(-1)[interval.start - first * per_row : interval.stop - first * per_row]
 
     def _load(self, directory: Path, stored: StoredObject, box: Box) -> torch.Tensor:
-        """A box of a tensor; the last one is kept, because chunks of a tensor follow each other."""
+        """Return a box of a tensor. Keeps the last one, because chunks of a tensor follow each other."""
         key = (directory, box.file, box.start)
         if self._loaded is not None and self._loaded[0] == key:
             return self._loaded[1]
@@ -133,7 +133,7 @@ class DcpSource(Source):
         return record
 
     def _resolve(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """A parameter group with the numbers that were stored as tensors (a learning rate, say)."""
+        """Replace the tensors in a parameter group by the numbers that they store (a learning rate, say)."""
         resolved = {}
         for key, value in group.items():
             if _is_reference(value):
@@ -196,7 +196,7 @@ def _value(directory: Path, stored: StoredObject) -> Any:
 
 
 def _read_box(directory: Path, stored: StoredObject, box: Box) -> tuple[str, Any]:
-    """Where a box is, for messages, and what is in it."""
+    """Return a box's place, for messages, and its contents."""
     path = directory / box.file
     try:
         with path.open("rb") as file:

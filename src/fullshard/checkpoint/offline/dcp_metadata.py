@@ -76,12 +76,12 @@ class StoredObject:
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """The name for messages."""
         return ".".join(map(str, self.path))
 
 
 def read_metadata(directory: Path) -> list[StoredObject]:
-    """What a DCP directory holds.
+    """Return the contents of a DCP directory.
 
     Raises:
         CheckpointError: no or damaged metadata, a pickle that asks for a class that does not belong there, a file
@@ -143,7 +143,7 @@ class _Unpickler(pickle._Unpickler):
         }
 
     def find_class(self, module: str, name: str) -> Any:
-        """The stand-in for a class. Never imports anything."""
+        """Return the stand-in for a class. Never imports anything."""
         if (module, name) in _RECORDS:
             # made anew for every file: a pickle may write to the classes it is given
             return self._classes.setdefault((module, name), type(name, (_StandIn,), {}))
@@ -210,7 +210,7 @@ def _box(offsets: tuple[int, ...], sizes: tuple[int, ...], info: Any) -> Box:
 
 
 def _problems(directory: Path, stored: StoredObject) -> list[str]:
-    """What is wrong with where an entry lies."""
+    """Return the faults in the place of an entry."""
     name, problems = stored.name, []
     for box in stored.boxes:
         try:

@@ -1,4 +1,4 @@
-"""Which kind of checkpoint a path is. Looks at names first and inside files where names do not tell."""
+"""Detect the kind of a checkpoint. Looks at names first, and inside files where names do not tell."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def open_source(path: str | Location, *, optimizer: bool = True, index: int = 0)
 
 
 def _further(path: Location, optimizer: bool, index: int) -> Source:
-    """One of several models, which checkpoints of Accelerate have and no others."""
+    """Return one of several models, which only checkpoints of Accelerate have."""
     for open_it in (_accelerate_sharded, _accelerate_full):
         source = open_it(path, optimizer, index) if isinstance(path, Path) else None
         if source is not None:
@@ -135,7 +135,7 @@ def _hugging_face(path: Path, optimizer: bool, index: int) -> Source | None:
 
 
 def _left_over(path: Path, used: set[str]) -> list[str]:
-    """What of a foreign training state is not taken over."""
+    """Return the parts of a foreign training state that are not taken over."""
     known = {*used, *(file.name for file in files_beside_weights(path))}
     names = sorted(entry.name for entry in path.iterdir() if entry.name not in known)
     return [f"not taken over: {', '.join(names)}"] if names else []

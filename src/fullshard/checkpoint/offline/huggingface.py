@@ -50,7 +50,7 @@ class HuggingFaceSource(Source):
 
 
 def has_safetensors(directory: Path) -> bool:
-    """Whether `HuggingFaceSource` can read it."""
+    """Return whether `HuggingFaceSource` can read it."""
     return (directory / SINGLE_NAME).is_file() or (directory / INDEX_NAME).is_file()
 
 
@@ -60,7 +60,7 @@ def files_beside_weights(directory: Path) -> list[Path]:
 
 
 def skeleton_of(transformers: Any, directory: Path, dtype: torch.dtype) -> nn.Module:
-    """The model that the configuration in a directory describes, with its parameters on the meta device.
+    """Return the model that the configuration in a directory describes, with its parameters on the meta device.
 
     Args:
         transformers: the library.
@@ -88,7 +88,7 @@ def skeleton_of(transformers: Any, directory: Path, dtype: torch.dtype) -> nn.Mo
 
 
 def read_configuration(path: Path) -> dict[str, Any]:
-    """What a configuration says, of a model or of an adapter.
+    """Return the values of a configuration, of a model or of an adapter.
 
     Raises:
         CheckpointError: it cannot be read, or is no JSON object.

@@ -110,7 +110,7 @@ class MergedSource(Source):
 
     @contextmanager
     def configuration(self) -> Iterator[Path]:
-        """A directory with the configuration and the tokenizer of the result."""
+        """Return a directory with the configuration and the tokenizer of the result."""
         with tempfile.TemporaryDirectory() as name:
             directory = Path(name)
             for place in (self.path, _config_directory(self._adapter)):  # the adapter's tokenizer is the newer one
@@ -140,7 +140,7 @@ class MergedSource(Source):
         )
 
     def _name(self, source: Any) -> str:
-        """The name on disk, or, where the base has it under none of its names (untied by the adapter), the first."""
+        """Return the name on disk, or the first where the base has none of its names (untied by the adapter)."""
         return next((self._disk[name] for name in source.names if name in self._disk), str(source.name))
 
     def _names(self, tensor: torch.Tensor) -> tuple[str, ...]:
@@ -150,7 +150,7 @@ class MergedSource(Source):
         return f"{self._merged.prefix}{name}"
 
     def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A parameter of the skeleton, from the adapter's file or the base's."""
+        """Return a parameter of the skeleton, from the adapter's file or the base's."""
         names = self._names(tensor)
         stored = next((self._stored[self._full(name)] for name in names if self._full(name) in self._stored), None)
         if stored is not None:
@@ -217,7 +217,7 @@ def _config_directory(adapter: Path) -> Path:
 
 
 def _skeleton(base: Path, adapter: Path, weights: _Adapter, dtype: torch.dtype) -> nn.Module:
-    """The PEFT model on the meta device."""
+    """Return the PEFT model on the meta device."""
     transformers, peft = _import("transformers", "hf"), _import("peft", "sft")
     model: Any = skeleton_of(transformers, base, dtype)
     path = adapter / ADAPTER_CONFIG
@@ -250,7 +250,7 @@ def _table_rows(weights: _Adapter, shape: torch.Size) -> int | None:
 
 
 def _disk_names(on_disk: Mapping[str, TensorRecord], base: nn.Module) -> dict[str, str]:
-    """By the model's name for a tensor, the one it has on disk: with the prefix of its base model or without."""
+    """Return the name on disk by the model's name for a tensor: with the prefix of its base model or without."""
     prefix = getattr(base, "base_model_prefix", "")
     known = set(map(_plain, base.state_dict()))
     found = {}
@@ -263,7 +263,7 @@ def _disk_names(on_disk: Mapping[str, TensorRecord], base: nn.Module) -> dict[st
 
 
 def _plain(name: str) -> str:
-    """The name without what PEFT's layers add."""
+    """Return the name without what PEFT's layers add."""
     return ".".join(part for part in clean_name(name).split(".") if part not in _WRAPPING)
 
 

@@ -88,7 +88,7 @@ def optimizer_record(
 
 
 def unflatten(flat: Mapping[str, T], parameters: Mapping[str, TensorRecord]) -> dict[str, Any]:
-    """The nested form of flattened state. Options that are the same for several parameters make one group."""
+    """Return the nested form of flattened state. Options that are the same for several parameters make one group."""
     state: dict[str, dict[str, T]] = {}
     options: dict[str, dict[str, T]] = {}
     for name, value in flat.items():
@@ -133,7 +133,7 @@ def _group(group: Mapping[str, Any], *, where: str) -> GroupRecord:
 
 
 def _kind(groups: tuple[GroupRecord, ...]) -> str:
-    """The class of the optimizer, empty if it cannot be told."""
+    """Return the class of the optimizer, empty if it cannot be told."""
     options = groups[0].options if groups else {}
     if "decoupled_weight_decay" in options and "betas" in options and "momentum_decay" not in options:
         return "AdamW" if options["decoupled_weight_decay"] else "Adam"

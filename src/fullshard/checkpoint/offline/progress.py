@@ -1,4 +1,4 @@
-"""How far a long copy is: told to whoever wants to know, after every chunk."""
+"""Report the progress of a long copy, after every chunk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every kind of checkpoint looks like from here: named tensors of which any interval can be read.
+"""One view of every kind of checkpoint: named tensors of which any interval can be read.
 
 A *source* is a checkpoint on disk, ours or a peer's. It says what it holds in the records of our own manifest (with
 no pieces where another program saved) and reads elements [start, stop) of a flattened tensor. Everything offline is
@@ -41,7 +41,7 @@ _WRAPPERS = torch_private.WRAPPERS | {"_fsdp_wrapped_module", "_fpw_module"}
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What a checkpoint holds, without the elements.
+    """The contents of a checkpoint, without the elements.
 
     Attributes:
         parameters, buffers: tensors of the model. Only our own format tells them apart; elsewhere all are parameters.
@@ -64,7 +64,7 @@ class Contents:
         return {**self.parameters, **self.buffers}
 
     def tensors(self) -> Iterator[tuple[Kind, str, TensorRecord]]:
-        """Every stored tensor of model and optimizer; state goes under `PARAMETER/KEY`."""
+        """Return every stored tensor of model and optimizer; state goes under `PARAMETER/KEY`."""
         return stored_tensors(self.model, self.optimizer)
 
 
@@ -108,7 +108,7 @@ class Source(ABC):
         """
 
     def whole(self, name: str) -> torch.Tensor:
-        """All of a tensor of the model, in its shape. Raises as `read` does."""
+        """Return all of a tensor of the model, in its shape. Raises as `read` does."""
         parameters = self.contents.parameters
         record = parameters[name] if name in parameters else self.contents.buffers[name]
         return self.read("model", name, Interval(0, record.numel)).reshape(record.shape)
@@ -128,7 +128,7 @@ class Source(ABC):
 
 
 def require_values(source: Source, hint: str | None = None) -> dict[str, TensorRecord]:
-    """The records of the model's tensors. Raises `CheckpointError` if the values of some are not stored here."""
+    """Return the records of the model's tensors. Raises `CheckpointError` if the values of some are not stored here."""
     records = source.contents.model
     absent = [name for name, record in records.items() if not record.is_stored]
     if absent:
@@ -142,14 +142,14 @@ def nbytes_of(record: TensorRecord) -> int:
 
 
 def cast_record(record: RecordT, dtype: torch.dtype | None) -> RecordT:
-    """A record of what is to be stored as `dtype`, as tensors of floating-point numbers are; None leaves it."""
+    """Return a record to be stored as `dtype`, as floating-point tensors are; None leaves it."""
     if dtype is None or not dtype_of(record).is_floating_point:
         return record
     return record.model_copy(update={"dtype": dtype_name(dtype)})
 
 
 def chunks(record: TensorRecord, interval: Interval | None = None) -> Iterator[Interval]:
-    """The interval (default: the whole tensor) in parts of at most 16 MiB."""
+    """Return the interval (default: the whole tensor) in parts of at most 16 MiB."""
     whole = Interval(0, record.numel) if interval is None else interval
     step = max(1, _HELD_NBYTES // itemsize(record.dtype))
     for start in range(whole.start, whole.stop, step):
@@ -159,7 +159,7 @@ def chunks(record: TensorRecord, interval: Interval | None = None) -> Iterator[I
 def stream(
     source: Source, kind: Kind, name: str, record: TensorRecord, interval: Interval | None = None
 ) -> Iterator[Bytes]:
-    """The bytes of a tensor or of an interval of it, chunk by chunk, cast on the way to the dtype of the record."""
+    """Yield the bytes of a tensor or of an interval of it, by chunk, cast on the way to the dtype of the record."""
     for part in chunks(record, interval):
         yield tensor_bytes(source.read(kind, name, part).to(dtype_of(record)))
 
@@ -208,7 +208,7 @@ class MemorySource(Source):
 
 
 def tensor_record(shape: Sequence[int], dtype: torch.dtype | str, *, where: str) -> TensorRecord:
-    """A record without pieces.
+    """Return a record without pieces.
 
     Raises:
         CheckpointError: a dtype that safetensors has no name for, or a shape that is not one.
@@ -222,12 +222,12 @@ def tensor_record(shape: Sequence[int], dtype: torch.dtype | str, *, where: str)
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without what wrappers add."""
+    """Return a parameter's name without what wrappers add."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def plain_names(named: Mapping[str, T]) -> dict[str, T]:
-    """The values under their plain names; a `module.` before all of them (DDP) goes too.
+    """Return the values under their plain names; a `module.` before all of them (DDP) goes too.
 
     Raises:
         CheckpointError: two of them become one.

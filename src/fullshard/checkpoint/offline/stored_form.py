@@ -26,7 +26,7 @@ _GROUPS_HELD = 3
 
 
 def in_stored_form(source: Source, directory: Path) -> Source:
-    """A source as Transformers stores its model, or `source` where its names are not those of a model in memory.
+    """Return a source as Transformers stores its model, or `source` if its names are not those of a model in memory.
 
     Args:
         source: what to write.
@@ -48,7 +48,7 @@ def in_stored_form(source: Source, directory: Path) -> Source:
 
 
 class StoredSource(Source):
-    """What `held` holds of a Transformers model, by the names and in the shapes of its files. Closed with `held`.
+    """The contents of `held`, a Transformers model, by the names and in the shapes of its files. Closed with `held`.
 
     Args:
         held: a source with the names that the model has in memory.
@@ -59,7 +59,7 @@ class StoredSource(Source):
 
     @property
     def places(self) -> tuple[Location, ...]:
-        """Those of what it is made of."""
+        """The places of the tensors that it is made of."""
         return self._held.places
 
     def __init__(self, held: Source, model: nn.Module) -> None:

@@ -34,7 +34,7 @@ def open_torch_state(
     optimizer: Path | bool = True,
     notes: Sequence[str] = (),
 ) -> MemorySource:
-    """A model, and optimizer state if there is any, in files of `torch.save`.
+    """Return a model, and optimizer state if there is any, in files of `torch.save`.
 
     Args:
         title: what it is, for people.
@@ -77,7 +77,7 @@ def open_torch_state(
 def memory_source(
     title: str, path: Path, weights: Mapping[str, torch.Tensor], nested: Any, *, where: str, notes: Sequence[str]
 ) -> MemorySource:
-    """A source of named tensors and an optimizer's state dict (None: there is none)."""
+    """Return a source of named tensors and an optimizer's state dict (None: there is none)."""
     if not weights:
         raise CheckpointError(f"{path} holds no tensors of a model")
     checked = {name: check_tensor(tensor, where=f"{path}: {name}") for name, tensor in plain_names(weights).items()}
@@ -99,7 +99,7 @@ def memory_source(
 
 
 def bin_files(directory: Path) -> list[Path]:
-    """The files of a `pytorch_model.bin` directory. Raises as `indexed_files` does."""
+    """Return the files of a `pytorch_model.bin` directory. Raises as `indexed_files` does."""
     index = directory / PICKLED_INDEX_NAME
     return sorted(indexed_files(index)) if index.is_file() else [directory / PICKLED_NAME]
 

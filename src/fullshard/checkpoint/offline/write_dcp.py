@@ -95,7 +95,7 @@ def _save(state: dict[str, Any], directory: Path, planner: DefaultSavePlanner) -
 def _directories(
     root: Path, layout: Layout, index: int, model: dict[str, Any], optimizer: dict[str, Any] | None
 ) -> dict[Path, dict[str, Any]]:
-    """What goes into which directory."""
+    """Return the contents of each directory."""
     if layout == "accelerate":
         directories = {root / f"pytorch_model_fsdp_{index}": {"model": model}}
         if optimizer is not None:
@@ -107,7 +107,7 @@ def _directories(
 
 
 def _optimizer(source: Source) -> dict[str, Any] | None:
-    """The optimizer's state dict, with names for parameters."""
+    """Return the optimizer's state dict, with names for parameters."""
     record = source.contents.optimizer
     if record is None:
         return None
@@ -153,7 +153,7 @@ class _ReadingPlanner(DefaultSavePlanner):
         self._buffers: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """The object of an entry, with its elements."""
+        """Return the object of an entry, with its elements."""
         found = super().lookup_object(index)
         if not isinstance(found, _Reference):
             return found
@@ -166,7 +166,7 @@ class _ReadingPlanner(DefaultSavePlanner):
         return whole
 
     def _buffer(self, like: torch.Tensor) -> torch.Tensor:
-        """A tensor to fill. The writer keeps all it has written until its file ends, so it gets the same ones again."""
+        """Return a tensor to fill. The writer keeps its tensors until its file ends, so it gets the same ones again."""
         if (like.shape, like.dtype) not in self._buffers:
             self._buffers[like.shape, like.dtype] = torch.empty(like.shape, dtype=like.dtype)
         whole = self._buffers[like.shape, like.dtype]

@@ -53,7 +53,7 @@ _PROBE_NUMEL = 4096
 
 @dataclass(frozen=True, slots=True)
 class _RankPart:
-    """What one rank's file holds of a tensor."""
+    """The part of a tensor that one rank's file holds."""
 
     kind: Kind
     name: str
@@ -121,7 +121,7 @@ def write_native(
 
 
 def _as_stored(source: Source, dtype: torch.dtype | None, optimizer_kind: str | None) -> Contents:
-    """The contents as they will be stored: cast, tied tensors once, the optimizer's class known."""
+    """Return the contents in their stored form: cast, tied tensors once, the optimizer's class known."""
     contents = source.contents
     require_values(source, hint="it was saved with an adapter whose base model lies elsewhere; load it in a run")
     optimizer = contents.optimizer
@@ -153,7 +153,7 @@ def _as_stored(source: Source, dtype: torch.dtype | None, optimizer_kind: str | 
 
 
 def _without(optimizer: OptimizerRecord, names: set[str]) -> OptimizerRecord:
-    """The optimizer without parameters that are tied to others, whose state is theirs."""
+    """Return the optimizer without parameters that are tied to others, whose state is theirs."""
     groups = tuple(
         group.model_copy(update={"parameters": tuple(n for n in group.parameters if n not in names)})
         for group in optimizer.groups
@@ -213,7 +213,7 @@ _Cut = dict[tuple[Kind, str], tuple[TensorRecord, list[Interval]]]
 
 
 def _cut(contents: Contents, size: int) -> _Cut:
-    """One bucket per dtype and kind of file; replicated state goes to the first rank."""
+    """Cut the tensors into one bucket per dtype and kind of file; replicated state goes to the first rank."""
     specs: dict[tuple[Kind, str], list[ParameterSpec]] = {}
     cut: _Cut = {}
     for kind, name, record in contents.tensors():
@@ -254,7 +254,7 @@ def _is_replicated(record: TensorRecord) -> bool:
 def _write_rank_states(
     new: NewCheckpoint, source: Source, contents: Contents, world_size: int, notes: list[str]
 ) -> dict[str, FileRecord]:
-    """What ranks saved for themselves: all of it at the same world size, else that of rank 0 without generators."""
+    """Write the ranks' own state: all of it at the same world size, else that of rank 0 without generators."""
     files = {}
     saved = contents.manifest.world_size if contents.manifest else 0
     if saved and saved != world_size:

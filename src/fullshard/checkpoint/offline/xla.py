@@ -42,13 +42,13 @@ def rank_files(directory: Path) -> list[Path]:
 
 
 def is_rank_file(path: Path) -> bool:
-    """Whether a file is one of torch_xla's or TorchAcc's FSDP."""
+    """Return whether a file is one of torch_xla's or TorchAcc's FSDP."""
     loaded = load_torch_file(path)
     return isinstance(loaded, Mapping) and "shard_metadata" in loaded
 
 
 def open_xla(path: Path, files: Sequence[Path], *, optimizer: bool = True) -> MemorySource:
-    """A model, and the optimizer's state if it is there, in per-rank files.
+    """Return a model, and the optimizer's state if it is there, in per-rank files.
 
     Raises:
         CheckpointError: a rank's file is missing or there twice, or they contradict each other.
@@ -68,7 +68,7 @@ def open_xla(path: Path, files: Sequence[Path], *, optimizer: bool = True) -> Me
 
 
 def _by_rank(loaded: Mapping[Path, Any], path: Path, what: str) -> list[Any]:
-    """The contents of the files in rank order, which they state themselves: file names vary, and collide."""
+    """Return the files' contents in rank order, which they state themselves: file names vary, and collide."""
     found: dict[int, tuple[Path, Any]] = {}
     sizes = {int(value["shard_metadata"]["world_size"]) for value in loaded.values()}
     if len(sizes) > 1:
@@ -98,7 +98,7 @@ class _Files:
         self._outer = _OUTER if all(plain_name(name).startswith(_OUTER) for name in self.order) else ""
 
     def source(self) -> MemorySource:
-        """All of it under plain names."""
+        """Return the whole checkpoint under plain names."""
         parameters: dict[str, TensorRecord] = {}
         tensors: dict[tuple[Kind, str], Pieces] = {}
         shards = dict(self._shards())
@@ -120,7 +120,7 @@ class _Files:
         return MemorySource("torch_xla / TorchAcc per-rank files", self.path, contents, tensors)
 
     def _plain(self, name: str) -> str:
-        """A parameter's name in the model as it was before it was wrapped."""
+        """Return a parameter's name in the model as it was before it was wrapped."""
         return plain_name(name).removeprefix(self._outer)
 
     def _add(self, records: dict[str, TensorRecord], name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
@@ -146,7 +146,7 @@ class _Files:
             raise CheckpointError(f"{self.path} lacks {sorted(known)[0]!r}, which its shard_metadata promises")
 
     def _members(self, shard: Shard) -> Iterator[tuple[str, tuple[int, ...], int]]:
-        """The parameters in a sharded one, each with the place where it starts; usually that is the only one."""
+        """Return the parameters in a sharded one, each with the place where it starts; usually that is the only one."""
         name, size, parts = shard
         numel = math.prod(size)
         if sum(part.numel() for part in parts) < numel or any(p.dtype != parts[0].dtype for p in parts):

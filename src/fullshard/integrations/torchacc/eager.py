@@ -1,4 +1,4 @@
-"""What TorchAcc has because PyTorch/XLA records operations and runs them later. Here they run at once."""
+"""TorchAcc's functions for PyTorch/XLA, which records operations and runs them later. Here they run at once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def mark_step(wait: bool = False, reset_scope: bool = True) -> None:
 
 
 def lazy_device() -> torch.device:
-    """The device of this rank."""
+    """Return the device of this rank."""
     return joined().device
 
 
@@ -37,7 +37,7 @@ def is_lazy_tensor(tensor: torch.Tensor) -> bool:
 
 
 def fetch_gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The gradients the optimizer will use, averaged over all ranks; of sharded parameters `ShardedTensor`s."""
+    """Return the gradients the optimizer will use, averaged over all ranks; of sharded parameters `ShardedTensor`s."""
     return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 

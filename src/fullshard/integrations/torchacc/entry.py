@@ -36,7 +36,7 @@ class AcceleratedModel:
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """The device on which this rank computes."""
         return device_of(self)  # type: ignore[arg-type]
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -44,17 +44,17 @@ class AcceleratedModel:
         return clip_grad_norm_(self, max_norm, norm_type)  # type: ignore[arg-type]
 
     def get_shard_metadata(self) -> dict[str, Any]:
-        """Where this rank's slices belong, to be saved beside `state_dict()`."""
+        """Return the places of this rank's slices, to be saved beside `state_dict()`."""
         return shard_metadata(self)  # type: ignore[arg-type]
 
     def sharded_optim_state_dict(self, optim: torch.optim.Optimizer) -> dict[str, Any]:
-        """The optimizer's state on this rank."""
+        """Return the optimizer's state on this rank."""
         return optim.state_dict()
 
     def full_optim_state_dict(
         self, optim: torch.optim.Optimizer, rank0_only: bool = True, cpu_offload: bool = True
     ) -> dict[str, Any]:
-        """The optimizer's state with whole tensors; empty on other ranks with `rank0_only`. A collective."""
+        """Return the optimizer's state with whole tensors; empty on other ranks with `rank0_only`. A collective."""
         keep = not rank0_only or joined().environment.is_main
         whole = whole_optimizer_state(optim.state_dict(), keep=keep, cpu=cpu_offload)
         return whole if keep else {}
@@ -62,7 +62,7 @@ class AcceleratedModel:
     def optim_state_dict_to_load(
         self, optim: torch.optim.Optimizer, optim_state_dict: dict[str, Any], rank0_only: bool = True
     ) -> dict[str, Any]:
-        """What `optim.load_state_dict` takes; with `rank0_only`, rank 0's is sent to all ranks. A collective then."""
+        """Return the state for `optim.load_state_dict`; with `rank0_only`, rank 0 sends its own: a collective then."""
         return broadcast_object(optim_state_dict) if rank0_only else optim_state_dict
 
     def forward_backward(self, *args: object, **kwargs: object) -> NoReturn:

@@ -110,7 +110,7 @@ class AsyncLoader:
                 close()
 
     def state_dict(self) -> Any:
-        """The loader's position after the last batch that was handed out, not after the last that was fetched."""
+        """Return the loader's position after the last batch handed out, not after the last that was fetched."""
         return self.loader.state_dict() if self._position is None else self._position  # type: ignore[attr-defined]
 
     def load_state_dict(self, state: Any) -> None:
@@ -201,7 +201,7 @@ class Padding:
     values: Mapping[str, float] | None = None
 
     def __call__(self, batch: Any) -> Any:
-        """The padded batch.
+        """Return the padded batch.
 
         Raises:
             DataError: it is no mapping, or has other keys than there are values to pad with.

@@ -6,5 +6,5 @@ from fullshard.api.state import ProcessState, launched_device
 
 
 def joined() -> ProcessState:
-    """This process's place, the process group joined if a launcher started it and no call before this one did."""
+    """Return this process's place; join the process group if a launcher started it and no earlier call has joined."""
     return ProcessState.start(device=launched_device())

@@ -72,7 +72,7 @@ def save(obj: Any, path: str | os.PathLike[str], master_only: bool = True) -> No
 
 
 def shard_metadata(model: nn.Module) -> dict[str, Any]:
-    """Where this rank's slices belong, to be saved beside `model.state_dict()`. Plain values only."""
+    """Return the places of this rank's slices, to be saved beside `model.state_dict()`. Plain values only."""
     environment = joined().environment
     return {
         "format": METADATA_FORMAT,
@@ -87,7 +87,7 @@ def shard_metadata(model: nn.Module) -> dict[str, Any]:
 
 
 def whole_optimizer_state(state_dict: Mapping[str, Any], *, keep: bool = True, cpu: bool = True) -> dict[str, Any]:
-    """An optimizer's state dict with whole tensors, which its `load_state_dict` takes on any ranks. A collective.
+    """Return an optimizer's state dict with whole tensors, to be loaded on any number of ranks. A collective.
 
     Args:
         state_dict: what `optimizer.state_dict()` returned.

@@ -27,7 +27,7 @@ _DDP = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffer
 
 
 class TrainerGradientState(GradientState):
-    """Where the Trainer's loop is; it counts micro-batches itself and tells which of them ends a step."""
+    """The place of the Trainer's loop; it counts micro-batches itself and tells which of them ends a step."""
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
         self.sync_gradients = sync_gradients
@@ -108,22 +108,22 @@ class TrainerAccelerator(Accelerator):
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Nothing: every micro-batch is reduced into the sharded gradient, so accumulation costs no memory."""
+        """Do nothing: each micro-batch is reduced into the sharded gradient, so accumulation costs no memory."""
         yield
 
     @property
     def steps_in_backward(self) -> bool:
-        """Whether optimizers update buckets within backward, so that there is no gradient to look at after it."""
+        """Return whether optimizers update buckets within backward, which leaves no gradient to look at after it."""
         return self._config.training.step_in_backward
 
     @property
     def state_dict_type(self) -> str:
-        """What is saved as one part per rank (SHARDED_STATE_DICT) or whole; scripts set it on the plugin."""
+        """The form of a save: one part per rank (SHARDED_STATE_DICT) or whole; scripts set it on the plugin."""
         return self._state_dict_type()
 
     @property
     def writes_torch_format(self) -> bool:
-        """Whether checkpoints hold torch's format, too."""
+        """Return whether checkpoints hold torch's format, too."""
         return self._config.checkpoint.format == "dcp"
 
     @property
@@ -180,7 +180,7 @@ def _check_split(parallelism_config: Any, tiles: int) -> None:
 
 
 def _is_pefts_policy(policy: Any) -> bool:
-    """Whether this is what `peft.utils.other.fsdp_auto_wrap_policy` makes."""
+    """Return whether this is the policy that `peft.utils.other.fsdp_auto_wrap_policy` makes."""
     if not isinstance(policy, functools.partial):
         return False
     parts = policy.keywords.get("policies", ())

@@ -37,7 +37,7 @@ _PREPARED: dict[str, Any] = {
 
 
 def read_fsdp_arguments(fsdp: Any, fsdp_config: Any) -> Reading:
-    """What the two arguments set. An `fsdp_config` counts without `fsdp`, too: the model is sharded in any case.
+    """Return the settings in the two arguments. `fsdp_config` counts without `fsdp`, too: the model is sharded anyway.
 
     Raises:
         ConfigError: a file that cannot be read. Faults of words, keys and values are in the reading's problems.
@@ -58,7 +58,7 @@ def read_fsdp_arguments(fsdp: Any, fsdp_config: Any) -> Reading:
 
 
 def resolved_configuration(args: Any) -> Resolved:
-    """The configuration of a run with a Trainer: the arguments, over what the launcher handed over.
+    """Return the configuration of a run with a Trainer: the arguments, over those of the launcher.
 
     Raises:
         ConfigError: a setting that is wrong, or a `parallelism_config` that is not of this job.
@@ -80,7 +80,7 @@ def join_accelerate() -> None:
 
 
 class ShardedArguments:
-    """In front of `TrainingArguments`: reads `fsdp` and `fsdp_config`, and joins the job as the engine needs it."""
+    """The base in front of `TrainingArguments` that reads `fsdp` and `fsdp_config` and joins the job for the engine."""
 
     def __post_init__(self: Any) -> None:
         if self.deepspeed:  # or Transformers would ask for the package
@@ -121,7 +121,7 @@ _WORDS = {"sharding.strategy": "sharding_strategy", "sharding.cpu_offload": "cpu
 
 
 def _plain(reading: Reading) -> dict[str, Any]:
-    """What was read, as an `fsdp_config` that means the same: arguments are copied by their fields."""
+    """Return the settings read, as an equivalent `fsdp_config`: arguments are copied by their fields."""
     values = {_WORDS[s.path]: s.value for s in reading.settings if s.path in _WORDS}
     return values | {name.removeprefix("fsdp_"): entry.plain for name, entry in reading.entries.items()}
 

@@ -58,7 +58,7 @@ def replace_from_pretrained(modeling: Any) -> None:
 
 
 def load_sharded(model_class: Any, name_or_path: str | Path, distributed_config: Any, **options: Any) -> nn.Module:
-    """The model of a directory or hub name, split and sharded as a `DistributedConfig` says.
+    """Return the model of a directory or hub name, split and sharded as a `DistributedConfig` says.
 
     Args:
         model_class: a class of Transformers.
@@ -119,7 +119,7 @@ def _config(given: Any) -> Any:
 
 
 def _device_mesh(config: Any) -> DeviceMesh | None:
-    """The mesh of all ranks, by the sizes; None for one rank alone."""
+    """Return the mesh of all ranks, by the sizes; None for one rank alone."""
     ranks = joined_world_size()
     sizes = (config.dp_replicate_size or 1, config.fsdp_size or 1, config.tp_size or 1)
     if math.prod(sizes) != ranks:

@@ -39,7 +39,7 @@ class KeepsAverage:
         self.ema: EMA | None = None
 
     def average_of(self, model: nn.Module) -> EMA:
-        """That of a model, made the first time."""
+        """Return the average of a model; make it the first time."""
         if self.ema is None or self._model is not model:
             self._model, self.ema = model, EMA(model, self._decay, device=self._device, key=self._key)
         return self.ema
@@ -63,7 +63,7 @@ class KeepsAverage:
 
 
 def averages_of(trainer: Any) -> list[EMA]:
-    """The averages that a Trainer's callbacks keep of its model."""
+    """Return the averages that a Trainer's callbacks keep of its model."""
     return [each.average_of(trainer.model) for each in _callbacks(trainer)]
 
 

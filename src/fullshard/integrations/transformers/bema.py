@@ -48,7 +48,7 @@ def shard_bias_corrected_averages() -> None:
 
 
 class _Average:
-    """What the callback writes the average into, in place of a second model.
+    """The object that the callback writes the average into, in place of a second model.
 
     Attributes:
         trained: the model's own parameters, by name.
@@ -60,11 +60,11 @@ class _Average:
         self._averages = {name: parameter.detach().clone() for name, parameter in self.trained.items()}
 
     def parameters(self) -> Iterator[torch.Tensor]:
-        """This rank's intervals of the average."""
+        """Yield this rank's intervals of the average."""
         yield from self._averages.values()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """For a reference model that follows, which is sharded alike."""
+        """Return the average for a reference model that follows, which is sharded alike."""
         return dict(self._averages)
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""What a Trainer is told to do besides its own: note its events and steps, and end when any rank gets a signal."""
+"""A Trainer's further callbacks: note its events and steps, and end it when any rank gets a signal."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def note_steps(trainer: Any) -> None:
             JOURNAL.tell(state.global_step)
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            """The steps before this one are behind it."""
+            """Note that the steps before this one are done."""
             JOURNAL.tell(state.global_step + 1)
 
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            """All steps are done, unless a signal has ended it."""
+            """Note that all steps are done, unless a signal has ended the run."""
             if not state.is_world_process_zero:
                 return
             if STOPPING.is_agreed:

@@ -19,7 +19,7 @@ _HOMES = {
 
 
 def sharded(original: type) -> type:
-    """A subclass of a trainer or of training arguments that works on fullshard's engine, under the same name.
+    """Return a trainer's or training arguments' subclass of the same name that works on fullshard's engine.
 
     Raises:
         ConfigError: a version of Transformers that is too old.

@@ -39,7 +39,7 @@ def stream_into_engines() -> None:
 
 @contextlib.contextmanager
 def _ending(stream: _Weights) -> Iterator[_Weights]:
-    """A stream that ends with this. By an error it ends on all ranks: none waits for a rank whose engine is gone."""
+    """Give a stream that ends with the block; by an error on all ranks: none waits for a rank whose engine is gone."""
     try:
         yield stream
     except Exception as error:

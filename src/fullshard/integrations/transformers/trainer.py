@@ -139,7 +139,7 @@ class ShardedTraining:
 
     @contextlib.contextmanager
     def _own_output(self: Any) -> Iterator[None]:
-        """No other job saves into the output directory meanwhile. A collective."""
+        """Keep other jobs from saving into the output directory meanwhile. A collective."""
         with contextlib.ExitStack() as held:
             if self.args.output_dir is not None and self.args.save_strategy != "no":
                 output = local_path(self.args.output_dir)
@@ -165,29 +165,29 @@ class ShardedTraining:
             raise
 
     def get_batch_samples(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """The batches of a step; none for a run that was resumed at its end, which would make one step too many."""
+        """Return the batches of a step; none for a run resumed at its end, which would make one step too many."""
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return [], None
         return super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
 
     def _get_num_items_in_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """How many labels count, whole: the quotient that Transformers makes of it is rounded with inputs in bf16."""
+        """Return the number of labels that count, whole: with inputs in bf16, Transformers rounds its quotient."""
         count = super()._get_num_items_in_batch(*args, **kwargs)  # type: ignore[misc]
         return count.round().long() if isinstance(count, torch.Tensor) else count
 
     def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """One micro-batch, forward and backward."""
+        """Run forward and backward of one micro-batch."""
         with teachers_head(self):
             return super().training_step(*args, **kwargs)  # type: ignore[misc]
 
     def prediction_step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """One batch of an evaluation."""
+        """Evaluate one batch."""
         with teachers_head(self):
             return super().prediction_step(*args, **kwargs)  # type: ignore[misc]
 
     def create_optimizer(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """As Transformers does it; `optim="adafactor"` is the one that is right on sharded parameters."""
+        """Create the optimizer as Transformers does; `optim="adafactor"` is the one right on sharded parameters."""
         from transformers.optimization import Adafactor
 
         made = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
@@ -197,7 +197,7 @@ class ShardedTraining:
         return self.optimizer
 
     def evaluation_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """All batches of an evaluation or a prediction; with the averages of an `EMACallback` that says so."""
+        """Run all batches of an evaluation or a prediction, with the averages of an `EMACallback` that says so."""
         with averaged(self):
             return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
 
@@ -285,7 +285,7 @@ class ShardedTraining:
             )
 
     def _keeps_weights_in_state(self: Any) -> bool:
-        """Whether a checkpoint's weights are in its training state, and so not written in from_pretrained's form."""
+        """Return whether a checkpoint keeps weights in its training state only, and not in from_pretrained's form."""
         if self.args.save_only_model or is_saved_as_adapters(self.model):
             return False
         if _saves_its_own_way(self):
@@ -350,13 +350,13 @@ class ShardedTraining:
 
 
 def _samples_per_step(trainer: Any) -> int:
-    """Of all ranks together."""
+    """Return the samples per step of all ranks together."""
     ranks = trainer.accelerator._data_parallel_size
     return int(trainer._train_batch_size * trainer.args.gradient_accumulation_steps * ranks)
 
 
 def _saves_its_own_way(trainer: Any) -> bool:
-    """Whether the user's class, or that of the model, says how a model is saved."""
+    """Return whether the user's class, or that of the model, says how a model is saved."""
     save = next(cls for cls in type(trainer).__mro__ if "_save" in vars(cls))
     save_pretrained = next((cls for cls in user_class(trainer.model).__mro__ if "save_pretrained" in vars(cls)), None)
     is_models_own = save_pretrained is not None and not save_pretrained.__module__.startswith(_KNOWN)
@@ -364,7 +364,7 @@ def _saves_its_own_way(trainer: Any) -> bool:
 
 
 def _of_global_batches(sampler: Any, world_size: int) -> Any:
-    """The sampler, so that it orders the samples of all ranks; the loader deals them out."""
+    """Make the sampler order the samples of all ranks, and return it; the loader deals them out."""
     match type(sampler).__name__:
         case "LengthGroupedSampler":
             sampler.batch_size *= world_size  # lengths are alike over a whole step, at any number of ranks
@@ -383,12 +383,12 @@ def _of_global_batches(sampler: Any, world_size: int) -> Any:
 
 
 def _has_state(directory: Path) -> bool:
-    """Whether a `checkpoint-N` holds what resumes the training."""
+    """Return whether a `checkpoint-N` holds what resumes the training."""
     return (directory / TRAINER_STATE / MANIFEST_NAME).is_file()
 
 
 def complete_checkpoints(directory: Path) -> list[Path]:
-    """The checkpoints in an output directory that were written to their end, newest first."""
+    """Return the checkpoints in an output directory that were written to their end, newest first."""
     numbered = [(path.name.removeprefix("checkpoint-"), path) for path in directory.glob("checkpoint-*")]
     found = [(int(n), path) for n, path in numbered if n.isdigit() and (path / _COMPLETE).is_file()]
     return [path for _, path in sorted(found, reverse=True)]
@@ -406,7 +406,7 @@ def _bring_back_from_the_future(directory: Path) -> None:
 
 
 def _newest_whole(directory: Path, accelerator: TrainerAccelerator) -> Path | None:
-    """The newest complete checkpoint of which no byte of the training state is damaged. A collective."""
+    """Return the newest complete checkpoint whose training state has no damaged byte. A collective."""
     paths = run_on_main(accelerator.process.environment, lambda: complete_checkpoints(directory))
     for number, path in enumerate(paths, start=1):
         try:

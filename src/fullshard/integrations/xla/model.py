@@ -21,13 +21,13 @@ _STATE = "_fullshard_xla"
 
 @dataclass(frozen=True, slots=True)
 class Sharded:
-    """What `prepare` keeps of a model: its mesh, of shape (replicas, devices of a shard), and its settings."""
+    """The mesh of a prepared model, of shape (replicas, devices of a shard), and its settings."""
 
     mesh: Any
     settings: XlaSettings
 
     def place(self, tensor: torch.Tensor, dims: tuple[Any, ...]) -> torch.Tensor:
-        """The tensor on the devices, `dims` naming the mesh axes of each of its dims."""
+        """Return the tensor on the devices; `dims` names the mesh axes of each of its dims."""
         import torch_xla.distributed.spmd as spmd
 
         moved = tensor.detach().to("xla")
@@ -36,7 +36,7 @@ class Sharded:
         return moved
 
     def place_parameter(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same, with the largest dim over the devices of a shard, as FSDPv2 has it."""
+        """Place a tensor with its largest dim over the devices of a shard, as FSDPv2 does."""
         largest = max(range(tensor.dim()), key=lambda dim: tensor.shape[dim], default=None)
         return self.place(tensor, tuple("fsdp" if dim == largest else None for dim in range(tensor.dim())))
 
@@ -86,7 +86,7 @@ def prepare(model: nn.Module, settings: XlaSettings | None = None) -> nn.Module:
 
 
 def sharded_state(model: nn.Module) -> Sharded:
-    """What `prepare` has kept. Raises `ConfigError` for another model."""
+    """Return the mesh and settings that `prepare` kept. Raises `ConfigError` for another model."""
     found = getattr(model, _STATE, None)
     if not isinstance(found, Sharded):
         raise ConfigError(f"{type(model).__name__} is not sharded", hint="call xla.prepare(model) first")
@@ -94,7 +94,7 @@ def sharded_state(model: nn.Module) -> Sharded:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in tensors, tuples, lists, mappings (Transformers' outputs among them) and their nesting."""
+    """Return every tensor in tensors, tuples, lists, mappings (Transformers' outputs among them) and their nesting."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -106,7 +106,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def shard_batch(batch: Any, model: nn.Module) -> Any:
-    """A global batch on the devices: dim 0 of its tensors, which all devices must divide, is spread over them.
+    """Place a global batch: dim 0 of its tensors, which all devices must divide, is spread over the devices.
 
     Raises:
         ConfigError: a batch that the devices do not divide.
@@ -152,7 +152,7 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def sharded_state_dict(model: nn.Module) -> dict[str, list[tuple[str, Any, torch.Tensor]]]:
-    """By name, what each device holds: (device, a slice per dim of the whole tensor, elements); copies are listed."""
+    """Return each device's part by name: (device, a slice per dim of the whole tensor, elements); copies are listed."""
     import torch_xla
     import torch_xla.distributed.spmd as spmd
 
@@ -206,7 +206,7 @@ def _mesh(shard_size: int | None) -> Any:
 
 
 def _units(model: nn.Module, settings: XlaSettings) -> list[nn.Module]:
-    """The modules that are units, innermost first; the model itself is one in any case and not among them."""
+    """Return the modules that are units, innermost first; not the model, which is always one."""
     if settings.wrap_min_numel is not None:
         found: list[nn.Module] = []
         _units_by_size(model, settings.wrap_min_numel, found, set())
@@ -266,7 +266,7 @@ def _in_bf16(forward: Any) -> Any:
 
 
 def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The value with every tensor in it changed; see `tensors_in`."""
+    """Return the value with every tensor in it changed; see `tensors_in`."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, Mapping):

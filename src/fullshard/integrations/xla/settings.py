@@ -1,4 +1,4 @@
-"""What of a configuration PyTorch/XLA can honour; the rest is refused or said to have no effect."""
+"""Read the settings that PyTorch/XLA can honour; refuse the rest, or say that they have no effect."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _REFUSED = {
 
 @dataclass(frozen=True, slots=True)
 class XlaSettings:
-    """How to train through PyTorch/XLA.
+    """The settings of training through PyTorch/XLA.
 
     Attributes:
         shard_size: devices that share a shard; the others hold copies. None: all of them.
@@ -50,7 +50,7 @@ class XlaSettings:
 
     @classmethod
     def from_file(cls, path: str | Path) -> Self:
-        """From a file in any dialect that `fullshard launch` reads.
+        """Read the settings from a file in any dialect that `fullshard launch` reads.
 
         Raises:
             ConfigError: a setting that is wrong, or that PyTorch/XLA cannot honour.
@@ -59,7 +59,7 @@ class XlaSettings:
 
     @classmethod
     def from_resolved(cls, found: Resolved, shard_output: Callable[[Any, Any], None] | None = None) -> Self:
-        """From merged settings. What has no effect is a warning each.
+        """Take the settings from merged ones. Warns of each setting without effect.
 
         Raises:
             ConfigError: a setting that PyTorch/XLA cannot honour, with its place.

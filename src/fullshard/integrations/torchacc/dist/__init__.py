@@ -49,17 +49,17 @@ def world_size() -> int:
 
 
 def rank() -> int:
-    """This rank."""
+    """Return this rank."""
     return read_rank_environment().rank
 
 
 def local_rank() -> int:
-    """This rank on its host."""
+    """Return this rank's number on its host."""
     return read_rank_environment().local_rank
 
 
 def is_master_ordinal(local: bool = True) -> bool:
-    """Whether this is the first rank of its host (`local`), or of the whole job."""
+    """Return whether this is the first rank of its host (`local`), or of the whole job."""
     return (local_rank() if local else rank()) == 0
 
 
