@@ -13,6 +13,7 @@ import re
 import runpy
 import sys
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -788,3 +789,24 @@ def _uneven(output: str) -> None:
 
 def test_uneven_batches_are_refused(tmp_path: Path) -> None:
     run_ranks(_uneven, 2, str(tmp_path))
+
+
+def _arguments_with_a_list(output: str) -> list[Any]:
+    from transformers.trainer_utils import FSDPOption
+
+    from fullshard.integrations.transformers import TrainingArguments
+
+    @dataclass
+    class Declared(TrainingArguments):
+        fsdp: list[FSDPOption] | str | None = None
+
+    Declared.__dataclass_fields__["fsdp"].type = str  # as HfArgumentParser leaves it
+    given: list[Any] = [None, True, "full_shard auto_wrap", [FSDPOption.FULL_SHARD]]
+    return [Declared(output, fsdp=fsdp).fsdp for fsdp in given]
+
+
+def test_where_transformers_declares_a_list_of_words_they_are_one(tmp_path: Path) -> None:
+    [(nothing, true, words, options)] = run_ranks(_arguments_with_a_list, 1, str(tmp_path))
+    assert nothing == [], "Transformers 5.6 asks for its length"
+    assert true == options == ["full_shard"]
+    assert words == ["full_shard", "auto_wrap"]

@@ -285,7 +285,7 @@ def _native(
 
 
 def _say(text: str, *, err: bool = False) -> None:
-    """Print lines in which names may stand that somebody else has chosen."""
+    """Print lines that may hold names chosen by others."""
     typer.echo("\n".join(map(printable, text.split("\n"))), err=err)
 
 
@@ -300,7 +300,7 @@ def _open(path: str | Location, *, optimizer: bool = True, index: int = 0) -> It
 
 @contextlib.contextmanager
 def _progress(what: str, nbytes: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar on a terminal, nothing elsewhere."""
+    """Yield a progress bar on a terminal, and nothing elsewhere."""
     if not sys.stderr.isatty():
         yield lambda _: None
         return
@@ -333,7 +333,7 @@ def _plain(difference: Any) -> dict[str, Any]:
 
 
 def _facts(source: Source) -> dict[str, Any]:
-    """What a checkpoint holds, in short."""
+    """Return a short summary of a checkpoint."""
     from fullshard.checkpoint.offline.source import nbytes_of
 
     contents, manifest = source.contents, source.contents.manifest
@@ -431,7 +431,7 @@ def _print_facts(facts: dict[str, Any], contents: Contents) -> None:
 
 
 def _changed_settings(config: Any) -> dict[str, Any]:
-    """The settings of a run by their dotted names, without those that have the default."""
+    """Return the settings of a run by their dotted names, without those that have the default."""
     from fullshard.config.schema import RunConfig
 
     def flat(value: Any, prefix: str = "") -> dict[str, Any]:

@@ -134,7 +134,7 @@ def explain(context: typer.Context) -> None:
 
 
 def _with_file_as_flag(arguments: list[str]) -> list[str]:
-    """The command line of `explain` as one of `launch`, which stops at the first word that is no flag."""
+    """Return `explain`'s command line as one of `launch`, which stops at the first word that is no flag."""
     from fullshard.config.flags import parse
 
     line = parse(arguments)
@@ -148,7 +148,7 @@ def _with_file_as_flag(arguments: list[str]) -> list[str]:
 
 
 def _print_rows(rows: list[Any]) -> None:
-    """A table on a terminal, aligned lines in a pipe."""
+    """Print a table on a terminal, and aligned lines into a pipe."""
     from fullshard.config.dialect import shown
 
     cells = [

@@ -1,4 +1,4 @@
-"""Asks the questions of `fullshard.config.questions` in a terminal and writes the file."""
+"""The questions of `fullshard.config.questions` in a terminal; the answers go to a file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BACK_WORD = "back"
 
 
 def run() -> int:
-    """Ask, write and say how to go on; the exit code.
+    """Ask, write and say how to go on; return the exit code.
 
     Raises:
         ConfigError: this is no terminal, or the file cannot be written.
@@ -46,7 +46,7 @@ def run() -> int:
 
 
 def _is_done(interview: Interview) -> bool:
-    """Ask one question; whether it was the last and everything is confirmed."""
+    """Ask one question; return whether it was the last and everything is confirmed."""
     question = interview.next()
     answer = _ask(interview, question) if question is not None else _confirm(interview)
     if answer is BACK:

@@ -65,7 +65,7 @@ def launch(context: typer.Context) -> None:
 
 
 def read_sources(line: CommandLine, environ: Mapping[str, str]) -> list[Reading]:
-    """All sources. What the flags say about hosts replaces the Slurm allocation as a whole."""
+    """Read all sources. The flags about hosts replace the Slurm allocation as a whole."""
     flags = line.readings()
     own = flags[-1]
     if (alone := line.options.get("standalone")) is not None:
@@ -104,7 +104,7 @@ def _hosts(readings: Sequence[Reading]) -> int:
 
 
 def _totals(text: str, origin: Origin, hosts: int) -> Iterator[Setting]:
-    """The count per host, as torchrun has it, as the total that the schema has."""
+    """Convert torchrun's count per host to the schema's total."""
     if text == "auto":
         return
     if text in ("cpu", "gpu"):
@@ -172,7 +172,7 @@ def _start(plan: LaunchPlan, streams: StreamPlan) -> int:
 
 
 def completions(words: Sequence[str]) -> dict[str, str]:
-    """What may come after these words, each with a line of help: a flag, or a value of the last one; see `RawCommand`.
+    """Return possible next words, each with a line of help: a flag, or a value of the last one; see `RawCommand`.
 
     Nothing once the script is named: it has flags of its own.
     """
@@ -188,7 +188,7 @@ def completions(words: Sequence[str]) -> dict[str, str]:
 
 
 def help_text() -> str:
-    """The page of `fullshard launch --help`."""
+    """Return the page of `fullshard launch --help`."""
     lines = [
         "Usage: fullshard launch [FLAGS] SCRIPT.py [ARGUMENTS]",
         "       fullshard launch [FLAGS] -m MODULE [ARGUMENTS]",
@@ -219,7 +219,7 @@ def help_text() -> str:
 
 
 def _fields() -> Iterator[tuple[str, str, Any]]:
-    """Every setting: its group, its name, its field."""
+    """Yield every setting: its group, its name, its field."""
     for group, model in GROUPS.items():
         for name, field in model.model_fields.items():
             yield group, name, field
@@ -229,7 +229,7 @@ _INDENT: dict[str, Any] = {"initial_indent": "  ", "subsequent_indent": "  ", "b
 
 
 _WIDTH, _COLUMN = 80, 24
-"""Of the page, and where it begins to say what a flag means."""
+"""Width of the page, and the column at which a flag's meaning begins."""
 
 
 def _entry(flags: str, text: str) -> list[str]:

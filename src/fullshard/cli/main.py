@@ -1,4 +1,4 @@
-"""The entry point: finds the subcommand that is run, and turns errors into messages and exit codes."""
+"""The entry point: it finds the subcommand to run, and turns errors into messages and exit codes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ group one with a Typer called `app`."""
 
 
 class Commands(TyperGroup):
-    """Imports the module of a subcommand when it is asked for: the others would cost half of the start-up time."""
+    """A group that imports a subcommand's module on demand: the others would cost half of the start-up time."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
@@ -45,7 +45,7 @@ class Commands(TyperGroup):
         self.commands = names
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """The command called `cmd_name`; None if there is none."""
+        """Return the command called `cmd_name`; None if there is none."""
         return load_command(cmd_name) if cmd_name in COMMANDS else None
 
 
@@ -95,7 +95,7 @@ def _options(
 
 
 def _is_named(file: object) -> bool:
-    """Whether it is a file that the command line names, or one in it, or a folder that is to hold one."""
+    """Return whether it is a file that the command line names, or one in it, or a folder that is to hold one."""
     if not isinstance(file, str | Path):
         return False
     words = (word.split("=", 1)[-1] if word.startswith("-") else word for word in sys.argv[1:])

@@ -1,4 +1,4 @@
-"""Where command-line options come from: the fields of a pydantic model, described once; or, raw, the command itself."""
+"""Command-line options from the fields of a pydantic model, described once; or, raw, the command itself."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MOST_CHOICES = 60
 
 
 def path_word(text: str) -> Path:
-    """The `parser` of every argument and option that is a path."""
+    """Parse a path: the `parser` of every argument and option that is one."""
     try:
         return local_path(text)
     except ConfigError as error:
@@ -35,7 +35,7 @@ def path_word(text: str) -> Path:
 
 
 def _word(read: Callable[[str], Any], text: str) -> Any:
-    """What a field's own reader makes of a word of the command line."""
+    """Read a word of the command line with a field's own reader."""
     try:
         return read(text)
     except ValueError as error:
@@ -43,7 +43,7 @@ def _word(read: Callable[[str], Any], text: str) -> Any:
 
 
 def file_word(text: str) -> Path:
-    """The `parser` of a file that is written after long work: that it can be is known before."""
+    """Parse a file that is written after long work, and check first that it can be: the `parser` of those."""
     path = path_word(text)
     if path.is_dir():
         raise typer.BadParameter(f"{path} is a folder; name a file in it")
@@ -61,7 +61,7 @@ MaxShardSize = Annotated[str, typer.Option(help="Bytes of tensors per file, such
 
 
 def check_words(words: Iterable[str]) -> None:
-    """Refuse words of a command line that are no text, as a file's name may be: settings are written as UTF-8.
+    """Refuse words that are not valid text, as a file's name may be: settings are written as UTF-8.
 
     Raises:
         ConfigError: one is not.
@@ -75,7 +75,7 @@ def check_words(words: Iterable[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What a shell may put in place of the word that is being typed.
+    """A shell's replacement for the word that is being typed.
 
     Attributes:
         value: the word.
@@ -89,10 +89,10 @@ class Completion:
 
 
 class HintingCommand(TyperCommand):
-    """A command whose module has `OTHER_WORDS`: options that other programs have, and what they are called here."""
+    """A command whose module has `OTHER_WORDS`: other programs' options, and their names here."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Say what an option is called here, if it is one of those."""
+        """Refuse another program's option, and name the one here."""
         words: Mapping[str, str] = importlib.import_module(f"fullshard.cli.{self.name}").OTHER_WORDS
         for word in itertools.takewhile(lambda word: word != "--", args):
             flag = word.partition("=")[0].replace("_", "-")
@@ -114,7 +114,7 @@ class RawCommand(TyperCommand):
         return []
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
-        """Flags, or values of the flag before, that begin as the word that is being typed."""
+        """Return flags, or values of the flag before, that begin with the word that is being typed."""
         found = importlib.import_module(f"fullshard.cli.{self.name}").completions(ctx.args)
         if "-" in incomplete.lstrip("-"):  # both are read; what is offered is written as what is being typed
             found = {word.replace("_", "-") if word.startswith("-") else word: text for word, text in found.items()}

@@ -47,7 +47,7 @@ OTHER_WORDS = {
     **{"--lora": "--method lora", "--qlora": "--method qlora", "--fp8": "--float8", "--optim": "--optimizer"},
     **{"--config-file": "--config", "--params": "--model 7B", "--cost": "--price"},
 }
-"""What users of other programs write."""
+"""Options that users of other programs write."""
 
 Model = Annotated[
     str | None,
@@ -183,7 +183,7 @@ def _is_given(context: typer.Context, name: str) -> bool:
 
 
 def _within_positions(model: ModelShape, given: dict[str, Any], seq_len: int) -> list[str]:
-    """No more tokens than the model has positions for: as many where none were asked for, which a note says."""
+    """Limit tokens to the model's positions: take them all if no number was asked for, and note it."""
     from fullshard.plan.library import check_positions
 
     if "seq_len" not in given and model.positions is not None and model.positions < seq_len:
@@ -196,7 +196,7 @@ def _within_positions(model: ModelShape, given: dict[str, Any], seq_len: int) ->
 def _question(
     given: dict[str, Any], devices: str | None, hosts: int | None, config: Path | None, calibration: Path | None
 ) -> tuple[Job, Cluster, list[str]]:
-    """The job and the cluster, from flags and, below them, a configuration file."""
+    """Return the job and the cluster, from flags and, below them, a configuration file."""
     from fullshard.plan.hardware import parse_cluster, split_devices
 
     notes: list[str] = []
@@ -234,7 +234,7 @@ def _question(
 def _answer(
     model: ModelShape, job: Job, cluster: Cluster, margin: float, *, fixed: Collection[str] | None, may_round: bool
 ) -> tuple[Plan, list[Plan]]:
-    """The plan of a job; with the settings that are fixed, the best of those that differ elsewhere, and its rivals."""
+    """Return a job's plan; with fixed settings, the best of those that differ elsewhere, and its rivals."""
     from fullshard.plan.evaluate import evaluate
     from fullshard.plan.search import pareto, search
 
@@ -257,7 +257,7 @@ _UNPLANNED = {
 
 
 def _unplanned(resolved: Resolved) -> list[str]:
-    """A line for each setting of a file that makes a run another than the planned one."""
+    """Return a line for each setting of a file that makes a run differ from the planned one."""
     found = []
     for path, meaning in _UNPLANNED.items():
         setting = resolved.settings.get(path)
@@ -270,7 +270,7 @@ _MICRO_BATCH = "train_micro_batch_size_per_gpu"
 
 
 def _micro_batch_of(reading: Reading) -> int | None:
-    """What DeepSpeed's words say of it, which a run leaves to the script's loader and a plan needs."""
+    """Read DeepSpeed's micro-batch, which a run leaves to the script's loader and a plan needs."""
     entry = reading.entries.get(_MICRO_BATCH)
     if entry is None or entry.value is None or str(entry.value).strip().lower() == "auto":
         return None
@@ -294,7 +294,7 @@ def _compared(compare: list[str] | None, others: list[str] | None) -> list[str]:
 
 
 def _is_file(text: str) -> bool:
-    """Whether it names a configuration; a calibration is a device, and so is `2xcalibration.json`."""
+    """Return whether it names a configuration; a calibration is a device, and so is `2xcalibration.json`."""
     path = path_word(text) if text.endswith((".yaml", ".yml", ".json")) else None
     if path is None or path.suffix != ".json":
         return path is not None
@@ -317,7 +317,7 @@ def _beside(
     price: float | None,
     notes: list[str],
 ) -> list[Alternative]:
-    """What one word of --compare asks for: a file, settings, or devices. `notes` gets those on a file."""
+    """Plan one word of --compare: a file, settings, or devices. `notes` gets those on a file."""
     from fullshard.plan.alternatives import Alternative, elsewhere, with_settings
     from fullshard.plan.evaluate import evaluate
 
@@ -370,7 +370,7 @@ def _print_json(plan: Plan, changes: list[Any], notes: list[str], front: list[Pl
 
 
 _PIPE_WIDTH = 400
-"""Of what a program reads: no line is broken."""
+"""Width of output that a program reads: no line is broken."""
 
 
 def _print_tables(plan: Plan, changes: list[Any], notes: list[str], front: list[Plan], rows: _Rows) -> None:
@@ -393,7 +393,7 @@ def _print_tables(plan: Plan, changes: list[Any], notes: list[str], front: list[
 
 
 def _write(plan: Plan, path: Path, planned: Path | None, *, overwrite: bool) -> None:
-    """Write what `fullshard launch` runs the plan with, and what of the file that was planned is no part of a plan."""
+    """Write what `fullshard launch` needs to run the plan, and the planned file's settings that no plan contains."""
     from fullshard.config.load import load_file
     from fullshard.config.resolve import resolve
     from fullshard.config.write import save_text, write_native

@@ -71,7 +71,7 @@ def sft(context: typer.Context) -> None:
 
 
 def _help_of_flags() -> str:
-    """Every flag: those of its own with their meaning, then TRL's and Transformers' names."""
+    """Return the help on every flag: its own with their meaning, then TRL's and Transformers' names."""
     from fullshard.recipes.sft_arguments import flags
 
     found = flags()
@@ -83,7 +83,7 @@ def _help_of_flags() -> str:
 
 
 def _values(words: Sequence[str]) -> dict[str, str]:
-    """The flags of a command line, each with the first word of its value."""
+    """Return the flags of a command line, each with the first word of its value."""
     found = {}
     for word, after in zip(words, [*words[1:], ""], strict=True):
         name, sign, value = word.removeprefix("--").partition("=")
@@ -93,7 +93,7 @@ def _values(words: Sequence[str]) -> dict[str, str]:
 
 
 def completions(words: Sequence[str]) -> dict[str, str]:
-    """What may come after these words; see `RawCommand`."""
+    """Return possible next words; see `RawCommand`."""
     from fullshard.recipes.sft_arguments import flags
 
     if words and not words[0].startswith("-"):  # a file, which holds everything
@@ -124,7 +124,7 @@ def _take_launch_flags(words: list[str]) -> list[str]:
 
 
 def _split_file(path: Path, directory: Path, launch_words: list[str]) -> list[str]:
-    """One file for the launcher and one for the recipe, from one that holds both."""
+    """Split a file for both into one for the launcher and one for the recipe."""
     from ruamel.yaml import YAML
 
     from fullshard.config.document import read_document

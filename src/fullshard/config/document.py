@@ -14,9 +14,9 @@ from fullshard.core.errors import ConfigError
 from fullshard.core.paths import local_path
 
 MAX_NBYTES = 2**18
-"""Of a configuration; the longest there are have some thousand."""
+"""Largest configuration file; the longest known ones have a few thousand bytes."""
 _MAX_VALUES = 20_000
-"""In a configuration: the aliases of YAML make many out of a few."""
+"""Most values of a configuration: the aliases of YAML make many out of a few."""
 
 
 def read_document(path: str | Path) -> tuple[Entry, ...]:

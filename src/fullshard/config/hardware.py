@@ -83,7 +83,7 @@ def usable_memory_nbytes() -> int | None:
 
 
 _Row = tuple[str, ...]
-"""Of a device: index, UUID, name, MiB of memory, compute capability; nothing where that is unknown."""
+"""A device's index, UUID, name, MiB of memory and compute capability; nothing where that is unknown."""
 
 
 def _accelerators() -> tuple[tuple[DetectedDevice, ...], str | None]:

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 SLOW, SLOW_NO_MORE = 0.7, 0.85
 """A rank whose speed is below this part of the median is worth a line, once, until it is faster than that part."""
 LEAST_SECONDS = 0.005
-"""What it computes longer in each step; less is a host that did something else for a moment."""
+"""Extra seconds of computing in each step; less is a host that did something else for a moment."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankPace:
-    """How one rank spends a step, in the median of several.
+    """One rank's use of a step, in the median of several.
 
     Attributes:
         rank: which one.
@@ -49,7 +49,7 @@ def slow_ranks(paces: Sequence[RankPace], before: Collection[int] = ()) -> list[
 
 @dataclass(slots=True)
 class Pace:
-    """What the steps of this process since the last report have taken, the first one left out."""
+    """The time of this process's steps since the last report, without the first step."""
 
     _steps: list[tuple[float, float, float]] = field(default_factory=list)
     _last: tuple[float, float] | None = None

@@ -32,7 +32,7 @@ class Tiling:
     groups: int = 1
 
     def pieces(self, shape: tuple[int, ...], part: int) -> list[tuple[int, int, int]]:
-        """The pieces of a part along `dim`: where each begins in a tensor of `shape` and in the part; its length."""
+        """Return a part's pieces along `dim`: the start of each in a tensor of `shape` and in the part; the length."""
         length = shape[self.dim] // self.groups
         chunk = -(-length // self.parts)
         start = min(part * chunk, length)

@@ -1,4 +1,4 @@
-"""How processes are started and how each learns which rank it is.
+"""Start of processes, and each process's place among the ranks.
 
 The names below are imported when they are first used: a launcher reads its flags before it loads torch.
 """

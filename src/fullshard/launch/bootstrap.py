@@ -1,4 +1,4 @@
-"""What each process of a job runs first: it starts the script as plain Python would, and reports how it failed.
+"""First code of each process of a job: it starts the script as plain Python would, and reports how it failed.
 
     python bootstrap.py script PATH ARGUMENTS...
     python bootstrap.py module NAME ARGUMENTS...
@@ -39,16 +39,16 @@ WARM_SPARES = "FULLSHARD_WARM_SPARES"
 """Set by the launcher if it has processes wait with their imports done (`launch.spares`)."""
 
 IMPORTS = "imports"
-"""How a file begins in which a process leaves what it has imported."""
+"""Prefix of a file in which a process lists its imports."""
 
 STACK_SIGNAL = 40
 """A signal of those that nobody else uses (real-time signals of Linux): leave the stack of every thread."""
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-"""Where torchelastic looks for the failure of a worker."""
+"""The file in which torchelastic looks for a worker's failure."""
 
 EXIT_SECONDS = 10
-"""How long a failed process may spend in exit handlers; its threads may wait for ranks that are gone."""
+"""Seconds that a failed process may spend in exit handlers; its threads may wait for ranks that are gone."""
 
 _LOOK_SECONDS = 0.5
 """Between two looks whether a step is over."""
@@ -87,7 +87,7 @@ def _ancestors() -> list[int]:
 
 
 def leave_stacks() -> None:
-    """When the launcher asks, leave the stack of every thread where it looks, whatever the process is doing."""
+    """Write every thread's stack where the launcher looks for it, on its request, whatever the process is doing."""
     directory = os.environ.get(PREEMPTION_DIR)
     if directory is None or sys.platform != "linux":
         return
@@ -104,7 +104,7 @@ _kept: list[TextIO] = []
 
 
 def leave_imports() -> None:
-    """Once a step is over, leave what this process has imported where the launcher looks for it, if that wants it."""
+    """List this process's imports where the launcher looks for them, once a step is over, if it wants them."""
     directory = os.environ.get(PREEMPTION_DIR)
     if WARM_SPARES not in os.environ or directory is None:
         return
@@ -138,7 +138,7 @@ def _leave_imports(directory: str) -> None:
 
 
 def write_report(message: str, callstack: str) -> bool:
-    """Leave the report of a failure where the launcher looks for it, in torchelastic's form; False if it cannot."""
+    """Write the report of a failure where the launcher looks for it, in torchelastic's form; False if that fails."""
     path = os.environ.get(ERROR_FILE)
     if not path:
         return False
@@ -156,7 +156,7 @@ def write_report(message: str, callstack: str) -> bool:
 
 
 def main() -> None:
-    """Run what the command line names."""
+    """Run the command line's target."""
     kind, target, *arguments = sys.argv[1:]
     die_with_launcher()
     if kind == "program":
@@ -204,7 +204,7 @@ def watch_for_trainers() -> None:
 
 
 class _ShardTrainers:
-    """Waits for the script to import Transformers, to have its Trainer work on fullshard's engine."""
+    """An import hook that installs fullshard's engine in Transformers' Trainer once the script imports it."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         """Find nothing, but notice."""
@@ -227,7 +227,7 @@ def _become(program: str, arguments: list[str]) -> NoReturn:
 
 
 def _fresh_main() -> types.ModuleType:
-    """A `__main__` of its own: the script must not see the names of this file."""
+    """Make a `__main__` of its own: the script must not see the names of this file."""
     module = types.ModuleType("__main__")
     vars(module)["__builtins__"] = builtins
     if sys.version_info < (3, 14):
@@ -263,7 +263,7 @@ def run_module(name: str) -> None:
 
 
 def _fail(error: Exception) -> NoReturn:
-    """Report and end; the launcher prints the report of the rank that failed first, so none is printed here."""
+    """Report and end; the launcher prints the report of the rank that failed first, so this prints none."""
     import threading
     import traceback
 
@@ -290,7 +290,7 @@ _failures: list[Exception] = []
 
 
 def _end_if_failed() -> None:
-    """Leave nothing to the interpreter's end: Gloo's threads, which a failure finds at work, could abort it."""
+    """Skip the interpreter's shutdown after a failure: Gloo's threads may still be at work and could abort it."""
     if not _failures:
         return
     import contextlib

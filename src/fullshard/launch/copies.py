@@ -1,4 +1,4 @@
-"""Where copies of the ranks' state lie: in this host's memory, in a directory that outlives ranks, not the job."""
+"""Copies of the ranks' state in this host's memory, in a directory that outlives ranks, not the job."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PREFIX = "fullshard-copies-"
 
 @contextlib.contextmanager
 def copies_directory() -> Iterator[dict[str, str]]:
-    """Inside, ranks that find these variables may keep copies; afterwards nothing is left of them.
+    """Yield the variables with which ranks may keep copies; remove all copies afterwards.
 
     Without a file system in memory that may be written to there are none.
     """
@@ -29,7 +29,7 @@ def copies_directory() -> Iterator[dict[str, str]]:
 
 
 def find_copies_directory() -> Path:
-    """The directory of this rank's launcher.
+    """Return the copies directory of this rank's launcher.
 
     Raises:
         ConfigError: there is none, or it is somebody else's.

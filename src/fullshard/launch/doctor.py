@@ -1,4 +1,4 @@
-"""What is wrong with this environment, in words; and a run of a few ranks that proves what works."""
+"""Faults of this environment, in words; and a run of a few ranks that proves what works."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fullshard.core.sizes import MIB, format_nbytes
 from fullshard.launch.report import Report, open_files_limit, shared_memory_nbytes
 
 _SMALL_SHARED_MEMORY = 64 * MIB
-"""What a container gets by default, and too little for several ranks."""
+"""A container's default size, and too little for several ranks."""
 
 _FEW_OPEN_FILES = 1024
 _WORKER = "fullshard.launch.doctor_ranks"
@@ -38,7 +38,7 @@ _EMULATED = 1.25
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that is wrong, or worth knowing.
+    """A fault, or a fact worth knowing.
 
     Attributes:
         text: what, in words.
@@ -55,7 +55,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What a run of some ranks showed.
+    """The results of a run of some ranks.
 
     Attributes:
         exit_code: of the ranks; 0 if all ended well.
@@ -73,7 +73,7 @@ class Trial:
 def examine(
     hardware: Hardware, environ: Mapping[str, str], report: Report, nproc: int, device: str = "auto"
 ) -> list[Finding]:
-    """All that can be seen without starting a rank.
+    """Examine everything that can be seen without starting a rank.
 
     Args:
         hardware: of this host.
@@ -143,7 +143,7 @@ def _interfaces(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _host_name() -> Iterator[Finding]:
-    """Libraries that ask for this host's address by its name get what this finds."""
+    """Look up this host's name: libraries that ask for the address by name get the same answer."""
     name = socket.gethostname()
     try:
         address = socket.gethostbyname(name)
@@ -171,7 +171,7 @@ def _host_name() -> Iterator[Finding]:
 
 
 def _is_ours(address: str) -> bool:
-    """An address can be listened on if, and only if, it is this host's."""
+    """Return whether an address is this host's: only then can a socket be bound to it."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
             probe.bind((address, 0))
@@ -231,7 +231,7 @@ def _torch(hardware: Hardware, report: Report, device: str) -> Iterator[Finding]
 
 
 def _tpu(report: Report, device: str) -> Iterator[Finding]:
-    """A TPU that is here and not used, or asked for and not here."""
+    """Report a TPU that is here and not used, or asked for and not here."""
     if report["torch"]["accelerator"].startswith("tpu"):
         return
     why, nodes = why_no_tpu(), tpu_nodes()
@@ -278,7 +278,7 @@ def try_ranks(nproc: int, device: str, timeout_seconds: float) -> Trial:
 
 
 def judge(trial: Trial, seen: Sequence[Finding]) -> Iterator[Finding]:
-    """What a trial says is wrong.
+    """Yield the faults that a trial shows.
 
     Args:
         trial: the trial.

@@ -1,4 +1,4 @@
-"""What the ranks of `fullshard doctor --run` do: check collectives and a sharded step, and measure.
+"""The ranks of `fullshard doctor --run`: they check collectives and a sharded step, and measure.
 
 Run as a module with: file for the outcome, device, seconds to wait for other ranks. Rank 0 writes after every check, so
 that one that hangs or dies is known by what is missing.
@@ -34,7 +34,7 @@ _REPEATS = 7
 _STEPS = 3
 _TOLERANCE = 1e-5
 _SIDE = 512
-"""Of square matrices whose product is timed: large enough that nothing but products counts, and a few ms."""
+"""Side of the square matrices whose product is timed: large enough that only the product counts, and a few ms."""
 
 
 def main() -> None:
@@ -81,7 +81,7 @@ def _product_seconds(dtype: torch.dtype) -> float:
 
 
 def _worst(outcome: str) -> str:
-    """The same words on every rank: those of the first rank that finds something wrong."""
+    """Return the same words on every rank: those of the first rank that finds something wrong."""
     outcomes: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(outcomes, outcome)
     wrong = [f"{text} (rank {rank})" for rank, text in enumerate(outcomes) if text.startswith("wrong")]
@@ -117,7 +117,7 @@ def _model(device: torch.device) -> nn.Sequential:
 
 
 def _check_step(device: torch.device) -> str:
-    """The same model, data and optimizer: once replicated, once sharded."""
+    """Train the same model on the same data with the same optimizer, replicated and sharded, and compare."""
     ours, theirs = _model(device), _model(device)
     replicated = DistributedDataParallel(theirs)
     for layer in (ours[0], ours[2], ours[4]):
@@ -158,14 +158,14 @@ def _train(model: nn.Module, device: torch.device) -> list[float]:
 
 
 def _compare(choices: list[Candidate], device: torch.device, nbytes: int) -> Iterator[dict[str, Any]]:
-    """Every collective with every kind of collectives that works here, so that the choice can be seen to be right."""
+    """Measure every collective with every kind of collectives that works here, to check that the choice is right."""
     for choice in choices:
         for row in _measure(choice.collectives, device, nbytes):
             yield {**row, "collectives": choice.name, "is_chosen": choice is choices[0]}
 
 
 def _measure(collectives: Collectives, device: torch.device, nbytes: int) -> Iterator[dict[str, Any]]:
-    """Time of one collective on a whole tensor of `nbytes`, and the bytes that a rank receives in that time."""
+    """Measure one collective's time on a whole tensor of `nbytes`, and the bytes that a rank receives in that time."""
     numel = nbytes // 4 // collectives.size * collectives.size
     main = torch.zeros(numel // collectives.size, device=device)
     buffer = collectives.full_buffer(numel, main.dtype, device, holds_main=False)

@@ -1,4 +1,4 @@
-"""Which rank this process is, from the variables that torchrun and fullshard's own launcher set."""
+"""The rank of this process, from the variables that torchrun and fullshard's own launcher set."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class RankEnvironment:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, which prints and writes for the job."""
+        """Return whether this is rank 0, which prints and writes for the job."""
         return self.rank == 0
 
 
@@ -68,13 +68,13 @@ def read_rank_environment(environ: Mapping[str, str] | None = None) -> RankEnvir
 
 
 def is_started_again(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether processes of this job have run before: a launcher, torchrun or fullshard's, has started them anew."""
+    """Return whether this job has run before: a launcher, torchrun or fullshard's, has restarted its processes."""
     environ = os.environ if environ is None else environ
     return environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
 def may_be_started_again() -> bool:
-    """Whether the launcher starts the processes of this job anew if one fails, or a host comes or goes."""
+    """Return whether the launcher restarts this job's processes if one fails, or a host comes or goes."""
     return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" or bool(ELASTIC.read())
 
 
@@ -92,7 +92,7 @@ def _number(environ: Mapping[str, str], name: str, *, default: int | None = None
 
 
 def rank_device(environment: RankEnvironment, kind: str = "auto") -> torch.device:
-    """The device this rank computes on, made current if it is an accelerator.
+    """Return the device this rank computes on, made current if it is an accelerator.
 
     Args:
         environment: the place of this process.
@@ -116,7 +116,7 @@ def rank_device(environment: RankEnvironment, kind: str = "auto") -> torch.devic
 def init_process_group_from_environment(
     device: torch.device | None = None, *, timeout_seconds: float | None = None
 ) -> RankEnvironment:
-    """Join the job's process group; nothing happens in a single process that no launcher started, or when called again.
+    """Join the job's process group; do nothing in a single process that no launcher started, or on a second call.
 
     Args:
         device: where this rank computes; `rank_device(...)` by default. An accelerator gets its own backend (CUDA:
@@ -180,7 +180,7 @@ def run_on_main(environment: RankEnvironment, function: Callable[[], T]) -> T:
 
 
 def _picklable(error: Exception) -> Exception:
-    """The error itself if another process can rebuild it, else one that says the same."""
+    """Return the error itself if another process can rebuild it, else one with the same text."""
     try:
         pickle.loads(pickle.dumps(error))  # noqa: S301 - our own bytes of a moment ago
     except Exception:

@@ -1,4 +1,4 @@
-"""Which rank failed first, and what is printed about it."""
+"""The rank that failed first, and the printed report about it."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from fullshard.launch.worker import USER_ERROR
 
 
 def root_cause(failures: Mapping[int, ProcessFailure], ended: Collection[int]) -> tuple[int, ProcessFailure]:
-    """The rank that failed first, and how; none of the processes that the launcher `ended`, if there are others."""
+    """Return the first rank to fail, and how; skip processes that the launcher `ended`, if there are others."""
     own = {rank: failure for rank, failure in failures.items() if failure.pid not in ended}
     return min((own or failures).items(), key=lambda item: order_of(item[1]))
 
 
 def what_others_said(rank: int, failures: Mapping[int, ProcessFailure]) -> str:
-    """Where other ranks were when they noticed that `rank`, which has left no report, had ended."""
+    """Say where other ranks were when they noticed the end of `rank`, which left no report."""
     others = {other: left_report(failure)[0] for other, failure in failures.items() if other != rank}
     lines = [message.partition("\n")[0] for message in others.values() if message]
     return "".join(f"the others noticed it here: {line}\n" for line in lines[:2])
 
 
 def order_of(failure: ProcessFailure) -> tuple[int, float]:
-    """Failures sorted by this are in the order in which they happened.
+    """Return a sort key that puts failures in the order in which they happened.
 
     A process that ended without a report (a signal, or an exit from within a library) is seen later than the connection
     errors that its end causes in the others: so it goes first. (SIGTERM is what the launcher itself sends to the rest.)
@@ -40,7 +40,7 @@ def order_of(failure: ProcessFailure) -> tuple[int, float]:
 
 
 def failure_report(rank: int, failure: ProcessFailure, *, world_size: int, last: str = "") -> str:
-    """What is printed about the rank that failed first: its whole traceback where it left one, else what it did last.
+    """Return the report on the first rank to fail: its whole traceback if it left one, else what it did last.
 
     Of a mistake in the settings or the data, which every rank finds alike, only the message is of use.
     """
@@ -59,7 +59,7 @@ def failure_report(rank: int, failure: ProcessFailure, *, world_size: int, last:
 
 
 def how_it_ended(failure: ProcessFailure) -> str:
-    """The signal, or the exit code."""
+    """Return the signal's name, or the exit code."""
     if failure.exitcode >= 0:
         return f"exit code {failure.exitcode}"
     try:
@@ -69,7 +69,7 @@ def how_it_ended(failure: ProcessFailure) -> str:
 
 
 def left_report(failure: ProcessFailure) -> tuple[str | None, str | None]:
-    """The message and the traceback that a process left behind, None where it ended without."""
+    """Return the message and the traceback that a process left behind, None if it left none."""
     try:
         report = read_object(Path(failure.error_file))
         return str(report["message"]["message"]), str(report["message"]["extraInfo"]["py_callstack"])
@@ -78,5 +78,5 @@ def left_report(failure: ProcessFailure) -> tuple[str | None, str | None]:
 
 
 def exit_code(code: int) -> int:
-    """A child's exit code as a shell would report it: 128 + N for a process that signal N ended."""
+    """Return a child's exit code as a shell would report it: 128 + N for a process that signal N ended."""
     return code if code >= 0 else 128 - code

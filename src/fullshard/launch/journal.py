@@ -1,4 +1,4 @@
-"""Where the events of a job are written: chosen by its processes, and told to their launcher."""
+"""The file for a job's events: its processes choose it, and tell their launcher."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TOLD = "journal"
 
 
 def record_events(directory: str | os.PathLike[str]) -> Path:
-    """Have every failure, restart, skipped step, rollback, save, load and pre-emption noted in a run's directory.
+    """Record every failure, restart, skipped step, rollback, save, load and pre-emption in a run's directory.
 
     `fullshard train`, `sft`, Trainer and `Accelerator(project_dir=...)` do so by themselves. Nothing the second time.
 
@@ -45,7 +45,7 @@ def record_events(directory: str | os.PathLike[str]) -> Path:
 
 
 def told_by_processes(directory: Path) -> Path | None:
-    """Where the processes of a launcher write events; None if they write none."""
+    """Return the file that a launcher's processes write events to; None if they write none."""
     try:
         return Path(read_text(directory / _TOLD))
     except (OSError, ValueError):
@@ -53,6 +53,6 @@ def told_by_processes(directory: Path) -> Path | None:
 
 
 def note_own_failure(error: BaseException) -> None:
-    """Note what ends this process, if no launcher does."""
+    """Note the error that ends this process, if no launcher does."""
     if LAUNCHER_PID not in os.environ:
         JOURNAL.note(Happening.FAILURE, f"{type(error).__name__}: {error}")

@@ -70,11 +70,11 @@ from fullshard.launch.streams import STREAMS, StreamPlan
 from fullshard.launch.tpu import prepare_host
 
 SHUTDOWN_SECONDS = 3
-"""How long a process may take to end after a signal before it is killed."""
+"""Seconds that a process may take to end after a signal before it is killed."""
 
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 _MESSAGES = ("SIGUSR1", "SIGUSR2")
-"""Those that are for the processes, and never end the launcher."""
+"""Signals for the processes, which never end the launcher."""
 _CHATTY_LOGGERS = ("torch.distributed.elastic.agent.server.api", "torch.distributed.elastic.multiprocessing.api")
 """They report every ended process in their own words; `failure_report` says it once."""
 
@@ -106,7 +106,7 @@ class Hosts:
 
 @dataclass(frozen=True, slots=True)
 class LaunchJob:
-    """What one host runs.
+    """The part of a job that one host runs.
 
     Attributes:
         command: program and arguments of every worker.
@@ -228,7 +228,7 @@ def say(line: str) -> None:
 
 
 def _tell(text: str) -> None:
-    """Print for the user; that nobody reads it any more is no reason to end a job, or to end it in another way."""
+    """Print for the user. An unread terminal must not end a job, nor change how it ends."""
     with contextlib.suppress(OSError, ValueError, RuntimeError):  # closed; from a signal handler, amid another line
         stream, is_replaced = sys.stderr, sys.stderr is not sys.__stderr__
         if is_replaced:  # by a notebook, say
@@ -240,7 +240,7 @@ def _tell(text: str) -> None:
 
 
 class Agent(LocalElasticAgent):
-    """torchelastic's agent, made to end everything in time, and to know what happens on the other hosts."""
+    """torchelastic's agent, extended to end everything in time and to follow the other hosts."""
 
     def __init__(self, job: LaunchJob, logs: RankLogs, preemption: Path) -> None:
         self._job, self._logs, self._preemption = job, logs, preemption
@@ -303,7 +303,7 @@ class Agent(LocalElasticAgent):
             self._handler.shutdown()
 
     def outcome(self, result: RunResult) -> int:
-        """Report a failure, if there is one, and give the exit code of the job."""
+        """Report a failure, if there is one, and return the exit code of the job."""
         self._keep_tracebacks(result.failures)
         cause = self._cause
         if not result.failures and (cause is None or self._is_left_last):
@@ -323,7 +323,7 @@ class Agent(LocalElasticAgent):
         return exit_code(failure.exitcode)
 
     def _note(self, kind: Happening, message: str = "", **details: Any) -> None:
-        """Note what happened in the file that the processes write to, if they do."""
+        """Note an event in the file that the processes write to, if they do."""
         JOURNAL.path = told_by_processes(self._preemption) or JOURNAL.path
         JOURNAL.note(kind, message, **details)
 
@@ -340,7 +340,7 @@ class Agent(LocalElasticAgent):
         return text + (self._scene.done_early(self._ranks, self._world_size) if is_of_a_loss(text) else "")
 
     def _told(self, cause: RootCause) -> str:
-        """What to print of a failure on another host: of a rank that hangs here, it knows no stack there."""
+        """Return the text for a failure on another host, which knows no stack of a rank that hangs here."""
         return cause.text + (self._missing() if is_of_a_hang(cause.text) else "")
 
     def _missing(self) -> str:
@@ -348,17 +348,17 @@ class Agent(LocalElasticAgent):
 
     @property
     def _ranks(self) -> dict[int, int]:
-        """Of this host's processes, by their number."""
+        """Ranks of this host's processes, by their number."""
         return {worker.id: worker.global_rank for worker in self.get_worker_group().workers}
 
     @property
     def _is_left_last(self) -> bool:
-        """Whether this host ends because it was asked to, and another that may go has gone before it."""
+        """Return whether this host ends on request, after another that may go has gone before it."""
         return bool(self._membership and self._asked and self._cause and self._cause.lost)
 
     @property
     def _cause(self) -> RootCause | None:
-        """What failed first, on whatever host; None as long as nothing has, and on one host."""
+        """First failure on any host; None as long as there is none, and on one host."""
         return self._client.root_cause if self._client is not None else None
 
     @property
@@ -367,7 +367,7 @@ class Agent(LocalElasticAgent):
         return self._job.nproc * (self.get_worker_group().group_world_size or self._job.hosts.count)
 
     def _keep_tracebacks(self, failures: Mapping[int, ProcessFailure]) -> None:
-        """Reports go with the logs: the terminal shows that of one rank only."""
+        """Write reports into the logs: the terminal shows only one rank's."""
         for failure in failures.values():
             log = Path(failure.error_file).with_name("stderr.log")
             _, traceback = left_report(failure)
@@ -410,7 +410,7 @@ class Agent(LocalElasticAgent):
         return pids
 
     def hear(self, number: signal.Signals) -> None:
-        """This process got a signal: pass it on to workers that listen.
+        """Handle a signal to this process: pass it on to workers that listen.
 
         Raises:
             SignalException: they do not, or it is the second: everything is to end.
@@ -512,7 +512,7 @@ class Agent(LocalElasticAgent):
             self._logs.drain()
 
     def _close_files(self) -> None:
-        """Close the ends of streams that torchelastic has opened: it does so only for workers it has to end."""
+        """Close the streams that torchelastic has opened: it does so only for workers it has to end."""
         handlers = getattr(torch_private.worker_context(self), "subprocess_handlers", {})
         for stream in (torch_private.stream_of(handler, name) for handler in handlers.values() for name in STREAMS):
             if stream is not None:
@@ -520,7 +520,7 @@ class Agent(LocalElasticAgent):
 
 
 def worker_variables(nproc: int, environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Variables the workers need that are not set yet."""
+    """Return the variables that the workers need and that are not set yet."""
     environ = os.environ if environ is None else environ
     return {} if "OMP_NUM_THREADS" in environ else {"OMP_NUM_THREADS": str(threads_of_each(nproc))}
 
@@ -534,7 +534,7 @@ def _show_cursor() -> None:
 
 @contextlib.contextmanager
 def _signals_heard() -> Iterator[list[Agent]]:
-    """Signals go to the agent that is put into the list, or end the job. Those that are ignored stay ignored."""
+    """Route signals to the agent in the list, or end the job without one. Ignored signals stay ignored."""
     agents: list[Agent] = []
 
     def hear(number: int, frame: FrameType | None) -> None:
@@ -558,7 +558,7 @@ def _signals_heard() -> Iterator[list[Agent]]:
 
 @contextlib.contextmanager
 def _signals_held() -> Iterator[list[signal.Signals]]:
-    """Those that come inside: while processes are being ended, a second Ctrl-C must not leave half of them behind."""
+    """Hold signals back: while processes are being ended, a second Ctrl-C must not leave half of them behind."""
     numbers = [signal.Signals[name] for name in _SIGNALS]
     handlers: dict[signal.Signals, Any] = {number: signal.getsignal(number) for number in numbers}
     came: list[signal.Signals] = []

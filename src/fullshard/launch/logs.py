@@ -1,4 +1,4 @@
-"""Where the output of each rank goes: to the terminal, to files, or to both.
+"""The destination of each rank's output: the terminal, files, or both.
 
 The first rank of a host writes straight to the terminal, so that its progress bars work. The lines of the others get
 `[rank N] ` in front; for that they pass through a pipe and a thread here. torchelastic's own way, a file that is read
@@ -29,12 +29,12 @@ _CHUNK_NBYTES = 65536
 _LONGEST_LINE_NBYTES = 65536
 """A line is shown once it is complete, or so long."""
 DRAIN_SECONDS = 2.0
-"""How long a job that has ended waits for somebody to read the last of its output."""
+"""Seconds that a job that has ended waits for a reader of its last output."""
 _LOOK_SECONDS = 0.1
 
 
 class RankLogs(LogsSpecs):
-    """torchelastic's question where the streams of each worker go.
+    """The destination of each worker's streams, in the form that torchelastic asks for.
 
     Args:
         plan: what the user asked for.
@@ -59,7 +59,7 @@ class RankLogs(LogsSpecs):
 
     @property
     def root_log_dir(self) -> str:
-        """The directory of this run."""
+        """Return the directory of this run."""
         return str(self.directory)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
@@ -91,7 +91,7 @@ class RankLogs(LogsSpecs):
         return pump.open(1 if stream == "stdout" else 2, prefix, path.open("ab", buffering=0) if to_file else None)
 
     def drain(self) -> None:
-        """Show what the workers, which have ended, have written last."""
+        """Show the last output of the workers, which have ended."""
         if self._pump is not None:
             self._pump.drain()
 
@@ -106,7 +106,7 @@ class _Pipe:
 
 
 class Pump(threading.Thread):
-    """Moves what ranks write into pipes on to the terminal, whole lines at a time, and to files."""
+    """A thread that moves ranks' output from pipes to the terminal, whole lines at a time, and to files."""
 
     def __init__(self) -> None:
         super().__init__(name="fullshard-logs", daemon=True)
@@ -117,7 +117,7 @@ class Pump(threading.Thread):
         self._drained = False
 
     def open(self, terminal: int, prefix: bytes, file: BinaryIO | None) -> str:
-        """A path that, when written to, appears on the descriptor `terminal` and in `file`."""
+        """Return a path whose output appears on the descriptor `terminal` and in `file`."""
         read, write = os.pipe()
         os.set_blocking(read, False)
         self._pipes.register(read, selectors.EVENT_READ, _Pipe(terminal, prefix, file, write))
@@ -164,7 +164,7 @@ class Pump(threading.Thread):
         return bool(chunk)
 
     def _show(self, pipe: _Pipe, *, rest: bool) -> None:
-        """Write what is complete to the terminal; with `rest`, what is not as well."""
+        """Write complete lines to the terminal; with `rest`, the incomplete one as well."""
         if not pipe.prefix:
             text = bytes(pipe.line)
             pipe.line.clear()
@@ -186,7 +186,7 @@ class Pump(threading.Thread):
 
 
 def write_all(descriptor: int, text: bytes, until: Callable[[], float | None]) -> None:
-    """Write to a terminal, a pipe or a file, but wait for whoever reads it no longer than until a time.
+    """Write to a terminal, a pipe or a file, but wait for its reader no longer than until a time.
 
     Args:
         descriptor: opened to block or not to.

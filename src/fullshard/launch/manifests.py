@@ -1,4 +1,4 @@
-"""What `--print slurm`, `kubernetes` and `trainjob` write: the same run as a batch script or a manifest."""
+"""The output of `--print slurm`, `kubernetes` and `trainjob`: the same run as a batch script or a manifest."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PLACED_OTHERWISE = (
 
 
 def manifest(kind: str, line: CommandLine, plan: LaunchPlan) -> str:
-    """A batch script (`slurm`), or a manifest of Kubeflow: PyTorchJob (`kubernetes`, v1), TrainJob (`trainjob`, v2).
+    """Return a batch script (`slurm`) or a Kubeflow manifest: PyTorchJob (`kubernetes`, v1), TrainJob (`trainjob`, v2).
 
     Raises:
         ConfigError: another kind.
@@ -36,7 +36,7 @@ def manifest(kind: str, line: CommandLine, plan: LaunchPlan) -> str:
 
 
 def _name(target: str) -> str:
-    """A name that both systems accept: lower case letters, digits and dashes."""
+    """Return a name that both systems accept: lower case letters, digits and dashes."""
     return re.sub(r"[^a-z0-9]+", "-", Path(target).stem.lower()).strip("-")[:40] or "fullshard"
 
 
@@ -98,7 +98,7 @@ def _kubernetes(flags: list[str], target: list[str], plan: LaunchPlan, name: str
 
 
 def _trainjob(flags: list[str], target: list[str], plan: LaunchPlan, name: str) -> str:
-    """With the runtime `torch-distributed`, whose PET_ variables say where a pod is among the others."""
+    """Use the runtime `torch-distributed`, whose PET_ variables say where a pod is among the others."""
     hosts = plan.launch.num_machines
     place = []
     if hosts > 1:
@@ -119,7 +119,7 @@ _IMAGE = "REPLACE-WITH-YOUR-IMAGE"
 
 
 def _literal(words: list[str]) -> list[str]:
-    """Kubernetes replaces $(NAME); a dollar sign that is meant is written twice."""
+    """Escape $(NAME), which Kubernetes replaces, by a second dollar sign."""
     return [word.replace("$(", "$$(") for word in words]
 
 

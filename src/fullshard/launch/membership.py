@@ -1,4 +1,4 @@
-"""A job whose hosts may come and go: when its processes begin again with others, which is no failure.
+"""A job whose hosts may come and go: its processes begin again with other hosts, which is no failure.
 
     a host is lost            the others begin again without it, from the newest checkpoint
     a host comes              processes that listen to signals save after one step of all ranks, then all begin again
@@ -24,7 +24,7 @@ from fullshard.launch.rendezvous_server import RendezvousClient
 
 
 class Membership:
-    """What one host knows of it.
+    """One host's view of the membership.
 
     Args:
         client: this host's connection to the server.
@@ -40,11 +40,11 @@ class Membership:
         self._until: float | None = None
 
     def begin(self) -> None:
-        """Processes have been started."""
+        """Note that processes have been started."""
         self._until = None
 
     def has_changed(self, result: RunResult, *, is_asked: bool) -> bool:
-        """Whether the processes of this host are to begin again with other hosts, now.
+        """Return whether this host's processes are to begin again with other hosts, now.
 
         Args:
             result: what has become of them.
@@ -65,7 +65,7 @@ class Membership:
         return time.monotonic() >= self._until
 
     def _ask_to_save(self) -> float:
-        """Seconds that they have for it: none if nobody listens."""
+        """Ask the processes to save, and return the seconds they have for it: none if no process listens."""
         listening = below(listening_in(self._preemption))
         if not listening:
             self._say("another host has come; the processes do not listen to signals, and go on from their checkpoint")

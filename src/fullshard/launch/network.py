@@ -13,13 +13,13 @@ from pathlib import Path
 from fullshard.core.errors import ConfigError
 
 DEFAULT_PORT = 29500
-"""Where launchers meet if no port is named."""
+"""Port at which launchers meet if no port is named."""
 
 _SIOCGIFADDR = 0x8915
 
 
 def resolve(host: str, timeout_seconds: float) -> str:
-    """The address of `host`, retried for a while: in a cluster that is starting, names appear late.
+    """Return the address of `host`, retried for a while: in a cluster that is starting, names appear late.
 
     Raises:
         ConfigError: there is none.
@@ -40,7 +40,7 @@ def resolve(host: str, timeout_seconds: float) -> str:
 
 
 def listen(address: str, port: int, *, must: bool) -> socket.socket | None:
-    """A socket that listens on `address` alone; None if the address is another host's, or a launcher listens there.
+    """Open a socket on `address` alone; None if the address is another host's, or a launcher listens there.
 
     Args:
         address: of this host, perhaps.
@@ -64,7 +64,7 @@ def listen(address: str, port: int, *, must: bool) -> socket.socket | None:
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the interface with `address`, for Gloo; None if that cannot be said."""
+    """Return the name of the interface with `address`, for Gloo; None if the system does not say."""
     if ipaddress.ip_address(address).is_loopback:
         return "lo0" if sys.platform == "darwin" else "lo"
     if sys.platform != "linux":

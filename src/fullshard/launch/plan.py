@@ -1,4 +1,4 @@
-"""From a resolved configuration to what runs on this host, and on the others."""
+"""From a resolved configuration to the processes of this host, and of the others."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _RENDEZVOUS_SECONDS = {"join_timeout": JOIN_SECONDS, "last_call": LAST_CALL_SECO
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """What will run.
+    """Everything that will run.
 
     Attributes:
         resolved: the configuration, with the number of processes filled in.
@@ -53,7 +53,7 @@ class LaunchPlan:
 
     @property
     def launch(self) -> LaunchConfig:
-        """Processes, hosts, rendezvous, logs."""
+        """Settings of processes, hosts, rendezvous and logs."""
         return self.resolved.config.launch
 
     @property
@@ -69,12 +69,12 @@ class LaunchPlan:
         return config.model_copy(update={"launch": config.launch.model_copy(update={"device": "cuda"})})
 
     def mesh(self) -> tuple[int, int]:
-        """Replicas, and ranks per shard group."""
+        """Return the number of replicas, and of ranks per shard group."""
         sharding = self.resolved.config.sharding
         return sharding.resolved_strategy().mesh_shape(self.world_size, sharding.resolved_shard_size(self.per_host))
 
     def summary(self) -> str:
-        """One line: what is started, where."""
+        """Return one line: what is started, where."""
         hosts = self.launch.num_machines
         fewest = f"{self.launch.min_machines} to " if self.launch.is_elastic else ""
         where = "this host" if hosts == 1 else f"{fewest}{hosts} hosts ({self.per_host} each)"
@@ -91,7 +91,7 @@ class LaunchPlan:
 def make_plan(
     line: CommandLine, readings: Sequence[Reading], environ: Mapping[str, str], *, elsewhere: bool = False
 ) -> LaunchPlan:
-    """Fill in what is not said, and check what can be checked before anything starts.
+    """Fill in unset values, and check what can be checked before anything starts.
 
     Args:
         line: what to run.
@@ -148,7 +148,7 @@ def make_plan(
 
 
 def _without_effect(said: Resolved, device: str) -> Iterator[Note]:
-    """Of what somebody has written, what does nothing with the rest."""
+    """Yield the user's settings that do nothing together with the rest."""
     launch = said.config.launch
     idle = {
         "gpu_ids": device == "cpu" and "the processes run on processors",
@@ -170,7 +170,7 @@ def _hidden_devices(launch: LaunchConfig, device: str, environ: Mapping[str, str
 
 
 def _check_place(launch: LaunchConfig, *, elsewhere: bool) -> None:
-    """Refuse what cannot run there: with a number of hosts that changes, or on TPUs of a cluster."""
+    """Refuse what cannot run there: a changing number of hosts, or TPUs of a cluster."""
     if launch.is_elastic and (elsewhere or launch.device == "tpu"):
         raise ConfigError(
             f"{launch.min_machines} to {launch.num_machines} hosts "
@@ -187,7 +187,7 @@ def _check_place(launch: LaunchConfig, *, elsewhere: bool) -> None:
 
 
 def _check_every_size(resolved: Resolved, per_host: int) -> None:
-    """Where hosts may come and go: see to it that the model can be divided over any number of them."""
+    """Check that the model can be divided over any number of hosts, if hosts may come and go."""
     launch, sharding = resolved.config.launch, resolved.config.sharding
     for hosts in range(launch.min_machines or launch.num_machines, launch.num_machines):
         try:
@@ -201,16 +201,16 @@ def _check_every_size(resolved: Resolved, per_host: int) -> None:
 
 
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "tpu": "tpu_dist", "xpu": "xccl"}
-"""Of collectives."""
+"""Backends of collectives, by kind of device."""
 
 
 def worker_command(line: CommandLine) -> tuple[str, ...]:
-    """The command of every process."""
+    """Return the command of every process."""
     return (sys.executable, bootstrap.__file__, line.kind, str(line.target), *line.arguments)
 
 
 def worker_environment(launch: LaunchConfig, device: str, per_host: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """What a process finds in its environment because of the settings."""
+    """Return the environment variables of a process that follow from the settings."""
     variables = {}
     if launch.num_cpu_threads_per_process is not None:
         variables["OMP_NUM_THREADS"] = str(launch.num_cpu_threads_per_process)
@@ -228,7 +228,7 @@ def worker_environment(launch: LaunchConfig, device: str, per_host: int, environ
 
 
 def shared_settings(config: RunConfig) -> dict[str, str]:
-    """What must be equal on all hosts, by name: every setting that is not about one host, and the versions."""
+    """Return what must be equal on all hosts, by name: the versions and every setting that is not about one host."""
     found = {f"version of {name}": str(version_of(name)) for name in ("fullshard", "torch")}
     return found | {path: shown(config.value(path)) for path in SETTINGS if not path.startswith("launch.")}
 
@@ -254,7 +254,7 @@ def _devices(said: Resolved, environ: Mapping[str, str]) -> tuple[str, int]:
 
 
 def _check_ids(ids: Sequence[str], origin: Origin) -> None:
-    """See to it that this host has these devices: CUDA leaves out the first that is not there, and all after it."""
+    """Check that this host has these devices: CUDA leaves out the first missing one, and all after it."""
     from fullshard.comm import device as devices
 
     name, before = "CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -273,7 +273,7 @@ def _check_ids(ids: Sequence[str], origin: Origin) -> None:
 
 
 def _rendezvous_seconds(text: str) -> tuple[float, float]:
-    """To wait for the hosts that there must be, and for further ones."""
+    """Return the seconds to wait for the required hosts, and for further ones."""
     seconds = dict(_RENDEZVOUS_SECONDS)
     for item in filter(None, (item.strip() for item in text.split(","))):
         name, equals, value = item.partition("=")

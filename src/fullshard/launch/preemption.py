@@ -1,4 +1,4 @@
-"""Being asked to end: a signal on any rank makes all of them save at the same step, and end.
+"""Pre-emption: a signal on any rank makes all of them save at the same step, and end.
 
     fullshard.should_stop()  # listens from now on
     for batch in loader:
@@ -32,14 +32,14 @@ PREEMPTED = 75
 
 SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
 AGAIN_SECONDS = 1.0
-"""What comes sooner is the same request, which a scheduler and a launcher have both passed on."""
+"""A signal that comes sooner is the same request, passed on by both a scheduler and a launcher."""
 
 _heard: list[float] = []
 _is_armed: list[bool] = []
 
 
 def should_stop() -> bool:
-    """Whether all ranks are to save and end now; the same on every rank that asks after the same backward.
+    """Return whether all ranks are to save and end now; the same on every rank that asks after the same backward.
 
     The first call begins to listen to SIGTERM, SIGINT (Ctrl-C), SIGUSR1 and SIGUSR2, which until then do what they did.
     Call it once before a loop whose DataLoader has processes: they inherit that, and SIGUSR1 to all would end them.
@@ -52,7 +52,7 @@ def should_stop() -> bool:
 
 
 def listen() -> None:
-    """Listen to signals from now on; nothing the second time."""
+    """Listen to signals from now on; a second call does nothing."""
     if _is_armed:
         return
     _is_armed.append(True)
@@ -80,19 +80,19 @@ def _hear(number: int, frame: FrameType | None) -> None:
 
 
 def _hear_no_more() -> None:
-    """What comes late is of the same request. The interpreter takes its handlers away as it ends, but leaves this."""
+    """Ignore late signals of the same request. The interpreter removes its handlers at exit, but keeps this."""
     if STOPPING.is_agreed:
         for name in SIGNALS:
             signal.signal(signal.Signals[name], signal.SIG_IGN)
 
 
 def listening_in(directory: Path) -> set[int]:
-    """Processes that have said there that they listen."""
+    """Return the processes that have said there that they listen."""
     return {int(path.name.rpartition("-")[2]) for path in directory.glob("listening-*")}
 
 
 def _tell_launcher(what: str) -> None:
-    """Leave a file where the launcher looks for it; it is there to be found, so nothing is in it."""
+    """Leave a file where the launcher looks for it; it is empty, because its presence is the message."""
     directory = os.environ.get(PREEMPTION_DIR)
     if directory:
         with contextlib.suppress(OSError):  # of a job that is over
@@ -100,13 +100,13 @@ def _tell_launcher(what: str) -> None:
 
 
 def exit_code() -> int:
-    """What this process is to end with: the launcher itself tells who has started it that the job was asked to end."""
+    """Return this process's exit code: under a launcher 0, because the launcher reports the pre-emption itself."""
     return PREEMPTED if STOPPING.is_agreed and PREEMPTION_DIR not in os.environ else 0
 
 
 @contextlib.contextmanager
 def listening() -> Iterator[None]:
-    """Listen to signals inside, and afterwards to none: for what is called within another program."""
+    """Listen to signals inside, and to none afterwards: for code that runs within another program."""
     before = {name: signal.getsignal(signal.Signals[name]) for name in SIGNALS}
     STOPPING.is_wanted = STOPPING.is_agreed = False
     listen()

@@ -1,4 +1,4 @@
-"""The processes of this host: how many it has room for, and that nothing a job started outlives its launcher."""
+"""The processes of this host: how many it has room for; and none that a job started outlives its launcher."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from fullshard.core.errors import ConfigError
 _MOST_PER_PROCESSOR = 64
 _PR_SET_CHILD_SUBREAPER = 36
 _PATIENCE_SECONDS = 1.0
-"""How long a killed process may take to be gone."""
+"""Seconds that a killed process may take to be gone."""
 
 
 def threads_of_each(nproc: int) -> int:
-    """Threads per process: with one per core each, `nproc` processes would slow one another down."""
+    """Return the threads per process: with one per core each, `nproc` processes would slow one another down."""
     return max(1, usable_cpu_count() // nproc)
 
 
 def check_count(nproc: int, said_by: str = "") -> None:
-    """See to it that this host has processors for so many processes, if only to try something.
+    """Check that this host has processors for that many processes, even for a mere trial.
 
     Raises:
         ConfigError: it has not.
@@ -40,13 +40,13 @@ def check_count(nproc: int, said_by: str = "") -> None:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every process below whose own parent ends, so that `end_descendants` finds it (Linux)."""
+    """Become the parent of every orphaned process below, so that `end_descendants` finds it (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def below(pids: Iterable[int]) -> set[int]:
-    """Those that are alive, and below this process where the system tells (Linux)."""
+    """Return those that are alive, and below this process where the system tells (Linux)."""
     if sys.platform == "linux":
         return set(pids) & set(descendants())
     return {pid for pid in pids if _is_alive(pid)}
@@ -61,7 +61,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def reap_orphans(spared: Collection[int]) -> None:
-    """Let go of adopted processes that have ended; a job that starts some at each checkpoint would reach a limit.
+    """Reap adopted processes that have ended; a job that starts some at each checkpoint would reach a limit.
 
     Args:
         spared: processes that somebody else waits for.
@@ -102,7 +102,7 @@ def end_descendants(groups: Iterable[int], *, spared: Collection[int] = ()) -> N
 
 
 def _cleans_up(pid: int) -> bool:
-    """Whether it removes shared memory that others have left, and ends as soon as they are gone."""
+    """Return whether it removes shared memory that others have left, and ends as soon as they are gone."""
     with contextlib.suppress(OSError):
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
         return b"resource_tracker" in command or b"torch_shm_manager" in command
@@ -110,7 +110,7 @@ def _cleans_up(pid: int) -> bool:
 
 
 def descendants(of: int | None = None) -> list[int]:
-    """Processes below one, by default this one, that are not zombies (Linux; elsewhere none is found)."""
+    """Return processes below one, by default this one, that are not zombies (Linux; elsewhere none is found)."""
     children: dict[int, list[int]] = {}
     alive = set()
     for entry in Path("/proc").glob("[0-9]*"):

@@ -1,4 +1,4 @@
-"""How the launchers of a job's hosts find one another, as torchelastic's rendezvous.
+"""The rendezvous of the launchers of a job's hosts, in torchelastic's form.
 
 torch's own rendezvous listens on every interface of the host. Here a store is made from a socket that is bound to one
 address: the loopback address if the job has one host, else the address that the hosts know one another by.
@@ -19,11 +19,11 @@ from fullshard.launch.rendezvous_server import HostAssignment, RendezvousClient,
 LOOPBACK = "127.0.0.1"
 
 REACH_SECONDS = 30.0
-"""How long a host waits for the first one's store; meanwhile it hears no signal."""
+"""Seconds that a host waits for the first one's store; meanwhile it hears no signal."""
 
 
 def open_store(address: str, port: int = 0) -> TCPStore:
-    """A store that listens on `address` alone; port 0 takes a free one.
+    """Open a store that listens on `address` alone; port 0 takes a free one.
 
     Raises:
         ConfigError: the port is taken.
@@ -42,7 +42,7 @@ def open_store(address: str, port: int = 0) -> TCPStore:
 
 
 def reach_store(address: str, port: int) -> TCPStore:
-    """The store that another host has opened, a moment ago.
+    """Connect to the store that another host has just opened.
 
     Raises:
         CommunicationError: it does not answer.
@@ -60,7 +60,7 @@ def reach_store(address: str, port: int) -> TCPStore:
 
 
 class OneHostRendezvous(RendezvousHandler):
-    """No other host to wait for. Every attempt gets a new store: keys of the last one would mislead it.
+    """A rendezvous without other hosts. Every attempt gets a new store: keys of the last one would mislead it.
 
     Args:
         run_id: name of the job.
@@ -71,40 +71,40 @@ class OneHostRendezvous(RendezvousHandler):
         self._run_id, self._port = run_id, port
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """The store of the next attempt."""
+        """Return the store of the next attempt."""
         return _information(HostAssignment(0, 1, LOOPBACK, 0), open_store(LOOPBACK, self._port))
 
     def get_backend(self) -> str:
-        """What torchelastic's events call it."""
+        """Return the name for torchelastic's events."""
         return "fullshard"
 
     @property
     def use_agent_store(self) -> bool:
-        """The workers use the store that is here, instead of opening one."""
+        """Return True: the workers use the store that is here, instead of opening one."""
         return True
 
     def is_closed(self) -> bool:
-        """Whether nobody may join any more."""
+        """Return whether no one may join any more."""
         return False
 
     def set_closed(self) -> None:
-        """Nobody else can join anyway."""
+        """Do nothing: no one else can join anyway."""
 
     def num_nodes_waiting(self) -> int:
-        """Hosts that would join; a job has a fixed number, so none."""
+        """Return the number of hosts that would join; a job has a fixed number, so none."""
         return 0
 
     def get_run_id(self) -> str:
-        """Name of the job."""
+        """Return the name of the job."""
         return self._run_id
 
     def shutdown(self) -> bool:
-        """The store ends with its last reference."""
+        """Do nothing: the store ends with its last reference."""
         return True
 
 
 class MultiHostRendezvous(OneHostRendezvous):
-    """The hosts meet at a server, which runs in the launcher of one of them.
+    """A rendezvous at a server, which runs in the launcher of one of the hosts.
 
     Args:
         run_id: name of the job.

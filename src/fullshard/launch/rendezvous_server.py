@@ -1,4 +1,4 @@
-"""Several hosts of one job: the rendezvous server, and how each host learns what becomes of the others.
+"""Several hosts of one job: the rendezvous server, and how each host learns the state of the others.
 
 One launcher runs the server; every launcher, that one included, keeps one connection to it for as long as the job runs.
 A connection that closes, or is silent for too long, is a host that is gone. Messages are one JSON object per line.
@@ -45,7 +45,7 @@ from fullshard.core.errors import CommunicationError, ConfigError, printable
 from fullshard.core.files import parse_object
 
 KEEP_ALIVE_SECONDS = 1.0
-"""How often each side says that it is there."""
+"""Seconds between two signs of life of each side."""
 
 TIMEOUT_SECONDS = 30.0
 """Silence after which a host counts as gone. One whose launcher was killed is known at once: the connection closes.
@@ -55,19 +55,19 @@ seconds in all, and after 25.
 """
 
 PROOF_SECONDS = 10.0
-"""How long who connects may take to say who it is."""
+"""Seconds that a new connection may take to identify itself."""
 
 ROOT_CAUSE_SECONDS = 1.0
-"""How long the server listens after the first failure that it hears of, if not all hosts have failed before."""
+"""Seconds that the server listens after the first failure it hears of, unless all hosts fail before."""
 
 WAITING_SECONDS = 35.0
-"""How long a host that is one too many may wait for one of the others to turn out to be gone. More than silence."""
+"""Seconds that a surplus host may wait until one of the others turns out to be gone. More than silence."""
 
 JOIN_SECONDS = 600.0
-"""How long a host waits for those that there must be."""
+"""Seconds that a host waits for the required number of hosts."""
 
 LAST_CALL_SECONDS = 30.0
-"""How long a job that has as many hosts as it must have waits for further ones before it starts for the first time."""
+"""Seconds that a job with the required number of hosts waits for further ones before its first start."""
 
 _FIRST = (-1.0,)
 """The order of a host that is gone, before everything else: what others report is of the connections to it."""
@@ -76,10 +76,10 @@ REGROUP_SECONDS = 1.0
 """The same later, when all hosts that are left have joined."""
 
 CHALLENGE_SECONDS = 5.0
-"""How long a launcher waits for the server's challenge before it connects again."""
+"""Seconds that a launcher waits for the server's challenge before it connects again."""
 
 _PROOF_NBYTES = 64
-"""Of a challenge, and of the answer."""
+"""Bytes of a challenge, and of the answer."""
 
 _MOST_STRANGERS = 128
 """Connections beyond two for each host that are no part of the attempt; further ones are closed at once."""
@@ -95,15 +95,15 @@ _LONGEST_SHOWN = 300
 """Characters of what a host says that others are told."""
 
 FIRST_SAID_SECONDS = 5.0
-"""How long a launcher waits before it says so."""
+"""Seconds that a launcher waits before it says so."""
 
 REPEAT_SECONDS = 30.0
-"""How often it says so after that."""
+"""Seconds between the messages after that."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostAssignment:
-    """What a host learns when all have joined.
+    """The server's message to a host when all have joined.
 
     Attributes:
         rank: of this host.
@@ -120,7 +120,7 @@ class HostAssignment:
 
 @dataclass(frozen=True, slots=True)
 class RootCause:
-    """Why an attempt failed.
+    """The reason why an attempt failed.
 
     Attributes:
         host: name of the host where it failed first.
@@ -155,11 +155,11 @@ class Connection:
         connection.settimeout(TIMEOUT_SECONDS)
 
     def send(self, kind: str, **content: Any) -> None:
-        """Send one message; a connection that is gone is noticed by whoever receives from it."""
+        """Send one message; the receiving code notices a connection that is gone."""
         self._send(json.dumps({"kind": kind, **content}).encode() + b"\n")
 
     def flush(self) -> bool:
-        """Send what was not sent; whether so much is left that the other side reads nothing."""
+        """Send the unsent rest; return whether so much is left that the other side must have stopped reading."""
         self._send(b"")
         return len(self._unsent) > _LONGEST_NBYTES
 
@@ -169,7 +169,7 @@ class Connection:
         self._send(self._challenge)
 
     def prove(self, token: str) -> None:
-        """Answer the challenge. Raises `OSError` if there comes none."""
+        """Answer the challenge. Raises `OSError` if none comes."""
         challenge = b""
         self.socket.settimeout(CHALLENGE_SECONDS)
         while len(challenge) < _PROOF_NBYTES:
@@ -193,7 +193,7 @@ class Connection:
         return self.is_proved
 
     def receive(self) -> list[dict[str, Any]] | None:
-        """The messages that have arrived; None if the other side is gone, or does not speak this language."""
+        """Return the messages that have arrived; None if the other side is gone, or does not speak this protocol."""
         try:
             chunk = self.socket.recv(_CHUNK_NBYTES)
             self._received += chunk
@@ -241,7 +241,7 @@ class _Peer:
 
 
 class RendezvousServer(threading.Thread):
-    """Where the hosts of a job meet: a thread in the launcher of one of them.
+    """The meeting point of a job's hosts: a thread in the launcher of one of them.
 
     Args:
         listening: a socket bound to the address that the hosts know.
@@ -328,7 +328,7 @@ class RendezvousServer(threading.Thread):
                     self._refuse([peer], text, "settings")
 
     def _end(self, text: str) -> None:
-        """The job is over: nobody can join any more."""
+        """End the job: no one can join any more."""
         self._over = text
         self._refuse([peer for peer in self._peers if peer.joined is not None], text, "job")
 
@@ -399,7 +399,7 @@ class RendezvousServer(threading.Thread):
                 self._fail(peer, _FIRST, f"{peer.name} was stopped by a signal\n")
 
     def _fits(self, peer: _Peer) -> bool:
-        """Whether this host's settings are those of the others; if not, both sides are told."""
+        """Return whether this host's settings match those of the others; if not, tell both sides."""
         peer.admitted = True
         for other in self._peers:
             if not other.admitted or other is peer:
@@ -416,7 +416,7 @@ class RendezvousServer(threading.Thread):
         return True
 
     def _tell_of_waiting(self) -> None:
-        """A host has joined: those that run without it, if there is room for it, are to begin anew."""
+        """Tell the hosts that run without a newly joined one to begin anew, if there is room for it."""
         running = [peer for peer in self._peers if peer.running]
         untold = [peer for peer in running if not peer.told and len(running) < self._hosts]
         self._broadcast(untold, "waiting")
@@ -445,11 +445,11 @@ class RendezvousServer(threading.Thread):
 
     @property
     def _is_elastic(self) -> bool:
-        """Whether hosts may come and go."""
+        """Return whether hosts may come and go."""
         return self._least < self._hosts
 
     def _is_last_call_over(self, joined: list[_Peer]) -> bool:
-        """Whether to start with these, although further ones might come."""
+        """Return whether to start with these, although further ones might come."""
         wait = REGROUP_SECONDS if self._has_started else self._last_call
         is_everybody = len(joined) == sum(peer.admitted for peer in self._peers)
         return len(joined) >= self._least and is_everybody and time.monotonic() > wait + max(p.since for p in joined)
@@ -484,7 +484,7 @@ class RendezvousServer(threading.Thread):
 
 
 def _checked_hello(message: dict[str, Any]) -> dict[str, Any]:
-    """What a launcher says of itself, if it is that.
+    """Return a launcher's description of itself, once it is checked.
 
     Raises:
         TypeError, KeyError: it is something else.
@@ -602,7 +602,7 @@ class RendezvousClient:
             return self.root_cause
 
     def finish(self) -> RootCause | None:
-        """Say that all ranks here have succeeded, and wait for the other hosts; the root cause if one of them fails."""
+        """Say that all ranks here have succeeded, and wait for the other hosts; return the root cause if one fails."""
         self._send("done")
         with self._changed:
             self._changed.wait_for(lambda: self._done or self.root_cause)
@@ -649,7 +649,7 @@ class RendezvousClient:
         return connection
 
     def _open(self) -> Connection:
-        """A connection whose server has got its proof. Raises `OSError` if there is none."""
+        """Return a connection whose server has accepted the proof. Raises `OSError` if there is none."""
         opened = socket.create_connection(self._where, timeout=5)
         try:
             connection = Connection(opened)

@@ -1,4 +1,4 @@
-"""What this environment is: versions, hardware, limits and variables, to paste into an issue. Holds no secrets."""
+"""A report on this environment: versions, hardware, limits and variables, for an issue. Holds no secrets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PACKAGES = (
     *("transformers", "tokenizers", "datasets", "accelerate", "peft", "trl", "bitsandbytes", "flash-attn"),
     *("deepspeed", "torchacc", "torch-xla", "triton", "nvidia-nccl-cu12", "nvidia-nccl-cu13"),
 )
-"""Those whose version matters to a run. Others are not listed."""
+"""Packages whose version matters to a run. Others are not listed."""
 
 VARIABLES = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK"),
@@ -39,7 +39,7 @@ Report = dict[str, dict[str, str]]
 
 
 def make_report(hardware: Hardware, environ: Mapping[str, str]) -> Report:
-    """The whole report.
+    """Return the whole report.
 
     Args:
         hardware: of this host.
@@ -57,12 +57,12 @@ def make_report(hardware: Hardware, environ: Mapping[str, str]) -> Report:
 
 
 def shown_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables of the known list that are set."""
+    """Return the variables of the known list that are set."""
     return {name: environ[name] for name in sorted(environ) if name in VARIABLES or name.startswith(FAMILIES)}
 
 
 def shared_memory_nbytes() -> int | None:
-    """Size of /dev/shm, which processes of one host communicate through; None where there is none."""
+    """Return the size of /dev/shm, which processes of one host communicate through; None where there is none."""
     try:
         return shutil.disk_usage("/dev/shm").total
     except OSError:
@@ -70,7 +70,7 @@ def shared_memory_nbytes() -> int | None:
 
 
 def open_files_limit() -> int | None:
-    """How many files a process may have open; None if the system does not say or there is no limit."""
+    """Return how many files a process may have open; None if the system does not say or there is no limit."""
     try:
         import resource
     except ImportError:  # not on this system

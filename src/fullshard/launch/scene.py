@@ -1,4 +1,4 @@
-"""What the processes of this host were doing when one of them failed, seen before the others are ended."""
+"""The state of this host's processes when one of them failed, recorded before the others are ended."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from fullshard.core.place import read_place
 from fullshard.launch.bootstrap import STACK_SIGNAL
 
 _NOTICE_SECONDS = 1.0
-"""How long those that are left may take to notice that one has ended, and to say where they waited for it."""
+"""Seconds that the remaining ranks may take to notice the end of one, and to say where they waited for it."""
 _STACK_SECONDS = 1.0
 _STILL_SECONDS = 0.1
-"""What has not grown for so long is a whole stack; it is written piece by piece."""
+"""A stack is whole if its file has not grown for this long; it is written piece by piece."""
 _FRAMES = 8
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x", re.MULTILINE)
 _WAITS_IN = ("/fullshard/comm/", "/torch/distributed/")
@@ -28,12 +28,12 @@ _LOSS_WORDS = ("communicationerror", "connection closed", "connection reset", "b
 
 
 def is_of_a_loss(text: str) -> bool:
-    """Whether a report is that of a rank which has found another one gone, or has waited for it for too long."""
+    """Return whether a report is from a rank that found another one gone, or waited for it for too long."""
     return _has(text, _LOSS_WORDS) or is_of_a_hang(text)
 
 
 def is_of_a_hang(text: str) -> bool:
-    """Whether a report is that of a rank which has waited for too long."""
+    """Return whether a report is from a rank that waited for too long."""
     return _has(text, _HANG_WORDS)
 
 
@@ -44,7 +44,7 @@ def _has(text: str, words: Iterable[str]) -> bool:
 
 
 class Scene:
-    """Of one attempt.
+    """The scene of one attempt.
 
     Args:
         directory: where processes leave their stacks when they get `STACK_SIGNAL`.
@@ -88,7 +88,7 @@ class Scene:
         self._stacks |= {pid: self._stack(pid) for pid in asked}
 
     def done_early(self, ranks: Mapping[int, int], world_size: int) -> str:
-        """Which ranks had ended with 0 when others still needed them, and what they did last.
+        """Say which ranks ended with 0 while others still needed them, and what they did last.
 
         Args:
             ranks: by process.
@@ -105,7 +105,7 @@ class Scene:
         return text
 
     def missing(self, ranks: Mapping[int, int], world_size: int) -> str:
-        """Which ranks the others have waited for, and where those were. Empty if all that were left waited, too.
+        """Say which ranks the others waited for, and where those were. Empty if all that were left waited, too.
 
         Args:
             ranks: by process.
@@ -133,7 +133,7 @@ class Scene:
         return False
 
     def _stack(self, pid: int) -> str:
-        """Of the main thread, the first that there was and so the last in the file; any may have got the signal."""
+        """Return the main thread's stack: the oldest thread, so the last in the file; any may have got the signal."""
         with contextlib.suppress(OSError):
             text = (self._directory / f"stack-{pid}").read_text(encoding="utf-8", errors="replace")
             return _THREAD.split(text)[-1]
@@ -146,7 +146,7 @@ class Scene:
 
 
 def _state(pid: int) -> str:
-    """The state of a process as the kernel has it, a letter; a question mark where it does not say."""
+    """Return a process's state as the kernel has it, a letter; a question mark if it does not say."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):

@@ -24,7 +24,7 @@ _UNFINISHED = ".unfinished-"
 
 @contextlib.contextmanager
 def scratch_directory(prefix: str, parent: Path | None = None) -> Iterator[Path]:
-    """A directory for this user alone, removed at the end.
+    """Make a directory for this user alone, and remove it at the end.
 
     Args:
         prefix: how its name begins; those of killed processes that begin so are removed first.

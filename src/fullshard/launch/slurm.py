@@ -1,4 +1,4 @@
-"""What Slurm says about the hosts of a job. `srun --ntasks-per-node=1 fullshard launch script.py` needs no flags."""
+"""Slurm's facts about the hosts of a job. `srun --ntasks-per-node=1 fullshard launch script.py` needs no flags."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FIRST_PORT, _PORTS = 20000, 10000
 
 
 def read_allocation(environ: Mapping[str, str]) -> Reading:
-    """The hosts, this host's rank, where to meet, and the number of processes; nothing outside an allocation.
+    """Return the hosts, this host's rank, where to meet, and the number of processes; nothing outside an allocation.
 
     Raises:
         ConfigError: in an allocation of several hosts, not exactly one task per host was started.
@@ -59,13 +59,13 @@ def read_allocation(environ: Mapping[str, str]) -> Reading:
 
 
 def devices_per_host(environ: Mapping[str, str]) -> int | None:
-    """Accelerators that Slurm gave to this task's host; None if it does not say."""
+    """Return the accelerators that Slurm gave to this task's host; None if it does not say."""
     text = environ.get("SLURM_GPUS_ON_NODE", "")
     return int(text) if text.isdigit() else None
 
 
 def expand_hosts(text: str) -> list[str]:
-    """The hosts that a list such as `gpu[01-03,7],login` names, in order.
+    """Return the hosts that a list such as `gpu[01-03,7],login` names, in order.
 
     Raises:
         ConfigError: it is not such a list.
@@ -87,7 +87,7 @@ def expand_hosts(text: str) -> list[str]:
 
 
 def _split(text: str) -> list[str]:
-    """The parts between commas that are outside brackets."""
+    """Split at commas outside brackets."""
     return [part.strip() for part in re.split(r",(?![^\[]*\])", text) if part.strip()]
 
 

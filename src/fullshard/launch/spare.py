@@ -1,4 +1,4 @@
-"""A process that waits, with a rank's imports done, until it is to be one.
+"""A warm standby: a process that has done a rank's imports, and waits until it is to be a rank.
 
     python -m fullshard.launch.spare DESCRIPTOR
 
@@ -20,7 +20,7 @@ from pathlib import Path
 from fullshard.launch import bootstrap
 
 HEADER_NBYTES = 8
-"""Of the length of an order, big-endian; the descriptors of the three standard streams come with it."""
+"""Bytes of an order's length, big-endian; the descriptors of the three standard streams come with it."""
 
 
 def main() -> None:
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def _wait(descriptor: int) -> list[str]:
-    """The arguments of the process it is to be, whose environment and streams it has then."""
+    """Wait for the arguments of the process to become, and take over its environment and streams."""
     with socket.socket(fileno=descriptor) as launcher:
         with contextlib.suppress(BrokenPipeError):  # the launcher has said everything already, and gone on
             launcher.sendall(b".")

@@ -1,4 +1,4 @@
-"""Processes that wait with their imports done, to take the place of ranks that are started again.
+"""Warm standbys: processes that wait with their imports done, to replace ranks that are started again.
 
 Once a rank has made a step it leaves what it has imported by then (`launch.bootstrap`), and a spare process of this
 host imports the same, one after the other, so that training does not feel it. When ranks are started again, the spare
@@ -28,7 +28,7 @@ from fullshard.launch.spare import HEADER_NBYTES
 from fullshard.launch.streams import STREAMS
 
 _SECONDS = 5.0
-"""How long a spare process may take to read what it is to be."""
+"""Seconds that a warm standby may take to read its orders."""
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class _Spare:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it has done its imports, or has ended: nobody waits for it then."""
+        """Return whether it has done its imports, or has ended: then there is nothing to wait for."""
         if not self._has_said:
             with contextlib.suppress(BlockingIOError):
                 self.socket.recv(1, socket.MSG_DONTWAIT)  # nothing at all if it has ended
@@ -48,7 +48,7 @@ class _Spare:
 
 
 class Spares:
-    """Those of one host, by local rank."""
+    """The warm standbys of one host, by local rank."""
 
     def __init__(self) -> None:
         self._spares: dict[int, _Spare] = {}
@@ -60,11 +60,11 @@ class Spares:
 
     @property
     def processes(self) -> set[int]:
-        """The same, and what their imports have started."""
+        """Processes that wait, and those that their imports have started."""
         return self.pids.union(*map(descendants, self.pids))
 
     def look(self, directory: Path, ranks: Mapping[int, int]) -> None:
-        """Start the next one, if it is known what it imports and those before it have done that.
+        """Start the next one, once its imports are known and those before it have done theirs.
 
         Args:
             directory: where ranks leave what they have imported.
@@ -83,7 +83,7 @@ class Spares:
 
     @contextlib.contextmanager
     def taken_first(self) -> Iterator[None]:
-        """Within it torchelastic's workers are those that wait, and new processes where there is none."""
+        """Make torchelastic's workers from waiting processes, and from new ones where none waits."""
         spares = self
 
         class Handler(SubprocessHandler):
@@ -101,7 +101,7 @@ class Spares:
     def take(
         self, local_rank: int, command: Sequence[str], environment: Mapping[str, str], streams: Sequence[IO[str] | None]
     ) -> subprocess.Popen[bytes] | None:
-        """The spare of a rank, which from now on is that rank; None if there is none that could be.
+        """Return the standby of a rank, which becomes that rank; None if none can.
 
         Args:
             local_rank: see above.
@@ -125,7 +125,7 @@ class Spares:
         return None
 
     def end(self) -> None:
-        """End those that wait."""
+        """End the waiting processes."""
         _end(self._spares.values())
         self._spares.clear()
 

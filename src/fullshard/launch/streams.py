@@ -1,4 +1,4 @@
-"""What `--log_dir`, `--tee` and `--redirects` ask for, as torchrun means them."""
+"""The meaning of `--log_dir`, `--tee` and `--redirects`, as torchrun has it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SELECTION = re.compile(r"[0-3]|\d+:[0-3](,\d+:[0-3])*")
 
 @dataclass(frozen=True, slots=True)
 class StreamPlan:
-    """Where streams go.
+    """The destinations of streams.
 
     Attributes:
         directory: for files; None writes none.
@@ -39,7 +39,7 @@ class StreamPlan:
                 raise ConfigError(f"--{name} writes files", hint="say where with --log_dir DIRECTORY")
 
     def of(self, local_rank: int, stream: str) -> tuple[bool, bool]:
-        """Whether a stream goes to the terminal, and whether to a file."""
+        """Return whether a stream goes to the terminal, and whether to a file."""
         tee, redirect = _selects(self.tee, local_rank, stream), _selects(self.redirects, local_rank, stream)
         everything = self.directory is not None and self.tee is None and self.redirects is None
         return tee or not redirect, tee or redirect or everything

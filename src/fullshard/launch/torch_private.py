@@ -1,4 +1,4 @@
-"""Private names of torch's launcher; the others are in `comm.torch_private`, which says what is said of each, and why.
+"""Private names of torch's launcher; `comm.torch_private` has the others, and says what each entry states, and why.
 
 Apart from those, because a launcher needs no DTensor, and what it imports every launch waits for.
 """
@@ -23,23 +23,23 @@ Since 2.0."""
 
 
 def worker_context(agent: LocalElasticAgent) -> Any:
-    """The workers' processes, whose `close` would give them 30 seconds; None before the first start. Since 2.0."""
+    """Return the workers' processes, whose `close` gives them 30 seconds; None before the first start. Since 2.0."""
     return agent._pcontext
 
 
 def remaining_restarts(agent: LocalElasticAgent) -> int:
-    """How often workers may be started again, this time not counted. Since 2.0."""
+    """Return how often workers may be started again, this time not counted. Since 2.0."""
     return agent._remaining_restarts
 
 
 def grant_restart(agent: LocalElasticAgent) -> None:
-    """Let workers be started once more than was said: not because of a failure. Since 2.0."""
+    """Grant workers one start more than was set: for a reason that is no failure. Since 2.0."""
     agent._remaining_restarts += 1
     agent._worker_group.spec.max_restarts += 1
 
 
 def allow_no_restart(agent: LocalElasticAgent) -> None:
-    """Let workers not be started again, whatever was said. Since 2.0."""
+    """Forbid further starts of workers, whatever was set. Since 2.0."""
     agent._remaining_restarts = 0
 
 
@@ -49,5 +49,5 @@ def forget_store(agent: LocalElasticAgent) -> None:
 
 
 def stream_of(handler: object, name: str) -> Any:
-    """The file that a worker's `stdout` or `stderr` goes to, which nobody closes; None if it has none. Since 2.0."""
+    """Return the file of a worker's `stdout` or `stderr`, which no one closes; None if it has none. Since 2.0."""
     return getattr(handler, f"_{name}", None)

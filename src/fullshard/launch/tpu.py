@@ -1,4 +1,4 @@
-"""What a host with TPUs needs before its ranks start: torch_tpu has ranks find one another by variables of its own."""
+"""Setup of a host with TPUs before its ranks start: torch_tpu has ranks find one another by variables of its own."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import os
 from fullshard.core.errors import ConfigError
 
 ADDRESSES = "TORCH_TPU_SLICEBUILDER_ADDRESSES"
-"""Where each rank's TPU is met: the same list on all ranks."""
+"""The address of each rank's TPU: the same list on all ranks."""
 
 
 def prepare_host(kind: str, nproc: int, hosts: int = 1, machine_rank: int | None = None) -> int | None:
-    """Before ranks start, set what torch_tpu wants all of them to have; nothing for other kinds of device.
+    """Set what torch_tpu wants before ranks start; do nothing for other kinds of device.
 
     Ranks are started anew and not forked, so this process may look for devices.
 
@@ -50,7 +50,7 @@ def prepare_host(kind: str, nproc: int, hosts: int = 1, machine_rank: int | None
 
 
 def check_tpu_environment(world_size: int) -> None:
-    """See that each rank has its place in what `prepare_host` sets: without it they would wait for ever.
+    """Check that each rank has its place in what `prepare_host` sets: without it they would wait for ever.
 
     Raises:
         ConfigError: they have not.

@@ -1,4 +1,4 @@
-"""What a worker process does around its main function: die with its launcher, and report how it failed."""
+"""A worker process around its main function: it dies with its launcher, and reports how it failed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _USER_ERRORS = (ConfigError, DataError, MissingExtraError, WrapError)
 
 
 def run_worker(main: Callable[[], None]) -> None:
-    """Run `main`; a failure is written where the launcher looks for it, and ends the process with code 1 or 2.
+    """Run `main`; write a failure where the launcher looks for it, and end the process with code 1 or 2.
 
     The launcher (fullshard's own, or torchrun) then prints the traceback of the rank that failed first, once, instead
     of every rank printing its own. Code 2 stands for a mistake in the settings or the data, whose message says enough.

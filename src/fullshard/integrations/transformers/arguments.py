@@ -96,7 +96,7 @@ class ShardedArguments:
         refuse(reading.problems)
         self._fullshard_reading = reading
         # Truthful for scripts that ask. Without a launcher this is a run on one rank, which Transformers would refuse.
-        self.fsdp = bool(self.fsdp) and read_rank_environment().launched
+        self.fsdp = _as_declared(self, self.fsdp if read_rank_environment().launched else None)
         self.fsdp_config = {**_PREPARED, **_plain(reading)}
 
     @cached_property
@@ -115,6 +115,16 @@ class ShardedArguments:
         cls = type(self)
         named = getattr(sys.modules[cls.__module__], cls.__qualname__, cls)
         return copyreg._reconstructor, (named, object, None), state  # type: ignore[attr-defined]
+
+
+def _as_declared(args: Any, fsdp: Any) -> Any:
+    """Return what `TrainingArguments.fsdp` is once it has been read: a truth value, or a list in Transformers 5.6."""
+    declared = (vars(cls).get("__annotations__", {}).get("fsdp") for cls in type(args).__mro__)
+    if "list" not in str(next(filter(None, declared))):  # of the field itself HfArgumentParser changes the type
+        return bool(fsdp)
+    option = sys.modules["transformers.trainer_utils"].FSDPOption
+    words = "full_shard" if fsdp is True else fsdp or []
+    return [option(str(getattr(w, "value", w)).lower()) for w in (words.split() if isinstance(words, str) else words)]
 
 
 _WORDS = {"sharding.strategy": "sharding_strategy", "sharding.cpu_offload": "cpu_offload"}
