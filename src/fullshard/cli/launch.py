@@ -174,7 +174,7 @@ def _start(plan: LaunchPlan, streams: StreamPlan) -> int:
 def completions(words: Sequence[str]) -> dict[str, str]:
     """Return possible next words, each with a line of help: a flag, or a value of the last one; see `RawCommand`.
 
-    Nothing once the script is named: it has flags of its own.
+    Return nothing once the script is named: it has flags of its own.
     """
     try:
         if parse(words).target is not None:

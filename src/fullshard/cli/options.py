@@ -79,7 +79,7 @@ class Completion:
 
     Attributes:
         value: the word.
-        help: what shells that have room show beside it.
+        help: text that shells with enough room show beside it.
         type: `plain`, the shell library's word for one that is no path.
     """
 
@@ -105,7 +105,7 @@ class HintingCommand(TyperCommand):
 class RawCommand(TyperCommand):
     """A command that takes its arguments as they are: flags come from the dialects, and the script has its own.
 
-    Its module has `completions(words)`: what may come after these words, with a line of help each.
+    Its module has `completions(words)`, which returns the possible next words, with a line of help each.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

@@ -1,8 +1,8 @@
 """DeepSpeed's words: its JSON, and the short form of it in an Accelerate file.
 
-A ZeRO stage is a strategy. What describes the training (stage, offload, precision, accumulation) is translated; buckets
-and overlap are the engine's own business; what DeepSpeed would do besides (optimizers, data, profilers) is refused
-unless it is switched off, because leaving it out would change the training.
+A ZeRO stage is a strategy. Keys that describe the training (stage, offload, precision, accumulation) are translated;
+buckets and overlap are the engine's own business; DeepSpeed's other features (optimizers, data, profilers) are refused
+unless they are switched off, because leaving them out would change the training.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ def _finish(reading: Reading) -> None:
     """Apply the rules about several keys.
 
     ZeRO++ and MiCS name the size of a group: then the strategy is the hybrid one. Without a stage DeepSpeed replicates.
-    And from two batch sizes it takes how many micro-batches a step has, which it knows the number of ranks for.
+    DeepSpeed also derives a step's micro-batches from two batch sizes, because it knows the number of ranks.
     """
     size = reading.setting("sharding.shard_size")
     if size is not None:

@@ -1,7 +1,7 @@
 """A dialect is a table: for each key that people write, its effect here.
 
-Every key is used, translated (and a note says into what), or has no effect here (and a note says why). Whatever is not
-in the table is an error with a suggestion. The documentation's tables and the tests are made from these rows.
+Every key is used, translated (and a note says into what), or has no effect here (and a note says why). A key that is
+not in the table is an error with a suggestion. The documentation's tables and the tests are made from these rows.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class Key:
         name: the key as its own tool writes it today.
         status: what becomes of it.
         target: path of the setting it sets; for several, see `read`.
-        because: for a key without effect the reason; for a translated one what it means here; for a refused one why.
+        because: for a key without effect the reason; for a translated one its meaning here; for a refused one the
+            reason.
         spellings: other spellings that are understood: deprecated or mistaken ones.
         read: turns the value into settings by path, for a row that is not plainly `target = value`. A `ConfigError` or
             `ValueError` is a fault of the value; None means that it has no effect; a text gives the reason.
@@ -201,10 +202,10 @@ class Dialect:
     """A table of keys.
 
     Attributes:
-        name: whose words these are, for messages.
+        name: the tool that has these keys, for messages.
         keys: the rows.
         prefix: a key may be written with it or without.
-        finish: looks at the whole reading once more, for keys whose meaning depends on others.
+        finish: checks the whole reading once more, for keys whose meaning depends on others.
     """
 
     name: str

@@ -19,10 +19,10 @@ class Explained:
 
     Attributes:
         path: `group.name`.
-        value: what it comes to.
-        default: what it would be if nobody had said anything.
+        value: its final value.
+        default: its value without any source.
         source: where the value was written, `default`, or `DERIVED`.
-        written_as: the key there, if it is another word than the setting's name; else None.
+        written_as: the key there, if it differs from the setting's name; else None.
         description: what the setting is.
     """
 

@@ -1,7 +1,7 @@
 """The flags of `fullshard launch`: Accelerate's, torchrun's, and every setting of the schema under its own name.
 
-What a flag sets is a row of a dialect, like the key of a file. What is here besides is how a command line is cut into
-flags and the program that is to run; flags after that are the program's own.
+A flag's setting is a row of a dialect, like the key of a file. This module also splits a command line into flags and
+the program to run; flags after that are the program's own.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class CommandLine:
         kind: how the target is run.
         target: script, module or program.
         arguments: its own.
-        options: by name, what is about this command itself.
+        options: options of this command itself, by name.
         entries: the other flags.
         given: the flags as they were written, each with its value.
     """

@@ -1,7 +1,7 @@
 """The keys of `fsdp_config`: Accelerate's, Transformers' `--fsdp_config` and the plugin's fields are the same words.
 
-Two generations of them exist. Version 1 names a strategy; version 2 has `reshard_after_forward` as a truth value. Here
-both may be written, in either version, as long as they do not contradict each other.
+Two generations of them exist. Version 1 names a strategy; version 2 has `reshard_after_forward` as a truth value. This
+dialect accepts both, in either version, as long as they do not contradict each other.
 """
 
 from __future__ import annotations

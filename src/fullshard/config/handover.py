@@ -1,7 +1,8 @@
 """Handover of the resolved configuration from the launcher to its workers: one file, named by one variable.
 
-A script may set variables of Accelerate's afterwards. They win over the file, as in Accelerate, whose plugin reads them
-when it is made. The file holds the variables as the launcher found them, so that these are not read a second time.
+A script may set Accelerate's variables afterwards. They win over the file, as in Accelerate, whose plugin reads them
+when it is made. The file holds the variables as the launcher found them, so that a worker does not read those a second
+time.
 """
 
 from __future__ import annotations

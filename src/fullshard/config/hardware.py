@@ -47,8 +47,8 @@ class Hardware:
     Attributes:
         cpu_count: processors this process may run on.
         memory_nbytes: memory it may use; None if the system does not say.
-        accelerators: those of NVIDIA's and AMD's that are visible to it; of others there is no list.
-        failure: why accelerators could not be counted, in words; None if they could.
+        accelerators: NVIDIA's and AMD's devices that are visible to it; other makers' are not listed.
+        failure: the reason, in words, why accelerators could not be counted; None if they could.
     """
 
     cpu_count: int

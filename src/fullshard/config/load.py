@@ -55,8 +55,8 @@ def accelerates_variables(environ: Mapping[str, str]) -> dict[str, str]:
 def load_environment(environ: Mapping[str, str] | None = None) -> Reading:
     """Read the variables that Accelerate's launcher sets for its workers, and that people set by hand.
 
-    Variables that are empty count as not set. A name that is close to a known one is a problem; another one that begins
-    like them (`FSDP_...` and fullshard's own: a problem too; `ACCELERATE_...`: a note).
+    Empty variables count as not set. A name that is close to a known one is a problem. So is any other name that begins
+    with `FSDP_` or with fullshard's own prefix; one that begins with `ACCELERATE_` is a note.
     """
     environ = os.environ if environ is None else environ
     entries, problems, notes, nobodys = [], [], [], set()
@@ -142,8 +142,8 @@ def _mixed(entry: Entry, dialect: Dialect, other: Dialect) -> Problem:
 def _wished(entries: list[Entry]) -> list[Entry]:
     """Drop the entries that the user did not ask for.
 
-    Accelerate's launcher exports every setting, most at its own default, also those that the chosen version and wrap
-    policy do not read.
+    Accelerate's launcher exports every setting, most at their own defaults, including those that the chosen version and
+    wrap policy do not read.
     """
     said = {entry.key: entry.value.upper() for entry in entries}
     if said.get("fsdp_version", "1") == "2":

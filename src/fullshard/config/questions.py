@@ -172,9 +172,9 @@ def _ask(
 
     Args:
         path: the setting.
-        name: of the answer, where the setting's own says too little.
+        name: of the answer, if the setting's own says too little.
         offer: which of its values to offer, the recommended one first; all by default.
-        particular: what of the `Question` does not follow from the setting.
+        particular: fields of the `Question` that do not follow from the setting.
     """
     setting = SETTINGS[path]
     about = About.of(setting)

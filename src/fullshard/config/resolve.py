@@ -28,7 +28,7 @@ class Resolved:
     Attributes:
         config: every value.
         settings: by path, those that some source has set.
-        notes: what became of the keys that were not plainly used.
+        notes: on the keys that were not plainly used.
     """
 
     config: RunConfig

@@ -21,8 +21,8 @@ class About:
     Attributes:
         ask: the question of the questionnaire; none if it is not asked.
         answers: by value, the words of each answer, in the order in which they are offered; none for a text or number.
-        accelerate: why Accelerate's file cannot say it, where it is not that Accelerate has no such setting. A flag: of
-            its launcher, which can.
+        accelerate: why Accelerate's file cannot express it, if Accelerate has such a setting; or the flag of its
+            launcher, which can express it.
     """
 
     ask: str = ""
@@ -49,7 +49,7 @@ class Fault:
     """A fault of one setting, or of several together.
 
     Attributes:
-        settings: their names within the group, most to blame first; empty if that cannot be said.
+        settings: their names within the group, most to blame first; empty if unknown.
         message: what is wrong, got / expected.
         hint: one action that mends it.
     """

@@ -1,7 +1,7 @@
 """fullshard's own environment variables: one row each, from which the documentation's table is made.
 
-Users set the first ones, to turn off what is done for speed or memory. The launcher sets the others for its workers. A
-variable that begins like these and is in no row is an error.
+Users set the first ones, to turn off measures for speed or memory. The launcher sets the others for its workers. A
+variable with the same prefix and no row is an error.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Switch:
     Attributes:
         name: the variable.
         about: what it is about.
-        values: what each value does; the first one is what happens without the variable. Empty: anything of `form`.
+        values: the effect of each value; the first one applies without the variable. Empty: anything of `form`.
         form: see there.
         takes: whether a text is of that form.
     """

@@ -1,7 +1,7 @@
 """TorchAcc's `Config`: every field with its type, its default and its effect here, in one place.
 
-Every assignment is checked. A field's row (a `Key`) is beside it; one without a target is used by
-`fullshard.integrations.torchacc` itself: the loader's fields, and the choice of what is checkpointed.
+Every assignment is checked. A field's row (a `Key`) is beside it. `fullshard.integrations.torchacc` itself uses the
+fields without a target: the loader's fields, and the choice of checkpointed layers.
 """
 
 from __future__ import annotations

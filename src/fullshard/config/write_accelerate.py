@@ -1,7 +1,7 @@
 """A `RunConfig` as the YAML of Accelerate's launcher, and notes on all that Accelerate's file cannot say.
 
-Its FSDP version 2 is written, unless only version 1 can say what is meant: DDP, and hybrid sharding where the number of
-ranks is not known.
+The file has FSDP version 2, unless only version 1 can express the configuration: DDP, and hybrid sharding with an
+unknown number of ranks.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Remark:
 
     Attributes:
         path: the setting, `group.name`.
-        text: what happens to it.
+        text: its effect there.
     """
 
     path: str

@@ -1,8 +1,8 @@
 """The `xla*` keys: FSDP of PyTorch/XLA as Transformers' `fsdp_config` has it.
 
-`xla` and `xla_fsdp_v2` ask for another engine than fullshard's, and are refused where that is not installed. The others
-describe the same training as the keys of every engine: what they ask of the training is translated, what they say about
-XLA's compiler and collectives has no effect here.
+`xla` and `xla_fsdp_v2` ask for another engine than fullshard's, and are refused if that is not installed. The others
+describe the same training as the keys of every engine: requests about the training are translated, and those about
+XLA's compiler and collectives have no effect here.
 """
 
 from __future__ import annotations

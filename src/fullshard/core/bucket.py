@@ -24,7 +24,7 @@ class BucketKey(NamedTuple):
         dtype: as they are stored.
         compute_dtype: unsharded.
         trainable: whether they have gradients.
-        exact: whether they are bytes that are never cast, nor rounded to be sent.
+        exact: whether they are bytes that are never cast, and never rounded to be sent.
     """
 
     dtype: str
@@ -46,9 +46,9 @@ class BucketPlan:
         layout: which rank owns what; parameters are called by their numbers.
         dtype, compute_dtype, reduce_dtype: stored, unsharded, and of the gradient's sum.
         trainable: whether it has gradients.
-        gather_as, reduce_as: what an interval is sent as, in either direction, if that is another dtype.
+        gather_as, reduce_as: dtypes in which an interval is sent, in either direction, if they differ.
         offload: what lives in host memory.
-        whole_dtype: what it is gathered and stays in, where its parameter says so and makes nothing else of it.
+        whole_dtype: dtype in which it is gathered and stays, if its parameter asks for that and casts it no further.
     """
 
     layout: BucketLayout
@@ -76,13 +76,13 @@ class BucketPlan:
         """Plan the bucket of parameters with these shapes.
 
         Args:
-            key: what they have in common.
+            key: their common properties.
             shapes: in definition order.
             dtypes: of the run.
             world_size: ranks that share it.
             offload: what lives in host memory.
             by_rows: each rank owns whole rows of the one parameter.
-            is_extended: the parameter says itself what is sent.
+            is_extended: the parameter itself decides what is sent.
         """
         reduce = dtypes.reduce(key.dtype)
         itemsizes = [itemsize(key.dtype), itemsize(key.compute_dtype)]

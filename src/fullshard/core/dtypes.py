@@ -77,7 +77,7 @@ def main_dtype(stored: str, *, trainable: bool, mode: str) -> str:
 def collected(compute: str, reduce: str, *, widens: bool) -> str:
     """Return the dtype in which the unsharded gradient is collected until something is added to it.
 
-    That of the parameter, in which autograd makes gradients, if the reduction `widens`: casts what it reads.
+    It is the parameter's dtype, in which autograd makes gradients, if the reduction `widens`, that is, casts its input.
     """
     return compute if widens and wider(compute, reduce) == reduce else reduce
 

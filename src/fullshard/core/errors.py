@@ -1,7 +1,7 @@
 """Every error that fullshard raises on purpose: a `FullshardError` that is also one of Python's own kinds.
 
-The message says what is wrong, where, and got / expected; `hint` adds one action on a line of its own. What is
-quoted may be anything: too long to read, it is cut, and what a terminal would obey is written out.
+The message says what is wrong, where, and got / expected; `hint` adds one action on a line of its own. Quoted text may
+be anything: long text is cut, and terminal control characters are escaped.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class FullshardError(Exception):
 
     Args:
         message: what is wrong, where, and got / expected, in one sentence.
-        hint: one action that mends it, printed on its own line.
+        hint: one action that fixes it, printed on its own line.
     """
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
@@ -124,8 +124,8 @@ class MissingExtraError(FullshardError, ImportError):
 
     Args:
         package: the import name that is missing.
-        extra: the extra of fullshard that brings it.
-        purpose: what it was wanted for.
+        extra: the extra of fullshard that installs it.
+        purpose: its intended use.
     """
 
     def __init__(self, package: str, *, extra: str, purpose: str) -> None:

@@ -47,8 +47,8 @@ class Event:
         kind: what happened.
         unit: the unit's name (the module's qualified name; empty for the root).
         nbytes: bytes of the communicated, freed or copied buffer, 0 where none is involved.
-        what: what is copied to or from the host: `compute shard`, `gradient`, `optimizer state` or `activations`; where
-            pieces of matrices are sent: `to owners`, `from owners` or `to replicas`.
+        what: the data copied to or from the host: `compute shard`, `gradient`, `optimizer state` or `activations`; for
+            pieces of matrices their direction: `to owners`, `from owners` or `to replicas`.
         bucket: of all but activations, which bucket of the unit it belongs to.
     """
 

@@ -1,7 +1,7 @@
 """Small files: read with limits, and written whole or not at all.
 
-Every small file of ours may lie where others write. So whatever reads one asks here: what is no regular file is never
-waited for, and nothing larger or deeper than expected is taken into memory.
+Others may be able to write where our small files lie. So all code reads them through this module: it never waits for
+anything but a regular file, and reads nothing larger or deeper than expected into memory.
 """
 
 from __future__ import annotations
@@ -36,15 +36,14 @@ or something is mounted over its name."""
 def whole_file(path: Path) -> Iterator[Path]:
     """Yield a path to write to instead of `path`, which gets the content when the block ends well.
 
-    Until then, and after an error, `path` is what it was before. What is no file of a folder is written to as it is: a
-    device, a pipe, what a process has open. A file in its place would be another thing. So is a file that cannot be
-    replaced.
+    Until then, and after an error, `path` is unchanged. A device, a pipe or a file that a process has open is written
+    to directly, because a regular file in its place would be a different thing. So is a file that cannot be replaced.
 
     Args:
-        path: the file in the end; its directory must exist.
+        path: the final file; its directory must exist.
 
     Raises:
-        OSError: it cannot be written; with its name, which an error of a full disk lacks.
+        OSError: it cannot be written; the error has its name, which that of a full disk lacks.
     """
     if path.is_dir():  # else it would be said by whoever writes, in words of its own
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))

@@ -32,7 +32,7 @@ def on_demand(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return a module's `__getattr__` and `__dir__`, which import names from their homes on first use.
 
-    Write it under `if not TYPE_CHECKING`: a type checker would take `__getattr__` as leave to use any name.
+    Write it under `if not TYPE_CHECKING`: with `__getattr__`, a type checker would accept any name.
 
     Args:
         module: its `__name__`; it has an `__all__`.
@@ -56,7 +56,7 @@ def on_demand(
 def after_import(name: str, action: Action) -> None:
     """Call `action(module)` once the module is imported: now if it is, else as soon as its code has run.
 
-    Costs nothing until then: nothing is imported for it.
+    It costs nothing until then, because it imports nothing.
     """
     module = sys.modules.get(name)
     if module is not None:

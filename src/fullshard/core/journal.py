@@ -2,8 +2,8 @@
 
     {"time": "2026-11-23T17:04:05.678Z", "kind": "save", "rank": 0, "host": "node3", "pid": 4711, "step": 1200, ...}
 
-Every process of a job appends to the same file, the launcher too, which learns from its processes where that is. A line
-is written at once and in one piece, so neither a kill nor another process tears it.
+Every process of a job appends to the same file. So does the launcher, which learns the path from its processes. Each
+line is written at once and in one piece, so neither a kill nor another process tears it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Journal:
         path: the file; None: nothing is written.
         rank: of this process; None for a launcher.
         step: of the run, counted from 1, which is under way or was the last.
-        is_told: a loop that counts steps over restarts says so; else they are those of this process.
+        is_told: whether a loop that counts steps over restarts sets `step`; else it counts this process's steps.
     """
 
     path: Path | None = None
@@ -74,8 +74,8 @@ class Journal:
 
         Args:
             kind: what happened.
-            message: in words, if that says more.
-            rank: that it happened to; this one.
+            message: details in words, if any.
+            rank: the affected rank; default: this one.
             details: further fields, which JSON has values for. They may replace `host`, `pid` and `step`.
         """
         if self.path is None:
@@ -108,7 +108,7 @@ JOURNAL = Journal()
 def read_journal(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the events of a file, or of the one in a directory, in the order in which they were written.
 
-    What is no event (a line that a full disk has cut off) is left out; nothing if there is no file.
+    Lines that hold no event (such as one that a full disk has cut off) are skipped. Without a file there are no events.
 
     Raises:
         OSError: it is no regular file, or larger than a journal can be.

@@ -1,14 +1,15 @@
 """The owner of each whole matrix: an optimizer's work dealt to the ranks, from layouts alone. No torch.
 
-Some optimizers need a matrix as a whole, Muon for one. Each matrix has an *owner*, the one rank that gets all pieces of
-it and sends pieces of the result back. Along the replicate axis all have the same pieces, and matrices are dealt, too:
+Some optimizers, such as Muon, need whole matrices. Each matrix has an *owner*: the one rank that gets all its pieces
+and sends pieces of the result back. Along the replicate axis all ranks have the same pieces, and matrices are dealt
+there, too:
 
     bucket        |  q  |  k  |  v  |   o   |     up      |    down     |
     intervals     |     rank 0      |     rank 1      |     rank 2      |
     owners        |  0  |  0  |  0  |   1   |      1      |      2      |       only cut matrices travel
 
-The dealing is even in work and in elements, and else leaves a matrix with the rank that has most of it: nothing but
-arithmetic on numbers that every rank has, so all ranks deal alike.
+The dealing is even in work and in elements. Within that limit a matrix goes to the rank that has most of it. The
+dealing is pure arithmetic on numbers that every rank has, so all ranks get the same result.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class MatrixCost(Protocol):
     """The cost of a matrix to its owner, for one optimizer.
 
     Attributes:
-        sent_as: dtype of what is sent to it and back, and what it computes in.
+        sent_as: dtype of messages to it and back, and of its computation.
     """
 
     @property
@@ -151,9 +152,9 @@ def matrix_shape(shape: Sequence[int], *, flatten: bool) -> tuple[int, int, int]
     """Return (how many, rows, columns) of the matrices in a parameter of this shape.
 
     Args:
-        shape: of two dims or more. Of three it is a batch of matrices, the weights of experts for example.
-        flatten: one matrix, all dims but the first being columns, as a convolution is seen. One of more than three dims
-            always is.
+        shape: of two dims or more. Three dims are a batch of matrices, for example the weights of experts.
+        flatten: treat it as one matrix, with all dims but the first as columns, as for a convolution. More than three
+            dims are always flattened.
 
     Raises:
         LayoutError: it has fewer.
@@ -257,7 +258,8 @@ class Dealing:
     def balance(self) -> float:
         """Most work of a rank over the least that the busiest must do: 1 is as even as whole matrices can be.
 
-        That is the mean, or the largest matrix where there are more ranks than matrices of that size.
+        The busiest rank must do at least the mean, or the largest matrix if there are more ranks than matrices of that
+        size.
         """
         work = self.work
         largest = max((self.cost.flops(m.rows, m.columns) for m in self.matrices), default=0)
@@ -341,9 +343,10 @@ def deal(
     Exchange by exchange, the largest first, each to the rank with least so far; or, if that comes out as even within
     5 %, to the rank that has most of its elements, for as long as it has room.
 
-    A bucket has a few matrices, so a few owners would receive while all others wait. Several buckets have one for each,
-    and cost no memory: a rank has little of each bucket, and sends about half of the largest at once, or less. Where
-    few exchanges would do there are more, for as long as it is as even: owners compute while the next pieces travel.
+    A single bucket has few matrices, so a few owners would receive while all others wait. Several buckets together have
+    one for each rank, and cost no memory: a rank has little of each bucket, and sends about half of the largest at
+    once, or less. If few exchanges would do, there are more, as long as the dealing stays as even: owners compute while
+    the next pieces travel.
 
     Args:
         layouts: of the buckets, all for `shard_size` ranks.

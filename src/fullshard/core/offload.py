@@ -19,12 +19,14 @@ class Offload:
     | activations | in backward, one unit ahead | in forward, while the next unit computes |
 
     Attributes:
-        compute_shards: what units are gathered from, in the dtype they compute in. A frozen parameter has nothing else.
-            A trainable one whose main weights stay on the device is gathered from those, so there is nothing to move.
-        main_weights: what the optimizer updates. It then updates them on the host, where gradients are sent.
-        optimizer_state: what the optimizer keeps. It lies beside main weights on the host; without them it visits the
+        compute_shards: the input of the units' gathers, in the compute dtype. A frozen parameter has nothing else. A
+            trainable parameter whose main weights stay on the device is gathered from those, so there is nothing to
+            move.
+        main_weights: the weights that the optimizer updates. It then updates them on the host, and gradients are sent
+            there.
+        optimizer_state: the optimizer's tensors. They lie beside main weights on the host; without those they visit the
             device for each step.
-        activations: what autograd saves in a unit for backward. Nothing that is sharded, so not a part of everything.
+        activations: a unit's saved tensors. They are not sharded, so they are not a part of everything.
 
     Raises:
         ConfigError: main weights without the state that is updated with them.

@@ -1,6 +1,6 @@
 """The orders in which this process reads its data: loaders note them, and ranks compare them when they meet.
 
-A rank that has read a loader alone is an epoch ahead: it reads some samples that another has, and others nobody.
+A rank that has read a loader alone is an epoch ahead: then ranks read some samples twice, and others never.
 """
 
 from __future__ import annotations

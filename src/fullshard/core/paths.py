@@ -1,8 +1,8 @@
 """One rule for text where a path is expected, which every entry point that takes a path applies.
 
-A path is one of this host; `~` is one's home directory. What `pathlib` takes for another path is refused: a URL, since
-what was to go to `s3://bucket` would lie in a folder `./s3:`, and nothing (a variable of the shell that is not set),
-which would be the current folder.
+A path belongs to this host; `~` is the user's home directory. Text that `pathlib` would misread is refused: a URL,
+because output for `s3://bucket` would end up in a folder `./s3:`, and empty text (from an unset shell variable), which
+would be the current folder.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Time that a rank waits for another before it gives up.
 
-Until the first step is over ranks load and compile, each at its own pace. After that two minutes without a sign are
-long, unless steps themselves take so long.
+Until the end of the first step, ranks load and compile, each at its own pace. After that, two minutes without a sign of
+life are long, unless steps themselves take that long.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Patience:
     """The patience of this process.
 
     Attributes:
-        asked: seconds that the script has asked for, which are kept to; None: it has not.
+        asked: the time-out in seconds that the script has asked for, which always applies; None: it has not.
     """
 
     asked: float | None = None

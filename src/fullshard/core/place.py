@@ -1,7 +1,7 @@
 """The place of this process: the wait it is in, or was in last. The waiting code writes it; watchdogs read it.
 
-Telling costs well under a microsecond. Where the launcher has asked for it, it is also written to a page of a file:
-what a process did last can be read there when it is gone.
+A note costs well under a microsecond. If the launcher asks for it, the note also goes to a page of a file, which still
+tells what a process did last when it is gone.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class Whereabouts:
 
     Attributes:
         moves: how often a wait has begun or ended.
-        what: what this process waits in, or did last; empty: it has done nothing yet.
+        what: the wait that this process is in, or was in last; empty: there was none yet.
         step: of this process, counted from 1.
         is_waiting: whether it waits.
-        is_patient: the wait is one that may take long: comparing notes, a save.
-        slowest: seconds that the slowest step has taken, the first left out.
+        is_patient: whether the wait may take long, such as a consistency check or a save.
+        slowest: seconds of the slowest step, without the first.
         waited: seconds for which this process has waited so far.
-        given_up: why waiting is over although nobody came; empty: it is not.
+        given_up: the reason why the wait ended without the others; empty: it did not.
     """
 
     moves: int = 0
@@ -80,7 +80,7 @@ class Whereabouts:
 
         Args:
             what: see `enter`.
-            in_step: it is a part of the step that is under way; otherwise of none, and may take long.
+            in_step: whether the wait is a part of the current step; otherwise it belongs to no step, and may take long.
         """
         if threading.current_thread() is not threading.main_thread():
             yield

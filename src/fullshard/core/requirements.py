@@ -45,7 +45,7 @@ def is_installed(distribution: str) -> bool:
 def why_no_xla() -> str | None:
     """Say why this environment cannot train through PyTorch/XLA, as the end of a sentence; None if it can.
 
-    Looks at what is installed and imports neither.
+    It looks at the installed packages and imports neither.
     """
     xla, torch = version_of("torch_xla"), version_of("torch")
     if xla is None or torch is None:
@@ -65,8 +65,8 @@ def tpu_nodes() -> list[str]:
 def why_no_tpu() -> str | None:
     """Say why torch finds no TPU here, as the end of a sentence; None if no visible reason exists.
 
-    Looks at what is installed and at what the host shows, and imports neither torch nor torch_tpu, which torch imports
-    itself.
+    It looks at the installed packages and at the host's device files, and imports neither torch nor torch_tpu, which
+    torch imports itself.
     """
     version = version_of("torch_tpu")
     if version is None:

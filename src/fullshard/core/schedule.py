@@ -37,7 +37,8 @@ class BackwardPrefetch(StrEnum):
 def gathered_ahead(order: Sequence[UnitT], begun: int, unit: UnitT) -> UnitT | None:
     """Return the unit to gather while `unit`, the last of those that have `begun`, runs forward: its successor.
 
-    Ranks agree on it, of the forward before. If the unit is not where it was there, nobody knows what follows.
+    All ranks have agreed on the order of the forward before. If the unit has moved since then, its successor is
+    unknown.
     """
     return order[begun] if begun < len(order) and order[begun - 1] is unit else None
 
@@ -45,7 +46,7 @@ def gathered_ahead(order: Sequence[UnitT], begun: int, unit: UnitT) -> UnitT | N
 def count_kept(nbytes: Iterable[int], budget: int) -> int:
     """Return how many units stay unsharded between forward and backward: as many as `budget` bytes hold.
 
-    That whose backward comes first is at the front: it is kept for the shortest time.
+    The unit whose backward comes first is at the front, because it is kept for the shortest time.
     """
     count = 0
     for each in nbytes:
@@ -59,7 +60,7 @@ def count_kept(nbytes: Iterable[int], budget: int) -> int:
 def launched_until_over(shard_size: int, replicate_size: int, in_flight: int = REDUCTIONS_IN_FLIGHT) -> int:
     """Return how many later launches it takes until a reduction has been waited for along both axes of its mesh.
 
-    Along the shard axis that is done when the next one is launched, and along the replicate axis one later.
+    Along the shard axis the wait comes with the next launch, and along the replicate axis one launch later.
     """
     return 0 if shard_size * replicate_size == 1 else in_flight + (replicate_size > 1)
 

@@ -24,8 +24,8 @@ def page_locked_nbytes(nbytes: int) -> int:
     """Return the host memory that one page-locked buffer of `nbytes` takes.
 
     Torch rounds up to a power of two (`CachingHostAllocatorImpl::allocate` in its ATen/core/CachingHostAllocator.h):
-    1.25 GiB took 2.00 GiB on an H200. From 2.13 on not above `PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:N`, of
-    which nothing is known here.
+    1.25 GiB took 2.00 GiB on an H200. From 2.13 on it does not round above
+    `PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:N`, which this function does not read.
     """
     return 1 << (nbytes - 1).bit_length() if nbytes > 0 else 0
 
@@ -33,7 +33,7 @@ def page_locked_nbytes(nbytes: int) -> int:
 def many_page_locked_nbytes(nbytes: int) -> int:
     """Return the same for many buffers, `nbytes` in all, of unknown sizes whose logarithms are spread evenly.
 
-    Of a buffer between 1 and 2 that is 2 in all cases, and the mean of their sizes is 1 / ln 2.
+    Every buffer of a size between 1 and 2 takes 2, and the mean of those sizes is 1 / ln 2.
     """
     return round(nbytes * 2 * math.log(2))
 

@@ -1,6 +1,6 @@
 """Agreement of the ranks to stop: one wants to, and all learn of it at the end of the same backward.
 
-It rides on the message that ends every backward (`engine.end_of_backward`), so it costs nothing.
+The request travels in the message that ends every backward (`engine.end_of_backward`), so it costs nothing.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ class Stopping:
 
     Attributes:
         is_listened_to: the script asks whether to stop; the same on every rank.
-        is_wanted: this rank wants to.
-        is_agreed: all ranks know that one wants to.
+        is_wanted: this rank wants to stop.
+        is_agreed: all ranks know that one wants to stop.
     """
 
     is_listened_to: bool = False

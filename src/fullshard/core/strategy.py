@@ -1,9 +1,8 @@
 """Sharding strategies as rows of data.
 
-A strategy is a placement per mesh axis for parameters, for gradients and for the optimizer's state, and whether
-unsharded parameters are dropped after forward. Everything at run time follows from these and from the axes' sizes:
-collectives run on an axis of size > 1 and are nothing on an axis of size 1, so no code below compares a strategy's
-name.
+A strategy has a placement per mesh axis for parameters, for gradients and for the optimizer's state, and says whether
+unsharded parameters are dropped after forward. These and the axes' sizes decide everything at run time: collectives run
+on an axis of size > 1 and do nothing on an axis of size 1, so no code below compares a strategy's name.
 
     gather  (shard axis)      sharded -> unsharded parameters      all-gather
     reduce  (shard axis)      partial -> sharded gradients         reduce-scatter
@@ -46,8 +45,8 @@ class Strategy:
     Attributes:
         name: the name users write, for example `FULL_SHARD`.
         code: the number Accelerate gives it; None if it has none.
-        parameters, gradients, optimizer_state: where each of them lives, all on the same axes. What is sharded is so
-            by the same intervals.
+        parameters, gradients, optimizer_state: their placements, all on the same axes. All that is sharded has the same
+            intervals.
         reshard_after_forward: whether unsharded parameters are dropped between forward and backward.
     """
 

@@ -1,8 +1,8 @@
 """Start threads that are at rest before the interpreter ends.
 
-Up to Python 3.13 an ending interpreter kills each thread that comes back to it. C++ code, which is what torch's calls
-and Gloo's own threads come out of, does not let itself be killed so: the process aborts with "terminate called without
-an active exception" (https://github.com/pytorch/pytorch/issues/190489).
+Up to Python 3.13 an ending interpreter kills each thread that returns to it. Torch's calls and Gloo's own threads
+return from C++ code, which cannot be killed this way: the process aborts with "terminate called without an active
+exception" (https://github.com/pytorch/pytorch/issues/190489).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def start_thread(name: str, body: Callable[..., object], arguments: tuple[object
 
     Args:
         name: the thread's name.
-        body: what it runs; it must not keep anything alive that has the thread end.
+        body: its function, which must not keep anything alive whose end stops the thread.
         arguments: of `body`.
-        stops: ways to have it end. The next one is tried if the thread has not ended a second after the last.
+        stops: ways to end it. Each is tried if the thread has not ended a second after the one before.
     """
     rest_at_exit()
     thread = Thread(target=body, args=arguments, name=name, daemon=True)
@@ -45,7 +45,7 @@ def start_thread(name: str, body: Callable[..., object], arguments: tuple[object
 def rest_at_exit() -> None:
     """Stop these threads, and wait for Gloo's, when the interpreter ends.
 
-    Exit handlers run in reverse order: those that a script registers later still have the threads.
+    Exit handlers run in reverse order, so those that a script registers later can still use the threads.
     """
     atexit.register(_rest)
 
@@ -64,8 +64,8 @@ def _rest() -> None:
 def wait_for_gloo() -> None:
     """Wait until Gloo's threads have let go of the tensors of the last operation.
 
-    They do so after the operation is over, and need the interpreter for it. A thread that neither ran nor was kept from
-    running while this one slept waits for its next operation, and there will be none.
+    They let go after the end of the operation, and need the interpreter for it. A thread that neither ran nor was kept
+    from running while this one slept is waiting for its next operation, and there will be none.
     """
     deadline = time.monotonic() + _GLOO_SECONDS
     before, now = None, _gloo_threads()

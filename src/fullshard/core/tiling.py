@@ -1,7 +1,7 @@
 """Tensor parallelism's cuts of a tensor, and where one rank's part lies in another cut. Pure arithmetic.
 
-A tensor that is cut along its first dim, or not at all, is flattened row by row. One that is cut along another dim is
-flattened tile by tile, so that what a rank has is one interval of it in any case:
+A tensor that is cut along its first dim, or not at all, is flattened row by row. A tensor that is cut along another dim
+is flattened tile by tile, so that a rank's part is always one interval:
 
     row by row    0 1 2 3 | 4 5 6 7           in two tiles    0 1 4 5 | 2 3 6 7
 """
@@ -23,8 +23,8 @@ class Tiling:
     Attributes:
         dim: along which dim.
         parts: into how many parts, as `torch.chunk` cuts: the last ones may be empty.
-        groups: of equal size, each of which is cut so, as where a layer packs several matrices into one. A part has a
-            piece of each.
+        groups: number of groups of equal size that are each cut this way, for a layer that packs several matrices into
+            one. A part has a piece of each group.
     """
 
     dim: int
@@ -63,10 +63,10 @@ class Patch:
 
     Attributes:
         source: where to read: an interval of the tensor as its source flattens it.
-        source_sizes, source_offsets: what that is as a box, and where in it the patch begins.
+        source_sizes, source_offsets: the same as a box, and the start of the patch in it.
         sizes: of the patch.
-        target: where in what is wanted it begins.
-        target_strides: elements from one to the next in what is wanted, along each dim.
+        target: its start in the wanted elements.
+        target_strides: its strides in the wanted elements, along each dim.
     """
 
     source: Interval

@@ -4,8 +4,8 @@
     python bootstrap.py module NAME ARGUMENTS...
     python bootstrap.py program NAME ARGUMENTS...
 
-Started by its path and made of the standard library alone, so that nothing is imported before the script's first line
-that plain Python would not have imported.
+It is started by its path and uses the standard library alone, so that before the script's first line it imports nothing
+that plain Python would not import.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def main() -> None:
 def leave_process_group() -> None:
     """Leave a process group that the script left open, and wait until nothing is left of what it did.
 
-    Not after a failure: NCCL would wait for what others do not come to, until its watchdog aborts the process.
+    Do nothing after a failure: NCCL would wait for ranks that never come, until its watchdog aborts the process.
     """
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or _failures:

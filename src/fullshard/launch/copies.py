@@ -19,7 +19,7 @@ _PREFIX = "fullshard-copies-"
 def copies_directory() -> Iterator[dict[str, str]]:
     """Yield the variables with which ranks may keep copies; remove all copies afterwards.
 
-    Without a file system in memory that may be written to there are none.
+    There are none without a writable file system in memory.
     """
     if not os.access(MEMORY, os.W_OK):
         yield {}
@@ -32,7 +32,7 @@ def find_copies_directory() -> Path:
     """Return the copies directory of this rank's launcher.
 
     Raises:
-        ConfigError: there is none, or it is somebody else's.
+        ConfigError: there is none, or it belongs to another user.
     """
     name = COPIES_DIR.read()
     if not name:

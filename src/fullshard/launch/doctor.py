@@ -41,10 +41,10 @@ class Finding:
     """A fault, or a fact worth knowing.
 
     Attributes:
-        text: what, in words.
-        hint: one action that mends it.
-        is_wrong: whether runs fail or misbehave because of it; else they are only slower or more fragile.
-        on_one_host: whether it matters to ranks of this host alone, as those of a trial are.
+        text: the finding, in words.
+        hint: one action that fixes it.
+        is_wrong: whether it makes runs fail or misbehave; else it only makes them slower or more fragile.
+        on_one_host: whether it matters to ranks of one host alone, such as a trial's.
     """
 
     text: str
@@ -59,7 +59,7 @@ class Trial:
 
     Attributes:
         exit_code: of the ranks; 0 if all ended well.
-        checks: by name, the outcome in words; one that begins with `wrong` failed.
+        checks: each outcome in words, by name; a check failed if its outcome begins with `wrong`.
         measurements: rows of collective, bytes, µs and GB/s (10**9 bytes), and by which collectives, chosen or not.
         facts: of the ranks: device, threads, kind of collectives.
     """

@@ -1,7 +1,7 @@
 """The ranks of `fullshard doctor --run`: they check collectives and a sharded step, and measure.
 
-Run as a module with: file for the outcome, device, seconds to wait for other ranks. Rank 0 writes after every check, so
-that one that hangs or dies is known by what is missing.
+Run as a module with three arguments: the file for the outcome, the device, and the seconds to wait for other ranks.
+Rank 0 writes after every check, so that a missing outcome shows which check hung or died.
 """
 
 from __future__ import annotations

@@ -121,8 +121,8 @@ def init_process_group_from_environment(
     Args:
         device: where this rank computes; `rank_device(...)` by default. An accelerator gets its own backend (CUDA:
             NCCL) and, for tensors in host memory, Gloo; a CPU gets Gloo.
-        timeout_seconds: how long a rank waits for the others. None: what `FULLSHARD_TIMEOUT` and the launcher's
-            `--timeout` say, else as long as `core.patience` has it.
+        timeout_seconds: how long a rank waits for the others. None: as `FULLSHARD_TIMEOUT` and the launcher's
+            `--timeout` say, else as `core.patience` says.
 
     Returns:
         The place of this process.

@@ -29,9 +29,10 @@ def what_others_said(rank: int, failures: Mapping[int, ProcessFailure]) -> str:
 def order_of(failure: ProcessFailure) -> tuple[int, float]:
     """Return a sort key that puts failures in the order in which they happened.
 
-    A process that ended without a report (a signal, or an exit from within a library) is seen later than the connection
-    errors that its end causes in the others: so it goes first. (SIGTERM is what the launcher itself sends to the rest.)
-    Among reports the time of the file decides, because the time written inside is in whole seconds.
+    The launcher notices a process that ended without a report (by a signal, or by an exit from within a library) later
+    than the connection errors that its end causes in the others, so that process goes first. (SIGTERM comes from the
+    launcher itself, which ends the rest with it.) Among reports the time of the file decides, because the time written
+    inside is in whole seconds.
     """
     report = Path(failure.error_file)
     if report.is_file():
@@ -42,7 +43,7 @@ def order_of(failure: ProcessFailure) -> tuple[int, float]:
 def failure_report(rank: int, failure: ProcessFailure, *, world_size: int, last: str = "") -> str:
     """Return the report on the first rank to fail: its whole traceback if it left one, else what it did last.
 
-    Of a mistake in the settings or the data, which every rank finds alike, only the message is of use.
+    For a mistake in the settings or the data, which every rank finds, only the message is useful.
     """
     message, traceback = left_report(failure)
     if failure.exitcode == USER_ERROR and message is not None:

@@ -18,10 +18,10 @@ _TOLD = "journal"
 def record_events(directory: str | os.PathLike[str]) -> Path:
     """Record every failure, restart, skipped step, rollback, save, load and pre-emption in a run's directory.
 
-    `fullshard train`, `sft`, Trainer and `Accelerator(project_dir=...)` do so by themselves. Nothing the second time.
+    `fullshard train`, `sft`, Trainer and `Accelerator(project_dir=...)` call it themselves. A second call does nothing.
 
     Args:
-        directory: is made if it is not there; the same on every rank.
+        directory: the same on every rank; created if it is missing.
 
     Returns:
         The file, `events.jsonl`: a line of JSON per event (`docs/reliability.md`).

@@ -1,6 +1,6 @@
 """Start a job's processes on this host and see them end.
 
-The processes are torchelastic workers, so each finds the same variables that torchrun would set.
+The processes are torchelastic workers, so each gets the same variables that torchrun would set.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Hosts:
         address: of the host where they meet.
         port: there; on one host the port of the workers' store. 0 takes a free one.
         join_timeout: seconds to wait for the others.
-        same: what must be equal on all of them, by name.
+        same: values that must be equal on all of them, by name.
         least: how many there must be, where others may come and go; None: all.
         last_call: seconds to wait for more than those before the first start.
     """
@@ -119,7 +119,7 @@ class LaunchJob:
         max_restarts: how often all workers of the job are started again.
         monitor_interval: seconds between two looks at the workers.
         grace_period: seconds that workers who listen to signals (`launch.preemption`) have to save and end.
-        warm_spares: whether processes wait with their imports done to take the place of workers.
+        warm_spares: whether warm standbys wait, with their imports done, to replace workers.
     """
 
     command: tuple[str, ...]
@@ -188,12 +188,12 @@ def launch_local(
 def run_job(job: LaunchJob) -> int:
     """Run this host's part of a job until all ranks of all hosts end or one fails.
 
-    When one fails, or this process gets SIGINT, SIGTERM, SIGHUP or SIGQUIT, the others are ended within a few seconds,
-    and everything they have started too. The traceback of the rank that failed first, on whatever host, is printed
+    When one fails, or this process gets SIGINT, SIGTERM, SIGHUP or SIGQUIT, the launcher ends the others within a few
+    seconds, with everything they have started. It prints the traceback of the rank that failed first, on any host,
     last, to standard error.
 
-    Ranks that listen to signals (`launch.preemption`) get SIGINT and SIGTERM passed on, and have the grace period to
-    save and end; a second signal ends them. SIGUSR1 and SIGUSR2 are always passed on.
+    The launcher passes SIGINT and SIGTERM on to ranks that listen to signals (`launch.preemption`); they have the grace
+    period to save and end, and a second signal ends them. It always passes SIGUSR1 and SIGUSR2 on.
 
     Returns:
         The exit code of the job: 0, the code of the rank that failed first, 1 if that was on another host, 128 + the
@@ -413,7 +413,7 @@ class Agent(LocalElasticAgent):
         """Handle a signal to this process: pass it on to workers that listen.
 
         Raises:
-            SignalException: they do not, or it is the second: everything is to end.
+            SignalException: they do not, or it is the second signal, so everything is to end.
         """
         now = time.monotonic()
         if number.name in ("SIGHUP", "SIGQUIT"):

@@ -1,8 +1,8 @@
 """The destination of each rank's output: the terminal, files, or both.
 
 The first rank of a host writes straight to the terminal, so that its progress bars work. The lines of the others get
-`[rank N] ` in front; for that they pass through a pipe and a thread here. torchelastic's own way, a file that is read
-again while it grows, can lose the last line and tears lines that are written in pieces.
+the prefix `[rank N] `, so they pass through a pipe and a thread here. torchelastic itself reads a file again while it
+grows, which can lose the last line and tears lines that are written in pieces.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ def write_all(descriptor: int, text: bytes, until: Callable[[], float | None]) -
         until: asked while it waits; by `time.monotonic`, None for ever.
 
     Raises:
-        OSError: nobody reads it any more.
+        OSError: it has no reader any more.
     """
     while text:
         _, is_ready, _ = select.select([], [descriptor], [], _LOOK_SECONDS)

@@ -4,7 +4,7 @@
     a host comes              processes that listen to signals save after one step of all ranks, then all begin again
     a host is told to end     it saves with all the others, ends, and they begin again
 
-Whoever begins again joins at the rendezvous server (`launch.rendezvous_server`), which starts all that are there.
+A host that begins again joins at the rendezvous server (`launch.rendezvous_server`), which starts all that are there.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Membership:
 
     Args:
         client: this host's connection to the server.
-        preemption: where processes say that they listen to signals, and that they stop because of one.
+        preemption: the directory in which processes say that they listen to signals, and that they stop because of one.
         grace_period: seconds that they have to save.
         say: prints one line for the user.
     """
@@ -47,7 +47,7 @@ class Membership:
         """Return whether this host's processes are to begin again with other hosts, now.
 
         Args:
-            result: what has become of them.
+            result: the state of those processes.
             is_asked: whether this host itself was told to end.
         """
         if is_asked:  # also where another host that was asked, too, has ended first

@@ -45,10 +45,10 @@ def listen(address: str, port: int, *, must: bool) -> socket.socket | None:
     Args:
         address: of this host, perhaps.
         port: a fixed one.
-        must: whether it has to be here.
+        must: whether the address has to be this host's.
 
     Raises:
-        ConfigError: it has to be here and cannot.
+        ConfigError: it has to be, and cannot be listened on.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:

@@ -97,7 +97,7 @@ def make_plan(
         line: what to run.
         readings: of all sources.
         environ: of this process.
-        elsewhere: whether it will run on other hosts than this one, whose devices cannot be counted here.
+        elsewhere: whether it will run on other hosts, whose devices cannot be counted here.
 
     Raises:
         ConfigError: something is wrong or missing.

@@ -8,7 +8,7 @@
             save_checkpoint(...)
             break
 
-The first signal is only noted. The ranks learn of it at the end of the next backward of a sharded model.
+The process only notes the first signal. The ranks learn of it at the end of a sharded model's next backward.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _is_armed: list[bool] = []
 def should_stop() -> bool:
     """Return whether all ranks are to save and end now; the same on every rank that asks after the same backward.
 
-    The first call begins to listen to SIGTERM, SIGINT (Ctrl-C), SIGUSR1 and SIGUSR2, which until then do what they did.
-    Call it once before a loop whose DataLoader has processes: they inherit that, and SIGUSR1 to all would end them.
-    A second signal ends the process at once. Call it after every step, on every rank.
+    The first call begins to listen to SIGTERM, SIGINT (Ctrl-C), SIGUSR1 and SIGUSR2, which keep their usual effect
+    until then. Call it once before a loop whose DataLoader has processes: they inherit the handlers, and otherwise a
+    SIGUSR1 to all would end them. A second signal ends the process at once. Call it after every step, on every rank.
     """
     listen()
     if STOPPING.is_agreed:

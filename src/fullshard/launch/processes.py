@@ -64,7 +64,7 @@ def reap_orphans(spared: Collection[int]) -> None:
     """Reap adopted processes that have ended; a job that starts some at each checkpoint would reach a limit.
 
     Args:
-        spared: processes that somebody else waits for.
+        spared: processes that other code waits for.
     """
     if sys.platform != "linux":
         return
@@ -80,7 +80,7 @@ def end_descendants(groups: Iterable[int], *, spared: Collection[int] = ()) -> N
 
     Args:
         groups: the process groups of the workers, for systems where orphans are not adopted.
-        spared: processes that were there before the job: those of a program that launches one among other things.
+        spared: processes that existed before the job: those of a program that launches a job among other things.
     """
     if sys.platform != "linux":
         for group in groups:

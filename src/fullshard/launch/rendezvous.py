@@ -1,7 +1,7 @@
 """The rendezvous of the launchers of a job's hosts, in torchelastic's form.
 
-torch's own rendezvous listens on every interface of the host. Here a store is made from a socket that is bound to one
-address: the loopback address if the job has one host, else the address that the hosts know one another by.
+torch's own rendezvous listens on every interface of the host. This one makes a store from a socket that is bound to one
+address: the loopback address if the job has one host, else the address by which the hosts know one another.
 """
 
 from __future__ import annotations

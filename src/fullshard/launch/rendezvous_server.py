@@ -1,7 +1,7 @@
 """Several hosts of one job: the rendezvous server, and how each host learns the state of the others.
 
 One launcher runs the server; every launcher, that one included, keeps one connection to it for as long as the job runs.
-A connection that closes, or is silent for too long, is a host that is gone. Messages are one JSON object per line.
+If a connection closes, or is silent for too long, its host counts as gone. Messages are one JSON object per line.
 
     to the server      hello         who I am, and my settings
                        join          ready for the next attempt
@@ -16,15 +16,16 @@ A connection that closes, or is silent for too long, is a host that is gone. Mes
                        refused       why you cannot take part, or not any more
                        keep_alive    nothing new
 
-The first failure that is heard of is not always the first that happened: when a rank ends, all ranks connected to it
-fail too. So the server listens a moment longer, and then names one.
+The first failure that arrives is not always the first that happened: when a rank ends, all ranks connected to it fail
+too. So the server listens a moment longer, and then names one.
 
-Where a job may have fewer hosts than it is made for, it starts when all that are there have joined, goes on with those
-that are left when one is lost, and begins anew when one comes: every host then joins again.
+A job that may have fewer hosts than its maximum starts when all that are there have joined. It goes on with the
+remaining hosts when one is lost, and begins anew when one comes: every host then joins again.
 
-The server begins with a challenge, some random bytes, and a launcher answers with their HMAC under the job's token,
-which is compared before anything else is read, and is of no use a second time. Who does not know the token is turned
-away, and nothing that a stranger sends, or leaves unread, ends the job: the server waits for nobody.
+The server begins with a challenge, some random bytes, and a launcher answers with their HMAC under the job's token. The
+server checks the answer before it reads anything else, and the answer is useless a second time. It turns away clients
+that do not know the token. Nothing that a stranger sends, or leaves unread, ends the job, because the server never
+waits for one.
 """
 
 from __future__ import annotations
@@ -142,7 +143,7 @@ def _proof(token: str, challenge: bytes) -> bytes:
 class Connection:
     """A socket between a launcher and the server: challenge and answer, then whole messages in and out.
 
-    The server's sockets do not block: what the other side does not read is kept here, and goes with a later `flush`.
+    The server's sockets do not block: data that the other side has not read is kept here, and a later `flush` sends it.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -512,7 +513,7 @@ class RendezvousClient:
 
     Args:
         where: address and port of the server.
-        hello: `host` (its name), `machine_rank`, and under `same` what must be equal on all hosts.
+        hello: `host` (its name), `machine_rank`, and under `same` the values that must be equal on all hosts.
         timeout_seconds: how long to wait for the other hosts.
         say: prints one line for the user.
         token: of the job.
@@ -547,7 +548,7 @@ class RendezvousClient:
         """Find the server, if there is no connection to it already.
 
         Raises:
-            CommunicationError: nobody answers in time.
+            CommunicationError: the server does not answer in time.
         """
         self._connect(time.monotonic() + self._timeout)
 

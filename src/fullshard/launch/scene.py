@@ -50,8 +50,8 @@ class Scene:
         directory: where processes leave their stacks when they get `STACK_SIGNAL`.
 
     Attributes:
-        ended: processes that were running when one failed; what ended them was the launcher.
-        done: those that had ended with 0 by then.
+        ended: processes that were running when one failed, and that the launcher ended.
+        done: processes that had ended with 0 by then.
     """
 
     def __init__(self, directory: Path) -> None:

@@ -1,7 +1,7 @@
 """Directories that last as long as the process that made them.
 
-Its lock is what tells: whoever makes the next one removes those whose locks nobody holds, left by processes that were
-killed, in whatever container they were.
+A lock marks a directory as in use. The process that makes the next one removes those without a held lock, which killed
+processes have left, in any container.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def scratch_directory(prefix: str, parent: Path | None = None) -> Iterator[Path]
     """Make a directory for this user alone, and remove it at the end.
 
     Args:
-        prefix: how its name begins; those of killed processes that begin so are removed first.
+        prefix: the start of its name; directories of killed processes with this prefix are removed first.
         parent: where; None is the place for temporary files.
     """
     parent = Path(tempfile.gettempdir()) if parent is None else parent

@@ -2,9 +2,9 @@
 
     python -m fullshard.launch.spare DESCRIPTOR
 
-What it imports comes through standard input; what it becomes, through the socket with that descriptor, from
-`launch.spares`. It is started in the environment in which the rank has imported the same, and has that of a new
-process from when it becomes one.
+`launch.spares` sends the list of imports through standard input, and the process to become through the socket with that
+descriptor. The standby starts in the environment in which the rank did the same imports, and gets the new process's
+environment when it becomes one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Warm standbys: processes that wait with their imports done, to replace ranks that are started again.
 
-Once a rank has made a step it leaves what it has imported by then (`launch.bootstrap`), and a spare process of this
-host imports the same, one after the other, so that training does not feel it. When ranks are started again, the spare
-ones are given arguments, environment and standard streams of the new ranks, and are those from then on.
+Once a rank has made a step, it lists its imports (`launch.bootstrap`), and the standbys of this host import the same,
+one after the other, so that training does not slow down. When ranks are started again, the standbys get the arguments,
+environment and standard streams of the new ranks, and become those ranks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Private names of torch's launcher; `comm.torch_private` has the others, and says what each entry states, and why.
 
-Apart from those, because a launcher needs no DTensor, and what it imports every launch waits for.
+They are apart from those because a launcher needs no DTensor, and every launch waits for its imports.
 """
 
 from __future__ import annotations

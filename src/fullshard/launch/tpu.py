@@ -13,7 +13,7 @@ ADDRESSES = "TORCH_TPU_SLICEBUILDER_ADDRESSES"
 def prepare_host(kind: str, nproc: int, hosts: int = 1, machine_rank: int | None = None) -> int | None:
     """Set what torch_tpu wants before ranks start; do nothing for other kinds of device.
 
-    Ranks are started anew and not forked, so this process may look for devices.
+    Ranks are started as new processes and not forked, so this process may look for devices.
 
     Args:
         kind: what the ranks compute on.

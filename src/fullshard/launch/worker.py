@@ -23,7 +23,7 @@ def run_worker(main: Callable[[], None]) -> None:
     """Run `main`; write a failure where the launcher looks for it, and end the process with code 1 or 2.
 
     The launcher (fullshard's own, or torchrun) then prints the traceback of the rank that failed first, once, instead
-    of every rank printing its own. Code 2 stands for a mistake in the settings or the data, whose message says enough.
+    of every rank printing its own. Code 2 stands for a mistake in the settings or the data, whose message is enough.
     Without a launcher the exception is raised as usual.
     """
     die_with_launcher()

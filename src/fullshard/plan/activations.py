@@ -24,9 +24,10 @@ queries and the keys (heads times head size). What autograd saves in a layer as 
 | dropout of those | A (b + 1), on a CPU 2 b A | a copy and its mask for each adapter |
 | between an adapter's factors | b times its rank | the second one's input |
 
-Of a tensor-parallel group each rank has its part of the widths within attention and the feed-forward part. Norms,
-residual dropout and the layer's input are whole on each, or, split along the sequence, of its part of the tokens; what
-projections read is whole either way, gathered before them and kept. Measured on ranks of `tests/test_plan_tiles.py`.
+Each rank of a tensor-parallel group has its part of the widths within attention and the feed-forward part. Norms,
+residual dropout and the layer's input are whole on each rank, or, if split along the sequence, cover its part of the
+tokens. The projections' inputs are whole either way: they are gathered before and kept. Measured on ranks of
+`tests/test_plan_tiles.py`.
 
 Compiled, norms and activations fuse, and the partitioner recomputes what is cheap (PyTorch's min-cut partitioner): the
 norms' float32 copies and the activation's output go. Checked against what a real forward saves, for every family and
@@ -80,10 +81,10 @@ class LayerActivations:
 
     Attributes:
         kept: from its forward to its backward.
-        inputs: of them, the layer's own input.
+        inputs: the part of them that is the layer's own input.
         recomputed: made again in its backward, which then holds them on top of `kept`.
         working: temporaries of its backward: gradients of the widest tensors.
-        in_product: those that are there while the gradient of a large weight is made: one of the widest is not.
+        in_product: temporaries while the gradient of a large weight is made: one of the widest is gone.
     """
 
     kept: int
@@ -113,7 +114,7 @@ def layer_activations(block: Block, job: Job, device: Device) -> LayerActivation
 def page_nbytes(block: Block, job: Job, device: Device) -> int:
     """Return the bytes of one layer that stay in host memory between its forward and its backward, if any do.
 
-    What selective checkpointing keeps besides the input is its own, not autograd's, and stays on the device.
+    Besides the input, selective checkpointing keeps tensors of its own, not autograd's; these stay on the device.
     """
     layer = layer_activations(block, job, device)
     return layer.inputs if job.checkpointing == "selective" else layer.kept
@@ -155,8 +156,8 @@ def between_products_nbytes(block: Block, job: Job, device: Device) -> tuple[int
 def passes_over_scores(block: Block, job: Job, device: Device) -> tuple[int, int]:
     """Return bytes per token in forward and in backward: masking and softmax; three passes for a cap, one for dropout.
 
-    Transformers scales scores before, and casts there and back around softmax. Torch scales queries and keys, repeats
-    keys and values, and of halves makes a copy of the scores that nobody reads.
+    Transformers scales scores before softmax, and casts there and back around it. Torch scales queries and keys,
+    repeats keys and values, and in half precision makes a copy of the scores that is never read.
     """
     way, (softmax, width) = what_runs(block, job, device), _score_widths(block, job, device)
     each = 2 * (softmax + width) if softmax != width else 0
@@ -213,7 +214,7 @@ def _saved_within(block: Block, job: Job, width: int, device: Device) -> int:
 def _adapters(block: Block, adapters: Adapters, job: Job, width: int, device: Device) -> int:
     """Return what adapters save, minus the inputs of products that a frozen layer does not save.
 
-    PEFT casts what an adapter reads to the adapter's dtype. With a precision both are the compute dtype.
+    PEFT casts an adapter's input to the adapter's dtype. With a precision both are the compute dtype.
     """
     own = itemsize(adapters.dtype) if job.precision == "no" else width
     kept = own * adapters.ranks
@@ -256,7 +257,8 @@ def _attention(block: Block, job: Job, width: int, device: Device) -> int:
 def _working_on_scores(block: Block, job: Job, width: int, device: Device) -> int:
     """Return bytes per token while backward has the gradients of softmax's output and input, if scores are written out.
 
-    By then what the feed-forward part kept is gone, and of the scores the copy that was multiplied by the values.
+    By then the feed-forward part's tensors are gone, and so is the copy of the scores that was multiplied by the
+    values.
     """
     softmax, copy = _score_widths(block, job, device)
     each = 2 * softmax - (copy if copy != softmax or block.attention_dropout else 0)
@@ -297,7 +299,8 @@ def _feed_forward_tensors(block: Block, job: Job) -> int:
 def _selected_per_token(block: Block, width: int) -> int:
     """Return what torchtitan's selective checkpointing saves: input, every second product, attention's output.
 
-    Of q, k, v, o, gate, up, down those are q, v, gate and down (torchtitan's `parallelize_llama.py` of 2024-12).
+    Among q, k, v, o, gate, up, down the kept ones are q, v, gate and down (torchtitan's `parallelize_llama.py` of
+    2024-12).
     """
     queries, keys = block.heads * block.head_dim, block.kv_heads * block.head_dim
     return width * (block.hidden + 2 * queries + keys + block.active_intermediate)

@@ -25,9 +25,9 @@ class Alternative:
     """One alternative to the planned run.
 
     Attributes:
-        label: what differs.
+        label: the difference.
         plan: what was planned.
-        price: of a device and hour, in whatever currency; None: not said.
+        price: per device and hour, in any currency; None: unknown.
 
     Raises:
         ConfigError: a price that is none.

@@ -5,7 +5,7 @@ mask a query sees half of the keys on average; with a window w of S keys, w - wÂ
 where forward does twice, because flash attention computes scores again (FlashAttention-2, arXiv 2307.08691, section
 3.1.2). What is written out (`eager`) is computed whole, masked or not, and only twice as much in backward.
 
-The parts of the peak are the papers' own, of long sequences and heads of 128, both ways together:
+The parts of the peak are the papers' own, for long sequences and heads of 128, forward and backward together:
 
     A100, version 2    0.73 of 312 TFLOP/s forward and 0.63 backward (2307.08691, abstract); a mask takes a tenth: 0.59
     H100, version 2    335 of 989 forward with a mask and 370 without, 322 backward without (FlashAttention-3, arXiv
@@ -30,11 +30,11 @@ gives it (`use_gqa_in_sdpa`):
 | bfloat16 before Ampere | **written out** | **written out** |
 | heads above 256, values of another size | memory-efficient, repeated before | the same |
 
-Flash attention is for halves alone, of NVIDIA's from compute capability 8.0 on, and the memory-efficient kernel has no
-groups (PyTorch after 2.13 gives it some), and bfloat16 from 8.0 on: on an H200 with torch 2.11 a float32 step of a
-grouped Llama kept its scores. The rest is read, not measured. AMD's two, of AOTriton, take what those of an A100 do.
-Written out, all of it is in float32.
-On a CPU its fused kernel takes masks, groups and every dtype, but neither dropout nor a bias that is trained.
+Flash attention takes half precision alone, on NVIDIA's devices from compute capability 8.0 on. The memory-efficient
+kernel has no groups (PyTorch after 2.13 gives it some), and takes bfloat16 from 8.0 on: on an H200 with torch 2.11 a
+float32 step of a grouped Llama kept its scores. The rest is read, not measured. AMD's two kernels, of AOTriton, take
+the same cases as those of an A100. Written out, all of it is in float32. On a CPU its fused kernel takes masks, groups
+and every dtype, but neither dropout nor a bias that is trained.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The cost of copies of the state in host memory, and how often they are cheap enough.
 
-Those that outlive a kill (`checkpoint/copies`), and the one that a save in the background writes from
+There are copies that outlive a kill (`checkpoint/copies`), and the copy that a background save writes from
 (`checkpoint/staging`).
 """
 
@@ -22,10 +22,10 @@ class Copies:
     """Copies of the whole state: one per host that makes them, and one more on the next host.
 
     Attributes:
-        nbytes: of host memory on a host while one is made beside the one before: at most.
-        seconds: that training misses by one.
+        nbytes: most host memory on a host, while one copy is made beside the one before.
+        seconds: training time lost to one copy.
         every: steps from one to the next, so that they cost at most `COST`.
-        aside: of `nbytes`, what is copied out of the ranks and not yet kept; saves in the background keep it from one
+        aside: the part of `nbytes` that is copied out of the ranks and not yet kept; background saves keep it from one
             to the next.
     """
 
@@ -44,16 +44,16 @@ def copies_of(checkpoint: int, step_seconds: float, cluster: Cluster, *, writers
     """Predict the copies of a job.
 
     On a CPU all of it is work for the processors that compute: a rank's share is copied aside (read and written),
-    written to memory that is new, and read for its checksum; what comes from another host is written to new memory,
-    too. On accelerators training misses the copy from the device alone. What goes to another host is counted whole: it
-    shares the network with the training.
+    written to new memory, and read for its checksum; data from another host is written to new memory, too. On
+    accelerators training loses only the time of the copy from the device. Data for another host is counted in full,
+    because it shares the network with training.
 
     Args:
         checkpoint: bytes of the state, all ranks together.
         step_seconds: of a step.
         cluster: where it runs.
-        writers: ranks that it comes from, the first ones: of several that hold the same one does.
-        is_on_host: whether what is trained, and the optimizer's state, is there anyway, so that no device copies it.
+        writers: ranks that it comes from, the first ones: one of several with the same state.
+        is_on_host: whether trained weights and the optimizer's state are there anyway, so that no device copies them.
     """
     share, device = checkpoint / writers, cluster.device
     sent = share if cluster.hosts > 1 else 0.0

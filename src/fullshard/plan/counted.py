@@ -1,7 +1,7 @@
 """Shapes of any model that Transformers knows: a separate program builds it on the meta device and keeps the result.
 
-This layer is free of torch, and stays so: `fullshard.api.counting` runs as another process, once for each configuration
-and version of Transformers. What it found lies in `$XDG_CACHE_HOME/fullshard/shapes`.
+This layer stays free of torch: `fullshard.api.counting` runs as another process, once for each configuration and
+version of Transformers. Its results lie in `$XDG_CACHE_HOME/fullshard/shapes`.
 """
 
 from __future__ import annotations

@@ -238,7 +238,7 @@ def _count_kept(layout: ModelLayout, budget: int, *, shares_memory: bool) -> int
 def _repeats(job: Job) -> tuple[int, ScheduleOptions]:
     """Return how often the step's communication and computation repeat, and the options of one repetition.
 
-    Micro-batches that reduce are alike and nothing is under way between them, so one stands for all.
+    Micro-batches that reduce are all alike, and nothing is under way between them, so one stands for all.
     """
     if job.sync_each_micro_batch and not job.row.keeps_parameters:
         return job.accumulation, dataclasses.replace(job.schedule, accumulation=1)
@@ -347,7 +347,7 @@ class Change:
     Attributes:
         words: what to do.
         plan: the plan after it.
-        cost: how much longer a token takes, as a factor; below 1 it is faster.
+        cost: time per token, as a factor; below 1 it is faster.
     """
 
     words: str
@@ -358,7 +358,7 @@ class Change:
 def changes_that_fit(plan: Plan, *, most: int = 5, margin: float = MARGIN) -> list[Change]:
     """Return the cheapest changes that fit `plan` into `margin` of its device: one, or two if one is not enough.
 
-    What is trained stays the same unless nothing else helps; then adapters are proposed.
+    The trained parameters stay the same unless nothing else helps; then adapters are proposed.
     """
     singles = list(_changes(plan))
     found = [change for words, values in singles if (change := _try(plan, words, values, margin)) is not None]

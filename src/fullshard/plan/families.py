@@ -1,8 +1,8 @@
 """From a Hugging Face `config.json` to shapes: one function per way of building a model, one row per `model_type`.
 
 Counts are exact: names, shapes and order are those of Transformers' own modules, and the tests compare them on the meta
-device. A `model_type` that is not in the table is built by Transformers, if it knows it (`plan/counted`). One that it
-does not is planned as a plain Llama if the file has all of Llama's fields, with a note that says so, or refused.
+device. If a `model_type` is not in the table, Transformers builds it, if it knows it (`plan/counted`). Any other one is
+planned as a plain Llama, with a note, if the file has all of Llama's fields; otherwise it is refused.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _LLAMA_FIELDS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_l
 class _Decoder:
     """Differences of a decoder of Llama's kind from Llama. Names of norms come in definition order.
 
-    Where a window limits attention, it does so in all layers but every `window_period`th; 1: in all, 0: in none.
+    A window limits attention in all layers but every `window_period`th; 1: in all, 0: in none.
     """
 
     qkv_bias: bool = False

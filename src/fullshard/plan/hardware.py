@@ -35,16 +35,16 @@ class Device:
         network: bytes per second between hosts, per device, one direction.
         per_host: devices in a host.
         source: where the figures come from.
-        efficiency: part of `flops` that matrix products of training reach: large products reach four fifths of the peak
-            on an A100 and two thirds on an H100, whose clock falls under load; a step's mix a sixth less. Elementwise
-            work is counted apart.
+        efficiency: part of `flops` that matrix products of training reach. Large products reach four fifths of the peak
+            on an A100 and two thirds on an H100, whose clock falls under load; a step's mix reaches a sixth less.
+            Elementwise work is counted separately.
         link_efficiency: part of `link`, `network` and `memory_bandwidth` that large transfers reach.
         framework: bytes the runtime and the communication library hold on the device.
         fresh_bandwidth: bytes per second at which memory new to the process is written, on a CPU; 0: not counted.
-        replicate_link: bytes per second in an all-reduce inside a host, where that takes another way; 0: `link`.
-        op_seconds: what an operation costs however small it is, where nothing else runs meanwhile: on a CPU.
-        function_seconds: what an exponential, or a function like it, costs per element, on a CPU.
-        unit_seconds: what the engine costs per unit and micro-batch, hooks and starting collectives, on a CPU.
+        replicate_link: bytes per second in an all-reduce inside a host, if that takes another route; 0: `link`.
+        op_seconds: least seconds of an operation on a CPU, where nothing else runs meanwhile.
+        function_seconds: seconds per element of an exponential, or a function like it, on a CPU.
+        unit_seconds: seconds of the engine per unit and micro-batch, for hooks and starting collectives, on a CPU.
         rack: devices that `link` reaches though they are in several hosts; 0: none.
         has_bfloat16: whether `flops` are there in bfloat16, or in float16 alone; and whether PyTorch has flash
             attention for it: of NVIDIA's both begin with compute capability 8.0.
@@ -52,7 +52,7 @@ class Device:
             kernel it is, or as on the H100, where faster products leave it behind.
         newest_flash: the newest version that is made for it.
         float8: how much faster products in float8 are than in bfloat16, casts of what they read included; 1: not.
-        is_run: whether this engine has been run on its kind, or is tested for it; else a note says so.
+        is_run: whether this engine has run on its kind, or is tested for it; else a note says so.
     """
 
     name: str
@@ -274,7 +274,7 @@ _MEMORY = re.compile(r"[-_ ](\d+) ?gi?b(?=[-_ ]|$)", re.IGNORECASE)
 def _row_called(name: str) -> str | None:
     """Return the row for a name, also one that a driver prints: `NVIDIA A100-SXM4-40GB`, `NVIDIA H100 80GB HBM3`.
 
-    Memory that is said must be the row's, which may be more by what GiB are more than GB.
+    A named memory size must be the row's, which may be larger by the ratio of GiB to GB.
     """
     by_key, plain = _names(), _FORM.sub("", name)
     found = by_key.get(_key(name)) or by_key.get(_key(plain))
@@ -306,7 +306,7 @@ class Cluster:
         device: the kind.
         count: devices, which is the number of ranks.
         hosts: how many hosts they are in.
-        shares_memory: whether ranks of one host do, if they compute on CPUs: not with FULLSHARD_COMM=gloo.
+        shares_memory: whether ranks of one host share memory, if they compute on CPUs: not with FULLSHARD_COMM=gloo.
     """
 
     device: Device

@@ -12,8 +12,8 @@ class HostCosts:
     """Seconds of the host, assumed: PyTorch's eager mode in Python, the dispatcher, autograd and the driver.
 
     Attributes:
-        launch: of an operation with a kernel. The calibrations of two CPUs have 5 and 9 microseconds for one that
-            computes next to nothing, without a driver.
+        launch: of an operation with a kernel. The calibrations of two CPUs have 5 and 9 microseconds for a nearly empty
+            one, without a driver.
         view: of one without.
         collective: of launching one.
         message: of a message between hosts that all ranks wait for, per doubling of their number.

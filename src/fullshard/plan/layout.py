@@ -22,10 +22,10 @@ class UnitLayout:
         name: the module's qualified name; empty for the root.
         buckets: in the engine's order.
         reshard_after_forward: whether its unsharded parameters are freed between forward and backward.
-        feeds_units: whether a trainable parameter of it is used before the first inner unit (an embedding).
+        feeds_units: whether one of its trainable parameters is used before the first inner unit (an embedding).
         takes_ids: whether its inputs never want a gradient (token ids).
-        block: what it computes.
-        page_nbytes: bytes of what its forward keeps that are in host memory until its backward.
+        block: its computation.
+        page_nbytes: bytes of its saved tensors that are in host memory until its backward.
     """
 
     name: str
@@ -65,9 +65,10 @@ class ModelLayout:
     Attributes:
         units: inner units in definition order, the root last.
         calls: the same in the order their forwards begin, the root first.
-        returns_head: whether the root returns what a head that is a unit returns, so that backward comes to that first.
+        returns_head: whether the root returns the output of a head that is a unit, so that backward reaches the head
+            first.
         shard_size, replicate_size: ranks along the axes of the mesh.
-        keeps_parameters: whether what is unsharded stays so until the optimizer's step.
+        keeps_parameters: whether unsharded parameters stay so until the optimizer's step.
         keeps_gradients: whether gradients are reduced with the last micro-batch of a step only.
     """
 

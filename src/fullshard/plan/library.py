@@ -127,9 +127,8 @@ def _read(path: Path) -> dict[str, Any]:
 def _from_count(text: str, count: float, flags: dict[str, int]) -> tuple[ModelShape, list[str]]:
     """Return a Llama of `count` parameters.
 
-    What is not given: width 128 x depth, which Kaplan et al. (arXiv 2001.08361, figure 5) found near the best and the
-    Llama family follows, heads of 128 (64 in small models), a vocabulary of 32,000. The feed-forward width takes up
-    what is left.
+    Defaults: width 128 x depth, which Kaplan et al. (arXiv 2001.08361, figure 5) found near the best and the Llama
+    family follows; heads of 128 (64 in small models); a vocabulary of 32,000. The feed-forward width takes up the rest.
     """
     layers, hidden = flags.get("layers"), flags.get("hidden")
     if layers is None:

@@ -11,8 +11,8 @@
 | from 4.49 | float32 inside the loss; labels are moved instead of logits | b + 8 |
 
 In backward it is 12 in all of them (`loss/loss_utils.py`, and `models/llama` before 4.46). The logits themselves are in
-no graph: they are gone before backward, unless the loop keeps `outputs` until it is over. Trainer does not.
-In float32 nothing is cast, so there is one copy less in forward. A loss without a cast of its own (T5's) is cast by
+no graph: they are gone before backward, unless the loop keeps `outputs` until the end of it. Trainer does not. In
+float32 nothing is cast, so there is one copy less in forward. A loss without a cast of its own (T5's) is cast by
 autocast.
 
 The fused loss is the engine's own (`wrap/chunked_loss`), some tokens at a time. Nothing of a chunk is kept, so backward
@@ -54,7 +54,7 @@ class LogitsNbytes:
     Attributes:
         forward: at the worst moment of forward.
         loss: at the worst moment of the loss's backward.
-        head: when the gradient of the head's weight is there and that of the logits is not any more.
+        head: when the gradient of the head's weight exists and that of the logits is gone.
     """
 
     forward: int

@@ -1,6 +1,6 @@
 """Work of an optimizer that needs whole matrices: which matrices, which ranks, and what travels for it in a step.
 
-The dealing is that of `core.matrices`, which the engine makes, too; what is a matrix follows from parameters' roles.
+The dealing is that of `core.matrices`, which the engine uses, too; parameters' roles decide which ones are matrices.
 """
 
 from __future__ import annotations

@@ -532,8 +532,8 @@ def _host(setting: PlanSetting, ranks_per_host: int) -> tuple[int, int, int]:
     """Return host bytes of loading here, of loading with Transformers, and of training, where offloaded state stays.
 
     Transformers reads the whole model in every process, in its stored dtype. Here a process reads its interval of one
-    parameter after the other; one that is quantised on the way is read whole (`checkpoint/pretrained`). What is copied
-    to and from the device is page-locked.
+    parameter after the other; a parameter that is quantised on the way is read whole (`checkpoint/pretrained`). Buffers
+    copied to and from the device are page-locked.
     """
     buckets, base = setting.layout.buckets, itemsize(setting.job.stored_dtype)
     whole = sum(bucket.layout.numel * itemsize(bucket.dtype) for bucket in buckets)

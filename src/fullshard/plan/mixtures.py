@@ -1,8 +1,8 @@
 """Mixtures of experts that are not Llamas with another feed-forward part: one function per way of building a layer.
 
 Latent attention (DeepSeek-V3, Kimi-K2), shared experts beside the routed (these, GLM-4.5, Llama 4), experts with biases
-(gpt-oss), linear attention in most layers (Qwen3-Next). Parameters are exact. What their layers keep for backward
-depends on how experts are run; where Transformers' own classes have a way of their own it is an estimate (`ESTIMATED`).
+(gpt-oss), linear attention in most layers (Qwen3-Next). Parameters are exact. Their saved tensors depend on the way
+experts run; if Transformers' own classes do it in their own way, the plan has an estimate (`ESTIMATED`).
 """
 
 from __future__ import annotations

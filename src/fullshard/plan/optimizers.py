@@ -21,9 +21,9 @@ class OptimizerRow:
         ops: operations of the loop, per parameter.
         has_temporaries: whether the loop keeps results of the size of parameters for a moment.
         is_torchs: whether it is one of torch's own, which can step in backward.
-        matrix: of one that needs whole matrices, what they take of every rank; the rest is then of all other
+        matrix: costs of whole matrices for every rank, if it needs them; the other fields are then for all other
             parameters.
-        owner: what they take of their owners.
+        owner: costs of whole matrices for their owners.
         in_8_bits: the same with its state in 8 bits, if there is one.
         packed_nbytes: bytes of state per trained parameter in a dtype of its own.
     """

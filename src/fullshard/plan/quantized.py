@@ -24,7 +24,7 @@ class Conversion:
         whole: in 16 or 32 bits.
         tables: of `whole`, embeddings and the head, which bitsandbytes leaves alone in every model.
         stacked: of `whole`, matrices stacked in one parameter.
-        accepted: of `whole`, neither a table nor to be converted by the user's own word.
+        accepted: of `whole`, parameters that are no table and that the user excluded.
         unadapted: frozen and stacked, whole or not, without an adapter.
     """
 

@@ -274,11 +274,11 @@ def _matrices_dict(plan: Plan) -> dict[str, Any] | None:
 def as_run_config(plan: Plan, others: Mapping[str, Any] | None = None) -> RunConfig:
     """Return the configuration that `fullshard launch` runs this plan with.
 
-    What it cannot say (batch size, sequence length, optimizer, LoRA) belongs to the script.
+    Settings that it cannot express (batch size, sequence length, optimizer, LoRA) belong to the script.
 
     Args:
         plan: the plan.
-        others: settings by path of the file that was planned; those that a plan says nothing of are kept.
+        others: settings by path of the planned file; those that a plan says nothing about are kept.
 
     Raises:
         ConfigError: the plan needs something this engine does not have, such as selective checkpointing with compile.

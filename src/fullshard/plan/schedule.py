@@ -4,8 +4,9 @@ The order is that of `core.schedule`, which the engine follows, too, on the same
 `predict_step(...) == recorded` is a test, and whatever is derived from a predicted step (memory, traffic, time) holds
 for a recorded one.
 
-What shapes do not show is assumed: every unit runs once per forward, one after the other, and the root computes
-something after the last of them (a norm, a head). Where it returns a unit's own output, backward meets that unit first.
+Shapes do not show everything, so the schedule assumes that every unit runs once per forward, one after the other, and
+that the root computes something after the last of them (a norm, a head). If the root returns a unit's own output,
+backward meets that unit first.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class ScheduleOptions:
         step_in_backward: the optimizer steps each bucket in the last micro-batch's backward.
         is_first_step: the order of forwards has not been agreed on yet, so nothing is gathered ahead in the first one.
         optimizer: its state, where that visits the device for each step.
-        shard_rank: whose: the last ranks own padding instead of elements.
+        shard_rank: the rank in question: the last ranks own padding instead of elements.
     """
 
     accumulation: int = 1

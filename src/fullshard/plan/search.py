@@ -1,18 +1,18 @@
 """The fastest way to run a job: every switch of the engine that keeps its numbers, searched with bounds.
 
-What is searched (`_meshes`, `_SAVING`): strategies and shard sizes, micro-batch and accumulation, checkpointing,
-embeddings as units, and any of what saves memory, alone and together: a loss in chunks, stepping in backward,
-activations on the host, optimizer state, main weights or all of it there; units kept unsharded, for the best. What is
-never slower and never larger is switched on at once: a fused optimizer on accelerators.
+The search covers (`_meshes`, `_SAVING`): strategies and shard sizes, micro-batch and accumulation, checkpointing,
+embeddings as units, and all options that save memory, alone and together: a loss in chunks, stepping in backward,
+activations on the host, and optimizer state, main weights or everything there; for the best plans also units kept
+unsharded. An option that is never slower and never larger is switched on at once: a fused optimizer on accelerators.
 
-A layer more adds the same work again, so what a model of n equal layers needs, and how long it takes, are maxima of
-straight lines over n. Such a maximum lies above the line through two of its points: a model of 3 and one of 6 layers
-say what the whole one needs and takes *at least*. Where layers take turns (windows, linear attention), whole turns do;
-layers of another kind that come first (DeepSeek's dense ones) are in both.
+Each further layer adds the same work again, so the memory and time of a model of n equal layers are maxima of straight
+lines over n. Such a maximum lies above the line through two of its points: a model of 3 and one of 6 layers give the
+*least* memory and time of the whole one. If layers take turns (windows, linear attention), the two models have whole
+turns; layers of another kind that come first (DeepSeek's dense ones) are in both.
 
-What saves memory costs time, so a way is no faster than the same with less switched on. Ways are looked at in the order
-of the best they could be: one that may fit is worked out; of one that does not, those with one thing more switched on
-take its place. The search ends when the next could not be better than the best that was found.
+Saving memory costs time, so a way is no faster than the same way with fewer options switched on. The search visits ways
+in the order of their best possible speed. It evaluates a way that may fit; it replaces a way that does not by those
+with one more option switched on. It ends when the next way cannot be better than the best one found.
 """
 
 from __future__ import annotations
@@ -70,16 +70,16 @@ def search(
 ) -> list[Plan]:
     """Return the fastest plans, the fastest first, that need at most `margin` of a device.
 
-    Only what this engine runs: selective checkpointing uncompiled only. The sequences of an optimizer step stay those
-    of `job`, as far as micro-batches divide them.
+    The search has only plans that this engine runs: selective checkpointing is uncompiled only. The sequences of an
+    optimizer step stay those of `job`, if micro-batches divide them.
 
     Args:
         model: the shapes.
         job: what to train; what `fixed` names stays as it is there.
-        cluster: on what.
+        cluster: the devices.
         fixed: settings that are not searched.
         margin: the part of a device that may be filled.
-        may_round: take what changes the numbers, too, where it helps: an optimizer's state in 8 bits, messages in int8.
+        may_round: also use options that change the numbers, if they help: optimizer state in 8 bits, messages in int8.
 
     Raises:
         ConfigError: nothing fits.
@@ -215,7 +215,7 @@ class _Candidate:
 def _amounts(plan: Plan) -> tuple[list[int], int]:
     """Return the bytes of its phases at their fullest, and of all of it.
 
-    Nothing else is kept of the ledger: of thousands the garbage collector would have much to look through.
+    The rest of the ledger is dropped: thousands of ledgers would be much work for the garbage collector.
     """
     memory = dataclasses.replace(plan).memory
     return [memory.peak_of(phase) for phase in memory.phases], memory.needed
@@ -253,7 +253,7 @@ class _Bounds:
 def _turns(layers: Sequence[UnitShape]) -> tuple[int, int]:
     """Return (layers that come first, period after which the rest repeat): (0, 1) if all are alike.
 
-    (0, 6) where every sixth sees everything, (3, 1) where the first three have no experts.
+    (0, 6) if every sixth layer sees everything, (3, 1) if the first three have no experts.
     """
     kinds = [(unit.block, tuple(p.shape for p in unit.parameters)) for unit in layers]
     numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
@@ -293,9 +293,9 @@ class _Place:
     """A way and a micro-batch that wait to be looked at.
 
     Attributes:
-        key: minus the speed that it can have at most, so that the fastest comes first.
-        number: of those alike the one that came first.
-        is_known: whether that is its own bound, not one of what has less switched on.
+        key: minus its highest possible speed, so that the fastest comes first.
+        number: a serial number, so that the first of equal ones comes first.
+        is_known: whether that is its own bound, not the bound of a way with fewer options.
     """
 
     key: float
@@ -319,7 +319,7 @@ class _Waiting:
     """Ways to run a job, the potentially fastest first.
 
     Attributes:
-        seen: those that may fit, as far as they were looked at.
+        seen: the ways looked at so far that may fit.
     """
 
     def __init__(self, bounds: _Bounds, job: Job, fixed: frozenset[str]) -> None:
@@ -375,7 +375,7 @@ class _Waiting:
     def _begin(self, values: Mapping[str, Any], *, may_wrap: bool) -> None:
         """Begin with a mesh and a way to checkpoint, nothing switched on, up to the largest micro-batch that can fit.
 
-        What can only fit with a part of it on the host begins with that.
+        A way that fits only with a part on the host begins with that part there.
         """
         plain = _Way(tuple(values.items()))
         wrapped = _Way((*plain.values, ("wrap_embeddings", True)))

@@ -35,7 +35,7 @@ class ParameterShape:
         role: `matrix` for the weight of a linear layer inside a block (LoRA and quantisation apply to it), `embedding`,
             `head` or `other`.
         tiles: into how many parts tensor parallelism has cut it; `shape` is that of one.
-        sent_as: dtype in which it is gathered and stays, where it says that itself.
+        sent_as: dtype in which it is gathered and stays, if the parameter itself decides that.
     """
 
     name: str
@@ -72,12 +72,12 @@ class Adapters:
     """The adapters of one layer, per token.
 
     Attributes:
-        read: widths of all that they read, added up.
+        read: widths of all their inputs, added up.
         read_once: the same with what several read counted once, and without attention's output, which is kept anyway.
         ranks: of all, added up.
         dtype: in which they are stored.
         dropout: whether they drop out what they read.
-        written: widths of all that they add to, added up.
+        written: widths of all tensors that they add to, added up.
     """
 
     read: int
@@ -113,7 +113,7 @@ class Block:
         hidden: width of the residual stream.
         heads, kv_heads, head_dim: of attention.
         value_dim: size of a head's values, where it is another.
-        latents: widths of what queries, keys and values pass through, normalised, added up; 0: nothing.
+        latents: widths of the normalised latents of queries, keys and values, added up; 0: none.
         window: how many keys a query sees; 0: all before it.
         causal: whether it sees only those before it.
         intermediate: width of the feed-forward part; of one expert in a mixture.
@@ -198,7 +198,7 @@ class ModelShape:
         tied: whether the head shares the embedding's parameter.
         encoder_decoder: whether half of the tokens pass an encoder.
         calls: names of the inner units in the order their forwards begin; empty: definition order.
-        capped_logits: whether logits pass a tanh, which keeps what it has made.
+        capped_logits: whether logits pass a tanh, which keeps its output.
         is_final: whether dtypes and trainability are those of the run already, so that no training method applies.
     """
 

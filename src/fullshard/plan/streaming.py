@@ -1,6 +1,6 @@
 """Time to stream the weights to an inference engine (`checkpoint/stream`): to every rank, and on to a server.
 
-Each parameter is broadcast by the ranks that own a part of it, one after the other; nothing is sent beside another.
+The ranks that own a part of a parameter broadcast it one after the other; no two messages overlap.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def streaming_of(model: ModelShape, layout: ModelLayout, cluster: Cluster) -> St
     """Predict the stream.
 
     Args:
-        model: what is sent, so without adapters, which are merged on the way.
+        model: the model to send, so without adapters, which are merged on the way.
         layout: how it is sharded as it trains.
         cluster: where.
     """

@@ -12,7 +12,7 @@ parts and its heads and its part of the feed-forward width within them.
 With `sequence_parallel`, as torchtitan and PyTorch's tutorial cut Llama, each rank has its part of the sequence between
 the parts of a layer: an all-gather before each and a reduce-scatter after it, which together are as many bytes as an
 all-reduce. The embedding is cut by words, and its output is reduced and scattered. No plan of Transformers does that
-(its `enable_sequence_parallel` is not wired up in 5.23), so it cannot be read from a model's configuration.
+(5.23 does not use its `enable_sequence_parallel`), so a model's configuration does not tell it.
 """
 
 from __future__ import annotations

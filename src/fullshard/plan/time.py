@@ -1,7 +1,7 @@
 """Time of a step: the predicted events on two clocks, one for computing and one per wire.
 
-Computing advances the first clock. A collective starts when it is issued or when the wire is free, whichever is later,
-and its unit's `unshard ready` (or the next reduction) waits for it; only that wait is *exposed*.
+Computing advances the first clock. A collective starts when it is issued or when the wire is free, whichever is later.
+Its unit's `unshard ready` (or the next reduction) waits for it, and only that wait is *exposed*.
 
     forward of a unit     2 FLOP per parameter and token, and attention's own (`plan/attention`)
     backward              twice the forward; with full recomputation again a forward, which ends where nothing more is
@@ -21,11 +21,10 @@ and its unit's `unshard ready` (or the next reduction) waits for it; only that w
                           what is cast, added and made again (`plan/losses`)
     optimizer             bytes read and written / memory bandwidth
 
-On a CPU nothing runs beside anything else: the processor that computes also copies what is sent, so a collective takes
-its time in full. Between ranks that share memory nothing is sent to unshard. Four more things count on a CPU, at speeds
-that `--calibrate` measures: weights are read from memory for every product; an operation costs some microseconds
-however small it is; so do a unit's hooks; and buffers of more than 32 MiB are new to the process each time, so that the
-kernel clears them page by page.
+On a CPU nothing overlaps: the processor that computes also copies messages, so a collective takes its time in full.
+Ranks that share memory send nothing to unshard. Four more things count on a CPU, at speeds that `--calibrate` measures:
+weights are read from memory for every product; an operation costs some microseconds however small it is; so do a unit's
+hooks; and buffers of more than 32 MiB are new to the process each time, so that the kernel clears them page by page.
 
 Sources: Kaplan et al. (arXiv 2001.08361, table 1) and Chowdhery et al. (arXiv 2204.02311, appendix B) for FLOP counts
 and the definition of MFU, which counts no recomputation, but attention whole (`mfu_unmasked`); nccl-tests'
@@ -113,8 +112,8 @@ class StepTime:
     Attributes:
         compute: forward and backward.
         exposed: waiting for communication.
-        copies: casting and copying parameters and gradients in device memory, and what goes to and from the host
-            once per step.
+        copies: casting and copying parameters and gradients in device memory, and transfers to and from the host once
+            per step.
         optimizer: the update.
         communication: all communication, hidden or not.
         tokens: of all ranks.
@@ -178,7 +177,8 @@ _Passed = tuple[float, float, float, float]
 def _repeated(events: Sequence[Event], clock: _Clock, repeats: int) -> _Passed:
     """Return seconds of computing, of exposed communication, of both and of casts, once all repetitions are over.
 
-    A repetition may begin with the host ahead of the device, so the first differs; once two are alike all others are.
+    A repetition may begin with the host ahead of the device, so the first one differs; once two are alike, so are all
+    others.
     """
     passed = known = (0.0, 0.0, 0.0, 0.0)
     for left in reversed(range(repeats)):

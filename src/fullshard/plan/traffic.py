@@ -1,6 +1,6 @@
 """Bytes on the wire in one step, from its events: what one rank sends, and which link carries it.
 
-Every rank sends what it receives, so one number per axis is enough:
+Every rank sends as much as it receives, so one number per axis is enough:
 
     all-gather       a rank sends its interval to the S - 1 others            full / S x (S - 1)
     reduce-scatter   a rank sends each of the S - 1 others their interval     full / S x (S - 1)
@@ -33,7 +33,7 @@ class Traffic:
         replicate_nbytes: gradients, on the replicate axis.
         gathers, reductions: collectives.
         tiles_nbytes: activations and their gradients, inside a tensor-parallel group.
-        to_device_nbytes, to_host_nbytes: not sent, but copied between the host's memory and the device's.
+        to_device_nbytes, to_host_nbytes: bytes copied between the host's memory and the device's, and not sent.
     """
 
     gather_nbytes: int
@@ -139,8 +139,8 @@ def host_link_nbytes(nbytes: float, ranks: int, ranks_per_host: int) -> float:
 def exchanged(nbytes: float, ranks: int, *, stride: int, ranks_per_host: int) -> tuple[float, float]:
     """Return bytes on a device's link inside the host and on that between hosts, when it gets `nbytes` in an exchange.
 
-    They come from all others evenly. Other than in a gather each rank gets something else, so that no device's link
-    carries a part for its neighbours.
+    They come from all others evenly. Unlike in a gather, each rank gets different data, so no device's link carries a
+    part for its neighbours.
     """
     neighbours = max(1, min(ranks, ranks_per_host // stride))
     others = max(1, ranks - 1)

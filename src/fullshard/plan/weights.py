@@ -97,7 +97,7 @@ def attention_window(fields: Fields, index: int, *, period: int) -> int:
     Args:
         fields: `layer_types` says it layer by layer; older files have a pattern, or nothing.
         index: of the layer.
-        period: of the family: every so many layers one without a window; 1: none is, 0: all are.
+        period: the family's: one layer in `period` has no window; 1: every layer has one, 0: none has.
     """
     width, kinds = fields.values.get("sliding_window"), fields.items("layer_types")
     if isinstance(width, bool) or not isinstance(width, int) or width < 1:

@@ -138,7 +138,7 @@ def _cast_out(setting: PlanSetting, unit: UnitLayout) -> tuple[float, float]:
 def last_product(unit: UnitShape, job: Job) -> float:
     """Return the part of a layer's products that recomputation leaves out: the last one, if nothing reads its result.
 
-    Dropout, norms after it and the weights of experts do.
+    Dropout, later norms and the weights of experts read it.
     """
     block = unit.block
     matrices = [p for p in unit.parameters if len(p.shape) == 2 and p.role == "matrix" and p.trainable]
