@@ -115,7 +115,7 @@ def _read(path: Path, model: torch.nn.Module) -> None:
 
 
 def _refuse_optimizer(fsdp_plugin: Any, accelerator: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-    """Optimizer state is a part of a checkpoint.
+    """Refuse to save optimizer state apart from its model: it is a part of a checkpoint.
 
     Raises:
         ConfigError: always.
@@ -149,7 +149,7 @@ def _existing(path: Path) -> Path:
 
 
 def _or_theirs(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """`ours` if a model that is sharded here is among the arguments."""
+    """Return a function that calls `ours` if a model that is sharded here is among the arguments, else `theirs`."""
 
     @functools.wraps(theirs)
     def chosen(*args: Any, **kwargs: Any) -> Any:
@@ -175,5 +175,5 @@ def _replace(module: ModuleType) -> None:
 
 
 def teach_accelerate() -> None:
-    """Have Accelerate's functions know models that are sharded here, as soon as a script imports them."""
+    """Teach Accelerate's functions models that are sharded here, as soon as a script imports them."""
     after_import("accelerate.utils.fsdp_utils", _replace)

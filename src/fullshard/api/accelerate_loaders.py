@@ -12,7 +12,7 @@ from fullshard.core.imports import after_import
 
 
 def teach_to_skip(home: Any) -> None:
-    """Have `home.skip_first_batches` know loaders that were prepared here; for any other it is Accelerate's."""
+    """Teach `home.skip_first_batches` loaders that were prepared here; for any other it is Accelerate's."""
     theirs = home.skip_first_batches
     if getattr(theirs, "knows_fullshard", False):
         return
@@ -34,5 +34,5 @@ def _replace(module: ModuleType) -> None:
 
 
 def teach_accelerate_to_skip() -> None:
-    """Have Accelerate's function know these loaders, as soon as a script imports it."""
+    """Teach Accelerate's function these loaders, as soon as a script imports it."""
     after_import("accelerate.data_loader", _replace)

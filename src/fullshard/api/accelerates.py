@@ -44,7 +44,7 @@ def own_plugin(plugin: Any) -> FullyShardedDataParallelPlugin:
 
 
 def teach_accelerates_plugin() -> None:
-    """Have it remember what its maker says, which may be what it has by itself, as soon as a script imports it."""
+    """Make Accelerate's plugin remember its maker's values, also those that are its defaults, once it is imported."""
     after_import("accelerate.utils.dataclasses", _remember_arguments)
 
 
@@ -128,7 +128,7 @@ def compilation(plugin: Any, backend: str | None) -> dict[str, Any]:
 
 
 def tensor_parallel_size(config: Any) -> int:
-    """Ranks of a tensor-parallel group, by a `ParallelismConfig` of fullshard's or Accelerate's; 1 without."""
+    """Return the ranks of a tensor-parallel group, by fullshard's or Accelerate's `ParallelismConfig`; 1 without."""
     return getattr(config, "tp_size", None) or 1
 
 

@@ -367,7 +367,7 @@ class Accelerator(Loaders, Reporting):
 
     @contextlib.contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
-        """Around each micro-batch. Every `gradient_accumulation_steps`-th one, and the last of an epoch, ends a step.
+        """Wrap each micro-batch. Every `gradient_accumulation_steps`-th one, and the last of an epoch, ends a step.
 
         Each micro-batch's gradients are reduced into the sharded gradient at once, so accumulation costs no memory.
         `no_sync` trades memory for less communication.
@@ -387,7 +387,7 @@ class Accelerator(Loaders, Reporting):
     @staticmethod
     @contextlib.contextmanager
     def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
-        """Have backward reduce gradients inside, although a `no_sync` is around it."""
+        """Make backward reduce gradients within the block, although a `no_sync` is around it."""
         with with_sync(model) if is_sharded(model) else contextlib.nullcontext():
             yield
 
@@ -399,7 +399,7 @@ class Accelerator(Loaders, Reporting):
         yield
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
-        """Backward of the loss, divided by the accumulation steps and, in fp16, scaled.
+        """Run backward of the loss, divided by the accumulation steps and, in fp16, scaled.
 
         Args:
             loss: a scalar, the mean over this rank's micro-batch.
@@ -447,7 +447,7 @@ class Accelerator(Loaders, Reporting):
 
     @contextlib.contextmanager
     def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
-        """Autocast for computations outside a prepared model, in the modes bf16 and fp16; nothing otherwise."""
+        """Run computations outside a prepared model under autocast in the modes bf16 and fp16; otherwise do nothing."""
         options = autocast_handler or self.setup.autocast
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.mixed_precision)
         if dtype is None:
@@ -536,7 +536,7 @@ class Accelerator(Loaders, Reporting):
         )
 
     def _step_in_backward(self, optimizer: torch.optim.Optimizer) -> None:
-        """Have it step there if that is wanted and it holds something sharded by now."""
+        """Make the optimizer step there if that is wanted and it holds something sharded by now."""
         if self._config.training.step_in_backward and sharded_parameters(optimizer):
             step_in_backward(optimizer)
 

@@ -103,7 +103,7 @@ class PartialState(Processes):
             dist.destroy_process_group(group)
 
     def tell_accelerate(self) -> None:
-        """Have Accelerate's helpers see this state, whether Accelerate is imported already, later or never."""
+        """Show this state to Accelerate's helpers, whether Accelerate is imported already, later or never."""
         is_awaited = bool(_TOLD)
         _TOLD[:] = [self]
         module = sys.modules.get("accelerate.state")

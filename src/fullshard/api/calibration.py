@@ -67,7 +67,7 @@ def _on(device: torch.device, sizes: Mapping[str, int]) -> int:
 
 
 def _timed(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds until the device has done it."""
+    """Return the seconds until the device has done the work."""
     synchronize(device)
     start = time.perf_counter()
     work()
@@ -119,7 +119,7 @@ def _function_seconds(device: torch.device) -> float:
 
 
 def _links(mesh: Mesh) -> tuple[float, float]:
-    """Bytes per second one process sends in an all-gather or a reduce-scatter, and in an all-reduce.
+    """Return the bytes per second one process sends in an all-gather or a reduce-scatter, and in an all-reduce.
 
     A fixed number of rounds: all ranks must agree on it. Where ranks share memory, an all-gather takes no time of its
     own, and the first figure is that of a reduce-scatter.

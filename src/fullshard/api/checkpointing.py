@@ -62,7 +62,7 @@ class Checkpointing(Facts):
             prepared.append(value)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Have `save_state` and `load_state` include objects with `state_dict()` and `load_state_dict()`."""
+        """Include objects with `state_dict()` and `load_state_dict()` in `save_state` and `load_state`."""
         wrong = [
             f"{type(item).__name__} (Item at index {index})"
             for index, item in enumerate(objects)
@@ -73,7 +73,7 @@ class Checkpointing(Facts):
         self._custom_objects.extend(objects)
 
     def register_save_state_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        """Have `save_state` call `hook(models, weights, directory)` on every rank; the handle takes it back.
+        """Make `save_state` call `hook(models, weights, directory)` on every rank; the handle takes it back.
 
         It is called when the checkpoint is complete, and may put files and directories of its own beside it. As with
         Accelerate's FSDP, `weights` is empty: the models' weights are in the checkpoint.
@@ -83,7 +83,7 @@ class Checkpointing(Facts):
         return handle
 
     def register_load_state_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        """Have `load_state` call `hook(models, directory)` on every rank before it loads; the handle takes it back.
+        """Make `load_state` call `hook(models, directory)` on every rank before it loads; the handle takes it back.
 
         As with Accelerate's FSDP, `models` is empty: their weights come from the checkpoint.
         """
@@ -191,7 +191,7 @@ class Checkpointing(Facts):
             config.iteration = saving.number_after(path, config)
 
     def keep_copy(self, step: int) -> None:
-        """Renew the copies of the state in host memory that `max_lost_steps` asks for; nothing if it does not.
+        """Renew the copies of the state in host memory that `max_lost_steps` asks for; do nothing if it asks for none.
 
         Call it on every rank after each optimizer step. What is in them is what `save_state` saves.
 
@@ -206,7 +206,7 @@ class Checkpointing(Facts):
             saving.keep_copy(copies, self._training_state(), step)
 
     def load_copy(self) -> int | None:
-        """After a restart: go on from copies in host memory; the step behind them, None if there are none.
+        """Go on from copies in host memory after a restart; return the step behind them, None if there are none.
 
         Call it on every rank once all is prepared. Loaders go on where they were, in the middle of an epoch too.
 

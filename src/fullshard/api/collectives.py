@@ -24,7 +24,7 @@ Reduction = Literal["sum", "mean", "max", "none"]
 
 
 def world_size() -> int:
-    """Ranks of the default process group; 1 without one."""
+    """Return the number of ranks of the default process group; 1 without one."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
@@ -34,7 +34,7 @@ def rank() -> int:
 
 
 def map_leaves(function: Callable[[torch.Tensor], Any], data: Any, *, strict: bool = False) -> Any:
-    """`data` with `function` applied to every tensor in nested lists, (named) tuples and mappings.
+    """Return `data` with `function` applied to every tensor in nested lists, (named) tuples and mappings.
 
     Args:
         function: applied to each tensor.
@@ -54,7 +54,7 @@ def map_leaves(function: Callable[[torch.Tensor], Any], data: Any, *, strict: bo
 
 
 def send_to_device(data: Any, device: torch.device, non_blocking: bool = False) -> Any:
-    """`data` with every tensor, and everything else that has a `.to` method, on `device`."""
+    """Return `data` with every tensor, and everything else that has a `.to` method, on `device`."""
     if isinstance(data, torch.Tensor) or hasattr(data, "to"):  # a PackedSequence is a tuple that knows what may move
         try:
             return data.to(device, non_blocking=non_blocking)
@@ -79,7 +79,7 @@ def _map_items(function: Callable[[Any], Any], data: Any) -> Any:
 
 
 def broadcast_object(value: T) -> T:
-    """Rank 0's `value` on every rank."""
+    """Return rank 0's `value` on every rank."""
     if world_size() == 1:
         return value
     box = [value]

@@ -230,7 +230,7 @@ class ShardedDataLoader(DataLoader[Any]):
             ORDERS.pop(name, None)
 
     def _read(self, discard: int) -> Iterator[tuple[Any, Real | None]]:
-        """Batches, with what is real of their rounds if it is known; after what the loader gives at first."""
+        """Yield batches, with what is real of their rounds if it is known; skip what the loader gives at first."""
         given = iter(self.base_dataloader)
         self.share.note_begun()
         for _ in range(discard):
@@ -239,7 +239,7 @@ class ShardedDataLoader(DataLoader[Any]):
             yield from self.share.unpack(batch)
 
     def state_dict(self) -> dict[str, int]:
-        """Position of the loop: seed, epoch and items used. Valid at any number of ranks."""
+        """Return the position of the loop: seed, epoch and items used. Valid at any number of ranks."""
         consumed = self._place.position(self._updates)
         return {"seed": self._seed, "epoch": self.epoch, "consumed": consumed}
 
@@ -305,11 +305,11 @@ class _LoopPlace:
         return self.start
 
     def end(self) -> None:
-        """It has come to its end."""
+        """End the iteration."""
         self.move_to(self.epoch + 1)
 
     def end_within(self, before: _LoopPlace, *, is_look: bool) -> None:
-        """It is over or broken off, and was within another, which was at `before`."""
+        """End or break off an iteration that was within another, which was at `before`."""
         is_broken_off = self.consumed != 0
         if is_look and is_broken_off:
             self.put_back(before)
@@ -359,7 +359,7 @@ def sampler_of(loader: DataLoader[Any]) -> Any:
 
 
 def _refuse_sharded(loader: DataLoader[Any], world_size: int) -> None:
-    """Data that was divided over the ranks once must not be divided again: most of it would never be seen."""
+    """Refuse data that was divided over the ranks already: divided again, most of it would never be seen."""
     if world_size == 1:
         return
     if isinstance(sampler_of(loader), DistributedSampler):

@@ -8,7 +8,7 @@ from fullshard.launch import RankEnvironment
 
 
 def accumulation_steps(steps: int, environment: RankEnvironment) -> int:
-    """Micro-batches per step on these ranks, so that the batch is that of `steps` on the most that there may be.
+    """Return the micro-batches per step on these ranks that keep the batch of `steps` on the most ranks allowed.
 
     Raises:
         ConfigError: on some number of ranks that there may be the batch is not so many whole micro-batches.

@@ -135,7 +135,7 @@ class Facts(Gathering):
         return any(len(getattr(module, "hf_device_map", None) or ()) > 1 for module in model.modules())
 
     def _shard_size(self) -> int:
-        """Ranks that hold a replica of a model together."""
+        """Return the number of ranks that hold a replica of a model together."""
         sharding = self._config.sharding
         size = sharding.resolved_shard_size(self.process.environment.local_world_size)
         return sharding.resolved_strategy().mesh_shape(self._data_parallel_size, size)[1]

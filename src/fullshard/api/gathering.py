@@ -28,7 +28,7 @@ class Gathering(Processes):
         self._trigger = False
 
     def gather(self, tensor: Any) -> Any:
-        """Tensors of all ranks, concatenated along the first dimension; see `collectives.gather`.
+        """Gather the tensors of all ranks, concatenated along the first dimension; see `collectives.gather`.
 
         Of ranks that compute on the same batch (tensor parallelism) those of one.
         """
@@ -45,7 +45,7 @@ class Gathering(Processes):
         return found if tiles == 1 else collectives.map_leaves(one_of_each, found)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """`gather` without the samples that filled up the last batch of an epoch.
+        """Gather like `gather`, without the samples that filled up the last batch of an epoch.
 
         Args:
             input_data: tensors in any nesting, one row per sample; or a list of objects, one per sample.
@@ -77,7 +77,7 @@ class Gathering(Processes):
         return collectives.map_leaves(cut, data)
 
     def reduce(self, tensor: Any, reduction: collectives.Reduction = "sum", scale: float = 1.0) -> Any:
-        """Tensors combined over all ranks; see `collectives.reduce`.
+        """Combine tensors over all ranks; see `collectives.reduce`.
 
         In a sum ranks that compute on the same batch (tensor parallelism) count once.
         """
@@ -85,7 +85,7 @@ class Gathering(Processes):
         return collectives.reduce(tensor, reduction, scale / copies)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-        """Tensors made equally long on all ranks; see `collectives.pad_across_processes`."""
+        """Pad tensors to one length on all ranks; see `collectives.pad_across_processes`."""
         return collectives.pad_across_processes(tensor, dim, pad_index, pad_first)
 
     def set_trigger(self) -> None:
@@ -99,7 +99,7 @@ class Gathering(Processes):
         return bool(collectives.reduce(flag, "max").item())
 
     def _real_rows(self, rows: int) -> int:
-        """Rows that are not repetitions, of `rows` gathered in the current step."""
+        """Return how many of `rows` gathered in the current step are no repetitions."""
         loader = self.gradient_state.active_dataloader
         return loader.real_rows(rows) if isinstance(loader, ShardedDataLoader) else rows
 

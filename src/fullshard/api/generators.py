@@ -29,7 +29,7 @@ def held_by(holder: object) -> Iterator[Any]:
 
 
 def seed(generator: Any, number: int) -> Callable[[], object]:
-    """Seed one, or the one that the module `random` or `numpy.random` has; returns what gives it its state back."""
+    """Seed a generator, or that of the module `random` or `numpy.random`; return a function that restores its state."""
     back: Callable[[], object]
     if isinstance(generator, torch.Generator):
         back = partial(generator.set_state, generator.get_state())

@@ -89,7 +89,7 @@ class Loaders(Checkpointing):
 
     @contextlib.contextmanager
     def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> Iterator[None]:
-        """Loaders that are iterated inside may be told not to fill up their last step.
+        """Let loaders that are iterated within the block leave their last step as it is, instead of filling it up.
 
         Inside it is an error if some ranks have more batches than others: a sharded model runs on all ranks or on none.
 
@@ -137,7 +137,7 @@ class Loaders(Checkpointing):
             self._say(message)
 
     def _say_order(self, loader: DataLoader[Any]) -> None:
-        """Seeded samplers are no choice; say so where one was chosen."""
+        """Say that a choice of samplers without seeds has no effect, if one was made."""
         if not self.dataloader_config.use_seedable_sampler and hasattr(sampler_of(loader), "generator"):
             self._say_once(
                 "use_seedable_sampler=False has no effect: the order of samples follows from seed and epoch, "

@@ -89,7 +89,7 @@ class MemoryTimeline:
         return Moment(event, {**held, REST: max(0, rest - self._rest_before)})
 
     def _held(self) -> dict[str, int]:
-        """Bytes on the device that the engine and the optimizer hold, by the planner's categories."""
+        """Return the bytes on the device that the engine and the optimizer hold, by the planner's categories."""
         buckets = [bucket for unit in self._units for bucket in unit.buckets]
         gradients = [bucket.gradient for bucket in buckets if bucket.gradient is not None]
         state = [

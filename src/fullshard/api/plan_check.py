@@ -211,7 +211,7 @@ class PlanCheck:
         return [Deviation("pieces of matrices sent", planned, found)] if planned or found else []
 
     def _state_nbytes(self, parameter: ShardedParameter) -> float:
-        """Per element."""
+        """Return the bytes of state per element."""
         row = self._job.planned_optimizer
         if row.matrix is None:
             return row.state_nbytes(dtype_name(parameter.dtype))
@@ -307,7 +307,7 @@ def planned_optimizer(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 def _copies(planned: Traffic, found: Traffic) -> list[Deviation]:
-    """Between host and device, if anything is."""
+    """Compare the copies between host and device, if there are any."""
     both = [
         Deviation("copied to the device", planned.to_device_nbytes, found.to_device_nbytes),
         Deviation("copied to the host", planned.to_host_nbytes, found.to_host_nbytes),
@@ -329,12 +329,12 @@ def _compare_events(planned: list[Event], found: list[Event]) -> Deviation:
 
 
 def _gathered_nbytes(units: list[Unit]) -> int:
-    """Bytes of unsharded parameters that exist right now."""
+    """Return the bytes of unsharded parameters that exist right now."""
     return sum(bucket.buffer.nbytes for unit in units for bucket in unit.buckets)
 
 
 def _main_gradients_nbytes(units: list[Unit]) -> int:
-    """Bytes of main gradients that exist right now."""
+    """Return the bytes of main gradients that exist right now."""
     gradients = [bucket.gradient for unit in units for bucket in unit.buckets]
     return sum(gradient.held_nbytes for gradient in gradients if gradient is not None)
 
@@ -353,7 +353,7 @@ def _most_gathered(events: list[Event], layout: ModelLayout) -> int:
 
 
 def storage_nbytes(tensors: Iterable[torch.Tensor | None]) -> int:
-    """Bytes of the storages behind `tensors`, each counted once."""
+    """Return the bytes of the storages behind `tensors`, each counted once."""
     storages = {
         torch_private.storage_id(s): s.nbytes() for t in tensors if t is not None for s in [t.untyped_storage()]
     }

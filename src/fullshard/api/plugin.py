@@ -170,7 +170,7 @@ class FullyShardedDataParallelPlugin:
         return _shown(name, self._in_effect(config).get(name))
 
     def _precision_in_effect(self, said: Mapping[str, Any] | None) -> MixedPrecisionPolicy | None:
-        """The policy that models are sharded with; None if no dtype is changed."""
+        """Return the policy that models are sharded with; None if no dtype is changed."""
         try:
             precision = self._beneath(said).precision
         except ConfigError:
@@ -428,7 +428,7 @@ def configured_policy(config: ShardingConfig) -> WrapPolicy:
 
 
 def say_once(notes: Iterable[Note]) -> None:
-    """Warn of what became of a script's or the environment's settings: once, and on the main rank only."""
+    """Warn once, on the main rank only, of what became of a script's or the environment's settings."""
     for note in notes:
         message = str(note)
         if message not in _ALREADY_SAID and read_rank_environment().is_main:
@@ -442,7 +442,7 @@ def tell_transformers() -> None:
 
 
 def modules_matching(model: nn.Module, pattern: str) -> list[nn.Module]:
-    """Modules whose whole qualified name matches the regular expression.
+    """Return the modules whose whole qualified name matches the regular expression.
 
     Raises:
         ConfigError: it is not a regular expression, or matches nothing.
@@ -492,7 +492,7 @@ def _offload_fields(value: Any) -> dict[str, Any]:
 
 
 def _precision_settings(policy: Any) -> dict[str, Any] | None:
-    """Keyword arguments for `PrecisionConfig` from a mode, a dict, or any policy with dtype attributes."""
+    """Return keyword arguments for `PrecisionConfig` from a mode, a dict, or any policy with dtype attributes."""
     if policy is None:
         return None
     if isinstance(policy, torch.dtype):  # Accelerate's `set_mixed_precision` takes a mode's
@@ -571,7 +571,7 @@ _ASKED = ("module", "recurse", "nonwrapped_numel")
 
 
 def _check_complete(policy: Callable[..., Any]) -> None:
-    """See to it that a policy of the general form has all that it is not asked with."""
+    """Refuse a policy of the general form that needs arguments which it is not called with."""
     parameters = inspect.signature(policy).parameters.values()
     named = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     lacking = [name for name in named if name not in _ASKED]
@@ -584,7 +584,7 @@ def _check_complete(policy: Callable[..., Any]) -> None:
 
 
 def _check_alone_by_size(policy: Any, keywords: Mapping[str, Any]) -> None:
-    """See to it that torch's policy by size has no exceptions but its own: units here are chosen by size alone."""
+    """Refuse exceptions of torch's policy by size other than its own: units here are chosen by size alone."""
     for name in ("exclude_wrap_modules", "force_leaf_modules"):
         if keywords.get(name) not in (None, getattr(policy, name.upper())):
             raise ConfigError(

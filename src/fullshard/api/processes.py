@@ -65,12 +65,12 @@ class Processes:
         self.process.barrier()
 
     def print(self, *values: Any, **options: Any) -> None:
-        """`print`, on the first rank of each host."""
+        """Print like `print`, on the first rank of each host."""
         if self.is_local_main_process:
             print(*values, **options)  # noqa: T201 -- that is what it is for
 
     def main_process_first(self) -> contextlib.AbstractContextManager[None]:
-        """Rank 0 runs the block before the others (who then find what it downloaded or cached)."""
+        """Let rank 0 run the block before the other ranks (which then find what it downloaded or cached)."""
         return self._first(self.is_main_process)
 
     def local_main_process_first(self) -> contextlib.AbstractContextManager[None]:
@@ -78,25 +78,25 @@ class Processes:
         return self._first(self.is_local_main_process)
 
     def on_main_process(self, function: FunctionT) -> FunctionT:
-        """Decorator: the function runs on rank 0 and returns None elsewhere."""
+        """Decorate a function to run on rank 0 and return None elsewhere."""
         return self._only(self.is_main_process, function)
 
     def on_local_main_process(self, function: FunctionT) -> FunctionT:
-        """Decorator: the function runs on the first rank of each host and returns None elsewhere."""
+        """Decorate a function to run on the first rank of each host and return None elsewhere."""
         return self._only(self.is_local_main_process, function)
 
     def on_last_process(self, function: FunctionT) -> FunctionT:
-        """Decorator: the function runs on the last rank and returns None elsewhere."""
+        """Decorate a function to run on the last rank and return None elsewhere."""
         return self._only(self.is_last_process, function)
 
     def on_process(self, function: FunctionT | None = None, process_index: int | None = None) -> Any:
-        """Decorator: the function runs on the given rank and returns None elsewhere."""
+        """Decorate a function to run on the given rank and return None elsewhere."""
         if function is None:
             return functools.partial(self.on_process, process_index=process_index)
         return self._only(self.process_index == process_index, function)
 
     def on_local_process(self, function: FunctionT | None = None, local_process_index: int | None = None) -> Any:
-        """Decorator: the function runs on the given rank of each host and returns None elsewhere."""
+        """Decorate a function to run on the given rank of each host and return None elsewhere."""
         if function is None:
             return functools.partial(self.on_local_process, local_process_index=local_process_index)
         return self._only(self.local_process_index == local_process_index, function)

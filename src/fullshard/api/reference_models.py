@@ -24,7 +24,7 @@ _awaited: set[str] = set()
 
 
 def shard_reference_models(ours: type) -> None:
-    """Have these functions shard with the Accelerator that they are given, if it is of the class `ours`."""
+    """Make these functions shard with the Accelerator that they are given, if it is of the class `ours`."""
     for home in _FUNCTIONS.keys() - _awaited:
         _awaited.add(home)
         after_import(home, functools.partial(_replace, ours=ours))

@@ -77,7 +77,7 @@ class Reporting(Checkpointing):
     def log(
         self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Mapping[str, Any] | None = None
     ) -> None:
-        """Hand values to all trackers, on the main process.
+        """Log values with all trackers, on the main process.
 
         Args:
             values: numbers and strings by name.
@@ -92,7 +92,7 @@ class Reporting(Checkpointing):
 
     @contextlib.contextmanager
     def profile(self, profile_handler: Any = None) -> Iterator[torch.profiler.profile]:
-        """Profile what is inside, on every rank. The engine's events are rows of the traces, with a range per unit.
+        """Profile the block, on every rank. The engine's events are rows of the traces, with a range per unit.
 
         Args:
             profile_handler: `ProfileKwargs`, Accelerate's or fullshard's; default: the one in `kwargs_handlers`. With
@@ -169,7 +169,7 @@ def _tracker_name(tracker: Any) -> str:
 
 
 def _check_names(named: Mapping[str, Any], started: Iterable[Any]) -> None:
-    """See to it that `init_kwargs` is for trackers that there are; those of other runs may be among them."""
+    """Check that `init_kwargs` is for trackers that there are; those of other runs may be among them."""
     known = {*_accelerates().LOGGER_TYPE_TO_CLASS, *map(_tracker_name, started)}
     for name in named.keys() - known:
         raise ConfigError(f"init_kwargs: no tracker is called {name!r}", hint=suggestion(name, sorted(known)))

@@ -34,7 +34,7 @@ def checkpoint_nbytes(model: nn.Module, optimizer: Any) -> int:
 
 
 def check_room(place: Location, nbytes: int, count: int, say: Callable[[str], None]) -> None:
-    """Look whether `count` more checkpoints of `nbytes` bytes fit in a directory.
+    """Check whether `count` more checkpoints of `nbytes` bytes fit in a directory.
 
     What its file system says counts. A quota that it does not know of and an object store show at the first save.
 

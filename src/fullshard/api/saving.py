@@ -84,7 +84,7 @@ class TrainingState:
     config: Mapping[str, Any]
 
     def parts(self) -> list[Part]:
-        """Models with their optimizers: several in one `Together` that share one. A model with two comes twice.
+        """Return models with their optimizers: several in one `Together` that share one. A model with two comes twice.
 
         Raises:
             CheckpointError: an optimizer that holds no prepared model's parameters.
@@ -304,7 +304,7 @@ def call_save_hooks(hooks: Iterable[Callable[..., Any]], models: list[nn.Module]
 
 
 def announce(state: TrainingState, saver: checkpoint.AsyncSaver) -> None:
-    """Have `saver` take its memory while training begins."""
+    """Make `saver` take its memory while training begins."""
     with contextlib.suppress(CheckpointError):  # models and optimizers that fit only when all are prepared
         saver.reserve(state.parts())
 
@@ -458,7 +458,7 @@ def save_object(obj: Any, path: Path, *, safe: bool) -> None:
 
 
 def _foreign_entries(path: Location) -> list[str]:
-    """Names in a directory that no checkpoint of ours put there."""
+    """Return the names in a directory that no checkpoint of ours put there."""
     if not path.is_dir():
         return []
     if isinstance(path, ObjectPath):  # which may hold what a save that was killed has left
@@ -474,7 +474,7 @@ def _names(path: Path) -> set[str]:
 
 
 def _names_of_hooks(path: Location) -> set[str]:
-    """Names in a checkpoint that a script's hooks put there."""
+    """Return the names in a checkpoint that a script's hooks put there."""
     if not (path / _HOOKS).is_file():
         return set()
     try:

@@ -94,7 +94,7 @@ class Setup:
         return cls(config.sharding, config.precision, plugin, autocast, config.training)
 
     def wrap_policy(self) -> WrapPolicy:
-        """Selects units. The plugin is asked now, because scripts change its policy after they made the Accelerator."""
+        """Return the policy that selects units: the plugin's at this moment, because scripts change it at any time."""
         return configured_policy(self.sharding) if self.plugin is None else self.plugin.wrap_policy()
 
     def ignored_modules(self, model: nn.Module) -> list[nn.Module]:
@@ -105,7 +105,7 @@ class Setup:
         return [] if expression is None else modules_matching(model, expression)
 
     def compile_options(self) -> dict[str, Any]:
-        """Arguments for `torch.compile`."""
+        """Return the arguments for `torch.compile`."""
         config = self.sharding
         options = {
             "backend": config.compile_backend,
@@ -228,7 +228,7 @@ def _say_how(model: nn.Module, config: ShardingConfig, say: Callable[[str], None
 
 
 def _check_split(model: nn.Module, device_mesh: DeviceMesh) -> None:
-    """See to it that tensor parallelism that was asked for is there: otherwise its ranks would all do the same."""
+    """Refuse a model that tensor parallelism was asked for and has not split: its ranks would all do the same."""
     if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise ConfigError(
             f"parallelism_config has tp_size = {device_mesh['tp'].size()}, but no layer of {type(model).__name__} is "
@@ -263,7 +263,7 @@ def _units(model: nn.Module, setup: Setup, ignored: Sequence[nn.Module], process
 
 
 def _change_forwards(model: nn.Module, units: list[nn.Module], setup: Setup, device: torch.device) -> None:
-    """Activation checkpointing, compilation and autocast, from the inside to the outside."""
+    """Apply activation checkpointing, compilation and autocast, from the inside to the outside."""
     config = setup.sharding
     if config.activation_checkpointing:
         if not units:

@@ -68,7 +68,7 @@ class Share:
         return not is_sequential or callable(getattr(self._dataset, "set_epoch", None))
 
     def arguments(self, loader: DataLoader[Any]) -> dict[str, Any]:
-        """Arguments for the divided loader."""
+        """Return the arguments for the divided loader."""
         common = {"dataset": loader.dataset, "collate_fn": loader.collate_fn}
         if self._as_sampler:
             return common | {"batch_size": None, "sampler": self._sampler}
@@ -104,7 +104,7 @@ class Share:
         self._sampler.forget()
 
     def unpack(self, given: Any) -> Iterable[tuple[Any, Real | None]]:
-        """Batches in what the loader gave, each with what is real of its round if that is known."""
+        """Return the batches that the loader gave, each with what is real of its round if that is known."""
         return [(given, None)]
 
 
@@ -182,7 +182,7 @@ class _DealtSampler(Sampler[Any]):
                 yield batch
 
     def _size_to_keep(self) -> int | None:
-        """Samples that a batch is to have on every rank; None: as many as it has."""
+        """Return the samples that a batch is to have on every rank; None: as many as it has."""
         size = getattr(self.batch_sampler, "batch_size", None)
         return size if self._deal.even and self._deal.world_size > 1 and isinstance(size, int) else None
 

@@ -101,14 +101,14 @@ class NoWeights:
         """Do nothing: there is no source to look up."""
 
     def make_whole(self, module: nn.Module, device: torch.device) -> None:
-        """Buffers come with the model, and lose their data when they are moved to the meta device."""
+        """Do nothing: buffers come with the model, and lose their data when they are moved to the meta device."""
 
     def holds(self, slot: Slot) -> bool:
         """Return True for every slot."""
         return True
 
     def read(self, slot: Slot, interval: Interval, out: torch.Tensor) -> None:
-        """There is nothing to write to."""
+        """Do nothing: the target has no memory."""
 
     def initialize(self, module: nn.Module) -> bool:
         """Return True: parameters without data need no values."""
@@ -234,7 +234,7 @@ def _second_step(
 
 
 def transformers_model(values: dict[str, Any], *, attention: str | None = None) -> Callable[[], nn.Module]:
-    """Builds what a `config.json` describes: a causal language model, or one with an encoder and a decoder.
+    """Return a function that builds a `config.json`'s model: a causal one, or one with an encoder and a decoder.
 
     Args:
         values: what the file says.

@@ -127,7 +127,7 @@ class GradientState:
         return -1 if loader is None or loader.remainder is None else loader.remainder
 
     def join(self, earlier: GradientState) -> None:
-        """Be one with that of an earlier Accelerator: both see every loop and every step, counted as this one says."""
+        """Share the state of an earlier Accelerator: both see every loop and every step, counted as this one says."""
         fields = vars(earlier)
         fields["plugin_kwargs"] = self.plugin_kwargs
         if not earlier.in_dataloader:  # what an earlier run began is over
@@ -143,14 +143,14 @@ class GradientState:
             self.sync_gradients = self.step % self.num_steps == 0
 
     def enter_loader(self, loader: Loader) -> list[weakref.ref[Loader] | None]:
-        """Iteration of a loader begins. Returns the loops before it, for `resume_loops`."""
+        """Note that iteration of a loader begins. Returns the loops before it, for `resume_loops`."""
         before = self._dataloader_references_ref
         self.leave_loader(loader)
         self._dataloader_references_ref.append(weakref.ref(loader))
         return before
 
     def leave_loader(self, loader: Loader) -> None:
-        """Iteration of a loader ended, or was broken off."""
+        """Note that iteration of a loader ended, or was broken off."""
         self._dataloader_references_ref = [
             held for held in self._dataloader_references_ref if held is None or held() not in (None, loader)
         ]

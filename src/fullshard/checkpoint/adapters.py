@@ -48,7 +48,7 @@ HOW_TO_SAVE_INNER = (
 
 
 def adapter_parameter_names(model: nn.Module) -> Container[str]:
-    """Names of what belongs to the adapters of `model`, and of all that is trained besides; nothing without adapters.
+    """Return the names of adapter parameters of `model`, and of all others that are trained; none without adapters.
 
     A collective.
     """
@@ -164,7 +164,7 @@ def _by_name(model: nn.Module) -> dict[str, LocalTensor]:
 
 @contextlib.contextmanager
 def _unpruned(config: Any) -> Iterator[None]:
-    """Without the ranks that AdaLoRA has given up, which PEFT cuts out of what it stores."""
+    """Return the state without the ranks that AdaLoRA has given up, which PEFT cuts out of what it stores."""
     ranks = getattr(config, "rank_pattern", None)
     if ranks:
         config.rank_pattern = None

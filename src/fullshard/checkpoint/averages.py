@@ -70,7 +70,7 @@ def average_tensors(average: EMA, parameters: Sequence[LocalTensor]) -> Iterator
 def average_records(
     average: EMA, parameters: Sequence[LocalTensor], manifest: Manifest, primary: Mapping[str, str], problems: list[str]
 ) -> Iterator[tuple[str, LocalTensor, StateTensorRecord, torch.Tensor]]:
-    """(name in the file, parameter, where it is stored, this rank's part) of each; what is not there is a problem."""
+    """Return (name in the file, parameter, place in storage, this rank's part) of each; absent ones are problems."""
     saved = manifest.optimizer.state if manifest.optimizer is not None else {}
     for local, held in average_tensors(average, parameters):
         name = primary.get(local.name, local.name)

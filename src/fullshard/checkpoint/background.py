@@ -106,7 +106,7 @@ class AsyncSaver:
         return pending.destination.final
 
     def make_room(self) -> None:
-        """See to it that no save is under way, or raise. A collective.
+        """Wait for a save under way, or refuse to, as `when_busy` says. A collective.
 
         Raises:
             CheckpointError: as for `save`.

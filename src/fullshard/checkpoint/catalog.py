@@ -118,7 +118,7 @@ def prune(root: Location, *, keep: int, thorough: bool = False, dry_run: bool = 
 
 
 def _newest_first(root: Location) -> list[tuple[Location, list[tuple[Location, Manifest]]]]:
-    """Checkpoints with readable manifests (one, or one per part), newest first; the others are logged."""
+    """Return checkpoints with readable manifests (one, or one per part), newest first; log the others."""
     found = []
     for directory in entries_of(root) if root.is_dir() else []:
         if directory.name.startswith(TEMP_PREFIX) or not directory.is_dir() or _is_superseded(directory):

@@ -82,7 +82,7 @@ def coded_tensors(state: Mapping[str, Any]) -> tuple[dict[str, CodedTensor], set
 
 
 def rows_of(optimizer: Any, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The averages of which one parameter's state has several in one tensor, uncoded: each as `KEY.ROW`, a view."""
+    """Return a state's averages that share one uncoded tensor, one a row: each as `KEY.ROW`, a view."""
     if not is_of(optimizer, "bitsandbytes"):
         return {}
     return {
@@ -118,7 +118,7 @@ def _of_torchao(value: Any, bits: int) -> CodedTensor:
 
 
 def fresh_state(optimizer: Any, group: int, index: int) -> dict[str, Any] | None:
-    """State as the optimizer would make it in its first step, for its parameter `index` of group `group`.
+    """Return the state that the optimizer would make in its first step, for its parameter `index` of group `group`.
 
     Returns:
         None for an optimizer whose state is made of ordinary tensors.

@@ -335,7 +335,7 @@ def _state_report(entry: StateEntry, rank: int) -> StateReport:
 def _merge_tensors(
     known: Sequence[LocalTensor], reports: Sequence[RankReport], is_stored: Callable[[LocalTensor], bool]
 ) -> dict[str, TensorRecord]:
-    """Records of the parameters or buffers that rank 0 knows, with the pieces that all ranks wrote."""
+    """Merge the records of the parameters or buffers that rank 0 knows with the pieces that all ranks wrote."""
     records = {}
     for local in known:
         pieces = []
@@ -359,7 +359,7 @@ def _merge_tensors(
 
 
 def _merge_state(reports: Sequence[RankReport]) -> dict[str, dict[str, StateTensorRecord | StateValueRecord]]:
-    """Optimizer state of all ranks; what must be the same on all of them is compared."""
+    """Merge the optimizer state of all ranks; compare what must be the same on all of them."""
     merged: dict[str, dict[str, StateTensorRecord | StateValueRecord]] = {}
     first: dict[tuple[str, str], tuple[int, StateReport]] = {}
     pieces: dict[tuple[str, str], list[PieceRecord]] = {}

@@ -70,12 +70,12 @@ class Group:
         return self._apply([(pattern, name, get(name)) for pattern, name in self.takes], outline)
 
     def convert_meta(self, metas: Mapping[str, torch.Tensor], outline: Outline) -> dict[str, torch.Tensor]:
-        """Names, shapes and dtypes of what is made."""
+        """Return the names, shapes and dtypes of the tensors that are made."""
         with torch.device("meta"):
             return self.convert(lambda name: metas[name].to("meta"), outline)
 
     def row(self, index: int, get: Callable[[str], torch.Tensor], outline: Outline) -> torch.Tensor:
-        """Row `index` of what is made; see `has_rows`."""
+        """Return row `index` of what is made; see `has_rows`."""
         by_pattern = self._by_pattern()
         taken = [(pattern, names[index], get(names[index])) for pattern, names in by_pattern.items()]
         return next(iter(self._apply(taken, outline).values()))
@@ -211,7 +211,7 @@ class Rules:
 
 
 def loading_rules(model: nn.Module, outline: Outline, key_mapping: Mapping[str, str] | None = None) -> Rules:
-    """Rules from a Hugging Face directory to `model`.
+    """Return the rules from a Hugging Face directory to `model`.
 
     Args:
         model: a Transformers model.
@@ -231,7 +231,7 @@ def loading_rules(model: nn.Module, outline: Outline, key_mapping: Mapping[str, 
 
 
 def saving_rules(model: nn.Module, outline: Outline) -> Rules:
-    """Rules from `model` to a Hugging Face directory: those it was loaded by, reversed, or else those of its kind."""
+    """Return the rules from `model` to a Hugging Face directory: its load's, reversed, or else those of its kind."""
     mapping = _conversion_mapping()
     if mapping is None or not hasattr(getattr(model, "config", None), "save_pretrained"):
         return Rules(outline, ())
@@ -271,7 +271,7 @@ def _renamed(name: str, renamings: Iterable[Any]) -> str:
 
 
 def _natural(name: str) -> list[tuple[int, Any, int]]:
-    """Sorts the second expert before the tenth, as Transformers does, whose order of a group's tensors this is."""
+    """Return a sort key that puts the second expert before the tenth, as Transformers orders a group's tensors."""
     parts: list[tuple[int, Any, int]] = []
     for part in name.split("."):
         if part.isdigit():

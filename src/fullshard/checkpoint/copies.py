@@ -327,7 +327,7 @@ class _Copy:
         self._held: dict[str, list[int]] = {}
 
     def lacking(self) -> str:
-        """Prove all files that are on any host, and say which is whole on none; nothing if there is none such."""
+        """Verify all files on any host, and name those that no host has whole; an empty text if there are none."""
         hosts, problems = self._hosts, list[str]()
         whole = []
         for name in sorted(self._manifest.files)[hosts.local_rank :: hosts.per_host]:
@@ -348,7 +348,7 @@ class _Copy:
         )
 
     def bring(self, manifest: Manifest, kinds: Sequence[str], files: Set[str]) -> None:
-        """See to it that this host has, whole, what its ranks will read."""
+        """Bring the files that its ranks will read to this host, whole."""
         ranks, rank = self._ranks, self._hosts.rank
         found = transfers(ranks.everywhere(sorted(files)), self._held, self._hosts)
         sizes = {name: record.nbytes for name, record in manifest.files.items()}
@@ -380,7 +380,7 @@ class _Copy:
 
 
 def _offered(directory: Path, ranks: Ranks, newer_than: float) -> Iterator[tuple[str, bytes]]:
-    """Copies that any host has sealed after a time, the newest first: names and manifests. A collective."""
+    """Return names and manifests of copies that any host has sealed after a time, the newest first. A collective."""
     mine: dict[str, float] = {}
     for path in sorted(directory.glob("step-*")):
         try:

@@ -177,7 +177,7 @@ class StoredForm:
         return cls(model, local_tensors(model), cast=cast)
 
     def gather(self, batch: Batch) -> Callable[[], list[torch.Tensor]]:
-        """Bring together what a batch is made of, which is a collective; what is returned makes it."""
+        """Gather the parts of a batch, which is a collective; the returned function makes the batch."""
         makers = [self._gather(source) for source in batch.sources]
         return lambda: [make() for make in makers]
 
@@ -251,7 +251,7 @@ def _write_weights(directory: Path, plan: _Plan, convert: StoredForm, ranks: Ran
 def _write_configuration(
     directory: Path, model: nn.Module, cast: torch.dtype | None, merged: MergedModel | None
 ) -> None:
-    """`config.json` and `generation_config.json`, if it is a Transformers model."""
+    """Write `config.json` and `generation_config.json`, if it is a Transformers model."""
     if merged is not None:
         model = merged.base
     config: Any = getattr(model, "config", None)

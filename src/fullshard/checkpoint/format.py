@@ -296,14 +296,14 @@ class Manifest(_Record):
         return stored_tensors(self.parameters | self.buffers, self.optimizer)
 
     def file_name(self, kind: str, rank: int) -> str:
-        """Name of the data file of one rank."""
+        """Return the name of the data file of one rank."""
         return rank_file_name(kind, rank, self.save_id if self.own_names else "")
 
 
 def stored_tensors(
     model: Mapping[str, TensorRecord], optimizer: OptimizerRecord | None
 ) -> Iterator[tuple[Kind, str, TensorRecord]]:
-    """Kind of file, name in that file, and record, of every tensor of model and optimizer that is stored."""
+    """Return kind of file, name in that file, and record, of every tensor of model and optimizer that is stored."""
     for name, record in model.items():
         if record.is_stored:
             yield "model", name, record
@@ -341,12 +341,12 @@ def is_part(name: str) -> bool:
 
 
 def rank_file_name(kind: str, rank: int, save_id: str = "") -> str:
-    """Name of the data file of one rank. `kind` is `model`, `optimizer` or `state`; see `Manifest.own_names`."""
+    """Return the name of one rank's data file. `kind` is `model`, `optimizer` or `state`; see `Manifest.own_names`."""
     return f"{kind}-rank{rank:05d}{'.' * bool(save_id)}{save_id}.safetensors"
 
 
 def rank_metadata(save_id: str, rank: int) -> dict[str, str]:
-    """Text in the header of the data file of one rank."""
+    """Return the text in the header of the data file of one rank."""
     return {"format": "pt", "save_id": save_id, "rank": str(rank)}
 
 
@@ -415,7 +415,7 @@ def read_manifest(directory: Location) -> Manifest:
 
 
 def read_manifest_bytes(directory: Location) -> bytes:
-    """Contents of the manifest file. Raises `CheckpointError` if there is none, or what is there cannot be one."""
+    """Return the bytes of the manifest file. Raises `CheckpointError` if there is none, or it cannot be one."""
     path = directory / MANIFEST_NAME
     try:
         if isinstance(path, ObjectPath):

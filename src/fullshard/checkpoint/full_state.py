@@ -99,7 +99,7 @@ def _by_name(
 
 
 def _saves_alone(model: nn.Module) -> Callable[..., Any]:
-    """Around `save_lora_adapter` of diffusers, which nobody tells whether this is the main process."""
+    """Return a `save_lora_adapter` for many ranks: diffusers' own does not know which is the main process."""
     save: Any = model.save_lora_adapter
 
     @functools.wraps(save)
@@ -164,7 +164,7 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True, cpu: bool = Tr
 
 @contextlib.contextmanager
 def whole_in_state_dicts(model: nn.Module, whole: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Inside, `state_dict()` of the model and of each module in it has whole tensors, on this rank alone.
+    """Make `state_dict()` of the model and of each module in it return whole tensors, on this rank alone.
 
     For code that saves a model in its own way, a module at a time. Nothing can be gathered while it does, because the
     other ranks do not take part; so a forward is an error.

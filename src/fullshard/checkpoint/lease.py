@@ -43,7 +43,7 @@ _THREAD = "fullshard-lease"
 
 @contextlib.contextmanager
 def lease(directory: Location) -> Iterator[None]:
-    """Have `directory`, and what is held in it meanwhile, to oneself inside. Called on one rank.
+    """Hold `directory`, and what is held in it meanwhile, for this process alone. Called on one rank.
 
     Args:
         directory: is made if it is not there.
@@ -60,7 +60,7 @@ def lease(directory: Location) -> Iterator[None]:
 
 
 def hold_folder(directory: Location) -> bool:
-    """Have `directory` to oneself until this process ends, or `let_go`; whether it was not one's own before.
+    """Hold `directory` for this process alone until it ends, or `let_go`; return whether it did not hold it before.
 
     Raises:
         ConfigError: as for `lease`; so, too, if another job has something in the folder to itself.
@@ -80,7 +80,7 @@ def hold_folder(directory: Location) -> bool:
 
 
 def hold_name(path: Location) -> bool:
-    """Have what is called `path` to oneself, as `hold_folder` does; whether this process had not yet, nor its folder.
+    """Hold the name `path` alone, as `hold_folder` does; return whether this process held neither it nor its folder.
 
     Raises:
         ConfigError: another job has it, or the folder that it is in.

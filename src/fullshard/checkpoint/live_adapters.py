@@ -119,7 +119,7 @@ def _layers(model: nn.Module) -> Iterator[Any]:
 
 
 def _change(layer: Any, change: Callable[[Any], object]) -> None:
-    """Have PEFT change a copy of a layer that is whole; keep this rank's part of its base weights."""
+    """Let PEFT change a copy of a layer that is whole; keep this rank's part of its base weights."""
     known = {id(local.tensor): local for local in local_tensors(layer)}
 
     def whole(tensor: torch.Tensor) -> torch.Tensor:

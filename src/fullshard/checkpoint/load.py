@@ -290,7 +290,7 @@ class _Load:
         return stored
 
     def files(self) -> set[str]:
-        """Names of the files that `read` reads."""
+        """Return the names of the files that `read` reads."""
         manifest = self.manifest
         names = {manifest.file_name("state", 0), manifest.file_name("state", self.rank)} & manifest.files.keys()
         for target in self.targets:

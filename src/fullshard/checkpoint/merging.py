@@ -140,7 +140,7 @@ def check_mergeable(model: nn.Module) -> None:
 
 
 def _walk(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module, bool]]:
-    """Modules by the name they have in the merged model, and whether adapters are at work in them."""
+    """Yield modules by their name in the merged model, and whether adapters are at work in them."""
     wraps = hasattr(module, "unload_and_optionally_merge_module") or hasattr(module, "base_layer")
     yield path, module, wraps
     if not wraps:
@@ -196,7 +196,7 @@ def copy_module(
 
 
 def _named_tensors(module: nn.Module, path: str, *, recurse: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and persistent buffers by name."""
+    """Yield parameters and persistent buffers by name."""
     for inner_path, inner in module.named_modules() if recurse else [("", module)]:
         for name, tensor in [*inner._parameters.items(), *inner._buffers.items()]:
             if tensor is not None and name not in torch_private.non_persistent_buffers(inner):

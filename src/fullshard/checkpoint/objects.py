@@ -70,7 +70,7 @@ class ObjectPath:
         return [ObjectPath(self.scheme, self.parts[:count]) for count in range(len(self.parts) - 1, 0, -1)]
 
     def with_name(self, name: str) -> ObjectPath:
-        """Another one beside it."""
+        """Return another object beside it."""
         return ObjectPath(self.scheme, (*self.parts[:-1], name))
 
     def is_relative_to(self, other: object) -> bool:
@@ -81,11 +81,11 @@ class ObjectPath:
         )
 
     def absolute(self) -> ObjectPath:
-        """Itself."""
+        """Return the location itself."""
         return self
 
     def resolve(self) -> ObjectPath:
-        """Itself: a store has no links."""
+        """Return the location itself: a store has no links."""
         return self
 
     def is_symlink(self) -> bool:
@@ -147,7 +147,7 @@ class ObjectPath:
             return bytes(self._files().cat_file(str(self)))
 
     def read_ranges(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Bytes [start, stop) of an object, several at once where the store's client can."""
+        """Return bytes [start, stop) of an object, several ranges at once where the store's client can."""
         starts, stops = zip(*ranges, strict=True)
         with asked(self, "read"):
             urls = [str(self)] * len(ranges)
@@ -231,7 +231,7 @@ def read_small(path: Location, *, limit_nbytes: int = SMALL_NBYTES) -> bytes:
 
 @contextlib.contextmanager
 def asked(path: ObjectPath, what: str) -> Iterator[None]:
-    """Turn whatever a client of a store raises into a `StoreError`, but for what says that something is not there."""
+    """Turn the errors of a store's client into a `StoreError`, except those that say that an object is missing."""
     try:
         yield
     except (*_MISSING, FileExistsError, FullshardError):
@@ -293,7 +293,7 @@ def at_exit(function: Callable[[], None]) -> None:
 
 
 def sizes_in(directory: Location, names: Iterable[str]) -> dict[str, int]:
-    """Bytes of those files directly in a directory that are there; of an object store in one request."""
+    """Return the sizes of those files that are directly in a directory; of an object store in one request."""
     if isinstance(directory, ObjectPath):
         there = directory.beneath()
         return {name: there[name] for name in names if name in there}

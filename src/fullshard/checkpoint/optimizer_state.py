@@ -93,7 +93,7 @@ def group_records(
 
 
 def state_entries(optimizer: torch.optim.Optimizer, parameters: Sequence[LocalTensor]) -> Iterator[StateEntry]:
-    """State this rank is to report: that of parameters of which it saves at least one element, and of its matrices.
+    """Yield the state this rank is to report: of parameters of which it saves an element, and of its matrices.
 
     Raises:
         CheckpointError: state that is laid out neither like its parameter nor alike on all ranks.

@@ -52,7 +52,7 @@ def _without_wrappers(path: str) -> str:
 
 
 def not_ignored(names: Set[str], model: nn.Module, attribute: str) -> set[str]:
-    """Names but for those that the model's class says are no matter, as Transformers has it."""
+    """Return the names without those that the model's class says do not matter, as Transformers has it."""
     patterns = list(getattr(model, attribute, None) or ())
     if attribute == "_keys_to_ignore_on_load_unexpected":
         # Buffers that earlier versions stored in every layer.

@@ -140,7 +140,7 @@ def _dtype(dtype: torch.dtype | str | None, config: Any, stored: Mapping[str, Te
 
 
 def _keep_in_fp32(model: nn.Module, dtype: torch.dtype) -> None:
-    """Some models name modules that stay in fp32 whatever the rest is in."""
+    """Keep the modules in fp32 that some models name, whatever the dtype of the rest."""
     if not hasattr(model, "_get_dtype_plan"):
         return
     asked: Any = model
@@ -187,7 +187,7 @@ def _resize_token_embeddings(
     pad_to_multiple_of: int | None = None,
     mean_resizing: bool | None = None,
 ) -> nn.Module:
-    """Transformers' own, which by default takes the new rows from the mean and spread of the old: not read yet here."""
+    """Resize as Transformers does; before the old rows are read, new ones do not follow their mean and spread."""
     if mean_resizing and self.get_input_embeddings().weight.is_meta:
         raise ConfigError(
             "mean_resizing=True needs the old rows of the embedding, which are read when the model is sharded",
@@ -339,7 +339,7 @@ class PretrainedWeights:
         return True
 
     def _read_row_norms(self, base: nn.Module, out: torch.Tensor) -> None:
-        """DoRA starts from the norm of each row of the base weight, which is read a few rows at a time.
+        """Compute DoRA's start, the norm of each row of the base weight, which is read a few rows at a time.
 
         Of a quantised weight it is the norm of what the weight has become; its unit has just made it.
         """
@@ -409,7 +409,7 @@ def _has_more_rows(module: nn.Module, shape: tuple[int, ...], stored: tuple[int,
 
 
 def _new_rows(model: nn.Module, name: str, stored: TensorSource, numel: int) -> torch.Tensor:
-    """Values for the rows a resized table has gained, the same on every rank and at every world size."""
+    """Return values for the rows a resized table has gained, the same on every rank and at every world size."""
     generator = torch.Generator().manual_seed(sum(name.encode()) + stored.numel)
     std = getattr(getattr(model, "config", None), "initializer_range", 0.02)
     return torch.randn(numel - stored.numel, generator=generator) * std
@@ -426,7 +426,7 @@ class _AdapterPart:
 
 
 def _adapter_parts(model: nn.Module) -> Iterator[_AdapterPart]:
-    """Modules that hold parts of LoRA adapters.
+    """Return the modules that hold parts of LoRA adapters.
 
     Raises:
         ConfigError: an initialisation that needs the whole base weight at once.

@@ -30,7 +30,7 @@ _MESSAGE_NBYTES = 256 * 2**20
 
 
 def _spread(parameter: ShardedParameter) -> int:
-    """Over how many ranks it is sharded, or replicated, tensor parallelism included."""
+    """Return the number of ranks that share or copy it, tensor parallelism included."""
     tile = parameter.span.tile
     return parameter.mesh.world_size * (1 if tile is None else tile.mesh.size())
 
@@ -96,7 +96,7 @@ class Ranks:
             return all(self._numbers(int(value)))
 
     def gather(self, value: Any) -> list[Any]:
-        """JSON values of all ranks, on rank 0; an empty list elsewhere."""
+        """Return the JSON values of all ranks, on rank 0; an empty list elsewhere."""
         if self.world_size == 1:
             return [value]
         data = json.dumps(value).encode()
@@ -111,7 +111,7 @@ class Ranks:
         return [json.loads(part[:size].cpu().numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
 
     def everywhere(self, value: Any) -> list[Any]:
-        """JSON values of all ranks, on all of them."""
+        """Return the JSON values of all ranks, on all of them."""
         found: list[Any] = self.broadcast(self.gather(value))
         return found
 
@@ -132,11 +132,11 @@ class Ranks:
                     work.wait()
 
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's JSON value."""
+        """Return rank 0's JSON value."""
         return json.loads(self.broadcast_bytes(json.dumps(value).encode() if self.rank == 0 else b""))
 
     def broadcast_bytes(self, data: bytes) -> bytes:
-        """Rank 0's bytes."""
+        """Return rank 0's bytes."""
         if self.world_size == 1:
             return data
         with self._peers("waiting for rank 0"):
@@ -227,7 +227,7 @@ def _describe(error: Exception) -> str:
 
 
 def _name(ranks: Iterator[int]) -> str:
-    """`rank 3`, or `ranks 0, 1, 2 and 61 more`."""
+    """Return `rank 3`, or `ranks 0, 1, 2 and 61 more`."""
     numbers = list(ranks)
     if len(numbers) == 1:
         return f"rank {numbers[0]}"

@@ -59,7 +59,7 @@ class Readers:
         return reader
 
     def settle(self) -> None:
-        """Prove what was read with `streams`."""
+        """Verify the chunks that were read with `streams`."""
         for reader in self._open.values():
             reader.settle()
 
@@ -121,7 +121,7 @@ class Readers:
         out.write(values)
 
     def _decoded(self, kind: str, name: str, dtype: str, piece: CodedPieceRecord, wanted: Interval) -> torch.Tensor:
-        """Elements `wanted` of a piece (counted from its start) as values."""
+        """Return elements `wanted` of a piece (counted from its start) as values."""
         block = piece.coding.block
         start = wanted.start // block * block
         whole = Interval(start, min(-(-wanted.stop // block) * block, piece.interval.numel))
@@ -134,7 +134,7 @@ class Readers:
     def _coded_parts(
         self, kind: str, name: str, dtype: str, piece: CodedPieceRecord, blocks: Interval
     ) -> dict[str, torch.Tensor]:
-        """Codes and scales of whole blocks of a piece, and the book."""
+        """Return the codes and scales of whole blocks of a piece, and the book."""
         reader, coding, result = self[self._manifest.file_name(kind, piece.rank)], piece.coding, {}
         share = {"codes": (coding.bits, 8), "scales": (1, coding.block)}  # elements per value, as a fraction
         for part, (stored_dtype, numel) in stored_as(name, dtype, piece).items():

@@ -63,7 +63,7 @@ def plan_reads(pieces: Sequence[Piece], wanted: Interval) -> list[Read]:
 
 
 def coverage_problems(pieces: Sequence[Piece], numel: int) -> list[str]:
-    """Why `pieces` are not each of `numel` elements exactly once; empty if they are.
+    """Return the reasons why `pieces` are not each of `numel` elements exactly once; none if they are.
 
     Args:
         pieces: sorted by start.

@@ -106,7 +106,7 @@ class Destination:
 
     @classmethod
     def of(cls, model: nn.Module, path: str | Location, *, overwrite: bool = False) -> Destination:
-        """Agree on one. A collective of the ranks of `model`."""
+        """Agree on one destination. A collective of the ranks of `model`."""
         for schedule in dict.fromkeys(map(schedule_of, units_of(model))):
             schedule.note_save()  # before anything can wait for a rank that trains on
         ranks = Ranks.of(model)
@@ -279,7 +279,7 @@ def prepare_parts(
     total_limit: int | None = None,
     overwrite: bool = False,
 ) -> PendingParts:
-    """Like `prepare_save`, for several models: a directory of checkpoints, which like one is whole or not there.
+    """Prepare several models as `prepare_save` does: a directory of checkpoints, which is whole or absent like one.
 
     Args:
         path: the directory.

@@ -31,7 +31,7 @@ def file_numbers(sizes: Iterable[int], limit: int) -> list[int]:
 
 
 def file_names(count: int) -> list[str]:
-    """Names of so many files."""
+    """Return the names of so many files."""
     if count == 1:
         return [SINGLE_NAME]
     return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
@@ -50,7 +50,7 @@ def write_index(directory: Path, files: Mapping[str, Sequence[TensorEntry]]) -> 
 
 
 def parse_size(size: int | str) -> int:
-    """Bytes from a number or a text such as `5GB` (10**9) or `5GiB` (2**30). Raises `ConfigError` for anything else."""
+    """Return bytes from a number or a text such as `5GB` (10**9) or `5GiB` (2**30). Raises `ConfigError` else."""
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]i?B)\s*", str(size), re.IGNORECASE)
     nbytes = int(float(match[1]) * _UNITS[match[2].upper()]) if match else int(size) if str(size).isdigit() else 0
     if nbytes < 1:

@@ -41,7 +41,7 @@ class TensorSource(Protocol):
         ...
 
     def read(self, interval: Interval, out: torch.Tensor) -> None:
-        """Elements `interval` of the flattened tensor into `out`, cast on the way."""
+        """Read elements `interval` of the flattened tensor into `out`, cast on the way."""
         ...
 
 
@@ -139,7 +139,7 @@ class _Together:
         out.copy_(self._made.pop(name).reshape(-1)[interval.start : interval.stop])
 
     def _read_rows(self, interval: Interval, out: torch.Tensor, row_numel: int) -> None:
-        """Row by row, so that a layer of many experts is never whole in memory."""
+        """Read row by row, so that a layer of many experts is never whole in memory."""
         for index in range(interval.start // row_numel, -(-interval.stop // row_numel)):
             row = self.group.row(index, self._whole, self._outline).reshape(-1)
             part = Interval(index * row_numel, (index + 1) * row_numel).intersect(interval)

@@ -60,7 +60,7 @@ class HostMemory:
         return copies
 
     def copy_before_step(self, state: Named, optimizer: torch.optim.Optimizer) -> LateCopies | None:
-        """Copies of an optimizer's state that are made meanwhile, at the latest when its next step begins.
+        """Return copies of an optimizer's state that are made meanwhile, at the latest when its next step begins.
 
         Returns:
             None if that cannot be: the state lies on an accelerator, whose own queue orders copies and steps, or the
@@ -73,7 +73,7 @@ class HostMemory:
         return late
 
     def _room_for(self, tensors: Mapping[str, Named], *, pinned: bool) -> dict[str, dict[str, torch.Tensor]]:
-        """Tensors like these in the next block, not filled."""
+        """Return tensors like these in the next block, not filled."""
         nbytes = sum(_aligned(tensor.nbytes) for named in tensors.values() for tensor in named.values())
         block = self._take(nbytes, pinned=pinned)
         room: dict[str, dict[str, torch.Tensor]] = {kind: {} for kind in tensors}

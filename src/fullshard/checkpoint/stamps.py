@@ -29,7 +29,7 @@ class _Latest:
 
 
 def note_stamp(stamp: float, where: str) -> None:
-    """Have every later save of this process get a larger stamp than that of a checkpoint."""
+    """Give every later save of this process a larger stamp than that of a checkpoint."""
     if stamp > _Latest.stamp:
         _Latest.stamp, _Latest.where = stamp, where
 

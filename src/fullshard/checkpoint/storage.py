@@ -208,7 +208,7 @@ def restore_replaced(final: Path) -> None:
 
 
 def replaced_directories(final: Path) -> list[Path]:
-    """Directories that bore the name `final` until a commit that never ended."""
+    """Return the directories that bore the name `final` until a commit that never ended."""
     return _beside(final, OLD_PREFIX)
 
 
@@ -253,7 +253,7 @@ def _make_held(temp: Path) -> None:
 
 
 def _lock(descriptor: int) -> None:
-    """Have others see that it is in use; waits while one of them removes it, having seen that it was not."""
+    """Mark it as in use for others; wait while one of them removes it, having seen that it was unused."""
     with contextlib.suppress(OSError):  # a file system without locks
         fcntl.flock(descriptor, fcntl.LOCK_SH)
 
@@ -307,6 +307,6 @@ def _remove_leftovers(final: Path) -> None:
 
 
 def _beside(final: Path, prefix: str) -> list[Path]:
-    """Directories that saves to `final` have made: its name between `prefix` and a word without a hyphen."""
+    """Return directories that saves to `final` made: its name between `prefix` and a word without a hyphen."""
     entries = final.parent.iterdir() if final.parent.is_dir() else ()
     return sorted(path for path in entries if path.name.rpartition("-")[0] == prefix + final.name and path.is_dir())

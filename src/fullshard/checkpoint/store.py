@@ -1,4 +1,4 @@
-"""How a directory of files becomes a checkpoint, and is removed: in a file system, and in an object store.
+"""Turn a directory of files into a checkpoint, and remove one: in a file system, and in an object store.
 
     file system     files into `.tmp-NAME-ID`, manifest, fsync, rename to NAME              the rename makes it count
     object store    files under NAME, and last of all NAME/manifest.json, in one request     the manifest makes it count
@@ -85,7 +85,7 @@ class Store(ABC):
 
     @abstractmethod
     def replaced(self, final: Location) -> list[Path]:
-        """Directories that bore the name `final` until a commit that never ended."""
+        """Return the directories that bore the name `final` until a commit that never ended."""
 
     @abstractmethod
     def write(self, path: Location, data: bytes) -> None:
@@ -177,7 +177,7 @@ class ObjectStore(Store):
         return bool(manifests)
 
     def require_room(self, final: Location, save_id: str, nbytes: int) -> None:
-        """Do nothing: an object store does not tell its free room."""
+        """Do nothing: an object store does not tell its free space."""
 
     def commit(self, final: Location, save_id: str, manifest: bytes | None, *, overwrite: bool) -> None:
         """See `Store`."""
@@ -208,7 +208,7 @@ class ObjectStore(Store):
         path.remove_beneath([name for name in there if name not in manifests])
 
     def replaced(self, final: Location) -> list[Path]:
-        """None: nothing steps aside."""
+        """Return an empty list: nothing steps aside."""
         return []
 
     def write(self, path: Location, data: bytes) -> None:
@@ -229,7 +229,7 @@ class ObjectStore(Store):
             self._unsure.discard(final)
 
     def _claim(self, final: ObjectPath) -> None:
-        """Have the name to oneself for as long as the save lasts: two that write there spoil each other's files."""
+        """Hold the name for as long as the save lasts: two writers there would spoil each other's files."""
         if not any(final.is_relative_to(other) for other in self._claimed) and hold_name(final):
             self._claimed.add(final)
 

@@ -25,7 +25,7 @@ class ByteSink(Protocol):
     """A new file that is being written."""
 
     def write(self, data: memoryview) -> int:
-        """Append bytes; how many were taken."""
+        """Append bytes; return how many were taken."""
         ...
 
     def start_writeback(self, start: int, nbytes: int) -> None:
@@ -74,7 +74,7 @@ class FileSink:
         return self._file.write(data) or 0
 
     def start_writeback(self, start: int, nbytes: int) -> None:
-        """Have the disk begin, so that the `fsync` at the end finds little left to do. Linux only."""
+        """Make the disk begin, so that the `fsync` at the end finds little left to do. Linux only."""
         if _SYNC_FILE_RANGE is not None:
             descriptor = self._file.fileno()
             _SYNC_FILE_RANGE(descriptor, ctypes.c_int64(start), ctypes.c_int64(nbytes), _SYNC_FILE_RANGE_WRITE)

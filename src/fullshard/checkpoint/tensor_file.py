@@ -56,7 +56,7 @@ class TensorEntry:
 
 
 def storage_order(entries: Sequence[TensorEntry]) -> list[TensorEntry]:
-    """`entries` in the order they are stored.
+    """Return `entries` in the order they are stored.
 
     Widest elements first, which keeps every tensor aligned to its dtype. Of those, single ones first: every rank wants
     them (the step counts), and together they are a chunk to read, apart one each.
@@ -118,7 +118,7 @@ class TensorFileWriter:
             raise CheckpointError(f"got {name!r} of {nbytes} bytes, expected {entry.name!r} of {entry.nbytes}")
 
     def finish(self) -> FileRecord:
-        """Flush the file to the disk, close it, and say what is in it."""
+        """Flush the file to the disk, close it, and return its record."""
         if self._pending:
             raise CheckpointError(f"{len(self._pending)} tensors were not written, first {self._pending[0].name!r}")
         if self._chunk_filled:
@@ -228,7 +228,7 @@ class TensorFileReader:
             filled += part.nbytes
 
     def stream_into(self, start: int, out: Bytes) -> None:
-        """Like `read_into`, for reads that go forward through the file: nothing is read twice or copied.
+        """Read forward through the file as `read_into` does: nothing is read twice or copied.
 
         A chunk is proved when a read reaches its end; `settle` must follow the last one.
         """
@@ -239,23 +239,23 @@ class TensorFileReader:
         self._read_on(out)
 
     def settle(self) -> None:
-        """Prove the chunk that was read in part, by reading the rest."""
+        """Verify the chunk that was read in part, by reading the rest."""
         if self._at % self._chunk_nbytes:
             self._pass_over(self._end() - self._at)
 
     def damaged_chunks(self) -> Iterator[tuple[int, int]]:
-        """Byte ranges of all chunks that fail their checksum."""
+        """Return the byte ranges of all chunks that fail their checksum."""
         for index, expected in enumerate(self._record.crc32c):
             start, nbytes = index * self._chunk_nbytes, self._size(index)
             if google_crc32c.extend(0, np.frombuffer(self._pread(start, nbytes), dtype=np.uint8)) != expected:
                 yield start, start + nbytes
 
     def _size(self, index: int) -> int:
-        """Bytes of chunk `index`; none or less if the file ends before it."""
+        """Return the bytes of chunk `index`; none or less if the file ends before it."""
         return min(self._chunk_nbytes, self._record.nbytes - index * self._chunk_nbytes)
 
     def _chunk(self, index: int) -> Bytes:
-        """Chunk `index`, checked. The last one is kept, because small neighbours share a chunk."""
+        """Return chunk `index`, checked. The last one is kept, because small neighbours share a chunk."""
         if self._cached != index:
             if self._size(index) <= 0:
                 start = index * self._chunk_nbytes
@@ -314,7 +314,7 @@ class TensorFileReader:
             )
 
     def _pread(self, start: int, nbytes: int) -> bytearray:
-        """`nbytes` bytes from `start` on, whatever they are."""
+        """Return `nbytes` bytes from `start` on, whatever they are."""
         data = bytearray(nbytes)
         filled = 0
         while filled < nbytes:
@@ -332,7 +332,7 @@ class TensorFileReader:
         return nbytes
 
     def _read_header(self) -> dict[str, StoredTensor]:
-        """Tensors of the file by name."""
+        """Return the tensors of the file by name."""
         prefix = np.empty(8, dtype=np.uint8)
         self.read_into(0, prefix)
         nbytes = int.from_bytes(prefix.tobytes(), "little")

@@ -62,7 +62,7 @@ def stand_in(local: LocalTensor) -> torch.Tensor:
 
 
 def check_is_plain(parameters: Iterable[LocalTensor]) -> None:
-    """See to it that each parameter is one tensor, which is what a checkpoint has under its name.
+    """Refuse a parameter that is not one tensor, which is what a checkpoint has under its name.
 
     Raises:
         CheckpointError: one wraps several.
@@ -164,7 +164,7 @@ def local_tensors(model: nn.Module, *, rank: int = 0, on_meta: bool = False) -> 
 
 
 def modules_with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules that define `get_extra_state`, by path."""
+    """Return the modules that define `get_extra_state`, by path."""
     return {
         clean_name(path): module
         for path, module in model.named_modules()

@@ -25,7 +25,7 @@ _TAG = "$"
 
 
 def encode_value(value: Any, *, where: str, tensors: dict[str, torch.Tensor]) -> JsonValue:
-    """`value` as JSON.
+    """Return `value` as JSON.
 
     Args:
         value: None, bool, int, float, str, bytes, tensors, and lists, tuples, sets, dicts and Counters of them.
@@ -65,7 +65,7 @@ def encode_value(value: Any, *, where: str, tensors: dict[str, torch.Tensor]) ->
 
 
 def encode_plain(value: Any, *, where: str) -> JsonValue:
-    """`value` as JSON, where there is no file for tensors: one of a single element is its number.
+    """Return `value` as JSON, where there is no file for tensors: one of a single element is its number.
 
     Raises:
         CheckpointError: it holds others.

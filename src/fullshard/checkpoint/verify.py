@@ -88,7 +88,7 @@ def verify_checkpoint(path: str | Location) -> Verification:
 
 
 def verify_parts(path: str | Location) -> list[Verification]:
-    """Like `verify_checkpoint`, of every part of a checkpoint of several models; of one model the only one.
+    """Verify every part of a checkpoint of several models; of one model the only one. See `verify_checkpoint`.
 
     Of a `checkpoint-N` of Trainer's it is the checkpoint inside.
     """
@@ -127,7 +127,7 @@ def quick_problems(directory: Location, manifest: Manifest) -> list[str]:
 
 
 def structure_problems(manifest: Manifest) -> list[str]:
-    """Contradictions inside a manifest: elements in no file or in two, unknown dtypes, state of unknown parameters."""
+    """Return contradictions in a manifest: elements in no file or in two, unknown dtypes, unknown parameters' state."""
     problems = []
     held: dict[str, int] = {}
     for file, tensor, record in manifest.tensors():
@@ -173,7 +173,7 @@ def _optimizer_problems(manifest: Manifest) -> list[str]:
 
 
 def _value_problems(manifest: Manifest, named: AnyTensor) -> list[str]:
-    """Values that cannot be decoded; the tensors that the others name are put into `named`."""
+    """Return values that cannot be decoded; put the tensors that the others name into `named`."""
     values = dict(manifest.states)
     if (optimizer := manifest.optimizer) is not None:
         for number, group in enumerate(optimizer.groups):

@@ -69,7 +69,7 @@ class StoredWeights:
 
     @torch.no_grad()
     def read(self, interval: Interval, out: torch.Tensor) -> None:
-        """Elements `interval` into `out`, cast on the way, through a small buffer."""
+        """Read elements `interval` into `out`, cast on the way, through a small buffer."""
         itemsize = self.dtype.itemsize
         per_round = _STAGING_NBYTES // itemsize
         with self.path.open("rb", buffering=0) as file:
@@ -110,7 +110,7 @@ class MappedWeights:
 
     @torch.no_grad()
     def read(self, interval: Interval, out: torch.Tensor) -> None:
-        """Elements `interval` into `out`, cast on the way."""
+        """Read elements `interval` into `out`, cast on the way."""
         out.copy_(self.tensor.reshape(-1)[interval.start : interval.stop])
 
 
@@ -249,7 +249,7 @@ def tensors_of(path: Path) -> Iterator[tuple[str, StoredWeights | MappedWeights]
 
 
 def _pickled_tensors(path: Path) -> Iterator[tuple[str, MappedWeights]]:
-    """Tensors of a file that `torch.save` has written, without running any code that is in it."""
+    """Return the tensors of a file that `torch.save` has written, without running any code that is in it."""
     tensors = load_torch_file(path)
     if not isinstance(tensors, dict) or not all(isinstance(name, str) for name in tensors):
         raise CheckpointError(f"{path} holds a {type(tensors).__name__}, not tensors by name")

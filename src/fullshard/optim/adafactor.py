@@ -64,7 +64,7 @@ class _Window:
         return -(-(self.lead + self.numel) // self.columns)
 
     def sums(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """Sums by row, shape (batch * rows,), and by column, (batch * columns,), of this rank's elements, (n,)."""
+        """Return sums by row, shape (batch * rows,), and column, (batch * columns,), of this rank's elements, (n,)."""
         by_row = values.new_zeros(self.batch * self.rows)
         by_column = values.new_zeros(self.batch, self.columns)
         if self.numel:
@@ -301,7 +301,7 @@ class _Updated:
 
     @classmethod
     def of(cls, parameter: torch.Tensor, group: dict[str, Any], states: Any) -> _Updated | None:
-        """None if it has no gradient, or no elements."""
+        """Return the parameter's update; None if it has no gradient, or no elements."""
         sharded = parameter if isinstance(parameter, ShardedParameter) else None
         gradient = parameter.grad if sharded is None else sharded.local_grad
         if gradient is None or not parameter.numel():
@@ -345,7 +345,7 @@ class _Updated:
 
 
 def _begin(state: dict[str, Any], parameter: torch.Tensor) -> None:
-    """State before the first step; a matrix of one row or one column is a vector, which comes to the same."""
+    """Make the state before the first step; a matrix of one row or one column is a vector, which is equivalent."""
     state["step"] = torch.tensor(0.0)
     shape, like = list(parameter.shape), _flat(parameter)
     if len(shape) > 1 and parameter.numel() and shape[-1] > 1 and shape[-2] > 1:

@@ -99,7 +99,7 @@ class EMA:
 
     @contextlib.contextmanager
     def swapped(self) -> Iterator[None]:
-        """Inside, the weights are the averages, rounded to their dtype. Every rank enters and leaves it.
+        """Use the averages, rounded to the weights' dtype, as the weights. Every rank enters and leaves the block.
 
         It takes the memory of one more copy of this rank's intervals.
 
@@ -184,7 +184,7 @@ class EMA:
             )
 
     def _rest(self) -> None:
-        """See to it that nothing is left of gathered weights, which are about to change."""
+        """Drop all that is left of gathered weights, which are about to change."""
         units = units_of(self._model)
         for unit in units:
             unit.reshard()

@@ -23,7 +23,7 @@ def orthogonalized(
     steps: int = NEWTON_SCHULZ_STEPS,
     eps: float = EPS,
 ) -> torch.Tensor:
-    """U S' V^T in place of U S V^T, S' being between 0.5 and 1.5.
+    """Return U S' V^T in place of U S V^T, S' being between 0.5 and 1.5.
 
     Args:
         matrix: shape (rows, columns); it is left as it is.
@@ -48,7 +48,7 @@ def orthogonalized(
 def _symmetric(
     x: torch.Tensor, y: torch.Tensor, *, added: torch.Tensor | None = None, beta: float = 0.0, alpha: float = 1.0
 ) -> torch.Tensor:
-    """`alpha` times x @ y and `beta` times `added`, which is known to be symmetric."""
+    """Return `alpha` times x @ y and `beta` times `added`, which is known to be symmetric."""
     rows = len(x)
     result = x.new_empty(rows, rows)
     added = result if added is None else added

@@ -96,7 +96,7 @@ class OwnedMatrix:
                 self[side] = gradient.new_zeros(dim, dim)
 
     def take_into_factors(self, gradient: torch.Tensor, beta: float) -> None:
-        """Averages of G G^T and of G^T G."""
+        """Update the averages of G G^T and of G^T G."""
         for side, lines in zip(SIDES, (gradient, gradient.T), strict=True):
             if (factor := self[side]) is not None:
                 factor.lerp_(lines @ lines.T, 1 - beta)

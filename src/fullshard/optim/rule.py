@@ -77,7 +77,7 @@ class MatrixRule:
         return self.convolutions if is_convolution else self.matrices
 
     def groups(self, *, decays_vectors: bool = True) -> list[dict[str, Any]]:
-        """Parameter groups for the optimizer; of vectors with a weight decay of 0 if they are not to decay."""
+        """Return parameter groups for the optimizer; vectors get a weight decay of 0 if they are not to decay."""
         others = {**self.embeddings, **self.heads}
         algorithm = self.optimizer.lower()
         groups: list[dict[str, Any]] = [

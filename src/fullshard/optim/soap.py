@@ -125,7 +125,7 @@ class _Rotated(OwnedMatrix):
     """An owned matrix with eigenvectors of its factors."""
 
     def find_bases(self) -> None:
-        """Eigenvectors of the factors, those of the largest eigenvalues first."""
+        """Compute the factors' eigenvectors, those of the largest eigenvalues first."""
         for side in SIDES:
             if (factor := self[side]) is not None:
                 self[side + _BASIS] = torch.linalg.eigh(factor)[1].flip(1).contiguous()

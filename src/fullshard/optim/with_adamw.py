@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class AdamWOptions(TypedDict, total=False):
-    """How AdamW updates the rest.
+    """The options by which AdamW updates the rest.
 
     Attributes:
         adamw_lr, adamw_weight_decay: default: those of the matrices.
@@ -86,7 +86,7 @@ class MatricesWithAdamW(MatrixOptimizer):
         raise NotImplementedError
 
     def _begin(self, parameter: torch.Tensor) -> None:
-        """Before a step: make what state there is not yet."""
+        """Make the state that is missing before a step."""
         raise NotImplementedError
 
     def _given(self, parameter: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
@@ -157,7 +157,7 @@ class MatricesWithAdamW(MatrixOptimizer):
         return [whole.dealing for whole in self._whole]
 
     def owned(self, parameter: torch.Tensor) -> list[int]:
-        """Numbers of the parameter's matrices that this rank owns."""
+        """Return the numbers of the parameter's matrices that this rank owns."""
         members = self._members()
         if not isinstance(parameter, ShardedParameter):
             group = members.get(parameter)

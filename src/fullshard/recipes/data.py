@@ -39,7 +39,7 @@ class TrainingData:
 
 
 def prepare_data(arguments: TrainArguments, environment: RankEnvironment, check: Callable[[int], None]) -> TrainingData:
-    """Tokenizer and sequences of the run. All ranks call this; rank 0 writes to the output directory.
+    """Prepare tokenizer and sequences of the run. All ranks call this; rank 0 writes to the output directory.
 
     Args:
         arguments: of the run.
@@ -117,7 +117,7 @@ def _config_vocab_size(model: str) -> int:
 
 
 def _identity(source: str) -> str:
-    """Changes when a local tokenizer changes; a hub name stands for itself."""
+    """Return a text that changes when a local tokenizer changes; a hub name stands for itself."""
     path = Path(source)
     if not path.is_dir():
         return source

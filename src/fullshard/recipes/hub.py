@@ -13,7 +13,7 @@ from fullshard.launch.environment import read_rank_environment, run_on_main
 
 @contextlib.contextmanager
 def pushing_later(training: Any) -> Iterator[None]:
-    """While a Trainer is made it does not look for the hub, where it would end the run."""
+    """Keep a Trainer from looking for the hub while it is made, where that would end the run."""
     wanted, training.push_to_hub = training.push_to_hub, False
     try:
         yield

@@ -99,12 +99,12 @@ class Trainer:
         return StepResult(loss_sum, grad_norm, waited)
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Inside, the weights are their averages, if there are any. Collective."""
+        """Use the averages as the weights within the block, if there are any. Collective."""
         return nullcontext() if self.ema is None else self.ema.swapped()
 
     @torch.no_grad()
     def evaluate(self, sequences: PackedSequences, *, limit: int) -> float:
-        """Mean loss over the first `limit` sequences at most, nats per token. Collective."""
+        """Return the mean loss over the first `limit` sequences at most, nats per token. Collective."""
         arguments = self.arguments
         indices = np.arange(min(limit, len(sequences)))
         self.model.eval()
@@ -120,7 +120,7 @@ class Trainer:
         return float(total) / (len(indices) * arguments.seq_len)
 
     def sum_over_ranks(self, result: StepResult, memory: int) -> tuple[float, float, tuple[int, ...]]:
-        """Loss sum, mean data wait in seconds and memory per rank in bytes, over all ranks, by one small collective."""
+        """Return loss sum, mean data wait in seconds and bytes per rank, over all ranks, by one small collective."""
         rank, size = self.environment.rank, self.environment.world_size
         values = torch.zeros(2 + size, dtype=torch.float64)
         values[0], values[1], values[2 + rank] = result.loss_sum, result.data_wait_seconds, memory
@@ -146,7 +146,7 @@ class Trainer:
         ]
 
     def _loss_sum(self, micro_batch: MicroBatch) -> torch.Tensor:
-        """Cross-entropy summed over the targets, nats, in fp32 whatever the model computes in."""
+        """Return the cross-entropy summed over the targets, nats, in fp32 whatever the model computes in."""
         inputs, labels = micro_batch
         if self.arguments.loss_chunk is not None:
             loss: torch.Tensor = self.model(
@@ -160,7 +160,7 @@ class Trainer:
 
 
 def learning_rate(step: int, arguments: TrainArguments) -> float:
-    """Rate of step `step`, counted from 0: linear warm-up, then half a cosine down to the lowest rate."""
+    """Return the rate of step `step`, counted from 0: linear warm-up, then half a cosine down to the lowest rate."""
     warmup = arguments.warmup
     if step < warmup:
         return arguments.lr * (step + 1) / warmup

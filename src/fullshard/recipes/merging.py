@@ -82,6 +82,6 @@ def _recorded(output: Path) -> Any:
 
 
 def _contents(directory: Path) -> dict[str, list[int]]:
-    """Size in bytes and time of change in ns of every file in a folder and those below, by its path in there."""
+    """Return size in bytes and time of change in ns of all files in a folder and below, by their paths in it."""
     found = {str(path.relative_to(directory)): path.lstat() for path in directory.rglob("*") if not path.is_dir()}
     return {name: [status.st_size, status.st_mtime_ns] for name, status in found.items()}

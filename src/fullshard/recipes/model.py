@@ -81,7 +81,7 @@ def read_config(source: str) -> Any:
 
 
 def _no_random_weights() -> contextlib.AbstractContextManager[None]:
-    """Within it Transformers makes models whose weights are whatever was in memory, and ties none."""
+    """Make Transformers build models without initialising or tying weights within the block."""
     try:
         from transformers.initialization import no_init_weights
     except ImportError:  # before Transformers 5

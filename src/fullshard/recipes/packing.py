@@ -153,7 +153,7 @@ def split_held_out(tokens: Tokens, fraction: float, *, seq_len: int) -> tuple[To
 
 
 def unigram_entropy(tokens: Tokens, vocab_size: int) -> float:
-    """Nats per token of the best model that knows only how frequent each token is."""
+    """Return the nats per token of the best model that knows only how frequent each token is."""
     counts = np.zeros(vocab_size, dtype=np.int64)
     for start in range(0, len(tokens), _COUNT_CHUNK):
         counts += np.bincount(tokens[start : start + _COUNT_CHUNK], minlength=vocab_size)
@@ -176,7 +176,7 @@ class PackedSequences:
         return max(0, (len(self._tokens) - 1) // self.seq_len)
 
     def read(self, indices: Sequence[int] | npt.NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and labels of the given sequences, each an int64 tensor of shape (len(indices), seq_len)."""
+        """Return inputs and labels of the given sequences, each an int64 tensor of shape (len(indices), seq_len)."""
         length = self.seq_len
         rows = np.empty((len(indices), length + 1), dtype=np.int64)
         for row, index in zip(rows, indices, strict=True):

@@ -48,7 +48,7 @@ class RunPlan:
         return self.plan.memory.needed + self.before
 
     def mfu(self, tokens_per_second: float) -> float | None:
-        """Model FLOP utilisation at a speed; None on a CPU, whose peak nobody has measured."""
+        """Return the model FLOP utilisation at a speed; None on a CPU, whose peak is unmeasured."""
         time = self.plan.time
         return None if self.plan.cluster.device.is_cpu else time.mfu * tokens_per_second / time.tokens_per_second
 

@@ -43,7 +43,7 @@ class StepProfile:
             self._inside.enter_context(self._accelerator.profile(handler))
 
     def end_step(self) -> None:
-        """It has ended, well or not. Collective after the last that is profiled."""
+        """End a step, well or not. Collective after the last that is profiled."""
         if self._step >= self._last:
             self._stop()
 
@@ -83,7 +83,7 @@ class StepMemory:
         self._timeline: MemoryTimeline | None = None
 
     def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Training begins, with this optimizer as torch has it."""
+        """Begin training, with this optimizer as torch has it."""
         self._timeline = MemoryTimeline(model, optimizer, self._accelerator.device, when_done=self._write)
 
     def _write(self, measured: list[Moment]) -> None:

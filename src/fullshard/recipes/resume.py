@@ -216,7 +216,7 @@ def _went_back(path: Location, extra: dict[str, Any], trainer: Trainer) -> int:
 
 
 def roll_back(trainer: Trainer, step: int, say: Callable[[str], None]) -> int | None:
-    """Go back to the newest checkpoint, and past the data since then; its step, or None if there is none. Collective.
+    """Return to the newest checkpoint and skip the data since; give its step, or None if there is none. Collective.
 
     Args:
         trainer: whose step `step`, the one after the last whole one, had gradients that are not finite.

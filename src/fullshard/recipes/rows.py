@@ -12,7 +12,7 @@ _EXPECTED = {"messages": (_CHAT,), "prompt": (_TEXT, _CHAT), "completion": (_TEX
 
 
 def require_rows(data: Any, where: str) -> None:
-    """Look at every row of the columns that are trained on.
+    """Check every row of the columns that are trained on.
 
     Args:
         data: a data set with these columns and `tools`, which may be empty.

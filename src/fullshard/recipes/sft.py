@@ -108,7 +108,7 @@ def _report(output: Path) -> None:
 
 
 def make_trainer(arguments: SFTArguments) -> Any:
-    """TRL's trainer with model, data and adapters, ready to train."""
+    """Return TRL's trainer with model, data and adapters, ready to train."""
     from fullshard.integrations.transformers import SFTTrainer
 
     model_arguments, training = arguments.model, arguments.training
@@ -206,7 +206,7 @@ def load_model(arguments: ModelArguments, training: Any) -> Any:
 
 
 def lora_config(arguments: ModelArguments) -> Any:
-    """PEFT's configuration; None to train all weights."""
+    """Return PEFT's configuration; None to train all weights."""
     if not arguments.use_peft_lora:
         return None
     import peft
@@ -222,7 +222,7 @@ def lora_config(arguments: ModelArguments) -> Any:
 
 
 def load_data(arguments: DataArguments, model: ModelArguments, tokenizer: Any, training: Any) -> tuple[Any, Any]:
-    """Data to train on, and to evaluate on (None if there is none): the columns that TRL is to tokenise.
+    """Return data to train on, and to evaluate on (None if there is none): the columns that TRL is to tokenise.
 
     Raises:
         ConfigError: no split to train on, two for one purpose, or no column of a known kind.

@@ -174,7 +174,7 @@ def _unknown(written: str, known: Collection[str]) -> str:
 
 
 def check_early(values: Mapping[str, Any], places: Mapping[str, object] = MappingProxyType({})) -> None:
-    """Look at names and paths before any process is started; values are looked at by each of them.
+    """Check names and paths before any process is started; each process checks the values.
 
     Args:
         values: by flag name.
@@ -211,7 +211,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def flags() -> dict[str, str]:
-    """Every flag with a line of help; TRL's are read out of its source: importing it would take seconds."""
+    """Return every flag with a line of help; TRL's are read out of its source: importing it would take seconds."""
     found = {f"--{field.name}": str(field.metadata["help"]) for kind in OWN for field in fields(kind)}
     for package, file in _CONFIG_SOURCES:
         spec = importlib.util.find_spec(package)
@@ -319,7 +319,7 @@ def _parse(values: Mapping[str, Any], config: type) -> SFTArguments:
 
 
 def _parser(config: type, several: Collection[str]) -> Any:
-    """Transformers' parser, in which the flags `several` take any number of words."""
+    """Return Transformers' parser, in which the flags `several` take any number of words."""
     import transformers
 
     class Parser(transformers.HfArgumentParser):  # type: ignore[misc]

@@ -292,7 +292,7 @@ def _make_optimizer(model: nn.Module, arguments: TrainArguments, console: Consol
 
 
 def _parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
-    """Matrices are decayed; biases and norms are not. `ndim` of a sharded parameter is that of the whole one."""
+    """Return groups that decay matrices, not biases and norms. `ndim` of a sharded parameter is the whole one's."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
@@ -301,7 +301,7 @@ def _parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, o
 
 
 def _train_steps(trainer: Trainer, copies: MemoryCopies | None, *, first_step: int, console: Console) -> int | None:
-    """Steps `first_step` + 1 to the last, with a checkpoint wherever one is due.
+    """Run steps `first_step` + 1 to the last, with a checkpoint wherever one is due.
 
     Returns:
         The step after which a signal has stopped them, with a checkpoint; None if none has.
@@ -413,7 +413,7 @@ def _profile(trainer: Trainer, console: Console) -> Iterator[StepProfile]:
 
 
 def _roll_back(error: NonFiniteError, trainer: Trainer, saver: AsyncSaver, *, step: int, console: Console) -> int:
-    """Go back to the newest checkpoint because of `error` in step `step`; the step it was written after."""
+    """Go back to the newest checkpoint because of `error` in step `step`; return the step it was written after."""
     saver.wait()
     back = roll_back(trainer, step, console.say)
     if back is None:
@@ -463,7 +463,7 @@ def _check_finite(metrics: StepMetrics, arguments: TrainArguments) -> None:
 
 
 def _finish(trainer: Trainer, data: TrainingData, console: Console) -> None:
-    """Evaluate, and write what the run leaves; say where each thing is."""
+    """Evaluate, and write the run's results; say where each is."""
     arguments, environment = trainer.arguments, trainer.environment
     output = arguments.output_dir
     console.say(run_on_main(environment, lambda: final_loss(metrics_path(arguments))))

@@ -66,7 +66,7 @@ class Allocator:
         self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
 
     def take(self, nbytes: int, stream: Any) -> SegmentPart | None:
-        """Memory for `nbytes` bytes on `stream`; None for none."""
+        """Return memory for `nbytes` bytes on `stream`; None for none."""
         if nbytes == 0:
             return None
         size = -(-nbytes // GRAIN) * GRAIN
@@ -83,7 +83,7 @@ class Allocator:
         return block
 
     def give(self, block: SegmentPart | None) -> None:
-        """It is free."""
+        """Free a block."""
         if block is None:
             return
         self.allocated -= block.asked
@@ -106,7 +106,7 @@ class Allocator:
         return SegmentPart(nbytes, stream, self._count, is_small=is_small)
 
     def give_back(self) -> None:
-        """Segments that nobody uses go back to the device."""
+        """Return unused segments to the device."""
         for key, pool in self._free.items():
             kept = [entry for entry in pool if entry[2].before is not None or entry[2].after is not None]
             self.reserved -= sum(entry[0] for entry in pool) - sum(entry[0] for entry in kept)

@@ -46,7 +46,7 @@ def _attend(
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Shapes (batch, heads, tokens, width); keys and values may have fewer heads, and are read by several.
+    """Attend, in shapes (batch, heads, tokens, width); fewer heads of keys and values are read by several queries'.
 
     The kernel has one width: narrower values are padded to that of the keys, as Transformers does.
     """

@@ -37,12 +37,12 @@ class VirtualEvent:
         self._task: Task | None = None  # of a stream, when it was recorded; nothing before
 
     def record(self, stream: VirtualStream | None = None) -> VirtualEvent:
-        """Now, on the current stream or another."""
+        """Record this moment on the current stream or another."""
         self._task = (stream or self._device.current).queue.last
         return self
 
     def wait(self, stream: VirtualStream | None = None) -> None:
-        """Have a stream wait for it."""
+        """Make a stream wait for the event."""
         (stream or self._device.current).wait_event(self)
 
     def query(self) -> bool:
@@ -50,7 +50,7 @@ class VirtualEvent:
         return self._device.clock.is_over(self._task)
 
     def synchronize(self) -> None:
-        """Have the host wait for it."""
+        """Make the host wait for it."""
         self._device.clock.block(self._task)
 
 
@@ -78,7 +78,7 @@ class VirtualStream:
         return self._device.clock.is_over(self.queue.last)
 
     def synchronize(self) -> None:
-        """Have the host wait for it."""
+        """Make the host wait for it."""
         self._device.clock.block(self.queue.last)
 
     def __enter__(self) -> VirtualStream:
@@ -200,7 +200,7 @@ class VirtualDevice(torch_private.DispatchMode):
         return self.clock_task(name, DEVICE, work + self.cluster.device.op_seconds)
 
     def clock_task(self, name: str, resource: str, work: float, latency: float = 0.0) -> Task:
-        """Anything on the current stream."""
+        """Launch work on the current stream."""
         task = self.clock.launch(self.current.queue, name, resource, work, latency)
         task.phase = self.phase
         if self.cluster.device.is_cpu:
@@ -284,14 +284,14 @@ class VirtualDevice(torch_private.DispatchMode):
         self._take(storage, nbytes, is_kept=self.cluster.shares_memory)  # what is unsharded into stays where it is then
 
     def used_by(self, tensor: torch.Tensor, stream: VirtualStream) -> None:
-        """`tensor.record_stream(stream)`."""
+        """Do what `tensor.record_stream(stream)` does."""
         memory = self._known.get(torch_private.storage_id(tensor.untyped_storage()))
         if memory is not None and stream.queue is not memory.stream and stream.queue not in memory.users:
             memory.users.append(stream.queue)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[VirtualDevice]:
-        """Within it the meta device is this one."""
+        """Make this device the meta device within the block."""
         storages: Any = torch.UntypedStorage
         tensors: Any = torch.Tensor
         resize, record = storages.resize_, tensors.record_stream
@@ -316,7 +316,7 @@ class VirtualDevice(torch_private.DispatchMode):
 
     @contextlib.contextmanager
     def _knowing_shapes(self) -> Iterator[None]:
-        """Within it, what torch makes to learn a shape is no memory: fake tensors, and DTensor's on the meta device."""
+        """Count no memory for tensors torch makes to learn a shape: fake ones, and DTensor's on the meta device."""
 
         def imagined(function: Any) -> Any:
             def imagine(*given: Any) -> Any:

@@ -29,7 +29,7 @@ class VirtualWork(_WORK):  # type: ignore[misc]
         self._device, self._task, self._tensors = device, task, tensors
 
     def wait(self, timeout: Any = None) -> bool:
-        """Have the current stream wait."""
+        """Make the current stream wait."""
         self._device.clock.have_wait(self._device.current.queue, self._task)
         self._tensors = []
         return True

@@ -19,7 +19,7 @@ _playing: list[VirtualDevice] = []
 
 @contextlib.contextmanager
 def playing(device: VirtualDevice, rank: int, world_size: int) -> Iterator[None]:
-    """Within it `torch.distributed` is initialised, and the meta device is `device`."""
+    """Initialise `torch.distributed`, and make `device` the meta device, within the block."""
     if not hasattr(dist.Backend, _NAME.upper()):
         dist.Backend.register_backend(_NAME, _make, extended_api=True, devices=["cpu", "meta"])
     _playing.append(device)

@@ -98,7 +98,7 @@ def _timeline(device: VirtualDevice, launched: float, blocked: float) -> Timelin
 
 @contextlib.contextmanager
 def fused_optimizers() -> Iterator[None]:
-    """Within it torch's optimizers may be fused on the meta device, as on what it stands for."""
+    """Let torch's optimizers be fused on the meta device within the block, as on the device it stands for."""
     place = torch_private.fused_devices
     setattr(place.owner, place.name, lambda: [*place.torchs(), "meta"])
     try:
@@ -109,7 +109,7 @@ def fused_optimizers() -> Iterator[None]:
 
 @contextlib.contextmanager
 def fused_dropout() -> Iterator[None]:
-    """Within it dropout is one kernel with a mask of bytes, as on accelerators; for the meta device torch has three."""
+    """Run dropout as one kernel with a mask of bytes, as accelerators do; on the meta device torch has three."""
     torchs = nn.functional.dropout
 
     def dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:

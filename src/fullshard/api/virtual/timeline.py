@@ -145,5 +145,5 @@ def joined(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def length(spans: Iterable[tuple[float, float]]) -> float:
-    """Seconds that spans which do not overlap have."""
+    """Return the seconds of spans that do not overlap."""
     return sum((end - start for start, end in spans), 0.0)

@@ -42,7 +42,7 @@ class Difference:
 
 
 def compare(a: Source, b: Source, *, progress: Progress = silent) -> Iterator[Difference]:
-    """Differences in the order of names; nothing if both hold the same bits.
+    """Return the differences in the order of names; none if both hold the same bits.
 
     Names of tied tensors are all compared, so it does not matter under which one a checkpoint stores them.
     """
@@ -65,7 +65,7 @@ def compare(a: Source, b: Source, *, progress: Progress = silent) -> Iterator[Di
 
 
 def _by_name(source: Source, kind: Kind) -> dict[str, tuple[str, TensorRecord]]:
-    """Name -> name it is stored under, and record."""
+    """Return, by name, the name that a tensor is stored under, and its record."""
     found: dict[str, tuple[str, TensorRecord]] = {}
     for stored_kind, name, record in source.contents.tensors():
         if stored_kind == kind:

@@ -152,7 +152,7 @@ def _is_reference(leaf: Any) -> bool:
 def _split(
     entries: Sequence[tuple[Path, StoredObject]],
 ) -> tuple[dict[str, tuple[Path, StoredObject]], dict[tuple[str | int, ...], tuple[Path, StoredObject]], list[str]]:
-    """Entries of the model by name, of the optimizer by the path below it, and the names of all others."""
+    """Return the model's entries by name, the optimizer's by the path below it, and the names of all others."""
     by_prefix = {
         prefix: [e for e in entries if e[1].path[: len(prefix)] == prefix and len(e[1].path) > len(prefix)]
         for prefix in (*_MODEL_PREFIXES, *_OPTIMIZER_PREFIXES)
@@ -173,7 +173,7 @@ def _split(
 
 
 def _nest(leaves: Mapping[tuple[str | int, ...], Any]) -> dict[str, Any]:
-    """Dictionaries and lists from paths; numbers index lists."""
+    """Return dictionaries and lists from paths; numbers index lists."""
     root: dict[Any, Any] = {}
     for path, leaf in leaves.items():
         place = root

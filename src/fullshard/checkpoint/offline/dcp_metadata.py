@@ -230,7 +230,7 @@ def _problems(directory: Path, stored: StoredObject) -> list[str]:
 
 
 def _coverage(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> list[str]:
-    """Why the boxes do not hold each element exactly once."""
+    """Return the reasons why the boxes do not hold each element exactly once."""
     for box in boxes:
         inside = len(box.offsets) == len(box.sizes) == len(shape) and all(
             o + s <= n for o, s, n in zip(box.offsets, box.sizes, shape, strict=True)

@@ -79,7 +79,7 @@ def _native(path: Path, optimizer: bool, index: int) -> Source | None:
 
 
 def _of_trainer(path: Path, optimizer: bool, index: int) -> Source | None:
-    """Under the directory's own path: configuration and tokenizer are there. None if its weights lie beside it."""
+    """Return it under the directory's own path, for configuration and tokenizer. None if its weights lie beside it."""
     state = trainer_state(path)
     if state == path:
         return None

@@ -55,7 +55,7 @@ def has_safetensors(directory: Path) -> bool:
 
 
 def files_beside_weights(directory: Path) -> list[Path]:
-    """Configuration and tokenizer files in a directory."""
+    """Return the configuration and tokenizer files in a directory."""
     return [directory / name for name in _COPIED if (directory / name).is_file()]
 
 

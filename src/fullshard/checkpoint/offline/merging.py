@@ -186,7 +186,7 @@ class _Adapter:
         self.close, self.whole = self._source.close, self._source.whole
 
     def by_model_name(self, model: nn.Module, prefix: str) -> dict[str, str]:
-        """Their names, by those that they have in the PEFT model.
+        """Return the names by those that they have in the PEFT model.
 
         A checkpoint of a model with Transformers' own `add_adapter` lacks the prefix of its base.
         """
@@ -239,7 +239,7 @@ def _skeleton(base: Path, adapter: Path, weights: _Adapter, dtype: torch.dtype) 
 
 
 def _table_rows(weights: _Adapter, shape: torch.Size) -> int | None:
-    """Rows of the embeddings in the adapter, if they were resized."""
+    """Return the rows of the embeddings in the adapter, if they were resized."""
     tables = [
         found
         for name, found in weights.shapes.items()

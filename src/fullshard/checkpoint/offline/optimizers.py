@@ -39,7 +39,7 @@ def optimizer_record(
     describe: Callable[[Any, str], TensorRecord | None],
     where: str,
 ) -> tuple[OptimizerRecord, dict[str, Any]]:
-    """Records of an optimizer's state dict, and the tensors they stand for.
+    """Return the records of an optimizer's state dict, and the tensors they stand for.
 
     Args:
         nested: `state` and `param_groups`, as described above, with names for parameters.
@@ -109,7 +109,7 @@ def unflatten(flat: Mapping[str, T], parameters: Mapping[str, TensorRecord]) -> 
 
 
 def _named(state: Mapping[Any, Any], groups: list[Any], *, where: str) -> tuple[dict[str, Any], list[Any]]:
-    """State under numbers, with the names that optimizers made from `named_parameters()` keep."""
+    """Return state under numbers, with the names that optimizers made from `named_parameters()` keep."""
     if not all(len(group.get("param_names", ())) == len(group["params"]) for group in groups):
         raise CheckpointError(
             f"{where} keeps its state under numbers, from which no names can be told",

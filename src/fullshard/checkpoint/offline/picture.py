@@ -16,7 +16,7 @@ _WIDTH = 48
 
 
 def ownership(records: Mapping[str, TensorRecord]) -> list[tuple[str, str]]:
-    """Lines of the picture: a part of the model, and the owners along its elements.
+    """Return the lines of the picture: a part of the model, and the owners along its elements.
 
     Args:
         records: with pieces. Rank 10 is `a`, rank 36 is `A`; above 61 ranks repeat.
@@ -31,12 +31,12 @@ def ownership(records: Mapping[str, TensorRecord]) -> list[tuple[str, str]]:
 
 
 def rank_letter(rank: int) -> str:
-    """The letter a rank has in the picture."""
+    """Return the letter of a rank in the picture."""
     return _DIGITS[rank % len(_DIGITS)]
 
 
 def _part(name: str) -> str:
-    """The layer a tensor belongs to, or its module where there are no numbered layers."""
+    """Return the layer of a tensor, or its module where there are no numbered layers."""
     match = re.match(r"(.*?\.\d+)\.", name)
     return match[1] if match else name.rpartition(".")[0] or name
 

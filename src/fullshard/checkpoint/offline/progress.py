@@ -15,7 +15,7 @@ def silent(nbytes: int) -> None:
 
 
 def reported(parts: Iterable[Bytes], progress: Progress) -> Iterator[Bytes]:
-    """Hand chunks on, and tell their size once they are written."""
+    """Yield the chunks, and report the size of each once it is written."""
     for part in parts:
         yield part
         progress(part.nbytes)

@@ -101,7 +101,7 @@ class Source(ABC):
 
     @abstractmethod
     def read(self, kind: Kind, name: str, interval: Interval) -> torch.Tensor:
-        """Elements `interval` of a flattened tensor, 1-D in host memory; for reading only.
+        """Return elements `interval` of a flattened tensor, 1-D in host memory; for reading only.
 
         Raises:
             CheckpointError: the file is damaged or not what it should be.
@@ -114,7 +114,7 @@ class Source(ABC):
         return self.read("model", name, Interval(0, record.numel)).reshape(record.shape)
 
     def rank_state(self, rank: int) -> Mapping[str, torch.Tensor]:
-        """Whole small tensors that rank saved for itself: generators, tensors inside `states`."""
+        """Return the small tensors that a rank saved whole for itself: generators, tensors inside `states`."""
         return {}
 
     def close(self) -> None:  # noqa: B027 -- for those that hold files open
@@ -137,7 +137,7 @@ def require_values(source: Source, hint: str | None = None) -> dict[str, TensorR
 
 
 def nbytes_of(record: TensorRecord) -> int:
-    """Bytes of all elements."""
+    """Return the bytes of all elements."""
     return record.numel * itemsize(record.dtype)
 
 

@@ -112,7 +112,7 @@ def _describe(leaf: Any, where: str) -> TensorRecord | None:
 
 
 def _shared(tensors: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
-    """Tied names: those whose tensors are the same elements of the same memory."""
+    """Return the tied names: those whose tensors are the same elements of the same memory."""
     first: dict[tuple[Any, ...], str] = {}
     found: dict[str, list[str]] = {}
     for name, tensor in tensors.items():

@@ -163,7 +163,7 @@ def _without(optimizer: OptimizerRecord, names: set[str]) -> OptimizerRecord:
 
 
 def _tied(source: Source) -> dict[str, list[str]]:
-    """Names of one tensor: other formats store tied weights once per name, or do not say that they are tied.
+    """Return the names of each tied tensor: other formats store it per name, or do not say that it is tied.
 
     Tensors are one if they hold the same bytes and have the same optimizer state, so nothing is lost if they are not
     tied after all. Only matrices are looked at, and those that start differently are told apart by that.

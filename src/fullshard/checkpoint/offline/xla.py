@@ -36,7 +36,7 @@ Shard = tuple[str, tuple[int, ...], list[torch.Tensor]]
 
 
 def rank_files(directory: Path) -> list[Path]:
-    """Files that may be of one rank each; `is_rank_file` looks inside."""
+    """Return the files that may be of one rank each; `is_rank_file` looks inside."""
     names = (path for path in directory.iterdir() if path.suffix in (".pth", ".pt", ".bin") and path.is_file())
     return sorted(path for path in names if "rank" in path.name)
 
@@ -130,7 +130,7 @@ class _Files:
         records[plain] = tensor_record(tuple(shape), dtype, where=plain)
 
     def _shards(self) -> Iterator[tuple[str, Shard]]:
-        """State dict key and shards of every sharded parameter, in the order of the model's parameters."""
+        """Return the state dict key and shards of every sharded parameter, in the order of the model's parameters."""
         known = {
             f"{unit}.{key}" if unit else key: (unit, info)
             for unit, keys in self.metadata["shard_info"].items()
@@ -169,7 +169,7 @@ class _Files:
     def _optimizer(
         self, shards: Sequence[Shard], parameters: Mapping[str, TensorRecord]
     ) -> tuple[Any, dict[tuple[Kind, str], Pieces]]:
-        """State that torch kept under numbers: those of the sharded parameters in the model's order."""
+        """Return the state that torch kept under numbers: those of the sharded parameters in the model's order."""
         states = [value["optimizer"] for value in self.optimizers]
         groups = states[0]["param_groups"]
         if len(groups) != 1 or list(groups[0]["params"]) != list(range(len(shards))):
@@ -194,7 +194,7 @@ class _Files:
         return record, {("optimizer", name): leaf[2] for name, leaf in leaves.items()}
 
     def _state_leaf(self, value: Any, parts: Sequence[Any], shard: Shard, shape: tuple[int, ...], offset: int) -> Any:
-        """Shape, dtype and elements of state of one parameter; a Python value as it is."""
+        """Return shape, dtype and elements of one parameter's state; a Python value as it is."""
         if not isinstance(value, torch.Tensor):
             return list(value) if isinstance(value, tuple) else value
         checked = [check_tensor(part, where=f"{self.path}: optimizer state of {shard[0]}") for part in parts]

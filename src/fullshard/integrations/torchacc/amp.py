@@ -17,7 +17,7 @@ _scaled: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 class GradScaler(torch.amp.GradScaler):
-    """Torch's loss scaler. An overflow on any rank makes every rank skip the step.
+    """A scaler of the loss like torch's. An overflow on any rank makes every rank skip the step.
 
     Args:
         init_scale: the first scale.

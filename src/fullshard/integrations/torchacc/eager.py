@@ -11,13 +11,13 @@ from fullshard.integrations.torchacc.process import joined
 
 
 def sync(wait: bool = False) -> None:
-    """There is no recorded graph to run, so only `wait` does something: it waits for the device."""
+    """Wait for the device if `wait` is set; there is no recorded graph to run."""
     if wait and torch.accelerator.is_available():
         torch.accelerator.synchronize()
 
 
 def mark_step(wait: bool = False, reset_scope: bool = True) -> None:
-    """See `sync`. `reset_scope` concerns the recording, of which there is none."""
+    """Do what `sync` does. `reset_scope` concerns the recording, of which there is none."""
     sync(wait)
 
 
@@ -27,12 +27,12 @@ def lazy_device() -> torch.device:
 
 
 def is_lazy_device(device: torch.device | str) -> bool:
-    """Always False: no device here records operations to run them later."""
+    """Return False: no device here records operations to run them later."""
     return False
 
 
 def is_lazy_tensor(tensor: torch.Tensor) -> bool:
-    """Always False: every tensor has its values."""
+    """Return False: every tensor has its values."""
     return False
 
 
@@ -42,5 +42,5 @@ def fetch_gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def send_cpu_data_to_device(data: Any, device: torch.device | str, input_sharding: None = None) -> Any:
-    """`data` with its tensors on `device`, in any nesting of lists, tuples and mappings."""
+    """Return `data` with its tensors on `device`, in any nesting of lists, tuples and mappings."""
     return send_to_device(data, torch.device(device))

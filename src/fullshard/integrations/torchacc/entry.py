@@ -66,7 +66,7 @@ class AcceleratedModel:
         return broadcast_object(optim_state_dict) if rank0_only else optim_state_dict
 
     def forward_backward(self, *args: object, **kwargs: object) -> NoReturn:
-        """Refused: it belongs to pipeline parallelism."""
+        """Refuse: this belongs to pipeline parallelism."""
         raise ConfigError(
             "forward_backward belongs to pipeline parallelism, which is not supported",
             hint="write loss = model(...); loss.backward()",

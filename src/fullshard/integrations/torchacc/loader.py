@@ -170,7 +170,7 @@ def _end(stop: threading.Event, thread: threading.Thread) -> None:
 
 
 def _fetch(source: AsyncLoader, iterator: Iterator[Any], into: queue.Queue[Any], stop: threading.Event) -> None:
-    """Body of the thread."""
+    """Fetch batches, as the body of the thread."""
     if source.device.type != "cpu":
         devices.select(source.device.type, source.device.index or 0)  # the current device is the thread's own
     while not stop.is_set():

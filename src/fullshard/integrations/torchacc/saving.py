@@ -171,7 +171,7 @@ class _Converter:
         self._made: dict[int, torch.Tensor | None] = {}
 
     def convert(self, value: Any) -> Any:
-        """`value` with plain tensors on the host. Ranks visit tensors in the same order."""
+        """Return `value` with plain tensors on the host. Ranks visit tensors in the same order."""
         if isinstance(value, torch.Tensor):
             if id(value) not in self._made:
                 self._made[id(value)] = self._plain(value)

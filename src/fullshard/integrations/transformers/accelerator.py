@@ -103,7 +103,7 @@ class TrainerAccelerator(Accelerator):
         return self._tiles
 
     def gather(self, tensor: Any) -> Any:
-        """Tensors of all ranks. Trainer divides what it has gathered by the ranks that have the same batch."""
+        """Gather the tensors of all ranks. Trainer divides the result by the ranks that have the same batch."""
         return collectives.gather(tensor)
 
     @contextlib.contextmanager
@@ -169,7 +169,7 @@ def _refuse(args: Any) -> None:
 
 
 def _check_split(parallelism_config: Any, tiles: int) -> None:
-    """See to it that tensor parallelism is what the model was loaded with: nothing here splits layers."""
+    """Refuse tensor parallelism other than the model was loaded with: nothing here splits layers."""
     wanted = asked_tensor_parallel_size(parallelism_config)
     if wanted not in (1, tiles):
         raise ConfigError(

@@ -70,7 +70,7 @@ def resolved_configuration(args: Any) -> Resolved:
 
 
 def join_accelerate() -> None:
-    """Have Accelerate, which finds device and ranks for the arguments, find what fullshard does.
+    """Make Accelerate, which finds device and ranks for the arguments, find what fullshard does.
 
     On a machine without accelerators it would otherwise see one process, on every rank.
     """
@@ -90,7 +90,7 @@ class ShardedArguments:
         super().__post_init__()  # type: ignore[misc]
 
     def _process_fsdp_args(self: Any) -> None:
-        """Called by Transformers when all fields are set. Replaces its own reading of the two fields."""
+        """Replace Transformers' own reading of the two fields. Transformers calls this when all fields are set."""
         join_accelerate()
         reading = read_fsdp_arguments(self.fsdp, self.fsdp_config)
         refuse(reading.problems)
@@ -137,6 +137,6 @@ def _plain(reading: Reading) -> dict[str, Any]:
 
 
 def asked_timeout(args: Any) -> float | None:
-    """Seconds that `ddp_timeout` asks a rank to wait for another; None for its default, which nobody has written."""
+    """Return the seconds that `ddp_timeout` lets a rank wait for another; None for its default, if nothing was set."""
     seconds = float(args.ddp_timeout)
     return None if seconds == FIRST_SECONDS else seconds

@@ -36,7 +36,7 @@ _REFUSED = (
 
 
 def replace_from_pretrained(modeling: Any) -> None:
-    """Have `PreTrainedModel.from_pretrained` of the module `transformers.modeling_utils` come here for such models."""
+    """Make `PreTrainedModel.from_pretrained` of the module `transformers.modeling_utils` come here for such models."""
     cls = modeling.PreTrainedModel
     theirs = cls.from_pretrained.__func__
 

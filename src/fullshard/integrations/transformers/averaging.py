@@ -75,7 +75,7 @@ def announce_averages(trainer: Any) -> None:
 
 @contextlib.contextmanager
 def averaged(trainer: Any) -> Iterator[None]:
-    """Inside, the model's weights are the averages, if a callback evaluates with them."""
+    """Use the averages as the model's weights within the block, if a callback evaluates with them."""
     emas = [each.ema for each in _callbacks(trainer) if each.evaluates and each.ema is not None]
     if len(emas) > 1:
         raise ConfigError(

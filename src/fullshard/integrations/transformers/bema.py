@@ -21,7 +21,7 @@ from fullshard.launch.environment import read_rank_environment
 
 
 def shard_bias_corrected_averages() -> None:
-    """Have TRL's callback keep the average of a sharded model in parts; with adapters it has none of any model."""
+    """Make TRL's callback keep a sharded model's average in parts; with adapters it has none of any model."""
     theirs: Any = getattr(sys.modules.get("trl.trainer.callbacks"), "BEMACallback", None)
     if theirs is None or hasattr(theirs, "of_trl"):
         return

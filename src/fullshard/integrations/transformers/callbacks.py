@@ -15,7 +15,7 @@ from fullshard.launch.preemption import listen, should_stop
 
 
 def note_steps(trainer: Any) -> None:
-    """Have events go to its output directory, if there is one, with its own count of steps."""
+    """Write events to its output directory, if there is one, with its own count of steps."""
     from transformers import TrainerCallback
 
     class NoteSteps(TrainerCallback):  # type: ignore[misc]
@@ -44,7 +44,7 @@ def note_steps(trainer: Any) -> None:
 
 
 def stop_on_signals(trainer: Any) -> None:
-    """Have all ranks save and end at one step after a signal to any, unless Transformers' own way is asked for."""
+    """Make all ranks save and end at one step after a signal to any, unless Transformers' own way is asked for."""
     from transformers import TrainerCallback
 
     class StopOnSignals(TrainerCallback):  # type: ignore[misc]
@@ -55,7 +55,7 @@ def stop_on_signals(trainer: Any) -> None:
             listen()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            """Look whether there was a signal."""
+            """Check for a signal."""
             if should_stop():
                 control.should_save = control.should_training_stop = True
 
@@ -64,14 +64,14 @@ def stop_on_signals(trainer: Any) -> None:
 
 
 def look_for_room(trainer: Any, complete: Callable[[Path], list[Path]]) -> None:
-    """Have the disk looked at once model and optimizer are there; `complete` finds checkpoints of earlier runs."""
+    """Check the disk once model and optimizer are there; `complete` finds checkpoints of earlier runs."""
     from transformers import TrainerCallback
 
     class LookForRoom(TrainerCallback):  # type: ignore[misc]
         """Says beforehand that checkpoints will not fit."""
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            """Look, on rank 0, and end all ranks if there is no room for one."""
+            """Check the disk on rank 0, and end all ranks if there is no room for one checkpoint."""
             saves = {"steps": state.max_steps // max(1, state.save_steps), "epoch": state.num_train_epochs}
             count, limit = saves.get(str(args.save_strategy.value), 0), args.save_total_limit
             optimizer = None if args.save_only_model else kwargs.get("optimizer")
@@ -89,7 +89,7 @@ def look_for_room(trainer: Any, complete: Callable[[Path], list[Path]]) -> None:
 
 
 def _add_once(trainer: Any, callback: Any) -> None:
-    """`train` may be called several times."""
+    """Add a callback unless there is one like it: `train` may be called several times."""
     known = {type(each).__name__ for each in trainer.callback_handler.callbacks}
     if type(callback).__name__ not in known:
         trainer.add_callback(callback)

@@ -15,7 +15,7 @@ from fullshard.api import Accelerator, collectives
 
 
 def generate_in_step() -> None:
-    """Have ranks with fewer batches of prompts repeat their last one, and leave out what they make of it."""
+    """Make ranks with fewer batches of prompts repeat their last one, and leave out what they make of it."""
     home: Any = sys.modules.get("trl.trainer.callbacks")
     theirs = getattr(home, "_generate_completions", None)
     if theirs is None or hasattr(theirs, "of_trl"):

@@ -16,7 +16,7 @@ _Weights = Generator[tuple[str, torch.Tensor], None, None]
 
 
 def stream_into_engines() -> None:
-    """Have TRL hand over what `stream_weights` gives.
+    """Make TRL hand over what `stream_weights` gives.
 
     By itself it would merge adapters into the weights that train and take them out again, which rounds them each time.
     """

@@ -12,7 +12,7 @@ from fullshard.features import unsharded
 
 
 def teachers_head(trainer: Any) -> contextlib.AbstractContextManager[None]:
-    """Around a step: TRL multiplies with the weight of a teacher's head itself, outside of the teacher's forward."""
+    """Gather a teacher's head for a step: TRL multiplies with its weight itself, outside of the teacher's forward."""
     teacher = getattr(trainer, "teacher_model", None)
     if not isinstance(teacher, nn.Module) or not hasattr(trainer, "_forward_redirection") or not is_sharded(teacher):
         return contextlib.nullcontext()

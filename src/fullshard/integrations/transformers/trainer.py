@@ -206,7 +206,7 @@ class ShardedTraining:
         return None if self.accelerator.steps_in_backward else super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[misc]
 
     def floating_point_ops(self: Any, inputs: Any) -> int:
-        """6 x tokens x parameters, embeddings left out, of the whole model."""
+        """Return 6 x tokens x parameters, embeddings left out, of the whole model."""
         name = getattr(self.model, "main_input_name", "input_ids")
         main_input = inputs.get(name) if isinstance(inputs, Mapping) else None  # TRL's have lists of samples
         if main_input is None or not hasattr(self.model, "num_parameters"):

@@ -152,7 +152,7 @@ class _Reader:
 def _read_state(
     reader: _Reader, name: str, values: Mapping[str, records.StateTensorRecord | records.StateValueRecord]
 ) -> Iterator[tuple[str, tuple[Any, bool]]]:
-    """Keys of a parameter's state, each with its value and whether that belongs into host memory."""
+    """Return the keys of a parameter's state, each with its value and whether that belongs into host memory."""
     for key, record in values.items():
         if isinstance(record, records.StateValueRecord):
             yield key, (decode_value(record.value, {}), True)
@@ -190,7 +190,7 @@ def _optimizer_record(
 
 
 def _aliases(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Names of parameters, each with the further names of the same one."""
+    """Return names of parameters, each with the further names of the same one."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)

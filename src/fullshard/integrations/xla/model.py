@@ -144,7 +144,7 @@ class batches:
 
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Whole tensors in host memory, under the model's own names."""
+    """Return whole tensors in host memory, under the model's own names."""
     import torch_xla
 
     torch_xla.sync()

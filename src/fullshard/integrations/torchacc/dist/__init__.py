@@ -44,7 +44,7 @@ if not TYPE_CHECKING:  # a type checker would take it as leave to use any name
 
 
 def world_size() -> int:
-    """Ranks of the job."""
+    """Return the number of ranks of the job."""
     return read_rank_environment().world_size
 
 
