@@ -61,7 +61,7 @@ def save_fsdp_model(
     try:
         checkpoint.save_checkpoint(staged / "model", model=model, overwrite=True)
         run_on_main(environment, lambda: write_torch_format(staged / "model", directory, first=model_index))
-    finally:  # a whole copy of the weights, which nobody would look for
+    finally:  # a whole copy of the weights that users do not expect
         run_on_main(environment, lambda: shutil.rmtree(staged, ignore_errors=True))
 
 

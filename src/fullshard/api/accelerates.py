@@ -155,7 +155,7 @@ def parallelism(config: Any, plugin: Reading) -> Reading:
             )
     replicas, shards, tiles = config.dp_replicate_size or 1, config.dp_shard_size or 1, tensor_parallel_size(config)
     ranks = read_rank_environment().world_size
-    if replicas * shards * tiles == 1:  # Accelerate's takes its sizes from the environment, where nobody need say any
+    if replicas * shards * tiles == 1:  # Accelerate takes sizes from the environment, which may lack them
         return reading
     if replicas * shards * tiles != ranks:
         beneath = f" x tp_size {tiles}" if tiles > 1 else ""

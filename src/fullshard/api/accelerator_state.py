@@ -161,7 +161,7 @@ class AcceleratorState(PartialState):
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
-        """Forget the state, as Accelerate's tests have it done between two Accelerators."""
+        """Forget the state, as Accelerate's tests do between two Accelerators."""
         module = sys.modules.get("accelerate.state")
         if module is not None:
             module.AcceleratorState._reset_state(reset_partial_state)

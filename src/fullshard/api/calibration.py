@@ -40,7 +40,7 @@ def calibrate(path: Path) -> Device:
     """Measure this machine with one process per device (on a CPU: two) and write the figures to `path`.
 
     Args:
-        path: a `.json` file; what is there is replaced.
+        path: a `.json` file; an existing one is replaced.
 
     Raises:
         CommunicationError: the measuring processes failed; what they said is on standard error.

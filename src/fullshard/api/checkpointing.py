@@ -251,7 +251,7 @@ class Checkpointing(Facts):
             save_directory: which may exist.
             max_shard_size: of a file, in bytes or as `5GB`.
             safe_serialization: as safetensors, a tensor at a time, with its configuration if it has one. False: as
-                `pytorch_model.bin`, of which the main process's host holds all at once.
+                `pytorch_model.bin`, all of which the main process's host holds at once.
 
         Raises:
             ConfigError: adapters with `safe_serialization=False`.

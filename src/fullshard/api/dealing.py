@@ -104,6 +104,6 @@ class Deal:
                 current = []
         if current and not self.drop_last:
             real = len(current)
-            if self.world_size > 1 and self.even:  # one rank alone has nobody to keep in step with
+            if self.world_size > 1 and self.even:  # one rank alone has no other to keep in step with
                 current += itertools.islice(itertools.cycle(first), self.round_size - real)
             yield current, real

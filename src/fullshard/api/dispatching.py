@@ -21,9 +21,9 @@ class Parcel:
     """The message from rank 0 to one rank for one step.
 
     Attributes:
-        batches: the batch and what is real of its round if it knows, in a list; empty if there is none for it.
+        batches: the batch and the real part of its round if known, in a list; empty if the rank gets none.
         is_last: nothing comes after it.
-        real: what is real of the last round, with the last batch; else None.
+        real: the real part of the last round, with the last batch; else None.
         error: why rank 0 could not read; None: it could.
     """
 
@@ -38,11 +38,11 @@ def dispatched(
     last_real: Callable[[], Real | None],
     shares: int,
 ) -> Iterator[tuple[Any, Real | None]]:
-    """Yield this rank's batches, and what is real of the round where rank 0 knows. A collective at each.
+    """Yield this rank's batches, with the real part of the round if rank 0 knows it. A collective at each.
 
     Args:
         read: begins to read on rank 0, the batches of one step one rank after the other; called there only.
-        last_real: what is real of the last round, once everything was read.
+        last_real: returns the real part of the last round, once everything was read.
         shares: number of them in a step. Where there are more ranks, as many neighbours have the same.
 
     Raises:

@@ -72,7 +72,7 @@ class Facts(Gathering):
 
     @property
     def _tensor_parallel_size(self) -> int:
-        """Ranks that compute on the same batch, of which each has a part of every layer."""
+        """The number of ranks that compute on the same batch, each with a part of every layer."""
         return tensor_parallel_size(self.parallelism_config)
 
     @property

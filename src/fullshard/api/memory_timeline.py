@@ -44,7 +44,7 @@ class MemoryTimeline:
 
     Raises:
         LifecycleError: the model is not sharded.
-        ConfigError: nobody counts what is allocated there.
+        ConfigError: allocated memory is not counted there.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class MemoryTimeline:
     def _look(self, event: Event) -> Moment:
         held = self._held()
         buckets = [bucket for unit in self._units for bucket in unit.buckets]
-        # Memory that ranks share is counted by nobody but the engine.
+        # Only the engine counts memory that ranks share.
         is_shared = any(bucket.buffer.is_persistent for bucket in buckets) and self._units[-1].mesh.world_size > 1
         counted = sum(nbytes for name, nbytes in held.items() if not (is_shared and name in _SHARED))
         rest = _counted_nbytes(self._device) - counted

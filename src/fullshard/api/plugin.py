@@ -258,7 +258,7 @@ class FullyShardedDataParallelPlugin:
 
         Args:
             config: the configuration.
-            arguments: of the Accelerator that it is of. None: it is the launcher's, as far as this plugin is concerned.
+            arguments: of the plugin's Accelerator. None: for this plugin, the configuration is the launcher's.
         """
         for name, value in self._in_effect(config).items():
             if self.said(name) is None:

@@ -37,7 +37,7 @@ class Processes:
 
     @property
     def _tensor_parallel_size(self) -> int:
-        """Ranks that compute on the same batch, of which each has a part of every layer."""
+        """The number of ranks that compute on the same batch, each with a part of every layer."""
         return 1
 
     @property

@@ -19,7 +19,7 @@ from fullshard.plan.optimizers import OPTIMIZERS
 
 
 def checkpoint_nbytes(model: nn.Module, optimizer: Any) -> int:
-    """Return the bytes of a checkpoint of all ranks together, or fewer: an optimizer may be one that nobody planned.
+    """Return the bytes of a checkpoint of all ranks together, or fewer: the planner may not know the optimizer.
 
     Args:
         model: sharded.

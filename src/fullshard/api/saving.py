@@ -401,8 +401,8 @@ def save_model(
         directory: where to.
         max_shard_size: of a file.
         environment: of this rank.
-        safe: as safetensors, with its configuration; otherwise its state dict as `torch.save` writes it, of which the
-            main process's host holds all at once.
+        safe: as safetensors, with its configuration; otherwise its state dict as `torch.save` writes it, all of
+            which the main process's host holds at once.
 
     Raises:
         ConfigError: adapters that are not to be safetensors, or `max_shard_size` that cannot be understood.

@@ -91,8 +91,8 @@ class Share:
         """Prepare the next iteration.
 
         Returns:
-            How much the loop itself must throw away of what the loader gives; and what tells, once the last round of
-            this iteration was dealt, what is real of it.
+            The number of the loader's items that the loop itself must throw away; and a function that returns, once
+            the last round of this iteration was dealt, the real part of it.
         """
         if callable(set_epoch := getattr(self._dataset, "set_epoch", None)):
             set_epoch(epoch)
@@ -104,7 +104,7 @@ class Share:
         self._sampler.forget()
 
     def unpack(self, given: Any) -> Iterable[tuple[Any, Real | None]]:
-        """Return the batches that the loader gave, each with what is real of its round if that is known."""
+        """Return the batches that the loader gave, each with the real part of its round if known."""
         return [(given, None)]
 
 
@@ -188,7 +188,7 @@ class _DealtSampler(Sampler[Any]):
 
 
 class _Equal:
-    """Batches of one size, of which the last may be shorter: it is filled up from the start, as Accelerate does.
+    """Batches of one size. A shorter last one is filled up from the start, as Accelerate does.
 
     Attributes:
         added: samples that it was filled up with.
@@ -266,7 +266,7 @@ def _seeded(order: Any, number: int) -> Iterator[None]:
 
 
 class _IterableShare(Share):
-    """One rank's share of an iterable dataset: whoever reads the stream keeps a part of each round, or all of it."""
+    """One rank's share of an iterable dataset: a rank that reads it keeps a part of each round, or all of it."""
 
     is_always_even = True
 

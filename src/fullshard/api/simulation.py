@@ -78,7 +78,7 @@ class Simulation:
         if idle := [unit for unit in planned if unit not in ran]:
             return [f"{len(idle)} planned units did not run, {idle[0]} the first: a simulation feeds tokens alone"]
         found = []
-        # What a model keeps for backward depends on its kernels, of which the meta device has others.
+        # The saved tensors of a model depend on its kernels, and the meta device has others.
         events, predicted = ([e for e in es if e.what != "activations"] for es in (self.events, self.predicted))
         for index, (got, expected) in enumerate(zip(events, predicted, strict=False)):
             if got != expected:

@@ -105,7 +105,7 @@ def load_adapters(path: str | Path, model: nn.Module) -> None:
     for adapter, directory in _directories(Path(path), model).items():
         config: Any = model.peft_config[adapter]  # type: ignore[index]
         weights = ranks.together(f"reading {directory}", functools.partial(read, directory, adapter))
-        if not is_adapted(model):  # no module of PEFT's is around it, of which the names in files begin
+        if not is_adapted(model):  # names in files begin with PEFT's module, which it lacks
             weights = {name.removeprefix("base_model.model."): value for name, value in weights.items()}
         with _prompts_whole(model, writeback=True):
             result = peft.set_peft_model_state_dict(model, weights, adapter_name=adapter)

@@ -131,7 +131,7 @@ class AsyncSaver:
             self._background = self._ranks.apart()
         self._path, self._error = pending.destination.final, None
         self._thread = threading.Thread(target=self._write, args=(pending, self._background), name="fullshard-save")
-        # Not a daemon: an interpreter that ends waits for it. Then, and only then, it looks for an error nobody saw.
+        # Not a daemon: an interpreter that ends waits for it. Only then it looks for an unread error.
         atexit.register(self._report)
         _WRITING.add(self._thread)
         if isinstance(self._path, ObjectPath):

@@ -86,8 +86,7 @@ class Pruned:
 def prune(root: Location, *, keep: int, thorough: bool = False, dry_run: bool = False) -> Pruned:
     """Remove the oldest whole checkpoints directly inside `root` until `keep` are left. Not a collective.
 
-    Only whole ones count, so the newest whole one always stays; what is damaged is nobody's last resort and nobody's
-    to remove without looking.
+    Only whole ones count, so the newest whole one always stays. Damaged ones stay, too: they need a user's look first.
 
     Args:
         root: directory that checkpoints are saved into.

@@ -3,7 +3,7 @@
 Transformers 5 holds many models under other names in memory than on disk, and some in another form: all experts of a
 layer in one tensor, a fused projection in three. The rules for that are its own objects. A *renaming* makes a name of a
 name; a *converter* makes tensors of tensors. Here they are asked which tensors belong together, and applied to one such
-`Group` after the other, so that nobody holds more of a model than that.
+`Group` after the other, so that no more of a model is held at once.
 
 Earlier versions have no rules; then a tensor keeps its name, but for the prefix of its base model.
 """
@@ -240,7 +240,7 @@ def saving_rules(model: nn.Module, outline: Outline) -> Rules:
         transforms = [
             transform
             for transform in mapping.get_model_conversion_mapping(model, add_legacy=False)
-            # Nobody knows whether a model that was never loaded would have had such a prefix.
+            # A model that was never loaded does not show whether it would have had such a prefix.
             if type(transform).__name__ != "PrefixChange"
         ]
     return Rules(outline, [transform.reverse_transform() for transform in reversed(transforms)])

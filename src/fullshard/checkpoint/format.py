@@ -35,7 +35,7 @@ that carry the name of their save. Every older version stays readable."""
 
 MANIFEST_NAME = "manifest.json"
 MAX_MANIFEST_NBYTES = 2**30
-"""Nobody makes room for more."""
+"""The limit of the memory that a reader allocates for a manifest."""
 LATEST_NAME = "LATEST"
 """A file that holds the name of the last checkpoint saved. A hint for people and scripts; nothing here reads it."""
 TRAINER_STATE = "training_state"
@@ -359,7 +359,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
     """Return the manifest as the bytes of its file: valid JSON, with a checksum of the exact bytes of the body.
 
     Raises:
-        CheckpointError: its values are nested so deeply that nobody could read it.
+        CheckpointError: its values are nested too deeply to be read.
     """
     body = manifest.model_dump_json().encode()
     try:

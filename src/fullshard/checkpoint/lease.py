@@ -31,7 +31,7 @@ from fullshard.core.place import this_machine
 
 LEASE_NAME = ".lease.json"
 _LONGEST_NBYTES = 1 << 16
-"""A lease that is longer is nobody's."""
+"""A longer file is no lease."""
 RENEWED_EVERY_SECONDS = 10.0
 LASTS_SECONDS = 60.0
 """Without being renewed; several times as long as between two renewals, for file systems are slow at times."""
@@ -271,7 +271,7 @@ def _own_name(path: Location) -> Any:
 
 
 def _remove(path: Path, ended: dict[str, Any] | None) -> None:
-    """Remove the lease of a job that has ended, and not one that somebody has put in its place meanwhile."""
+    """Remove the lease of a job that has ended, but not a new one in its place."""
     aside = _own_name(path)
     with contextlib.suppress(FileNotFoundError):
         path.rename(aside)

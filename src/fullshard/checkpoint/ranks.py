@@ -1,7 +1,7 @@
 """The messages between the ranks of a save or a load: small ones, above all whether any rank failed.
 
 Messages are JSON, not pickled objects. An error on one rank becomes the same error on all of them, so that none goes
-on alone and waits for ever.
+on alone and hangs.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class Ranks:
         found: Sequence[tuple[str | None, bool]] = self.broadcast(self.gather([message, isinstance(error, StoreError)]))
         messages = [message for message, _ in found]
         if any(is_silent for _, is_silent in found):
-            kind = CheckpointError  # of what a store does not hand out nobody knows whether it is damaged
+            kind = CheckpointError  # data that a store does not hand out may be damaged or not
         if self.world_size == 1 and isinstance(error, CheckpointError):
             raise error
         reasons = dict.fromkeys(text for text in messages if text is not None)

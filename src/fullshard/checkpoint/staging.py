@@ -15,7 +15,7 @@ from fullshard.engine.step.in_backward import steps_in_backward
 _ALIGNMENT = 64
 """Bytes: a cache line, and a multiple of every dtype's size."""
 _SPARE_NBYTES = 2**20
-"""Of a reserved block, for what nobody knows in advance: states of generators, tensors in the state of a script."""
+"""Bytes of a reserved block for sizes unknown in advance: states of generators, tensors in a script's state."""
 
 Named = Mapping[str, torch.Tensor]
 

@@ -23,10 +23,10 @@ _TEMPORARY_HINT = re.compile(re.escape(TEMP_PREFIX) + r"LATEST-[0-9a-f]+")
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Create or replace a small file so that a crash leaves the old or the new contents, whoever else replaces it."""
+    """Create or replace a small file so that a crash leaves the old or the new contents, also with several writers."""
     temporary = _own_name(path)
     with temporary.open("wb") as file:
-        _lock(file.fileno())  # until it is complete, it is nobody's leftover
+        _lock(file.fileno())  # other jobs must not remove it as a leftover before it is complete
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
@@ -89,7 +89,7 @@ def _refuse_what_is_there(final: Path, *, overwrite: bool) -> None:
 
 
 def refuse_file(path: Path) -> None:
-    """Raise `CheckpointError` if there is a file where a directory is to be: nobody knows what it holds."""
+    """Raise `CheckpointError` if there is a file where a directory is to be: its contents are unknown."""
     if path.is_file():
         raise CheckpointError(
             f"{path} is a file, and a checkpoint is a directory", hint="choose another name, or remove the file"
@@ -285,9 +285,9 @@ def _unheld(path: Path) -> Iterator[bool | None]:
 
 
 def _remove_leftovers(final: Path) -> None:
-    """Remove temporary directories, and hints of which is the latest, that nobody holds, beside `final`.
+    """Remove temporary directories, and hints of which is the latest, beside `final` that no process holds.
 
-    Where locks do not work only those of saves to the same name go: nobody else should be saving to it.
+    Where locks do not work, only those of saves to the same name go: no other job should be saving to it.
     """
     same_name = _beside(final, TEMP_PREFIX)
     for path in sorted(final.parent.iterdir()):

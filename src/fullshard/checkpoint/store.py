@@ -344,7 +344,7 @@ def _remove_leftovers(final: ObjectPath, there: Iterable[str], manifests: list[s
         try:
             kept = {*read_manifest(final).files}
         except CheckpointError:
-            return  # nobody can tell
+            return  # the kept files are unknown
     else:
         final.remove_beneath([name for name in there if _is_manifest(name) and name != MANIFEST_NAME])
     final.remove_beneath([name for name in there if is_of_a_save(name) and name not in kept])

@@ -28,8 +28,8 @@ def stream_weights(
     Every rank runs the loop to its end. Parameters are gathered one at a time (where Transformers stores several as
     one, those together), so a device holds one whole parameter besides its shards, and the one that the loop still has.
 
-    Whoever leaves the loop before its end, by an error or by `break`, lets nobody wait: the others' loops end with an
-    error at the same parameter, the model is as it was, and training can go on.
+    A rank that leaves the loop before its end, by an error or by `break`, leaves no other waiting: the others' loops
+    end with an error at the same parameter, the model is as it was, and training can go on.
 
     Args:
         model: sharded or not. Adapters of a PEFT model are merged on the way, as in `export_hf`; the model keeps them.

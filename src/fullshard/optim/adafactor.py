@@ -6,7 +6,7 @@
     all ranks      one sum per bucket: the norm of each direction
     every rank     the update of its own elements
 
-Nobody needs a whole matrix, so none is sent. The state is as small as in one process: rows + columns per matrix, on
+No rank needs a whole matrix, so none is sent. The state is as small as in one process: rows + columns per matrix, on
 each rank. A sum over ranks adds in another order than one process, so the numbers are the same to a rounding.
 """
 

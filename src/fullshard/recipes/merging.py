@@ -1,4 +1,4 @@
-"""`--merge_dir`: after training, the whole model with its adapters merged, in a folder that is nobody else's.
+"""`--merge_dir`: after training, the whole model with its adapters merged, in a folder of its own.
 
 The folder is replaced as a whole. So it has to be empty, unless it holds what this run has merged before and nothing
 else: `.merged.json` in the output directory has the size and the time of every file that it wrote there.

@@ -91,7 +91,7 @@ def _no_random_weights() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def own_errors(what: str, hint: str | None = None) -> Iterator[None]:
-    """Say so in one line whatever Transformers raises, which may be anything, where somebody else's files are wrong."""
+    """Turn any error that Transformers raises on faulty files of a user into one line."""
     try:
         yield
     except FullshardError:

@@ -90,7 +90,7 @@ def plan_run(
         arguments: of the run.
         environment: says how many ranks there are, on how many hosts.
         device: of this rank.
-        say: takes a line for whoever watches the run.
+        say: takes a line for the user.
         before: bytes it uses already.
     """
     world_size = environment.world_size

@@ -70,7 +70,7 @@ class StepMemory:
         planned: the moments of a step as they were predicted; may be empty.
 
     Raises:
-        ConfigError: nobody counts what is allocated on this device.
+        ConfigError: allocated memory is not counted on this device.
         MissingExtraError: matplotlib is not installed.
     """
 

@@ -313,7 +313,7 @@ def _where_to_begin(training: Any) -> Any:
     started again does not begin beside those of another.
 
     Raises:
-        ConfigError: nobody could tell after a restart which checkpoints are this run's.
+        ConfigError: after a restart this run's checkpoints could not be told from others.
     """
     from fullshard.integrations.transformers.trainer import complete_checkpoints
 

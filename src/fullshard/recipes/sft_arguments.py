@@ -282,7 +282,7 @@ def _parse(values: Mapping[str, Any], config: type) -> SFTArguments:
     parser = _parser(config, several)
     # A null is as if the flag were not there, but for flags that may be nothing: `max_length: null` is no limit.
     empty = {name for name in values.keys() - given.keys() if type(None) in get_args(kinds[name])}
-    parser.set_defaults(**dict.fromkeys(empty - {"report_to"}))  # of which Transformers makes a tracker called None
+    parser.set_defaults(**dict.fromkeys(empty - {"report_to"}))  # Transformers makes a tracker called None of it
     words = [
         word
         for name, value in given.items()

@@ -55,7 +55,7 @@ def trained_tokenizer(directory: Path, corpus: Corpus, *, vocab_size: int) -> It
     """Give the directory of a tokenizer that was trained on the corpus. Called on one rank.
 
     It is `directory` if the one there was trained on the same. Otherwise it is another, which takes the place of
-    `directory` when the block ends well, and of which nothing is left if it does not.
+    `directory` when the block ends well, and is removed if it does not.
 
     Raises:
         ConfigError: what is at `directory` was not trained here.

@@ -72,7 +72,7 @@ def train(arguments: TrainArguments) -> None:
     """Run the whole job on this rank. Every rank of the job calls it with the same arguments.
 
     Raises:
-        FullshardError: what is wrong with the settings, the data, a checkpoint or the run.
+        FullshardError: a fault of the settings, the data, a checkpoint or the run.
     """
     joined_before = dist.is_initialized()
     with open_console(read_rank_environment()) as console, contextlib.ExitStack() as held:

@@ -115,7 +115,7 @@ class VirtualDevice(torch_private.DispatchMode):
     """One rank's device.
 
     Args:
-        cluster: of which it is one.
+        cluster: the cluster that it belongs to.
         host: what the host takes. A CPU is its own host, which goes on when an operation is over.
 
     Attributes:
@@ -167,7 +167,7 @@ class VirtualDevice(torch_private.DispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
         named = named or {}
-        if self._imagined or any(map(torch_private.is_for_shapes, types)):  # somebody wants to know a shape
+        if self._imagined or any(map(torch_private.is_for_shapes, types)):  # torch asks for a shape only
             return function(*given, **named)
         if any(kind is not torch.Tensor and kind is not torch.nn.Parameter for kind in types):
             return NotImplemented  # a subclass takes it apart first

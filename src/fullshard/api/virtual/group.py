@@ -16,7 +16,7 @@ import torch.distributed as dist
 from fullshard.api.virtual.clock import Task
 from fullshard.api.virtual.device import VirtualDevice, VirtualStream
 
-# Without types: torch calls the methods by place, and declares overloads that nobody calls here.
+# Without types: torch calls the methods by place, and declares overloads that are not called here.
 _WORK: Any = dist.Work
 _GROUP: Any = dist.ProcessGroup
 

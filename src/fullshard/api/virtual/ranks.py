@@ -1,4 +1,4 @@
-"""This process as one rank of many: torch.distributed with process groups of the virtual device, and nobody else."""
+"""One process as one rank of many: torch.distributed with process groups of the virtual device, and no other rank."""
 
 from __future__ import annotations
 

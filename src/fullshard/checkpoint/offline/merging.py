@@ -72,7 +72,7 @@ class MergedSource(Source):
         try:
             self._prepare(directory)
         except BaseException:
-            self.close()  # nobody else can: there is no object to close
+            self.close()  # the caller cannot: it has no object to close
             raise
 
     def _prepare(self, directory: Path) -> None:

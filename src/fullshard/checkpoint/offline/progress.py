@@ -11,7 +11,7 @@ Progress = Callable[[int], None]
 
 
 def silent(nbytes: int) -> None:
-    """Tell nobody."""
+    """Report nothing."""
 
 
 def reported(parts: Iterable[Bytes], progress: Progress) -> Iterator[Bytes]:

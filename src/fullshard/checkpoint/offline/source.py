@@ -48,7 +48,7 @@ class Contents:
         optimizer: parameter groups and state; its `kind` is empty where the format does not store it.
         states: encoded Python values (`scheduler`, `extra`, ...), see `Manifest.states`.
         manifest: of our own checkpoints.
-        notes: what is there and is not taken over, one line each.
+        notes: the parts that are not taken over, one line each.
     """
 
     parameters: Mapping[str, TensorRecord]
@@ -165,7 +165,7 @@ def stream(
 
 
 class Pieces:
-    """A flattened tensor as 1-D tensors one behind the other, of which it may be a part.
+    """A flattened tensor, or a part of one, in consecutive 1-D tensors.
 
     Args:
         parts: tensors in host memory, possibly mapped from a file.
@@ -203,7 +203,7 @@ class MemorySource(Source):
         return self._tensors[kind, name].read(interval)
 
     def close(self) -> None:
-        """Let go of the files, which are mapped for as long as somebody holds a tensor of them."""
+        """Release the files, which stay mapped as long as a tensor of them is held."""
         self._tensors = {}
 
 

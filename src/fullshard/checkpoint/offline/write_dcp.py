@@ -85,7 +85,7 @@ def _save(state: dict[str, Any], directory: Path, planner: DefaultSavePlanner) -
         warnings.filterwarnings("ignore", message="torch.distributed is")
         try:
             dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
-        except CheckpointException as error:  # no Exception, so nobody above would catch it
+        except CheckpointException as error:  # no Exception, so no caller would catch it
             reasons = "; ".join(str(reason) for reason, _ in error.failures.values())
             raise CheckpointError(
                 f"cannot write {directory.name}: {reasons}", hint="is the disk full? torch does not always say it"

@@ -137,14 +137,14 @@ class _Ahead:
 
     Args:
         source: prepares the batches.
-        iterator: nobody else takes from it while the thread runs.
+        iterator: only the thread takes from it while it runs.
     """
 
     def __init__(self, source: AsyncLoader, iterator: Iterator[Any]) -> None:
         self._queue: queue.Queue[tuple[Any, Any, BaseException | None]] = queue.Queue(source._ahead)
         self._stop = threading.Event()
         arguments = (source, iterator, self._queue, self._stop)
-        # A daemon that is told to stop: nothing waits for ever for a loader that does.
+        # A daemon that is told to stop: a loader that hangs does not hang the process.
         self._thread = start_thread("AsyncLoader", _fetch, arguments, self._stop.set)
         self._finalizer = weakref.finalize(self, _end, self._stop, self._thread)
         self._finalizer.atexit = False

@@ -33,7 +33,7 @@ NO_DEEPSPEED = "there is one engine here; write its settings as fsdp_config, or 
 _PREPARED: dict[str, Any] = {
     "min_num_params": 0, "xla": False, "xla_fsdp_v2": False, "xla_fsdp_grad_ckpt": False,
 }  # fmt: skip
-"""What Transformers puts into `fsdp_config` where nobody wrote anything."""
+"""The values that Transformers puts into `fsdp_config` where the user set none."""
 
 
 def read_fsdp_arguments(fsdp: Any, fsdp_config: Any) -> Reading:

@@ -43,7 +43,7 @@ def _ending(stream: _Weights) -> Iterator[_Weights]:
     try:
         yield stream
     except Exception as error:
-        next(stream, None)  # one that has not begun would tell nobody
+        next(stream, None)  # one that has not begun would not tell the other ranks
         stream.throw(error)
         raise
     finally:
