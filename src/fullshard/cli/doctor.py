@@ -42,9 +42,9 @@ def doctor(
 
     hardware = detect_hardware()
     if hardware.failure is None and not any(each.memory_nbytes for each in hardware.accelerators):
-        try:  # nvidia-smi is not here; torch has its own way to them
+        try:  # without nvidia-smi, torch has its own way to find them
             hardware = replace(hardware, accelerators=cuda.seen() or hardware.accelerators)
-        except Exception as error:  # of torch's own for CUDA some are no RuntimeError
+        except Exception as error:  # some of torch's own CUDA errors are no RuntimeError
             hardware = replace(hardware, failure=str(error).partition("\n")[0])
     report = make_report(hardware, os.environ)
     kind = device if device != "auto" else devices.accelerator()

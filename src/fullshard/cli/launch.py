@@ -49,7 +49,7 @@ def launch(context: typer.Context) -> None:
         return
     plan = make_plan(line, read_sources(line, os.environ), os.environ)
     streams = _streams(line, plan)
-    if not plan.launch.machine_rank:  # one host says it for all
+    if not plan.launch.machine_rank:  # one host prints it for all
         for note in plan.resolved.notes:
             is_flag = note.origin.precedence is Precedence.FLAG
             sys.stderr.write(f"fullshard: {f'{note.origin} {note.text}' if is_flag else note}\n")

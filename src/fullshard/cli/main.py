@@ -18,7 +18,7 @@ from fullshard.core.errors import FullshardError
 from fullshard.core.version import __version__
 
 USAGE_ERROR = 2
-"""Exit code of an error that the user can mend, the same as for an unknown option."""
+"""Exit code of an error that the user can fix, the same as for an unknown option."""
 
 COMMANDS: dict[str, type[TyperCommand] | type[TyperGroup]] = {
     "launch": RawCommand,
@@ -107,7 +107,7 @@ def _is_named(file: object) -> bool:
 def main() -> None:
     """Run the command line of this process and exit."""
     try:
-        if sys.argv[1:2] != ["launch"]:  # which leaves a script's own arguments as they are
+        if sys.argv[1:2] != ["launch"]:  # `launch` leaves a script's own arguments as they are
             check_words(sys.argv[1:])
         app()
     except FullshardError as error:

@@ -116,7 +116,7 @@ class RawCommand(TyperCommand):
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
         """Return flags, or values of the flag before, that begin with the word that is being typed."""
         found = importlib.import_module(f"fullshard.cli.{self.name}").completions(ctx.args)
-        if "-" in incomplete.lstrip("-"):  # both are read; what is offered is written as what is being typed
+        if "-" in incomplete.lstrip("-"):  # both are read; completions have the form that is being typed
             found = {word.replace("_", "-") if word.startswith("-") else word: text for word, text in found.items()}
         return [Completion(word, text or None) for word, text in found.items() if word.startswith(incomplete)]
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fullshard.api.simulation import Simulation
 
 DIFFERS = 1
-"""Exit code when the engine does something else than the planner says."""
+"""Exit code when the engine deviates from the planner's prediction."""
 
 
 @options_from(

@@ -52,7 +52,7 @@ def train(
     if nproc is not None and nproc < 1:
         raise ConfigError(f"--nproc must be at least 1, got {nproc}")
     kind: str = arguments.device
-    if nproc is None or is_installed("torch_tpu"):  # else nobody here needs torch, whose import takes seconds
+    if nproc is None or is_installed("torch_tpu"):  # else nothing here needs torch, whose import takes seconds
         from fullshard.comm import device as devices
 
         kind = devices.kind_of(kind)

@@ -197,7 +197,7 @@ def finish_parallelism(reading: Reading) -> None:
         return  # a problem already
     others = (reading.entries.get(f"parallelism_config_{kind}_size") for kind in ("tp", "cp", "sp", "pp", "ep"))
     if entry is None or replicas <= 1 or any(other is not None and str(other.value) != "1" for other in others):
-        return  # other kinds of parallelism, which are refused, have a part in the number of processes
+        return  # other kinds of parallelism, which are refused, count in the number of processes
     said = Setting("sharding.strategy", "NO_SHARD", entry.origin, entry.key)
     if number is not None and number.value != replicas * (1 if size is None else size.value):
         ranks = f"{replicas} replicas of {'1 rank' if size is None else f'{size.value} ranks'}"

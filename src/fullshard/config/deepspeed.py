@@ -128,7 +128,7 @@ def _switched_off(because: str) -> Any:
     def read(value: Any) -> Settings:
         enabled = value
         if isinstance(value, tuple):
-            # A part without `enabled` is on by being there.
+            # A part without `enabled` is on if it is present.
             flags = [entry.value for entry in value if entry.key.lower().endswith("enabled")]
             enabled = any(values.boolean(flag) for flag in flags) if flags else bool(value)
         if enabled not in (False, None, {}, []):

@@ -142,7 +142,7 @@ def refuse(problems: Iterable[Problem]) -> None:
     if len(problems) == 1:
         raise ConfigError(str(problems[0]), hint=problems[0].hint)
     lines, said = [], set()
-    for problem in problems:  # a hint that lists all keys is long enough once
+    for problem in problems:  # show a hint that lists all keys only once
         lines.append(f"  {problem}" + (f" ({problem.hint})" if problem.hint and problem.hint not in said else ""))
         said.add(problem.hint)
     raise ConfigError(

@@ -33,7 +33,7 @@ def read_document(path: str | Path) -> tuple[Entry, ...]:
             data = file.read(MAX_NBYTES + 1)
         if len(data) > MAX_NBYTES:
             raise ConfigError(f"{path} has more than {MAX_NBYTES} bytes", hint="a configuration is a few lines of text")
-        text = data.decode("utf-8-sig")  # editors on Windows put a mark in front
+        text = data.decode("utf-8-sig")  # editors on Windows begin a file with a mark
     except FileNotFoundError:
         raise ConfigError(f"the configuration file {path} does not exist", hint=_nearby(path)) from None
     except (OSError, UnicodeDecodeError) as error:
@@ -81,7 +81,7 @@ def parse_document(text: str, name: str) -> tuple[Entry, ...]:
 def _entries(mapping: Any, name: str, values: Iterator[int]) -> tuple[Entry, ...]:
     found = []
     for key in mapping:
-        # One that is merged in (<<) has no place of its own there.
+        # A key that is merged in (<<) has no place of its own there.
         line, column = (mapping.lc.data or {}).get(key, (mapping.lc.line, mapping.lc.col))[:2]
         found.append(Entry(str(key), _value(mapping[key], name, values), Origin.file(name, line + 1, column + 1)))
     return tuple(found)

@@ -24,7 +24,7 @@ _WRAPS = {"TRANSFORMER_BASED_WRAP": "auto", "SIZE_BASED_WRAP": "size", "NO_WRAP"
 
 
 def _wrap(value: Any) -> Settings:
-    if values.text(value).upper() == "SIZED_BASED_WRAP":  # as a widely copied page has it
+    if values.text(value).upper() == "SIZED_BASED_WRAP":  # the spelling of a widely copied page
         value = "SIZE_BASED_WRAP"
     return {"sharding.wrap": _WRAPS[values.one_of(value, tuple(_WRAPS), numbered=True)]}
 
@@ -183,7 +183,7 @@ def _finish_strategy(reading: Reading) -> None:
         return
     row = parse_strategy(strategy.value)
     if reshard.value == "auto" or row.freeing(reshard.value) in (None, row):
-        return  # what a row cannot honour is the schema's business
+        return  # the schema refuses what a row cannot honour
     version = reading.entries.get("fsdp_version")
     if version is not None and str(version.value).strip() == "2":
         text = f"means {row.name} with {reshard.key} = {str(reshard.value).lower()}, which version 2 goes by"

@@ -49,7 +49,7 @@ def _read() -> tuple[RunConfig, dict[str, str]] | None:
         document = read_object(Path(path))
         environment = document.pop(_ENVIRONMENT)
         return RunConfig.model_validate_json(json.dumps(document)), environment
-    except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:  # text that is no UTF-8, too
+    except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:  # also for text that is not UTF-8
         raise ConfigError(
             f"${CONFIG.name} = {path} holds no resolved configuration: {error}",
             hint="start the script with `fullshard launch`, or unset the variable",

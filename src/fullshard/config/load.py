@@ -117,7 +117,7 @@ def _read(entries: tuple[Entry, ...], directory: Path) -> Reading:
             reading.problems.append(_mixed(entry, dialect, others[0]))
     further = reading.entries.get("deepspeed_config_file")
     if further is not None and further.value:
-        # As Accelerate has it, relative to where one stands; beside the file is tried too.
+        # As in Accelerate, relative to the working directory; then beside the file.
         path = local_path(str(further.value))
         reading.add(DEEPSPEED.read(read_document(path if path.exists() else directory / path)))
         reading.find_contradictions()

@@ -120,7 +120,7 @@ class _ConfigGroup(BaseModel):
         except ValidationError as error:
             raise self._explained(error, str(error.errors()[0]["loc"][0])) from None
 
-    if not TYPE_CHECKING:  # a type checker would take it as leave to assign anything
+    if not TYPE_CHECKING:  # with it a type checker would accept any assignment
 
         def __setattr__(self, name: str, value: Any) -> None:
             if name not in type(self).model_fields and not name.startswith("_"):

@@ -50,7 +50,7 @@ _WORDS: dict[tuple[str, ...], tuple[str, Any] | None] = {
     ("full", "shard"): ("sharding.strategy", "FULL_SHARD"),
     ("shard", "grad", "op"): ("sharding.strategy", "SHARD_GRAD_OP"),
     ("no", "shard"): ("sharding.strategy", "NO_SHARD"),
-    ("auto", "wrap"): None,  # units are always found, in the way that fsdp_config names if it does
+    ("auto", "wrap"): None,  # units are always found, by fsdp_config's policy if it names one
     ("offload",): ("sharding.cpu_offload", True),
     ("true",): ("sharding.strategy", "FULL_SHARD"),  # version 5 has a truth value
     ("false",): ("sharding.strategy", "NO_SHARD"),

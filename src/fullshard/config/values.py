@@ -125,7 +125,7 @@ def coerce(path: str, value: Any) -> Any:
         if kind in kinds:
             return read(value)
     if isinstance(value, bool):
-        return value  # `mode: no` is a false in YAML; the schema knows
+        return value  # YAML reads `mode: no` as false; the schema handles it
     return text(value)
 
 

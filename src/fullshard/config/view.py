@@ -75,7 +75,7 @@ class View(BaseModel):
     @classmethod
     def _problem(cls, item: Any) -> str:
         name = ".".join(cls.spelled(str(part)) for part in item["loc"])
-        if raised := item.get("ctx", {}).get("error"):  # one of our own, which says what it got
+        if raised := item.get("ctx", {}).get("error"):  # one of our own, which says what was got
             text = plain_message(raised)
             return f"{name}: {text}" if name else text
         return f"{name}: {item['msg']} (got {item['input']!r})"

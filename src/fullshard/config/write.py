@@ -121,7 +121,7 @@ def save_text(text: str, path: Path, *, overwrite: bool) -> None:
     """
     try:
         if not overwrite:
-            path.touch(exist_ok=False)  # of two who write it at once one is told
+            path.touch(exist_ok=False)  # of two simultaneous writers one gets an error
         try:
             write_text(path, text)
         except BaseException:

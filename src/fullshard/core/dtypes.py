@@ -42,10 +42,10 @@ ITEMSIZES = {
 """Bytes of one element of each dtype."""
 
 FLOATING = frozenset(name for name in ITEMSIZES if "float" in name)
-"""Dtypes that are cast by a precision policy; the others are bytes with a meaning of their own, or complex."""
+"""Dtypes that a precision policy casts; the others are bytes with a meaning of their own, or complex."""
 
 HALF = ("bfloat16", "float16")
-"""Dtypes in which an optimizer that steps loses small updates."""
+"""Dtypes in which an optimizer's step loses small updates."""
 
 COMPUTE: dict[str, str | None] = {"no": None, "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """Compute dtype of each precision mode; None: as stored."""

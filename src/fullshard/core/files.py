@@ -45,7 +45,7 @@ def whole_file(path: Path) -> Iterator[Path]:
     Raises:
         OSError: it cannot be written; the error has its name, which that of a full disk lacks.
     """
-    if path.is_dir():  # else it would be said by whoever writes, in words of its own
+    if path.is_dir():  # else the writer would raise an error in its own words
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     target = Path(os.path.realpath(path))
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
@@ -69,7 +69,7 @@ def _is_no_file_of_a_folder(path: Path) -> bool:
         return False
     while path.is_symlink():
         folder = Path(os.path.realpath(path.parent))
-        if folder.is_relative_to("/proc"):  # where /dev/stdout and /dev/fd lead: a file may have no other name
+        if folder.is_relative_to("/proc"):  # the targets of /dev/stdout and /dev/fd: a file may have no other name
             return True
         path = folder / path.readlink()
     return not path.is_file()
@@ -149,7 +149,7 @@ def read_bytes(path: Path, *, limit_nbytes: int = SMALL_NBYTES) -> bytes:
     with open_regular(path, limit_nbytes=limit_nbytes) as file:
         asked = min(limit_nbytes, max(os.fstat(file.fileno()).st_size, MIB)) + 1  # as many are made room for
         data = file.read(asked)
-    if len(data) == asked:  # it has grown, or its system does not know its size
+    if len(data) == asked:  # it has grown, or its file system does not know its size
         raise _too_large(path, limit_nbytes, "more")
     return data
 

@@ -23,7 +23,7 @@ from fullshard.core.files import parse_object, read_lines
 
 JOURNAL_NAME = "events.jsonl"
 _LONGEST_TEXT = 2000
-"""Characters of a message: more than one page of a disk could be torn."""
+"""Most characters of a message: a write of more than one disk page could be torn."""
 
 
 class Happening(StrEnum):
@@ -87,14 +87,14 @@ class Journal:
             event["message"] = message[:_LONGEST_TEXT]
         line = json.dumps(event, default=str) + "\n"
         try:
-            # Without O_NONBLOCK a pipe in its place would be waited for.
+            # Without O_NONBLOCK the open would wait for a pipe in its place.
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
             file = os.open(self.path, flags, 0o644)
             try:
                 os.write(file, line.encode("utf-8", "backslashreplace"))
             finally:
                 os.close(file)
-        except FileNotFoundError:  # somebody has removed the run's directory
+        except FileNotFoundError:  # the run's directory has been removed
             self.path = None
         except OSError as error:
             warnings.warn(f"fullshard: events are not written to {self.path}: {error}", stacklevel=2)

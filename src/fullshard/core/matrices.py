@@ -30,7 +30,7 @@ _EVEN_ENOUGH = 1.05
 _AHEAD = 0.25
 """Temporary extra load, as a part of one exchange's work: the others wait for that."""
 _ENOUGH_EXCHANGES = 4
-"""With so many it is a part of the first and of the last that nobody computes beside."""
+"""With this many, only a part of the first exchange and of the last does not overlap with computing."""
 NEWTON_SCHULZ_STEPS = 5
 HALVED_ROWS = 512
 """A symmetric product of so many rows or more is made without its upper right quarter, which is a copy."""
@@ -455,7 +455,7 @@ class _Hands:
         shard_numel, interval = self._layouts[matrix.bucket].shard_numel, matrix.interval
         first, last = interval.start // shard_numel, (interval.stop - 1) // shard_numel
         if last - first > 1:
-            first += 1  # it has a whole interval, and so has every one between the two ends
+            first += 1  # it has a whole interval, and so does every rank between the two ends
         elif last > first and interval.stop - last * shard_numel > last * shard_numel - interval.start:
             first = last
         return range(first, len(self._hands), self._shard_size)

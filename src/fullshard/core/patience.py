@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 FIRST_SECONDS = 1800.0
-"""Until the first step is over, in a save, and for a rank that is seen to save or compile."""
+"""Until the end of the first step, in a save, and for a rank that is known to save or compile."""
 LATER_SECONDS = 120.0
 _STEPS = 3
 """A rank may be as late as this many of the slowest steps."""

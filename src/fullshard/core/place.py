@@ -52,7 +52,7 @@ class Whereabouts:
         if not self.is_waiting:
             self._entered = time.monotonic()
         self.what, self.is_waiting, self.is_patient = what, True, step is None
-        self.given_up = ""  # was of the last one
+        self.given_up = ""  # the last wait's
         if step is not None:
             self.step = step
         self.moves += 1

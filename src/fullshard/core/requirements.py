@@ -29,7 +29,7 @@ def require_torch() -> None:
         VersionError: it is too old.
     """
     version = version_of("torch")
-    if version is not None and is_too_old(version):  # else built from source, or not there: the import will tell
+    if version is not None and is_too_old(version):  # else it is built from source, or missing: the import will tell
         oldest = ".".join(map(str, OLDEST_TORCH))
         hint = f"pip install 'torch>={oldest}'"
         if why_no_xla() is None:

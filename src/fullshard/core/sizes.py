@@ -64,7 +64,7 @@ def parse_count(text: str) -> float | None:
 
 
 PACKED_BLOCK_NUMEL = 256
-"""Elements that have a scale of their own where they are sent as int8."""
+"""Elements that share a scale when they are sent as int8."""
 
 
 def packed_nbytes(numel: int, itemsize: int) -> int:

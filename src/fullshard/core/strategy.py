@@ -35,7 +35,7 @@ class Axis(StrEnum):
 
 
 Placements = Mapping[Axis, Placement]
-"""By axis of the mesh that may have more than one rank."""
+"""A placement for each axis of the mesh that may have more than one rank."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from threading import Thread
 Stop = Callable[[], object]
 
 _SECONDS = 1.0
-"""For each way to stop a thread; one that computes between two looks is through by then."""
+"""Seconds for each way to stop a thread, enough to finish a computation between two checks."""
 _GLOO_SECONDS = 10.0
 
 _STOPS: weakref.WeakKeyDictionary[Thread, tuple[Stop, ...]] = weakref.WeakKeyDictionary()

@@ -17,7 +17,7 @@ import sys
 import types
 from importlib.machinery import SourceFileLoader
 
-TYPE_CHECKING = False  # that of `typing` costs a tenth of Python's own start
+TYPE_CHECKING = False  # importing `typing` costs a tenth of Python's own start
 if TYPE_CHECKING:
     from typing import NoReturn, TextIO
 
@@ -25,7 +25,7 @@ LAUNCHER_PID = "FULLSHARD_LAUNCHER_PID"
 """Set by the launcher for its workers."""
 
 PREEMPTION_DIR = "FULLSHARD_PREEMPTION_DIR"
-"""Set by the launcher: where a process that listens to signals says so, and that it stops because of one."""
+"""Set by the launcher: the directory in which a process says that it listens to signals, or stops because of one."""
 
 TRAINER_HOOK = "FULLSHARD_TRAINER_HOOK"
 """Set by the command line: the module whose `install()` is called when a script imports Transformers."""
@@ -36,7 +36,7 @@ MAX_LOST_STEPS = "FULLSHARD_MAX_LOST_STEPS"
 """Set by the command line if these are asked for."""
 
 WARM_SPARES = "FULLSHARD_WARM_SPARES"
-"""Set by the launcher if it has processes wait with their imports done (`launch.spares`)."""
+"""Set by the launcher if it keeps warm standbys (`launch.spares`)."""
 
 IMPORTS = "imports"
 """Prefix of a file in which a process lists its imports."""
@@ -51,7 +51,7 @@ EXIT_SECONDS = 10
 """Seconds that a failed process may spend in exit handlers; its threads may wait for ranks that are gone."""
 
 _LOOK_SECONDS = 0.5
-"""Between two looks whether a step is over."""
+"""Seconds between two checks whether a step is over."""
 
 _PR_SET_PDEATHSIG = 1
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126
@@ -69,9 +69,9 @@ def die_with_launcher() -> None:
     if sys.platform == "linux":
         import ctypes
 
-        # A shell script between the two ends with the launcher, and this process with that.
+        # A shell script between the two ends with the launcher, and this process ends with the script.
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if int(launcher_pid) not in _ancestors():  # it ended before the request was made
+        if int(launcher_pid) not in _ancestors():  # the launcher ended before the request
             os._exit(1)
 
 
@@ -95,7 +95,7 @@ def leave_stacks() -> None:
     import faulthandler
 
     with contextlib.suppress(OSError):
-        # Kept open, for the handler must not open anything.
+        # Kept open, because the handler must not open anything.
         _kept.append(open(os.path.join(directory, f"stack-{os.getpid()}"), "w", encoding="utf-8"))  # noqa: SIM115
         faulthandler.register(STACK_SIGNAL, file=_kept[0], all_threads=True)
 
@@ -122,7 +122,7 @@ def _leave_imports(directory: str) -> None:
 
     while not ((place := sys.modules.get("fullshard.core.place")) and place.PLACE.slowest):
         time.sleep(_LOOK_SECONDS)
-    # What the script brings along may have changed until it runs again, and may do things when it is imported.
+    # The script's own modules may change before it runs again, and may have side effects when imported.
     places = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     installed = tuple(path + os.sep for path in (*places, *site.getsitepackages(), site.getusersitepackages()))
     names = []
@@ -168,7 +168,7 @@ def main() -> None:
         sys.path[0] = os.path.dirname(os.path.realpath(target)) if kind == "script" else os.getcwd()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(line_buffering=True)  # or the lines of ranks that write into a pipe come late
+            stream.reconfigure(line_buffering=True)  # or lines of ranks that write into a pipe arrive late
     watch_for_trainers()
     atexit.register(_end_if_failed)  # first registered, so it runs last
     atexit.register(leave_process_group)  # and this after the script's own
@@ -270,14 +270,14 @@ def _fail(error: Exception) -> NoReturn:
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
         frames = frames.tb_next
-    # A report that is there already is that of torchelastic's `record` around the script's own main function.
+    # An existing report comes from torchelastic's `record` around the script's own main function.
     reported = os.path.isfile(os.environ.get(ERROR_FILE, ""))
     if not reported:
         text = "".join(traceback.format_exception(type(error), error, frames))
         if not write_report("".join(traceback.format_exception_only(error)).strip(), text):
             sys.stderr.write(text)
     ours = sys.excepthook is sys.__excepthook__ or sys.excepthook.__module__.startswith("torch.")
-    if not ours:  # a tracker or a debugger wants to know; torch's hook would only print the same again
+    if not ours:  # trackers and debuggers need the hook; torch's own would only print the same again
         sys.excepthook(type(error), error, frames)
     _failures.append(error)
     end = threading.Timer(EXIT_SECONDS, os._exit, (1,))
@@ -298,7 +298,7 @@ def _end_if_failed() -> None:
     if "logging" in sys.modules:
         sys.modules["logging"].shutdown()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # nobody reads it, it is closed, there is none
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # it has no reader, is closed, or does not exist
             stream.flush()
     os._exit(1)
 

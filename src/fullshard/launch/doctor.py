@@ -28,7 +28,7 @@ _FEW_OPEN_FILES = 1024
 _WORKER = "fullshard.launch.doctor_ranks"
 _STALE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _SLOW_CPU_GB, _SLOW_ACCELERATOR_GB = 0.05, 2.0
-"""GB/s (10**9 bytes) of the largest all-gather below which something is in the way."""
+"""GB/s (10**9 bytes) of the largest all-gather; a lower speed means that something is wrong."""
 
 BFLOAT16_TIME = "bfloat16 / float32 time of a product"
 """The fact that says whether this CPU computes in bfloat16, or rounds what it has computed in float32."""
@@ -122,7 +122,7 @@ def _variables(environ: Mapping[str, str]) -> Iterator[Finding]:
     if not reading.problems:
         try:
             resolve([reading])
-        except ConfigError as error:  # each can be read, and is out of bounds or does not go with another
+        except ConfigError as error:  # each is readable, but out of bounds or in conflict with another
             yield Finding(plain_message(error), error.hint or "unset it")
 
 
@@ -237,7 +237,7 @@ def _tpu(report: Report, device: str) -> Iterator[Finding]:
     why, nodes = why_no_tpu(), tpu_nodes()
     if device == "tpu":
         yield Finding(f"device = tpu, and {why or 'torch shows none'}", INSTALL_TPU)
-    elif nodes and nodes[0].startswith("/dev/accel"):  # what is in /dev/vfio may be anything
+    elif nodes and nodes[0].startswith("/dev/accel"):  # /dev/vfio may hold any device
         yield Finding(f"this host shows a TPU ({nodes[0]}), and {why or 'torch shows none'}", INSTALL_TPU)
 
 

@@ -76,7 +76,7 @@ _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 _MESSAGES = ("SIGUSR1", "SIGUSR2")
 """Signals for the processes, which never end the launcher."""
 _CHATTY_LOGGERS = ("torch.distributed.elastic.agent.server.api", "torch.distributed.elastic.multiprocessing.api")
-"""They report every ended process in their own words; `failure_report` says it once."""
+"""Loggers that report every ended process in their own words; `failure_report` says it once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,11 +378,11 @@ class Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         address = self._client.address if self._client is not None else LOOPBACK
         interface = interface_of(address)
-        shutil.rmtree(self._preemption, ignore_errors=True)  # that of an attempt before
+        shutil.rmtree(self._preemption, ignore_errors=True)  # of an earlier attempt
         self._preemption.mkdir(parents=True)
         own = {LAUNCHER_PID: str(os.getpid()), PREEMPTION_DIR: str(self._preemption)}
         if interface is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
-            # By the name of the host Gloo often finds an address that nothing can reach.
+            # From the host's name Gloo often gets an address that nothing can reach.
             own["GLOO_SOCKET_IFNAME"] = interface
         if self._membership is not None:
             self._membership.begin()
@@ -397,7 +397,7 @@ class Agent(LocalElasticAgent):
         context = torch_private.worker_context(self)
         close = context.close
         # When a worker fails, torchelastic would give the others 30 seconds.
-        asked, client = self._asked, self._client  # not `self`, of which the context is a part
+        asked, client = self._asked, self._client  # not `self`, because the context is a part of it
         scene = self._scene = Scene(self._preemption)
         processes = {rank: handler.proc for rank, handler in context.subprocess_handlers.items()}
 
@@ -426,7 +426,7 @@ class Agent(LocalElasticAgent):
         listening = below(listening_in(self._preemption))
         if not listening and number.name not in _MESSAGES:
             raise SignalException(f"signal {number}", sigval=number)
-        # Ranks that do not listen yet, or at all, would only be ended; they learn of it from those that do.
+        # The signal would end ranks that do not listen (yet); they learn of it from those that do.
         workers = torch_private.worker_context(self)
         for pid in listening or (workers.pids().values() if workers is not None else ()):
             with contextlib.suppress(ProcessLookupError):
@@ -455,7 +455,7 @@ class Agent(LocalElasticAgent):
         reap_orphans(spared={*workers.values(), *self._spares.pids, *self._elsewhere})
         self._failures = result.failures
         if self._asked and result.is_failed():
-            torch_private.allow_no_restart(self)  # who asked wants the job to end
+            torch_private.allow_no_restart(self)  # the sender wants the job to end
         client = self._client
         if client is None:
             return result
@@ -506,7 +506,7 @@ class Agent(LocalElasticAgent):
             workers = torch_private.worker_context(self)
             if workers is not None:
                 workers.close(death_sig, 0 if self._asked else SHUTDOWN_SECONDS)
-            super()._shutdown(death_sig)  # what else it has started; before 2.13 it gives workers half a minute
+            super()._shutdown(death_sig)  # its other processes; before 2.13 it gives workers half a minute
             end_descendants(self._groups, spared=self._elsewhere | self._spares.processes)
             self._close_files()
             self._logs.drain()
@@ -548,7 +548,7 @@ def _signals_heard() -> Iterator[list[Agent]]:
     heard = [name for name, handler in before.items() if handler is not signal.SIG_IGN]
     for name in heard:
         signal.signal(signal.Signals[name], hear)
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""  # torchelastic's own handlers would take the place of these
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""  # torchelastic's own handlers would replace these
     try:
         yield agents
     finally:

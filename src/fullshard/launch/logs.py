@@ -113,7 +113,7 @@ class Pump(threading.Thread):
         self._pipes = selectors.DefaultSelector()
         self._wake, self._waker = os.pipe()
         self._pipes.register(self._wake, selectors.EVENT_READ)
-        self._until: float | None = None  # when a terminal that nobody reads is given up
+        self._until: float | None = None  # when to give up a terminal without a reader
         self._drained = False
 
     def open(self, terminal: int, prefix: bytes, file: BinaryIO | None) -> str:
@@ -169,7 +169,7 @@ class Pump(threading.Thread):
             text = bytes(pipe.line)
             pipe.line.clear()
         else:
-            # A carriage return ends a line too: without that nothing of a progress bar would be seen before its end.
+            # A carriage return ends a line too: otherwise a progress bar would only appear at its end.
             *lines, last = re.split(rb"\r\n|\n|\r(?!\Z)", bytes(pipe.line))
             if last and (rest or len(last) > _LONGEST_LINE_NBYTES):
                 lines.append(last.rstrip(b"\r"))
@@ -181,7 +181,7 @@ class Pump(threading.Thread):
                 with contextlib.suppress(AttributeError, ValueError):
                     (sys.stdout if pipe.terminal == 1 else sys.stderr).flush()
                 write_all(pipe.terminal, text, lambda: self._until)
-            except OSError:  # nobody reads any more; files are still written
+            except OSError:  # it has no reader any more; files are still written
                 pipe.terminal = None
 
 
@@ -199,6 +199,6 @@ def write_all(descriptor: int, text: bytes, until: Callable[[], float | None]) -
     while text:
         _, is_ready, _ = select.select([], [descriptor], [], _LOOK_SECONDS)
         if is_ready:
-            text = text[os.write(descriptor, text[: select.PIPE_BUF]) :]  # so much fits in without waiting
+            text = text[os.write(descriptor, text[: select.PIPE_BUF]) :]  # this much fits without waiting
         elif (end := until()) is not None and time.monotonic() > end:
             raise OSError("nobody reads it")

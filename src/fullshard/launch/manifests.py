@@ -17,7 +17,7 @@ _PLACED_OTHERWISE = (
     *("print", "dry_run", "standalone", "num_machines", "nnodes", "machine_rank", "node_rank", "rdzv_endpoint"),
     *("main_process_ip", "master_addr", "main_process_port", "master_port", "rdzv_backend", "rdzv_id"),
 )
-"""Flags that say what Slurm or Kubernetes says."""
+"""Flags whose values come from Slurm or Kubernetes."""
 
 
 def manifest(kind: str, line: CommandLine, plan: LaunchPlan) -> str:
@@ -71,7 +71,7 @@ def _kubernetes(flags: list[str], target: list[str], plan: LaunchPlan, name: str
     hosts = plan.launch.num_machines
     place = []
     if hosts > 1:
-        # The operator gives every pod a service of its own name, and the pod's number in RANK.
+        # The operator gives every pod a service with the pod's name, and the pod's number in RANK.
         place = [
             *("--num_machines", str(hosts), "--machine_rank", "$(RANK)", "--main_process_ip", f"{name}-master-0"),
             *("--main_process_port", str(plan.launch.main_process_port or DEFAULT_PORT)),

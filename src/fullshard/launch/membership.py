@@ -50,7 +50,7 @@ class Membership:
             result: the state of those processes.
             is_asked: whether this host itself was told to end.
         """
-        if is_asked:  # also where another host that was asked, too, has ended first
+        if is_asked:  # also if another host that was asked, too, has ended first
             return False
         cause = self._client.root_cause
         if result.state is WorkerState.SUCCEEDED:
@@ -59,7 +59,7 @@ class Membership:
             self._say("going on with the hosts that are left, from the newest checkpoint")
             return True
         if not self._client.waits or result.is_failed():
-            return self._client.waits  # others have begun again before this host has heard why
+            return self._client.waits  # others have begun again before this host learned why
         if self._until is None:
             self._until = time.monotonic() + self._ask_to_save()
         return time.monotonic() >= self._until

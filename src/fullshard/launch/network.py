@@ -28,7 +28,7 @@ def resolve(host: str, timeout_seconds: float) -> str:
     while True:
         try:
             found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-            # Version 4 where there is a choice: Gloo and NCCL look for that first.
+            # Prefer version 4: Gloo and NCCL look for it first.
             return str(min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
         except socket.gaierror as error:
             if time.monotonic() > deadline:

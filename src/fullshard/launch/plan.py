@@ -297,7 +297,7 @@ def script_exists(line: CommandLine) -> None:
     Raises:
         ConfigError: no script was named, or it is not there.
     """
-    if not line.target:  # nor is it where a variable of the shell is empty
+    if not line.target:  # nor does an empty shell variable name one
         raise ConfigError("no script was named", hint="fullshard launch [flags] script.py [arguments of the script]")
     path = Path(line.target)
     if line.kind == "script" and not path.exists():

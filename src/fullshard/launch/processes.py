@@ -71,7 +71,7 @@ def reap_orphans(spared: Collection[int]) -> None:
     with contextlib.suppress(ChildProcessError):  # there are no children
         while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
             if ended.si_pid in spared:
-                return  # it stays the first that is found until that one has
+                return  # it stays the first result until that code has reaped it
             os.waitpid(ended.si_pid, os.WNOHANG)
 
 
@@ -88,7 +88,7 @@ def end_descendants(groups: Iterable[int], *, spared: Collection[int] = ()) -> N
                 os.killpg(group, signal.SIGKILL)
         return
     begin = time.monotonic()
-    # One that is killed may have started another meanwhile; so until none is found.
+    # A killed process may have started another meanwhile, so repeat until none is found.
     while (alive := [p for p in descendants() if p not in spared]) and time.monotonic() < begin + _PATIENCE_SECONDS:
         for process in alive:
             if _cleans_up(process) and time.monotonic() < begin + _PATIENCE_SECONDS / 2:
@@ -96,7 +96,7 @@ def end_descendants(groups: Iterable[int], *, spared: Collection[int] = ()) -> N
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(process, signal.SIGKILL)
         time.sleep(0.01)
-        for process in alive:  # the orphans among them were adopted; whoever started the others waits for them
+        for process in alive:  # the orphans among them were adopted; the others' parents wait for them
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(process, os.WNOHANG)
 

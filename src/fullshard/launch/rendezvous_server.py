@@ -83,17 +83,17 @@ _PROOF_NBYTES = 64
 """Bytes of a challenge, and of the answer."""
 
 _MOST_STRANGERS = 128
-"""Connections beyond two for each host that are no part of the attempt; further ones are closed at once."""
+"""Connections outside the attempt, beyond two for each host; further ones are closed at once."""
 
 _LONGEST_NBYTES = 1 << 20
 """A message that is longer is not one of ours. Who leaves more unread is gone."""
 
 _CHUNK_NBYTES = 1 << 13
-"""Read at a time, so that who sends much leaves time for others."""
+"""Bytes read at a time, so that a busy sender leaves time for others."""
 
 _LONGEST_HELLO_NBYTES = 1 << 16
 _LONGEST_SHOWN = 300
-"""Characters of what a host says that others are told."""
+"""Characters of a host's text that are passed on to others."""
 
 FIRST_SAID_SECONDS = 5.0
 """Seconds that a launcher waits before it says so."""
@@ -355,7 +355,7 @@ class RendezvousServer(threading.Thread):
         if messages is None:
             self._drop(peer, "is gone: its launcher was killed, or the network between the hosts failed")
             return
-        if messages:  # a part of one is no sign of life
+        if messages:  # an incomplete message is no sign of life
             peer.heard = time.monotonic()
         try:
             for message in messages:
@@ -426,7 +426,7 @@ class RendezvousServer(threading.Thread):
 
     def _start_if_ready(self) -> None:
         joined = [peer for peer in self._peers if peer.joined is not None]
-        # Not while an attempt is running, or before the host of the server, which alone has opened a store, is there.
+        # Not while an attempt is running, or before the server's host has joined: only that one has opened a store.
         if any(peer.running for peer in self._peers) or not any(peer.joined for peer in joined):
             return
         if len(joined) < self._hosts and not self._is_last_call_over(joined):
@@ -457,11 +457,11 @@ class RendezvousServer(threading.Thread):
 
     def _fail(self, peer: _Peer, order: tuple[float, ...], text: str) -> None:
         if not any(other.running for other in [peer, *self._peers]):
-            return  # the root cause has been told
+            return  # the root cause has been announced
         self._failures.append((order, peer, text))
         heard = [failed for _, failed, _ in self._failures]
         if order == _FIRST or all(other in heard for other in self._peers if other.running):
-            self._announce_at = time.monotonic()  # nothing that is still to come would change it
+            self._announce_at = time.monotonic()  # no later failure would change it
         elif self._announce_at is None:
             self._announce_at = time.monotonic() + ROOT_CAUSE_SECONDS
 
@@ -616,7 +616,7 @@ class RendezvousClient:
         if connection is not None:
             connection.send("leave", failed=self.failed)
             if self._reader is not None:
-                self._reader.join(timeout=1)  # the server closes; closing first could lose what was sent last
+                self._reader.join(timeout=1)  # the server closes; closing first could lose the last message
             connection.close()
 
     def _send(self, kind: str, **content: Any) -> None:

@@ -30,7 +30,7 @@ VARIABLES = (
     *("SLURM_JOB_ID", "SLURM_NNODES", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_JOB_NODELIST"),
     *(*SWITCHES, "HF_HOME", "HF_HUB_OFFLINE"),
 )
-"""Variables that are shown. Beside these only those of `FAMILIES` are."""
+"""Variables that the report shows, besides those of `FAMILIES`."""
 
 FAMILIES = ("FSDP_", "ACCELERATE_", "PARALLELISM_CONFIG_")
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 try:
     import fcntl
-except ImportError:  # not on this system: there what a killed process has left stays
+except ImportError:  # not on this system, where a killed process's directory stays
     fcntl = None  # type: ignore[assignment]
 
 _LOCK = ".lock"
@@ -32,11 +32,11 @@ def scratch_directory(prefix: str, parent: Path | None = None) -> Iterator[Path]
     """
     parent = Path(tempfile.gettempdir()) if parent is None else parent
     _remove_stale(parent, prefix)
-    # It gets its name once it is locked, or another process could take it for one that is left over.
+    # It gets its name once it is locked, or another process could mistake it for a stale one.
     unfinished = Path(tempfile.mkdtemp(prefix=f"{_UNFINISHED}{prefix}", dir=parent))
     descriptor = os.open(unfinished / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)  # no process that is started inherits it
     try:
-        with contextlib.suppress(OSError):  # of a file system without locks nobody else can get them either
+        with contextlib.suppress(OSError):  # without locks in the file system no other process can get one either
             _lock(descriptor)
         directory = unfinished.rename(parent / unfinished.name.removeprefix(_UNFINISHED))
         try:

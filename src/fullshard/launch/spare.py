@@ -28,9 +28,9 @@ def main() -> None:
     bootstrap.die_with_launcher()
     bootstrap.watch_for_trainers()
     if not sys.flags.safe_path:
-        del sys.path[0]  # the working directory, where something may be called as a package is
+        del sys.path[0]  # the working directory, where a file may have a package's name
     for name in json.load(sys.stdin):
-        with contextlib.suppress(Exception, SystemExit):  # whoever needs it imports it again, and hears why it failed
+        with contextlib.suppress(Exception, SystemExit):  # the code that needs it imports it again, and gets the error
             import_module(name)
     arguments = _wait(int(sys.argv[1]))
     sys.orig_argv[:] = [sys.executable, *arguments]

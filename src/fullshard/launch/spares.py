@@ -114,7 +114,7 @@ class Spares:
             return None
         descriptors = [0, *(number if file is None else file.fileno() for number, file in enumerate(streams, start=1))]
         order = json.dumps({"arguments": list(command[1:]), "environment": dict(environment)}).encode()
-        # One that still imports may hang there, where nobody would know it for a rank.
+        # A standby that still imports may hang there, where it would not be recognised as a rank.
         if spare.is_ready and command[0] == sys.executable and command[1] in ("-m", bootstrap.__file__):
             with contextlib.suppress(OSError), spare.socket:  # it has ended, or there is no standard input
                 spare.socket.settimeout(_SECONDS)

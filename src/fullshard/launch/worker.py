@@ -14,7 +14,7 @@ from fullshard.launch.journal import note_own_failure
 from fullshard.launch.preemption import exit_code
 
 USER_ERROR = 2
-"""Exit code of a mistake that the user can mend without reading a traceback."""
+"""Exit code of a mistake that the user can fix without reading a traceback."""
 
 _USER_ERRORS = (ConfigError, DataError, MissingExtraError, WrapError)
 

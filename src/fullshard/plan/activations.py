@@ -222,7 +222,7 @@ def _adapters(block: Block, adapters: Adapters, job: Job, width: int, device: De
         kept += width * adapters.read_once
     else:
         kept += (own + (0 if not adapters.dropout else own if device.is_cpu else 1)) * adapters.read
-    if block.experts or block.cross_attention:  # theirs are not told apart
+    if block.experts or block.cross_attention:  # their inputs are not told apart
         return max(0, kept - width * adapters.read_once)
     return kept - width * (2 * block.hidden + block.intermediate)
 

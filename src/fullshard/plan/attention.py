@@ -53,10 +53,10 @@ several operations, in float32; Transformers' in several. The last two write sco
 WRITTEN_OUT = ("math", "eager")
 
 BACKWARD = 2.5
-"""FLOP of backward, of those of forward, where scores are computed again."""
+"""FLOP of backward over those of forward, if scores are computed again."""
 
 _HALF = 350
-"""Keys with which a kernel is at half of its speed."""
+"""Number of keys at which a kernel reaches half of its speed."""
 
 _VERSION = {"flash": 1.0, "sdpa": 1.0, "flash1": 0.5, "flash3": 1.76, "flash4": 1.88}
 """Speed, of version 2's. PyTorch's `sdpa` is version 2, if there is no mask to be read; versions 3 and 4 are for Hopper

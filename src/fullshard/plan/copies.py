@@ -14,7 +14,7 @@ from fullshard.plan.hardware import Cluster
 from fullshard.plan.work import PCIE
 
 COST = 0.03
-"""Part of the steps' time that they may cost: what `max_lost_steps = 0` keeps to."""
+"""Part of the steps' time that copies may cost: the limit of `max_lost_steps = 0`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -209,7 +209,7 @@ def _evaluate(model: ModelShape, job: Job, cluster: Cluster, *, budget: int | No
     per_host = min(layout.shard_size, neighbours)
     is_apart = layout.shard_size % per_host != 0 or not cluster.shares_memory
     route = Route.of(layout.shard_size, on_cpu=is_cpu, per_host=None if is_apart else per_host)
-    if route.shares_memory:  # parameters are whole all the time, and each micro-batch only says when it reads them
+    if route.shares_memory:  # parameters are always whole, and events only say when each micro-batch reads them
         layout = dataclasses.replace(layout, keeps_parameters=False)
     kept = 0
     if budget is not None:
@@ -248,7 +248,7 @@ def _repeats(job: Job) -> tuple[int, ScheduleOptions]:
 def _copied(layout: ModelLayout, job: Job) -> dict[str, int]:
     """Return the bytes between host and device: some are copied once per step, and some for each micro-batch."""
     if job.accumulation == 1 or not any(bucket.offload.has_shards for bucket in layout.buckets):
-        return {}  # what the step's traffic says already
+        return {}  # the step's traffic has it already
     options = [dataclasses.replace(job.schedule, accumulation=number) for number in (1, 2)]
     one, two = (traffic_of(predict_step(layout, option), layout) for option in options)
     names = ("to_device_nbytes", "to_host_nbytes")

@@ -34,7 +34,7 @@ from fullshard.plan.weights import (
 )
 
 MOST_LAYERS = 1000
-"""More are taken for a mistake, such as a number of parameters with three zeros too many. A thousand take seconds."""
+"""Most layers. More count as a mistake, such as a number of parameters with three extra zeros. 1000 take seconds."""
 
 _LLAMA_FIELDS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
@@ -376,7 +376,7 @@ FAMILIES: dict[str, Callable[[Fields], ModelShape]] = {
     "t5": _t5,
     **MIXTURES,
 }
-"""By `model_type`, how to read its `config.json`."""
+"""The reader of a `config.json`, by `model_type`."""
 
 
 _TEXT_PARTS = FAMILIES.keys() - {"bert", "roberta", "t5"}
@@ -418,7 +418,7 @@ def from_config(values: Mapping[str, Any], *, where: str, name: str | None = Non
     fields = Fields(values, where)
     if kind not in FAMILIES:
         missing = [field for field in _LLAMA_FIELDS if values.get(field) is None]
-        close = difflib.get_close_matches(kind, FAMILIES, n=1, cutoff=0.85)  # a slip of the pen, not a relative
+        close = difflib.get_close_matches(kind, FAMILIES, n=1, cutoff=0.85)  # a typing error, not a relative
         if missing or any(values.get(field) for field in ("num_experts", "num_local_experts", "n_routed_experts")):
             wanted = f" and no {', '.join(missing)}" if missing else " and it is a mixture of experts"
             raise ConfigError(

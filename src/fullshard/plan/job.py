@@ -128,7 +128,7 @@ class Job(View):
 
     def check(self) -> None:
         """Raise `ConfigError` if the fields do not go together."""
-        # What this engine does not compile is planned all the same, to compare others with.
+        # The plan also covers what this engine does not compile, to compare other engines.
         self.run_config(compile=False)
         if self.step_in_backward and not self.planned_optimizer.is_torchs:
             raise ConfigError(f"step_in_backward is for torch's own optimizers, and {self.optimizer} is none")

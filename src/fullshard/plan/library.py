@@ -81,7 +81,7 @@ _TUNING = re.compile(
     r"meta|google|instruct|chat|base|it|pt|sft|dpo|rl|hf|unsloth|bnb|gptq|awq|gguf|mlx|fp8|bf16|fp16|[48]bit|int[48]|"
     r"think|thinking|reasoning|preview|coder|math|deduped|uncased|cased|\d{4}"
 )
-"""Words of a name that say nothing of shapes: tunings, formats, dates."""
+"""Words of a name that say nothing about shapes: tunings, formats, dates."""
 _VERSION = re.compile(r"v\d+(\.\d+)?")
 
 

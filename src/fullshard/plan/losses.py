@@ -70,8 +70,8 @@ def logits_nbytes(model: ModelShape, job: Job) -> LogitsNbytes:
         return _chunk_nbytes(model, job)
     elements, width = job.tokens * model.vocab, itemsize(job.compute_dtype)
     held = held_width(job)
-    capped = width if model.capped_logits else 0  # what tanh has made
-    if job.loss == "kernel":  # a gradient as large as the logits, which are what is kept
+    capped = width if model.capped_logits else 0  # tanh's output
+    if job.loss == "kernel":  # a gradient as large as the logits, which are kept
         return LogitsNbytes(*(elements * each for each in (width + capped, 2 * width + capped, held + capped)))
     forward = _forward_width(width, _transformers()) + capped
     return LogitsNbytes(

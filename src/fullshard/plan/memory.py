@@ -45,7 +45,7 @@ CATEGORIES = (
     "optimizer temporaries",
     "framework",
 )
-"""In the order of tables and pictures: what stays first."""
+"""Categories in the order of tables and pictures: those that stay come first."""
 
 PERSISTENT = CATEGORIES[:4]
 
@@ -437,7 +437,7 @@ class _Ledger:
     def _finish_one(self, unit: UnitLayout) -> None:
         """Finish the unit's oldest reduction, when nothing is known of the others."""
         gradient = next((g for g in self.launched if any(g.bucket is bucket for bucket in unit.trainable)), None)
-        if gradient is None:  # of the micro-batch before, whose reductions were all taken at the first of them
+        if gradient is None:  # of the previous micro-batch, whose reductions all ended with the first of them
             return
         self.launched.remove(gradient)
         self._accumulate(gradient)
@@ -546,14 +546,14 @@ def _host(setting: PlanSetting, ranks_per_host: int) -> tuple[int, int, int]:
     on_host = [nbytes for bucket in buckets for nbytes in bucket.host_buffers]
     shards, locked_shards = sum(on_host), sum(map(page_locked_nbytes, on_host))
     steady = locked_shards + _host_state_nbytes(setting)
-    # All pages but the one that is still, or again, on the device: the last never leaves. Of a layer that is
-    # checkpointed a page is its input alone.
+    # All pages but the last, which never leaves the device. For a layer that is
+    # checkpointed a page holds its input alone.
     locked = many_page_locked_nbytes if setting.job.checkpointing == "none" else page_locked_nbytes
     steady += sum(locked(unit.page_nbytes) for unit in setting.layout.calls[:-1])
-    # Those of a later micro-batch arrive beside those they are added to.
+    # Gradients of a later micro-batch arrive beside those they are added to.
     times = 2 if setting.job.accumulation > 1 else 1
     steady += sum(times * page_locked_nbytes(b.reduced_nbytes) for b in buckets if b.trainable and b.main_is_on_host)
-    # Of a whole model parts are gone before all shards are there, which is more than rounding takes.
+    # Parts of a whole model are gone before all shards exist, which outweighs rounding.
     loads = largest + locked_shards, whole + shards
     return loads[0] * ranks_per_host, loads[1] * ranks_per_host, steady * ranks_per_host
 

@@ -13,7 +13,7 @@ from fullshard.plan.shapes import ModelShape, ParameterShape, UnitShape
 
 FLOAT8 = "float8_e4m3fn"
 NF4_BLOCK, NESTED_BLOCK = 64, 256
-"""Elements that share a scale, and scales that share a scale of their own (QLoRA, arXiv 2305.14314, section 3)."""
+"""Elements per scale, and scales per scale of scales (QLoRA, arXiv 2305.14314, section 3)."""
 
 
 def apply_method(model: ModelShape, job: Job) -> ModelShape:

@@ -19,7 +19,7 @@ from fullshard.plan.memory import CATEGORIES, Moment
 _FORMATS = (".png", ".svg", ".pdf")
 
 _MOST_STEPS = 600
-"""Moments that are drawn. Of more the fullest of each stretch is, or neighbouring bars make a moire."""
+"""Most moments in a picture. Of more, it has the fullest of each stretch, or neighbouring bars make a moire."""
 
 
 def draw(plan: Plan, path: Path) -> None:
@@ -155,7 +155,7 @@ def _stack(axes: Any, whole: Sequence[Moment], unit: int) -> tuple[int, float]:
     timeline = [whole[place] for place in places]
     names = dict.fromkeys((*CATEGORIES, *(name for moment in whole for name in moment.nbytes)))
     used = [name for name in names if any(moment.nbytes.get(name) for moment in timeline)]
-    # A category has its colour in each panel; what is none of the planner's is mostly activations.
+    # A category has one colour in all panels; those that the planner lacks are mostly activations.
     colors = [f"C{CATEGORIES.index(name if name in CATEGORIES else 'activations') % 10}" for name in used]
     series = [[moment.nbytes.get(name, 0) / unit for moment in timeline] for name in used]
     axes.stackplot(places, series, labels=used, colors=colors, step="post", linewidth=0)

@@ -284,7 +284,7 @@ def as_run_config(plan: Plan, others: Mapping[str, Any] | None = None) -> RunCon
         ConfigError: the plan needs something this engine does not have, such as selective checkpointing with compile.
     """
     planned = plan.cluster.device
-    # Never `auto`: on a host without them it would be as many processes on its processors.
+    # Never `auto`: a host without devices would run as many processes on its processors.
     device = "cpu" if planned.is_cpu else "tpu" if planned.name.startswith("TPU") else "cuda"
     return RunConfig.of_paths(
         {

@@ -94,7 +94,7 @@ class _Run:
             self.gathering.add(unit.name)
             self.emit(EventKind.UNSHARD_ISSUED, unit, unit.full_nbytes)
             for number, bucket in enumerate(unit.buckets):
-                # One on the device is made anew once main weights have changed.
+                # A compute shard on the device is made anew once main weights have changed.
                 if bucket.is_gathered_from_host or (bucket.main_is_on_host and unit.name not in self.updated):
                     self.move(EventKind.TO_DEVICE, (unit.name, number), bucket.compute_shard_nbytes, "compute shard")
             self.updated.add(unit.name)
@@ -226,7 +226,7 @@ class _Run:
             for due in self.reductions.complete(place):
                 self.launch(due, reduces=reduces)
         if not has_input_gradient and unit.trainable and unit.trainable == unit.buckets:
-            # Nothing else tells that backward has left the unit.
+            # There is no other sign that backward has left the unit.
             self.leave(unit)
         self.step_when_final()
 

@@ -43,7 +43,7 @@ _SLACK = 0.03
 """How much more memory a few layers may say than the whole: with everything on the host, the last gradients of a whole
 model have left before its first layer's backward, which those of a short one have not."""
 _SMALLER = 5
-"""Plans besides the best that are worked out, for the list of those that are smaller."""
+"""Most plans that are evaluated for the list of plans smaller than the best."""
 
 _SAVING: Mapping[str, Mapping[str, Any]] = {
     "chunks": {"loss": "fused"},
@@ -387,7 +387,7 @@ class _Waiting:
             candidate = self._bound(plain, size)
             if candidate is None:
                 continue
-            # Where links are slow, a root that is sent in three parts beside computing is faster.
+            # On slow links a root that is sent in three parts, beside computing, is faster.
             for way, speed in zip(ways, (candidate.tokens_per_second, candidate.unhindered), strict=False):
                 if place < without:
                     self._push(way, size, speed)

@@ -240,7 +240,7 @@ class _Clock:
         again = {block: written_again_seconds(block, job, device) for block in set(model.blocks)}
         self.written = {unit.name: again[unit.block] if unit.block else 0.0 for unit in model.units}
         self.ops = {unit.name: device.op_seconds if unit.block else 0.0 for unit in model.units}
-        # Elsewhere they are read while the products before them are computed.
+        # On other devices they are read while the products before them are computed.
         beside = float("inf") if not device.is_cpu else bandwidth
         self.weights = {name: unit.full_nbytes / beside for name, unit in self.layouts.items()}
         self.casts = {name: cast_seconds(self.setting, unit, device) for name, unit in self.layouts.items()}
