@@ -40,9 +40,8 @@ def torch_2_9(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("module", ["fullshard.integrations.xla", "fullshard.torchacc"])
-def test_pytorch_xla_needs_nothing_that_needs_a_newer_torch(torch_2_9: Path, module: str) -> None:
-    done = run_in(torch_2_9, "-c", f"import {module}")
+def test_pytorch_xla_needs_nothing_that_needs_a_newer_torch(torch_2_9: Path) -> None:
+    done = run_in(torch_2_9, "-c", "import fullshard.integrations.xla, fullshard.torchacc")
     assert done.returncode == 0, done.stderr
 
 
