@@ -80,7 +80,7 @@ class PartialState(Processes):
         return self.num_processes > 1
 
     default_device: torch.device = forwarded("device")
-    """Where this rank computes."""
+    """The device on which this rank computes."""
 
     @property
     def fork_launched(self) -> bool:

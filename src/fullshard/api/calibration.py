@@ -28,7 +28,7 @@ from fullshard.launch.worker import run_worker
 from fullshard.plan.hardware import Device, read_calibration, write_calibration
 
 SECONDS = 0.4
-"""How long each measurement runs."""
+"""The duration of each measurement."""
 
 _SIDE = {"cpu": 1024, "other": 8192}
 _NBYTES = {"cpu": 2**26, "other": 2**30}

@@ -21,8 +21,8 @@ from fullshard.plan.shapes import Block, ModelShape, UnitShape
 
 _SEQUENCES = ("AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq")
 _CLASSES = ("AutoModelForCausalLM", *_SEQUENCES, "AutoModelForImageTextToText", "AutoModelForMaskedLM", "AutoModel")
-"""What of a family is planned, if its file does not name an architecture: the first that it has, with its encoder if it
-has one."""
+"""The classes of a family, of which the first it has is planned if its file names no architecture, with its encoder if
+it has one."""
 
 
 def count(values: Mapping[str, Any]) -> ModelShape:

@@ -130,7 +130,7 @@ class ShardedDataLoader(DataLoader[Any]):
     epoch: int = forwarded("_place.epoch")
     """Iterations so far, or what `set_epoch` said."""
     iteration: int = forwarded("epoch")
-    """The same, under Accelerate's name."""
+    """The epoch, under Accelerate's name."""
 
     @property
     def total_batch_size(self) -> int:

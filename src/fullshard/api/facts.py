@@ -40,7 +40,7 @@ class Facts(Gathering):
     distributed_type: DistributedType = forwarded("state.distributed_type")
     """Always FSDP, on one rank too."""
     use_distributed: bool = forwarded("state.use_distributed")
-    """Whether there are several ranks."""
+    """True if there are several ranks."""
     mixed_precision: str = forwarded("state.mixed_precision")
     """The precision mode: `no`, `fp32`, `bf16` or `fp16`."""
 
@@ -50,7 +50,7 @@ class Facts(Gathering):
         return self.mixed_precision in ("bf16", "fp16")
 
     parallelism_config: Any = forwarded("state.parallelism_config")
-    """What the script gave."""
+    """The configuration that the script gave."""
 
     @functools.cached_property
     def torch_device_mesh(self) -> DeviceMesh | None:
@@ -91,7 +91,7 @@ class Facts(Gathering):
         return self.process_index // self._tensor_parallel_size % self._shard_size()
 
     autocast_handler: Any = forwarded("handlers.autocast")
-    """How autocast runs."""
+    """The settings of autocast."""
 
     scaler_handler: Any = forwarded("handlers.given", methodcaller("get", "GradScalerKwargs"))
     """Arguments of the loss scaler that the script gave; None: none."""
@@ -100,18 +100,18 @@ class Facts(Gathering):
     ddp_handler: Any = forwarded("handlers.given", methodcaller("get", "DistributedDataParallelKwargs"))
     """Arguments for DDP that the script gave; they have no effect. None: none."""
     profile_handler: Any = forwarded("handlers.given", methodcaller("get", "ProfileKwargs"))
-    """How `profile()` profiles, if the script said so; None: it did not."""
+    """The script's settings of `profile()`; None if it gave none."""
 
     split_batches: bool = forwarded("dataloader_config.split_batches", bool)
-    """Whether a loader's batch size is that of all ranks together."""
+    """True if a loader's batch size is that of all ranks together."""
     dispatch_batches: bool = forwarded("dataloader_config.dispatch_batches", bool)
-    """Whether rank 0 reads for all ranks."""
+    """True if rank 0 reads for all ranks."""
     even_batches: bool = forwarded("dataloader_config.even_batches", bool, may_set=True)
-    """Whether an incomplete last step of an epoch is filled up, in loaders that are prepared from now on."""
+    """True if an incomplete last step of an epoch is filled up, in loaders that are prepared from now on."""
     use_seedable_sampler: bool = forwarded("dataloader_config.use_seedable_sampler", bool)
-    """Whether the script asked for seeded samplers; they always are."""
+    """True if the script asked for seeded samplers; they always are."""
     non_blocking: bool = forwarded("dataloader_config.non_blocking", bool)
-    """Whether batches are copied to the device without waiting."""
+    """True if batches are copied to the device without waiting."""
 
     @property
     def use_stateful_dataloader(self) -> bool:
@@ -128,7 +128,7 @@ class Facts(Gathering):
     gradient_accumulation_steps: int = forwarded("gradient_state.num_steps", may_set=True)
     """Micro-batches per optimizer step."""
     sync_gradients: bool = forwarded("gradient_state.sync_gradients", may_set=True)
-    """Whether the current micro-batch ends a step."""
+    """True if the current micro-batch ends a step."""
 
     def verify_device_map(self, model: nn.Module) -> bool:
         """Return whether a model, or a module in it, is spread over several devices (Transformers' `device_map`)."""

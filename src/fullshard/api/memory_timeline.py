@@ -30,7 +30,7 @@ from fullshard.plan.pictures import draw_moments
 
 REST = "activations and all else"
 _SHARED = ("sharded parameters", "main weights", "gathered units", "reduce buffers")
-"""What is in memory that ranks share, where they do."""
+"""The categories in memory that ranks share, where they share any."""
 
 
 class MemoryTimeline:

@@ -528,7 +528,7 @@ def _precision_reading(settings: Mapping[str, Any] | None) -> Reading:
 
 
 def policy_of(precision: PrecisionConfig) -> MixedPrecisionPolicy:
-    """What units are sharded with; outputs are the model's business."""
+    """Return the precision policy of units; the dtype of outputs is left to the model."""
     return MixedPrecisionPolicy(
         param_dtype=dtype_or_none(precision.compute_dtype),
         reduce_dtype=dtype_or_none(precision.gradient_dtype),

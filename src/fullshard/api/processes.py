@@ -27,7 +27,7 @@ class Processes:
         self.process = process
 
     device: torch.device = forwarded("process.device")
-    """Where this rank computes."""
+    """The device on which this rank computes."""
     num_processes: int = forwarded("process.environment.world_size")
     """World size."""
     process_index: int = forwarded("process.environment.rank")

@@ -19,7 +19,7 @@ from fullshard.core.imports import after_import
 
 _FUNCTIONS = {"accelerate.utils.fsdp_utils": "fsdp2_prepare_model", "trl.models.utils": "prepare_fsdp"}
 _FOR_INFERENCE = ("prepare_fsdp",)
-"""Those that put the model into evaluation mode."""
+"""The functions that put the model into evaluation mode."""
 _awaited: set[str] = set()
 
 

@@ -182,7 +182,7 @@ def shard(
 
 
 def _engine_settings(setup: Setup, process: ProcessState) -> dict[str, Any]:
-    """Arguments of `shard_model` that follow from the settings."""
+    """Return the arguments of `shard_model` that follow from the settings."""
     config, precision = setup.sharding, setup.precision
     return {
         "strategy": config.resolved_strategy(),

@@ -131,7 +131,7 @@ class _DealtSampler(Sampler[Any]):
         self._next: tuple[int, int, int, _Dealt] | None = None
 
     even_batches: bool = forwarded("_deal.even", may_set=True)
-    """Whether an incomplete last step is filled up, under Accelerate's name; scripts set it."""
+    """True if an incomplete last step is filled up, under Accelerate's name; scripts set it."""
 
     def __getattr__(self, name: str) -> Any:
         # Scripts reach through it: batch_size, drop_last, sampler. Not before __init__ (unpickling).

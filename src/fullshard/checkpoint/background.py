@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 _WRITING: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 WhenBusy = Literal["wait", "refuse"]
-"""What a save does while an earlier one is still being written."""
+"""The action of a save while an earlier one is still being written."""
 
 
 class AsyncSaver:

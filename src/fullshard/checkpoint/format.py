@@ -46,7 +46,7 @@ _PART_PREFIX = "part_"
 _DATA_FILE = re.compile(r"(model|optimizer|state)-rank[0-9]{5,}(\.[0-9a-f]{16})?\.safetensors")
 _FOR_OTHERS = re.compile(r"model|(pytorch_model_fsdp|optimizer)_[0-9]+")
 _YEAR_9000 = 221_845_392_000.0
-"""In seconds since 1970: later than any time that can be written as a date everywhere."""
+"""Seconds since 1970: later than any time that can be written as a date everywhere."""
 CHUNK_NBYTES = 4 * 2**20
 """Bytes under one checksum: the least a rank reads to prove one element, and few enough checksums for a terabyte."""
 
@@ -75,7 +75,7 @@ NAMES = {code: name for name, code in DTYPES.items()}
 
 _PREFIX, _MIDDLE, _SUFFIX = b'{"crc32c":"', b'","manifest":', b"}\n"
 Kind = Literal["model", "optimizer"]
-"""Of a file: what its tensors are of."""
+"""The kind of a file: whose tensors it holds."""
 _FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 _Natural = Annotated[int, Field(strict=True, ge=0, lt=2**63)]  # strict: `true` is no number
 _Positive = Annotated[int, Field(strict=True, ge=1, lt=2**63)]

@@ -39,7 +39,7 @@ def full_tensor(local: LocalTensor, dtype: torch.dtype | None = None) -> torch.T
 
 
 ALONE_SECONDS = 10.0
-"""Without the other ranks a rank that saves is taken to be alone: between steps none is so far behind."""
+"""After this time without the other ranks, a saving rank counts as alone: between steps none is so far behind."""
 
 
 def gather_when_all_save(model: nn.Module) -> None:

@@ -34,7 +34,7 @@ _LONGEST_NBYTES = 1 << 16
 """A longer file is no lease."""
 RENEWED_EVERY_SECONDS = 10.0
 LASTS_SECONDS = 60.0
-"""Without being renewed; several times as long as between two renewals, for file systems are slow at times."""
+"""The life of a lease without renewal: several renewal intervals, for file systems are slow at times."""
 
 _HELD: dict[Location, int] = {}
 """Leases of this process, each with its process id: a fork does not inherit them."""

@@ -212,7 +212,7 @@ class ObjectPath:
 
 
 Location = Path | ObjectPath
-"""Where a checkpoint is: in a file system of this host, or in an object store."""
+"""The place of a checkpoint: in a file system of this host, or in an object store."""
 
 
 def read_small(path: Location, *, limit_nbytes: int = SMALL_NBYTES) -> bytes:

@@ -26,7 +26,7 @@ from fullshard.features import ShardedParameter
 
 T = TypeVar("T")
 _MESSAGE_NBYTES = 256 * 2**20
-"""Of a message between two ranks at most: some of what counts its bytes on the way has 31 bits."""
+"""The largest message between two ranks: some byte counters on the way have 31 bits."""
 
 
 def _spread(parameter: ShardedParameter) -> int:

@@ -12,7 +12,7 @@ import torch
 from fullshard.core.errors import CheckpointError
 
 RNG_PREFIX = "rng/"
-"""Of the names of these tensors in a file."""
+"""The prefix of the names of these tensors in a file."""
 _PYTHON_VERSION = 3
 """Version of the tuple that `random.getstate` returns, the same since Python 3.2."""
 

@@ -31,7 +31,7 @@ Bytes = NDArray[np.uint8]
 
 _HEADER_ALIGNMENT = 8
 MAX_HEADER_NBYTES = 100 * 2**20
-"""Of a data file: a header is some hundred bytes per tensor; more than this is not one."""
+"""The limit in a data file: a header is some hundred bytes per tensor; more than this is not one."""
 _BLOCK_NBYTES = 256 * 2**10
 """Bytes written or read at a time: small enough to stay in a core's cache until they are summed."""
 

@@ -11,10 +11,10 @@ import torch
 from fullshard.core.matrices import HALVED_ROWS, NEWTON_SCHULZ_STEPS
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic polynomial, chosen for the steepest slope at zero."""
+"""The coefficients of the quintic polynomial, chosen for the steepest slope at zero."""
 EPS = 1e-7
 DTYPE = torch.bfloat16
-"""What the iteration runs in, whatever it is given, and so all that needs to be sent."""
+"""The dtype of the iteration for every input, so no more precision needs to be sent."""
 
 
 def orthogonalized(

@@ -14,9 +14,9 @@ from fullshard.core.sizes import format_count
 from fullshard.wrap.policies import embeddings_of
 
 HEAD_NAMES = frozenset({"classifier", "embed_out", "lm_head", "output_layer", "qa_outputs", "score", "unembed"})
-"""What an output head is called wherever it is."""
+"""The names of an output head at any place in the model."""
 OUTER_HEAD_NAMES = frozenset({"fc", "head", "heads", "output"})
-"""What it is called where it is a part of the model itself."""
+"""The names of an output head that is a direct part of the model."""
 _WRAPPERS = ("module.", "base_model.", "model.")
 _SHOWN = 3
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)

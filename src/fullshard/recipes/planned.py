@@ -27,7 +27,7 @@ from fullshard.recipes.arguments import TrainArguments
 _DECIDED = ("method", "base_dtype")
 """Fields of a job that the model shows."""
 _SAME_MEMORY = 0.15
-"""How much of a device's memory its driver may keep to itself."""
+"""The fraction of a device's memory that its driver may keep to itself."""
 
 
 @dataclass(frozen=True, slots=True)

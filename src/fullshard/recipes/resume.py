@@ -32,10 +32,10 @@ _DATA = ("data", "text_field", "max_data_mb", "model", "vocab_size")
 """Settings that the tokens of the data may depend on: it may have moved, and still be the same."""
 
 _KEPT = {"step", "data_crc32c", "arguments"}
-"""What `state_after` has put into every checkpoint, of whatever version."""
+"""The values that `state_after` puts into every checkpoint, in every version."""
 
 _NAME = re.compile(rf"({re.escape(OLD_PREFIX)})?step-(?P<steps>\d+)(?(1)-\w+)")
-"""Of a checkpoint, also of one that was stepping aside for another when a save was killed."""
+"""The name of a checkpoint, also of one that was stepping aside for another when a save was killed."""
 
 
 def find_checkpoints(arguments: TrainArguments) -> list[Location]:
@@ -172,7 +172,7 @@ def save(trainer: Trainer, step: int, saver: AsyncSaver) -> Location:
 
 
 def state_after(trainer: Trainer, step: int) -> dict[str, Any]:
-    """What is saved of a run that has made `step` steps."""
+    """Return the values saved for a run that has made `step` steps."""
     extra = {
         "step": step,
         "skipped_batches": trainer.skipped_batches,

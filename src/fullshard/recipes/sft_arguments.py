@@ -66,7 +66,7 @@ class DataArguments:
 
 @dataclass
 class WatchArguments:
-    """What is looked at while it trains."""
+    """The flags that choose what to look at while it trains."""
 
     profile: bool = field(
         default=False, metadata={"help": "Profile a few steps: a trace per rank and one of all, for Perfetto."}
@@ -226,7 +226,7 @@ _CONFIG_SOURCES = (
     ("trl", "trainer/base_config.py"),
     ("transformers", "training_args.py"),
 )
-"""Where SFTConfig and the classes that it is made of are."""
+"""The files of SFTConfig and of the classes that it is made of."""
 
 
 def _annotated(tree: ast.Module) -> Iterator[str]:

@@ -46,7 +46,7 @@ def _attend(
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend, in shapes (batch, heads, tokens, width); fewer heads of keys and values are read by several queries'.
+    """Attend in shapes (batch, heads, tokens, width); several query heads may read one head of keys and values.
 
     The kernel has one width: narrower values are padded to that of the keys, as Transformers does.
     """

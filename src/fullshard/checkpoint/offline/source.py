@@ -30,7 +30,7 @@ from fullshard.core.sizes import MIB
 from fullshard.engine.precision import dtype_name
 
 _HELD_NBYTES = 16 * MIB
-"""Of a tensor, what is read, converted and written at a time."""
+"""The part of a tensor that is read, converted and written at a time."""
 
 T = TypeVar("T")
 RecordT = TypeVar("RecordT", bound=TensorRecord)
@@ -176,7 +176,7 @@ class Pieces:
         self._parts, self._offset = parts, offset
 
     def read(self, interval: Interval) -> torch.Tensor:
-        """Elements of the tensor."""
+        """Return elements of the tensor."""
         wanted = interval.shift(self._offset)
         found, end = [], 0
         for part in self._parts:

@@ -22,7 +22,7 @@ from fullshard.core.imports import import_extra
 from fullshard.core.layout import Interval
 
 _GROUPS_HELD = 3
-"""Those of a layer, whose tensors are written in turn; more are made again."""
+"""The groups of a layer, whose tensors are written in turn; more are made again."""
 
 
 def in_stored_form(source: Source, directory: Path) -> Source:

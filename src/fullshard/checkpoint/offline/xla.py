@@ -29,7 +29,7 @@ from fullshard.checkpoint.torch_files import check_tensor, load_torch_file
 from fullshard.core.errors import CheckpointError
 
 _OUTER = "model.model."
-"""What TorchAcc's own wrappers put before every name."""
+"""The prefix of TorchAcc's own wrappers in every name."""
 
 Shard = tuple[str, tuple[int, ...], list[torch.Tensor]]
 """A sharded parameter: its name, its size, and what each rank holds."""

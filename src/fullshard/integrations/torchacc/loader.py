@@ -21,7 +21,7 @@ from fullshard.core.errors import ConfigError, DataError
 from fullshard.core.threads import start_thread
 
 DEFAULT_PADDING: Mapping[str, float] = {"input_ids": 0, "attention_mask": 0, "labels": -100}
-"""What batches are padded with, by key, if nothing else is said."""
+"""The default values that batches are padded with, by key."""
 
 _NO_EFFECT = {
     "loader_prefetch_size": "there is one queue; device_prefetch_size is its length",

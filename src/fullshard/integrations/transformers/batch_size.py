@@ -17,7 +17,7 @@ from fullshard.engine.module import units_of
 from fullshard.engine.schedule import schedule_of
 
 WAIT = timedelta(seconds=30)
-"""How long the ranks that ran out of memory wait for each other."""
+"""The time that ranks which ran out of memory wait for each other."""
 
 _TRIES = itertools.count()
 

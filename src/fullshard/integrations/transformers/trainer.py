@@ -60,7 +60,7 @@ from fullshard.optim import TransformersAdafactor
 _COMPLETE = "trainer_state.json"
 _DATALOADER = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler")
 _KNOWN = ("transformers.", "peft.")
-"""Where `save_pretrained` writes what `export_hf` does."""
+"""The packages whose `save_pretrained` writes the same as `export_hf`."""
 
 
 class ShardedTraining:
