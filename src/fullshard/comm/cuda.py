@@ -1,4 +1,4 @@
-"""What is asked of CUDA by name. Everything else goes through `torch.accelerator`, and works on any."""
+"""The calls that name CUDA. Everything else goes through `torch.accelerator`, and works on any accelerator."""
 
 from __future__ import annotations
 
@@ -53,23 +53,26 @@ def computes_bfloat16(device: torch.device) -> bool:
 
 
 def seen() -> tuple[DetectedDevice, ...]:
-    """What torch sees, where nobody else tells. Starts the runtime, after which processes cannot be forked."""
+    """Return the devices that torch sees, for when no other source tells.
+
+    It starts the runtime, after which processes cannot be forked.
+    """
     found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     return tuple(DetectedDevice(each.name, each.total_memory, each.major + each.minor / 10) for each in found)
 
 
 def nccl_version() -> str | None:
-    """Of the NCCL that torch was built with; None without devices or NCCL."""
+    """Return the version of the NCCL that torch was built with; None without devices or NCCL."""
     if not torch.cuda.is_available() or not torch.distributed.is_nccl_available():
         return None
     return ".".join(map(str, importlib.import_module("torch.cuda.nccl").version()))
 
 
 def random_state(device: torch.device) -> torch.Tensor:
-    """Of its generator."""
+    """Return the state of a device's random generator."""
     return torch.cuda.get_rng_state(device)
 
 
 def set_random_state(state: torch.Tensor, device: torch.device) -> None:
-    """Of its generator."""
+    """Set the state of a device's random generator."""
     torch.cuda.set_rng_state(state, device)

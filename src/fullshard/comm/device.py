@@ -22,15 +22,15 @@ from fullshard.core.requirements import INSTALL_TPU, why_no_tpu
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What sets a kind of device apart.
+    """The traits that set a kind of device apart.
 
     Attributes:
-        has_streams: copies go on beside computing, in streams that wait for one another. Where they do not, everything
+        has_streams: copies run beside computing, in streams that wait for one another. Where there are none, everything
             happens in the order in which it was issued, and the engine makes no streams and no events.
-        computes_float16: float16, and so the scaling of losses, is of use there.
+        computes_float16: float16, and so loss scaling, is of use there.
         may_fork: a process that has started the device may be forked, if the child leaves it alone.
         is_one_per_process: a process has one device, whatever its local rank.
-        sends_objects: its backend sends Python's objects, too; else only Gloo does.
+        sends_objects: its backend sends Python objects, too; else only Gloo does.
     """
 
     has_streams: bool = True
@@ -110,15 +110,15 @@ def current() -> torch.device:
 
 
 def backends_of(kind: str) -> str:
-    """What `init_process_group` is given: the kind's own (`nccl`, `tpu_dist`), and Gloo for what is in host memory."""
+    """Return the backends for `init_process_group`: the kind's own (`nccl`, `tpu_dist`), and Gloo for host memory."""
     return "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
 
 
 def require_gloo(device: torch.device, group: dist.ProcessGroup | None) -> None:
-    """Where only Gloo sends objects, see that a group has it. Called before the first message.
+    """Check that a group has Gloo, where only Gloo sends objects. Called before the first message.
 
     Raises:
-        ConfigError: it has not.
+        ConfigError: The group has no Gloo.
     """
     if group is None or traits_of(device).sends_objects:
         return
@@ -130,7 +130,11 @@ def require_gloo(device: torch.device, group: dist.ProcessGroup | None) -> None:
 
 
 def object_device() -> torch.device | None:
-    """Where the default group sends objects: in host memory if it can. None: where its only backend does."""
+    """Return the device from which the default group sends objects: the CPU if it can.
+
+    Returns:
+        None if the only backend sends from its own device alone.
+    """
     sends_from_host = "gloo" in dist.get_backend() or "cpu" in str(dist.get_backend_config())
     return torch.device("cpu") if sends_from_host else None
 
@@ -161,7 +165,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def name_of(device: torch.device) -> str:
-    """What its maker calls it; its kind if it does not tell."""
+    """Return the maker's name of a device, or its kind if the device does not tell a name."""
     tell: Any = None if device.type == "cpu" else getattr(torch.get_device_module(device), "get_device_name", None)
     return device.type if tell is None else str(tell(device))
 

@@ -1,7 +1,7 @@
-"""What the engine asks about the memory of a host, beside collectives: all that it knows of CPUs.
+"""The engine's questions about host memory, beside collectives: all that the engine knows of CPUs.
 
-On a CPU a page that is touched for the first time costs as much as copying it three times, and ranks of one host can
-read one another's. What comes of that is in `comm.cpu`; nothing else knows whether it runs on a CPU.
+On a CPU the first touch of a page costs as much as copying it three times, and the ranks of one host can read one
+another's pages. `comm.cpu` makes use of both; no other module knows whether it runs on a CPU.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from fullshard.comm.track import Track
 
 
 class HostPages:
-    """What is done about pages of host memory, by itself nothing: the allocator of an accelerator needs no help.
+    """Hooks for handling pages of host memory; these do nothing, because an accelerator's allocator needs no help.
 
     Attributes:
         widens: whether `reduce_scatter` sums in a wider dtype than that of `full` without a copy.
-        placed: how many buffers have been given a place where ranks look for one another's. As every rank gives places
-            by itself, one that has given fewer, because it failed to shard a model, finds no other's any more.
+        placed: how many buffers have been given a place where ranks look for one another's. Each rank assigns places
+            by itself, so a rank that has assigned fewer, because it failed to shard a model, finds no other's any more.
     """
 
     widens: bool = False

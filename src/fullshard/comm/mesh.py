@@ -294,14 +294,14 @@ def _forget_destroyed() -> None:
 
 
 def data_parallel(device_mesh: Any, dims: Any) -> Mesh:
-    """That of the part of a mesh that is for data parallelism. All ranks of `device_mesh` make it together.
+    """Return the mesh of a device mesh's data-parallel part. All ranks of `device_mesh` make it together.
 
     Args:
         device_mesh: of any axes, which have names.
         dims: torch's `DataParallelMeshDims`. Several axes to shard along, or to replicate along, are taken as one.
 
     Raises:
-        ConfigError: no such axes, twice or in another order, or no mesh of torch's.
+        ConfigError: An axis does not exist, is named twice or is out of order, or `device_mesh` is no mesh of torch's.
     """
     names = (device_mesh.mesh_dim_names if isinstance(device_mesh, DeviceMesh) else None) or ()
     wanted = [tuple(dims.replicate_names), tuple(dims.shard_names)]
@@ -369,7 +369,7 @@ def _device_mesh(
     rows: list[list[int]],
     device: torch.device,
 ) -> DeviceMesh:
-    """Torch's mesh of these groups: more of them would each have threads of their own."""
+    """Return torch's mesh of the existing groups: each further group would have threads of its own."""
     if replicate_group is not None and shard_group is not None:
         groups = [replicate_group, shard_group]
         return DeviceMesh.from_group(groups, device.type, torch.tensor(rows), mesh_dim_names=("replicate", "shard"))
@@ -460,10 +460,10 @@ def _check_part(device_mesh: DeviceMesh) -> None:
 
 
 def _part(device_mesh: DeviceMesh, device: torch.device, *, only_replicates: bool) -> Mesh:
-    """That of a part of the world (tensor or pipeline parallelism owns the rest).
+    """Return the mesh of a part of the world (tensor or pipeline parallelism owns the rest).
 
-    It is of the part's own groups, because making new ones needs all ranks. They all are here, each with its own part,
-    if there is one to make of a mesh of two axes.
+    It uses the part's own groups, because making new ones needs all ranks. For the one new group, that of a mesh of two
+    axes, all ranks call this together, each with its own part.
     """
     ranks = device_mesh.mesh.reshape(-1, 1 if only_replicates else device_mesh.mesh.shape[-1])
     shard_group = None if only_replicates else device_mesh.get_group(device_mesh.ndim - 1)

@@ -1,4 +1,4 @@
-"""What torch has only since its latest releases, for those that have not."""
+"""Substitutes, for older releases, for functions that only torch's latest releases have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks that have not moved for a while leave in the job's store: where they are, for those that wait for them."""
+"""Messages in the job's store, in which ranks that have not moved for a while tell waiting ranks where they are."""
 
 from __future__ import annotations
 

@@ -66,10 +66,10 @@ _CLOSED = re.compile("closed by peer|reset by peer|broken pipe|socket closed|(re
 
 
 class Stalls:
-    """Of this process.
+    """The detection of stalls in this process.
 
     Attributes:
-        groups: that it may wait in.
+        groups: the groups that this process may wait in.
     """
 
     def __init__(self) -> None:
@@ -299,7 +299,7 @@ class Stalls:
         return word
 
     def _words(self, seconds: float) -> dict[int, Word]:
-        """What other ranks have left, by rank, with `is_alive`: whether they have left it again some seconds later."""
+        """Return the words that other ranks have left, by rank. `is_alive`: left again some seconds later."""
         try:
             before = progress.read_words(dist.get_rank())
             self._is_over.wait(seconds)
@@ -331,7 +331,7 @@ class Stalls:
             self._told[key] = text
 
     def _other_way(self) -> str:
-        """Where the next rank of a group has gone another way than this one, if both have waited for long."""
+        """Return where the next rank of a group has gone another way than this one, if both have waited for long."""
         tracks = list(self._tracks)
         if not tracks:
             return ""

@@ -64,11 +64,11 @@ class PersistentBuffer(FullBuffer):
         self.full = self.main = full
 
     def gather(self, main: torch.Tensor, *, tag: int, exactly: bool = False, is_unchanged: bool = False) -> Work:
-        """Nothing to do."""
+        """Return at once: there is nothing to gather."""
         return completed(self.full)
 
     def free(self) -> None:
-        """Nothing to do."""
+        """Do nothing: there is nothing to free."""
 
 
 class Alone(Collectives):
@@ -99,7 +99,7 @@ class Alone(Collectives):
         return completed(tensor)
 
     def exchange(self, leaving: torch.Tensor, arriving: torch.Tensor, parts: Parts, *, tag: int) -> Work:
-        """What leaves arrives."""
+        """Copy `leaving` to `arriving`."""
         return completed(arriving.copy_(leaving))
 
 

@@ -158,12 +158,12 @@ Layout = DTensorSpec
 
 
 def layout_of(mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, dtype: torch.dtype) -> DTensorSpec:
-    """That of a contiguous tensor. Since 2.5."""
+    """Return the layout of a contiguous tensor. Since 2.5."""
     return DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, strides_of(shape), dtype))
 
 
 def layout_as(layout: DTensorSpec, whole: torch.Tensor) -> DTensorSpec:
-    """That of `whole`, of which every rank has all, on the ranks of another. Since 2.5."""
+    """Return the layout of `whole`, which every rank has all of, on the ranks of another layout. Since 2.5."""
     return DTensorSpec(layout.mesh, layout.placements, tensor_meta=TensorMeta(whole.shape, whole.stride(), whole.dtype))
 
 
@@ -243,7 +243,7 @@ without_functions: Callable[[], AbstractContextManager[None]] = torch._C.Disable
 
 @contextmanager
 def version_kept(tensor: torch.Tensor) -> Iterator[None]:
-    """What is done to it inside changes none of its values, although torch counts a change. Since 2.7."""
+    """Keep a tensor's version while the block works on it: torch counts a change, but no value changes. Since 2.7."""
     version = tensor._version
     try:
         yield
@@ -441,7 +441,7 @@ default_store = _get_default_store
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    """What `init_process_group` was given; further groups would have the backend's default. Since 2.0."""
+    """Return the time-out given to `init_process_group`; further groups would get the backend's default. Since 2.0."""
     backend = backend_of(group, device)
     return dist.default_pg_timeout if backend is None else backend.options._timeout
 
@@ -467,7 +467,7 @@ class _Collective:
         self._overloadpacket = packet
 
     def __call__(self) -> None:
-        """What there is to do is done elsewhere."""
+        """Do nothing: the work is done elsewhere."""
 
     def __str__(self) -> str:
         return str(self._overloadpacket)
@@ -483,7 +483,11 @@ class _Collective:
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """What sends tensors of a device; None in a group that is written in Python, which has no such part. Since 2.0."""
+    """Return the backend that sends tensors of a device. Since 2.0.
+
+    Returns:
+        None in a group that is written in Python, which has no such part.
+    """
     try:
         return group._get_backend(device)
     except RuntimeError:

@@ -1,8 +1,8 @@
-"""What each rank has come to in a model, a number at a time, where others that wait for it find it.
+"""Each rank's progress through a model, a number at a time, kept where ranks that wait for it find it.
 
-All ranks must note the same numbers. One that has waited for a while looks at what others have noted: a rank that will
-never come is found at once, and not by a time-out. Ranks of a host see one another's pages (`comm.cpu.peers`). What any
-other has noted it tells in the job's store, while it waits (`comm.stalls`).
+All ranks must note the same numbers. A rank that has waited for a while looks at what the others have noted: it finds
+a rank that will never come at once, and not by a time-out. Ranks of a host see one another's pages
+(`comm.cpu.peers`). To all other ranks, a rank tells its notes in the job's store while it waits (`comm.stalls`).
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ class OutOfStep(RuntimeError):
 
 
 class Track:
-    """Of one model.
+    """One model's track.
 
     Args:
-        memory: a page for each rank of the host, which is zero: how many numbers it has noted, and the last ones. None:
-            they see none.
+        memory: a page of zeros for each rank of the host, which holds how many numbers it has noted, and the last ones.
+            None: the ranks see no pages of one another.
         rank: this one's position on the host.
         first_rank: position in the group of the host's first.
 
     Attributes:
         rank_at: which rank of the job has a position in the group.
-        words: what is said if this rank has come to one number, and another rank of the job to the second.
-        name: in the job's store; the same on every rank, and no other's.
-        next_rank: whose, told there, is compared with it.
+        words: the message for when this rank has come to one number, and another rank of the job to the second.
+        name: in the job's store; the same on every rank, and different from every other track's.
+        next_rank: the rank whose track, as told in the store, is compared with this one.
     """
 
     rank_at: Callable[[int], int]

@@ -1,4 +1,4 @@
-"""What a run reports: numbers per step, where they are written, and pictures of them."""
+"""A run's reports: numbers per step, the places they are written to, and plots of them."""
 
 from fullshard.core.files import whole_file, write_text
 from fullshard.observe.metrics import RateMeter, StepMetrics, memory_nbytes, reset_memory_peak

@@ -58,7 +58,7 @@ class StepMetrics:
     skipped_steps: int = 0
 
     def scalars(self) -> list[tuple[str, str, float]]:
-        """What there is to draw: a name that every tracker takes, the same in words with the unit, and the value."""
+        """Return the scalars to plot: a name that every tracker takes, the words with the unit, and the value."""
         found: list[tuple[str, str, float | None]] = [
             ("loss", "loss (nats per token)", self.loss),
             ("learning_rate", "learning rate", self.learning_rate),

@@ -57,7 +57,7 @@ class UnitRecord(BaseModel):
 
 
 class PlanRecord(BaseModel):
-    """What the report reads of `plan.json`."""
+    """The fields of `plan.json` that the report reads."""
 
     verdict: str
     process: _Count = 0
@@ -76,7 +76,7 @@ class SettingRecord(BaseModel):
 
 
 class Environment(BaseModel, extra="allow"):
-    """What the report reads of `environment.json`: anything, and these."""
+    """The fields of `environment.json` that the report reads; others are kept, too."""
 
     device: str
     ranks: int
@@ -97,7 +97,7 @@ class _TrainerState(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What lies in a run's folder as a checkpoint."""
+    """A checkpoint in a run's folder."""
 
     name: str
     files: int

@@ -1,4 +1,4 @@
-"""Where the numbers of a step go: the console, a file, TensorBoard, trackers. Made on the rank that reports, rank 0."""
+"""Sinks for the numbers of a step: the console, a file, TensorBoard, trackers. Made on the reporting rank, rank 0."""
 
 from __future__ import annotations
 
@@ -170,4 +170,4 @@ class TrackerSink:
         self._log({name: value for name, _, value in metrics.scalars()}, metrics.step)
 
     def close(self) -> None:
-        """Nothing: whoever has started the trackers ends them."""
+        """Do nothing: the code that started the trackers ends them."""

@@ -46,11 +46,11 @@ def inner_tensors(tensor: Any) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Composition:
-    """What a composed parameter is put together of.
+    """The recipe by which a composed parameter is put together.
 
     Attributes:
         kind: its class.
-        context: what the class wants beside tensors to make one.
+        context: what the class needs beside tensors to make one.
         shapes: of the tensors of the whole, by name.
     """
 
@@ -60,7 +60,7 @@ class Composition:
 
     @classmethod
     def of(cls, parameter: Any) -> Self:
-        """That of a whole parameter, which may be on the meta device."""
+        """Return the composition of a whole parameter, which may be on the meta device."""
         shapes = {name: inner.shape for name, inner in inner_tensors(parameter).items()}
         return cls(type(parameter.detach()), parameter.__tensor_flatten__()[1], shapes)
 

@@ -191,7 +191,7 @@ def _with_buffers(module: nn.Module, inner: Callable[..., Any]) -> Callable[...,
 
 
 def _versions(module: nn.Module) -> dict[str, tuple[int, int]]:
-    """What tells whether a buffer is replaced or changed; without a batch norm's, whose kernels do not count it."""
+    """Return data that show changes of buffers; without a batch norm's, whose kernels do not count changes."""
     if isinstance(module, torch_private.NormBase):
         return {}
     return {name: (id(b), b._version) for name, b in module._buffers.items() if b is not None}

@@ -107,13 +107,13 @@ class NoWrap:
 
 @dataclass(frozen=True, slots=True)
 class Auto:
-    """What fits most models without a word from the user.
+    """The default policy, which fits most models without settings.
 
-    The modules that Transformers names (`_no_split_modules` of the model and its submodules: layers that belong
-    together), and all repeated blocks: modules whose class occurs more than once as a child of an `nn.ModuleList`,
-    `nn.ModuleDict` or `nn.Sequential`, the outermost of those inside each other. Many models name a part of their
-    layers only. A block that is mostly made of named modules is left to those; named modules that are a smaller part
-    of a block are in its unit. Layers of torch such as `nn.Linear` are blocks only where there are no others.
+    It selects the modules that Transformers names (`_no_split_modules` of the model and its submodules: layers that
+    belong together), and all repeated blocks: modules whose class occurs more than once as a child of an
+    `nn.ModuleList`, `nn.ModuleDict` or `nn.Sequential`, the outermost of those inside each other. Many models name only
+    a part of their layers. A block that mostly consists of named modules is left to those; named modules that are a
+    smaller part of a block are in its unit. Torch layers such as `nn.Linear` are blocks only where there are no others.
     """
 
 
@@ -305,7 +305,7 @@ def _no_split_names(model: nn.Module) -> list[str]:
 
 
 def _automatic(model: nn.Module) -> list[nn.Module]:
-    """What `Auto` selects."""
+    """Return the modules that `Auto` selects."""
     candidates = {id(module): module for module in _candidates(model)}
     names = _no_split_names(model)
     named = {key for key, module in candidates.items() if type(module).__name__ in names}

@@ -1,1 +1,1 @@
-"""What CPUs do differently: their ranks share memory, and new pages of it are dear."""
+"""CPU-specific communication: the ranks of a host share memory, and new pages of it are expensive."""

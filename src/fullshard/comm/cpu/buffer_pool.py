@@ -52,7 +52,7 @@ class BufferPool:
         return torch.frombuffer(piece, dtype=torch.uint8).view(dtype)
 
     def offset(self, tensor: torch.Tensor) -> int | None:
-        """Where in the memory a tensor's data begin; None if they are elsewhere."""
+        """Return the offset in the memory at which a tensor's data begin; None if the data are elsewhere."""
         offset = tensor.data_ptr() - self._address
         return offset if 0 <= offset < self._top else None
 

@@ -172,12 +172,12 @@ class Peers:
 
 
 def connect(group: dist.ProcessGroup, make: Callable[[Peers], Made]) -> tuple[Made | None, str]:
-    """What `make` makes of the ranks of `group`. A collective.
+    """Return the object that `make` makes of the ranks of `group`. A collective.
 
-    `make` maps what it needs, and raises `OSError` if it cannot.
+    `make` maps the memory that it needs, and raises `OSError` if it cannot.
 
     Returns:
-        That, or None and the reason if any of the ranks cannot or shall not share memory.
+        The object and "", or None and the reason if any of the ranks cannot or must not share memory.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     mine, own_file = _offer()
@@ -253,13 +253,13 @@ def is_possible() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """Where peers find a rank's file.
+    """A rank's offer to its peers: where they find its file.
 
     Attributes:
         namespace: of process numbers; equal if and only if the ranks see one another's processes.
-        pid: process.
-        descriptor: its descriptor of the file; None if it has none to offer.
-        problem: why not, if it should have.
+        pid: the rank's process.
+        descriptor: the process's descriptor of the file; None if it has no file to offer.
+        problem: the reason why it has none, if it should have one.
     """
 
     namespace: str

@@ -32,9 +32,10 @@ _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, t
 
 
 class _SendQueue:
-    """Where a rank says which of its gradients may be read; at the start of its file.
+    """The list, at the start of a rank's file, of the gradients that its peers may read.
 
-    Line 0 counts the entries posted, line 1 + r those rank r has read. An entry is (tag, where in the file, dtype).
+    Line 0 counts the entries posted; line 1 + r counts those that rank r has read. An entry is (tag, where in the file,
+    dtype).
     """
 
     def __init__(self, memory: mmap.mmap, size: int) -> None:
@@ -211,14 +212,14 @@ class SendQueues:
 
 @dataclass(slots=True, eq=False)
 class _Transfer:
-    """What all ranks of this host read of one another, under way.
+    """A transfer under way, in which all ranks of this host read from one another.
 
     Attributes:
         queues: of this rank.
         number, tag: of the entry; the number is the same on every rank.
-        held: what the peers read.
+        held: the tensors that the peers read.
         read: makes the result once all ranks of this host have posted.
-        result: once every peer has read, too.
+        result: set once every peer has read, too.
     """
 
     queues: SendQueues

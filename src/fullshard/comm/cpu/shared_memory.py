@@ -78,7 +78,7 @@ class SharedMemoryCollectives(GlooCollectives):
 
 
 class SharedPages(HostPages):
-    """Those that the ranks of a host read one another's gradients and weights in. See `HostPages`."""
+    """Pages in which the ranks of a host read one another's gradients and weights. See `HostPages`."""
 
     widens = Route.SHARED_MEMORY.widens
 
@@ -91,7 +91,7 @@ class SharedPages(HostPages):
         return self._buckets.placed
 
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Where peers read it, in memory that is used again."""
+        """Return reused memory in which the peers can read the tensor."""
         return self._queues.pool.empty(numel, dtype)
 
     def open_track(self) -> Track:
@@ -103,19 +103,19 @@ class SharedPages(HostPages):
         self._buckets.peers.tracks.add(track)
 
     def wait_for_readers(self) -> None:
-        """Those of this host's ranks."""
+        """Wait until this host's ranks have read."""
         self._buckets.wait_for_readers()
 
 
 class SharedBuckets:
-    """Where the unsharded buckets are, all in rank 0's file, and how often each rank has offered and freed each.
+    """The unsharded buckets, all in rank 0's file, and counts of how often each rank has offered and freed each.
 
     Attributes:
         offered, freed: shape (ranks, buckets); each row is written by its rank.
         shared: the buckets, as all ranks see them.
-        own: the same, but what this rank writes there is seen by itself alone.
+        own: the same buckets, but only this rank sees what it writes there.
         placed: how many buckets have a place, and the number of the next one.
-        pending: offers for gathers that this rank could not make yet, because a peer reads what it would write over.
+        pending: offers for gathers that this rank could not make yet, because a peer reads what it would overwrite.
     """
 
     def __init__(self, peers: Peers) -> None:
@@ -207,7 +207,7 @@ class MappedBuffer(FullBuffer):
 
     @property
     def nbytes(self) -> int:
-        """Nothing while it is freed: the memory is that of all ranks' main weights, or of their copies."""
+        """Return 0 while it is freed: the memory then belongs to all ranks' main weights, or to their copies."""
         return self.full.nbytes if self._is_gathered else 0
 
     @property

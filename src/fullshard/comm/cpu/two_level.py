@@ -92,7 +92,7 @@ class _TwoLevelPages(SharedPages):
         self._progress, self._received = progress, received
 
     def wait_for_readers(self) -> None:
-        """Those of this host's ranks, and the thread: until it is done main weights are being sent."""
+        """Wait for this host's ranks, and for the thread: it sends main weights until it is done."""
         self._progress.finish()
         super().wait_for_readers()
         self._received.release_later(self._progress)
@@ -251,7 +251,7 @@ class TwoLevelBuffer(MappedBuffer):
             self._buffers.peers.map_at(self._buffers.own, span.whole_start, nbytes, offset)
 
     def _bring(self, main: torch.Tensor | None, number: int, tag: int, packing: Packing | None) -> None:
-        """What the thread does for one gather. `main` is what to put into this rank's interval; None if it is there."""
+        """Gather one bucket, in the thread. `main` is copied into this rank's interval; None if it is there."""
         channel, peers = self._channel, self._buffers.peers
         # A rank of this host may still look up where the last gather of this bucket was received.
         peers.wait_until(lambda: bool(self._received.ended([self._number])[0] >= number - 1), patiently=True)
@@ -293,7 +293,7 @@ class TwoLevelBuffer(MappedBuffer):
         return torch.frombuffer(self._received.memory, dtype=torch.uint8, count=nbytes, offset=at).view(self.full.dtype)
 
     def _copy_edges(self, host: int, place: int) -> None:
-        """Of a received interval, copy what is on pages that are not shown from the pool."""
+        """Copy those parts of a received interval that are on pages which are not mapped from the pool."""
         span, start = self._location(host)
         end, by = start + self._interval.nbytes, place + span.shift
         for first, last in ((start, min(end, span.whole_start)), (max(start, span.whole_end), end)):
@@ -322,7 +322,7 @@ class _ReceivePool:
         self._largest = 0
 
     def acquire(self, bucket: int, gather: int, nbytes: int) -> int:
-        """Where in the memory a bucket may receive in the gather of that number, until that is over."""
+        """Return the offset at which a bucket may receive in the gather of that number, until that gather is over."""
         if self._is_owner:
             self.release()
             acquired = self._acquired[bucket] = self._pool.empty(nbytes, torch.uint8)
@@ -335,7 +335,7 @@ class _ReceivePool:
         return self.place(bucket)
 
     def place(self, bucket: int) -> int:
-        """Where a bucket received last."""
+        """Return the offset at which a bucket received last."""
         return int(self._places[bucket])
 
     def ended(self, buckets: list[int]) -> npt.NDArray[np.int64]:
@@ -365,7 +365,7 @@ class _ReceivePool:
 def _sum_over_hosts(
     channel: _Channel, queues: SendQueues, full: torch.Tensor, number: int, how: Reduction
 ) -> torch.Tensor:
-    """What the thread does for one reduce-scatter: what ranks of this host have posted goes on to the other hosts."""
+    """Do the thread's part of one reduce-scatter: send on to the other hosts what this host's ranks have posted."""
     own_host = channel.peers.host
     tag, packing, dtype, watch = how.tag, how.packing, how.dtype, how.watch
     queues.wait_for(number, tag, patiently=True)

@@ -1,4 +1,4 @@
-"""What autograd saves in forward waits for backward in host memory."""
+"""Activation offloading: the tensors that autograd saves in forward wait for backward in host memory."""
 
 from fullshard.features.activation_offload.extension import ActivationOffload
 

@@ -197,7 +197,7 @@ class Pages:
 
 
 class Page:
-    """What is saved from one unit's beginning to the next one's; its blocks live as long as the graph wants them."""
+    """The tensors saved from one unit's beginning to the next one's; blocks live as long as the graph wants them."""
 
     def __init__(self, unit: Unit, number: int) -> None:
         self.unit, self.number = unit, number
@@ -206,7 +206,7 @@ class Page:
 
     @property
     def blocks(self) -> Iterable[_Block]:
-        """Those that autograd still wants, and that no later page has taken."""
+        """Yield the blocks that autograd still wants, and that no later page has taken."""
         for reference in self._blocks:
             block = reference()
             if block is not None and block.page is self:
@@ -237,12 +237,12 @@ class _Block:
 
 @dataclass(slots=True)
 class _Saved:
-    """What the graph holds instead of a tensor.
+    """A saved tensor's stand-in in the graph.
 
     Attributes:
         tensor: the tensor, if it stays; else an empty one that shares its count of changes.
         version: that count, when it was saved.
-        block, view: where it is; None if it stays.
+        block, view: the place of its data; None if it stays.
     """
 
     tensor: torch.Tensor
@@ -253,7 +253,7 @@ class _Saved:
 
 @functools.cache
 def _uses_of_one_holder() -> int:
-    """What torch counts for a storage that a block alone holds; releases differ in whether Python's object counts."""
+    """Return torch's count for a storage that a block alone holds; not all releases count Python's object."""
     tensor = torch.empty(1)
     block = _Block(tensor.untyped_storage())
     del tensor

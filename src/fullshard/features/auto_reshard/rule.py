@@ -140,7 +140,7 @@ def _kib(text: str, name: str) -> int:
 
 
 def _available_in_group(root: Path = Path("/sys/fs/cgroup")) -> list[int]:
-    """What the limits of the control groups around this process leave (version 2); files in the cache can go."""
+    """Return what the limits of the control groups around this process leave (version 2); cached files can go."""
     path = next((line[3:] for line in Path("/proc/self/cgroup").read_text().splitlines() if line[:3] == "0::"), "/")
     group = root / path.strip("/")
     left = []

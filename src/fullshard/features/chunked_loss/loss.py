@@ -37,7 +37,7 @@ _TARGETS = "_fullshard_targets"
 
 @dataclass(slots=True)
 class _Targets:
-    """What the head is to compute the loss of.
+    """The targets of the loss that the head computes.
 
     Attributes:
         labels: shape (tokens,), already shifted.
@@ -215,7 +215,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 def _buffers(
     wanted: tuple[bool, ...], hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Where the gradients are collected; over chunks they are summed in float32 at least."""
+    """Make the buffers that collect the gradients; over chunks they are summed in float32 at least."""
     wide = torch.promote_types(weight.dtype, torch.float32)
     return (
         torch.empty_like(hidden) if wanted[0] else None,

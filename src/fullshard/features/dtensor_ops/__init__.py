@@ -1,4 +1,4 @@
-"""What torch"s operators compute with sharded tensors."""
+"""Torch operators on sharded tensors."""
 
 from fullshard.features.dtensor_ops import kernels
 

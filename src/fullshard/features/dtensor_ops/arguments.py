@@ -1,4 +1,4 @@
-"""What a kernel of torch is given: the tensors in it, those that it writes, and which it must not be given together."""
+"""The arguments of a torch kernel: the tensors in them, those that it writes, and combinations that are refused."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def call_with(
     kind: type[torch.Tensor],
     function: Callable[[Any], Any],
 ) -> Any:
-    """What a kernel makes of its arguments with `function` applied to each tensor of that kind."""
+    """Call a kernel with `function` applied to each tensor of that kind in its arguments, and return the result."""
     return func(*map_arguments(args, kind, function), **map_arguments(kwargs, kind, function))
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Those in a kernel's arguments or result."""
+    """Return the tensors in a kernel's arguments or result."""
     found: list[torch.Tensor] = []
     map_arguments(value, torch.Tensor, found.append)
     return found
@@ -48,7 +48,7 @@ def first_sharded(value: Any) -> ShardedTensor | None:
 
 
 def target_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """What a kernel that writes writes to; `features.dtensor_ops` has seen to it that it is nothing else."""
+    """Return the target of a kernel that writes; `features.dtensor_ops` has made sure that it writes nothing else."""
     return kwargs.get("out", args[0])
 
 

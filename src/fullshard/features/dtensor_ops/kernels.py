@@ -1,14 +1,14 @@
-"""What torch's kernels make of sharded tensors: what they would make of the whole ones.
+"""Torch kernels on sharded tensors: they return what they would return for the whole tensors.
 
-    element by element, a copy, a cast          interval by interval; the result is a `ShardedTensor` again
-    rows, reshaped, split along the first dim   views: a `ShardedTensor` of a part of the same memory
-    a sum, a mean, a norm                       each rank's part, put together at once: a collective; a `WholeTensor`,
-                                                which becomes plain with plain numbers: a penalty and a loss
-    random numbers                              those that one process draws: every rank draws all and keeps its own
-    anything else                               of the whole, gathered for it: a collective, as torch's DTensor does
+element by element, a copy, a cast          interval by interval; the result is a `ShardedTensor` again
+rows, reshaped, split along the first dim   views: a `ShardedTensor` of a part of the same memory
+a sum, a mean, a norm                       each rank's part, put together at once: a collective; a `WholeTensor`,
+                                            which becomes plain with plain numbers: a penalty and a loss
+random numbers                              those that one process draws: every rank draws all and keeps its own
+anything else                               of the whole, gathered for it: a collective, as torch's DTensor does
 
-What a kernel changes in place it changes everywhere, or it is an error. Nothing is computed of one rank's elements
-as if they were all.
+A kernel that changes a tensor in place changes it everywhere, or raises an error. No kernel computes with one rank's
+elements as if they were all.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class _Locals:
         self._wrapped: dict[int, ShardedTensor] = {}
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What the kernel is to be given in place of an argument."""
+        """Return the tensor that the kernel takes in place of an argument."""
         if isinstance(tensor, ShardedTensor) and self._span.is_like(tensor.span):
             self._wrapped[id(tensor.local)] = tensor
             return tensor.local
@@ -135,7 +135,7 @@ class _Locals:
         return self._span.cut(tensor)
 
     def wrap(self, result: torch.Tensor) -> torch.Tensor:
-        """What the caller is given in place of a result."""
+        """Return the tensor that the caller gets in place of a result."""
         known = self._wrapped.get(id(result))
         return ShardedTensor(result, self._span) if known is None else known
 
@@ -200,7 +200,7 @@ def _check_laid_out(
 
 
 def _own(one: _Locals | None, tensor: Any) -> Any:
-    """What a kernel is given in place of an item of a list; `one`: of an interval, if that is computed there."""
+    """Return the kernel's substitute for an item of a list; `one`: of an interval, if that is computed there."""
     if one is not None and isinstance(tensor, torch.Tensor):
         return one.of(tensor)
     if isinstance(tensor, WholeTensor):
@@ -264,7 +264,7 @@ def _plain_whole(tensor: DTensor) -> torch.Tensor:
 
 
 def _gathered(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Of whole tensors, which every rank has then; what a kernel writes is cut to this rank's interval again."""
+    """Call a kernel with whole tensors, gathered on every rank; cut what it writes to this rank's interval again."""
     refuse_plain(func, args, kwargs)
     wholes: dict[int, torch.Tensor] = {}
 
@@ -301,7 +301,7 @@ def _all_dims(tensor: ShardedTensor, dim: Any, keepdim: bool) -> bool:
 
 
 def _reduced(local: torch.Tensor, span: Span, placement: Placement) -> torch.Tensor:
-    """What the ranks' parts come to. At once: `item()` of what torch has left partial is one rank's part of it."""
+    """Reduce the ranks' parts to the whole, at once: `item()` of a tensor that torch left partial is one part."""
     parts = dtensor_of(local, span, placement)
     if span.is_tiled:  # torch warns of both axes in one go
         parts = parts.redistribute(placements=span.placements(None, placement))
@@ -364,7 +364,7 @@ def _equal(_func: torch_private.Kernel, left: Any, right: Any) -> Any:
 
 
 def _new(func: torch_private.Kernel, tensor: ShardedTensor, size: Sequence[int], *args: Any, **options: Any) -> Any:
-    """Of its shape it is laid out as the tensor, of any other every rank has it whole."""
+    """Make a new tensor: one of the same shape is sharded like the tensor, any other is whole on every rank."""
     if tuple(size) == tuple(tensor.shape) and not func.overloadpacket.__name__.endswith("strided"):
         return ShardedTensor(func(tensor.local, tensor.local.shape, *args, **options), tensor.span)
     return dtensor_of(func(tensor.local, size, *args, **options), tensor.span)

@@ -1,4 +1,4 @@
-"""What every rank has whole of sharded tensors: what was computed of them, and copies in place of views."""
+"""Tensors that every rank has whole: results computed from sharded tensors, and copies in place of views."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class _Whole(SpreadTensor):
 
 
 class WholeTensor(_Whole):
-    """What was computed of sharded tensors and every rank has whole: a norm, a penalty, a product of matrices.
+    """A result computed from sharded tensors that every rank has whole: a norm, a penalty, a product of matrices.
 
     With plain numbers it becomes a plain tensor, so that a penalty can be added to a loss, each rank to its own.
     """
@@ -144,9 +144,9 @@ def _leave(whole: _Whole, *, is_plain: bool) -> torch.Tensor:
 
 
 class WholeCopy(_Whole):
-    """What a view becomes that is no interval, a transposed matrix for example: a copy, which must not be changed.
+    """A copy in place of a view that is no interval, a transposed matrix for example. It must not be changed.
 
-    Nor be read when what it was copied from has changed, as a view would have changed with it. So are views of it.
+    Nor may it be read once its source has changed, as a view would have changed with it. So are its views.
     """
 
     _source: torch.Tensor

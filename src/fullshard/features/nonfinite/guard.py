@@ -188,11 +188,11 @@ class NonFiniteGuard(Extension):
         return bad
 
     def _find(self, held: Iterable[str]) -> NonFinite | None:
-        """What is wrong with the gradients of the parameters called so; None: nothing. A collective if it is alarmed.
+        """Return the fault of the named parameters' gradients; None: no fault. A collective if the guard is alarmed.
 
-        Names are only asked for then.
+        It asks for the names only then.
 
-        Gradients may have been mended since, or dropped: it is what they are now that counts.
+        Gradients may have been mended since, or dropped: their present values count.
         """
         if not self.is_alarmed:
             return None

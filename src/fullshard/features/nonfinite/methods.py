@@ -1,4 +1,4 @@
-"""What a sharded model's methods say about gradients that are not finite."""
+"""Methods of a sharded model that report gradients which are not finite."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Torch's own tools see whole gradients of a sharded model, or refuse."""
+"""Adapters for torch's own tools: they see whole gradients of a sharded model, or refuse."""
 
 from fullshard.features.torch_tools.install import clip_grad_norm_, clip_grad_value_, install
 

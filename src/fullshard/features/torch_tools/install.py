@@ -71,7 +71,7 @@ def clip_grad_norm_(
 
 @dataclass(slots=True)
 class _Clipped:
-    """What torch's clipping asks of a parameter; of a sharded one the plain gradient, which is quicker to work with."""
+    """A parameter as torch's clipping sees it; a sharded one shows its plain gradient, which is quicker to use."""
 
     grad: Any
     span: Span | None
@@ -99,7 +99,7 @@ def _current(parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> l
 def _local_norm(
     tensors: Sequence[torch.Tensor], order: float, error_if_nonfinite: bool, foreach: bool | None
 ) -> torch.Tensor:
-    """Torch's own, of tensors as they are."""
+    """Return torch's own total norm of tensors as they are."""
     norm: torch.Tensor = torch_private.total_norm.torchs(tensors, order, error_if_nonfinite, foreach)
     return norm
 
@@ -110,7 +110,7 @@ def _total_norm(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """Torch's total norm, with the sharded gradients' part summed over the ranks that share them."""
+    """Return torch's total norm, with the sharded gradients' part summed over the ranks that share them."""
     norm_type = float(norm_type)  # torch takes "inf", too
     tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     spans = [tensor.span if isinstance(tensor, ShardedTensor) else None for tensor in tensors]
@@ -180,7 +180,7 @@ def _unscale_grads(
     found_inf: torch.Tensor,
     allow_fp16: bool,
 ) -> dict[torch.device, torch.Tensor]:
-    """Torch's unscaling, then agree on whether any rank found an overflow."""
+    """Unscale gradients as torch does, then agree on whether any rank found an overflow."""
     parameters = sharded_parameters(optimizer)
     for parameter in parameters[:1]:
         require_dtype(parameter.mesh.device, torch.float16, "a GradScaler is for float16")
@@ -204,7 +204,7 @@ def _unscale_grads(
 
 
 def _check_sent(param: object, param_name: str) -> None:
-    """Torch's check of a tensor that a collective is given."""
+    """Check a tensor for a collective as torch does, after refusing a sharded one."""
     _refuse_to_send(param)
     torch_private.check_sent.torchs(param, param_name)
 
@@ -233,7 +233,7 @@ def _distribute_tensor(
     placements: Sequence[Placement] | None = None,
     **options: Any,
 ) -> DTensor:
-    """Torch's, that takes the placements of a sharded parameter, too."""
+    """Distribute a tensor as torch does, and accept the placements of a sharded parameter, too."""
     if device_mesh is not None and device_mesh.size() == 1:
         options["src_data_rank"] = None  # nothing is to be sent, nor need a process group be there
     return _made(torch_private.distribute_tensor, tensor, device_mesh, placements, **options)
@@ -293,7 +293,7 @@ def _make_dtensor(
 
 
 def _made(torchs: torch_private.Replaced, *args: Any, **options: Any) -> DTensor:
-    """What a function of torch's makes; placed as a sharded parameter is, this rank's part of what is replicated."""
+    """Return what a torch function makes, placed as a sharded parameter is: this rank's part of a replicated tensor."""
     *given, device_mesh, placements = args
     ragged = _ragged_of(placements)
     if ragged is None or device_mesh is None:
@@ -327,7 +327,7 @@ def _check_no_graph(tensor: torch.Tensor) -> None:
 
 
 def _distribute_tensors(local_state_dict: dict[str, Any], keys: Iterable[str], *args: Any, **options: Any) -> None:
-    """Torch's: of each pair of a DTensor and the whole it is to become, the first with its part of the second."""
+    """Distribute as torch does: in each pair of a DTensor and a whole, fill the first with its part of the second."""
     others = []
     for key in keys:
         pair = local_state_dict.get(key)
@@ -342,7 +342,7 @@ def _distribute_tensors(local_state_dict: dict[str, Any], keys: Iterable[str], *
 
 
 def _zero_grad(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
-    """Torch's, which looks at each `.grad` before it drops it: sharded ones would be wrapped for that alone."""
+    """Clear gradients as torch does, but without reading each `.grad`, which would wrap the sharded ones."""
     if set_to_none:
         held = [parameter for parameter in sharded_parameters(self) if parameter.local_grad is not None]
         for parameter in held:
@@ -356,7 +356,7 @@ def _zero_grad(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
 
 
 def _run_backward_to(t_outputs: Any, *args: Any, **options: Any) -> Any:
-    """Where every backward begins: an error, where a sharded parameter's gradient would be None without a word."""
+    """Begin a backward. It is an error if a sharded parameter's gradient would silently be None."""
     inputs = args[3] if len(args) > 3 else ()
     wanted = [(index, p) for index, p in enumerate(inputs) if isinstance(p, ShardedParameter)]
     if wanted and options.get("accumulate_grad"):

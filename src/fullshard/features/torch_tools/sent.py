@@ -1,7 +1,7 @@
-"""What another process is given of a sharded tensor: this rank's part, to be written into a checkpoint there.
+"""The form in which a sharded tensor goes to another process: this rank's part, to be written into a checkpoint there.
 
-`torch.distributed.checkpoint.async_save` with processes sends state dicts to one. There are no
-ranks of the model there, so it is nothing to compute with.
+`torch.distributed.checkpoint.async_save` with processes sends state dicts to one. That process has no
+ranks of the model, so it cannot compute with the tensor.
 """
 
 from __future__ import annotations
