@@ -1,7 +1,8 @@
-"""What modules hold of a unit: its original parameters while it is unsharded, sharded ones at rest.
+"""Swap the parameters that modules hold: originals while their unit is unsharded, sharded ones at rest.
 
-Swapping them is a write into `module._parameters`; nothing tells if somebody else has written there, so it is looked
-before. Nor does anything keep a forward from changing an original parameter in place: its version counter tells.
+A swap writes into `module._parameters`. Nothing reports a write by other code there, so the binding checks before it
+swaps. Nothing stops a forward from changing an original parameter in place either; its version counter shows such a
+change.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from fullshard.wrap.partition import Slot
 
 
 class Binding:
-    """The places of a unit's parameters.
+    """The places in modules where a unit's parameters are bound.
 
     Args:
         entries: slots, with the original parameters and where they are, and the sharded parameter of each.
@@ -44,10 +45,10 @@ class Binding:
         list(map(dict.__setitem__, self._holders, self._attributes, self._bound))  # for each place, without a loop
 
     def check(self) -> None:
-        """Refuse to bind over what is not ours.
+        """Refuse to replace a parameter that the engine did not put there.
 
         Raises:
-            LifecycleError: somebody has put another parameter in place of the original or sharded one.
+            LifecycleError: other code has replaced the original or the sharded parameter.
         """
         if all(map(operator.is_, map(dict.get, self._holders, self._attributes), self._bound)):
             return
@@ -78,15 +79,15 @@ class Originals:
         self._valid: list[int] | None = None
 
     def versions(self) -> list[int]:
-        """How often each has been changed in place."""
+        """Return how often each parameter has been changed in place."""
         return list(map(_version, self.parameters))
 
     def know_changes(self) -> None:
-        """What was changed in place until now is meant so."""
+        """Accept all in-place changes made until now as intended."""
         self._known = self.versions()
 
     def take_changes(self) -> list[int]:
-        """Indices of those that were changed since, from now on known."""
+        """Return the indices of parameters changed since the last call, and accept these changes."""
         versions = self.versions()
         if versions == self._known:
             return []
@@ -95,13 +96,13 @@ class Originals:
         return changed
 
     def invalidate(self) -> None:
-        """Whoever reads them before `validate` gets an error from autograd, not the zeros that are there."""
+        """Make autograd raise an error for reads before `validate`, where the memory holds only zeros."""
         if self._valid is None:
             self._valid = self.versions()
             torch.autograd.graph.increment_version(self.parameters)
 
     def validate(self) -> None:
-        """The same values are back: what autograd has saved of them is valid again."""
+        """Tell autograd that the old values are back, so what it has saved of them is valid again."""
         if self._valid is not None:
             torch_private.set_versions(self.parameters, tuple(self._valid))
             self._valid = None

@@ -42,7 +42,7 @@ _requires_grad = operator.attrgetter("requires_grad")
 
 
 class BucketOwner(Protocol):
-    """What a bucket asks of its `Unit`."""
+    """The part of `Unit` that its buckets use."""
 
     name: str
     mesh: Mesh
@@ -55,7 +55,7 @@ class BucketOwner(Protocol):
         """Tell the sink, if there is one."""
 
     def watch_gradients(self, bucket: Bucket) -> None:
-        """From now on the bucket collects gradients."""
+        """Collect the gradients of the bucket from now on."""
 
 
 class Bucket(BucketSpec):
@@ -144,7 +144,7 @@ class Bucket(BucketSpec):
         self.reshard()
 
     def _allocate_compute_shard(self) -> torch.Tensor:
-        """What is gathered from."""
+        """Return the tensor that `full` is gathered from."""
         if self.plan.compute_shard_is_main:
             return self.main
         if self.is_gathered_from_host:
@@ -161,17 +161,17 @@ class Bucket(BucketSpec):
 
     @property
     def trainable_count(self) -> int:
-        """Parameters that want a gradient."""
+        """Number of parameters that want a gradient."""
         return 0 if self.gradient is None else self.gradient.unsharded.expected
 
     @property
     def is_complete(self) -> bool:
-        """Whether every parameter that wants a gradient has one; a frozen bucket is not."""
+        """Return whether every parameter that wants a gradient has one; False for a frozen bucket."""
         return self.gradient is not None and self.gradient.unsharded.is_complete
 
     @property
     def shares_main(self) -> bool:
-        """Whether unsharding is nothing at all: one rank owns everything, in the dtype it computes in."""
+        """Return whether unsharding does nothing: one rank owns everything, in the compute dtype."""
         return self.full is self.main
 
     @property
@@ -186,7 +186,7 @@ class Bucket(BucketSpec):
 
     @property
     def copies_nbytes(self) -> int:
-        """Bytes on the device of what lasts in the dtype it is computed in, besides `main`."""
+        """Bytes on the device of persistent copies in the compute dtype, besides `main`."""
         if self.buffer.is_persistent and self.buffer.main is None:  # in memory that ranks share
             return self.layout.shard_numel * self.full.itemsize
         is_apart = self._compute_shard is not self.main and not self.is_gathered_from_host
@@ -201,7 +201,7 @@ class Bucket(BucketSpec):
         return sum(tensor.nbytes for tensor in tensors)
 
     def issue_unshard(self, *, exactly: bool = False) -> None:
-        """Launch the all-gather of everybody's compute shard into `full`; `exactly`: without packing it."""
+        """Launch the all-gather of all ranks' compute shards into `full`; `exactly`: without packing it."""
         host = self.storage.host
         # Noted before the gather: what changes `main` from now on makes what is gathered outdated.
         before, self._version = self._version, self.main_version
@@ -227,7 +227,7 @@ class Bucket(BucketSpec):
 
     @torch.no_grad()
     def _update_compute_shard(self) -> None:
-        """Cast `main`, which has changed, on the host; a compute shard on the device gets a copy of that."""
+        """Cast the changed `main` on the host; copy the result to a compute shard on the device."""
         cast = self.main
         if self.compute_shard_dtype != self.dtype:
             cast = self._compute_shard if self.is_gathered_from_host else self._host_empty(self.compute_shard_dtype)
@@ -237,25 +237,25 @@ class Bucket(BucketSpec):
 
     @property
     def is_outdated(self) -> bool:
-        """Whether `main` has changed since the last gather."""
+        """Return whether `main` has changed since the last gather."""
         return self._version != self.main_version
 
     @property
     def main_version(self) -> int:
-        """How often `main` has been changed in place."""
+        """Return how often `main` has been changed in place."""
         return self.main._version
 
     @property
     def stored(self) -> list[torch.Tensor]:
-        """What holds this rank's part of the parameters."""
+        """Return the tensors that hold this rank's part of the parameters."""
         return [self.main]
 
     def weights(self, index: int) -> torch.Tensor:
-        """This rank's part of parameter `index` as it is stored."""
+        """Return this rank's part of parameter `index` as it is stored."""
         return self.main[self.slices[index]]
 
     def touch(self) -> None:
-        """`main` is about to change, maybe in a way that torch does not count."""
+        """Mark `main` as about to change, maybe in a way that torch does not count."""
         self._version = -1
 
     def emit(self, kind: EventKind, nbytes: int, what: str) -> None:
@@ -320,15 +320,15 @@ class Bucket(BucketSpec):
         )
 
     def note_cleared(self) -> None:
-        """The script has set a gradient to None: with the last of them their memory goes."""
+        """Free the gradients' memory if the script has now set the last `.grad` to None."""
         if self.gradient is not None:
             self.gradient.main.release_if_cleared()
 
     def set_requires_grad(self, index: int, requires_grad: bool) -> None:
-        """A sharded parameter was frozen or unfrozen: so is the original one, at once.
+        """Freeze or unfreeze the original parameter at once, as the script did with the sharded one.
 
-        Autograd asks the original again when its gradient appears. It may have been frozen for another forward in
-        between, and must be as trainable then as the user has left it.
+        Autograd checks the original again when its gradient appears. Another forward may have frozen it in between; by
+        then it must be as trainable as the user has left it.
         """
         self._trainable[index] = requires_grad
         self.originals.parameters[index].requires_grad_(requires_grad)
@@ -339,7 +339,7 @@ class Bucket(BucketSpec):
             self.gradient.unsharded.expected = sum(self._trainable)
 
     def take_requires_grad(self) -> None:
-        """The same for what was changed on originals, which modules hold in forward and while they are unsharded."""
+        """Take over `requires_grad` changed on originals, which modules hold in forward and while unsharded."""
         current = list(map(_requires_grad, self.originals.parameters))
         if current == self._trainable:
             return
@@ -349,6 +349,6 @@ class Bucket(BucketSpec):
 
 
 def bucket_of(parameter: ShardedParameter) -> Bucket:
-    """The bucket that a sharded parameter is a part of."""
+    """Return the bucket that a sharded parameter is a part of."""
     assert isinstance(parameter._bucket, Bucket)  # noqa: S101 -- nothing else makes them
     return parameter._bucket

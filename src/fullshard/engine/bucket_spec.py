@@ -1,4 +1,4 @@
-"""What a bucket is, apart from its memory: which parameters, shared by which ranks, in which dtypes, laid out how."""
+"""The layout of a bucket without its memory: its parameters, ranks, dtypes and places."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fullshard.wrap.quantized import is_exact
 
 
 def by_bucket(slots: Sequence[Slot], policy: MixedPrecisionPolicy) -> list[list[Slot]]:
-    """Slots grouped by bucket, in the order in which their first parameters come."""
+    """Group slots by bucket, in the order of each bucket's first parameter."""
     groups: dict[tuple[BucketKey, int | None], list[Slot]] = {}
     for slot in slots:
         alone = id(slot) if slot.is_alone else None
@@ -29,7 +29,7 @@ def by_bucket(slots: Sequence[Slot], policy: MixedPrecisionPolicy) -> list[list[
 
 
 def _key(slot: Slot, policy: MixedPrecisionPolicy) -> BucketKey:
-    """What a parameter has in common with all others of its bucket."""
+    """Return the key that a parameter shares with all others of its bucket."""
     parameter, statistics = slot.parameter, slot.statistics_dtype
     return BucketKey.of(
         policy.dtypes_of(slot.compute_dtype),
@@ -86,7 +86,7 @@ class BucketSpec:
         self.reduction = ReductionSettings.of(mesh)
 
     def span(self, index: int) -> Span:
-        """Which elements of parameter `index` each rank has, and under no name yet."""
+        """Return which elements of parameter `index` each rank has; the span has no name yet."""
         layout, tile = self.layout, self.tiles[index]
         if tile is not None and not tile.is_beneath:
             tile = None

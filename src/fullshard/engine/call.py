@@ -28,28 +28,28 @@ _numbers = itertools.count()
 
 
 class HookedUnit(Protocol):
-    """What a unit is told by hooks of autograd, and by what comes to the end of their backward."""
+    """The part of a unit that autograd's hooks and the end of backward call."""
 
     name: str
     mesh: Mesh
 
     def begin_backward(self) -> None:
-        """Backward has reached it."""
+        """Learn that backward has reached the unit."""
 
     def gradients_complete(self, bucket: Bucket) -> None:
-        """Autograd has accumulated the gradients of all parameters of `bucket`."""
+        """Learn that autograd has accumulated the gradients of all parameters of `bucket`."""
 
     def pre_backward(self, call: Any) -> None:
-        """Backward has reached an output of `call`."""
+        """Learn that backward has reached an output of `call`."""
 
     def post_backward(self, call: Any) -> None:
-        """Backward has passed all inputs of `call`."""
+        """Learn that backward has passed all inputs of `call`."""
 
     def reduce_if_left(self) -> None:
-        """Reduce its gradients, unless a call is still to come back."""
+        """Reduce the unit's gradients, unless backward is still to come back to a call."""
 
     def finish_backward(self) -> None:
-        """The whole backward is over."""
+        """Learn that the whole backward is over."""
 
 
 class Call(Generic[UnitT]):
@@ -78,23 +78,24 @@ class Call(Generic[UnitT]):
         self._givers: list[Node | None] = []  # that made what the inputs are, or are views of
 
     def reach(self) -> None:
-        """Backward has come to it, and will to those of its inputs that are in the loss."""
+        """Note that backward has reached the call, and will reach those of its inputs that are in the loss."""
         inputs = self._before if self.has_inputs else []
         self.inputs_left = sum(torch_private.will_run(node) is not False for node in inputs)
 
     def begin(self) -> None:
-        """Backward is about to enter it."""
+        """Note that backward is about to enter the call."""
         self.is_active, self.is_done = True, False
 
     def end(self) -> None:
-        """Backward has left it."""
+        """Note that backward has left the call."""
         self.is_active, self.is_done, self.left_in = False, True, torch_private.backward_under_way()
 
     @property
     def is_in_backward(self) -> bool:
-        """Whether it has a part in the backward under way, as far as there is a node of its graph that tells.
+        """Return whether the call has a part in the backward under way, if a node of its graph can tell.
 
-        That the graph is there is no sign: a rank that has kept the loss of an evaluation would wait for its backward.
+        That the graph exists proves nothing: a rank that has kept the loss of an evaluation would wait for its
+        backward.
         """
         if self.is_active or not self._before or torch_private.backward_under_way() == -1:
             return True
@@ -155,10 +156,11 @@ class Call(Generic[UnitT]):
 
 
 def _below(outputs: Sequence[Node]) -> list[Node]:
-    """The nodes that a graph goes on with below all of `outputs`; those that accumulate gradients have higher numbers.
+    """Return the nodes below all of `outputs` in a graph; those that accumulate gradients have higher numbers.
 
-    None of them leads to an output. Hooks of those own the call, and if it owned them in turn, as by what a loss is
-    made of it would the logits beside it, the graph would never go: Python's garbage collector does not look into it.
+    None of these nodes leads to an output. Hooks on them own the call. If the call owned such nodes in turn (those of
+    the logits beside the loss, for example), the graph would never be freed: Python's garbage collector does not look
+    into it.
     """
     first = min(map(torch_private.number_of, outputs))
     found: list[Node] = []

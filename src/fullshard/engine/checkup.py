@@ -1,7 +1,7 @@
-"""Every so many steps ranks compare notes, by a few numbers of each in one message.
+"""Compare the ranks every few steps, by a few numbers of each in one message.
 
-A digest of the weights tells whether replicas hold the same (`engine.replicas`), and the seconds that a rank computes,
-waits and does something else in a step tell which one is slow (`core.pace`).
+A digest of the weights tells whether replicas hold the same values (`engine.replicas`). The seconds that a rank spends
+in a step computing, waiting and on other work tell which rank is a straggler (`core.pace`).
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _NANO = 1_000_000_000
 
 
 class Checkup:
-    """Of one model.
+    """The periodic comparison of the ranks of one model.
 
     Args:
-        mesh: the ranks that share it.
-        replicas: what compares their weights.
+        mesh: the ranks that share the model.
+        replicas: compares the weights of the ranks.
 
     Attributes:
-        every: steps from one to the next; 0: there is none.
-        paces: of the last one, by rank of the mesh; empty before it.
+        every: steps between two checkups; 0: never.
+        paces: paces of the last checkup, by rank of the mesh; empty before the first one.
     """
 
     def __init__(self, mesh: Mesh, replicas: Replicas) -> None:
@@ -48,26 +48,26 @@ class Checkup:
         self.every = steps
 
     def begin_step(self) -> None:
-        """A step begins after another."""
+        """Learn that a new step begins."""
         if self.every:
             self._pace.begin_step(time.monotonic(), PLACE.waited)
 
     def resume(self) -> None:
-        """A forward or backward begins."""
+        """Learn that a forward or backward begins."""
         if self.every:
             self._pace.resume(time.monotonic(), PLACE.waited)
 
     def pause(self) -> None:
-        """It is over."""
+        """Learn that the forward or backward is over."""
         if self.every:
             self._pace.pause(time.monotonic(), PLACE.waited)
 
     def is_due(self, steps: int) -> bool:
-        """Whether it is time for one, at the end of the first backward after so many steps."""
+        """Return whether a checkup is due, at the end of the first backward after this many steps."""
         return bool(self.every and steps and steps % self.every == 0 and steps != self._done_at)
 
     def run(self, steps: int) -> None:
-        """Compare, say who is slow, and see to replicas. A collective.
+        """Compare the ranks, report stragglers, and check or heal replicas. A collective.
 
         Raises:
             ReplicaError: they differ, and are not to be healed or cannot be.
@@ -81,7 +81,7 @@ class Checkup:
         self._settle(table[..., 0], steps)
 
     def compare_replicas(self, steps: int) -> None:
-        """Only that, and now. A collective.
+        """Compare only the replicas, now. A collective.
 
         Raises:
             ReplicaError: as `run`.
@@ -92,7 +92,7 @@ class Checkup:
         self._settle(self._table(self._digest())[..., 0], steps)
 
     def _table(self, *numbers: int) -> torch.Tensor:
-        """What each rank gives, shape (replicate size, shard size, numbers). A collective."""
+        """Return the numbers of every rank, shape (replicate size, shard size, numbers). A collective."""
         mesh = self._mesh
         table = torch.zeros(mesh.replicate_size, mesh.shard_size, len(numbers), dtype=torch.int64)
         table[mesh.replicate_rank, mesh.shard_rank] = torch.tensor(numbers)
@@ -109,7 +109,7 @@ class Checkup:
         return self.replicas.digest() if is_wanted else 0
 
     def _tell_pace(self, table: torch.Tensor) -> None:
-        """Say which ranks are slow that were not so when it was last said."""
+        """Report the ranks that are slow now and were not in the last report."""
         self.paces = [RankPace(rank, *(part / _NANO for part in parts)) for rank, *parts in sorted(table.tolist())]
         slow = slow_ranks(self.paces, self._slow)
         news = [pace for pace in slow if pace.rank not in self._slow]

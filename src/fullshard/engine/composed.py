@@ -26,11 +26,11 @@ class ComposedParameter(ShardedParameter):
     """A sharded parameter of which this rank has rows, an instance of the user's class. Its gradient is plain."""
 
     def wrap(self, local: torch.Tensor) -> ShardedTensor:
-        """A tensor laid out as the parameter, around this rank's rows, which may be flat."""
+        """Return a tensor laid out as the parameter, around this rank's rows, which may be flat."""
         return ShardedTensor(local.view(self.span.local_shape) if local.dim() == 1 else local, self.span)
 
     def publish(self, local_grad: torch.Tensor | None) -> None:
-        """Gradients are flat within the engine."""
+        """Publish a gradient, which is flat within the engine."""
         super().publish(None if local_grad is None else local_grad.reshape(-1))
 
 
@@ -42,16 +42,16 @@ class ComposedBucket(ExtendedBucket):
     _own: torch.Tensor
 
     def span(self, index: int) -> Span:
-        """As the whole parameter has told, which is let go of."""
+        """Return the span that the whole parameter gave before it was let go."""
         return self._span
 
     def weights(self, index: int) -> torch.Tensor:
-        """This rank's rows, without padding."""
+        """Return this rank's rows, without padding."""
         return self._own
 
     @property
     def main_version(self) -> int:
-        """How often any of the tensors has been changed in place."""
+        """Return how often any of the tensors has been changed in place."""
         return sum(inner._version for inner in inner_tensors(self._own).values())
 
     @property

@@ -1,4 +1,4 @@
-"""What holds inside a `with`: gradients are not reduced, parameters are whole, or made on the meta device."""
+"""Context managers: gradients stay unreduced, parameters are whole, or made on the meta device."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def with_sync(model: nn.Module) -> Iterator[None]:
-    """Reduce gradients inside, although a `no_sync` is around it: what was kept unreduced goes along."""
+    """Reduce gradients inside, even within a `no_sync`; gradients kept unreduced are reduced along with them."""
     with _reducing(model, reduces=True):
         yield
 
 
 @contextlib.contextmanager
 def _reducing(model: nn.Module, *, reduces: bool) -> Iterator[None]:
-    """Inside, backward reduces gradients, or keeps them unsharded until it does."""
+    """Have backward inside reduce gradients, or keep them unsharded until a later one does."""
     units = units_of(model)
     before = [unit.reduce_gradients for unit in units]
     for unit in units:
@@ -51,7 +51,7 @@ def _reducing(model: nn.Module, *, reduces: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def unsharded(model: nn.Module, *, writeback: bool = False, recurse: bool = True) -> Iterator[None]:
-    """All parameters of `model` whole inside, kept so through forwards: for `generate()` or inspection.
+    """Keep all parameters of `model` whole inside, through forwards too: for `generate()` or inspection.
 
     Entering is a collective. Inside, ranks need not run the same number of forwards. Costs the whole model's
     unsharded bytes on every rank.
@@ -108,7 +108,7 @@ def unsharded(model: nn.Module, *, writeback: bool = False, recurse: bool = True
 
 
 def _owners(module: nn.Module) -> list[Unit]:
-    """The units that hold the module's own parameters."""
+    """Return the units that hold the module's own parameters."""
     held = (sharded_parameter_of(parameter) for parameter in module.parameters(recurse=False))
     return list(dict.fromkeys(owner_of(bucket_of(sharded)) for sharded in held if sharded is not None))
 

@@ -1,7 +1,7 @@
-"""What `model.to(...)`, `.half()`, `.to_empty(...)` and friends do to sharded parameters.
+"""Apply `model.to(...)`, `.half()`, `.to_empty(...)` and the like to sharded parameters.
 
-torch hands each of them down as a function of a tensor. An empty tensor tells what it comes to: another dtype casts a
-unit, the unit's own device makes one real that is on the meta device, and any other device is refused.
+torch passes each of them down as a function of a tensor. The engine applies it to an empty tensor to see the effect:
+another dtype casts the unit; the unit's own device makes a unit on the meta device real; any other device is refused.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Function = Callable[[torch.Tensor], torch.Tensor]
 
 
 _Applied = Literal["same", "cast", "real"]
-"""What a function comes to for a unit: nothing, other dtypes, or from the meta device to the unit's."""
+"""The effect of a function on a unit: none, a cast, or a move from the meta device to the unit's own."""
 
 
 def convert(units: Sequence[UnitParameters], fn: Function) -> set[Span]:
-    """Do to the parameters of units what `fn` would.
+    """Do to the parameters of units what `fn` would do to plain ones.
 
     Returns:
         Spans of those that are what they are to become, or stay where they are: `fn` is not for them.
@@ -53,7 +53,7 @@ def convert(units: Sequence[UnitParameters], fn: Function) -> set[Span]:
 
 
 def _applied(unit: UnitParameters, fn: Function) -> _Applied:
-    """What `fn` comes to.
+    """Return the effect of `fn` on a unit.
 
     Raises:
         LifecycleError: parameters on another device, where the unit cannot follow.
@@ -78,7 +78,7 @@ def _applied(unit: UnitParameters, fn: Function) -> _Applied:
 
 
 def _check_cast(unit: UnitParameters) -> None:
-    """See to it that nothing would be left behind by a cast.
+    """Check that a cast would leave nothing behind.
 
     Raises:
         LifecycleError: there are gradients, or an optimizer has stepped, which has state.

@@ -34,7 +34,7 @@ HINT = (
 
 
 class StandIns:
-    """What the modules of a unit hold while it has no buckets, and the values they have in the end.
+    """The parameters that the modules of a unit hold while it has no buckets, and their final values.
 
     Args:
         entries: each slot and its stand-in, which the modules hold from now on.
@@ -50,7 +50,7 @@ class StandIns:
 
     @classmethod
     def of_plan(cls, plan: UnitPlan, *, mesh: Mesh, policy: MixedPrecisionPolicy, storage: Storage) -> StandIns:
-        """Those of a new unit, on the meta device. Parameters of it that are real keep their values."""
+        """Make the stand-ins of a new unit, on the meta device. Parameters of it that are real keep their values."""
         entries = []
         for slots in by_bucket(plan.slots, policy):
             spec = BucketSpec(slots, mesh=mesh, policy=policy, storage=storage)
@@ -61,7 +61,7 @@ class StandIns:
     def cast(
         cls, entries: Iterable[tuple[Slot, ShardedTensor]], fn: Callable[[torch.Tensor], torch.Tensor]
     ) -> StandIns:
-        """Those of a unit whose parameters become what `fn` makes of this rank's intervals: of another dtype."""
+        """Make the stand-ins of a unit whose parameters get the dtype that `fn` makes of this rank's intervals."""
         changed = []
         for slot, held in entries:
             local = fn(held.local.detach())
@@ -73,11 +73,11 @@ class StandIns:
 
     @property
     def names_on_meta(self) -> list[str]:
-        """Of the parameters that have no values yet."""
+        """Return the names of the parameters that have no values yet."""
         return [stand_in.names[0] for slot, stand_in in self.entries if _held(slot).is_meta]
 
     def settle(self) -> None:
-        """Take over what the modules hold by now.
+        """Take over the parameters that the modules hold now.
 
         Raises:
             LifecycleError: one of them holds a parameter of another shape or dtype than was sharded, or one was given a

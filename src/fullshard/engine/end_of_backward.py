@@ -27,7 +27,7 @@ _BUCKETS = _DIGEST + 2 * DIGEST_NBYTES
 
 
 class BucketEnd(NamedTuple):
-    """What a message says of one bucket.
+    """The part of a message that describes one bucket.
 
     Attributes:
         is_reduced: on this rank; of all ranks, on any.
@@ -60,30 +60,30 @@ class EndOfBackward:
             self._bytes += bytes(bucket[:3]) + bucket.used
 
     def exchange(self, group: dist.ProcessGroup) -> None:
-        """From here on it says what is known of all ranks of `group`. A collective."""
+        """Replace this rank's message by what is known of all ranks of `group`. A collective."""
         message = torch.frombuffer(self._bytes, dtype=torch.uint8)  # the same memory
         with torch_private.uncounted():
             dist.all_reduce(message, op=dist.ReduceOp.MAX, group=group)
 
     @property
     def wants_to_stop(self) -> bool:
-        """Whether one of them does."""
+        """Return whether any rank wants to stop."""
         return bool(self._bytes[_STOP])
 
     @property
     def agrees_on_loads(self) -> bool:
-        """Whether all ranks have loaded weights equally often."""
+        """Return whether all ranks have loaded weights equally often."""
         return sum(self._bytes[:_STOP]) == 255
 
     @property
     def agrees_on_steps(self) -> bool:
-        """Whether all have the same digest."""
+        """Return whether all ranks have the same digest."""
         middle = _DIGEST + DIGEST_NBYTES
         pairs = zip(self._bytes[_DIGEST:middle], self._bytes[middle:_BUCKETS], strict=True)
         return all(byte + rest == 255 for byte, rest in pairs)
 
     def buckets(self) -> Iterator[BucketEnd]:
-        """Each of them, in order."""
+        """Yield the end of each bucket, in order."""
         position = _BUCKETS
         for size in self._sizes:
             reduced, not_reduced, more = self._bytes[position : position + 3]

@@ -37,7 +37,7 @@ from fullshard.wrap.partition import Slot
 
 
 class ExtendedParameter(ShardedParameter):
-    """A sharded parameter as any, but extensions find their own tensor where torch's `fully_shard` has it."""
+    """A sharded parameter whose extension finds its own tensor where torch's `fully_shard` has it."""
 
     rows: torch.Tensor
 
@@ -50,7 +50,7 @@ class ExtendedParameter(ShardedParameter):
         torch_private.put_local(self, value)
 
     def to_local(self, **options: Any) -> torch.Tensor:
-        """As a sharded parameter's."""
+        """Return this rank's part, as for any sharded parameter."""
         return self.view(self.shape).to_local(**options)  # type: ignore[attr-defined, no-any-return]
 
 
@@ -69,7 +69,7 @@ class ExtendedBucket(Bucket):
             parameter.rows = self.buffer.rows
 
     def _allocate(self, weights: Values | None) -> None:
-        """Copy this rank's rows, and gather once, which every rank does here, to learn what there is to bind."""
+        """Copy this rank's rows, and gather once on every rank, to learn which tensors to bind."""
         [slot] = self.slots
         extended = slot.parameter
         if self.main_is_on_host:
@@ -90,7 +90,7 @@ class ExtendedBucket(Bucket):
         self.reshard()
 
     def _make_rows(self, slot: Slot, weights: Values | None) -> torch.Tensor:
-        """Fill `main`, and put the extended parameter around it. As many rows on every rank."""
+        """Fill `main`, and put the extended parameter around it, with as many rows on every rank."""
         extended = slot.parameter
         self.main = torch.zeros(self.layout.shard_numel, dtype=self.dtype, device=self.mesh.device)
         interval, own = self.layout.interval(0, self.mesh.shard_rank), self.main[self.slices[0]]
@@ -109,7 +109,7 @@ class ExtendedBucket(Bucket):
         return self.buffer.whole_nbytes
 
     def write_back(self) -> None:
-        """Refuse what was changed, as there is no way back from what the extension has made."""
+        """Refuse changes: the tensors that the extension has made cannot be turned back into rows."""
         if self.originals.take_changes():
             name = self.sharded_parameters[0].name
             raise LifecycleError(
@@ -124,20 +124,20 @@ class ExtendedBucket(Bucket):
 
 
 class ExtendedBuffer(FullBuffer):
-    """What a parameter is unsharded into.
+    """The memory that one extended parameter is unsharded into.
 
     Args:
         slot: the parameter.
         rows: an instance of its class with the rows of this rank, padding included.
-        mesh, policy: of its unit.
+        mesh, policy: those of its unit.
         dtype: what forward computes in.
 
     Attributes:
         rows: see above.
-        unsharded: what modules hold in forward.
+        unsharded: the parameter that modules hold in forward.
         full: the same, without autograd.
-        storage_ids: of all that is whole then.
-        whole_nbytes: bytes of that.
+        storage_ids: ids of the storages of everything that is whole then.
+        whole_nbytes: bytes of these storages.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class ExtendedBuffer(FullBuffer):
 
     @property
     def whole_dtype(self) -> str | None:
-        """What is gathered and stays, if that is one tensor and nothing was made beside it."""
+        """Return the dtype of the gathered tensor that stays, if there is one and nothing was made beside it."""
         outputs = [output for _, output in self._outputs]
         return dtype_name(outputs[0].dtype) if len(outputs) == 1 and not self._beside else None
 
@@ -218,7 +218,7 @@ class ExtendedBuffer(FullBuffer):
         return self.unsharded
 
     def free(self) -> None:
-        """Give the memory back; what was made beside the outputs, too."""
+        """Free the memory, that of tensors made beside the outputs too."""
         for buffer, _ in self._outputs:
             buffer.keeps_memory = self.keeps_memory
             buffer.free()
@@ -232,7 +232,7 @@ class ExtendedBuffer(FullBuffer):
 
 
 def new_rows(extended: torch.Tensor, shape: Sequence[int], device: torch.device) -> torch.Tensor:
-    """An instance of the class of an extended parameter, of this shape, which the class makes itself.
+    """Have the class of an extended parameter make an instance of this shape.
 
     Raises:
         LifecycleError: it makes something else.
@@ -247,7 +247,7 @@ def new_rows(extended: torch.Tensor, shape: Sequence[int], device: torch.device)
 
 
 def _shard_mesh(mesh: Mesh) -> DeviceMesh:
-    """The shard axis as torch has it, which extensions reduce over."""
+    """Return the shard axis as torch's mesh, which extensions reduce over."""
     kind = mesh.device.type
     if mesh.shard_group is not None:
         return DeviceMesh.from_group(mesh.shard_group, kind)

@@ -46,7 +46,7 @@ from fullshard.wrap.quantized import expose_scales, outline
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 _BEGINNING = threading.Lock()
-"""Ranks may be threads of one process."""
+"""Guards `_begin`: ranks may be threads of one process."""
 
 
 def fully_shard(
@@ -228,7 +228,7 @@ def _plan_units(
     weights: WeightSource | None,
     ignored: Iterable[nn.Parameter],
 ) -> list[UnitPlan]:
-    """Which unit owns which parameter, once every tensor that is to be sharded is a parameter."""
+    """Assign every parameter to a unit, once each tensor that is to be sharded is a parameter."""
     if weights is not None:
         outline(model)  # before scales are exposed: weights that are still in files have none to show yet
     expose_scales(model)
@@ -242,7 +242,7 @@ def _plan_units(
 
 @functools.cache
 def _begin() -> None:
-    """Once in a process, when something is sharded for the first time."""
+    """Set up sharding once in a process, when something is sharded for the first time."""
     check_switches()
     begin_sharding()
 
@@ -260,7 +260,7 @@ def _make_unit(
     sync_module_states: bool = False,
     weights: WeightSource | None = None,
 ) -> None:
-    """Of `fully_shard`, or of the `model` that `shard_model` was given."""
+    """Make a unit for `fully_shard`, or for the `model` that `shard_model` was given."""
     with _BEGINNING:
         _begin()
     mesh = schedule.mesh
@@ -299,7 +299,7 @@ def _units_in(modules: Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def _check_arguments(modules: Sequence[object], mesh: object, placement_fn: object) -> None:
-    """Of what is handed in: no module would be no unit."""
+    """Check the arguments; without a module there would be no unit."""
     others = [one for one in modules if not isinstance(one, nn.Module)]
     if others or not modules:
         found = type(others[0]).__name__ if others else "an empty list"
@@ -314,7 +314,7 @@ def _check_arguments(modules: Sequence[object], mesh: object, placement_fn: obje
 
 
 def _ignored(parameters: Any) -> list[nn.Parameter]:
-    """Those that are left alone: names would leave none alone, nor would one parameter, which is taken for its rows."""
+    """Return the parameters to leave alone; refuse names and a single parameter, whose rows would be taken."""
     if isinstance(parameters, torch.Tensor) or not isinstance(parameters, Iterable | None):
         what = f"one {type(parameters).__name__}"
     else:
@@ -400,7 +400,7 @@ def _take_placements(plan: UnitPlan, shard_placement_fn: Callable[[nn.Parameter]
 
 
 def _reshard_after_forward(value: object, shard_size: int) -> tuple[bool | None, int | None]:
-    """Whether parameters are freed between forward and backward, and how many neighbours share them until then."""
+    """Return whether to free parameters between forward and backward, and how many neighbours share them."""
     if value is None or isinstance(value, bool):
         return value, None
     if not isinstance(value, int) or value < 1 or shard_size % value:
@@ -447,7 +447,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
-    """Changes nothing: models on the same ranks share communicators and streams. The name is torch's.
+    """Do nothing: models on the same ranks share communicators and streams anyway. The name is torch's.
 
     Raises:
         WrapError: one of the modules is no unit.
@@ -458,7 +458,7 @@ def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
 
 
 def describe(model: nn.Module) -> Sharding:
-    """How `model` is sharded. Print it at start-up: it is the proof.
+    """Return how `model` is sharded. Print it at start-up: it is the proof.
 
     Raises:
         LifecycleError: the model is not sharded.

@@ -26,18 +26,18 @@ from fullshard.engine.unsharded_gradient import UnshardedGradient
 class Gradient:
     """The gradient side of a trainable bucket.
 
-    Whoever calls `launch`, `advance` and `finish` has turned autograd off.
+    Callers of `launch`, `advance` and `finish` have turned autograd off.
 
     Args:
-        spec: of the bucket.
+        spec: the bucket's layout.
         parameters: sharded ones, in the order of `spec.slots`.
-        storage_id: which storage the unsharded parameters are views of; None if that is not known.
+        storage_id: the storage that the unsharded parameters are views of; None if it is not known.
         emit: tells the sink of a copy to the host.
 
     Attributes:
-        dtype: in which gradients are summed over backwards and ranks.
-        unsharded: what no reduction has taken yet.
-        main: what is added up over micro-batches.
+        dtype: the dtype in which gradients are summed over backwards and ranks.
+        unsharded: gradients that no reduction has taken yet.
+        main: the sum over micro-batches.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Gradient:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the unsharded gradient in `dtype`, although it may be collected in a narrower one."""
+        """Return the bytes of the unsharded gradient in `dtype`; it may be collected in a narrower one."""
         return self._spec.layout.full_numel * self.dtype.itemsize
 
     @property
@@ -69,21 +69,21 @@ class Gradient:
 
     @property
     def collected_nbytes(self) -> int:
-        """Bytes of unsharded gradients, those included that a reduction still reads."""
+        """Bytes of unsharded gradients, including those that a reduction still reads."""
         return self.unsharded.nbytes + (0 if self._reducing is None else self.nbytes)
 
     @property
     def reduced_nbytes(self) -> int:
-        """Bytes on the device of this rank's interval of gradients, as far as they are reduced, published or not."""
+        """Bytes on the device of this rank's interval of reduced gradients, published or not."""
         found = (shard for shard in (self._held, self._earlier, self.main.tensor) if shard is not None)
         shards = [shard for shard in found if shard.device.type == self._spec.mesh.device.type]
         being_added = 0 if self._replicating is None else self._spec.layout.shard_numel * self.dtype.itemsize
         return being_added + sum(shard.nbytes for shard in shards)
 
     def launch(self) -> None:
-        """Reduce what was collected. What was not used counts as zero, so every rank reduces the same shape.
+        """Reduce the collected gradients; unused ones count as zero, so every rank reduces the same shape.
 
-        An earlier reduction in the same backward has been advanced.
+        The caller has advanced any earlier reduction of the same backward.
 
         Raises:
             LifecycleError: see `MainGradient.check_whole`.
@@ -101,18 +101,18 @@ class Gradient:
 
     @property
     def is_reducing(self) -> bool:
-        """Whether a reduction along the shard axis is under way."""
+        """Return whether a reduction along the shard axis is under way."""
         return self._reducing is not None
 
     @property
     def is_arriving(self) -> bool:
-        """Whether `finish` waits for others, for a copy, or in a hook; else what has advanced is there."""
+        """Return whether `finish` will wait for ranks, a copy or a hook; if not, the advanced result is there."""
         spec = self._spec
         is_away = spec.mesh.replicate_size > 1 or spec.main_is_on_host or spec.reduction.hook is not None
         return self._reducing is not None or (is_away and self._replicating is not None)
 
     def advance(self) -> None:
-        """Once reduced along the shard axis, go on along the replicate axis."""
+        """Start the reduction along the replicate axis, after the one along the shard axis."""
         if self._reducing is None:
             return
         shard, self._reducing = self._reducing.wait(), None  # this lets go of the unsharded gradient's memory
@@ -132,9 +132,10 @@ class Gradient:
 
     @property
     def adds_early(self) -> bool:
-        """Whether there is a main gradient to add to, and nothing else to do with what arrives.
+        """Return whether a main gradient exists, and adding to it is all that is left to do.
 
-        Not on the host, which would wait for a copy, and compute, while it has the rest of backward to issue.
+        False for a main gradient on the host: adding would wait for a copy and compute there, while the host still has
+        the rest of backward to launch.
         """
         if self.main.tensor is None:
             return False
@@ -150,7 +151,7 @@ class Gradient:
             self.main.add_early(self._arrive(self._replicating))
 
     def _arrive(self, replicating: Work) -> torch.Tensor:
-        """What one backward has reduced along both axes, in one reduction or two."""
+        """Return the gradient of one backward, reduced along both axes in one reduction or two."""
         shard, self._replicating = replicating.wait(), None
         if self._earlier is not None:
             shard.add_(self._earlier)

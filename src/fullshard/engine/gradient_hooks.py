@@ -21,7 +21,7 @@ from fullshard.engine.call import HookedUnit, locate
 
 
 class GradientHooks:
-    """Of one unit."""
+    """The gradient hooks of one unit."""
 
     def __init__(self) -> None:
         self._hooks: list[OrderedDict[int, object]] = []  # of each parameter all of them
@@ -41,7 +41,7 @@ class GradientHooks:
                 self._own.append(own.id)
 
     def stay_last(self) -> None:
-        """Take gradients away after the hooks that forward has put on unsharded parameters: they may change them."""
+        """Move the engine's hooks behind those that forward has put on parameters, which may change gradients."""
         if sum(map(len, self._hooks)) <= len(self._hooks):  # there are no others
             return
         for hooks, own in zip(self._hooks, self._own, strict=True):
@@ -50,7 +50,7 @@ class GradientHooks:
 
 
 def _accumulated(unit: HookedUnit, bucket: Bucket, index: int) -> Callable[[torch.Tensor], None]:
-    """Post-accumulate hook of one original parameter."""
+    """Return the post-accumulate hook of one original parameter."""
     assert bucket.gradient is not None  # noqa: S101 -- from now on it has one
     collects = weakref.ref(bucket.gradient.unsharded)
     # These live as long as that does.

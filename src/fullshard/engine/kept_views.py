@@ -1,7 +1,7 @@
 """Attributes that forward leaves on modules, and that are views of their unit's parameters (`self.cache = self.q[:3]`).
 
-They are right within the next forward, when the same memory is filled again, and nothing to be read in between. So an
-error is in their place while the unit is sharded. Lists, tuples and dicts of them are looked into; other objects not.
+They are valid in the next forward, which fills the same memory again. In between they must not be read, so an error
+stands in their place while the unit is sharded. Lists, tuples and dicts are searched; other objects are not.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _EVERY_MODULES = frozenset(vars(nn.Module()))
 
 
 class KeptViews:
-    """Those of one unit.
+    """The kept views of one unit.
 
     Args:
-        modules: the unit's.
+        modules: the modules of the unit.
         is_view: whether a tensor is a view of one of its parameters.
     """
 
@@ -35,7 +35,7 @@ class KeptViews:
         self._hidden: list[tuple[dict[str, Any], str, Any, Any]] = []
 
     def look(self) -> None:
-        """Find them, after the first forward of each kind: in training or not, with gradients or without."""
+        """Find views after the first forward of each kind: in training or not, with gradients or without."""
         kind = self._modules[0].training, torch.is_grad_enabled()
         if kind not in self._looked:
             self._looked.add(kind)
@@ -48,7 +48,7 @@ class KeptViews:
         return not isinstance(tensor, (nn.Parameter, _Freed)) and self._is_view(tensor)
 
     def hide(self, unit: str) -> None:
-        """Put an error in their place: the memory goes."""
+        """Put an error in place of each view, whose memory is about to be freed."""
         for holder, attribute, path in self._places.values():
             freed = _Freed.of(f"unit {unit!r}: {path} is a view of one of its parameters, whose memory went with them")
             value = holder.get(attribute)
@@ -61,7 +61,7 @@ class KeptViews:
         return freed if self._is_kept(tensor) else tensor
 
     def show(self) -> None:
-        """Put them back, unless something else is there now."""
+        """Put the views back, unless something else is in their place now."""
         while self._hidden:
             holder, attribute, value, hidden = self._hidden.pop()
             if holder.get(attribute) is hidden:
@@ -69,7 +69,7 @@ class KeptViews:
 
 
 def _attributes(modules: Iterable[nn.Module]) -> Iterator[tuple[dict[str, Any], str, str]]:
-    """What scripts have put on modules: where, by which name, and by which path."""
+    """Yield the attributes that scripts have put on modules: their holder, name and path."""
     for module in modules:
         for name, inner in module.named_modules():
             place = f"{name or type(module).__name__}."
@@ -83,13 +83,13 @@ def _tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 class _Freed(torch.Tensor):
-    """In place of a tensor without memory."""
+    """A tensor without memory that stands in for a freed view."""
 
     _why: str
 
     @classmethod
     def of(cls, why: str) -> _Freed:
-        """One that says so."""
+        """Make a stand-in whose use raises `why`."""
         self: _Freed = torch_private.made_as(cls, torch.empty(0), requires_grad=False)
         self._why = why
         return self

@@ -1,11 +1,12 @@
-"""Sees to it that all ranks do the same in each step, or says which one does not.
+"""Check that all ranks do the same in each step, or report the rank that does not.
 
-Before the first forward the ranks compare the model and what was loaded, and within it which unit they are at before
-that is unsharded. Later, what forwards and backwards gather is noted where the ranks of the host see it: one that waits
-for another looks whether that has gone another way (`comm.track`). At the end of a backward eight bytes of what this
-rank has done since the step before ride on the message that is sent anyway (`engine.end_of_backward`): units in their
-order, backwards, those that failed, optimizer steps, the run's step, learning rates, orders of the data. That one has
-failed is told to ranks that wait (`comm.stalls`): whoever has caught the error goes on elsewhere.
+Before the first forward the ranks compare the model and the loaded weights. During that forward they compare, before
+each unit is unsharded, which unit they are at. Later each rank notes the gathers of its forwards and backwards where
+the other ranks of its host see them; a rank that waits for another looks whether that one has gone another way
+(`comm.track`). The message at the end of backward, which is sent anyway, carries an eight-byte digest of what the rank
+has done since the step before (`engine.end_of_backward`): units in order, backwards, failed ones, optimizer steps, the
+run's step, learning rates, data orders. A failure is reported to waiting ranks (`comm.stalls`), because the rank that
+has caught the error goes on elsewhere.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _WORDS = {
     _STEP: "an optimizer step",
     _SAVE: "a checkpoint",
 }
-"""What a rank comes to beside units."""
+"""Events of a rank's track other than units."""
 _HINT = "give every rank as many batches, and have all of them run the same units, steps and learning rates"
 _MODEL_HINT = (
     "build the same model from the same configuration, and load the same weights, on every rank; after a sharding that "
@@ -51,7 +52,7 @@ _ORDER_HINT = (
 
 
 class Lockstep:
-    """Of one model.
+    """The desync detection of one model.
 
     Args:
         mesh: the ranks that share it.
@@ -75,7 +76,7 @@ class Lockstep:
         self._stepped: list[tuple[weakref.ref[torch.optim.Optimizer], list[dict[str, Any]]]] = []
 
     def begin(self, units: Sequence[Unit]) -> None:
-        """Before the first forward: see to it that the model is the same on every rank. A collective.
+        """Check before the first forward that the model is the same on every rank. A collective.
 
         Raises:
             CommunicationError: it is not.
@@ -92,7 +93,7 @@ class Lockstep:
                 STALLS.tell(track, self._mesh.control_group)  # other hosts' ranks, too
 
     def compare_unless_begun(self, units: Sequence[Unit]) -> None:
-        """Before parameters are gathered outside a forward, maybe ahead of the first one. A collective.
+        """Run `begin` before a gather outside a forward, unless it has run. A collective.
 
         Raises:
             CommunicationError: the model is not the same on every rank.
@@ -110,39 +111,39 @@ class Lockstep:
         self._mesh.check_agreement(lines, what="the sharded model", hint=_MODEL_HINT)
 
     def compare_first(self, position: int, unit: Unit | None) -> None:
-        """In the first forward, before a unit is unsharded: it is the same on every rank. A collective.
+        """Check in the first forward, before a unit is unsharded, that all ranks are at it. A collective.
 
-        None stands for the end, from which on the order may be relied on.
+        `unit` None marks the end of the forward; from then on the order may be relied on.
         """
         line = f"forward {position}: " + ("its end" if unit is None else f"unit {unit.name!r}")
         self._mesh.check_agreement([line], what="the order in which units run", hint=_ORDER_HINT)
         self.is_order_verified = unit is None
 
     def note_gather(self, unit: Unit, *, in_backward: bool = False) -> None:
-        """A forward is about to wait for a unit's parameters, or a backward."""
+        """Note that a forward, or a backward, is about to wait for a unit's parameters."""
         self._has_gathered |= not in_backward and self._mesh.gather.size > 1
         self._note(unit.number)
 
     def note_end_of_forward(self) -> None:
-        """A forward is over on this rank; of one that waited for nobody others need not know."""
+        """Note that a forward is over; if it waited for no rank, the others need not know of it."""
         if self._has_gathered:
             self._has_gathered = False
             self._note(_END_OF_FORWARD)
 
     def note_failed_forward(self) -> None:
-        """A forward has failed on this rank; of one that waited for nobody others need not know."""
+        """Note that a forward has failed; if it waited for no rank, the others need not know of it."""
         if self._has_gathered or not self.is_order_verified:
             self._fail("a forward", sys.exc_info()[1])
         self._has_gathered = False
         self.end_track()
 
     def note_begin_of_backward(self) -> None:
-        """A backward has come to the model on this rank."""
+        """Note that a backward has reached the model on this rank."""
         self._is_in_backward = True
         self._note(_BACKWARD)
 
     def note_left_backward(self, _: object) -> None:
-        """Autograd has let go of a backward on this rank: it has failed unless it has come to its end."""
+        """Note that autograd has dropped a backward: it has failed unless it has reached its end."""
         if self._is_in_backward:
             self._is_in_backward = False
             self._fail("a backward", None)  # which `features.torch_tools` knows, a moment later
@@ -152,26 +153,26 @@ class Lockstep:
         self._mesh.note_failure(what, error)
 
     def forget_failures(self) -> None:
-        """All ranks begin anew, whatever has failed before on some."""
+        """Forget failures on any rank: all ranks begin anew."""
         self._failures = 0
         self._mesh.forget_failures()
 
     def note_end_of_backward(self) -> None:
-        """A backward has come to its end on this rank, which gathers nothing more in it."""
+        """Note that a backward has reached its end on this rank, and gathers nothing more."""
         self._note(_END_OF_BACKWARD)
 
     def count_backward(self) -> None:
-        """It is over: all ranks have come so far."""
+        """Count a backward that all ranks have completed."""
         self._is_in_backward = False
         self._backwards += 1
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Those that stepped the model after the last backward, as far as they live."""
+        """Return the optimizers that stepped the model after the last backward and are still alive."""
         return [optimizer for reference, _ in self._stepped if (optimizer := reference()) is not None]
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """It is about to step the model."""
+        """Note that an optimizer is about to step the model."""
         if self._backwards:
             self._stepped.clear()
         if all(groups is not optimizer.param_groups for _, groups in self._stepped):
@@ -179,12 +180,12 @@ class Lockstep:
             self._stepped.append((weakref.ref(optimizer), optimizer.param_groups))
 
     def note_step(self) -> None:
-        """An optimizer is about to step."""
+        """Note that an optimizer is about to step."""
         self._backwards = 0
         self._note(_STEP)
 
     def note_save(self) -> None:
-        """The model is about to be saved."""
+        """Note that the model is about to be saved."""
         self._note(_SAVE)
 
     def _note(self, number: int) -> None:
@@ -192,7 +193,7 @@ class Lockstep:
             self._track.note(number)
 
     def end_track(self) -> None:
-        """Something has failed on this rank: others may go on elsewhere, and find each other again."""
+        """End this rank's track after a failure: the ranks may go on elsewhere, and find each other again."""
         if self._track is not None:
             self._track.end()
 
@@ -206,9 +207,9 @@ class Lockstep:
     # -- end of backward ----------------------------------------------------------------------------------------
 
     def digest(self, units: Collection[Unit], steps: int) -> bytes:
-        """Eight bytes of what this rank has done since the step before.
+        """Return eight bytes of what this rank has done since the step before.
 
-        Of the last forward it is those `units`, in their order, whose gradients are reduced.
+        For the last forward, the digest covers those `units`, in their order, whose gradients are reduced.
         """
         entered = zlib.crc32(struct.pack(f"={len(units)}I", *[unit.number for unit in units]))
         rates = sum(zlib.crc32(struct.pack(f"={len(r)}d", *r)) for r in self._rates()) & 0xFFFFFFFF
@@ -218,9 +219,9 @@ class Lockstep:
         return struct.pack("=II", entered, zlib.crc32(done))
 
     def exchange(self, ends: Sequence[BucketEnd], ran: Collection[Unit], steps: int, *, last: Unit) -> EndOfBackward:
-        """Say how a backward has ended on this rank, and learn how it has on all. A collective.
+        """Send how a backward has ended on this rank, and return how it has ended on all. A collective.
 
-        See `digest`; `last` is the unit that ran last, for what is said if others do not come.
+        See `digest`. `last` is the unit that ran last, which an error names if other ranks do not come.
         """
         message = EndOfBackward(self.loads, STOPPING.is_wanted, self.digest(ran, steps), ends)
         if self._mesh.control_group is not None and ends:
@@ -229,7 +230,7 @@ class Lockstep:
         return message
 
     def check_loads(self, message: EndOfBackward) -> None:
-        """Refuse to go on with a model that was loaded in parts.
+        """Refuse to go on with a model that only some ranks have loaded.
 
         Raises:
             CommunicationError: `load_state_dict` has not come to all ranks alike.
@@ -243,9 +244,9 @@ class Lockstep:
             )
 
     def compare(self, units: Collection[Unit], steps: int) -> None:
-        """Find out what differs. A collective, once some rank's digest is another.
+        """Find and report the difference. A collective, once some rank's digest differs.
 
-        That ranks read a loader in different orders is a warning, and said once: some scripts mean to.
+        Ranks that read a loader in different orders get one warning only, because some scripts intend that.
 
         Raises:
             CommunicationError: on every rank, with what rank 0 and the first other one have.
@@ -266,7 +267,7 @@ class Lockstep:
                 warnings.warn(f"{found}\nhint: {HINT}", stacklevel=2)
 
     def _rates(self) -> list[list[float]]:
-        """Of each optimizer that stepped last, as they are now. Those that are on a device are not waited for."""
+        """Return the current rates of each optimizer that stepped last, without waiting for those on a device."""
         found = []
         for _, groups in self._stepped:
             rates = [group.get("lr") for group in groups]
@@ -280,7 +281,7 @@ def _run_step() -> int:
 
 
 def _describe_structure(units: Sequence[Unit]) -> list[str]:
-    """One line per parameter with all that the layout and the communication depend on."""
+    """Return one line per parameter with everything that the layout and the communication depend on."""
     lines = []
     for unit in units:
         if unit.stand_ins is not None:

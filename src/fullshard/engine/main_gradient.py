@@ -1,8 +1,7 @@
-"""The main gradient of a bucket: this rank's interval of what micro-batches have added up, shown as `.grad`.
+"""The main gradient of a bucket: this rank's interval of the sum over micro-batches, shown as `.grad`.
 
-The `.grad`s of sharded parameters are views of it, so that adding another micro-batch is one addition for all of them.
-A script may do with a `.grad` what it does with any: clear it, scale it, put another in its place. What it has made of
-one is what the next micro-batch is added to.
+The `.grad`s of sharded parameters are views of it, so one addition adds another micro-batch to all of them. A script
+may clear a `.grad`, scale it or replace it, as it may any other. The next micro-batch is added to the result.
 """
 
 from __future__ import annotations
@@ -21,20 +20,20 @@ from fullshard.engine.unsharded_gradient import Cut
 
 
 def _are_there(grads: Iterable[torch.Tensor | None]) -> Iterator[bool]:
-    """For each whether it is, looked at without a step of the interpreter for each."""
+    """Yield for each gradient whether it exists, without a step of the interpreter for each."""
     return map(operator.is_not, grads, itertools.repeat(None))
 
 
 def _versions(grads: Sequence[torch.Tensor | None]) -> list[int]:
-    """How often each was changed in place."""
+    """Return how often each gradient was changed in place."""
     return [0 if grad is None else grad._version for grad in grads]
 
 
 class MainGradient:
-    """That of one bucket.
+    """The main gradient of one bucket.
 
     Args:
-        spec: of the bucket.
+        spec: the bucket's layout.
         parameters: sharded ones, in the order of `spec.slots`.
 
     Attributes:
@@ -57,12 +56,12 @@ class MainGradient:
 
     @property
     def nbytes(self) -> int:
-        """Its bytes; 0 if there is none."""
+        """Bytes of the tensor; 0 if there is none."""
         return 0 if self.tensor is None else self.tensor.nbytes
 
     @property
     def is_untouched(self) -> bool:
-        """Whether every `.grad` is what was published last, so that nothing but this holds its value."""
+        """Return whether every `.grad` is what was published last, so that only this object holds its value."""
         return self._are_untouched(local_gradients(self._parameters))
 
     def add_early(self, shard: torch.Tensor) -> None:
@@ -75,7 +74,7 @@ class MainGradient:
         """Publish what `add_early` has added.
 
         Raises:
-            LifecycleError: a `.grad` was changed in between, so that nobody knows whether with or without that.
+            LifecycleError: a `.grad` was changed in between, so it is unknown whether the change included the sum.
         """
         self.is_ahead = False
         grads = local_gradients(self._parameters)
@@ -108,7 +107,7 @@ class MainGradient:
         self._publish(grads, used)
 
     def _publish(self, grads: list[torch.Tensor | None], used: bytearray) -> None:
-        """Have the sharded parameters' `.grad`s, now `grads`, show it."""
+        """Show it in the `.grad`s of the sharded parameters, which are `grads` now."""
         assert self.tensor is not None  # noqa: S101 -- something was added to it, or became it
         self._rounded = self.tensor.to(self._spec.dtype)  # itself, unless the dtypes differ
         watch = self._spec.reduction.watch
@@ -129,13 +128,13 @@ class MainGradient:
             self._versions = _versions(published)
 
     def published(self, first: int, last: int) -> torch.Tensor | None:
-        """Shape (S,): what the `.grad`s of parameters `first` to `last` are views of; None if not all of them are."""
+        """Return the tensor, shape (S,), that `.grad`s `first` to `last` are views of; None unless all are."""
         published = self._published[first : last + 1]
         grads = local_gradients(self._parameters[first : last + 1])
         return self._rounded if all(_are_there(published)) and are_same(grads, published) else None
 
     def _are_untouched(self, grads: list[torch.Tensor | None]) -> bool:
-        """Where the dtypes differ a rounded copy is published, so a change of that in place counts as touched, too."""
+        """Return whether the `.grad`s are ours and, if they are rounded copies, were not changed in place."""
         if not are_same(grads, self._published) or not any(_are_there(grads)):
             return False
         return self._dtype == self._spec.dtype or _versions(grads) == self._versions
@@ -150,7 +149,7 @@ class MainGradient:
             self._published, self._versions = [], []
 
     def _has_any(self) -> bool:
-        """Whether any parameter has a gradient. While the one that was found last has, no other is looked at."""
+        """Return whether any parameter has a gradient, asking first the one that had one last time."""
         number = len(self._parameters)
         for index in range(self._found, self._found - number, -1):  # once around
             if self._parameters[index].local_grad is not None:
@@ -159,12 +158,12 @@ class MainGradient:
         return False
 
     def reset(self) -> None:
-        """A backward has failed. If something of it was added, nobody may go on with that: see `check_whole`."""
+        """Note that a backward has failed; if it has added something, `check_whole` refuses to go on."""
         if self.is_ahead:
             self._torn, self.is_ahead = _versions(self._published), False
 
     def check_whole(self) -> None:
-        """What is published is the sum of whole backwards.
+        """Check that the published gradient is the sum of whole backwards.
 
         Raises:
             LifecycleError: a backward that has failed has left a part of its gradients there, and nobody has cleared

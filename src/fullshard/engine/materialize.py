@@ -1,8 +1,8 @@
-"""Making parameters and buffers real, and the same on every rank, before they are sharded.
+"""Make parameters and buffers real, and the same on every rank, before they are sharded.
 
-A unit at a time: what is on the meta device is allocated, initialised by its own module, and taken from rank 0, so no
-rank ever holds more of the model unsharded than one unit. Buffers are where such set-ups usually go wrong without a
-word (rotary frequencies left as uninitialised memory), so a buffer that nobody filled is an error.
+This happens a unit at a time: tensors on the meta device are allocated, initialised by their own module, and taken from
+rank 0. So no rank ever holds more of the model unsharded than one unit. Buffers often go wrong silently in such set-ups
+(rotary frequencies left as uninitialised memory), so a buffer that nothing has filled is an error.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ class Values(Protocol):
 
 
 class WeightSource(Values, Protocol):
-    """Where parameters on the meta device come from, so that a rank reads only what it will own."""
+    """A source of values for parameters on the meta device, so that a rank reads only its own part."""
 
     def start(self, model: nn.Module) -> None:
-        """`model` is about to be divided: find its parameters in the source, and refuse what does not fit."""
+        """Find the parameters of `model`, about to be divided, in the source; refuse those that do not fit."""
 
     def make_whole(self, module: nn.Module, device: torch.device) -> None:
-        """Make real what can only be made as a whole: persistent buffers, weights that are quantised on the way."""
+        """Make real the tensors that must be whole: persistent buffers, weights that are quantised on the way."""
 
     def holds(self, slot: Slot) -> bool:
-        """Whether `read` can give this parameter."""
+        """Return whether `read` can give this parameter."""
 
     def initialize(self, module: nn.Module) -> bool:
-        """Initialise a module that the source knows but does not hold; False if it has nothing to say about it."""
+        """Initialise a module that the source knows but does not hold; False if it leaves that to others."""
 
 
 def weight_source(model: nn.Module) -> WeightSource | None:
-    """The source of the weights of `model` or of a module in it, if there is one."""
+    """Return the source of the weights of `model` or of a module in it, if there is one."""
     return next((m.__dict__[WEIGHTS] for m in model.modules() if WEIGHTS in m.__dict__), None)
 
 
@@ -125,12 +125,12 @@ def materialize(
 
 
 def _held_by(parameter: nn.Parameter) -> list[torch.Tensor]:
-    """The plain tensors of a parameter: more than one if it is composed."""
+    """Return the plain tensors of a parameter: several if it is composed."""
     return list(inner_tensors(parameter).values()) if is_composed(parameter) else [plain_of(parameter)]
 
 
 def _moved(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    """`parameter` on another device: the same object, unless torch has no way to (devices that are plugged in)."""
+    """Move `parameter` to another device: the same object, unless torch has no way to (plugged-in devices)."""
     plain = plain_of(parameter)
     data = plain.to(device)
     if is_composed(parameter):
@@ -207,7 +207,7 @@ def _sentinel(dtype: torch.dtype) -> float | int:
 
 
 def _is_untouched(current: torch.Tensor | None, fresh: torch.Tensor, version: int) -> bool:
-    """Whether nobody wrote to `fresh`, whose version was `version` then, or replaced it."""
+    """Return whether `fresh`, whose version was `version` then, was neither written to nor replaced."""
     if current is None or fresh.numel() == 0:
         return False
     if fresh.dtype is torch.bool:  # has no value to spare as a mark
@@ -218,7 +218,7 @@ def _is_untouched(current: torch.Tensor | None, fresh: torch.Tensor, version: in
 
 
 def _default_init(model: nn.Module | None, roots: list[nn.Module]) -> InitFunction:
-    """The module's own `reset_parameters`; modules of Transformers are initialised by the model's `_init_weights`."""
+    """Return the default: `reset_parameters`, or in models of Transformers the model's `_init_weights`."""
     around = [*([model] if model is not None else []), *(m for root in roots for m in root.modules())]
     transformers_model = next((m for m in around if hasattr(m, "_init_weights")), None)
 

@@ -1,6 +1,6 @@
-"""Methods of Transformers' and PEFT's models that take parameters for whole, or put others in their place.
+"""Wrap methods of Transformers' and PEFT's models that expect whole parameters, or replace parameters.
 
-Each gets one of ours around it, in every module of a sharded model that has it.
+Each module of a sharded model that has such a method gets a wrapper around it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fullshard.engine.unit import Unit
 
 
 def replace_methods(module: nn.Module, unit: Unit) -> None:
-    """Put ours around those of a module in the unit, or in one that it is around."""
+    """Wrap the methods of a module in the unit, or in a unit that it is around."""
     for found_by, name, around in (
         ("save_pretrained", "save_pretrained", _saves_no_intervals),
         ("prepare_inputs_for_generation", "generate", functools.partial(_generates, unit=unit)),
@@ -34,7 +34,7 @@ def replace_methods(module: nn.Module, unit: Unit) -> None:
 
 
 def _saves_no_intervals(module: nn.Module) -> Callable[..., Any]:
-    """Transformers' and PEFT's `save_pretrained`, which would write intervals as if they were whole: an error."""
+    """Make `save_pretrained` of Transformers and PEFT an error: it would write intervals as whole tensors."""
     save: Any = module.save_pretrained
 
     @functools.wraps(save)
@@ -56,9 +56,9 @@ def _saves_no_intervals(module: nn.Module) -> Callable[..., Any]:
 
 
 def _counts_no_change(module: nn.Module) -> Callable[..., Any]:
-    """PEFT's adapters of a parameter (`target_parameters`), which parametrize it for the time of a forward.
+    """Keep PEFT's adapters of a parameter (`target_parameters`) from counting as a change of its values.
 
-    torch then sets it to itself, which it counts as a change of its values.
+    They parametrize the parameter for the time of a forward. torch then sets it to itself, and counts that as a change.
     """
     activate: Any = module._activate_lora
 
@@ -74,9 +74,10 @@ def _counts_no_change(module: nn.Module) -> Callable[..., Any]:
 
 
 def _generates(module: nn.Module, unit: Unit) -> Callable[..., Any]:
-    """Transformers' `generate`, which computes between forwards, too: features of images, encoders' outputs.
+    """Keep the outermost unit unsharded during Transformers' `generate`.
 
-    What it calls then may hold parameters of the outermost unit, so that one is unsharded until the end.
+    `generate` also computes between forwards (features of images, encoders' outputs), and that code may hold parameters
+    of the outermost unit.
     """
     method: Any = module.generate
 
@@ -101,7 +102,7 @@ def _generates(module: nn.Module, unit: Unit) -> Callable[..., Any]:
 
 
 def _resizes_nothing(module: nn.Module) -> Callable[..., Any]:
-    """Transformers' `resize_token_embeddings`, which would put parameters in that no unit owns, as an error then."""
+    """Make Transformers' `resize_token_embeddings` an error: no unit would own the new parameters."""
     resize: Any = module.resize_token_embeddings
 
     @functools.wraps(resize)

@@ -1,4 +1,4 @@
-"""What is set for a whole model, whichever unit it is set on, and goes over from a part to the model around it."""
+"""Settings of a whole model: they may be set on any unit, and pass from a part to the model around it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _PATHS = (
 
 
 def settings_of(schedule: object) -> list[object]:
-    """As they are now."""
+    """Return the current settings."""
     return [operator.attrgetter(path)(schedule) for path in _PATHS]
 
 
 def take_settings(schedule: object, earlier: object, defaults: Sequence[object]) -> None:
-    """What was set on a part before the model around it was sharded holds for the model."""
+    """Take over the settings that were made on a part before the model around it was sharded."""
     for path, value, default in zip(_PATHS, settings_of(earlier), defaults, strict=True):
         if value != default:
             owner, _, name = path.rpartition(".")

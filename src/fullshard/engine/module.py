@@ -1,4 +1,4 @@
-"""What the user's module gains by being a unit: `FSDPModule`'s methods."""
+"""The methods of `FSDPModule`, which the user's module gains by being a unit."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _MADE_FROM = "_fullshard_methods"
 _DDP = "torch.nn.parallel.distributed"
 _module_class: list[type[TorchFSDPModule]] = []
 _was_sharded = [False]
-"""Whether anything was, in this process."""
+"""Whether anything was sharded in this process."""
 
 
 class UnshardHandle(TorchUnshardHandle):
@@ -49,16 +49,17 @@ class UnshardHandle(TorchUnshardHandle):
 
 
 class FSDPModule(TorchFSDPModule):
-    """Mixed into the class of every module that is a unit. The names are torch's.
+    """The class mixed into that of every module that is a unit. The names are torch's.
 
-    An instance of torch's class, too, which scripts, trainers and pipeline schedules ask for. Nothing of that is used:
-    each of its methods is here, and what a later one would ask of torch's engine is an error.
+    An instance is also one of torch's class, because scripts, trainers and pipeline schedules check for it. Nothing of
+    torch's class is used: each of its methods is defined here, and a method that a later torch adds raises an error.
 
-    What torch's engine must be told and this one does anyway is taken and changes nothing, which is said there.
+    Some methods tell torch's engine what this one does anyway. They accept their argument and change nothing; their
+    docstrings say so.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """What a unit makes of its own class, as a slice of an `nn.Sequential` is, is no unit."""
+        """Make a module of the user's class: a slice that a unit makes (`nn.Sequential`) is no unit."""
         return getattr(cls, USER_CLASS)(*args, **kwargs)  # of a subclass, as parametrizations make, too
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
@@ -97,7 +98,7 @@ class FSDPModule(TorchFSDPModule):
         schedule.reset()
 
     def named_parameters(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As every module has it: sharded parameters, after a backward that failed too."""
+        """Yield parameters as any module does: sharded ones, after a failed backward too."""
         caller = sys._getframe(1)
         if caller.f_globals.get("__name__") == _DDP and not _is_ignored_by(self, caller):  # type: ignore[arg-type]
             raise _replicated(self, "DistributedDataParallel")
@@ -105,41 +106,41 @@ class FSDPModule(TorchFSDPModule):
         return super().named_parameters(*args, **options)  # type: ignore[misc, no-any-return]
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backward inside reduces no gradients; the first one after it reduces their sum. FSDP1 and DDP have it."""
+        """Reduce no gradients in a backward inside; the first one after it reduces their sum. As in FSDP1 and DDP."""
         return no_sync(cast("nn.Module", self))
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether backward reduces gradients; False keeps them unsharded, to be reduced by a later backward."""
+        """Choose whether backward reduces gradients; if False, a later backward reduces them."""
         for unit in self._units(recurse):
             unit.reduce_gradients = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether backward reduces over the replicate axis too; False leaves that to a later backward."""
+        """Choose whether backward reduces over the replicate axis too; if False, a later backward does."""
         for unit in self._units(recurse):
             unit.reduction.requires_all_reduce = requires_all_reduce
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether the parameters are freed between forward and backward."""
+        """Choose whether the parameters are freed between forward and backward."""
         for unit in self._units(recurse):
             unit.reshard_after_forward, unit.neighbours = reshard_after_forward, None
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Whether they are freed after backward; False saves gathers between micro-batches."""
+        """Choose whether parameters are freed after backward; False saves gathers between micro-batches."""
         for unit in self._units(recurse):
             unit.reshard_after_backward = reshard_after_backward
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Whether the next backward ends an accumulation.
+        """Say whether the next backward ends an accumulation.
 
-        For the whole model. Only there does an optimizer step in backward (`step_in_backward`), and are gradients
-        reduced that wait for the last micro-batch (SHARD_OPTIMIZER). No effect without either.
+        This holds for the whole model. Only in that backward does an optimizer step (`step_in_backward`), and are
+        gradients reduced that wait for the last micro-batch (SHARD_OPTIMIZER). Without either it has no effect.
         """
         schedule_of(require_unit(self)).is_last_backward = is_last_backward
 
     def set_replica_check(self, policy: str, *, every: int | None = None) -> None:
-        """What becomes of replicas (NO_SHARD, HYBRID_SHARD) whose weights differ. For the whole model.
+        """Choose how to treat replicas (NO_SHARD, HYBRID_SHARD) whose weights differ. For the whole model.
 
-        They are compared before every save, and at the end of a backward every so many steps.
+        The ranks compare replicas before every save, and at the end of a backward every `every` steps.
 
         Args:
             policy: `raise`: a `ReplicaError` on all ranks, with rank, host and parameter. `heal`: those that differ
@@ -159,7 +160,7 @@ class FSDPModule(TorchFSDPModule):
     def heal_replicas(self, *, from_rank: int) -> list[str]:
         """Give all replicas the weights and the optimizer state of the one that `from_rank` is in. A collective.
 
-        To be called between two steps, on all ranks.
+        Call it between two steps, on all ranks.
 
         Returns:
             The names of the parameters that were not the same.
@@ -167,21 +168,25 @@ class FSDPModule(TorchFSDPModule):
         return schedule_of(require_unit(self)).checkup.replicas.heal_from(from_rank)
 
     def rank_paces(self) -> list[RankPace]:
-        """Seconds that each rank computes and waits in a step, as last compared; empty before that. No collective."""
+        """Return the seconds that each rank computes and waits in a step, as last compared. No collective.
+
+        The list is empty before the first comparison.
+        """
         return list(schedule_of(require_unit(self)).checkup.paces)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """What the sum of gradients over all ranks is divided by, instead of the number of ranks."""
+        """Set the divisor of the sum of gradients over all ranks; the default is the number of ranks."""
         require_unit(self).reduction.divisor = factor
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """The older name of `set_gradient_divide_factor`."""
+        """Call `set_gradient_divide_factor`, of which this is the older name."""
         self.set_gradient_divide_factor(factor)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Whether backward makes this unit's parameters whole; False for units whose backward does not read them.
+        """Choose whether backward makes this unit's parameters whole.
 
-        Those of an embedding, for example. Where backward reads them after all, autograd says that they have changed.
+        False suits units whose backward does not read them, an embedding for example. If backward reads them after all,
+        autograd raises an error that they have changed.
         """
         require_unit(self).unshard_in_backward = unshard_in_backward
 
@@ -211,24 +216,24 @@ class FSDPModule(TorchFSDPModule):
         unit.reduction.hook, unit.reduction.stream = hook, stream
 
     def set_post_optim_event(self, event: Any) -> None:
-        """Wait for `event` before the next forward gathers; once. Only that: the model's own steps are known."""
+        """Wait for `event` before the next forward gathers, once; the model's own steps need no event."""
         schedule_of(require_unit(self)).post_optim_event = event
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Changes nothing: all reductions are sums, and what they are divided by is applied by itself."""
+        """Do nothing: all reductions are sums, and their divisor is applied separately."""
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Changes nothing: what no gradient came for is reduced as zeros, because others may have used it."""
+        """Do nothing: a missing gradient is reduced as zeros, because other ranks may have used it."""
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Changes nothing if True: gathers and reductions have groups of their own."""
+        """Do nothing if True, as gathers and reductions have groups of their own; refuse False."""
         if not enable:
             raise _not_here("set_separate_reduce_scatter_group(False)", "reductions would wait for gathers")
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """How many of the model's reductions may be under way beside the one that is being collected; 1 by default.
+        """Set how many reductions may be under way beside the one being collected; 1 by default.
 
-        For the whole model, whichever unit it is called on: its units share them.
+        This holds for the whole model, whichever unit it is called on: the units share them.
 
         Raises:
             TypeError, ValueError: not a positive integer.
@@ -240,26 +245,27 @@ class FSDPModule(TorchFSDPModule):
         schedule_of(require_unit(self)).reducer.order.in_flight = max_input_buffers
 
     def set_custom_all_gather(self, comm: object) -> NoReturn:
-        """Refused."""
+        """Refuse a custom all-gather."""
         raise _not_here("set_custom_all_gather", "a bucket is gathered in place, which torch's interface cannot say")
 
     def set_custom_reduce_scatter(self, comm: object) -> NoReturn:
-        """Refused."""
+        """Refuse a custom reduce-scatter."""
         raise _not_here("set_custom_reduce_scatter", "gradients are collected where they are reduced from")
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Refused, but for False: there are no staging buffers."""
+        """Refuse True: there are no staging buffers."""
         if enable:
             raise _not_here("set_allocate_memory_from_process_group_for_comm", "there are no staging buffers")
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> NoReturn:
-        """Refused."""
+        """Refuse symmetric memory."""
         raise _not_here("set_symm_mem_for_comm", "there are no staging buffers")
 
     def set_keep_unsharded_storage(self, keep_unsharded_storage: bool, *, recurse: bool = True) -> None:
-        """Whether resharding keeps the memory, so that unsharded parameters are at the same addresses each time.
+        """Choose whether resharding keeps the memory, so that parameters keep their addresses when unsharded.
 
-        For graphs of kernels. It is as much memory as if nothing was freed; parameters are still gathered each time.
+        Graphs of kernels need this. It takes as much memory as if nothing was freed; parameters are still gathered each
+        time.
         """
         for unit in self._units(recurse):
             unit.keeps_memory = keep_unsharded_storage
@@ -267,7 +273,7 @@ class FSDPModule(TorchFSDPModule):
                 unit.take_keeps_memory()
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Refused, but for False: the end of a backward is where what it has not reduced is."""
+        """Refuse True: the end of a backward publishes gradients and reduces those that are left."""
         if enabled:
             raise _not_here(
                 "set_manual_backward_finalization(True)",
@@ -275,19 +281,19 @@ class FSDPModule(TorchFSDPModule):
             )
 
     def finalize_backward(self, *, async_op: bool = False) -> NoReturn:
-        """Refused: nothing is left to do after a backward."""
+        """Refuse: nothing is left to do after a backward."""
         raise _not_here("finalize_backward", "every backward finishes what it has begun")
 
     def set_modules_to_forward_prefetch(self, modules: Iterable[Any]) -> None:
-        """Units to unshard while this one runs forward, instead of the next in recorded order."""
+        """Set the units to unshard while this one runs forward, instead of the next in recorded order."""
         require_unit(self).forward_prefetch = [require_unit(module) for module in modules]
 
     def set_modules_to_backward_prefetch(self, modules: Iterable[Any]) -> None:
-        """Units to unshard while this one runs backward, instead of the one before it in forward order."""
+        """Set the units to unshard while this one runs backward, instead of the one before it."""
         require_unit(self).backward_prefetch = [require_unit(module) for module in modules]
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Changes nothing: gathers are always asynchronous. Private in torch, and scripts call it."""
+        """Do nothing: gathers are always asynchronous. Private in torch, and scripts call it."""
 
     def _units(self, recurse: bool) -> list[Unit]:
         return units_of(self) if recurse else [require_unit(self)]  # type: ignore[arg-type]
@@ -337,7 +343,7 @@ def _replicated(module: FSDPModule, wrapper: str) -> LifecycleError:
 
 
 def _is_ignored_by(module: nn.Module, caller: FrameType) -> bool:
-    """Whether the DistributedDataParallel whose code has called was told to leave its sharded parameters alone."""
+    """Return whether the calling DistributedDataParallel was told to ignore its sharded parameters."""
     frame: FrameType | None = caller
     while frame is not None and frame.f_globals.get("__name__") == _DDP:
         ddp = frame.f_locals.get("self")
@@ -352,7 +358,7 @@ def _is_ignored_by(module: nn.Module, caller: FrameType) -> bool:
 
 
 def anything_was_sharded() -> bool:
-    """Whether any module was ever a unit in this process; the launcher warns at the end if not."""
+    """Return whether any module was ever a unit in this process; if not, the launcher warns at the end."""
     return _was_sharded[0]
 
 
@@ -372,9 +378,9 @@ def make_fsdp_module(module: nn.Module, unit: Unit, *, prefix: str) -> None:
 
 
 def _unit_class(cls: type[nn.Module], name: str) -> type[nn.Module]:
-    """That of units made of `cls`: one of a name for all of them, as a compiler makes a graph for each class.
+    """Return the class of units made of `cls`: one per name, as a compiler makes a graph for each class.
 
-    Another one if somebody has changed the methods of `cls` since.
+    A new class is made if the methods of `cls` have changed since.
     """
     methods: dict[str, Callable[..., Any]] = {
         name: member
@@ -394,7 +400,7 @@ def _unit_class(cls: type[nn.Module], name: str) -> type[nn.Module]:
 
 
 def _entered_directly(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of the user's class, which unshards where it is called past the module, and so past hooks."""
+    """Wrap the forward of the user's class to unshard when it is called directly, past the module's hooks."""
 
     @functools.wraps(forward)
     def entered(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -406,9 +412,10 @@ def _entered_directly(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _entered_past_forward(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of the user's class: unshards within a forward or backward of the model, where every rank calls it.
+    """Wrap a method of the user's class to unshard within a forward or backward, where every rank calls it.
 
-    Elsewhere one rank may be alone in calling it, and would wait for the others; if it fails then, the error says so.
+    Elsewhere one rank may be the only one to call it, and would wait for the others; if the method fails there, the
+    error says so.
     """
 
     @functools.wraps(method)
@@ -432,7 +439,7 @@ def _entered_past_forward(name: str, method: Callable[..., Any]) -> Callable[...
 
 
 def assemble(modules: list[nn.Module], schedule: Schedule) -> None:
-    """Give the units in and below `modules` that schedule and their names, `modules` being the outermost unit."""
+    """Give the units in and below `modules`, the outermost unit, their names and the schedule."""
     units = list(dict.fromkeys(unit for module in modules for unit in units_of(module)))
     schedule.assemble(units)
     paths: dict[int, list[str]] = {}
@@ -452,5 +459,5 @@ def assemble(modules: list[nn.Module], schedule: Schedule) -> None:
 
 
 def _except(spans: set[Span], fn: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """`fn` for all tensors but those with one of these spans."""
+    """Return `fn` for all tensors except those with one of these spans."""
     return (lambda tensor: tensor if getattr(tensor, "span", None) in spans else fn(tensor)) if spans else fn

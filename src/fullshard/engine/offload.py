@@ -36,7 +36,7 @@ LEAVING = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadPolicy:
-    """What lives in host memory. As it stands: nothing.
+    """Choose what lives in host memory. By default nothing does.
 
     Attributes:
         compute_shards, main_weights: see `core.offload.Offload`.
@@ -59,13 +59,13 @@ class OffloadPolicy:
 
     @property
     def offload(self) -> Offload:
-        """The four switches."""
+        """Return the four switches."""
         return Offload.of(False, self.compute_shards, self.main_weights, self.optimizer_state, self.activations)
 
 
 @dataclass(frozen=True, slots=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """Everything that is sharded. On a CPU it is there anyway, and nothing is moved.
+    """Offload everything that is sharded. On a CPU it is there anyway, and nothing is moved.
 
     As in torch, `pin_memory` is the one argument that may be given without its name.
     """
@@ -77,7 +77,7 @@ class CPUOffloadPolicy(OffloadPolicy):
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """Where the shards of a unit are, and what its forward saves.
+    """The place of a unit's shards, and of the tensors that its forward saves.
 
     Attributes:
         offload: what is on the host; nothing where device and host are one.
@@ -89,7 +89,7 @@ class Storage:
 
     @classmethod
     def of(cls, policy: Any, device: torch.device) -> Storage:
-        """From a policy, fullshard's or torch's (which has one switch), or None.
+        """Make the storage of a policy, fullshard's or torch's (which has one switch), or of None.
 
         Raises:
             ConfigError: the policy is something else, or `FULLSHARD_OFFLOAD` something unknown.
@@ -103,7 +103,7 @@ class Storage:
 
 
 def offload_of(policy: Any) -> Offload:
-    """What a policy asks for, fullshard's or torch's (FSDP1 or FSDP2), or None.
+    """Return what a policy offloads, fullshard's or torch's (FSDP1 or FSDP2), or None.
 
     Raises:
         ConfigError: it is something else, such as a truth value.
@@ -142,19 +142,19 @@ class Host:
         self._leaving: deque[_Leaving] = deque()
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Uninitialised host memory, shape (numel,)."""
+        """Return uninitialised host memory, shape (numel,)."""
         return torch.empty(numel, dtype=dtype, device=self._place, pin_memory=self._pins)
 
     def copying_to_device(self) -> AbstractContextManager[object]:
-        """What is launched inside runs beside computing, after all that computing has launched so far.
+        """Launch copies inside beside computing, after everything that computing has launched so far.
 
-        Memory that is allocated inside belongs to the copying stream. Whoever frees it has had the computing stream use
-        it, so it may be used again only after that: the wait at the beginning sees to it.
+        Memory allocated inside belongs to the copying stream. Its owner has the computing stream use it before freeing
+        it, so it must not be used again before that; the wait at the beginning ensures this.
         """
         return self._beside(self._to_device)
 
     def arriving(self, work: Work) -> Work:
-        """`work` that was launched inside `copying_to_device`; waiting for it waits for the copies, too."""
+        """Return `work`, launched inside `copying_to_device`, so that waiting for it waits for the copies too."""
         if self._to_device is not None:
             self._reading = self._to_device.record_event()
             copied = Copied(self._reading, self._device)
@@ -169,7 +169,7 @@ class Host:
         return work
 
     def send(self, work: Work) -> Work:
-        """Copy the result of `work`, a tensor on the device, to the host as soon as it is there."""
+        """Copy the result of `work`, a tensor on the device, to the host as soon as the result exists."""
         with self._beside(self._to_host):
             tensor = work.wait()
             home = self.empty(tensor.numel(), tensor.dtype)
@@ -183,21 +183,21 @@ class Host:
 
     @property
     def is_here(self) -> bool:
-        """Whether host and device are of one kind, so that nobody can tell where a tensor is."""
+        """Return whether host and device are of one kind, so that a tensor does not show where it is."""
         return self._place.type == self._device.type
 
     def is_there(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is on the host."""
+        """Return whether a tensor is on the host."""
         return tensor.device.type == self._place.type
 
     def copy_of(self, flat: torch.Tensor, *, to_host: bool) -> torch.Tensor:
-        """A copy of a 1-D tensor on the other side, in the computing stream; on the host not before `finish`."""
+        """Copy a 1-D tensor to the other side, in the computing stream; on the host it is ready after `finish`."""
         return self._like(flat, on_host=to_host).copy_(flat, non_blocking=self._pins)
 
     def copies(self, tensors: Sequence[torch.Tensor], *, to_host: bool) -> tuple[list[torch.Tensor], Copied]:
-        """Copies of 1-D tensors on the other side, made beside computing once what computing has launched is over.
+        """Copy 1-D tensors to the other side beside computing, after everything that computing has launched.
 
-        Whoever reads them, or frees what they are made of, waits first.
+        Wait before reading the copies, or freeing the tensors they are made of.
         """
         stream = self._to_host if to_host else self._to_device
         with self._beside(stream):
@@ -207,7 +207,7 @@ class Host:
         return made, self._copied(stream)
 
     def _copied(self, stream: torch.Stream | None) -> Copied:
-        """The end of what was launched on a stream so far."""
+        """Return the end of everything launched on a stream so far."""
         return Copied(None if stream is None else stream.record_event(), self._device)
 
     def _like(self, flat: torch.Tensor, *, on_host: bool) -> torch.Tensor:
@@ -236,13 +236,13 @@ class Host:
 
 @functools.cache
 def host_of(device: torch.device, *, pins: bool, overlaps: bool) -> Host:
-    """The one of all models that compute on `device`."""
+    """Return the host of all models that compute on `device`."""
     return Host(device, pins=pins, overlaps=overlaps)
 
 
 @dataclass(frozen=True, slots=True)
 class StorageView:
-    """What makes a tensor of a storage."""
+    """The recipe for making a tensor of a storage."""
 
     dtype: torch.dtype
     size: torch.Size
@@ -251,17 +251,17 @@ class StorageView:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> StorageView:
-        """How a tensor is made of its storage."""
+        """Return the recipe that makes `tensor` of its storage."""
         return cls(tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def of_storage(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """The same of another storage, on whatever device."""
+        """Make the same tensor of another storage, on any device."""
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
         return empty.set_(storage, self.offset, self.size, self.stride)
 
 
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    """All of a storage."""
+    """Return all bytes of a storage."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
@@ -273,7 +273,7 @@ class Copied:
     device: torch.device
 
     def wait(self) -> None:
-        """Have the current stream wait for it."""
+        """Have the current stream wait for the copy."""
         if self.event is not None:
             torch.accelerator.current_stream(self.device).wait_event(self.event)
 
@@ -287,13 +287,13 @@ class _Leaving:
     copied: Copied
 
     def release(self) -> None:
-        """Let the device's memory be used again, by what computes after the copy."""
+        """Let what computes after the copy use the device's memory again."""
         if self.tensor is not None:
             self.copied.wait()
         self.tensor = None
 
     def wait(self) -> torch.Tensor:
-        """Block until it is there."""
+        """Block until the tensor is on the host."""
         self.release()
         if self.copied.event is not None:
             self.copied.event.synchronize()

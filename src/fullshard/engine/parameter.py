@@ -1,4 +1,4 @@
-"""What `module.parameters()` yields at rest: parameters of which this rank has an interval."""
+"""Sharded parameters: `module.parameters()` yields them at rest, and this rank has an interval of each."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ _REFERENCE = "_fullshard_sharded_parameter"
 
 
 class ParameterOwner(Protocol):
-    """What a sharded parameter asks of its `Bucket`."""
+    """The part of a `Bucket` that its sharded parameters use."""
 
     def weights(self, index: int) -> torch.Tensor:
-        """This rank's part of parameter `index` as it is stored."""
+        """Return this rank's part of parameter `index` as it is stored."""
 
     has_gradient_hooks: bool
 
     def span(self, index: int) -> Span:
-        """Which elements of parameter `index` each rank has."""
+        """Return which elements of parameter `index` each rank has."""
 
     def set_requires_grad(self, index: int, requires_grad: bool) -> None:
-        """Parameter `index` was frozen or unfrozen."""
+        """Learn that parameter `index` was frozen or unfrozen."""
 
     def note_cleared(self) -> None:
-        """The script has set the gradient of a parameter to None."""
+        """Learn that the script has set the gradient of a parameter to None."""
 
 
 class ShardedParameter(ShardedTensor):
     """A parameter, this rank's interval of it being a view of the bucket's main buffer.
 
-    So an optimizer that updates `local` in place updates the bucket. Its gradient is kept as the plain tensor that the
-    engine publishes; who reads `.grad` gets a `ShardedTensor` around it.
+    So an optimizer that updates `local` in place updates the bucket. The gradient is kept as the plain tensor that the
+    engine publishes; reading `.grad` returns a `ShardedTensor` around it.
 
     Attributes:
         gradient_hooks: what `register_post_accumulate_grad_hook` was given, by number.
@@ -88,15 +88,15 @@ class ShardedParameter(ShardedTensor):
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh the parameter is sharded over."""
+        """Return the mesh the parameter is sharded over."""
         return self.span.mesh
 
     @property
     def grad(self) -> ShardedTensor | None:
-        """The gradient, averaged over all ranks; None before the first backward.
+        """Return the gradient, averaged over all ranks; None before the first backward.
 
         Raises:
-            LifecycleError: the optimizer has stepped with it within backward. Whoever clips, unscales or logs gradients
+            LifecycleError: the optimizer has stepped with it in backward. Code that clips, unscales or logs gradients
                 then must learn that there are none.
         """
         if self.is_used_up:
@@ -118,11 +118,11 @@ class ShardedParameter(ShardedTensor):
             self._bucket.note_cleared()
 
     def publish(self, local_grad: torch.Tensor | None) -> None:
-        """From now on this is the gradient."""
+        """Make this the parameter's gradient from now on."""
         self.local_grad, self._known_grad = local_grad, None
 
     def interval_of(self, value: torch.Tensor, what: str) -> torch.Tensor:
-        """This rank's interval, shape (n,), of a tensor of the parameter's shape.
+        """Return this rank's interval, shape (n,), of a tensor of the parameter's shape.
 
         Raises:
             LifecycleError: it has another shape, or is a plain tensor.
@@ -137,12 +137,12 @@ class ShardedParameter(ShardedTensor):
         return self.span.cut(value.full_tensor()).clone() if own is None else own
 
     def wrap(self, local: torch.Tensor) -> ShardedTensor:
-        """A tensor laid out as the parameter, around this rank's interval `local`, shape (n,)."""
+        """Return a tensor laid out as the parameter, around this rank's interval `local`, shape (n,)."""
         return ShardedTensor(local, self.span)
 
     @property
     def grad_dtype(self) -> torch.dtype:
-        """Its own. No other can be had, but None, by which torch has any."""
+        """Return the parameter's own dtype. Only that and None, which means any dtype to torch, can be set."""
         return self.dtype
 
     @grad_dtype.setter
@@ -152,7 +152,7 @@ class ShardedParameter(ShardedTensor):
 
     @property
     def requires_grad(self) -> bool:
-        """Whether it is trained. It may be changed at any time, as that of any parameter."""
+        """Return whether the parameter is trained. As for any parameter, it may be changed at any time."""
         return _plain_requires_grad(self)  # type: ignore[no-any-return]
 
     @requires_grad.setter
@@ -160,7 +160,7 @@ class ShardedParameter(ShardedTensor):
         self.requires_grad_(value)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Change it; returns the parameter."""
+        """Set `requires_grad`, and return the parameter."""
         super().requires_grad_(requires_grad)
         if requires_grad:
             self._watch()
@@ -169,7 +169,7 @@ class ShardedParameter(ShardedTensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """The same memory, without autograd. What it is given is copied: no memory is shared with that."""
+        """Return the same memory without autograd. A tensor that is set is copied: no memory is shared with it."""
         return self._data
 
     @data.setter
@@ -193,29 +193,29 @@ class ShardedParameter(ShardedTensor):
             self._detached.clear()
 
     def detach(self) -> ShardedTensor:
-        """The same memory, without autograd."""
+        """Return the same memory without autograd."""
         detached: Any = super().detach()
         self._detached[id(detached)] = detached
         return detached  # type: ignore[no-any-return]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
-        """A parameter of no unit, laid out as this one."""
+        """Return a parameter of no unit, laid out as this one."""
         return super().__deepcopy__(memo)
 
     def register_hook(self, hook: object) -> NoReturn:
-        """Refused."""
+        """Refuse hooks."""
         raise LifecycleError(
             f"register_hook on sharded parameter {self.name} would never fire: autograd sees the unsharded parameter",
             hint="use register_post_accumulate_grad_hook, or register the hook before fully_shard",
         )
 
     def view_as(self, other: torch.Tensor) -> torch.Tensor:
-        """As any tensor's, but of itself: that is how scripts look for the node that accumulates its gradient."""
+        """Return a view of the parameter itself, by which scripts look for the node that accumulates its gradient."""
         self._check_is_other(other)
         return super().view_as(other)
 
     def expand_as(self, other: torch.Tensor) -> torch.Tensor:
-        """The same."""
+        """Return a view of the parameter itself, as `view_as` does."""
         self._check_is_other(other)
         return super().expand_as(other)
 
@@ -251,21 +251,21 @@ class ShardedParameter(ShardedTensor):
 
 
 class RowParameter(ShardedParameter, RowTensor):
-    """One of which each rank has rows, as under torch's `fully_shard`: where `shard_placement_fn` gives `Shard(0)`.
+    """A sharded parameter cut by rows, as under torch's `fully_shard`: `shard_placement_fn` gives `Shard(0)`.
 
     Its bucket, in which it is alone, is cut into W intervals of ceil(n / W) rows each, the last ones shorter or empty.
-    So nothing else differs from any bucket, and nothing is copied on the way; but there is a gather and a reduction
-    for each such parameter. Within the engine a rank's rows are flat, as any interval is.
+    Otherwise it is like any bucket, and nothing is copied on the way; but each such parameter needs a gather and a
+    reduction of its own. Within the engine a rank's rows are flat, as any interval is.
     """
 
 
 def sharded_parameters(optimizer: torch.optim.Optimizer) -> list[ShardedParameter]:
-    """Those that an optimizer holds."""
+    """Return the sharded parameters that an optimizer holds."""
     return [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)]
 
 
 def are_same(left: Sequence[object], right: Sequence[object]) -> bool:
-    """Whether two lists hold the same objects; comparing tensors would compare their elements."""
+    """Return whether two lists hold the same objects; comparing tensors would compare their elements."""
     return len(left) == len(right) and all(map(operator.is_, left, right))
 
 
@@ -273,12 +273,15 @@ _local_grad = operator.attrgetter("local_grad")
 
 
 def local_gradients(parameters: Iterable[ShardedParameter]) -> list[torch.Tensor | None]:
-    """This rank's intervals of their gradients; None, too, where the optimizer has used one up within backward."""
+    """Return this rank's intervals of gradients; None also where the optimizer has used one up in backward."""
     return list(map(_local_grad, parameters))
 
 
 def sharded_parameter_of(parameter: torch.Tensor) -> ShardedParameter | None:
-    """The sharded parameter that stands for an original one; None if no unit owns it, or one on the meta device."""
+    """Return the sharded parameter that stands for an original one.
+
+    None if no unit owns it, or a unit on the meta device does.
+    """
     found = stands_for(parameter)
     return found if isinstance(found, ShardedParameter) else None
 
@@ -303,7 +306,7 @@ def mark_original(parameter: nn.Parameter, sharded: ShardedTensor) -> None:
 
 
 def _take_grad(parameter: torch.Tensor) -> None:
-    """Autograd comes to a sharded parameter only if a script has computed with it: a penalty, say."""
+    """Take a gradient that autograd has made for a sharded parameter: a script has computed with it (a penalty)."""
     assert isinstance(parameter, ShardedParameter)  # noqa: S101 -- it is registered on these
     made: torch.Tensor = _grad_of_autograd(parameter)
     _set_grad_of_autograd(parameter, None)

@@ -1,4 +1,4 @@
-"""Which dtype each tensor has in which role, and the casts at a unit's boundary."""
+"""The dtype of each tensor in each role, and the casts at a unit's boundary."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class MixedPrecisionPolicy:
 
     @classmethod
     def of(cls, policy: Any) -> MixedPrecisionPolicy:
-        """This class from itself, None, or torch's own policy of the same field names (FSDP1 or FSDP2).
+        """Make this class from itself, None, or torch's policy of the same field names (FSDP1 or FSDP2).
 
         Raises:
             ConfigError: it is something else, such as a mode's name.
@@ -81,29 +81,29 @@ class MixedPrecisionPolicy:
         return cls(**{name: getattr(policy, name) for name in names if hasattr(policy, name)})
 
     def override(self, parameter: torch.nn.Parameter) -> torch.dtype | None:
-        """The dtype to compute with this parameter in, where it is not that of all."""
+        """Return the dtype to compute with this parameter in, where it differs from that of all."""
         return None if self.param_dtype_override_fn is None else self.param_dtype_override_fn(parameter)
 
     def dtypes_of(self, override: torch.dtype | None = None) -> Dtypes:
-        """The dtypes by name and role, from which those of each bucket follow, if need be with one to compute in."""
+        """Return dtypes by name and role, from which each bucket's follow; `override` is its compute dtype."""
         roles = (override or self.param_dtype, self.reduce_dtype, self.gather_as, self.reduce_as)
         compute, reduce, gather_as, reduce_as = (None if dtype is None else dtype_name(dtype) for dtype in roles)
         return Dtypes(compute, reduce, gather_as, reduce_as)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """What `core.dtypes` calls it: `float32`."""
+    """Return the name of a dtype in `core.dtypes`: `float32`."""
     return str(dtype).removeprefix("torch.")
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The dtype of that name."""
+    """Return the dtype of that name."""
     dtype: torch.dtype = getattr(torch, name)
     return dtype
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any, *, into_mutable: bool = True) -> Any:
-    """`value` with `function` applied to every tensor inside dicts, lists, (named) tuples and dataclasses.
+    """Apply `function` to every tensor of `value` inside dicts, lists, (named) tuples and dataclasses.
 
     Containers that do not change are returned as they are, so that subclasses survive.
 
@@ -140,7 +140,7 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any, *,
 
 
 def _rebuild_mapping(value: Mapping[Any, Any], mapped: dict[Any, Any]) -> Any:
-    """A mapping of the same type: keyword arguments serve those that are dataclasses too (Transformers' outputs)."""
+    """Return a mapping of the same type; dataclasses (Transformers' outputs) take keyword arguments."""
     if dataclasses.is_dataclass(value):
         return type(value)(**mapped)
     if not isinstance(value, MutableMapping):
@@ -151,14 +151,14 @@ def _rebuild_mapping(value: Mapping[Any, Any], mapped: dict[Any, Any]) -> Any:
 
 
 def cast_floating(value: Any, dtype: torch.dtype | None) -> Any:
-    """`value` with every floating-point tensor cast to `dtype` (None: unchanged)."""
+    """Return `value` with every floating-point tensor cast to `dtype` (None: unchanged)."""
     if dtype is None:
         return value
     return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, value)
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    """`value` with what lies on a CPU taken to an accelerator, in tuples, lists and mappings; for a CPU it is itself.
+    """Move tensors on a CPU to an accelerator, in tuples, lists and mappings; for a CPU return `value` itself.
 
     Torch's `fully_shard` does so with tuples, lists and dicts, and leaves other objects alone, dataclasses too.
     """

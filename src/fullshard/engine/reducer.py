@@ -27,11 +27,11 @@ class BucketStepper(Protocol):
     """Steps an optimizer bucket by bucket."""
 
     def step(self, bucket: Bucket) -> bool:
-        """Update what the optimizer holds of a bucket whose gradients are published; whether it did."""
+        """Update the optimizer's parameters in a bucket whose gradients are published; return whether it did."""
 
 
 class Reducer:
-    """Of one model.
+    """The reductions of one model.
 
     Args:
         extensions: of the model.
@@ -49,11 +49,11 @@ class Reducer:
         self.published: set[Bucket] = set()
 
     def begin(self, steppers: Sequence[BucketStepper]) -> None:
-        """A backward begins, in which these step."""
+        """Begin a backward in which these steppers step."""
         self.steppers = steppers
 
     def launch(self, bucket: Bucket) -> None:
-        """Reduce its gradients. Every rank does so in the same order."""
+        """Reduce the gradients of a bucket. Every rank does so in the same order."""
         gradient = gradient_of(bucket)
         owner_of(bucket).emit(EventKind.REDUCE_ISSUED, gradient.nbytes)
         self._advance(bucket)  # an earlier reduction of it in the same backward
@@ -71,10 +71,10 @@ class Reducer:
                         gradient.accumulate_early()
 
     def step_when_final(self) -> None:
-        """Where optimizers step in backward: have them step the buckets whose gradients are final.
+        """Have optimizers that step in backward step the buckets whose gradients are final.
 
-        Those that backward has left for good, and of which this rank has used every parameter: what else the other
-        ranks have used is not known before the end.
+        These are the buckets that backward has left for good, and of which this rank has used every parameter: which
+        others the other ranks have used is not known before the end.
         """
         if not self.steppers:
             return
@@ -84,7 +84,7 @@ class Reducer:
                 self._publish(bucket, gradient_of(bucket).unsharded.used)
 
     def publish(self, used: Mapping[Bucket, bytearray]) -> None:
-        """Wait for what is under way, and publish all that is not.
+        """Wait for the reductions under way, and publish every gradient that is not published yet.
 
         Args:
             used: for each parameter of a bucket, whether it got a gradient on any rank.
@@ -95,7 +95,7 @@ class Reducer:
             self._publish(bucket, used[bucket])
 
     def clear(self) -> None:
-        """A backward is over, or given up."""
+        """End a backward, or give it up."""
         self.order.clear()
         self.published.clear()
         self.steppers = ()
@@ -104,7 +104,7 @@ class Reducer:
         return self.order.is_over(bucket, bucket.mesh.shard_size, bucket.mesh.replicate_size)
 
     def _publish(self, bucket: Bucket, used: bytearray) -> None:
-        """Publish a bucket's gradient, and step it if this is the time."""
+        """Publish a bucket's gradient, and step the bucket if optimizers step in backward."""
         unit, gradient = owner_of(bucket), gradient_of(bucket)
         del self.order.waiting[bucket]
         with unit.waiting("reduce") if gradient.is_arriving else _NOTHING:
@@ -130,13 +130,13 @@ class Reducer:
 
 
 def gradient_of(bucket: Bucket) -> Gradient:
-    """The gradient side of a bucket that is known to be trainable."""
+    """Return the gradient side of a bucket that is known to be trainable."""
     assert bucket.gradient is not None  # noqa: S101 -- frozen buckets are never queued
     return bucket.gradient
 
 
 def call_gradient_hooks(bucket: Bucket, used: bytearray) -> None:
-    """Call what sharded parameters were given by `register_post_accumulate_grad_hook`, for those that were used."""
+    """Call hooks given to `register_post_accumulate_grad_hook`, for parameters that were used."""
     for parameter, is_used in zip(bucket.sharded_parameters, used, strict=True):
         if is_used and parameter.local_grad is not None:
             for hook in list(parameter.gradient_hooks.values()):

@@ -1,4 +1,4 @@
-"""How the gradients of a unit are reduced: the divisor, the axes, who looks at them on the way."""
+"""Settings for reducing the gradients of a unit: the divisor, the axes, and hooks on the way."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fullshard.comm.mesh import Mesh
 
 @dataclass(slots=True)
 class ReductionSettings:
-    """Of one unit.
+    """The reduction settings of one unit.
 
     Attributes:
         divisor: what their sum over all ranks is divided by.
@@ -32,11 +32,11 @@ class ReductionSettings:
 
     @classmethod
     def of(cls, mesh: Mesh) -> ReductionSettings:
-        """Average over the ranks."""
+        """Return settings that average over the ranks."""
         return cls(float(mesh.world_size))
 
     def call_hook(self, reduced: torch.Tensor) -> None:
-        """Call the hook, if there is one, in order with what comes before and after it."""
+        """Call the hook, if there is one, in order with the work before and after it."""
         if self.hook is None:
             return
         has_arrived = reduced.device.type == "cpu" and not isinstance(self.stream, torch.cpu.Stream)

@@ -1,7 +1,7 @@
-"""Whether replicas hold the same weights: a bit that has flipped in one of them is found, named, and mended if asked.
+"""Compare the weights of replicas: find a bit that has flipped in one of them, name it, and heal it if asked.
 
-The weights of a rank are added up as 64-bit integers, which is one pass over them and notices every flip. Only when
-sums differ are parameters, and what optimizers keep for them, compared one by one. What most replicas have is right.
+A rank adds up its weights as 64-bit integers: one pass over them, which notices every flip. Only if sums differ does it
+compare parameters, and the optimizer state kept for them, one by one. The values that most replicas have are right.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _BLOCK = 4096
 """Elements compared at a time when the first one that differs is looked for."""
 _FACTOR = 1_000_003
 _WEIGHTS = ("", "weights")
-"""What of a parameter weights are; else the class of an optimizer, and the name of what it keeps."""
+"""The rest of an item's key for weights; for state it is an optimizer's class and the state's name."""
 
 Item = tuple[str, str, str]
-"""A parameter's name, and what of it."""
+"""A parameter's name, and which of its tensors: see `_WEIGHTS`."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Holding:
-    """What a rank has of every item that replicas have, too."""
+    """One rank's values of every item that replicas have too."""
 
     rank: int
     where: str
@@ -53,7 +53,7 @@ class _Holding:
 
 @dataclass(frozen=True, slots=True)
 class _Difference:
-    """An item of which replicas have different things.
+    """An item that differs between replicas.
 
     Attributes:
         column: their place along the shard axis.
@@ -67,17 +67,17 @@ class _Difference:
 
     @property
     def right(self) -> bytes | None:
-        """What most of them have; None if there is no such most."""
+        """Return what most of them have; None if there is no majority."""
         value, count = Counter(value for value, _ in self.held).most_common(1)[0]
         return value if 2 * count > len(self.held) else None
 
     def row_of(self, value: bytes | None) -> int:
-        """The first row that has it."""
+        """Return the first row that has it."""
         return next(holding.row for found, holding in self.held if found == value)
 
 
 class Replicas:
-    """Of one model.
+    """The replicas of one model.
 
     Args:
         mesh: the ranks that share it; those with the same place along the shard axis are replicas of one another.
@@ -114,12 +114,12 @@ class Replicas:
 
     @property
     def has_any(self) -> bool:
-        """Whether there is another replica of what this rank has."""
+        """Return whether there is another replica of this rank's part."""
         return self._mesh.replicate_size > 1
 
     @torch.no_grad()
     def digest(self) -> int:
-        """64 bits, signed, of all weights of this rank; another number if any bit of them is another."""
+        """Return 64 bits, signed, of all weights of this rank; any changed bit changes the number."""
         stored = [tensor for bucket in self._buckets() for tensor in bucket.stored if tensor.numel()]
         parts = [_sum(tensor).to(self._mesh.device) for tensor in stored]
         found = 0
@@ -128,7 +128,7 @@ class Replicas:
         return found - 2**64 if found >= 2**63 else found
 
     def settle(self, step: int) -> None:
-        """Digests differ somewhere: find out where, and heal it or raise. A collective.
+        """Find out where digests differ, and heal it or raise. A collective.
 
         Args:
             step: of this process, counted from 1.
@@ -159,7 +159,7 @@ class Replicas:
         self._say(f"{text}; it has their weights and optimizer state again")
 
     def heal_from(self, rank: int) -> list[str]:
-        """Give all replicas what the one of `rank` has, weights and optimizer state. A collective.
+        """Give all replicas the weights and optimizer state of the one that `rank` is in. A collective.
 
         Returns:
             The parameters that were not the same.
@@ -186,7 +186,7 @@ class Replicas:
 
     @torch.no_grad()
     def _compare(self) -> list[_Holding]:
-        """What every rank has, the same on all of them. A collective."""
+        """Return what every rank has, the same on all of them. A collective."""
         mesh = self._mesh
         hashes = {item: _hash(tensor) for item, tensor in self._items()}
         own = _Holding(mesh.rank, this_process(), mesh.replicate_rank, mesh.shard_rank, hashes)
@@ -194,7 +194,7 @@ class Replicas:
 
     @torch.no_grad()
     def _values(self, name: str, apart: Sequence[_Holding]) -> str:
-        """The first element of a parameter that differs, as two ranks have it. A collective."""
+        """Return the first element of a parameter that differs, as two ranks have it. A collective."""
         mesh, rank = self._mesh, self._mesh.rank
         held, start = self._local(name) if any(holding.rank == rank for holding in apart) else (None, 0)
         blocks = None if held is None else (start, [_hash(block) for block in held.split(_BLOCK)])
@@ -208,7 +208,7 @@ class Replicas:
         return f"; element {number} is {a[place].item():g} on rank {one}, {b[place].item():g} on rank {other}"
 
     def _local(self, name: str) -> tuple[torch.Tensor, int]:
-        """This rank's part of a parameter, and which element of it is the first."""
+        """Return this rank's part of a parameter, and the number of the part's first element."""
         for bucket in self._buckets():
             for index, parameter in enumerate(bucket.sharded_parameters):
                 start = bucket.layout.interval(index, self._mesh.shard_rank).start
@@ -219,7 +219,7 @@ class Replicas:
 
     @torch.no_grad()
     def _copy(self, sources: dict[tuple[int, Item], int]) -> None:
-        """Have items, by column, from the replica in that row. A collective of each column's ranks."""
+        """Copy items, by column, from the replica in that row. A collective of each column's ranks."""
         mesh, group = self._mesh, self._mesh.replicate_group
         assert group is not None  # noqa: S101 -- something differs, so there are replicas
         held = dict(self._items())
@@ -253,13 +253,13 @@ def _hint(is_even: bool) -> str:
 
 
 def _sum(tensor: torch.Tensor) -> torch.Tensor:
-    """64 bits, another number if any bit is another."""
+    """Return 64 bits that change if any bit of the tensor changes."""
     words = torch.int64 if tensor.nbytes % 8 == tensor.storage_offset() * tensor.itemsize % 8 == 0 else torch.uint8
     return tensor.detach().reshape(-1).view(words).sum(dtype=torch.int64)
 
 
 def _pieces(item: Item, tensor: torch.Tensor) -> Iterator[tuple[Item, torch.Tensor]]:
-    """What is compared of a tensor: itself, or what it wraps."""
+    """Yield the tensors to compare: the tensor itself, or those that it wraps."""
     if not torch_private.has_own_dispatch(type(tensor)):
         yield item, tensor
         return
@@ -273,7 +273,7 @@ def _hash(tensor: torch.Tensor) -> bytes:
 
 
 def _differences(holdings: Sequence[_Holding]) -> list[_Difference]:
-    """Of items that all replicas have, those that are not the same."""
+    """Return the differences between items that all replicas have."""
     columns: dict[int, list[_Holding]] = {}
     for holding in sorted(holdings, key=lambda h: h.row):
         columns.setdefault(holding.column, []).append(holding)
@@ -284,7 +284,7 @@ def _differences(holdings: Sequence[_Holding]) -> list[_Difference]:
 
 
 def _odd_ones(differences: Sequence[_Difference]) -> list[_Holding] | None:
-    """The ranks that have something else than most of their replicas; None if of something there is no such most."""
+    """Return the ranks that differ from most of their replicas; None if some item has no majority."""
     if any(each.right is None for each in differences):
         return None
     odd = {holding.rank: holding for each in differences for value, holding in each.held if value != each.right}
@@ -292,7 +292,7 @@ def _odd_ones(differences: Sequence[_Difference]) -> list[_Holding] | None:
 
 
 def _first_apart(differences: Sequence[_Difference]) -> tuple[_Holding, _Holding]:
-    """Two replicas that have other weights of the first parameter that any do."""
+    """Return two replicas whose weights differ in the first parameter that differs anywhere."""
     of_weights = [each for each in differences if each.item[1:] == _WEIGHTS]
     (value, one), *others = min(of_weights, key=lambda each: (each.column, each.item)).held
     return one, next(holding for found, holding in others if found != value)

@@ -1,8 +1,8 @@
-"""The order of work in one model: what is unsharded ahead, which gradient is reduced next, what ends a backward.
+"""The order of work in one model: which unit to unshard ahead, which gradient to reduce next, what ends a backward.
 
-Ranks must communicate in the same order, whatever happens to be ready first on each. The order is that of
-`core.schedule`; this file tells what has happened, and does what is due. A backward ends with a callback of autograd's,
-which reduces what never became ready (zeros where nothing was used).
+Ranks must communicate in the same order, whatever becomes ready first on each. `core.schedule` has that order; this
+file tells it what has happened, and does what is due. A backward ends with a callback of autograd's, which reduces the
+buckets that never became ready (zeros where nothing was used).
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class StepsInBackward(BucketStepper, Protocol):
     """Steps an optimizer within backward (`engine.step.in_backward`)."""
 
     def begin(self, schedule: Schedule, *, is_last: bool) -> bool:
-        """A backward begins; whether to step in it."""
+        """Learn that a backward begins; return whether to step in it."""
 
     def first_among(self, parameters: set[int]) -> str | None:
-        """The name of the first sharded parameter it holds that is among those with these ids."""
+        """Return the name of the first sharded parameter it holds that is among those with these ids."""
 
 
 class Schedule:
-    """Shared by the units of one model.
+    """The order of work that the units of one model share.
 
     Args:
         mesh: the ranks that share the model.
@@ -105,7 +105,7 @@ class Schedule:
         self._outer_groups: list[dist.ProcessGroup] | None = None
 
     def assemble(self, units: Sequence[Unit]) -> None:
-        """Take over the units of a model, from other schedules too, each of a part of it."""
+        """Take over the units of a model, including those of schedules of its parts."""
         defaults = settings_of(self)
         for earlier in dict.fromkeys(other for unit in units if (other := schedule_of(unit)) is not self):
             take_settings(self, earlier, defaults)
@@ -122,7 +122,7 @@ class Schedule:
         self.know_buckets()
 
     def know_buckets(self) -> None:
-        """A unit has its buckets now; once all have, number them."""
+        """Learn that a unit has its buckets now; once all have, number them."""
         self._is_on_meta = any(unit.stand_ins is not None for unit in self.units)
         if self._is_on_meta:
             return
@@ -137,7 +137,7 @@ class Schedule:
     # -- forward ------------------------------------------------------------------------------------------------
 
     def begin_forward(self, unit: Unit) -> bool:
-        """A unit is about to run forward (not as a recompute). Whether it is the first, which others are within."""
+        """Learn that a unit is about to run forward (not as a recompute); return whether it is the outermost."""
         if self._depth and unit is self.units[-1]:
             self._abandon_forward()
         self._depth += 1  # before anything that may raise, because end_forward is called even then
@@ -153,7 +153,7 @@ class Schedule:
         return self._depth == 1
 
     def _abandon_forward(self) -> None:
-        """The last forward ended in an interrupt from the keyboard, after which torch calls no hooks."""
+        """Abandon a forward that ended in an interrupt from the keyboard, after which torch calls no hooks."""
         self._depth = 0
         for tell in self.extensions.forward_ends:
             tell()
@@ -162,7 +162,7 @@ class Schedule:
         self.lockstep.end_track()
 
     def note_save(self) -> None:
-        """The model is about to be saved, by all ranks."""
+        """Learn that all ranks are about to save the model."""
         self.lockstep.note_save()
         for tell in self.extensions.before_save:
             tell()
@@ -203,11 +203,11 @@ class Schedule:
         self._forward = []
 
     def begin_call(self, unit: Unit) -> None:
-        """A forward that backward may come back to has begun."""
+        """Learn that a forward has begun that backward may come back to."""
         self._participants[unit] = None
 
     def end_call(self, unit: Unit, call: Call[Unit]) -> None:
-        """It has ended: what backward wants after it is that of the one before."""
+        """Learn that a forward has ended; after it, backward will want the call that ended before."""
         call.previous, self._last_ended = self._last_ended, unit
         for tell in self.extensions.call_ends:
             tell(unit, call)
@@ -224,11 +224,11 @@ class Schedule:
 
     @property
     def is_in_forward(self) -> bool:
-        """Whether a forward is under way."""
+        """Return whether a forward is under way."""
         return self._depth > 0
 
     def leave_forward(self) -> bool:
-        """A unit's forward is over, whatever becomes of its memory; whether it was the outermost one."""
+        """Learn that a unit's forward is over, before its memory is freed; return whether it was the outermost."""
         self._depth = max(0, self._depth - 1)
         if self._depth:
             return False
@@ -237,7 +237,7 @@ class Schedule:
         return True
 
     def end_forward(self, unit: Unit, *, failed: bool) -> None:
-        """A unit has run forward, or failed to.
+        """Learn that a unit has run forward, or failed to.
 
         After a failure nothing is communicated: the other ranks may be elsewhere, and waiting for them would hide the
         error.
@@ -271,7 +271,10 @@ class Schedule:
         return self.unannounced.backward is not None
 
     def begin_backward(self, unit: Unit) -> None:
-        """Backward has reached `unit`; the first time, put the reductions in order and ask for `_finish_backward`."""
+        """Learn that backward has reached `unit`; the first time, order the reductions.
+
+        The first call also asks autograd for `_finish_backward`.
+        """
         if self._in_backward and self._end_of_backward() is None:
             self._give_up_backward()  # the last one has raised, and nothing came since that would have noticed
         if not self._in_backward:
@@ -297,7 +300,10 @@ class Schedule:
             self._enqueue(unit)
 
     def note_gather_in_backward(self, unit: Unit) -> None:
-        """A unit is about to be unsharded in backward. Replicas, and runs of neighbours, may differ there."""
+        """Learn that a unit is about to be unsharded in backward.
+
+        Replicas, and groups of neighbours, may differ there.
+        """
         if _waits(unit) and unit.neighbours is None and self.mesh.gather.size == self.mesh.world_size:
             self.lockstep.note_gather(unit, in_backward=True)
 
@@ -309,7 +315,7 @@ class Schedule:
         self.reducer.order.expect(bucket for bucket in unit.buckets if bucket.trainable_count)
 
     def reduce_kept(self) -> None:
-        """Reduce what backwards before have kept unsharded, as if another one ended here. A collective.
+        """Reduce gradients that earlier backwards have kept unsharded, as if a backward ended here. A collective.
 
         Raises:
             LifecycleError: within a backward, which would take it for its own.
@@ -326,12 +332,12 @@ class Schedule:
         self._finish_backward()
 
     def reduce_if_kept(self) -> None:
-        """The same, unless the last backward, or this since then, has reduced what there was."""
+        """Call `reduce_kept`, unless the last backward, or an earlier call since then, has reduced everything."""
         if self._has_kept:
             self.reduce_kept()
 
     def prefetch_backward(self, unit: Unit, call: Call[Unit]) -> None:
-        """Have what backward needs after `unit` on its way, before `unit`'s own gradients are computed."""
+        """Unshard ahead what backward needs after `unit`, before `unit`'s own gradients are computed."""
         if unit.backward_prefetch is not None:
             for other in unit.backward_prefetch:
                 other.issue_unshard()
@@ -341,7 +347,7 @@ class Schedule:
             tell(unit, call)
 
     def prefetch_after_backward(self, previous: Unit | None) -> None:
-        """The same, after they were."""
+        """Unshard ahead what backward needs next, after a unit's own gradients were computed."""
         if self.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
             self._prefetch(previous)
 
@@ -352,7 +358,7 @@ class Schedule:
             unit.issue_unshard()
 
     def reduce_when_due(self, bucket: Bucket) -> None:
-        """`bucket`'s gradients are all there: reduce them, as soon as those before it in the order have been."""
+        """Reduce the complete gradients of `bucket`, as soon as those before it in the order have been."""
         for due in self.reducer.order.complete(bucket):
             self._launch(due)
 
@@ -368,12 +374,12 @@ class Schedule:
         return unit.reduce_gradients and (self.is_last_backward or not self.keeps_gradients)
 
     def step_when_final(self) -> None:
-        """See `Reducer.step_when_final`."""
+        """Call `Reducer.step_when_final`."""
         self.reducer.step_when_final()
 
     @torch.no_grad()
     def _finish_backward(self) -> None:
-        """Called by autograd when the outermost backward is over."""
+        """Finish the outermost backward; autograd calls this when it is over."""
         with torch_private.without_transforms():
             self._finish()
 
@@ -421,7 +427,7 @@ class Schedule:
         return self._outer_groups
 
     def _is_wanted_outside(self, is_wanted: bool) -> bool:
-        """Return whether any rank along those axes wants it, too. A collective if there are such axes."""
+        """Return whether any rank along those outer axes wants it too. A collective if there are such axes."""
         for outer in self.outer_groups():
             message = torch.tensor([is_wanted], dtype=torch.uint8, device=self.mesh.device)
             all_reduce(message, "the end of backward", [outer], dist.ReduceOp.MAX)
@@ -443,12 +449,12 @@ class Schedule:
         self.reducer.clear()
 
     def _agree_on_used(self) -> dict[Bucket, bytearray]:
-        """For each parameter of the reduced buckets, whether it got a gradient on any rank.
+        """Return for each parameter of the reduced buckets whether it got a gradient on any rank.
 
         A parameter that no rank used must keep `.grad = None`, or weight decay would still move it. The same message
-        says whether any rank has collected more than it reduced (reentrant checkpointing does that, or a unit that ran
-        under `no_sync` only), when all ranks reduce that bucket once more, whether all reduced the same buckets and
-        loaded the same weights, and whether one wants to stop.
+        says whether any rank has collected more than it reduced (through reentrant checkpointing, or a unit that ran
+        under `no_sync` only); if so, all ranks reduce that bucket once more. It also says whether all ranks reduced the
+        same buckets and loaded the same weights, and whether one wants to stop.
 
         Raises:
             CommunicationError: they did not; nothing has been published yet.
@@ -483,7 +489,7 @@ class Schedule:
     # -- whole model --------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Back to rest after a step that failed half-way: nothing under way, everything sharded."""
+        """Bring the model back to rest after a failed step: nothing under way, everything sharded."""
         for unit in self.units:
             unit.forget_forwards()
         self._depth = 0
@@ -491,7 +497,7 @@ class Schedule:
         self._participants.clear()
 
     def _give_up_backward(self) -> None:
-        """Forget one that has failed, but not the forwards before it: those of another loss may be among them."""
+        """Forget a failed backward, but keep the forwards before it: another loss may need them."""
         if any(bucket.gradient is not None and bucket.gradient.unsharded.is_kept for bucket in self._buckets()):
             warnings.warn(
                 f"rank {self.mesh.rank}: a backward has failed, and with it what those before it had kept unreduced "
@@ -507,7 +513,7 @@ class Schedule:
         self._participants = participants
 
     def recover(self) -> None:
-        """Drop what a backward that ended in an exception has left: nothing is told of its end.
+        """Drop what a backward that ended in an exception has left; autograd does not report its end.
 
         Only the thread that trains can tell that from a backward under way.
         """
@@ -516,11 +522,11 @@ class Schedule:
 
     @property
     def has_stepped(self) -> bool:
-        """Whether an optimizer has."""
+        """Return whether an optimizer has stepped."""
         return self._stepped_since_forward or self.steps > 0
 
     def before_optimizer_step(self) -> None:
-        """Main weights are about to change: nothing gathered from the old ones may be left.
+        """Drop everything gathered from the old main weights, which are about to change.
 
         Raises:
             LifecycleError: gradients are kept for a last micro-batch that has not come, or are not whole.
@@ -543,11 +549,11 @@ class Schedule:
         self.settle()  # a peer may still be reading main weights where they are
 
     def units_by_backward(self) -> list[Unit]:
-        """The units in the order in which backward comes to them: by the last forward, else by their definition."""
+        """Return the units in the order of backward: by the last forward, else by their definition."""
         return list(dict.fromkeys([*reversed(self._order), *self.units]))
 
     def settle(self) -> None:
-        """Wait until nobody reads main weights, no other rank and no copy: after that they may change at any time.
+        """Wait until no other rank and no copy reads main weights; after that they may change at any time.
 
         Raises:
             CommunicationError: another rank has ended, or did not come so far.
@@ -560,11 +566,11 @@ class Schedule:
 
 
 def _waits(unit: Unit) -> bool:
-    """Whether who unshards it has to wait for others."""
+    """Return whether unsharding a unit waits for other ranks."""
     return unit.state is UnitState.SHARDED or unit.state is UnitState.GATHERING
 
 
 def schedule_of(unit: Unit) -> Schedule:
-    """The schedule that a unit is part of."""
+    """Return the schedule that a unit is part of."""
     assert isinstance(unit.schedule, Schedule)  # noqa: S101 -- nothing else is handed to one
     return unit.schedule

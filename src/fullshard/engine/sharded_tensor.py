@@ -1,9 +1,4 @@
-"""What leaves the engine is a DTensor: a whole tensor for whoever computes with it, of which each rank has an interval.
-
-p, p.grad, optimizer state, state dicts     `ShardedTensor`s, of global shape; `to_local()` is this rank's interval
-what is computed of them                    of the whole tensor, as in one process (`features.dtensor_ops`)
-pickle, safetensors, a raw address          an error, and the way out
-"""
+"""The DTensors that leave the engine: whole tensors to other code, of which each rank has an interval."""
 
 from __future__ import annotations
 
@@ -27,7 +22,7 @@ WAY_OUT = (
 
 
 class SpreadTensor(DTensor):
-    """Over a span's ranks, of which each has a part of it or all.
+    """A DTensor over a span's ranks, each of which has a part of it or all.
 
     Attributes:
         span: of the parameter that it is, or was computed of.
@@ -36,11 +31,11 @@ class SpreadTensor(DTensor):
     span: Span
 
     def __init__(self, *_args: object, **_options: object) -> None:
-        """Nothing is left to do: torch's own takes as long as making the tensor."""
+        """Do nothing: torch's own takes as long as making the tensor."""
 
     @property
     def name(self) -> str:
-        """Whose values these are, or were computed from: all names of a tied parameter."""
+        """Return the name of the parameter these values belong to or come from; all names if it is tied."""
         return str(self.span.name)
 
     @property
@@ -63,7 +58,7 @@ class ShardedTensor(SpreadTensor):
     """
 
     _compute: ClassVar[Callable[[torch_private.Kernel, Sequence[Any], dict[str, Any]], Any]]
-    """What kernels make of them; `features.dtensor_ops` puts it here."""
+    """Runs a kernel on sharded tensors; set by `features.dtensor_ops`."""
     __hash__ = object.__hash__  # by identity like a tensor's, but in C: every look-up of optimizer state asks for it
 
     def __new__(cls, local: torch.Tensor, span: Span, *, requires_grad: bool = False) -> ShardedTensor:
@@ -75,24 +70,27 @@ class ShardedTensor(SpreadTensor):
 
     @property
     def local(self) -> torch.Tensor:
-        """This rank's interval, shape (n,); no part of autograd's graph."""
+        """Return this rank's interval, shape (n,); no part of autograd's graph."""
         return torch_private.local_of(self)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the parameter, a tied one's apart."""
+        """Return the names of the parameter, those of a tied one separately."""
         return self.span.name.names
 
     @property
     def interval(self) -> Interval:
-        """The elements of the flattened whole that this rank has; of its tile, if tensor parallelism has split it."""
+        """Return the elements of the flattened whole that this rank has.
+
+        If tensor parallelism has split the parameter, these are elements of this rank's tile.
+        """
         return self.span.interval
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """This rank's interval, shape (n,); in the whole's shape where every rank has all of it. Differentiable.
+        """Return this rank's interval, shape (n,), or the whole's shape if it has everything. Differentiable.
 
-        A gradient that comes back is averaged over the ranks that have the same elements, unless `grad_placements`
-        says otherwise.
+        A gradient that comes back is averaged over the ranks that have the same elements, unless `grad_placements` says
+        otherwise.
         """
         is_own = grad_placements is None and self._wants_gradient
         local: torch.Tensor = _ToLocal.apply(self) if is_own else super().to_local(grad_placements=grad_placements)
@@ -100,7 +98,7 @@ class ShardedTensor(SpreadTensor):
         return local.view(self.span.tile_shape) if is_whole else local
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """The whole, a new tensor on this rank's device. A collective: every rank calls it, in the same order.
+        """Return the whole as a new tensor on this rank's device. A collective, in the same order on every rank.
 
         Differentiable: gradients that come back are reduced over all ranks as those of the parameter are, by their
         mean, unless `grad_placements` says otherwise. So backward is a collective, too.
@@ -111,7 +109,7 @@ class ShardedTensor(SpreadTensor):
     def redistribute(
         self, device_mesh: Any = None, placements: Sequence[Placement] | None = None, **options: Any
     ) -> DTensor:
-        """As torch's: to replicated, to shards along a dim, to another mesh. A collective."""
+        """Redistribute as torch does: to replicated, to shards along a dim, to another mesh. A collective."""
         own = self.placements
         mesh = device_mesh or self.device_mesh
         if mesh == self.device_mesh and placements is not None and tuple(placements) == own:
@@ -136,7 +134,7 @@ class ShardedTensor(SpreadTensor):
         )
 
     def __copy__(self) -> ShardedTensor:
-        """The same memory, in a tensor of its own that may be given other memory."""
+        """Return the same memory in a tensor of its own that may be given other memory."""
         return self._like(self.local.detach())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
@@ -156,11 +154,11 @@ class ShardedTensor(SpreadTensor):
         )
 
     def data_ptr(self) -> int:
-        """0, as torch's DTensor has it: there is no address of the whole."""
+        """Return 0, as torch's DTensor does: there is no address of the whole."""
         return 0
 
     def untyped_storage(self) -> NoReturn:
-        """Refused: it has no memory as a whole, and this rank's interval is not what somebody asks for."""
+        """Refuse: the tensor has no memory as a whole, and callers do not ask for this rank's interval."""
         raise LifecycleError(
             f"{self.name} has no memory of its own: this rank has elements {self.interval.start} to "
             f"{self.interval.stop} of {self.span.numel}",
@@ -168,24 +166,24 @@ class ShardedTensor(SpreadTensor):
         )
 
     def __dlpack__(self, *_args: object, **_options: object) -> NoReturn:
-        """Refused for the same reason; torch's own would end the process."""
+        """Refuse for the same reason; torch's own would end the process."""
         self.untyped_storage()
 
     def tolist(self) -> Any:
-        """The elements of the whole. A collective."""
+        """Return the elements of the whole. A collective."""
         return self.full_tensor().tolist()
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: torch_private.Kernel, _types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Every kernel of torch that is given one comes through here."""
+        """Run a kernel of torch that is given a sharded tensor; every such kernel comes through here."""
         return cls._compute(func, args, kwargs or {})
 
     # -- what torch.distributed.checkpoint asks of a tensor ---------------------------------------------------------
 
     def boxes(self) -> list[IntervalBox]:
-        """This rank's interval as boxes of the whole."""
+        """Return this rank's interval as boxes of the whole."""
         return list(self.span.boxes())
 
     def __create_write_items__(self, fqn: str, _object: object) -> list[Any]:
@@ -221,7 +219,7 @@ class ShardedTensor(SpreadTensor):
 
 
 class RowTensor(ShardedTensor):
-    """One of which this rank has whole rows (`Span.as_rows`): to torch they have their shape, and are `Shard(0)`."""
+    """A tensor of which this rank has whole rows (`Span.as_rows`): torch sees their shape, and `Shard(0)`."""
 
     @property
     def _local_tensor(self) -> torch.Tensor:
@@ -233,7 +231,7 @@ class RowTensor(ShardedTensor):
 
 
 def part_of(tensor: DTensor, span: Span) -> torch.Tensor | None:
-    """This rank's part, shape (n,), of a DTensor of whatever class that is laid out as `span`; None if it is not."""
+    """Return this rank's part, shape (n,), of any DTensor that is laid out as `span`; None if it is not."""
     if isinstance(tensor, ShardedTensor):
         return tensor.local if span.is_like(tensor.span) else None
     layout, expected = torch_private.layout_from(tensor), span.layout(tensor.dtype)
@@ -243,9 +241,9 @@ def part_of(tensor: DTensor, span: Span) -> torch.Tensor | None:
 
 
 class _Replicate(torch.autograd.Function):
-    """To a tensor that every rank has whole; a gradient of that comes back as this rank's interval.
+    """Make a tensor that every rank has whole; its gradient comes back as this rank's interval.
 
-    Each rank may compute with it what it wants, and torch takes all gradients for the same. So they are reduced here.
+    Each rank may compute with it as it likes, but torch takes all gradients to be the same. So this class reduces them.
     """
 
     @staticmethod
@@ -260,7 +258,7 @@ class _Replicate(torch.autograd.Function):
 
 
 class _ToLocal(torch.autograd.Function):
-    """To this rank's interval. Torch's own would compute the whole's strides from it; replicas have one gradient."""
+    """Take this rank's interval. Torch's own would compute the whole's strides from it; replicas have one gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: ShardedTensor) -> torch.Tensor:
@@ -289,12 +287,15 @@ def reduced(gradient: torch.Tensor, span: Span) -> torch.Tensor:
 
 
 def replicated_of(tensor: ShardedTensor) -> DTensor:
-    """The whole as a DTensor that every rank has; no part of autograd's graph."""
+    """Return the whole as a DTensor that every rank has; no part of autograd's graph."""
     return dtensor_of(tensor.span.gather(tensor.local), tensor.span)
 
 
 def dtensor_of(local: torch.Tensor, span: Span, placement: Placement | None = None) -> DTensor:
-    """Torch's own DTensor over a span's ranks: replicated along all axes, or along those that it is not cut along."""
+    """Return torch's own DTensor over a span's ranks.
+
+    It is replicated along all axes, or along those that it is not cut along.
+    """
     placements = span.placements(placement if span.mesh.shard_size > 1 else None, placement if span.is_tiled else None)
     layout = torch_private.layout_of(span.device_mesh, placements, local.shape, local.dtype)
     dtensor: DTensor = torch_private.wrap(DTensor, local, layout)

@@ -1,4 +1,4 @@
-"""Where the elements of a tensor are that is spread over ranks as a parameter is, for torch and for the engine."""
+"""The distribution of a tensor's elements over ranks, as torch and the engine see it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fullshard.wrap.extended import Composition, inner_tensors
 
 @dataclass(frozen=True)
 class RaggedShard(Placement):
-    """A tensor's placement along the shard axis: its flattened elements lie in a bucket that is cut into equal shares.
+    """A placement along the shard axis: the flattened elements lie in a bucket that is cut into equal shares.
 
     Rank r has elements [r * shard_numel - offset, (r + 1) * shard_numel - offset), as far as there are such.
 
@@ -44,20 +44,20 @@ class RaggedShard(Placement):
     row_numel: int = field(default=0, repr=False)
 
     def __post_init__(self) -> None:
-        """Make the half of it that is in C++: without, `is_shard()` and the like would end the process."""
+        """Make the C++ half of the placement; without it, `is_shard()` and the like would end the process."""
         super().__init__()
 
     def __reduce__(self) -> tuple[type[RaggedShard], tuple[int, int, int]]:
         return RaggedShard, (self.shard_numel, self.offset, self.row_numel)
 
     def interval(self, rank: int, numel: int) -> Interval:
-        """The elements of a flattened tensor of `numel` elements that `rank` has; empty if none."""
+        """Return the elements of a flattened tensor of `numel` elements that `rank` has; empty if none."""
         own = Interval(rank * self.shard_numel, (rank + 1) * self.shard_numel).shift(-self.offset)
         return Interval(0, numel).intersect(own)
 
 
 class Name:
-    """What the tensors that are laid out as one parameter are called in messages: by its qualified names."""
+    """The name, in messages, of all tensors laid out as one parameter: its qualified names."""
 
     __slots__ = ("names",)
 
@@ -71,7 +71,7 @@ class Name:
 class Span:
     """The part of a bucket that a tensor takes up, and so which of its elements each rank has.
 
-    A parameter's gradient and its optimizer state have the parameter's own; rows of it have a part of it.
+    A parameter's gradient and optimizer state have the parameter's own span; rows of it have a part of that span.
 
     Args:
         mesh: the ranks.
@@ -115,7 +115,7 @@ class Span:
         return f"Span({self.name}, {tuple(self.shape)}, [{self.interval.start}, {self.interval.stop}))"
 
     def layout(self, dtype: torch.dtype) -> torch_private.Layout:
-        """What torch makes a DTensor of this dtype with."""
+        """Return the layout with which torch makes a DTensor of this dtype."""
         layout = self._layouts.get(dtype)
         if layout is None:
             along_tile = None if self.tile is None else self.tile.placement
@@ -125,14 +125,14 @@ class Span:
 
     @property
     def _along_shard(self) -> Placement:
-        """What torch is told of the shard axis."""
+        """Return the placement that torch is told for the shard axis."""
         if not self.as_rows:
             return self.placement
         is_of_rows = self.tile is not None and self.tile.placement.is_shard(0)
         return torch_private.rows_of_tiles(self.tile.mesh.size()) if self.tile is not None and is_of_rows else Shard(0)
 
     def placements(self, along_shard: Placement | None, along_tile: Placement | None) -> list[Placement]:
-        """For `device_mesh`: these along the axes that the tensor is cut along; replicated along all others."""
+        """Return placements for `device_mesh`: these along the axes of the cut, replicated along all others."""
         ndim = self.mesh.device_mesh.ndim
         placements: list[Placement] = [Replicate()] * self.device_mesh.ndim
         if along_shard is not None and (ndim == 2 or self.mesh.replicate_size == 1):
@@ -143,45 +143,45 @@ class Span:
 
     @property
     def tile_shape(self) -> torch.Size:
-        """Shape of what the interval is an interval of."""
+        """Return the shape of the tensor that the interval belongs to."""
         return self.shape if self.tile is None else self.tile.shape
 
     @property
     def is_by_rows(self) -> bool:
-        """Whether what this rank has is shaped as rows of the whole, and not flat."""
+        """Return whether this rank's part is shaped as rows of the whole, and not flat."""
         return self.placement.row_numel > 0
 
     @property
     def local_shape(self) -> torch.Size:
-        """Shape of what this rank has."""
+        """Return the shape of this rank's part."""
         if not self.is_by_rows:
             return torch.Size((self.interval.numel,))
         return self.row_shape
 
     @property
     def row_shape(self) -> torch.Size:
-        """Shape of what this rank has, if that is whole rows."""
+        """Return the shape of this rank's part, if that is whole rows."""
         rows, *others = self.tile_shape
         return torch.Size((self.interval.numel * rows // max(1, self.numel), *others))
 
     @property
     def is_tiled(self) -> bool:
-        """Whether ranks have other elements because of tensor parallelism, too."""
+        """Return whether tensor parallelism, too, gives ranks other elements."""
         return self.tile is not None and self.tile.tiling is not None
 
     @property
     def is_whole(self) -> bool:
-        """Whether this rank has every element: it is alone, or they are replicated."""
+        """Return whether this rank has every element: it is alone, or they are replicated."""
         return self.mesh.shard_size == 1 and not self.is_tiled
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """Those within which each rank has other elements: a sum over all elements is reduced over each."""
+        """Return the groups within which each rank has other elements; a sum over all elements is reduced over each."""
         groups = () if self.mesh.shard_group is None else (self.mesh.shard_group,)
         return (*groups, self.tile.mesh.get_group()) if self.tile is not None and self.is_tiled else groups
 
     def is_like(self, other: Span) -> bool:
-        """Whether each rank has the same elements of both."""
+        """Return whether each rank has the same elements of both."""
         return (
             self.placement == other.placement
             and self.shape == other.shape
@@ -191,7 +191,7 @@ class Span:
         )
 
     def part(self, shape: Sequence[int], start: int) -> Span:
-        """That of a tensor of `shape` whose elements are this one's from `start` on."""
+        """Return the span of a tensor of `shape` whose elements are this one's from `start` on."""
         if self.as_rows and self.shape == torch.Size(shape):
             return self
         placement = RaggedShard(self.placement.shard_numel, self.placement.offset + start)
@@ -199,7 +199,7 @@ class Span:
         return Span(self.mesh, shape, placement, self.name, tile, reduction=self.reduction)
 
     def boxes(self) -> Iterator[IntervalBox]:
-        """This rank's elements as boxes of the whole."""
+        """Yield this rank's elements as boxes of the whole."""
         tile = self.tile
         for box in boxes(tuple(self.tile_shape), self.interval):
             if tile is None or tile.tiling is None:
@@ -208,7 +208,7 @@ class Span:
             yield from in_whole(box, tile.tiling, tuple(self.shape), tile.rank)
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part, of `local_shape`, of a whole tensor, or of one that becomes that by broadcasting."""
+        """Return this rank's part, of `local_shape`, of a whole tensor or one that broadcasts to it."""
         spread = whole if whole.shape == self.shape else whole.expand(self.shape)
         if self.is_by_rows:  # with the operations that torch's `fully_shard` asks of a wrapper class
             rows = spread.split(self.placement.shard_numel // self.placement.row_numel)
@@ -235,7 +235,7 @@ class Span:
         return total.div_(divisor).to(gradient.dtype)
 
     def gather(self, local: torch.Tensor) -> torch.Tensor:
-        """The whole, a new tensor of shape `shape` on the device, of which each rank gives its elements. A collective.
+        """Return the whole, of shape `shape`, a new tensor on the device, from each rank's elements. A collective.
 
         Every owner broadcasts its interval straight into place. At large world sizes few ranks own any of it.
 
@@ -258,7 +258,7 @@ class Span:
             return tile if self.tile is None else self.tile.gather(tile)
 
     def _compose(self, local: torch.Tensor) -> torch.Tensor:
-        """The whole of a composed parameter, or of what was computed of one and is of its class."""
+        """Return the whole of a composed parameter, or of a tensor of its class computed from one."""
         wholes = {
             name: inner if span is None else span.gather(inner.reshape(-1))
             for name, (inner, span) in self.inner_spans(local).items()
@@ -267,9 +267,9 @@ class Span:
         return self.composition.make(wholes, self.shape)
 
     def inner_spans(self, local: torch.Tensor) -> dict[str, tuple[torch.Tensor, Span | None]]:
-        """The tensors that make up this rank's rows of a composed parameter, by name, and how each is laid out.
+        """Return the tensors in this rank's rows of a composed parameter, by name, each with its span.
 
-        None for one that every rank has whole.
+        The span is None for a tensor that every rank has whole.
 
         Raises:
             LifecycleError: one that is neither cut as rows are, nor whole; or `local` is no such parameter's.

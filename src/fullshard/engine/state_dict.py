@@ -1,7 +1,7 @@
-"""State dicts of sharded models: DTensors when they are taken, cut to this rank's interval when they are loaded.
+"""Give state dicts of sharded models DTensors, and cut them to this rank's interval when they are loaded.
 
 Hooks of the modules that hold the parameters do it, not of the unit: torch tells each module the prefix of its keys at
-this very moment, whatever wrappers, compilers and hooks around it have made of the names.
+that moment, even if wrappers, compilers and hooks around it have changed the names.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def watch_state_dicts(unit: Unit) -> None:
 
 
 def _held_by(module: nn.Module, unit: Unit) -> Iterator[tuple[str, ShardedTensor]]:
-    """(attribute, sharded parameter) of what the module holds of the unit."""
+    """Yield (attribute, sharded parameter) for each parameter of the unit that the module holds."""
     for slot, parameter in unit.entries:
         for holder, attribute in slot.owners:
             if holder is module:
@@ -44,7 +44,7 @@ def _held_by(module: nn.Module, unit: Unit) -> Iterator[tuple[str, ShardedTensor
 def _after_state_dict(
     own: weakref.ref[Unit], module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: object
 ) -> None:
-    """At rest the values are DTensors, and so they are where modules hold the original parameters."""
+    """Put DTensors into the state dict where modules hold the original parameters; at rest they are there."""
     unit = own()
     if unit is None or unit.is_pinned or unit.stand_ins is not None:
         return

@@ -1,12 +1,4 @@
-"""A parameter that tensor parallelism has split before it is sharded: what of it this rank has to shard.
-
-    whole       shape (rows, columns), a DTensor over an axis of its own of the mesh, `tp` say
-    tile        what this rank has of that; the same along the shard axis, whose ranks hold intervals of it
-    interval    what this rank has of its tile
-
-A bucket holds tiles as it holds any tensor: forward computes with the same DTensors as before, whose local part is
-memory of the bucket while they are unsharded.
-"""
+"""A parameter that tensor parallelism has split before: the part of it that this rank has to shard."""
 
 from __future__ import annotations
 
@@ -63,7 +55,7 @@ class Tile:
 
     @classmethod
     def of(cls, parameter: DTensor, data_axes: frozenset[int]) -> Tile:
-        """That of a DTensor over one axis, beside those for data."""
+        """Return the tile of a DTensor over one axis, beside those for data."""
         mesh, shape = parameter.device_mesh, parameter.shape
         for axis, placement in enumerate(parameter.placements):
             if axis not in data_axes:
@@ -83,11 +75,11 @@ class Tile:
 
     @property
     def start(self) -> int:
-        """Where this rank's part begins in the whole, flattened as `tiling` says."""
+        """Return where this rank's part begins in the whole, flattened as `tiling` says."""
         return 0 if self.tiling is None else self.tiling.start(tuple(self.whole_shape), self.rank)
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part, a view of `whole` if it is in one piece."""
+        """Return this rank's part, a view of `whole` if it is in one piece."""
         if self.tiling is None:
             return whole
         dim, pieces = self.tiling.dim, self.tiling.pieces(tuple(self.whole_shape), self.rank)
@@ -95,15 +87,16 @@ class Tile:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
     def gather(self, tile: torch.Tensor) -> torch.Tensor:
-        """The whole, of which each rank of the axis gives its part. A collective over it."""
+        """Return the whole, of which each rank of the axis gives its part. A collective over it."""
         if self.tiling is None:
             return tile
         return _wrapped(tile, self.mesh, [self.placement], self.whole_shape).full_tensor()
 
     def of_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """This rank's part of what autograd has made: of a replicated parameter it may be a sum still to be made.
+        """Return this rank's part of a gradient that autograd has made.
 
-        Along axes for data such a sum is left to the reduction.
+        The gradient of a replicated parameter may be a sum still to be made. Along axes for data, such a sum is left to
+        the reduction.
         """
         if not isinstance(gradient, DTensor):
             return gradient
@@ -122,9 +115,9 @@ def _tiling(placement: Placement, parts: int) -> Tiling | None:
 
 
 def note_data_axes(plan: UnitPlan, mesh: DeviceMesh, dims: Any) -> None:
-    """Parameters that are DTensors over all axes of `mesh` are replicated along those that `dims` names.
+    """Take DTensor parameters over all axes of `mesh` for replicated along those that `dims` names.
 
-    So forward has them, whichever of these axes they are sharded along: these are none of tensor parallelism.
+    Forward sees them that way, whichever of these axes they are sharded along: these are no axes of tensor parallelism.
     """
     names = list(mesh.mesh_dim_names or ())
     for slot in plan.slots:
@@ -133,13 +126,13 @@ def note_data_axes(plan: UnitPlan, mesh: DeviceMesh, dims: Any) -> None:
 
 
 def tile_of(slot: Slot) -> Tile | None:
-    """The tile that this rank has; None if no tensor parallelism has split the parameter."""
+    """Return the tile that this rank has; None if no tensor parallelism has split the parameter."""
     parameter: torch.Tensor = slot.parameter
     return Tile.of(parameter, slot.data_axes) if isinstance(parameter, DTensor) else None
 
 
 def wrapped_as(parameter: torch.Tensor, plain: torch.Tensor) -> Any:
-    """`plain`, or if `parameter` is a DTensor the one like it that has that on this rank."""
+    """Return `plain`, or, if `parameter` is a DTensor, one like it with `plain` as its local part."""
     if not isinstance(parameter, DTensor):
         return plain
     return _wrapped(plain, parameter.device_mesh, parameter.placements, parameter.shape)
@@ -151,7 +144,7 @@ def _wrapped(tile: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placemen
 
 
 def plain_of(parameter: torch.Tensor) -> torch.Tensor:
-    """What this rank has to shard of a parameter, without autograd: its tile, or all of it."""
+    """Return the tensor that this rank has to shard, without autograd: its tile, or the whole parameter."""
     return torch_private.local_of(parameter) if isinstance(parameter, DTensor) else wrapped_by(parameter).detach()
 
 
@@ -167,7 +160,7 @@ def set_plain(parameter: torch.Tensor, plain: torch.Tensor) -> None:
 
 
 def check_tiles(plans: Sequence[UnitPlan], roots: Sequence[nn.Module], mesh: Mesh) -> None:
-    """See to it that what is a DTensor is one over another axis of the mesh than parameters are sharded over.
+    """Check that each DTensor is over another axis of the mesh than parameters are sharded over.
 
     Raises:
         WrapError: one over the same ranks, over several axes, or with a placement that is neither `Shard` nor

@@ -1,8 +1,8 @@
-"""What others find of a unit where torch's `fully_shard` keeps its state, private as that is.
+"""The parts of torch's private `fully_shard` state that other code reads, provided for a unit.
 
-Pipeline stages have gradients reduced through it, scripts read names and what is unsharded, or have a module freed
-after forward. Those that are met with in public code are here, and each says or does of the unit what it does with
-torch's engine. All else is an error.
+Pipeline stages have gradients reduced through it; scripts read names and whether parameters are unsharded, or have a
+module freed after forward. The members that public code uses are here, and each reports or does for the unit what it
+does with torch's engine. All others raise an error.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fullshard.engine.unit_parameters import UnitState
 
 
 class _OfUnit:
-    """Equal for one unit. What it does not have can neither be read nor set."""
+    """The base of views of a unit, equal for one unit. Members it does not have can neither be read nor set."""
 
     _unit: Unit
 
@@ -52,7 +52,7 @@ class _OfUnit:
 
 
 class TorchState(_OfUnit):
-    """Of a unit: `fully_shard.state(module)`."""
+    """The state of a unit: `fully_shard.state(module)`."""
 
     @property
     def _state_ctx(self) -> _OfModel:
@@ -64,7 +64,7 @@ class TorchState(_OfUnit):
 
     @property
     def _fsdp_param_group(self) -> TorchParameterGroup | None:
-        """None for a unit without parameters."""
+        """Return the parameter group; None for a unit without parameters."""
         return TorchParameterGroup(self._unit) if self._unit.slots else None
 
     @property
@@ -78,7 +78,7 @@ class TorchState(_OfUnit):
 
     @property
     def _auto_reshard_after_forward(self) -> bool:
-        """Whether that follows from being the outermost unit or not. It may be set."""
+        """Return whether resharding follows from being outermost or not. It may be set."""
         return self._unit.requested_reshard_after_forward is None
 
     @_auto_reshard_after_forward.setter
@@ -86,7 +86,7 @@ class TorchState(_OfUnit):
         self._unit.requested_reshard_after_forward = None if value else self._unit.reshard_after_forward
 
     def _lazy_init(self) -> None:
-        """Nothing is left for it: a unit knows its model from when that is made one."""
+        """Do nothing: a unit learns its model when that is made one."""
 
     def _root_post_backward_final_callback(self) -> None:
         schedule_of(self._unit).reduce_if_kept()
@@ -102,16 +102,16 @@ class TorchState(_OfUnit):
 
 
 class _OfModel(_OfUnit):
-    """Of all units of a model."""
+    """The state that all units of a model share."""
 
     @property
     def all_states(self) -> list[TorchState]:
-        """The outermost unit first, as they come in the model."""
+        """Return the states of all units, the outermost first, as they come in the model."""
         return [TorchState(unit) for unit in reversed(schedule_of(self._unit).units)]
 
 
 class TorchParameterGroup(_OfUnit):
-    """Of a unit's parameters, those of all its buckets."""
+    """The parameters of a unit, those of all its buckets."""
 
     @property
     def _module_fqn(self) -> str:
@@ -119,22 +119,25 @@ class TorchParameterGroup(_OfUnit):
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
-        """Those that are unsharded together."""
+        """Return the modules that are unsharded together."""
         return tuple(self._unit.modules)
 
     @property
     def fsdp_params(self) -> list[TorchParameter]:
-        """One for each parameter, tied ones once."""
+        """Return one entry for each parameter, tied ones once."""
         return [TorchParameter(self._unit, parameter) for _, parameter in self._unit.entries]
 
     @property
     def mesh_info(self) -> _Axis:
-        """Whom they are sharded over."""
+        """Return the axis that the parameters are sharded over."""
         return _Axis(self._unit)
 
     @property
     def post_forward_mesh_info(self) -> _Axis | None:
-        """Who share them between forward and backward; None: every rank keeps them whole. It may be set."""
+        """Return the ranks that share parameters until backward; None: every rank keeps them whole.
+
+        It may be set.
+        """
         return self.mesh_info if self._unit.reshard_after_forward else None
 
     @post_forward_mesh_info.setter
@@ -143,37 +146,38 @@ class TorchParameterGroup(_OfUnit):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether they are not whole, or not yet."""
+        """Return whether the parameters are not whole, or not yet."""
         return not self.is_unsharded
 
     @property
     def is_unsharded(self) -> bool:
-        """Whether they are whole, be it that the modules hold sharded ones until they run again."""
+        """Return whether parameters are whole, even if modules hold sharded ones until they run again."""
         return self._unit.state in (UnitState.GATHERED, UnitState.UNSHARDED)
 
     def unshard(self, async_op: bool = False) -> None:
-        """As the module's; `wait_for_unshard` waits."""
+        """Unshard as the module's method does; `wait_for_unshard` waits."""
         self.modules[0].unshard(async_op)  # type: ignore[operator]
 
     def wait_for_unshard(self) -> None:
-        """Return when they are whole."""
+        """Return when the parameters are whole."""
         if not self._unit.is_sharded:
             self._unit.unshard()
 
     def reshard(self) -> None:
-        """As the module's."""
+        """Reshard as the module's method does."""
         self._unit.reshard()
 
     def post_backward(self, *_unused: Any) -> None:
-        """Reduce what backwards have kept unreduced, of the whole model: units are reduced in one order on all ranks.
+        """Reduce gradients that backwards have kept, those of the whole model.
 
-        What has been reduced already, by another group's or at the end of a backward, is not reduced again.
+        Units are reduced in one order on all ranks. Gradients that were reduced already, through another group or at
+        the end of a backward, are not reduced again.
         """
         schedule_of(self._unit).reduce_if_kept()
 
 
 class TorchParameter(_OfUnit):
-    """Of one parameter."""
+    """One parameter of a unit."""
 
     _parameter: ShardedTensor
 
@@ -183,7 +187,7 @@ class TorchParameter(_OfUnit):
 
     @property
     def sharded_param(self) -> ShardedTensor:
-        """What the module holds of it at rest."""
+        """Return the tensor that the module holds at rest."""
         return self._parameter
 
     @property
@@ -192,7 +196,7 @@ class TorchParameter(_OfUnit):
 
     @property
     def _orig_size(self) -> torch.Size:
-        """Before it was sharded; tensor parallelism had cut it already."""
+        """Return the shape before sharding; tensor parallelism had cut it already."""
         return self.sharded_param.span.tile_shape
 
 
@@ -201,26 +205,26 @@ class _Axis(_OfUnit):
 
     @property
     def mesh(self) -> DeviceMesh:
-        """With the replicate axis, if there is one."""
+        """Return the mesh, with the replicate axis if there is one."""
         return self._unit.mesh.device_mesh
 
     @property
     def shard_process_group(self) -> Any:
-        """Its ranks, of a group of torch's."""
+        """Return the ranks of the axis as a group of torch's."""
         return self.mesh.get_group(self.mesh.ndim - 1)
 
     @property
     def shard_mesh_size(self) -> int:
-        """How many there are."""
+        """Return the number of ranks along the axis."""
         return self._unit.mesh.shard_size
 
     @property
     def shard_mesh_rank(self) -> int:
-        """This one among them."""
+        """Return this rank's place along the axis."""
         return self._unit.mesh.shard_rank
 
 
 def state_of(module: nn.Module) -> TorchState | None:
-    """What torch gives as `fully_shard.state(module)`: None if it is no unit."""
+    """Return the object for torch's `fully_shard.state(module)`; None if the module is no unit."""
     unit = unit_of(module)
     return None if unit is None else TorchState(unit)

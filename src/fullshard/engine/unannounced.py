@@ -1,8 +1,9 @@
-"""Calls that backward leaves without a sign, and which models have a part in the backward under way.
+"""Track calls that backward leaves without a sign, and which models have a part in the backward under way.
 
-Where a call has no input whose gradient backward makes, nothing tells that it has been left, and that may be so on some
-ranks only. Others free the unit there, reduce its gradients and gather again for an earlier call: ranks that did not
-would wait for them. So whatever backward comes to next, in whatever model, ends what it must have left.
+If backward makes a gradient for none of a call's inputs, nothing shows that it has left the call, and that may be so on
+some ranks only. The other ranks free the unit there, reduce its gradients and gather again for an earlier call; they
+would wait for ranks that do not. So whenever backward reaches a call, of any model, the calls that it must have left
+are ended.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from fullshard.engine.call import Call, HookedUnit
 
 
 class Unannounced:
-    """Those of one model.
+    """The unannounced calls of one model.
 
     Attributes:
-        units: of the model.
+        units: the units of the model.
         backward: torch's number of the backward under way, if it has come to the model; -1 for an end without one.
     """
 
@@ -31,23 +32,23 @@ class Unannounced:
         _models.add(weakref.ref(self, _models.discard))
 
     def begin(self) -> None:
-        """Backward has come to the model."""
+        """Learn that backward has reached the model."""
         self.backward = torch_private.backward_under_way()
 
     def end(self) -> None:
-        """It is over, or given up."""
+        """Learn that the backward is over, or given up."""
         self.backward = None
         self._calls.clear()
 
     def reach(self, unit: HookedUnit, call: Call[Any]) -> None:
-        """Backward has come to `call` of `unit`: what it has left is ended before anything more is gathered."""
+        """End the calls that backward has left, before `call` of `unit`, which it has reached, gathers anything."""
         self.leave(after=call.number)
         call.reach()
         if not call.inputs_left:  # the others end by themselves; where autograd has several queues, maybe later
             self._calls[call] = unit
 
     def leave(self, *, after: int) -> None:
-        """Backward has left calls that began after the one of that number, of whatever model; -1: it is over."""
+        """End calls that began after the one of that number, in any model; -1: the backward is over."""
         models = [self, *self._others()]
         left = {call: model for model in models for call in model._calls if call.number > after}
         if left:
@@ -55,10 +56,11 @@ class Unannounced:
 
     @staticmethod
     def leave_before_recompute() -> None:
-        """Backward runs a forward again: what it has left is ended before anything is gathered for that.
+        """End calls that backward has left, before a forward that it runs again gathers anything.
 
-        The calls in it get later numbers than all before, so what tells is the node that backward is at. In a backward
-        inside that (reentrant checkpoints in one another) those of the forward are not the same thread's everywhere.
+        The calls in that forward get later numbers than all before, so the node that backward is at decides. In a
+        backward inside it (nested reentrant checkpoints), the calls of the forward do not run in the same thread
+        everywhere.
         """
         node, backward = torch_private.node_under_way(), torch_private.backward_under_way()
         if node is not None:
@@ -76,7 +78,7 @@ class Unannounced:
                 unit.reduce_if_left()
 
     def finish_others(self) -> None:
-        """Free what other models have unsharded, for which ranks wait that have done so already."""
+        """Free units that other models have unsharded: ranks that have freed theirs wait for this rank."""
         for other in self._others():
             for unit in other.units:
                 unit.finish_backward()

@@ -35,7 +35,7 @@ from fullshard.wrap.partition import UnitPlan
 
 
 class UnitSchedule(UnitOwner, Protocol):
-    """What a unit asks of the order of work in its model, the `Schedule`: it tells what has begun and ended.
+    """The part of a model's `Schedule` that its units call: a unit tells it what has begun and ended.
 
     Attributes:
         unannounced: calls that backward leaves without a sign.
@@ -45,43 +45,43 @@ class UnitSchedule(UnitOwner, Protocol):
 
     @property
     def is_in_forward(self) -> bool:
-        """Whether a forward is under way."""
+        """Return whether a forward is under way."""
 
     def begin_forward(self, unit: Unit) -> bool:
-        """The unit is about to run forward (not as a recompute). Whether it is the first, which others are within."""
+        """Learn that a unit is about to run forward (not as a recompute); return whether it is the outermost."""
 
     def begin_call(self, unit: Unit) -> None:
-        """A forward that backward may come back to has begun."""
+        """Learn that a forward has begun that backward may come back to."""
 
     def end_call(self, unit: Unit, call: Call[Unit]) -> None:
-        """It has ended, after another one, and knows where what it has saved is."""
+        """Learn that a forward has ended, after another, and that it knows where its saved tensors are."""
 
     def prefetch_forward(self, unit: Unit) -> None:
-        """The unit's own parameters are there."""
+        """Learn that the unit's own parameters are there."""
 
     def end_forward(self, unit: Unit, *, failed: bool) -> None:
-        """It has run forward, or failed to."""
+        """Learn that the unit has run forward, or failed to."""
 
     def leave_forward(self) -> bool:
-        """Its forward is over, whatever becomes of its memory; whether it was the outermost one."""
+        """Learn that a forward is over, before its memory is freed; return whether it was the outermost."""
 
     def begin_backward(self, unit: Unit) -> None:
-        """Backward has reached the unit."""
+        """Learn that backward has reached the unit."""
 
     def note_gather_in_backward(self, unit: Unit) -> None:
-        """It is about to be unsharded there, or for what is computed again."""
+        """Learn that the unit is about to be unsharded in backward, or for a recompute."""
 
     def prefetch_backward(self, unit: Unit, call: Call[Unit]) -> None:
-        """Its parameters are there, and its gradients about to be computed."""
+        """Learn that the unit's parameters are there and its gradients are about to be computed."""
 
     def prefetch_after_backward(self, previous: Unit | None) -> None:
-        """They were, and `previous` comes next."""
+        """Learn that the gradients were computed, and that `previous` comes next."""
 
     def reduce_when_due(self, bucket: Bucket) -> None:
-        """All gradients of the bucket that will come are there."""
+        """Learn that all gradients of the bucket that will come are there."""
 
     def step_when_final(self) -> None:
-        """Something may have become final."""
+        """Learn that a bucket may have become final."""
 
 
 class Unit(UnitParameters):
@@ -132,18 +132,18 @@ class Unit(UnitParameters):
                 self.watch_gradients(bucket)
 
     def watch_gradients(self, bucket: Bucket) -> None:
-        """From now on `bucket` collects gradients."""
+        """Collect the gradients of `bucket` from now on."""
         self._gradient_hooks.watch(self, bucket)
 
     def abandon_forward(self) -> None:
-        """Back to rest after a forward that ended without its hooks. Gradients collected before it stay."""
+        """Return to rest after a forward that ended without its hooks. Gradients collected before it stay."""
         self._running = 0
         self._current.clear()
         self._ran.clear()
         self.reshard()
 
     def forget_forwards(self) -> None:
-        """A step has failed half-way."""
+        """Forget all forwards after a step that failed half-way."""
         self._running = 0
         self._calls.clear()  # a graph that is still alive may come back, and is not this step's any more
         self._current.clear()
@@ -151,7 +151,7 @@ class Unit(UnitParameters):
         self.is_kept_for_backward = False
 
     def give_up_backward(self) -> None:
-        """A backward has failed half-way, after which another one may come to the forwards before it."""
+        """Forget a backward that failed half-way; another may still come to the forwards before it."""
         for call in self._live_calls():
             call.is_active = False
         for bucket in self.buckets:
@@ -163,7 +163,7 @@ class Unit(UnitParameters):
 
     @property
     def has_live_calls(self) -> bool:
-        """Whether autograd may still come back to a forward of this unit; in a backward, whether this one does."""
+        """Return whether autograd, or this backward if one is under way, may come back to a forward of the unit."""
         backward = torch_private.backward_under_way()
         return any(call.is_in_backward and (backward == -1 or call.left_in != backward) for call in self._live_calls())
 
@@ -173,7 +173,7 @@ class Unit(UnitParameters):
 
     @property
     def awaits_backward(self) -> bool:
-        """Whether it has not yet come back to one of them."""
+        """Return whether autograd has not yet come back to one of the calls."""
         return bool(_pending(self._live_calls()))
 
     # -- hooks --------------------------------------------------------------------------------------------------
@@ -263,7 +263,7 @@ class Unit(UnitParameters):
         return not any(bucket.trainable_count for bucket in self.buckets)
 
     def begin_backward(self) -> None:
-        """A gradient has appeared, and maybe no output has told before.
+        """Begin a backward when a gradient has appeared; maybe no output has announced it.
 
         Raises:
             LifecycleError: none has, and what was read for it may not have been there: a gather ahead was under way.
@@ -278,7 +278,7 @@ class Unit(UnitParameters):
         self.schedule.begin_backward(self)
 
     def pre_backward(self, call: Call[Unit]) -> None:
-        """Backward has reached an output of `call`."""
+        """Learn that backward has reached an output of `call`."""
         if torch.is_grad_enabled() and any(not bucket.shares_main for bucket in self.buckets):
             self._check_second_derivatives()
         self.schedule.begin_backward(self)
@@ -302,7 +302,7 @@ class Unit(UnitParameters):
             )
 
     def post_backward(self, call: Call[Unit]) -> None:
-        """Backward has passed all inputs of `call`."""
+        """Learn that backward has passed all inputs of `call`."""
         self.schedule.unannounced.leave(after=call.number)
         call.end()
         self.emit(EventKind.BACKWARD_END)
@@ -317,7 +317,7 @@ class Unit(UnitParameters):
         self.schedule.step_when_final()
 
     def reduce_if_left(self) -> None:
-        """Reduce its gradients, unless a call is still to come back: it adds to them."""
+        """Reduce the unit's gradients, unless backward is still to come back to a call, which adds to them."""
         if not self.awaits_backward:
             self._reduce()
 
@@ -326,7 +326,7 @@ class Unit(UnitParameters):
             self.schedule.reduce_when_due(bucket)
 
     def gradients_complete(self, bucket: Bucket) -> None:
-        """Autograd has accumulated the gradients of all parameters of `bucket`."""
+        """Learn that autograd has accumulated the gradients of all parameters of `bucket`."""
         calls = self._live_calls()
         if any(not call.is_active for call in _pending(calls)):
             return  # one that is still to come adds to them on other ranks, which reduce them after it
@@ -336,9 +336,10 @@ class Unit(UnitParameters):
         self.schedule.step_when_final()
 
     def _reshard_if_passed(self, calls: Sequence[Call[Unit]]) -> None:
-        """All gradients are there: reshard, where nothing else tells that backward has left `calls`.
+        """Reshard when all gradients are there, if nothing else shows that backward has left `calls`.
 
-        With an input that wants a gradient, a parameter may still be read on the way to it; likewise a frozen one.
+        If an input wants a gradient, a parameter may still be read on the way to it; the same goes for a frozen
+        parameter.
         """
         calls = [call for call in calls if call.is_in_backward]
         if not any(call.has_inputs for call in calls):
@@ -351,7 +352,7 @@ class Unit(UnitParameters):
             self.reshard()
 
     def finish_backward(self) -> None:
-        """The whole backward is over: forget its calls and leave nothing unsharded."""
+        """Finish the whole backward: forget its calls and leave nothing unsharded."""
         for call in self._live_calls():
             call.end()
         self.is_kept_for_backward = False
@@ -361,11 +362,11 @@ class Unit(UnitParameters):
 
 
 def _pending(calls: Sequence[Call[Unit]]) -> list[Call[Unit]]:
-    """Those that the backward under way is to come to, or in."""
+    """Return the calls that the backward under way is to come to, or is in."""
     return [call for call in calls if not call.is_done and call.is_in_backward]
 
 
 def owner_of(bucket: Bucket) -> Unit:
-    """The unit that a bucket belongs to."""
+    """Return the unit that a bucket belongs to."""
     assert isinstance(bucket.owner, Unit)  # noqa: S101 -- nothing else makes buckets
     return bucket.owner

@@ -41,9 +41,10 @@ from fullshard.wrap.partition import Slot, UnitPlan
 
 
 class UnitState(Enum):
-    """Where a unit's parameters are. Nothing else says whether they are whole.
+    """The state of a unit's parameters; nothing else says whether they are whole.
 
-    Up from one to the next; down to GATHERED, and from there, or from a gather that nobody wants any more, to SHARDED.
+    Unsharding moves up from one state to the next. Resharding moves down to GATHERED, and to SHARDED from there or from
+    a gather that is no longer wanted.
     """
 
     SHARDED = auto()
@@ -57,7 +58,7 @@ class UnitState(Enum):
 
 
 class UnitOwner(Protocol):
-    """What a unit's parameters ask of the model that they are part of."""
+    """The part of a model that its units' parameters use."""
 
     mesh: Mesh
     extensions: Extensions
@@ -66,10 +67,10 @@ class UnitOwner(Protocol):
 
     @property
     def has_stepped(self) -> bool:
-        """Whether an optimizer has."""
+        """Return whether an optimizer has stepped."""
 
     def know_buckets(self) -> None:
-        """A unit that was on the meta device has its buckets now."""
+        """Learn that a unit that was on the meta device has its buckets now."""
 
 
 _made = itertools.count()
@@ -168,7 +169,7 @@ class UnitParameters:
 
     @property
     def entries(self) -> Sequence[tuple[Slot, ShardedTensor]]:
-        """Each parameter's slot, and what the modules hold of it at rest."""
+        """Return each parameter's slot, and the tensor that the modules hold at rest."""
         if self.stand_ins is not None:
             return self.stand_ins.entries
         return self._real_entries()
@@ -213,7 +214,7 @@ class UnitParameters:
             )
 
     def has_view(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` is in memory that goes when the parameters are resharded."""
+        """Return whether `tensor` is in memory that is freed when the parameters are resharded."""
         plain = torch_private.local_of(tensor) if isinstance(tensor, DTensor) else tensor
         if plain.layout is not torch.strided or torch_private.are_transforms_active():
             return False
@@ -303,21 +304,21 @@ class UnitParameters:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether nothing unsharded is there, or on its way."""
+        """Return whether nothing unsharded is there, or on its way."""
         return self.state is UnitState.SHARDED
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether its modules hold sharded parameters, which nothing can be computed with."""
+        """Return whether the modules hold sharded parameters, which nothing can be computed with."""
         return self.state is not UnitState.UNSHARDED
 
     def take_requires_grad(self) -> None:
-        """See `Bucket.take_requires_grad`."""
+        """Call `Bucket.take_requires_grad` for each bucket."""
         for bucket in self.buckets:
             bucket.take_requires_grad()
 
     def take_name(self, name: str) -> None:
-        """It is known now where in the model it is."""
+        """Take the unit's name in the model, known only now."""
         self.name = name
         self._waits.clear()
 
@@ -327,7 +328,7 @@ class UnitParameters:
             self.schedule.event_sink(Event(kind, self.name, nbytes, what, bucket))
 
     def waiting(self, phase: str) -> Waiting:
-        """Within it this rank waits for others in that phase."""
+        """Return a context within which this rank waits for others in that phase."""
         wait = self._waits.get(phase)
         if wait is None:
             wait = self._waits[phase] = Waiting(self.mesh, f"unit {self.name!r}, {phase}")

@@ -27,12 +27,12 @@ from fullshard.engine.precision import torch_dtype
 
 
 class UnshardedGradient:
-    """What autograd has made and no reduction has taken.
+    """The gradients that autograd has made and no reduction has taken.
 
     Args:
-        spec: of the bucket.
+        spec: the bucket's layout.
         parameters: sharded ones, in the order of `spec.slots`.
-        storage_id: which storage the unsharded parameters are views of; None if that is not known.
+        storage_id: the storage that the unsharded parameters are views of; None if it is not known.
 
     Attributes:
         expected: how many parameters want a gradient.
@@ -59,7 +59,7 @@ class UnshardedGradient:
 
     @property
     def exists(self) -> bool:
-        """Whether there is any."""
+        """Return whether there is any gradient."""
         return self._full is not None
 
     @property
@@ -69,7 +69,7 @@ class UnshardedGradient:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every parameter that wants a gradient has one."""
+        """Return whether every parameter that wants a gradient has one."""
         return len(self.fired) >= self.expected
 
     def collect(self, index: int, parameter: torch.Tensor) -> bool:
@@ -100,7 +100,7 @@ class UnshardedGradient:
         return self._full is not None and index not in self._fresh
 
     def end_backward(self) -> None:
-        """Forget what appeared in it."""
+        """Forget which gradients appeared in the backward."""
         self.is_kept = self.exists
         self.fired.clear()
 
@@ -130,7 +130,10 @@ class UnshardedGradient:
             piece.add_(grad.ravel())
 
     def _check_data(self, failed: int | None = None) -> None:
-        """What was collected, or failed to be, is of parameters that are still views of their bucket."""
+        """Check that the collected gradients belong to parameters that are still views of their bucket.
+
+        `failed` is a parameter whose gradient could not be collected.
+        """
         if self._storage_id is None:
             return
         held = self._originals
@@ -148,7 +151,7 @@ class UnshardedGradient:
                 )
 
     def _begin(self) -> torch.Tensor:
-        """Memory for the unsharded gradients, and a piece of it for each parameter; zeros between them."""
+        """Return memory for the unsharded gradients, cut into a piece for each parameter; zeros between them."""
         self._full = self._empty(self._first_dtype)
         self._pieces, gaps = self._cut.apply(self._full)
         for gap in gaps:
@@ -168,7 +171,7 @@ class UnshardedGradient:
             self._fresh = {index: self._pieces[index] for index in self._fresh}
 
     def hand_over(self) -> torch.Tensor:
-        """`full`, shape (F,), with zeros for what was not used; what appears from now on goes into new memory.
+        """Return `full`, shape (F,), with zeros for unused parameters; later gradients go into new memory.
 
         Raises:
             LifecycleError: forward gave a parameter other data, for which its gradient is.
@@ -185,7 +188,7 @@ class UnshardedGradient:
         self._fresh.clear()
 
     def end(self, *, is_reduced: bool) -> BucketEnd:
-        """What this rank says of the bucket when backward ends.
+        """Return this rank's end of backward for the bucket.
 
         Raises:
             LifecycleError: as by `hand_over`, of what is kept for another backward.
@@ -195,7 +198,7 @@ class UnshardedGradient:
         return BucketEnd(is_reduced, not is_reduced, self.exists, self.used)
 
     def forget_used(self) -> None:
-        """What was used has been published on all ranks."""
+        """Forget which parameters were used: that has been published on all ranks."""
         self.used = bytearray(len(self.used))
 
     def clear(self) -> None:
@@ -248,6 +251,6 @@ class Cut:
         self._sizes.append(numel)
 
     def apply(self, flat: torch.Tensor) -> tuple[Sequence[torch.Tensor], list[torch.Tensor]]:
-        """1-D views of the parameters' parts, empty ones included, and of the gaps."""
+        """Return 1-D views of the parameters' parts, empty ones included, and of the gaps."""
         pieces = flat.split_with_sizes(self._sizes)
         return list(compress(pieces, self._are_parameters)), list(compress(pieces, self._are_gaps))

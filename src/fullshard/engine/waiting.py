@@ -1,7 +1,7 @@
-"""Where a rank waits for others, and what it says when they do not come.
+"""Waits of a rank for others, and the errors raised when they do not come.
 
-What torch raises then names a socket or a communicator. It becomes an error with rank, unit, phase and step. While the
-wait lasts `core.place` knows of it, for whoever asks why nothing goes on (`comm.stalls`).
+An error of torch's then names a socket or a communicator. This module turns it into an error with rank, unit, phase and
+step. While the wait lasts `core.place` knows of it, for the report on stalled ranks (`comm.stalls`).
 """
 
 from __future__ import annotations

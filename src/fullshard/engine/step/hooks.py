@@ -1,4 +1,4 @@
-"""What runs before and after every optimizer's step, and which optimizers may work on intervals at all."""
+"""Hooks before and after every optimizer's step, and the check that an optimizer can work on intervals."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ NEEDS_WHOLE_TENSORS: dict[str, frozenset[str]] = {
 functions of the tensor alone nor divide it over the ranks: by package. Any other that does computes of the whole."""
 
 _STEPS_IN_BACKWARD = frozenset({"Lomo", "AdaLomo", "LOMO", "AdaLOMO"})
-"""Of them those that update whole parameters as gradients appear, in hooks of their own."""
+"""Those of them that update whole parameters as gradients appear, in hooks of their own."""
 
 _ONE_RANK_PER_MATRIX = {
     "Muon": ({"Muon"}, "the same arguments and numbers"),
     "SOAP": ({"SOAP"}, "the arguments and numbers of its authors"),
     "Shampoo": ({"Shampoo", "DistributedShampoo"}, "averaged factors and steps of Adam's size"),
 }
-"""Ours, the classes in whose place they are, and how alike they are."""
+"""Our optimizers, the classes that they replace, and how alike they are."""
 
 _PAST_CLASSES = ("bitsandbytes.", "fullshard.")
-"""Whose optimizers take memory for what it is."""
+"""Packages whose optimizers use a tensor's memory directly."""
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
@@ -104,7 +104,7 @@ def _check_whole(kind: type) -> None:
 
 
 def _in_place_of(kind: type, names: set[str]) -> str:
-    """The line to write in place of an optimizer that needs whole tensors; empty if there is none."""
+    """Return the line to write in place of an optimizer that needs whole tensors; empty if there is none."""
     if "Adafactor" in names:
         home = next(one.__module__ for one in kind.__mro__ if one.__name__ == "Adafactor")
         ours = "TransformersAdafactor" if home.startswith("transformers.") else "Adafactor"
@@ -156,7 +156,7 @@ sharded later; and the buckets that the sharded ones are in."""
 
 
 def _checked_buckets(optimizer: torch.optim.Optimizer) -> list[Bucket]:
-    """The buckets that the optimizer updates; checks it first, unless it holds what it held at its last step."""
+    """Return the buckets that the optimizer updates; check it first, unless its parameters are the same."""
     parameters = list(itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups))
     known, buckets = _held.get(optimizer, ([], []))
     if buckets and are_same(parameters, known):
@@ -169,7 +169,7 @@ def _checked_buckets(optimizer: torch.optim.Optimizer) -> list[Bucket]:
 
 
 def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs before every optimizer's step: check it, and drop what was gathered from weights about to change."""
+    """Check the optimizer before its step, and drop what was gathered from weights about to change."""
     buckets = _checked_buckets(optimizer)
     if not buckets:
         return None
@@ -228,7 +228,7 @@ def _tell_after_closure(
 
 
 def after_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-    """Runs after every optimizer's step."""
+    """Take back what was lent, and send state, after every optimizer's step."""
     finish_step(optimizer)
     take_back(optimizer, has_stepped=True)  # before state is sent, which is looked for under the sharded parameters
     if optimizer in _held:  # else the step began before anything was sharded

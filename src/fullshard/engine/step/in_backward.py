@@ -49,7 +49,7 @@ _HALF_DONE = (
 
 
 def step_in_backward(optimizer: optim.Optimizer) -> None:
-    """From now on update every bucket within backward, as soon as its gradient is final, and free the gradient.
+    """Update every bucket within backward from now on, once its gradient is final, and free the gradient.
 
     The numbers are those of `optimizer.step()`, bit for bit. The loop keeps its lines; `optimizer.step()` ends the step
     and updates what backward has not. With several micro-batches per step say which backward is the last:
@@ -107,13 +107,13 @@ def step_in_backward(optimizer: optim.Optimizer) -> None:
 
 
 def _first_shared(schedules: Iterable[Schedule], held: set[int], stepper: Stepper | None) -> str | None:
-    """The first of these parameters that another stepper has."""
+    """Return the name of the first of these parameters that another stepper has."""
     others = [other for schedule in schedules for other in schedule.steppers if other is not stepper]
     return next((name for other in others if (name := other.first_among(held)) is not None), None)
 
 
 def steps_in_backward(optimizer: optim.Optimizer) -> bool:
-    """Whether this one does, so that its state changes before `optimizer.step()`."""
+    """Return whether the optimizer steps in backward, so that state changes before `optimizer.step()`."""
     return _stepper_of(optimizer) is not None
 
 
@@ -123,7 +123,10 @@ def _stepper_of(optimizer: optim.Optimizer) -> Stepper | None:
 
 
 def anything_steps_in_backward() -> bool:
-    """Whether any optimizer ever did in this process; the launcher warns at the end if it was asked to and none did."""
+    """Return whether any optimizer ever stepped in backward in this process.
+
+    The launcher warns at the end if that was asked for and none did.
+    """
     return _was_asked_for[0]
 
 
@@ -157,7 +160,7 @@ class Stepper:
         _was_asked_for[0] = True
 
     def first_among(self, parameters: set[int]) -> str | None:
-        """The name of the first sharded parameter it holds that is among those with these ids."""
+        """Return the name of the first sharded parameter it holds that is among those with these ids."""
         optimizer = self._optimizer()
         held = [] if optimizer is None else sharded_parameters(optimizer)
         return next((p.name for p in held if id(p) in parameters), None)
@@ -165,7 +168,7 @@ class Stepper:
     # -- in backward --------------------------------------------------------------------------------------------
 
     def begin(self, schedule: Schedule, *, is_last: bool) -> bool:
-        """A backward begins; whether to step in it.
+        """Begin a backward; return whether to step in it.
 
         Raises:
             LifecycleError: the last step has not been ended, or something would be left out without a word.
@@ -248,7 +251,7 @@ class Stepper:
     # -- after it -----------------------------------------------------------------------------------------------
 
     def __call__(self, optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The script has come to `optimizer.step()`: allow to read gradients again.
+        """Allow gradients to be read again, as the script has reached `optimizer.step()`.
 
         Raises:
             LifecycleError: with a closure, or after a hyper-parameter was changed that backward has used already.
@@ -283,7 +286,7 @@ class Stepper:
 
 
 def _part_of(optimizer: optim.Optimizer) -> optim.Optimizer:
-    """An optimizer like this one that holds nothing."""
+    """Return an optimizer like this one that holds nothing."""
     part = object.__new__(type(optimizer))
     own = (torch_private.INIT_GROUP, "step")
     part.__dict__.update({key: value for key, value in vars(optimizer).items() if key not in own})
@@ -297,5 +300,5 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _versions(options: dict[str, Any]) -> dict[str, int]:
-    """How often each option that is a tensor has been changed in place."""
+    """Return how often each option that is a tensor has been changed in place."""
     return {key: value._version for key, value in options.items() if isinstance(value, torch.Tensor)}

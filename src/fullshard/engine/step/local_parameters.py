@@ -25,7 +25,7 @@ _PLAIN = "_fullshard_plain"
 
 
 def takes_local(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer is one of these."""
+    """Return whether the optimizer is one that updates plain tensors."""
     return is_of(optimizer, *_PACKAGES)
 
 
@@ -35,7 +35,10 @@ def is_of(optimizer: torch.optim.Optimizer, *packages: str) -> bool:
 
 
 def local_parameter(parameter: ShardedParameter) -> nn.Parameter:
-    """This rank's part of a sharded parameter as a plain one, always the same: flat, or rows of a composed one."""
+    """Return this rank's part of a sharded parameter as a plain parameter, always the same object.
+
+    It is flat, or rows of a composed parameter.
+    """
     plain: nn.Parameter | None = getattr(parameter, _PLAIN, None)
     if plain is None:
         plain = nn.Parameter(parameter.local, requires_grad=parameter.requires_grad)
@@ -99,5 +102,5 @@ def take_back(optimizer: torch.optim.Optimizer, *, has_stepped: bool = False) ->
 
 
 def as_local(state: Mapping[str, Any]) -> dict[str, Any]:
-    """State with this rank's interval, a plain tensor, in place of each sharded one."""
+    """Return state with this rank's interval, a plain tensor, in place of each sharded one."""
     return {key: value.local if isinstance(value, ShardedTensor) else value for key, value in state.items()}

@@ -40,25 +40,25 @@ class MatrixOptimizer(torch.optim.Optimizer):
     owned_state: frozenset[str] = frozenset()
 
     def is_owned(self, key: str) -> bool:
-        """Whether state of this key is that of a matrix, which its owner has."""
+        """Return whether state of this key belongs to a matrix; the matrix's owner has it."""
         return key.rpartition(".")[0] in self.owned_state
 
     def owned(self, parameter: torch.Tensor) -> Sequence[int]:
-        """Numbers of the parameter's matrices that this rank owns; not asked where no state is owned."""
+        """Return numbers of the parameter's matrices that this rank owns; not called if no state is owned."""
         raise NotImplementedError
 
 
 def is_owned(optimizer: torch.optim.Optimizer, key: str) -> bool:
-    """Whether state of this key is with the owner of a matrix, and laid out in no other way."""
+    """Return whether state of this key is with the owner of a matrix, and laid out in no other way."""
     return isinstance(optimizer, MatrixOptimizer) and optimizer.is_owned(key)
 
 
 Give = Callable[[ShardedParameter], torch.Tensor]
-"""What of a parameter its owner is to get whole: this rank's interval of it, shape (n,)."""
+"""Gives this rank's interval, shape (n,), of the values that a parameter's owner is to get whole."""
 Compute = Callable[[ShardedParameter, int, torch.Tensor], torch.Tensor]
-"""What the owner makes of one matrix of a parameter, its number there and its shape (rows, columns): another."""
+"""Computes the result of one matrix, given the parameter, the matrix's number and the matrix (rows, columns)."""
 Take = Callable[[ShardedParameter, torch.Tensor], None]
-"""This rank's interval of what was made of a parameter's matrices, shape (n,)."""
+"""Takes this rank's interval, shape (n,), of the results of a parameter's matrices."""
 
 
 class WholeMatrices:
@@ -102,7 +102,7 @@ class WholeMatrices:
         )
 
     def owners(self) -> dict[int, list[tuple[int, int]]]:
-        """By the parameter's id, the owner of each of its matrices: (place along the replicate axis, shard axis)."""
+        """Return by parameter id the owner of each of its matrices: (replicate place, shard place)."""
         owners: dict[int, list[tuple[int, int]]] = {key: [] for key in self._first}
         for parameter, owner in zip(self._owners_of, self.dealing.owners, strict=True):
             owners[id(parameter)].append(owner)
@@ -139,7 +139,7 @@ class WholeMatrices:
             travel.take(last, gone.popleft(), take)
 
     def _made(self, matrices: dict[int, torch.Tensor], dtype: torch.dtype, compute: Compute) -> dict[int, torch.Tensor]:
-        """What this rank's matrices become, each flat; in their place, so that none is there twice."""
+        """Return the results of this rank's matrices, each flat, in place of the inputs: neither exists twice."""
         for number in matrices:
             parameter = self._owners_of[number]
             made = compute(parameter, number - self._first[id(parameter)], matrices[number])
@@ -166,7 +166,7 @@ class _Coming:
     what: str
 
     def wait(self) -> list[tuple[MatrixPiece, torch.Tensor]]:
-        """The pieces, once they are here."""
+        """Return the pieces, once they are here."""
         with owner_of(self.bucket).waiting(f"pieces of matrices {self.what}"):
             received = self.work.wait()
         return list(zip(self.pieces, cut(received, [piece.interval.numel for piece in self.pieces]), strict=True))
@@ -187,7 +187,7 @@ class _Travel:
         ]
 
     def __len__(self) -> int:
-        """How many exchanges there are, either way."""
+        """Return the number of exchanges, either way."""
         return len(self._exchanges)
 
     def to_owners(self, turn: int, give: Give) -> _Coming:
@@ -199,7 +199,7 @@ class _Travel:
         return self._exchange(self._mesh.reduce, numbers[0], sent, leaving, arriving, "to owners")
 
     def whole(self, arriving: _Coming) -> dict[int, torch.Tensor]:
-        """This rank's matrices of an exchange, by number."""
+        """Return this rank's matrices of an exchange, by number."""
         pieces_of: dict[int, list[torch.Tensor]] = {}
         for piece, part in arriving.wait():
             pieces_of.setdefault(piece.matrix, []).append(part)
@@ -229,7 +229,7 @@ class _Travel:
     def _across(
         self, numbers: Sequence[int], own: Sequence[tuple[MatrixPiece, torch.Tensor]]
     ) -> list[tuple[MatrixPiece, torch.Tensor]]:
-        """What the other rows, which have the same interval, got from their owners; they get what this one has."""
+        """Exchange results with the other rows, which have the same interval: each sends those of its owners."""
         mesh = self._mesh
         if mesh.replicate_size == 1:
             return []
@@ -251,7 +251,7 @@ class _Travel:
         arriving: Sequence[Sequence[MatrixPiece]],
         what: str,
     ) -> _Coming:
-        """Send pieces to ranks, and have those that come. It is called after the `first` of its buckets."""
+        """Send pieces to ranks, and receive theirs; the exchange is named after the `first` of its buckets."""
         bucket = self._whole._buckets[first]
         sizes = [[sum(piece.interval.numel for piece in pieces) for pieces in each] for each in (leaving, arriving)]
         parts, device = Parts(*sizes), self._mesh.device
@@ -265,17 +265,17 @@ class _Travel:
         return _Coming([piece for each in arriving for piece in each], work, buffer, bucket, what)
 
     def _sent(self, numbers: Sequence[int], row: int | None = None) -> list[list[MatrixPiece]]:
-        """Of the matrices that are dealt to this row, or another: what this rank has of them, by owner."""
+        """Return this rank's pieces of matrices dealt to this row, or another, by owner."""
         row = self._mesh.replicate_rank if row is None else row
         return self._present([self._dealing.sent(number, row, self._mesh.shard_rank) for number in numbers])
 
     def _gathered(self, numbers: Sequence[int]) -> list[list[MatrixPiece]]:
-        """The pieces of this rank's own matrices, by the rank that has them."""
+        """Return the pieces of this rank's own matrices, by the rank that has them."""
         mesh = self._mesh
         return self._present([self._dealing.gathered(n, mesh.replicate_rank, mesh.shard_rank) for n in numbers])
 
     def _present(self, of_buckets: Sequence[Sequence[Sequence[MatrixPiece]]]) -> list[list[MatrixPiece]]:
-        """By rank, those of parameters that are updated in this step."""
+        """Return by rank the pieces of parameters that are updated in this step."""
         owners_of = self._whole._owners_of
         return [
             [piece for pieces in of_rank for piece in pieces if id(owners_of[piece.matrix]) in self._given]
@@ -283,13 +283,13 @@ class _Travel:
         ]
 
     def _part_of(self, local: dict[int, torch.Tensor], piece: MatrixPiece) -> torch.Tensor:
-        """A piece out of what `give` has given."""
+        """Return a piece of the interval that `give` has given."""
         parameter = self._whole._owners_of[piece.matrix]
         layout, index = bucket_of(parameter).layout, parameter._index
         first = layout.offsets[index] + layout.interval(index, self._mesh.shard_rank).start
         return local[id(parameter)][piece.interval.start - first : piece.interval.stop - first]
 
     def _part_of_matrix(self, results: dict[int, torch.Tensor], piece: MatrixPiece) -> torch.Tensor:
-        """A piece of what `compute` has made."""
+        """Return a piece of the matrix that `compute` has made."""
         first = self._dealing.matrices[piece.matrix].interval.start
         return results[piece.matrix][piece.interval.start - first : piece.interval.stop - first]

@@ -19,12 +19,12 @@ from fullshard.engine.sharded_tensor import ShardedTensor
 
 
 def bring_state(optimizer: torch.optim.Optimizer, buckets: Iterable[Bucket]) -> None:
-    """Before a step on `buckets`: copy the state that is on the host to the device that holds the main weights."""
+    """Copy state that is on the host to the device with the main weights, before a step on `buckets`."""
     _move(optimizer, buckets, EventKind.TO_DEVICE)
 
 
 def send_state(optimizer: torch.optim.Optimizer, buckets: Iterable[Bucket]) -> None:
-    """After a step: copy the state to the host, whichever of it has been made or loaded on the device."""
+    """Copy state that was made or loaded on the device to the host, after a step."""
     _move(optimizer, buckets, EventKind.TO_HOST)
 
 
@@ -58,7 +58,7 @@ def _move(optimizer: torch.optim.Optimizer, buckets: Iterable[Bucket], way: Even
 
 
 def _plain_tensors(value: object) -> Iterator[torch.Tensor]:
-    """The tensors in a state's value; a quantised one is made of several. Step counts stay."""
+    """Yield the tensors in a state's value; a quantised one is made of several. Step counts stay."""
     if isinstance(value, ShardedTensor):
         yield value.local
     elif isinstance(value, torch.Tensor) and hasattr(value, "__tensor_flatten__"):

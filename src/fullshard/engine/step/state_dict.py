@@ -1,6 +1,7 @@
-"""An optimizer's state dict: its tensors are laid out as their parameters, and plain ones are cut when loaded.
+"""Lay out the tensors of an optimizer's state dict as their parameters, and cut plain ones when loaded.
 
-What stands in for torch's methods has their arguments' names: torch itself calls `state_dict(self=optimizer)`.
+The functions that replace torch's methods have the same argument names: torch itself calls
+`state_dict(self=optimizer)`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from fullshard.engine.step.matrices import MatrixOptimizer, is_owned
 
 @functools.wraps(torch_private.state_dict.torchs)
 def state_dict(self: torch.optim.Optimizer) -> dict[str, Any]:
-    """Torch's, with a `ShardedTensor` in place of each tensor that is this rank's interval.
+    """Return torch's state dict, with a `ShardedTensor` in place of each of this rank's intervals.
 
     Raises:
         OptimizerError: state that cannot be whole: bitsandbytes' codes, and none where a rank has no elements; or that
@@ -55,7 +56,7 @@ def _check_is_whole(optimizer: torch.optim.Optimizer, how: str, ranks: Callable[
 
 
 def as_sharded(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
-    """State of plain tensors as the optimizer keeps it: laid out as the parameter, unless it is one of plain ones."""
+    """Return state of plain tensors as the optimizer keeps it: laid out as the parameter, unless that is plain."""
     if isinstance(parameter, ShardedParameter) and not takes_local(optimizer):
         return _wrapped(state, parameter)
     return state
@@ -74,7 +75,7 @@ def _is_interval(value: Any, parameter: ShardedParameter) -> bool:
 
 @functools.wraps(torch_private.load_state_dict.torchs)
 def load_state_dict(self: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """Torch's loading, after whole tensors are cut to this rank's intervals.
+    """Load as torch does, after whole tensors are cut to this rank's intervals.
 
     Raises:
         OptimizerError: state of another shape than its parameter's.
@@ -88,7 +89,7 @@ def _map_states(
     state_dict: dict[str, Any],
     function: Callable[[dict[str, Any], ShardedParameter], dict[str, Any]],
 ) -> dict[str, Any]:
-    """`state_dict` with `function` applied to the state of each sharded parameter."""
+    """Return `state_dict` with `function` applied to the state of each sharded parameter."""
     saved = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
     held = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
     state = dict(state_dict["state"])
@@ -99,9 +100,9 @@ def _map_states(
 
 
 def cut_state(state: dict[str, Any], sharded: ShardedParameter, *, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The state of a whole parameter, cut to this rank's interval. What is cut already must be this rank's.
+    """Return the state of a whole parameter, cut to this rank's interval; state that is cut must be this rank's.
 
-    What the owner of a matrix keeps stays as it is; the optimizer drops what is not this rank's.
+    State that the owner of a matrix keeps stays as it is; the optimizer drops state that is not this rank's.
     """
     cut = {}
     for key, kept in state.items():
