@@ -151,7 +151,7 @@ class Collectives(Protocol):
         holds_main: bool,
         packing: Packing | None = None,
     ) -> FullBuffer:
-        """A buffer for a bucket; see `BufferSpec`. All ranks make the same ones in the same order."""
+        """Make a buffer for a bucket; see `BufferSpec`. All ranks make the same ones in the same order."""
         return self._buffer(BufferSpec(numel, dtype, device, holds_main, packing if self.sends else None))
 
     def _buffer(self, spec: BufferSpec) -> FullBuffer:
@@ -204,11 +204,11 @@ class Collectives(Protocol):
 
 
 def cut(flat: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-    """Views of a flat tensor, one part after the other."""
+    """Return views of a flat tensor, one part after the other."""
     return list(flat.split_with_sizes(list(sizes)))
 
 
 def own_interval(full: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-    """The view of `full` that rank `rank` of `size` owns."""
+    """Return the view of `full` that rank `rank` of `size` owns."""
     shard_numel = full.numel() // size
     return full.narrow(0, rank * shard_numel, shard_numel)

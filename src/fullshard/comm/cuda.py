@@ -13,13 +13,13 @@ from fullshard.config.hardware import DetectedDevice
 
 
 def is_available() -> bool:
-    """Whether torch can use a CUDA device here."""
+    """Return whether torch can use a CUDA device here."""
     return torch.cuda.is_available()
 
 
 @contextlib.contextmanager
 def asking_the_driver() -> Iterator[None]:
-    """Within it looking for devices starts nothing: after the runtime has looked, a forked process cannot use any."""
+    """Let a look for devices start nothing: once the runtime has looked, a forked process cannot use any device."""
     name = "PYTORCH_NVML_BASED_CUDA_CHECK"
     before = os.environ.get(name)
     os.environ[name] = "1"
@@ -33,7 +33,7 @@ def asking_the_driver() -> Iterator[None]:
 
 
 def was_used() -> bool:
-    """Whether this process has: one that is forked from it cannot then."""
+    """Return whether this process has used CUDA: a process that is forked from it cannot then."""
     return bool(torch.cuda.is_initialized())
 
 
@@ -43,12 +43,12 @@ def select(device: torch.device) -> None:
 
 
 def memory_nbytes(device: torch.device) -> int:
-    """Bytes it has."""
+    """Return the bytes of memory of a device."""
     return int(torch.cuda.get_device_properties(device).total_memory)
 
 
 def computes_bfloat16(device: torch.device) -> bool:
-    """Whether it has bfloat16 arithmetic of its own."""
+    """Return whether a device has bfloat16 arithmetic of its own."""
     return bool(torch.cuda.is_bf16_supported(including_emulation=False))
 
 

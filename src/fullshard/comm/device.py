@@ -51,24 +51,24 @@ _WITHOUT_RANKS = ("mps",)
 
 
 def traits_of(device: torch.device) -> Traits:
-    """The row of a device."""
+    """Return the traits of a device."""
     return _TRAITS.get(device.type, _COMMON)
 
 
 def accelerator() -> str | None:
-    """The kind of accelerator that ranks can use here; None if there is none."""
+    """Return the kind of accelerator that ranks can use here; None if there is none."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return None if found is None or found.type in _WITHOUT_RANKS else found.type
 
 
 def kind_of(wanted: str) -> str:
-    """The kind to compute on.
+    """Return the kind of device to compute on.
 
     Args:
         wanted: `auto`: the accelerator if there is one, else the CPU; or a kind by its name.
 
     Raises:
-        ConfigError: there is none of that kind, and what is missing.
+        ConfigError: The host has no such device. The error says what is missing.
     """
     if wanted in ("cpu", "cuda"):
         return wanted
@@ -81,12 +81,12 @@ def kind_of(wanted: str) -> str:
 
 
 def count(kind: str) -> int:
-    """Devices of that kind on this host, as far as this process may use them."""
+    """Return the number of devices of that kind on this host which this process may use."""
     return 0 if kind != accelerator() else int(torch.get_device_module(kind).device_count())
 
 
 def select(kind: str, local_rank: int) -> torch.device:
-    """The device of a rank of this host, made the current one."""
+    """Make the device of a rank of this host the current one, and return it."""
     if _TRAITS.get(kind, _COMMON).is_one_per_process:
         return torch.device(kind, torch.accelerator.current_device_index())
     device = torch.device(kind, local_rank)
@@ -98,7 +98,7 @@ def select(kind: str, local_rank: int) -> torch.device:
 
 
 def current() -> torch.device:
-    """The accelerator of this rank if there is one, else the CPU: until one was used, that which the launcher says."""
+    """Return this rank's accelerator if there is one, else the CPU. Until a device was used, the launcher names it."""
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is None:
         return torch.device("cpu")
@@ -150,7 +150,7 @@ def require_dtype(device: torch.device, dtype: torch.dtype, what: str) -> None:
 
 @cache
 def counts_memory(kind: str) -> bool:
-    """Whether torch knows what is allocated there; an allocator of a device need not count."""
+    """Return whether torch knows how much memory is allocated on a device; not every allocator counts."""
     try:
         torch.accelerator.memory_stats(torch.device(kind))
     except RuntimeError:
@@ -174,13 +174,13 @@ _answering: list[None] = []
 
 
 def has_values(device: torch.device) -> bool:
-    """Whether reading a number there gives one: not on the meta device, unless somebody answers for it."""
+    """Return whether reading a number there gives one: not on the meta device, except inside `answered`."""
     return device.type != "meta" or bool(_answering)
 
 
 @contextlib.contextmanager
 def answered() -> Iterator[None]:
-    """Within it somebody does: the meta device is asked what an accelerator is (`fullshard.api.virtual`)."""
+    """Let the meta device answer as an accelerator does (`fullshard.api.virtual`)."""
     _answering.append(None)
     try:
         yield

@@ -24,15 +24,15 @@ class HostPages:
     placed: int = 0
 
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Uninitialised memory, shape (numel,), from which `reduce_scatter` is fastest."""
+        """Return uninitialised memory, shape (numel,), from which `reduce_scatter` is fastest."""
         return torch.empty(numel, dtype=dtype, device=device)
 
     def wait_for_readers(self) -> None:
         """Wait until no other rank reads what this rank has freed: main weights may change after that."""
 
     def open_track(self) -> Track:
-        """A new track of a model, heeded by who waits here, if ranks can look. The same on every rank."""
+        """Open a model's track, the same on every rank. Ranks that wait here heed it, if they can look."""
         return Track()
 
     def heed(self, track: Track) -> None:
-        """Who waits here is to look at a track, too."""
+        """Have ranks that wait here look at a track, too."""

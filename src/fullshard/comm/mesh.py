@@ -81,16 +81,16 @@ class Mesh:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that says what all ranks of the mesh know."""
+        """Return whether this rank announces what all ranks of the mesh know."""
         return self.rank == self.ranks[0]
 
     def rank_at(self, shard_rank: int) -> int:
-        """Which rank of the job has that place in this rank's shard group."""
+        """Return the rank of the job that has that place in this rank's shard group."""
         # A mesh may lay its ranks out in another order than theirs.
         return self.rank if self.shard_group is None else dist.get_global_rank(self.shard_group, shard_rank)
 
     def neighbours(self, size: int) -> Collectives:
-        """Gathers among runs of `size` ranks along the shard axis. A collective of this rank's run the first time."""
+        """Return gathers among runs of `size` ranks of the shard axis. A collective of the run the first time."""
         if size not in self._neighbours:
             assert self.shard_group is not None  # noqa: S101 -- a part of one rank has no neighbours
             first = self.shard_rank // size * size
@@ -101,7 +101,7 @@ class Mesh:
         return self._neighbours[size]
 
     def take_tags(self, count: int) -> int:
-        """The first of so many tags that no other model has, or none of late: there are as many as buckets may be.
+        """Return the first of so many tags that no other model has now or had of late: there are as many as buckets.
 
         It is the same on every rank if all ranks take as many.
         """
@@ -119,26 +119,26 @@ class Mesh:
         return [self.control_group, self.shard_group, self.replicate_group, *own]
 
     def end_waits(self) -> None:
-        """This rank comes to nothing of what others wait for: those that compare notes are told so at once."""
+        """End the waits of others for this rank, which drops out: ranks that compare notes learn it at once."""
         if self.control_group is not None:
             end_waits(self.control_group)
 
     def note_failure(self, what: str, error: BaseException | None) -> None:
-        """An error has ended on this rank what all ranks of the mesh do together: a backward, say."""
+        """Note that an error on this rank has ended what all ranks of the mesh do together: a backward, say."""
         if self.control_group is not None:
             STALLS.note_failure(self.control_group, what)
             if error is not None:
                 STALLS.explain_failures(error)
 
     def forget_failures(self) -> None:
-        """All ranks of the mesh are at the same place, whatever has failed before on some."""
+        """Forget earlier failures of some ranks: all ranks of the mesh are at the same place."""
         for group in self._groups:
             if group is not None:
                 STALLS.forget_failures(group)
 
     @contextmanager
     def doing_alike(self, what: str) -> Iterator[None]:
-        """Within it all ranks of the mesh do the same, and wait for one another; who fails tells the others."""
+        """Let all ranks of the mesh do the same, and wait for one another; a rank that fails tells the others."""
         try:
             with PLACE.waiting(what):
                 yield
@@ -147,24 +147,24 @@ class Mesh:
             raise
 
     def begin_sharding(self) -> None:
-        """A model, or a part of it, is about to be sharded."""
+        """Note that a model, or a part of it, is about to be sharded."""
         self._shardings[0] += 1
 
     def end_sharding(self) -> None:
-        """It is; one that has failed has not come so far."""
+        """Note that a model is sharded; a sharding that fails does not get here."""
         self._shardings[1] += 1
 
     def agree_on_shardings(self) -> None:
-        """All ranks of the mesh have the same model, whatever has failed before on some."""
+        """Note that all ranks of the mesh have the same model, whatever has failed before on some."""
         self._agreed[:] = self._shardings
 
     def compare_shardings(self) -> None:
-        """Before whole tensors are gathered: one that a rank could not shard would not be among what that gathers.
+        """Compare shardings before whole tensors are gathered, which would miss a tensor that a rank could not shard.
 
-        A collective of the shard group: else, where the ranks meet on accelerators, one that does not come is named.
+        A collective of the shard group. Else, if the ranks meet on accelerators, it names one that does not come.
 
         Raises:
-            CommunicationError: on some rank a sharding has failed, which was done on others; or one does not come.
+            CommunicationError: A sharding failed on some rank and was done on others, or a rank does not come.
         """
         if self.shard_group is None:
             return
@@ -178,16 +178,16 @@ class Mesh:
         self.agree_on_shardings()
 
     def joined(self, axis: DeviceMesh) -> DeviceMesh:
-        """`device_mesh` with one more axis, that of tensor parallelism, say. Raises `RuntimeError` if it cannot be."""
+        """Return `device_mesh` with one more axis, tensor parallelism's, say. Raises `RuntimeError` if it cannot."""
         if axis not in self._joined:
             self._joined[axis] = torch_private.joined([self.device_mesh, axis])
         return self._joined[axis]
 
     def all_gather_object(self, value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-        """Every rank's `value`, in the order of `ranks`. A collective over all ranks of the mesh, or of a group of it.
+        """Return every rank's `value`, in the order of `ranks`. A collective over the mesh, or over a group of it.
 
         Raises:
-            CommunicationError: a rank did not take part in time.
+            CommunicationError: A rank did not take part in time.
         """
         group = group or self.control_group
         if group is None:
@@ -235,7 +235,7 @@ _CACHE: dict[tuple[object, ...], Mesh] = {}
 
 
 def joined_world_size() -> int:
-    """How many ranks there are. Initialises the default group as `init_mesh` does, and makes no other."""
+    """Return the number of ranks. Initialises the default group as `init_mesh` does, and makes no other."""
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         join_process_group()
     return dist.get_world_size() if dist.is_initialized() else 1
@@ -244,7 +244,7 @@ def joined_world_size() -> int:
 def init_mesh(
     *, shard_size: int | None = None, device: torch.device | None = None, device_mesh: DeviceMesh | None = None
 ) -> Mesh:
-    """The mesh of all ranks with shard groups of `shard_size` ranks (None: all of them).
+    """Return the mesh of all ranks with shard groups of `shard_size` ranks (None: all of them).
 
     Without an initialised process group this is one rank alone, unless the environment says that there are more
     (torchrun), in which case the default group is initialised as torch's `fully_shard` does.
@@ -256,7 +256,7 @@ def init_mesh(
             is (replicate, shard).
 
     Raises:
-        ConfigError: the size does not divide the world size, or the mesh has other than 1 or 2 axes.
+        ConfigError: The size does not divide the world size, or the mesh has other than 1 or 2 axes.
     """
     if device is None:
         is_of_cpus = isinstance(device_mesh, DeviceMesh) and device_mesh.device_type == "cpu"
@@ -287,7 +287,7 @@ def init_mesh(
 
 
 def _forget_destroyed() -> None:
-    """Meshes of groups that have been destroyed would keep their threads."""
+    """Forget the meshes of destroyed groups, which would otherwise keep their threads."""
     for key, mesh in list(_CACHE.items()):
         if key[0] is not dist.group.WORLD and mesh.thread == get_ident():
             del _CACHE[key]
@@ -325,7 +325,7 @@ def data_parallel(device_mesh: Any, dims: Any) -> Mesh:
 
 
 def mesh_of(device_mesh: DeviceMesh) -> Mesh | None:
-    """The mesh that was made of, or has made, this one of torch's; None if there is none."""
+    """Return the mesh that was made of this torch mesh, or that made it; None if there is none."""
     if not dist.is_initialized():
         return init_mesh(device=torch.device(device_mesh.device_type))  # of one process alone, which are all alike
     own = (mesh for key, mesh in list(_CACHE.items()) if key[0] is dist.group.WORLD)
@@ -379,13 +379,13 @@ def _device_mesh(
 
 
 def _timeout(device: torch.device) -> timedelta:
-    """A little more than the user gave `init_process_group`: who watches the waits ends them first, and says more."""
+    """Return a little more than the user's time-out, so that the watch over waits ends them first, and says more."""
     assert dist.group.WORLD is not None  # noqa: S101 -- the default group is initialised
     return torch_private.timeout_of(dist.group.WORLD, device) + _MARGIN
 
 
 def _control_backend(device: torch.device) -> str | None:
-    """Gloo; where the ranks' own is written in Python and sends what is on the host, that: they may be threads."""
+    """Return Gloo; None for the ranks' own, if that is in Python and sends from the host: ranks may be threads."""
     assert dist.group.WORLD is not None  # noqa: S101 -- the default group is initialised
     is_python = torch_private.backend_of(dist.group.WORLD, device) is None
     sends_from_host = "cpu" in dist.Backend.backend_capability.get(dist.get_backend(), ())
@@ -393,7 +393,7 @@ def _control_backend(device: torch.device) -> str | None:
 
 
 def _messages_of(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """A group itself, unless it is one that sends nothing from the host; then one of Gloo that its ranks alone make."""
+    """Return a group itself if it can send from the host; else a Gloo group that its ranks alone make."""
     is_python = torch_private.backend_of(group, device) is None
     if is_python or torch_private.backend_of(group, torch.device("cpu")) is not None:
         return group
@@ -401,9 +401,10 @@ def _messages_of(group: dist.ProcessGroup, device: torch.device) -> dist.Process
 
 
 def _made_by(ranks: Sequence[int], device: torch.device, backend: str | None = None) -> dist.ProcessGroup:
-    """A group that its ranks alone make.
+    """Make a group that its ranks alone make.
 
-    Of a default group that is bound to a device torch splits one off, which NCCL does on all ranks of that, or hangs.
+    If the default group is bound to a device, torch splits the new group off it. NCCL does that on all ranks of the
+    default group, or hangs.
     """
     world = dist.group.WORLD
     assert world is not None  # noqa: S101 -- the default group is initialised

@@ -30,7 +30,7 @@ class Packing(Protocol):
     """How elements are written into a message."""
 
     def nbytes(self, numel: int) -> int:
-        """Length of the message, a multiple of 16 bytes."""
+        """Return the length of the message, a multiple of 16 bytes."""
 
     def pack(self, values: torch.Tensor, into: torch.Tensor) -> None:
         """Write `values`, shape (n,) and floating point, into a message, shape (nbytes(n),) and uint8."""
@@ -40,10 +40,10 @@ class Packing(Protocol):
 
 
 def packing_for(dtype: torch.dtype) -> Packing:
-    """The packing that sends elements as `dtype`.
+    """Return the packing that sends elements as `dtype`.
 
     Raises:
-        ValueError: there is none.
+        ValueError: There is none.
     """
     if dtype not in _PACKINGS:
         raise ValueError(f"nothing is sent as {dtype}: only as {' or '.join(map(str, _PACKINGS))}")
@@ -72,7 +72,7 @@ class _Int8Blocks:
         return packed_nbytes(numel, 1)
 
     def _chunks(self, message: torch.Tensor, numel: int) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-        """(which elements, their multiples, the scales of their blocks), shapes (blocks, n) and (blocks, 1)."""
+        """Yield (which elements, their multiples, the scales of their blocks), shapes (blocks, n) and (blocks, 1)."""
         multiples = message[:numel].view(torch.int8)
         start = round_up(numel, 16)
         scales = message[start : start + 4 * -(-numel // BLOCK_NUMEL)].view(torch.float32).unsqueeze(1)

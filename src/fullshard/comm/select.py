@@ -20,7 +20,7 @@ from fullshard.core.route import Route
 def collectives_for(
     group: dist.ProcessGroup | None, device: torch.device, *, only_all_reduce: bool = False
 ) -> Collectives:
-    """The first of `choices_for`; where `only_all_reduce` is asked for, which all Gloo's have alike, without trying."""
+    """Return the first of `choices_for`; for `only_all_reduce`, the same in all Gloo collectives, without trying."""
     is_gloo = group is not None and device.type == "cpu" and torch_private.backend_of(group, device) is not None
     if only_all_reduce and group is not None and is_gloo and dist.get_world_size(group) > 1:
         return GlooCollectives(group)
@@ -37,7 +37,7 @@ class Candidate:
 
 
 def choices_for(group: dist.ProcessGroup | None, device: torch.device) -> list[Candidate]:
-    """All collectives that a group's ranks can all have, the fastest first. A collective.
+    """Return all collectives that a group's ranks can all have, the fastest first. A collective.
 
     `FULLSHARD_COMM=gloo` on any rank leaves CPUs no shared memory.
 

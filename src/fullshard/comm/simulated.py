@@ -63,7 +63,7 @@ class SimulatedCollectives(Collectives):
 
 
 def simulated_mesh(*, rank: int, replicate_size: int, shard_size: int, device: torch.device) -> Mesh:
-    """The mesh that rank `rank` of `replicate_size` x `shard_size` ranks would have, without the others."""
+    """Return the mesh that rank `rank` of `replicate_size` x `shard_size` ranks would have, without the others."""
     replicate_rank, shard_rank = divmod(rank, shard_size)
     rows = [list(range(r * shard_size, (r + 1) * shard_size)) for r in range(replicate_size)]
     return Mesh(

@@ -119,34 +119,34 @@ class Stalls:
             start_thread("fullshard stalls", self._run, (), self._is_over.set)
 
     def note_failure(self, group: dist.ProcessGroup, what: str) -> None:
-        """An error has ended on this rank what the ranks of a group do together."""
+        """Note that an error on this rank has ended what the ranks of a group do together."""
         name = self._name(group)
         count, _ = self._failures.get(name, (0, ""))
         self._failures[name] = count + 1, what
         self._untold += 1
 
     def forget_failures(self, group: dist.ProcessGroup) -> None:
-        """All ranks of the group are at the same place, whatever has failed before on some."""
+        """Forget earlier failures of some ranks: all ranks of the group are at the same place."""
         self._rallies[group.group_name] = self._rallies.get(group.group_name, 0) + 1
 
     def _name(self, group: dist.ProcessGroup) -> str:
         return f"{group.group_name}/{self._rallies.get(group.group_name, 0)}"
 
     def tell(self, track: Track, group: dist.ProcessGroup) -> None:
-        """From now on tell that of a model which the ranks of a group share. The same on every rank."""
+        """Tell from now on the track of a model that the ranks of a group share. The same on every rank."""
         number = self._opened[group.group_name] = self._opened.get(group.group_name, 0) + 1
         track.name = f"{group.group_name}/{number}"
         track.next_rank = dist.get_global_rank(group, (group.rank() + 1) % group.size())
         self._tracks.add(track)
 
     def explain_failures(self, error: BaseException) -> None:
-        """It was this error that has ended what is not explained yet."""
+        """Name the error that caused the failures which have no explanation yet."""
         for name, (count, what) in self._failures.items():
             if not what.endswith(")"):
                 self._failures[name] = count, f"{what} ({cut(repr(error), _QUOTED)})"
 
     def reason(self, error: RuntimeError) -> object:
-        """Why a wait has ended in an error of torch's, which names a socket, as far as it is known."""
+        """Return why a wait has ended in a torch error, which names only a socket, if the reason is known."""
         why = PLACE.given_up
         with contextlib.suppress(Exception):  # the store is gone, too
             if not why and self._is_in_its_world:
@@ -157,12 +157,12 @@ class Stalls:
         return why or error
 
     def waiting_for_all(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """Within it this process waits in the default group. Raises as `waiting_in`."""
+        """Watch a wait of this process in the default group. Raises as `waiting_in`."""
         return self.waiting_in([] if dist.group.WORLD is None else [dist.group.WORLD], what)
 
     @contextlib.contextmanager
     def waiting_in(self, groups: Sequence[dist.ProcessGroup], what: str, *, in_step: bool = False) -> Iterator[None]:
-        """Within it this process waits in these groups, which are of no use any more if that is given up.
+        """Watch a wait of this process in these groups, which are of no use any more once it is given up.
 
         Args:
             groups: all of them.
@@ -170,7 +170,7 @@ class Stalls:
             in_step: see there.
 
         Raises:
-            CommunicationError: as `explaining`.
+            CommunicationError: As `explaining`.
         """
         around = self._joined
         if threading.current_thread() is threading.main_thread():  # whose wait it is that is looked at
@@ -186,10 +186,10 @@ class Stalls:
     def explaining(
         self, what: str, groups: Iterable[dist.ProcessGroup] = (), *, in_step: bool = False
     ) -> Iterator[None]:
-        """Within it what torch raises where others do not come says why, and other ranks of the groups are told.
+        """Explain torch's errors about ranks that do not come, and tell the other ranks of the groups.
 
         Raises:
-            CommunicationError: another rank has failed, has ended or does not come.
+            CommunicationError: Another rank has failed, has ended or does not come.
         """
         try:
             yield
@@ -213,11 +213,11 @@ class Stalls:
 
     @property
     def _is_in_its_world(self) -> bool:
-        """Whether the default group is the one whose waits are watched; nothing is to keep it alive."""
+        """Return whether the default group is the watched one, without keeping that group alive."""
         return self._world is not None and self._world() is dist.group.WORLD is not None
 
     def _run(self) -> None:
-        """Body of the thread, which leaves signals to the others: the launcher's asks what the main one does."""
+        """Run the thread's loop. It leaves signals to other threads: the launcher's asks what the main one does."""
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         while not self._is_over.wait(_pause(stall_seconds(limit := self.limit))):
             with contextlib.suppress(Exception):  # a group or store that is just going: whoever waits notices that
@@ -342,7 +342,7 @@ class Stalls:
         return next(filter(None, found), "")
 
     def _failure(self, words: dict[int, Word] | None = None) -> str:
-        """Which rank has had an error that others of a group did not have; empty if all had the same.
+        """Return which rank has had an error that others of a group did not have; empty if all had the same.
 
         Args:
             words: of the other ranks. Those that had fewer errors must all wait: one that has not come so far may have
@@ -374,10 +374,10 @@ class Stalls:
 
 
 def all_come(where: str, seconds: float) -> bool:
-    """Whether all ranks of the job come to a place within so long; who is alone there goes on, unlike in a collective.
+    """Return whether all ranks of the job come to a place in time. A rank alone there goes on, unlike in a collective.
 
     Args:
-        where: its name. Ranks come there equally often, but for those that were alone.
+        where: the place's name. Ranks come there equally often, but for those that were alone.
         seconds: to wait.
     """
     number = _COME.get(where, 0)
@@ -444,12 +444,12 @@ def meet(group: dist.ProcessGroup, device: torch.device, what: str) -> None:
 
 
 def _pause(stall: float) -> float:
-    """Seconds between two looks."""
+    """Return the seconds between two looks."""
     return min(0.5, stall / _LOOKS)
 
 
 def _asked_seconds(group: float, device: torch.device) -> float | None:
-    """The time-out that somebody has asked for, of fullshard, in the environment or of the default group; else None."""
+    """Return the time-out set in fullshard, in the environment or for the default group; None if none was set."""
     default = _NCCL_SECONDS if device.type == "cuda" else dist.default_pg_timeout.total_seconds()
     return PATIENCE.asked or timeout_of_environment() or (None if group in (default, FIRST_SECONDS) else group)
 

@@ -21,12 +21,12 @@ from fullshard.comm.resized_buffer import ResizedBuffer
 
 
 def completed(result: torch.Tensor) -> Work:
-    """Work that needed no communication."""
+    """Return work that needed no communication."""
     return WorkOf(lambda: result)
 
 
 def filling(result: torch.Tensor, works: list[dist.Work]) -> Work:
-    """Operations that fill `result`."""
+    """Return the work of operations that fill `result`."""
 
     def wait() -> torch.Tensor:
         for work in works:
@@ -37,7 +37,7 @@ def filling(result: torch.Tensor, works: list[dist.Work]) -> Work:
 
 
 def dividing(work: dist.Work, total: torch.Tensor, how: Reduction) -> Work:
-    """A sum under way, to be divided."""
+    """Return the work of a sum under way that is to be divided."""
 
     def wait() -> torch.Tensor:
         work.wait()
@@ -50,7 +50,7 @@ def dividing(work: dist.Work, total: torch.Tensor, how: Reduction) -> Work:
 
 
 def as_sent(flat: torch.Tensor) -> torch.Tensor:
-    """The same memory, 1-D, in a dtype that every backend sends: NCCL knows no int16, and Gloo no float8."""
+    """Return the same memory, 1-D, in a dtype that every backend sends: NCCL knows no int16, and Gloo no float8."""
     return flat if flat.dtype in _SENT_AS_THEY_ARE else flat.view(torch.uint8)
 
 
@@ -84,7 +84,7 @@ class Alone(Collectives):
         return ResizedBuffer(self, spec)
 
     def all_gather(self, full: torch.Tensor, *, tag: int) -> Work:
-        """`full` is whole already."""
+        """Return at once: `full` is whole already."""
         return completed(full)
 
     def _reduce(self, full: torch.Tensor, how: Reduction) -> Work:
@@ -95,7 +95,7 @@ class Alone(Collectives):
         return completed(full)
 
     def all_reduce(self, tensor: torch.Tensor, *, tag: int) -> Work:
-        """`tensor` is the sum already."""
+        """Return at once: `tensor` is the sum already."""
         return completed(tensor)
 
     def exchange(self, leaving: torch.Tensor, arriving: torch.Tensor, parts: Parts, *, tag: int) -> Work:
@@ -115,13 +115,13 @@ class NativeCollectives(Collectives):
         return ResizedBuffer(self, spec)
 
     def all_gather(self, full: torch.Tensor, *, tag: int) -> Work:
-        """One in-place all-gather."""
+        """Gather with one in-place all-gather."""
         whole = as_sent(full)
         own = own_interval(whole, self.rank, self.size)
         return filling(full, [all_gather_single(whole, own, group=self.group, async_op=True)])
 
     def _reduce(self, full: torch.Tensor, how: Reduction) -> Work:
-        """One reduce-scatter into this rank's interval; packed, one all-to-all and a sum."""
+        """Reduce with one reduce-scatter into this rank's interval; packed, with one all-to-all and a sum."""
         if how.packing is not None:
             return self._reduce_packed(full, how, how.packing)
         own = own_interval(full, self.rank, self.size)
@@ -131,7 +131,7 @@ class NativeCollectives(Collectives):
         return dividing(reduce_scatter_single(own, full, group=self.group, async_op=True), own, how)
 
     def all_reduce(self, tensor: torch.Tensor, *, tag: int) -> Work:
-        """One all-reduce."""
+        """Reduce with one all-reduce."""
         return filling(tensor, [dist.all_reduce(tensor, group=self.group, async_op=True)])
 
     def _reduce_packed(self, full: torch.Tensor, how: Reduction, packing: Packing) -> Work:
@@ -159,7 +159,7 @@ class NativeCollectives(Collectives):
         return WorkOf(wait)
 
     def exchange(self, leaving: torch.Tensor, arriving: torch.Tensor, parts: Parts, *, tag: int) -> Work:
-        """One all-to-all."""
+        """Exchange with one all-to-all."""
         sizes = list(parts.arriving), list(parts.leaving)
         work = dist.all_to_all_single(arriving, leaving, *sizes, group=self.group, async_op=True)
         return filling(arriving, [work])

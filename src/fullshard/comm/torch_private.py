@@ -84,18 +84,18 @@ number_of: Callable[[Node], int] = methodcaller("_sequence_nr")
 
 
 def node_under_way() -> int | None:
-    """The number of the node that backward is at, in this thread; None outside of any.
+    """Return the number of the node that backward is at, in this thread; None outside of any.
 
-    Else a recomputation could not tell what backward has left before it. Since 2.1.
+    Without it a recomputation could not tell what backward has left before it. Since 2.1.
     """
     node = torch._C._current_autograd_node()
     return None if node is None else number_of(node)
 
 
 def will_run(node: Node) -> bool | None:
-    """Whether the backward under way comes to a node; None: `torch.autograd.grad` hands its caller what comes there.
+    """Return whether the backward under way comes to a node; None: `torch.autograd.grad` returns what comes there.
 
-    Else a gradient that somebody asked for would be collected as well. Since 2.0.
+    Without it a gradient that the caller asked for would be collected as well. Since 2.0.
     """
     try:
         return bool(torch._C._will_engine_execute_node(node))
@@ -124,7 +124,7 @@ _NOTHING = nullcontext()
 
 
 def without_transforms() -> AbstractContextManager[object]:
-    """Context without them, for messages between ranks, which have no memory under `torch.func.vmap`. Since 2.4."""
+    """Return a context without them, for messages of ranks, which have no memory under `torch.func.vmap`. Since 2.4."""
     return temporarily_clear_interpreter_stack() if are_transforms_active() else _NOTHING
 
 
@@ -139,12 +139,12 @@ def call_after_backward(callback: Callable[[], None]) -> None:
 
 
 def are_saved_elsewhere() -> bool:
-    """Whether somebody has put `saved_tensors_hooks` around this: a checkpoint has its own. Since 2.8."""
+    """Return whether `saved_tensors_hooks` are active here: a checkpoint has its own. Since 2.8."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def rows_of(sparse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Indices and values of a sparse gradient as they are; the public ones add up equal rows first. Since 2.0."""
+    """Return indices and values of a sparse gradient unchanged; the public ones add up equal rows first. Since 2.0."""
     return sparse._indices(), sparse._values()
 
 
@@ -168,7 +168,7 @@ def layout_as(layout: DTensorSpec, whole: torch.Tensor) -> DTensorSpec:
 
 
 def wrap(kind: type[DTensor], local: torch.Tensor, layout: DTensorSpec, *, requires_grad: bool = False) -> Any:
-    """A DTensor of a subclass around what this rank has, without autograd and without asking other ranks. Since 2.5."""
+    """Make a DTensor of a subclass around what this rank has, without autograd or asking other ranks. Since 2.5."""
     return DTensor.__new__(kind, local, layout, requires_grad=requires_grad)
 
 
@@ -184,17 +184,17 @@ layout_from: Callable[[DTensor], DTensorSpec] = attrgetter("_spec")
 
 
 def takes_plain_as_replicated() -> bool:
-    """Whether torch's public `implicit_replication()` is around this, which nothing public tells. Since 2.5."""
+    """Return whether torch's public `implicit_replication()` is active, which no public function tells. Since 2.5."""
     return bool(DTensor._op_dispatcher._allow_implicit_replication)
 
 
 def groups_of(placement: Placement) -> tuple[int, int] | None:
-    """Dim and number of groups, if it cuts each of several groups along a dim; None for any other. Since 2.6."""
+    """Return dim and number of groups if a placement cuts each of several groups along a dim; else None. Since 2.6."""
     return (placement.dim, int(placement.split_factor)) if isinstance(placement, _StridedShard) else None
 
 
 def rows_of_tiles(tiles: int) -> Placement:
-    """The placement of rows of what `Shard(0)` over another axis, of `tiles` ranks, has left here. Since 2.6."""
+    """Return the placement of rows that `Shard(0)` over another axis, of `tiles` ranks, has left here. Since 2.6."""
     return _StridedShard(0, split_factor=tiles)
 
 
@@ -203,19 +203,22 @@ norm_partial: Callable[[float], Placement] = _NormPartial
 
 
 def mesh_without_groups(device_type: str, ranks: Sequence[Any], rank: int) -> DeviceMesh:
-    """A mesh as rank `rank` would see it, with no processes behind it. Since 2.3."""
+    """Return a mesh as rank `rank` would see it, with no processes behind it. Since 2.3."""
     return DeviceMesh(device_type, ranks, _init_backend=False, _rank=rank)
 
 
 def joined(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-    """One mesh of the axes of several that were cut out of one; `RuntimeError` if they were not. Since 2.9."""
+    """Join the axes of several meshes cut out of one to one mesh; `RuntimeError` if they were not. Since 2.9."""
     if any(mesh.mesh_dim_names is None for mesh in meshes):
         raise RuntimeError("an axis has no name")
     return DeviceMesh._concatenate(list(meshes))
 
 
 def flattened(mesh: DeviceMesh, name: str | None = None) -> DeviceMesh:
-    """A part of a mesh as one axis, which the whole mesh knows by that name. All ranks make it together. Since 2.4."""
+    """Return a part of a mesh as one axis, which the whole mesh knows by that name.
+
+    All ranks make it together. Since 2.4.
+    """
     return mesh._flatten(name)
 
 
@@ -226,13 +229,13 @@ def set_local(dtensor: DTensor, other: DTensor) -> None:
 
 
 def writes(kernel: OpOverload) -> bool:
-    """Whether a kernel changes what it is given. Since 2.0."""
+    """Return whether a kernel changes its arguments. Since 2.0."""
     return bool(kernel._schema.is_mutable)
 
 
 @cache
 def written(kernel: OpOverload) -> tuple[tuple[int, str], ...]:
-    """Position and name of each argument that a kernel changes. Since 2.0."""
+    """Return position and name of each argument that a kernel changes. Since 2.0."""
     arguments = enumerate(kernel._schema.arguments)
     return tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
 
@@ -252,7 +255,7 @@ def version_kept(tensor: torch.Tensor) -> Iterator[None]:
 
 
 def is_view(kernel: OpOverload) -> bool:
-    """Whether what a kernel returns is memory that it was given. Since 2.0."""
+    """Return whether a kernel returns memory that it was given. Since 2.0."""
     return not kernel._schema.is_mutable and any(value.alias_info is not None for value in kernel._schema.returns)
 
 
@@ -277,7 +280,7 @@ return; under another name attention would be computed twice. Since 2.5."""
 
 
 def made_as(kind: type[Any], data: torch.Tensor, *, requires_grad: bool) -> Any:
-    """Memory as a tensor of a subclass, past a constructor that may want more than it. Since 2.0."""
+    """Return memory as a tensor of a subclass, past a constructor that may want more arguments. Since 2.0."""
     return torch.Tensor._make_subclass(kind, data, requires_grad)
 
 
@@ -286,7 +289,7 @@ parse_to = torch._C._nn._parse_to
 
 
 def has_own_dispatch(kind: type[torch.Tensor]) -> bool:
-    """Whether a tensor class computes in its own way, so it may wrap tensors that sharding never sees. Since 2.0."""
+    """Return whether a tensor class has its own dispatch, so may wrap tensors that sharding never sees. Since 2.0."""
     return kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
 
 
@@ -328,7 +331,7 @@ def mark_fully_sharded(module: nn.Module) -> None:
 
 
 def apply_past_fsdp(module: Any, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool) -> Any:
-    """`Module._apply` of the class behind torch's `FSDPModule`, whose own one asks for torch's engine. Since 2.6."""
+    """Call `Module._apply` of the class behind torch's `FSDPModule`, whose own asks for torch's engine. Since 2.6."""
     return super(FSDPModule, module)._apply(fn, recurse)
 
 
@@ -366,12 +369,12 @@ def keep_compiler_out(hook: Callable[..., Any], *, is_in_graphs: bool = False) -
 
 
 def is_compiled_function(function: Callable[..., Any]) -> bool:
-    """Whether `torch.compile` made it; a checkpoint cannot look at its operations. Since 2.0."""
+    """Return whether `torch.compile` made a function; a checkpoint cannot look at its operations. Since 2.0."""
     return hasattr(function, "_torchdynamo_orig_callable")
 
 
 def inside_compiled(module: nn.Module) -> nn.Module:
-    """The module that `torch.compile` has wrapped as a whole; `module` if it is none of these. Since 2.0."""
+    """Return the module that `torch.compile` has wrapped as a whole; `module` if it wraps none. Since 2.0."""
     return getattr(module, "_orig_mod", module)
 
 
@@ -407,7 +410,7 @@ def allow_foreach(kind: type[torch.Tensor]) -> None:
 
 
 def may_hold(tensor: torch.Tensor, data: torch.Tensor) -> bool:
-    """Whether `tensor.data = data` is allowed; between devices it depends on both. Since 2.0."""
+    """Return whether `tensor.data = data` is allowed; between devices it depends on both. Since 2.0."""
     return torch._has_compatible_shallow_copy_type(tensor, data)
 
 
@@ -418,12 +421,12 @@ def copy_module_versions(source: Any, target: Any) -> None:
 
 
 def steps_of(scheduler: Any) -> int:
-    """How often a learning rate schedule has stepped; 0 if it does not count. Since 2.0."""
+    """Return how often a learning rate schedule has stepped; 0 if it does not count. Since 2.0."""
     return getattr(scheduler, "_step_count", 0)
 
 
 def forget_iteration(loader: torch.utils.data.DataLoader[Any]) -> None:
-    """A copy of a data loader would go on with the workers of the original. Since 2.0."""
+    """Drop a copied data loader's iterator, which would go on with the original's workers. Since 2.0."""
     object.__setattr__(loader, "_iterator", None)
 
 
@@ -456,7 +459,7 @@ def count_for_debugging(operation: str) -> None:
 
 
 def uncounted() -> AbstractContextManager[object]:
-    """Within it `CommDebugMode` does not count: messages of a few bytes about what ranks do. Since 2.0."""
+    """Keep `CommDebugMode` from counting: these are messages of a few bytes about what ranks do. Since 2.0."""
     return _python_dispatch._disable_current_modes() if _Collective.counters() else nullcontext()
 
 
@@ -474,7 +477,7 @@ class _Collective:
 
     @staticmethod
     def counters() -> list[Any]:
-        """Who counts now."""
+        """Return the modes that count now."""
         tools = sys.modules.get("torch.distributed.tensor.debug")  # whose import takes a second
         if tools is None or not torch._C._len_torch_dispatch_stack():
             return []
@@ -513,7 +516,7 @@ class Replaced:
 
     @classmethod
     def of(cls, owner: Any, name: str) -> Replaced:
-        """The function as it is now."""
+        """Return a record of the function as it is now."""
         return cls(owner, name, getattr(owner, name))
 
 
@@ -622,16 +625,16 @@ gradient_hooks: Callable[[torch.Tensor], Mapping[int, object] | None] = attrgett
 
 
 def is_for_shapes(kind: type) -> bool:
-    """Whether tensors of this type are made to learn a shape. Since 2.0."""
+    """Return whether tensors of this type are made to learn a shape. Since 2.0."""
     return issubclass(kind, FakeTensor)
 
 
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Attention in one kernel that keeps no scores, on a device that has none to choose from: causal, or of a mask.
+    """Compute attention, causal or by a mask, in one kernel that keeps no scores, where a device has only one.
 
-    Since 2.0. The one that reads a mask computes every score.
+    Since 2.0. The kernel that reads a mask computes every score.
     """
     aten = torch.ops.aten
     if mask is None:
@@ -642,7 +645,7 @@ def attend(
 
 
 def store_of_nobody() -> dist.Store:
-    """A store that one process alone can start any number of ranks with. Since 2.0."""
+    """Return a store with which one process alone can start any number of ranks. Since 2.0."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     store: dist.Store = FakeStore()

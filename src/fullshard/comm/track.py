@@ -52,7 +52,7 @@ class Track:
         self._count, self._is_out_of_step = 0, False
 
     def note(self, number: int) -> None:
-        """This rank has come to it."""
+        """Note that this rank has come to `number`."""
         if self._count < 0:
             return
         own, count = self._written, self._count
@@ -60,7 +60,7 @@ class Track:
         self._count = own[0] = count + 1  # last: who sees the count sees the number
 
     def end(self) -> None:
-        """This rank had an error on its way, so that from here on its numbers mean nothing."""
+        """End the track: this rank had an error on its way, so from here on its numbers mean nothing."""
         self._count = -1
         if not self._is_out_of_step:  # the other must find that, too, or would wait for this rank until its time-out
             self._own[0] = -1
@@ -77,16 +77,16 @@ class Track:
                 raise OutOfStep(self.words(*found, self.rank_at(self._first_rank + rank)))
 
     def told(self) -> tuple[int, list[int]]:
-        """For others to read: how many numbers this rank has noted, and its page as far as it is written."""
+        """Return, for others to read, how many numbers this rank has noted, and the written part of its page."""
         return self._count, self._own[: 1 + min(max(self._count, 0), _KEPT)].tolist()
 
     def difference(self, count: int, page: Sequence[int]) -> str:
-        """From what the next rank has told, in words; empty as far as there is none."""
+        """Return in words how the next rank's notes differ; empty if they do not."""
         found = self._difference(count, np.array(page))
         return "" if found is None else self.words(*found, self.next_rank)
 
     def _difference(self, theirs: int, other: npt.NDArray[np.int64]) -> tuple[int, int] | None:
-        """The first number that is another one there, and that one, of those that both still have."""
+        """Return the first number that differs and the other rank's, of those that both still have."""
         mine = self._count
         first = max(mine, theirs, _KEPT - 1) + 1 - _KEPT  # one before may be written over just now
         places = 1 + np.arange(first, min(mine, theirs)) % _KEPT

@@ -75,7 +75,7 @@ class StepMetrics:
         return [(name, words, value) for name, words, value in found if value is not None]
 
     def to_json(self) -> str:
-        """One line of JSON. Floats keep all their digits; those that JSON has no number for are text ("nan", "inf")."""
+        """Return one line of JSON. Floats keep all their digits; "nan" and "inf", not numbers in JSON, become text."""
         values = dataclasses.asdict(self)
         unfit = {name: str(v) for name, v in values.items() if isinstance(v, float) and not math.isfinite(v)}
         return json.dumps(values | unfit, allow_nan=False)
@@ -90,7 +90,7 @@ class StepMetrics:
         return _RECORD.validate_python(parse_object(line))
 
     def line(self, total_steps: int) -> str:
-        """The record as one line of text."""
+        """Return the record as one line of text."""
         norm = "" if self.grad_norm is None else f" | grad norm {self.grad_norm:.3f}"
         return (
             f"step {self.step:>{len(str(total_steps))}}/{total_steps}"
@@ -129,9 +129,9 @@ class RateMeter:
 
 
 def memory_nbytes(device: torch.device) -> int:
-    """Bytes this rank uses: the resident set of the process on a CPU, the allocator's peak on an accelerator.
+    """Return the bytes this rank uses: the process's resident set on a CPU, the allocator's peak on an accelerator.
 
-    0 where the device's allocator does not count.
+    0 if the device's allocator does not count.
     """
     if device.type != "cpu":
         return torch.accelerator.max_memory_allocated(device) if counts_memory(device.type) else 0

@@ -143,9 +143,10 @@ def _rows(marks: list[Entry]) -> Iterator[Entry]:
 
 
 def _ranges(marks: list[Entry]) -> Iterator[tuple[str, Entry, Entry, str]]:
-    """Row, first and last mark, and what it is called, of each range.
+    """Yield row, first and last mark, and name of each range.
 
-    A unit whose inputs want no gradient does not say that its backward has ended: its last mark before the next is it.
+    A unit whose inputs want no gradient does not say that its backward has ended: its last mark before the next
+    unit's stands for the end.
     """
     begun: dict[tuple[str, str, str], Entry] = {}
     last: dict[str, Entry] = {}
@@ -165,7 +166,7 @@ def _ranges(marks: list[Entry]) -> Iterator[tuple[str, Entry, Entry, str]]:
 
 
 def _lanes(ranges: list[Entry]) -> list[list[Entry]]:
-    """Ranges in as few rows as it takes for those of a row to be apart or one inside the other."""
+    """Return ranges in as few rows as keep those of a row apart or one inside the other."""
     lanes: list[list[Entry]] = []
     ends: list[list[float]] = []
     for entry in sorted(ranges, key=lambda entry: (entry["ts"], -entry["dur"])):

@@ -24,23 +24,23 @@ _OPTIONS_COUNT = 5
 
 
 def is_extended(parameter: torch.Tensor) -> bool:
-    """Whether it says itself how it is gathered."""
+    """Return whether a parameter says itself how it is gathered."""
     return hasattr(parameter, PRE) or hasattr(parameter, POST)
 
 
 def wrapped_by(parameter: torch.Tensor) -> torch.Tensor:
-    """The tensor that an extended parameter wraps; any other is its own."""
+    """Return the tensor that an extended parameter wraps; any other parameter itself."""
     inner = _inner(parameter) if is_extended(parameter) else None
     return parameter if inner is None else inner
 
 
 def is_composed(parameter: torch.Tensor) -> bool:
-    """Whether it says itself how it is gathered, and is more than a name for one plain tensor."""
+    """Return whether a parameter says itself how it is gathered, and is more than a name for one plain tensor."""
     return is_extended(parameter) and _inner(parameter) is None
 
 
 def inner_tensors(tensor: Any) -> dict[str, torch.Tensor]:
-    """The tensors that an instance of a wrapper class wraps, by the names that it has for them."""
+    """Return the tensors that an instance of a wrapper class wraps, by its own names for them."""
     return {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
 
 
@@ -65,19 +65,19 @@ class Composition:
         return cls(type(parameter.detach()), parameter.__tensor_flatten__()[1], shapes)
 
     def make(self, inner: Mapping[str, torch.Tensor], shape: torch.Size) -> torch.Tensor:
-        """A whole one of shape `shape` around these tensors."""
+        """Make a whole tensor of shape `shape` around these tensors."""
         strides = torch.empty(shape, device="meta").stride()
         made: torch.Tensor = self.kind.__tensor_unflatten__(dict(inner), self.context, shape, strides)
         return made
 
 
 def takes_options(parameter: torch.Tensor) -> bool:
-    """Whether `fsdp_pre_all_gather` takes more than the mesh."""
+    """Return whether `fsdp_pre_all_gather` takes more than the mesh."""
     return _count(parameter) == _OPTIONS_COUNT
 
 
 def cannot_be_sharded(parameter: torch.Tensor) -> str | None:
-    """Why an extended parameter cannot be; None if it can."""
+    """Return why an extended parameter cannot be sharded; None if it can."""
     missing = [name for name in (PRE, POST) if not hasattr(parameter, name)]
     if missing:
         return f"has no `{missing[0]}`"

@@ -111,21 +111,21 @@ def compile_modules(modules: Iterable[nn.Module], **options: Any) -> None:
 
 
 def outermost(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """The given modules without those that lie inside another one, each once, in the given order."""
+    """Return the given modules without those that lie inside another one, each once, in the given order."""
     unique = list({id(module): module for module in modules}.values())
     inner = {id(child) for module in unique for child in module.modules() if child is not module}
     return [module for module in unique if id(module) not in inner]
 
 
 def is_unit(module: nn.Module) -> bool:
-    """Whether `fully_shard` (this library's or torch's) has made `module` a unit."""
+    """Return whether `fully_shard` (this library's or torch's) has made `module` a unit."""
     return any(cls.__name__ == "FSDPModule" for cls in type(module).__mro__)
 
 
 def inner_forward(module: nn.Module, key: str) -> Callable[..., Any]:
-    """The forward that was replaced, and is kept in the module's `__dict__` under `key`; None stands for the class's.
+    """Return the replaced forward, kept in the module's `__dict__` under `key`; None there stands for the class's.
 
-    So a deep copy, whose `__dict__` holds None too, runs the class's on itself.
+    So a deep copy, whose `__dict__` holds None too, runs the class's forward on itself.
     """
     replaced: Callable[..., Any] | None = module.__dict__[key]
     return replaced if replaced is not None else MethodType(type(module).forward, module)
@@ -159,10 +159,11 @@ def _reentrantly(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _with_buffers(module: nn.Module, inner: Callable[..., Any]) -> Callable[..., Any]:
-    """`inner`, whose further runs begin with the buffers that the first one found, and change copies of them.
+    """Return `inner`, whose further runs begin with the buffers that the first one found, and change copies of them.
 
-    What a forward makes of its buffers may enter its result (spectral norm), so they are what they were. Copies, not
-    values put back: autograd may have saved a buffer, and would refuse one that was written to.
+    A forward may compute its buffers and use them in its result (spectral norm), so a further run starts from the same
+    ones. It takes copies instead of putting values back: autograd may have saved a buffer, and would refuse one
+    that was written to.
     """
     holders: list[nn.Module] = module.__dict__["_recomputed_buffers"]
     if not holders or torch.compiler.is_compiling():  # a compiled graph has its changes of buffers once
@@ -202,7 +203,7 @@ def _copies(buffers: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor |
 
 
 def _selective_contexts() -> Any:
-    """Forward's context and its recomputation's, which count the products anew and so come to the same choice."""
+    """Return contexts of a forward and its recomputation, which each count the products and so choose the same."""
     seen = {False: 0, True: 0}
 
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -218,7 +219,7 @@ def _selective_contexts() -> Any:
 def _without_cache(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments without an (empty) key/value cache."""
+    """Return the arguments without an (empty) key/value cache."""
     caches = {name: kwargs[name] for name in _CACHE_ARGUMENTS if kwargs.get(name) is not None}
     positional = {f"argument {i}": arg for i, arg in enumerate(args) if hasattr(arg, "get_seq_length")}
     if not caches and not positional:

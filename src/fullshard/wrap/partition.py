@@ -42,7 +42,7 @@ class Slot:
 
     @property
     def is_alone(self) -> bool:
-        """Whether it has a bucket of its own, which is cut between rows."""
+        """Return whether it has a bucket of its own, which is cut between rows."""
         return self.by_rows or is_extended(self.parameter)
 
     @property
@@ -163,7 +163,7 @@ def check_types(plans: Sequence[UnitPlan], roots: Sequence[nn.Module]) -> None:
 
 
 def other_gradient_dtype(name: str, stored: torch.dtype, wanted: object) -> WrapError:
-    """The error for that."""
+    """Return the error for a gradient dtype that differs from the stored one."""
     return WrapError(
         f"{name}: grad_dtype = {wanted} of a parameter stored in {stored}: gradients of a sharded one are in that, too",
         hint="store it in the dtype of its gradient, and compute in another by MixedPrecisionPolicy(param_dtype=...)",
@@ -171,7 +171,7 @@ def other_gradient_dtype(name: str, stored: torch.dtype, wanted: object) -> Wrap
 
 
 def names_in(roots: Sequence[nn.Module], wanted: Container[int]) -> str:
-    """The names of the parameters whose ids are `wanted`, for a message: three of them, and how many more."""
+    """Name the parameters whose ids are `wanted`, for a message: three of them, and how many more."""
     names = [name for root in roots for name, parameter in root.named_parameters() if id(parameter) in wanted]
     return first_of(names, 3)
 
@@ -185,5 +185,5 @@ def _wraps(parameter: Any) -> bool:
 
 
 def _common(one: list[UnitPlan], other: list[UnitPlan]) -> list[UnitPlan]:
-    """The common beginning of two chains of nested units."""
+    """Return the common beginning of two chains of nested units."""
     return [a for a, _ in takewhile(lambda pair: pair[0] is pair[1], zip(one, other, strict=False))]

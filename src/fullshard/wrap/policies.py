@@ -121,14 +121,14 @@ WrapPolicy = ByClass | BySize | ByPredicate | NoWrap | Auto
 
 
 def parse_policy(value: object) -> WrapPolicy:
-    """A policy from what people write.
+    """Return a policy from the forms in which users write it.
 
     Args:
         value: a policy; None or `"auto"`; `"none"`; class names separated by commas; a class; an iterable of classes
             and names; or a function of a module.
 
     Raises:
-        WrapError: anything else.
+        WrapError: The value is anything else.
     """
     match value:
         case ByClass() | BySize() | ByPredicate() | NoWrap() | Auto():
@@ -158,7 +158,7 @@ def parse_policy(value: object) -> WrapPolicy:
 
 
 def unit_modules(model: nn.Module, policy: object = None) -> list[nn.Module]:
-    """The modules that `policy` makes units of, in definition order, each once, without the root.
+    """Return the modules that `policy` makes units of, in definition order, each once, without the root.
 
     Modules that are units already are left out, as are modules without parameters. Nested units are allowed.
 
@@ -167,10 +167,10 @@ def unit_modules(model: nn.Module, policy: object = None) -> list[nn.Module]:
         policy: anything `parse_policy` takes.
 
     Raises:
-        WrapError: the policy names a class the model does not have, or that cannot be a unit.
+        WrapError: The policy names a class that the model does not have, or that cannot be a unit.
 
     Warns:
-        UserWarning: the policy is not `NoWrap` and yet much of the model is left to the root, embeddings and head
+        UserWarning: The policy is not `NoWrap` and yet much of the model is left to the root, embeddings and head
             apart; the text has the share, the bytes and the largest modules of it.
     """
     policy = parse_policy(policy)
@@ -191,14 +191,14 @@ def unit_modules(model: nn.Module, policy: object = None) -> list[nn.Module]:
 
 
 def embedding_modules(model: nn.Module) -> tuple[nn.Module, nn.Module]:
-    """The input embedding and the head, to be units of their own instead of the outermost unit's.
+    """Return the input embedding and the head, which are to be units of their own, outside the outermost unit.
 
     The outermost unit stays unsharded through a whole step, and so does its gradient through the whole backward. With a
     large vocabulary these two are most of it.
 
     Raises:
-        WrapError: the model does not say which they are, they share a weight (which the unit around both must own), or
-            they are units already.
+        WrapError: The model does not say which modules they are, they share a weight (which the unit around both must
+            own), or they are units already.
     """
     embedding, head = _named_by(model, "input"), _named_by(model, "output")
     name, hint = type(model).__name__, "leave wrap_embeddings out"
@@ -212,7 +212,7 @@ def embedding_modules(model: nn.Module) -> tuple[nn.Module, nn.Module]:
 
 
 def _asks_as_torch_does(function: Callable[..., object]) -> bool:
-    """Whether it is called as `policy(module, recurse, nonwrapped_numel)`."""
+    """Return whether a function is called as `policy(module, recurse, nonwrapped_numel)`."""
     try:
         return "recurse" in inspect.signature(function).parameters
     except ValueError:  # of a built-in, which does not say
@@ -224,7 +224,7 @@ def _names_a_class(item: object) -> bool:
 
 
 def _candidates(model: nn.Module) -> Iterator[nn.Module]:
-    """Modules that can be units: called, with parameters, not the root. A module that occurs twice comes once."""
+    """Yield modules that can be units: called, with parameters, not the root. One that occurs twice comes once."""
     hidden: set[int] = set()
     for module in model.modules():
         if isinstance(module, _OPAQUE):
@@ -236,7 +236,7 @@ def _candidates(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _has_forward(module: nn.Module) -> bool:
-    """Whether `module` can be called; else no hook of its own would ever run (`nn.ModuleList` and the like)."""
+    """Return whether `module` can be called; else none of its hooks would ever run (`nn.ModuleList` and the like)."""
     return type(module).forward is not nn.Module.forward or "forward" in module.__dict__
 
 
@@ -330,7 +330,7 @@ def _automatic(model: nn.Module) -> list[nn.Module]:
 
 
 def _repeated_blocks(model: nn.Module, candidates: dict[int, nn.Module]) -> set[int]:
-    """The modules that are blocks by `Auto`'s rule, those inside others included, by identity."""
+    """Return the modules that are blocks by `Auto`'s rule, those inside others included, by identity."""
     groups: defaultdict[type[nn.Module], dict[int, nn.Module]] = defaultdict(dict)
     for container in model.modules():
         if isinstance(container, _LISTS):
@@ -345,17 +345,17 @@ def _repeated_blocks(model: nn.Module, candidates: dict[int, nn.Module]) -> set[
 
 
 def _is_single_layer(cls: type[nn.Module]) -> bool:
-    """Whether a class is one of torch's layers, like `nn.Linear`, and not one of its blocks."""
+    """Return whether a class is one of torch's layers, like `nn.Linear`, and not one of its blocks."""
     return cls.__module__.startswith("torch.nn.") and not cls.__module__.endswith((".transformer", ".activation"))
 
 
 def _share(module: nn.Module, parts: set[int]) -> float:
-    """Which share of the parameters of `module` the modules in `parts` hold."""
+    """Return the share of the parameters of `module` that the modules in `parts` hold."""
     return numel(*(inner for inner in module.modules() if id(inner) in parts)) / numel(module)
 
 
 def numel(*modules: nn.Module) -> int:
-    """Number of distinct parameter elements in the modules."""
+    """Return the number of distinct parameter elements in the modules."""
     return sum(p.numel() for p in {id(p): p for module in modules for p in module.parameters()}.values())
 
 
@@ -389,14 +389,14 @@ def _check_root(model: nn.Module, units: list[nn.Module], policy: WrapPolicy) ->
 
 
 def embeddings_of(model: nn.Module) -> Iterator[nn.Module]:
-    """Embeddings, and the head if the model says which it is."""
+    """Yield the embeddings, and the head if the model names it."""
     yield from (module for module in model.modules() if isinstance(module, nn.Embedding))
     if (head := _named_by(model, "output")) is not None:
         yield head
 
 
 def _named_by(model: Any, which: Literal["input", "output"]) -> nn.Module | None:
-    """The embedding of tokens, or of what comes out (the head), if the model says which it is."""
+    """Return the embedding of the input tokens, or that of the output (the head), if the model names it."""
     with contextlib.suppress(AttributeError, NotImplementedError):  # models without one raise either
         found = model.get_input_embeddings() if which == "input" else model.get_output_embeddings()
         return found if isinstance(found, nn.Module) else None
@@ -404,7 +404,7 @@ def _named_by(model: Any, which: Literal["input", "output"]) -> nn.Module | None
 
 
 def _largest(model: nn.Module, rest: dict[int, nn.Parameter], inside: set[int]) -> list[str]:
-    """The largest modules that hold parameters of `rest` and none of any unit, each with its class and size."""
+    """Return the largest modules that hold parameters of `rest` and none of any unit, each with its class and size."""
     found: list[tuple[int, str]] = []
 
     def visit(module: nn.Module, path: str) -> None:

@@ -37,12 +37,12 @@ _ALIASES = "_fullshard_aliases"
 
 
 def is_exact(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is bytes with a meaning of their own, never cast and never computed with."""
+    """Return whether the tensor is bytes with a meaning of their own, never cast and never computed with."""
     return getattr(tensor, _EXACT, False)
 
 
 def aliases(parameter: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Further tensors that must share the parameter's memory wherever that is: kernels read those instead of it."""
+    """Return further tensors that must share the parameter's memory wherever that is: kernels read those instead."""
     return getattr(parameter, _ALIASES, ())
 
 
@@ -103,7 +103,7 @@ def _keep_in_place(module: nn.Module, weight: Any) -> None:
 
 
 def _moved(weight: Any, *args: Any, **options: Any) -> torch.Tensor:
-    """`weight.to(...)`, which is the weight itself if that changes nothing, as of every other tensor."""
+    """Return `weight.to(...)`, which is the weight itself if that changes nothing, as for every other tensor."""
     device, dtype, *_ = torch_private.parse_to(*args, **options)
     if device in (None, weight.device) and dtype in (None, weight.dtype):
         return weight  # type: ignore[no-any-return]
@@ -111,7 +111,7 @@ def _moved(weight: Any, *args: Any, **options: Any) -> torch.Tensor:
 
 
 def _scales(path: str, module: nn.Module, weight: nn.Parameter) -> Iterator[tuple[str, Any, str]]:
-    """`(name, holder, attribute)` of each scale tensor of `module`."""
+    """Yield `(name, holder, attribute)` of each scale tensor of `module`."""
     if hasattr(weight, "quant_state"):  # 4 bits
         state = weight.quant_state or getattr(module, "quant_state", None)
         if state is None:
@@ -163,14 +163,14 @@ def outline(model: nn.Module) -> None:
 
 
 def is_to_be_quantised(weight: Any) -> bool:
-    """Whether the weight is one of bitsandbytes' that still has the values it had before quantisation."""
+    """Return whether the weight is one of bitsandbytes' that still has the values it had before quantisation."""
     if hasattr(weight, "quant_state"):
         return not weight.bnb_quantized
     return hasattr(weight, "SCB") and not weight.has_fp16_weights and weight.SCB is None and weight.CB is None
 
 
 def whole_shape(module: nn.Module) -> tuple[int, ...] | None:
-    """Shape before quantisation of the weight of a module that `outline` has seen; None for any other."""
+    """Return the shape before quantisation of the weight of a module that `outline` has seen; None for any other."""
     weight: Any = module._parameters.get("weight")
     if weight is None or not weight.is_meta:
         return None
@@ -203,7 +203,7 @@ def quantise(module: nn.Module, values: torch.Tensor) -> None:
 
 
 def dequantised(module: nn.Module) -> torch.Tensor:
-    """The values of a quantised weight that is whole."""
+    """Return the values of a quantised weight that is whole."""
     functional: Any = importlib.import_module("bitsandbytes.functional")
     weight: Any = module._parameters["weight"]
     if hasattr(weight, "quant_state"):
@@ -214,10 +214,10 @@ def dequantised(module: nn.Module) -> torch.Tensor:
 
 
 def _quantise_4bit(values: torch.Tensor, outlined: Any) -> tuple[torch.Tensor, Any]:
-    """`(packed values, quant_state)` as `bitsandbytes.functional.quantize_4bit` gives them, bit for bit.
+    """Return `(packed values, quant_state)` as `bitsandbytes.functional.quantize_4bit` gives them, bit for bit.
 
-    Piece by piece: on a CPU it takes seven times the bytes of what it quantises at once. Blocks have nothing to do with
-    one another; only the scales of the scales belong to the whole weight.
+    It works piece by piece: on a CPU the function takes seven times the bytes of its argument at once. Blocks do not
+    depend on one another; only the scales of the scales belong to the whole weight.
     """
     functional: Any = importlib.import_module("bitsandbytes.functional")
     pieces = values.view(-1).split(_PIECE_NUMEL)

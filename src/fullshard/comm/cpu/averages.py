@@ -19,9 +19,9 @@ def average(
     *,
     first_rank: int = 0,
 ) -> torch.Tensor:
-    """The sum of `terms` over `divisor`; in the dtype of `into`, which may be one of them.
+    """Return the sum of `terms` over `divisor`; in the dtype of `into`, which may be one of them.
 
-    They are added up in a balanced binary tree, in their order: what 8 ranks give is added as two times 4 would be.
+    A balanced binary tree adds them up in their order: the terms of 8 ranks are added as two times 4 would be.
 
     Args:
         terms: at least two; those of ranks `first_rank`, `first_rank` + 1 and so on.
@@ -47,7 +47,7 @@ def average(
 
 
 def _sum(terms: Sequence[torch.Tensor], rooms: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum of `terms` in the first of `rooms`, of which there is one for every level; a term alone as it is."""
+    """Return the sum of `terms`, in the first of `rooms` (one for every level); a single term as it is."""
     if len(terms) == 1:
         return terms[0] if terms[0].dtype == rooms[-1].dtype else rooms[0].copy_(terms[0])
     half = 1 << (len(terms) - 1).bit_length() - 1

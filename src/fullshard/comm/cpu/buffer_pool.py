@@ -36,10 +36,10 @@ class BufferPool:
         self._returned: deque[tuple[int, int]] = deque()
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised tensor of shape (numel,).
+        """Return an uninitialised tensor of shape (numel,).
 
         Raises:
-            MemoryError: all of it is in use.
+            MemoryError: All of the memory is in use.
         """
         if numel == 0:
             return torch.empty(0, dtype=dtype)

@@ -73,7 +73,7 @@ class GlooCollectives(NativeCollectives):
         return filling(arriving, works)
 
     def _rounds(self) -> list[tuple[int, int]]:
-        """`(send to, receive from)` per round, so that in each round every rank has one partner either way."""
+        """Return `(send to, receive from)` per round, so that in each round every rank has one partner either way."""
         return [((self.rank + k) % self.size, (self.rank - k) % self.size) for k in range(1, self.size)]
 
 

@@ -87,11 +87,11 @@ class Peers:
         object.__setattr__(self, "_failures", failures)
 
     def group_rank(self, rank: int, host: int | None = None) -> int:
-        """Position in the group of rank `rank` of this or another host."""
+        """Return the position in the group of rank `rank` of this or another host."""
         return (self.host if host is None else host) * self.size + rank
 
     def open_track(self) -> Track:
-        """A new one, the same on every rank, which they see if there is room."""
+        """Return a new track, the same on every rank. The ranks see it if there is room."""
         number, nbytes = next(self._opened), self.size * PAGE_NBYTES
         if number >= MAX_TRACKS:
             return Track()
@@ -110,23 +110,23 @@ class Peers:
         self._failures[self.rank] = 1
 
     def map(self, owner: int, start: int, nbytes: int, *, private: bool = False) -> mmap.mmap:
-        """`nbytes` bytes from `start`, a whole page, of the file of rank `owner`.
+        """Map `nbytes` bytes from `start`, a whole page, of the file of rank `owner`.
 
-        In a `private` one this rank alone sees what it writes; of a page it did not write it sees what the others do.
+        In a `private` map only this rank sees what it writes; a page that it has not written shows what others write.
 
         Raises:
-            OSError: there is no room for them among this process's addresses.
+            OSError: This process's addresses have no room for them.
         """
         flags = mmap.MAP_PRIVATE | _MAP_NORESERVE if private else mmap.MAP_SHARED
         return mmap.mmap(self.files[owner], nbytes, flags=flags, offset=start)
 
     def map_at(self, memory: mmap.mmap, start: int, nbytes: int, offset: int | None) -> None:
-        """In place of whole pages of `memory` have others, which are private: those at `offset` in the file of rank 0.
+        """Replace whole pages of `memory` by private ones: those at `offset` in the file of rank 0.
 
         None stands for new memory, which is zero.
 
         Raises:
-            RuntimeError: the kernel refuses.
+            RuntimeError: The kernel refuses.
         """
         address = torch.frombuffer(memory, dtype=torch.uint8, count=1, offset=start).data_ptr()
         flags = mmap.MAP_PRIVATE | _MAP_NORESERVE | _MAP_FIXED
@@ -218,10 +218,10 @@ def connect(group: dist.ProcessGroup, make: Callable[[Peers], Made]) -> tuple[Ma
 
 
 def _ranks_per_host(offers: Sequence[_Offer]) -> int:
-    """How many ranks each host has.
+    """Return the number of ranks on each host.
 
     Raises:
-        OSError: they are not laid out so that memory is worth sharing.
+        OSError: The ranks are not laid out so that memory is worth sharing.
     """
     if problem := next((offer.problem for offer in offers if offer.problem), ""):
         raise OSError(problem)
@@ -240,12 +240,12 @@ def _ranks_per_host(offers: Sequence[_Offer]) -> int:
 
 
 def host_memory_nbytes() -> int:
-    """Bytes of memory of this host."""
+    """Return the bytes of memory of this host."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def is_possible() -> bool:
-    """Whether this process could share memory at all, and nobody has turned it off."""
+    """Return whether this process could share memory at all, and sharing is not turned off."""
     is_ordered = platform.machine() in ("x86_64", "AMD64")
     is_wanted = COMM.read() != "gloo"
     return is_ordered and is_wanted and hasattr(os, "memfd_create") and Path("/proc/self/fd").is_dir()
@@ -294,7 +294,7 @@ def _close(files: set[int]) -> None:
 
 @functools.cache
 def _mmap() -> Callable[[int, int, int, int, int, int], int | None]:
-    """The C library's function, which takes an address; Python's takes none."""
+    """Return the C library's `mmap`, which takes an address; Python's takes none."""
     function = ctypes.CDLL(None, use_errno=True).mmap
     function.restype = ctypes.c_void_p
     function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
@@ -302,7 +302,7 @@ def _mmap() -> Callable[[int, int, int, int, int, int], int | None]:
 
 
 def _has_ended(pid: int) -> bool:
-    """Whether there is no such process, or only what its parent has not noticed yet."""
+    """Return whether a process does not exist, or has ended and its parent has not noticed yet."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

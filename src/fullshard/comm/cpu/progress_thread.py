@@ -59,7 +59,7 @@ class ProgressThread:
 
 
 def _work(tasks: SimpleQueue[_Task | None], failure: list[BaseException], on_failure: Callable[[], None]) -> None:
-    """Body of the thread. It does not know the `ProgressThread`, which would otherwise never be freed."""
+    """Run the thread's loop. It does not know the `ProgressThread`, which would otherwise never be freed."""
     while (task := tasks.get()) is not None:
         do, future = task
         try:

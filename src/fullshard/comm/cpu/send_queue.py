@@ -55,7 +55,7 @@ class _SendQueue:
         self._posted[0] += 1
 
     def entry(self, number: int) -> tuple[int, int, torch.dtype]:
-        """(tag, offset, dtype) of the entry of that number."""
+        """Return (tag, offset, dtype) of the entry of that number."""
         tag, offset, dtype = self._entries[number % _QUEUE_DEPTH].tolist()
         return tag, offset, _DTYPES[dtype]
 
@@ -91,7 +91,7 @@ class SendQueues:
         return full, number
 
     def _within_reach(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """`tensor`, or a copy of it where peers can read, and where in the memory that begins."""
+        """Return `tensor`, or a copy of it where peers can read, and its offset in that memory."""
         offset = self.pool.offset(tensor)
         if offset is None:
             tensor = self.pool.empty(tensor.numel(), tensor.dtype).copy_(tensor)
@@ -125,17 +125,17 @@ class SendQueues:
         may_keep: bool = False,
         is_sent: bool = False,
     ) -> torch.Tensor:
-        """The sum over the ranks of this host, in their order, of the interval of rank `position` of the group.
+        """Return the sum over the ranks of this host, in their order, of the interval of rank `position` of the group.
 
         Args:
             number: of the entry; all ranks of this host have posted it.
-            full: what this rank posted.
-            position: whose interval.
-            dtype: what the sum is made in; that of `full` or a wider one.
-            divisor: what the sum is divided by.
+            full: the tensor that this rank posted.
+            position: the rank whose interval is summed.
+            dtype: of the sum; that of `full` or a wider one.
+            divisor: the number by which the sum is divided.
             watch: see `Reduction`.
             may_keep: whether a long sum may take the place of this rank's own term, and keep `full` alive.
-            is_sent: it is gone soon, and so is made in memory that is used again.
+            is_sent: the sum is short-lived, and so is made in reused memory.
         """
         own = own_interval(full, position, self._peers.num_hosts * self._peers.size)
         if own.numel() == 0:

@@ -68,11 +68,11 @@ class SharedMemoryCollectives(GlooCollectives):
         return MappedBuffer(self._buffers, place, spec)
 
     def _reduce(self, full: torch.Tensor, how: Reduction) -> Work:
-        """A tensor that is not from `staging` is copied first."""
+        """Reduce `full`. A tensor that is not from `staging` is copied first."""
         return self._queues.send(full, how)
 
     def exchange(self, leaving: torch.Tensor, arriving: torch.Tensor, parts: Parts, *, tag: int) -> Work:
-        """One copy, out of the peers' memory. A tensor that is not from `staging` is copied first."""
+        """Exchange with one copy, out of the peers' memory. A tensor that is not from `staging` is copied first."""
         torch_private.count_for_debugging("c10d.alltoall_base_")
         return self._queues.exchange(leaving, arriving, parts, tag)
 
@@ -95,7 +95,7 @@ class SharedPages(HostPages):
         return self._queues.pool.empty(numel, dtype)
 
     def open_track(self) -> Track:
-        """In memory that the ranks of this host share."""
+        """Open a track in memory that the ranks of this host share."""
         return self._buckets.peers.open_track()
 
     def heed(self, track: Track) -> None:
@@ -132,7 +132,7 @@ class SharedBuckets:
         self._ended = np.zeros(MAX_BUFFERS, dtype=bool)
 
     def place(self, spec: BufferSpec) -> tuple[int, int] | None:
-        """(number, first byte) for a new bucket; None if it has no elements, or there is no room for it."""
+        """Return (number, first byte) for a new bucket; None if it has no elements, or there is no room for it."""
         number, start, nbytes = self.placed, self._end, spec.numel * spec.dtype.itemsize
         if not nbytes or number == MAX_BUFFERS or start + nbytes > len(self.shared):
             return None
@@ -150,15 +150,15 @@ class SharedBuckets:
         self.peers.wait_until(lambda: bool((freed >= own).all()))
 
     def is_unread(self, number: int) -> bool:
-        """Whether no rank reads what this rank has offered of a bucket."""
+        """Return whether no rank reads what this rank has offered of a bucket."""
         return self.is_free(number, self.offered[self.peers.rank, number])
 
     def is_free(self, number: int, gathers: int) -> bool:
-        """Whether every rank has freed a bucket after its first `gathers` gathers, so that nobody reads it."""
+        """Return whether every rank has freed a bucket after its first `gathers` gathers, so that no rank reads it."""
         return bool((self.freed[:, number] >= gathers).all())
 
     def end(self, number: int) -> None:
-        """This rank has no tensor any more that shows a bucket, which nobody waits for it to free then."""
+        """Note that no tensor of this rank shows a bucket any more: no rank waits for this one to free it then."""
         self.freed[self.peers.rank, number] = self.offered[self.peers.rank, number]
         self._ended[number] = True
 
@@ -261,6 +261,6 @@ class MappedBuffer(FullBuffer):
 
 
 def _in_process(pid: int, do: Callable[..., None], *args: int) -> None:
-    """Not in a forked one, which has the object, too."""
+    """Call `do` in the process `pid`, and not in a forked one, which has the object, too."""
     if os.getpid() == pid:
         do(*args)

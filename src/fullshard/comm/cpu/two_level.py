@@ -69,13 +69,13 @@ class TwoLevelCollectives(SharedMemoryCollectives):
         return TwoLevelBuffer(self._gathers, self._received, self._buffers, place, spec)
 
     def _reduce(self, full: torch.Tensor, how: Reduction) -> Work:
-        """The ranks of this host read `full`; the rest is done by the thread. What is not from `staging` is copied."""
+        """Let this host's ranks read `full`; the thread does the rest. A tensor not from `staging` is copied."""
         full, number = self._queues.post(full, how.tag)
         summed = partial(_sum_over_hosts, self._reductions, self._queues, full, number, how)
         return WorkOf(self._reductions.progress.submit(summed).result)
 
     def exchange(self, leaving: torch.Tensor, arriving: torch.Tensor, parts: Parts, *, tag: int) -> Work:
-        """From rank to rank: nothing is in it for two, so that no host would send less."""
+        """Exchange from rank to rank: no part is for two ranks, so two levels would not save a host any sending."""
         own_tag = 2 * (MAX_BUFFERS + tag)  # none of a channel's
         return GlooCollectives.exchange(self, leaving, arriving, parts, tag=own_tag)
 
@@ -118,7 +118,7 @@ class _Channel:
         self._group, self._kind = group, kind
 
     def counterpart(self, host: int) -> int:
-        """Position in the group of the rank of another host that has this one's local rank."""
+        """Return the position in the group of the rank of another host that has this one's local rank."""
         return self.peers.group_rank(self.peers.rank, host)
 
     def send(self, tensor: torch.Tensor, host: int, tag: int) -> dist.Work:
@@ -170,7 +170,7 @@ class _ReceivedRange:
 
     @property
     def nbytes(self) -> int:
-        """How much to acquire: every page the range has a part of."""
+        """Return the bytes to acquire: every page that holds a part of the range."""
         return round_up(self.end + self.shift, _PAGE_NBYTES) - self.at if self.start < self.end else 0
 
 
@@ -282,12 +282,12 @@ class TwoLevelBuffer(MappedBuffer):
             work.wait()
 
     def _location(self, host: int) -> tuple[_ReceivedRange, int]:
-        """(the range that the interval of the counterpart on a host is in, its first byte)."""
+        """Return (the range that holds the interval of the counterpart on a host, the interval's first byte)."""
         span = self._ranges[host > self._channel.peers.host]
         return span, self._start + self._channel.counterpart(host) * self._interval.nbytes
 
     def _receive_into(self, host: int, place: int) -> torch.Tensor:
-        """The interval of the counterpart on a host, in memory of the pool."""
+        """Return the interval of the counterpart on a host, in memory of the pool."""
         span, start = self._location(host)
         at, nbytes = place + start + span.shift, self._interval.nbytes
         return torch.frombuffer(self._received.memory, dtype=torch.uint8, count=nbytes, offset=at).view(self.full.dtype)
@@ -339,7 +339,7 @@ class _ReceivePool:
         return int(self._places[bucket])
 
     def ended(self, buckets: list[int]) -> npt.NDArray[np.int64]:
-        """How many gathers of each are over: every rank of the host has what it brings, and none reads any more."""
+        """Return how many gathers of each bucket are over: every rank of the host has the data, and none reads now."""
         offered, freed = self._buffers.offered[:, buckets], self._buffers.freed[:, buckets]
         least: npt.NDArray[np.int64] = np.minimum(offered, freed).min(axis=0)
         return least

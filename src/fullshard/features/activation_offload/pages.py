@@ -60,17 +60,17 @@ class Pages:
 
     @classmethod
     def of(cls, units: Sequence[Unit]) -> Pages | None:
-        """For units of which at least one has its activations on the host."""
+        """Return the pages of units of which at least one has its activations on the host."""
         host = next((unit.storage.host for unit in units if unit.storage.offload.activations), None)
         return None if host is None else cls(units, host)
 
     # -- forward ------------------------------------------------------------------------------------------------
 
     def begin(self, *, ahead: bool) -> None:
-        """A forward of the model begins; `ahead`: its backward may have two pages on the device.
+        """Begin a forward of the model; `ahead`: its backward may have two pages on the device.
 
-        Nothing is done without autograd, or under hooks of somebody else's: who checkpoints the whole model has decided
-        what is kept of it.
+        Do nothing without autograd, or under hooks of other code: a script that checkpoints the whole model has
+        decided what is kept of it.
         """
         self.end()  # of a forward that was interrupted
         self._ahead, self._wanted = ahead, None
@@ -80,7 +80,7 @@ class Pages:
             self._is_watching = True
 
     def turn(self, unit: Unit) -> None:
-        """A unit begins: what is saved from here on is its page, and the one before is complete."""
+        """Begin a unit: tensors saved from here on go to its page, and the page before is complete."""
         if not self._is_watching:
             return
         self._give_up()
@@ -90,7 +90,7 @@ class Pages:
             self._send(before, self.page)
 
     def end(self) -> None:
-        """A forward is over, or has failed."""
+        """End a forward, whether it is over or has failed."""
         if self._is_watching:
             self._is_watching = False
             self._hooks.__exit__()
@@ -171,7 +171,7 @@ class Pages:
     # -- backward -----------------------------------------------------------------------------------------------
 
     def want(self, page: Page) -> None:
-        """Backward has come to a page: have computing wait for it, and copy the one before it meanwhile."""
+        """Bring the page that backward has come to: let computing wait for it, and copy the one before meanwhile."""
         if page is self._wanted:
             return
         self._bring(page)

@@ -95,7 +95,7 @@ def _keep(schedule: Schedule, budget_nbytes: int | None, why: str) -> str:
 
 
 def headroom_nbytes(device: torch.device, *, ranks_on_host: int) -> int:
-    """Memory that this rank could use besides the most it has used so far.
+    """Return the memory that this rank could use besides the most it has used so far.
 
     Args:
         device: an accelerator: what its driver and PyTorch's allocator have free; or the CPU: this rank's part of what
@@ -103,7 +103,7 @@ def headroom_nbytes(device: torch.device, *, ranks_on_host: int) -> int:
         ranks_on_host: ranks that share the host's memory.
 
     Raises:
-        ConfigError: this system does not say.
+        ConfigError: This system does not say.
     """
     if device.type != "cpu":
         if not counts_memory(device.type):
@@ -127,12 +127,16 @@ def headroom_nbytes(device: torch.device, *, ranks_on_host: int) -> int:
 
 
 def available_host_memory() -> int:
-    """Bytes of host memory that this process's host and control groups have left. Raises `OSError` if none says so."""
+    """Return the bytes of host memory that this process's host and control groups have left.
+
+    Raises:
+        OSError: Neither says so.
+    """
     return min([_kib(Path("/proc/meminfo").read_text(), "MemAvailable"), *_available_in_group()])
 
 
 def _kib(text: str, name: str) -> int:
-    """The value of a line like `MemAvailable:   1024 kB`, in bytes."""
+    """Return the value of a line like `MemAvailable:   1024 kB`, in bytes."""
     found = re.search(rf"^{name}:\s+(\d+) kB", text, re.MULTILINE)
     if found is None:
         raise OSError(f"no {name}")

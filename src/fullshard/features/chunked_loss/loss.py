@@ -118,7 +118,7 @@ def _forward_with_loss(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _with_loss(model: Any, output: Any, targets: _Targets, count: Any) -> Any:
-    """The output with its loss, normalised as Transformers does: by the mean, or by the batch's own count."""
+    """Return the output with its loss, normalised as Transformers does: by the mean, or by the batch's own count."""
     total = targets.loss
     is_handed_through = getattr(output, "logits", None) is total
     if total is None or not is_handed_through:
@@ -225,7 +225,7 @@ def _buffers(
 
 
 def _logits_gradient(logits: torch.Tensor, labels: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """(softmax - one-hot) x gradient, zero where there is no target; shape and dtype of `logits`."""
+    """Return (softmax - one-hot) x gradient, zero where there is no target; shape and dtype of `logits`."""
     result = functional.log_softmax(logits.float(), dim=-1).exp_().mul_(gradient)
     targets = labels != IGNORED
     result[targets, labels[targets]] -= gradient

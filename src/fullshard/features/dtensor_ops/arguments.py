@@ -14,7 +14,7 @@ from fullshard.engine.sharded_tensor import ShardedTensor, SpreadTensor
 
 
 def map_arguments(value: Any, kind: type[torch.Tensor], function: Callable[[Any], Any]) -> Any:
-    """`value`, a kernel's arguments or result, with `function` applied to each tensor of that kind."""
+    """Return `value`, a kernel's arguments or result, with `function` applied to each tensor of that kind."""
     if isinstance(value, kind):
         return function(value)
     if isinstance(value, dict):
@@ -43,7 +43,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def first_sharded(value: Any) -> ShardedTensor | None:
-    """The first sharded one there."""
+    """Return the first sharded tensor in a value."""
     return next((tensor for tensor in tensors_in(value) if isinstance(tensor, ShardedTensor)), None)
 
 
@@ -53,15 +53,15 @@ def target_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def written_tensors(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """All tensors that a kernel writes to."""
+    """Return all tensors that a kernel writes to."""
     places = torch_private.written(func)
     return tensors_in([args[i] if i < len(args) else kwargs.get(name) for i, name in places])
 
 
 def may_differ(tensor: torch.Tensor) -> bool:
-    """Whether each rank may have another: a plain one of several elements, unless the script says that it has not.
+    """Return whether ranks may differ in a tensor: a plain one of several elements, unless the script excludes that.
 
-    With gradients it may not say so: what comes back to a plain tensor would be spread over ranks.
+    With gradients a script cannot exclude it: gradients that come back to a plain tensor would be spread over ranks.
     """
     if isinstance(tensor, DTensor) or tensor.numel() == 1:
         return False
@@ -77,7 +77,7 @@ def refuse_plain(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[s
 
 
 def mixed(func: torch_private.Kernel, spread: SpreadTensor, plain: torch.Tensor) -> LifecycleError:
-    """The error for that."""
+    """Return the error for a mix of a spread and a plain tensor."""
     whole = "unsharded(model, writeback=True)" if torch_private.written(func) else "unsharded(model)"
     return LifecycleError(
         f"`{func.overloadpacket.__name__}` of {spread.name} {tuple(spread.shape)}, a DTensor, and of a plain tensor "

@@ -79,7 +79,7 @@ def _check_changes(func: torch_private.Kernel, name: str, args: Sequence[Any], k
 
 
 def _alike(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Interval by interval."""
+    """Compute interval by interval."""
     if kwargs.get("memory_format") in (torch.channels_last, torch.channels_last_3d):
         held = first_sharded((args, kwargs))
         raise LifecycleError(
@@ -97,14 +97,14 @@ def _alike(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, An
 
 
 def _count_changes(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Torch counts changes of tensors before it comes here: of the wrappers, but not of what they wrap."""
+    """Count changes of the wrapped tensors: torch has counted those of the wrappers only."""
     locals_ = [tensor.local for tensor in written_tensors(func, args, kwargs) if isinstance(tensor, ShardedTensor)]
     if locals_:
         torch.autograd.graph.increment_version(locals_)
 
 
 def _fits(tensor: torch.Tensor, span: Span) -> bool:
-    """Whether broadcasting makes it a tensor of the span's shape."""
+    """Return whether broadcasting makes it a tensor of the span's shape."""
     sizes = zip(reversed(tensor.shape), reversed(span.shape), strict=False)
     return tensor.dim() <= len(span.shape) and all(size in (1, wanted) for size, wanted in sizes)
 
@@ -141,7 +141,7 @@ class _Locals:
 
 
 def _many(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Kernels that take lists of tensors, position by position: optimizers', mostly."""
+    """Run kernels that take lists of tensors, position by position: optimizers', mostly."""
     lists = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple)) and value]
     held = first_sharded(lists)
     assert held is not None  # noqa: S101 -- else this would not have been asked
@@ -209,7 +209,7 @@ def _own(one: _Locals | None, tensor: Any) -> Any:
 
 
 def _view(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Views that are intervals of the flattened whole share memory; of others there is a guarded copy."""
+    """Return views that share memory if they are intervals of the flattened whole; guarded copies of any others."""
     tensor = args[0]
     if isinstance(tensor, ShardedTensor) and first_sharded((args[1:], kwargs)) is None:
         views = func(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), *args[1:], **kwargs)
@@ -234,7 +234,7 @@ def _part_of(tensor: ShardedTensor, view: torch.Tensor) -> ShardedTensor:
 
 
 def _random(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Random numbers as one process draws them: every rank draws all, from a generator in the same state."""
+    """Draw random numbers as one process does: every rank draws all, from a generator in the same state."""
     tensor = args[0]
     is_fresh = torch_private.writes(func) or func.overloadpacket.__name__.endswith("_like")
     if not isinstance(tensor, ShardedTensor):
@@ -338,7 +338,7 @@ def _local_norm(tensor: ShardedTensor, order: float, **options: Any) -> torch.Te
 
 
 def _placement_of_norm(order: float) -> Placement:
-    """A maximum, a minimum and a count need no root."""
+    """Return the placement of a norm. A maximum, a minimum and a count need no root."""
     plain = {float("inf"): Partial("max"), float("-inf"): Partial("min"), 0.0: Partial()}
     return plain.get(float(order)) or torch_private.norm_partial(order)
 

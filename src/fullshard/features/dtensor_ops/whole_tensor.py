@@ -27,19 +27,19 @@ class _Whole(SpreadTensor):
     """One that every rank has whole. What leaves this class is each rank's own from there on, with its gradient."""
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """The whole. Gradients that come back are reduced as `ShardedTensor.full_tensor` says. Differentiable."""
+        """Return the whole. Gradients that come back are reduced as in `ShardedTensor.full_tensor`. Differentiable."""
         if grad_placements is None and torch.is_grad_enabled() and self.requires_grad:
             return _leave(self, is_plain=True)
         return super().to_local(grad_placements=grad_placements)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """The same."""
+        """Return the same as `to_local`."""
         return self.to_local(grad_placements=grad_placements)
 
     def redistribute(
         self, device_mesh: Any = None, placements: Sequence[Placement] | None = None, **options: Any
     ) -> DTensor:
-        """As torch's."""
+        """Redistribute as torch's DTensor does."""
         own: Any = _leave(self, is_plain=False)
         return own.redistribute(device_mesh, placements, **options)  # type: ignore[no-any-return]
 
@@ -52,25 +52,25 @@ class WholeTensor(_Whole):
 
     @classmethod
     def of(cls, whole: torch.Tensor, span: Span) -> WholeTensor:
-        """`whole`, that was computed of what has that span."""
+        """Return `whole`, a result computed from tensors with that span."""
         layout = torch_private.layout_as(torch_private.layout_from(dtensor_of(whole, span)), whole)
         self: WholeTensor = torch_private.wrap(cls, whole, layout)
         self.span = span
         return self
 
     def tolist(self) -> Any:
-        """Its elements, on every rank."""
+        """Return its elements, on every rank."""
         return torch_private.local_of(self).tolist()
 
     def like(self, whole: torch.Tensor) -> WholeTensor:
-        """`whole`, that was computed of this."""
+        """Return `whole`, a result computed from this one."""
         layout = torch_private.layout_as(torch_private.layout_from(self), whole)
         made: WholeTensor = torch_private.wrap(WholeTensor, whole, layout)
         made.span = self.span
         return made
 
     def plain(self) -> DTensor:
-        """The same as torch's own class."""
+        """Return the same tensor as torch's own class."""
         dtensor: DTensor = torch_private.wrap(DTensor, torch_private.local_of(self), torch_private.layout_from(self))
         return dtensor
 
@@ -78,7 +78,7 @@ class WholeTensor(_Whole):
     def __torch_function__(
         cls, func: Callable[..., Any], _types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Every function of torch that is given one comes through here, above autograd."""
+        """Handle every torch function that is given a whole tensor, above autograd."""
         kwargs = kwargs or {}
         others = [tensor for tensor in tensors_in((args, kwargs)) if not isinstance(tensor, SpreadTensor)]
         plain = [tensor for tensor in others if not isinstance(tensor, DTensor)]
@@ -154,7 +154,7 @@ class WholeCopy(_Whole):
 
     @classmethod
     def of(cls, dtensor: DTensor, held: ShardedTensor | WholeCopy) -> WholeCopy:
-        """A copy for a view of `held`."""
+        """Return a copy for a view of `held`."""
         self: WholeCopy = torch_private.wrap(cls, torch_private.local_of(dtensor), torch_private.layout_from(dtensor))
         self.span = held.span
         if isinstance(held, WholeCopy):
@@ -164,7 +164,7 @@ class WholeCopy(_Whole):
         return self
 
     def plain(self) -> WholeTensor:
-        """The same without the guard."""
+        """Return the same tensor without the guard."""
         return WholeTensor.of(torch_private.local_of(self), self.span)
 
     @classmethod
@@ -189,12 +189,12 @@ class WholeCopy(_Whole):
         return map_arguments(result, DTensor, lambda view: WholeCopy.of(view, copies[0]))
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """As torch's, which is no kernel."""
+        """Return the local tensor as torch does, which runs no kernel."""
         self.check_is_current()
         return super().to_local(grad_placements=grad_placements)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """As torch's, which is no kernel."""
+        """Return the full tensor as torch does, which runs no kernel."""
         self.check_is_current()
         return super().full_tensor(grad_placements=grad_placements)
 
@@ -209,7 +209,7 @@ class WholeCopy(_Whole):
 
 
 def _version(tensor: torch.Tensor) -> int:
-    """How often it was changed in place; of what was made in inference mode torch does not know."""
+    """Return how often a tensor was changed in place; 0 in inference mode, where torch does not count."""
     return 0 if tensor.is_inference() else tensor._version
 
 

@@ -39,7 +39,7 @@ def _count(module: nn.Module, _name: str, _value: object) -> None:
 
 @functools.cache
 def _count_registrations() -> None:
-    """From now on. torch calls such hooks for every module there is, so not before there is something to watch."""
+    """Count registrations from now on. torch calls such hooks for every module, so they start only with a watch."""
     register_module_parameter_registration_hook(_count)
     register_module_module_registration_hook(_count)
 
@@ -122,7 +122,7 @@ class LateRegistration(Extension):
         )
 
     def _modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """All modules with their paths."""
+        """Yield all modules with their paths."""
         for outermost in self._units[-1:]:
             for root in outermost.modules:
                 yield from root.named_modules()

@@ -118,7 +118,7 @@ class NonFiniteGuard(Extension):
         return self._is_bad
 
     def _flag(self) -> torch.Tensor:
-        """Shape (1,), uint8: whether this rank has seen any."""
+        """Return a flag, shape (1,), uint8: whether this rank has seen any."""
         flag = torch.full((1,), self._is_bad, dtype=torch.uint8, device=self._mesh.device)
         if self._seen is not None:
             flag |= self._seen
@@ -164,7 +164,7 @@ class NonFiniteGuard(Extension):
 
     @property
     def is_alarmed(self) -> bool:
-        """Whether any rank has seen any since the last step, the same on every rank."""
+        """Return whether any rank has seen any since the last step, the same on every rank."""
         if self._message is None:
             return False
         if self._alarm is None:

@@ -66,7 +66,7 @@ class _WatchedPart:
         self.unit, self.has_unsharded = unit, False
 
     def begin(self) -> None:
-        """It is called past the unit."""
+        """Begin a call of the part past the unit."""
         self.unit.take_requires_grad()
         self.unit.unshard()
         if torch.is_grad_enabled():
@@ -75,13 +75,13 @@ class _WatchedPart:
             self.has_unsharded = True
 
     def end(self) -> None:
-        """It has run."""
+        """End a call of the part."""
         self.has_unsharded = False
         self.unit.reshard()
 
 
 def _hooks_of(part: _WatchedPart) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Within the unit's forward they do nothing, and a graph of that goes on through them."""
+    """Return the part's hooks. In the unit's forward they do nothing, and a graph of that goes on through them."""
     begin, end = uncompiled(part.begin), uncompiled(part.end)
 
     def before(module: nn.Module, args: Any) -> None:

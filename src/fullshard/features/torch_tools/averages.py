@@ -48,7 +48,7 @@ def _own_part(copy: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _with_wholes(save: Callable[..., Any]) -> Callable[..., Any]:
-    """Around `save_pretrained`, which scripts call on the main process alone, so that nothing can be gathered."""
+    """Wrap `save_pretrained`, which scripts call on the main process alone, so that nothing can be gathered."""
 
     @functools.wraps(save)
     def save_pretrained(ema: Any, *args: Any, **options: Any) -> Any:

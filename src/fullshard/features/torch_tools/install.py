@@ -125,7 +125,7 @@ def _total_norm(
 def _norm_of(
     parts: Sequence[tuple[Span | None, torch.Tensor]], norm_type: float, error_if_nonfinite: bool, foreach: bool | None
 ) -> torch.Tensor:
-    """The total norm of what each rank has a part of, with its span, and of what all have whole."""
+    """Return the total norm of tensors of which each rank has a part, with its span, and of whole ones."""
     sharded: dict[tuple[Mesh, tuple[dist.ProcessGroup, ...]], list[torch.Tensor]] = {}
     ordinary = []
     for span, tensor in parts:
@@ -153,7 +153,10 @@ def _group_norm(
     order: float,
     foreach: bool | None,
 ) -> torch.Tensor:
-    """Norm over the ranks that share them, in float32 or wider. Empty intervals are left out, as most are."""
+    """Return the norm over the ranks that share the gradients, in float32 or wider.
+
+    Empty intervals are left out, as most are.
+    """
     parts = [gradient for gradient in gradients if gradient.numel()]
     # of all gradients, not of the parts: the same on every rank
     dtype = functools.reduce(torch.promote_types, {gradient.dtype.to_real() for gradient in gradients}, torch.float32)
@@ -210,7 +213,7 @@ def _check_sent(param: object, param_name: str) -> None:
 
 
 def _check_sent_list(param: object, param_name: str) -> None:
-    """The same for a list of them."""
+    """Check a list of tensors for a collective, as `_check_sent` does one."""
     for tensor in param if isinstance(param, list) else ():
         _refuse_to_send(tensor)
     torch_private.check_sent_list.torchs(param, param_name)
@@ -245,7 +248,7 @@ def _redistribute(
     placements: Sequence[Placement] | None = None,
     **options: Any,
 ) -> DTensor:
-    """The same, of what is a DTensor already."""
+    """Redistribute a DTensor as torch does, and accept the placements of a sharded parameter, too."""
     return _made(torch_private.redistribute, self, device_mesh or self.device_mesh, placements, **options)
 
 
@@ -257,7 +260,7 @@ def _from_local(
     shape: torch.Size | None = None,
     **options: Any,
 ) -> DTensor:
-    """The same, of the elements that this rank has."""
+    """Make a DTensor of this rank's elements as torch does, and accept the placements of a sharded parameter, too."""
     ragged = _ragged_of(placements)
     if ragged is None or device_mesh is None:
         made: DTensor = torch_private.from_local.torchs(local_tensor, device_mesh, placements, shape=shape, **options)
@@ -288,7 +291,7 @@ def _make_dtensor(
     placements: Sequence[Placement] | None = None,
     **options: Any,
 ) -> DTensor:
-    """The same, of zeros, ones and the like."""
+    """Make a DTensor of zeros, ones and the like as torch does, and accept a sharded parameter's placements, too."""
     return _made(torch_private.make_dtensor, init_op, size, device_mesh, placements, **options)
 
 

@@ -56,7 +56,7 @@ class SentPart(torch.Tensor):
         return self.label
 
     def boxes(self) -> list[IntervalBox]:
-        """As a sharded tensor's."""
+        """Return the interval boxes, as a sharded tensor does."""
         return self.parts
 
     __create_write_items__: Any = ShardedTensor.__create_write_items__
