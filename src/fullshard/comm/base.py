@@ -53,20 +53,20 @@ class FullBuffer(Protocol):
         """Bytes that `free` would give back now."""
 
     def gather(self, main: torch.Tensor, *, tag: int, exactly: bool = False, is_unchanged: bool = False) -> Work:
-        """Fill `full` with the intervals of all ranks, this rank's being `main` (cast to the dtype of `full`).
+        """Fill `full` with the intervals of all ranks; this rank's is `main` (cast to the dtype of `full`).
 
-        Where intervals are sent packed, `full` has what unpacking gives on every rank, its own interval included,
+        If intervals are sent packed, `full` holds the unpacked values on every rank, its own interval included,
         unless `exactly`.
 
         Args:
             main: shape (S,).
             tag: see `Collectives`.
             exactly: see above.
-            is_unchanged: `main` is what it was in the gather before; where that is kept it is not put there again.
+            is_unchanged: `main` has not changed since the last gather; a buffer that still holds it makes no copy.
         """
 
     def free(self) -> None:
-        """End it. What was changed in `full` is lost, unless `main` and `full` are one."""
+        """End the gather. Changes made in `full` are lost, unless `main` and `full` are one."""
 
     def wait_for_readers(self) -> None:
         """Wait until no other rank reads what this rank has freed of it: its main weights may change after that."""
@@ -93,20 +93,20 @@ class BufferSpec:
 
 
 Watch = Callable[[torch.Tensor, Mapping[int, torch.Tensor]], None]
-"""Looks at a sum: `(part, terms)`. A part of it, which the cache still holds on CPUs, and what each rank of the group
-has given to it, as far as that is at hand; a term may be in the memory that has the part now."""
+"""Watches a sum: `(part, terms)`. The part is still in a CPU's cache. The terms are what each rank of the group has
+contributed to it, as far as they are at hand; a term may be in the memory that now holds the part."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """How gradients are summed.
+    """The settings of a sum of gradients.
 
     Attributes:
         tag: see `Collectives`.
-        divisor: what the sum is divided by.
-        packing: how intervals are sent, if they are; they are added up as if they were not.
-        dtype: what the sum is made and returned in.
-        watch: called with every part of what is returned; None: nobody looks.
+        divisor: the number by which the sum is divided.
+        packing: how intervals are sent, if they are; they are added up as if they were not packed.
+        dtype: in which the sum is made and returned.
+        watch: called with every part of the result; None: the sum is not watched.
     """
 
     tag: int
@@ -190,12 +190,12 @@ class Collectives(Protocol):
         """Sum `tensor` over the ranks, in place."""
 
     def exchange(self, leaving: torch.Tensor, arriving: torch.Tensor, parts: Parts, *, tag: int) -> Work:
-        """Send every rank its part of `leaving`, and fill `arriving` with what they have for this one.
+        """Send every rank its part of `leaving`, and fill `arriving` with the ranks' parts for this one.
 
         Args:
             leaving: 1-D; the parts for the ranks, this one included, in their order.
-            arriving: 1-D, of the same dtype; what comes from each, in their order.
-            parts: how many elements; what one rank sends is what the other expects. Any of them may be 0.
+            arriving: 1-D, of the same dtype; the part from each rank, in their order.
+            parts: how many elements; one rank sends as many as the other expects. Any of them may be 0.
             tag: see above.
 
         Returns:

@@ -1,6 +1,6 @@
-"""One layer for every kind of device: a CPU, CUDA, what is plugged into torch as a device of its own, a TPU.
+"""One layer for every kind of device: a CPU, CUDA, a device that is plugged into torch, a TPU.
 
-What the kinds have in common is asked of `torch.accelerator`. What sets one apart is a row here.
+`torch.accelerator` answers for all that the kinds have in common. A row of a table here sets a kind apart.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _TRAITS = {
     "tpu": Traits(False, False, False, is_one_per_process=True, sends_objects=False),
 }
 _WITHOUT_RANKS = ("mps",)
-"""Kinds that torch has no collectives for."""
+"""Kinds for which torch has no collectives."""
 
 
 def traits_of(device: torch.device) -> Traits:

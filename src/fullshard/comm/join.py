@@ -1,4 +1,4 @@
-"""Join the job's process group, and say who is missing where that takes long."""
+"""Join the job's process group, and name the missing ranks if that takes long."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from fullshard.core.errors import ConfigError
 
 BY_HAND_SECONDS, LAUNCHED_SECONDS = 8.0, 60.0
-"""Until a line is worth it: a launcher starts all ranks, and may take long where a host is busy."""
+"""Seconds before a line is printed: a launcher starts all ranks, and may take long on a busy host."""
 
 _HINT = "start every rank, for example with `fullshard launch script.py`; to run one process unset RANK and WORLD_SIZE"
 

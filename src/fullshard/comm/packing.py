@@ -1,12 +1,12 @@
-"""Messages with fewer bytes than the numbers in them have: rounded for the way, on purpose and by request only.
+"""Messages with fewer bytes than their numbers have: rounded for the transfer, on purpose and by request only.
 
-| packing | bytes per element | what an element is off by, at most |
+| packing | bytes per element | largest error of an element |
 |---|---|---|
 | bfloat16 | 2 | 2^-8 of itself |
 | int8 | 1 + 4/256 | 1/254 of the largest magnitude in its block of 256 |
 
-Whoever receives adds up in the dtype that gradients have anyway, so roundings do not add up over a sum's terms.
-A block with an element that is not finite comes out without a finite one, so that an overflow is still noticed.
+The receiver adds up in the dtype that gradients have anyway, so roundings do not add up over a sum's terms.
+A block with an element that is not finite arrives without a finite one, so that an overflow is still noticed.
 """
 
 from __future__ import annotations

@@ -12,12 +12,12 @@ import torch.distributed as dist
 from fullshard.comm import torch_private
 
 PROCESS, WORD = "fullshard/process/{}", "fullshard/place/{}"
-"""Keys in the store, by rank: who it is, and where it is if that has not changed for a while."""
+"""Keys in the store, by rank: its identity, and its place if that has not changed for a while."""
 _NAMED = 3
 _COLLECTIVES = "/torch/distributed/distributed_c10d.py"
 
 Word = dict[str, Any]
-"""What a rank leaves: `what`, `step`, `is_waiting`, `here` (functions, the innermost first), `busy`, `beat`, and the
+"""A rank's message: `what`, `step`, `is_waiting`, `here` (functions, the innermost first), `busy`, `beat`, and the
 `collective` of torch's that a script has called, which waits for others, too. `is_for_all`: it waits, outside a step,
 for every rank of the job; `come_to`: how much it has noted in each track; `has_ended`: its process ends."""
 
@@ -29,7 +29,7 @@ def read_words(own: int) -> dict[int, Word]:
 
 
 def read(keys: Sequence[str]) -> list[dict[str, Any]]:
-    """Return what lies in the store under each; nobody removes it, or who has just seen it would wait for it."""
+    """Return the store's value under each key, and leave it there: without it another reader would wait."""
     store = torch_private.default_store()
     if not keys or store.check(list(keys)):
         there = list(keys)  # as nearly always: two messages, however many ranks there are
@@ -40,7 +40,7 @@ def read(keys: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def collective(frame: FrameType | None) -> str:
-    """Return the function of torch's whose innermost frame it is, if that sends or receives."""
+    """Return the torch function of the innermost frame, if it sends or receives."""
     code = None if frame is None else frame.f_code
     is_one = code is not None and code.co_filename.endswith(_COLLECTIVES) and not code.co_name.startswith("_")
     return code.co_name if code is not None and is_one else ""
@@ -75,7 +75,7 @@ def missing(words: dict[int, Word]) -> dict[int, Word]:
 
 
 def named(words: dict[int, Word]) -> str:
-    """Return which ranks are waited for, and what they do: those that do not wait, else all."""
+    """Name the ranks that are waited for, and what they do: those that do not wait, else all."""
     if not words:
         return "which one cannot be said, for the job's store does not answer"
     late = missing(words) or words
@@ -84,7 +84,7 @@ def named(words: dict[int, Word]) -> str:
 
 
 def described(rank: int, word: Word) -> str:
-    """Return who a rank is, and what it does."""
+    """Describe a rank: its identity, and what it does."""
     store, key = torch_private.default_store(), PROCESS.format(rank)
     name = f"rank {rank}" + (f" ({store.get(key).decode()})" if store.check([key]) else "")
     if "what" not in word:

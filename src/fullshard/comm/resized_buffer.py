@@ -1,6 +1,6 @@
-"""A bucket's memory where there is nothing better: a tensor whose storage grows to be gathered into, and shrinks.
+"""A bucket's memory where no better kind exists: a tensor whose storage grows for a gather, and shrinks afterwards.
 
-Never by rebinding: autograd saves views of parameters (`weight.t()`), and those keep pointing at this storage.
+It never rebinds: autograd saves views of parameters (`weight.t()`), and those keep pointing at this storage.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fullshard.comm.packing import Packing
 class ResizedBuffer(FullBuffer):
     """A buffer in memory of its own, which is freed by resizing its storage.
 
-    It has no readers: what the others read is a copy of the main weights, made when the gather was launched.
+    It has no readers: the other ranks read a copy of the main weights, made when the gather was launched.
     """
 
     def __init__(self, collectives: Collectives, spec: BufferSpec) -> None:
@@ -31,7 +31,7 @@ class ResizedBuffer(FullBuffer):
     def gather(self, main: torch.Tensor, *, tag: int, exactly: bool = False, is_unchanged: bool = False) -> Work:
         """Bring the memory back, copy `main` into its place and launch the all-gather.
 
-        From page-locked host memory that copy goes on beside the host: who changes `main` waits for it first.
+        From page-locked host memory that copy runs while the host goes on: wait for it before you change `main`.
         """
         self._allocate()
         is_apart = main.device != self.full.device

@@ -29,7 +29,7 @@ def collectives_for(
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Collectives that a group could have, in words: what they are, and why they are chosen or not."""
+    """Collectives that a group could have, in words: their name, and why they are chosen or not."""
 
     collectives: Collectives
     name: str

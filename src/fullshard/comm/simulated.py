@@ -1,4 +1,4 @@
-"""Collectives of a group that is not there: one process plays rank r of N, to see what the engine would do.
+"""Collectives of a group that does not exist: one process plays rank r of N, to see what the engine would do.
 
 Results have the right shape and no meaning, so this is for tensors without data. Bytes are counted as a rank would send
 them.

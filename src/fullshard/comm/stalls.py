@@ -1,15 +1,15 @@
-"""Watches how long this process waits for others: says who is waited for, and ends the wait when its time is over.
+"""Watch how long this process waits for others: name the ranks it waits for, and end the wait at its time-out.
 
-A thread looks twice a second. While a rank has not moved for some seconds, whether it waits or computes, its thread
-leaves in the job's store where it is. So a rank that waits for long can read which others do not, and what they do
+A thread looks twice a second. If a rank has not moved for some seconds, whether it waits or computes, its thread
+leaves its place in the job's store. So a rank that waits for long can read which others do not wait, and what they do
 instead. As long as steps follow one another nothing is sent.
 
-An error that a script catches on one rank, in a backward say, leaves the others where this rank does not come any more.
-It is counted in the store, too: ranks that wait, and see that others had more errors than they, wait in vain. While
-there was none in the job a look for them is one number that is read.
+If a script catches an error on one rank, in a backward say, the others wait where this rank does not come any more.
+The store counts errors, too: ranks that wait, and see that others had more errors than they, wait in vain. While the
+job has had no error, a look for errors reads a single number.
 
-So is what a rank has come to (`Track`) that waits: where ranks share no memory each compares it with what the next one
-has told, a single one, and so two of those that went different ways find each other.
+A waiting rank also tells its progress (`Track`). Where ranks share no memory, each compares it with that of one other,
+the next rank, and so two ranks that went different ways find each other.
 """
 
 from __future__ import annotations
@@ -42,27 +42,27 @@ from fullshard.core.place import PLACE, this_process
 from fullshard.core.threads import start_thread
 
 _FAILURES, _FAILED = "fullshard/failures", "fullshard/failed/{}"
-"""Keys in the store: how many errors all ranks had in all; by rank, its own by group and how often that was in step
-again."""
+"""Keys in the store: the number of errors of all ranks together; by rank, its own by group and how often the group was
+in step again."""
 _TRACKS = "fullshard/tracks/{}"
-"""Key in the store, by rank: what it has come to, by track; see `Track.told`."""
+"""Key in the store, by rank: its progress, by track; see `Track.told`."""
 _GIVEN_UP = "fullshard/given-up"
-"""Key in the store: why a rank has closed its groups, for those that see them closed."""
+"""Key in the store: why a rank has closed its groups, for the ranks that find them closed."""
 _SOON = 2.0
-"""Seconds of a wait after which it is looked for errors."""
+"""Seconds of a wait after which the thread looks for errors."""
 _LOOKS = 15
-"""Looks before a wait is worth a line; after the first five others leave word."""
+"""Looks before a wait is worth a line; after the first five the other ranks leave word."""
 _QUOTED = 300
 _FRAMES = 3
 _BUSY = {
     "compiles": ("/torch/_dynamo/convert_frame.py", "/torch/_inductor/compile_fx.py"),
     "saves": ("/fullshard/checkpoint/", "/torch/serialization.py", "/torch/distributed/checkpoint/"),
 }
-"""What may take long and is no fault, by files that are on the stack then."""
+"""Work that may take long and is no fault, by the files that are on the stack then."""
 _LIBRARIES = ("/fullshard/", "/torch/", "/contextlib.py", "<frozen")
 
 _CLOSED = re.compile("closed by peer|reset by peer|broken pipe|socket closed|(read|write) error", re.IGNORECASE)
-"""What Gloo says where a rank is gone."""
+"""Gloo's messages about a rank that is gone."""
 
 
 class Stalls:
@@ -404,16 +404,16 @@ _COME: dict[str, int] = {}
 def all_reduce(
     tensor: torch.Tensor, what: str, groups: Iterable[dist.ProcessGroup], op: Any = dist.ReduceOp.SUM
 ) -> None:
-    """Combine a tensor, in place, over the ranks of each of these groups. A collective, of the step that is under way.
+    """Combine a tensor, in place, over the ranks of each of these groups. A collective of the current step.
 
     Args:
         tensor: of which each rank has its own.
-        what: it is for, in words, for those that ask what this rank waits for.
+        what: its purpose in words, for ranks that ask what this rank waits for.
         groups: one after the other.
         op: how elements are combined.
 
     Raises:
-        CommunicationError: another rank has failed, has ended or does not come.
+        CommunicationError: Another rank has failed, has ended or does not come.
     """
     groups = list(groups)
     with STALLS.waiting_in(groups, what, in_step=True):
@@ -424,10 +424,10 @@ def all_reduce(
 
 
 def meet(group: dist.ProcessGroup, device: torch.device, what: str) -> None:
-    """Wait until all ranks of a group have come here, before they do what nobody could end, or name, if one did not.
+    """Wait until all ranks of a group are here. What follows could neither be ended, nor name a rank that did not come.
 
-    By a message from host to host, where the group sends such. The collectives of an accelerator either have no host
-    wait, which then does where it reads a number, or, as NCCL's barrier, until NCCL ends the process.
+    It uses a message from host to host, if the group sends such. An accelerator's collectives either let no host wait,
+    and it then waits where it reads a number, or, as NCCL's barrier, wait until NCCL ends the process.
 
     Args:
         group: whose ranks meet.
@@ -435,7 +435,7 @@ def meet(group: dist.ProcessGroup, device: torch.device, what: str) -> None:
         what: as in `Stalls.waiting_in`.
 
     Raises:
-        CommunicationError: as there.
+        CommunicationError: As in `Stalls.waiting_in`.
     """
     host = torch.device("cpu")
     if device.type != "cpu" and torch_private.backend_of(group, host) is not None:
@@ -457,4 +457,4 @@ def _asked_seconds(group: float, device: torch.device) -> float | None:
 _NCCL_SECONDS = 600.0
 """Torch's default for it; else it is `default_pg_timeout`."""
 STALLS = Stalls()
-"""That of this process."""
+"""The stall detection of this process."""

@@ -1,10 +1,11 @@
-"""Every private name of torch that fullshard uses, but for those of torch's launcher (`launch.torch_private`).
+"""All private names of torch that fullshard uses, except those of torch's launcher (`launch.torch_private`).
 
-No third file has one; `tests/test_architecture` sees to that. torch may rename any of these in any release without a
-word. So each says what it is for, what goes wrong if torch changes it, and since which release torch has it ("2.0" is
-the oldest that was looked into). `tests/test_torch_private` uses each of them for just that, and fails with its name.
+No third file has one; `tests/test_architecture` ensures that. torch may rename any of these in any release without
+notice. So each entry says its purpose, what goes wrong if torch changes it, and since which release torch has it
+("2.0" is the oldest that was examined). `tests/test_torch_private` uses each of them for just that purpose, and fails
+with its name.
 
-They are in this layer because it is the lowest that may import torch, and every one above it needs some.
+They are in this layer because it is the lowest that may import torch, and every layer above it needs some.
 """
 
 from __future__ import annotations
@@ -63,24 +64,24 @@ OVERRIDDEN: Mapping[str, frozenset[str]] = {
     "torch.nn.Module": frozenset({"_apply", "_replicate_for_data_parallel"}),
     "torch.distributed.fsdp.FSDPModule": frozenset({"_get_fsdp_state"}),
 }
-"""Methods that torch calls and that a class of fullshard's has in their place: `FSDPModule`, by which moving, casting
-and replicating a sharded model is refused, and whatever asks for the state of torch's engine. Were they renamed,
-nothing would call them any more. Since 2.0."""
+"""Methods that torch calls and that a class of fullshard replaces: the methods of `FSDPModule` by which a sharded model
+refuses to be moved, cast or replicated, and all that ask for the state of torch's engine. If torch renamed them, it
+would not call the replacements any more. Since 2.0."""
 
 # -- autograd ---------------------------------------------------------------------------------------------------
 
 backward_under_way: Callable[[], int] = torch._C._current_graph_task_id
-"""The number of the backward that autograd is in, the innermost one; -1 outside of any. Else a forward could not tell
+"""The number of the innermost backward that autograd is in; -1 outside of any. Without it a forward could not tell
 whether it is a recomputation. Since 2.0."""
 
 
 next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
-"""The number that the next node of autograd's graph gets: backward comes to higher ones first. Else nothing
-would tell which forwards began after a checkpoint. Since 2.0."""
+"""The number that the next node of autograd's graph gets: backward comes to higher ones first. Without it the engine
+could not tell which forwards began after a checkpoint. Since 2.0."""
 
 
 number_of: Callable[[Node], int] = methodcaller("_sequence_nr")
-"""The number of a node. Else nothing would tell which nodes cannot lead to an output of theirs. Since 2.1."""
+"""A node's number. Without it the engine could not tell which nodes cannot lead to an output of theirs. Since 2.1."""
 
 
 def node_under_way() -> int | None:
@@ -114,8 +115,8 @@ storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 Else views could not be told from copies. Since 2.0."""
 
 storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
-"""How many hold a storage, by its `storage_id`. Else what forward still computes with would be sent to the host.
-Since 2.8."""
+"""The number of holders of a storage, by its `storage_id`. Without it, memory that forward still computes with would be
+sent to the host. Since 2.8."""
 
 are_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 """Whether `torch.func` is at work: its tensors have no graph to hook into. Since 2.0."""
@@ -134,7 +135,7 @@ gradient that one of them reads would be collected before it is whole. Since 2.1
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:
-    """Have the backward under way call `callback` at its end, where what is left is reduced. Since 2.0."""
+    """Have the backward under way call `callback` at its end, where the remaining gradients are reduced. Since 2.0."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
@@ -151,10 +152,10 @@ def rows_of(sparse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 # -- tensors of another kind ------------------------------------------------------------------------------------
 
 Kernel = OpOverload
-"""The type of what `__torch_dispatch__` is given. Since 2.0."""
+"""The type of the kernel that `__torch_dispatch__` gets. Since 2.0."""
 
 Layout = DTensorSpec
-"""What a DTensor is made with: its mesh, placements and global shape. Since 2.5."""
+"""The layout that makes a DTensor: its mesh, placements and global shape. Since 2.5."""
 
 
 def layout_of(mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, dtype: torch.dtype) -> DTensorSpec:
@@ -174,10 +175,10 @@ def wrap(kind: type[DTensor], local: torch.Tensor, layout: DTensorSpec, *, requi
 
 _LOCAL: Any = DTensor._local_tensor  # the slot, which a subclass may have hidden
 local_of: Callable[[DTensor], torch.Tensor] = _LOCAL.__get__
-"""What this rank has of a DTensor. `to_local()` is a step of autograd's. Since 2.0."""
+"""This rank's part of a DTensor. `to_local()` is a step of autograd's. Since 2.0."""
 
 put_local: Callable[[DTensor, torch.Tensor], None] = _LOCAL.__set__
-"""Sets it, in a subclass that shows another tensor under its name. Since 2.0."""
+"""Sets that part, in a subclass that shows another tensor under its name. Since 2.0."""
 
 layout_from: Callable[[DTensor], DTensorSpec] = attrgetter("_spec")
 """The layout that a DTensor was made with. Since 2.0."""
@@ -199,7 +200,7 @@ def rows_of_tiles(tiles: int) -> Placement:
 
 
 norm_partial: Callable[[float], Placement] = _NormPartial
-"""The placement of a norm of which every rank has that of its own elements. Since 2.2."""
+"""The placement of a norm: every rank has the norm of its own elements. Since 2.2."""
 
 
 def mesh_without_groups(device_type: str, ranks: Sequence[Any], rank: int) -> DeviceMesh:
@@ -223,7 +224,7 @@ def flattened(mesh: DeviceMesh, name: str | None = None) -> DeviceMesh:
 
 
 def set_local(dtensor: DTensor, other: DTensor) -> None:
-    """Have a DTensor be what another is, in place: torch's `.data` leaves behind what is in Python. Since 2.0."""
+    """Make a DTensor what another is, in place: torch's `.data` leaves behind the part that is in Python. Since 2.0."""
     dtensor.data = other
     dtensor._local_tensor, dtensor._spec = other._local_tensor, other._spec
 
@@ -241,7 +242,7 @@ def written(kernel: OpOverload) -> tuple[tuple[int, str], ...]:
 
 
 without_functions: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
-"""Inside, no `__torch_function__` of a subclass is asked. Since 2.0."""
+"""Inside, torch calls no `__torch_function__` of a subclass. Since 2.0."""
 
 
 @contextmanager
@@ -275,8 +276,8 @@ ATTENTION_KERNELS = frozenset(
         torch.ops.aten._scaled_dot_product_fused_attention_overrideable.default,
     }
 )
-"""What `scaled_dot_product_attention` comes down to, where it is one kernel. Selective checkpointing keeps what these
-return; under another name attention would be computed twice. Since 2.5."""
+"""The kernels that `scaled_dot_product_attention` calls, where it is one kernel. Selective checkpointing keeps their
+results; under another name attention would be computed twice. Since 2.5."""
 
 
 def made_as(kind: type[Any], data: torch.Tensor, *, requires_grad: bool) -> Any:
@@ -345,21 +346,21 @@ def leave_state(module: nn.Module, state: object) -> None:
 
 
 WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_orig_mod"})
-"""What torch's wrappers, for checkpointing and compiling, put into the names of parameters. Else a name in a checkpoint
-would depend on them. Since 2.0."""
+"""Parts that torch's wrappers, for checkpointing and compiling, put into the names of parameters. If they stayed, a
+name in a checkpoint would depend on the wrappers. Since 2.0."""
 
 
 _LEFT_ALONE = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
 
 
 def keep_compiler_out(hook: Callable[..., Any], *, is_in_graphs: bool = False) -> None:
-    """Have a function, and what it calls, not be compiled by itself, without importing the compiler.
+    """Keep the compiler from compiling a function, and those that it calls, by itself, without importing the compiler.
 
-    Without, what was to be one graph (`fullgraph`) could not be called between hooks. Since 2.7.
+    Without it a single graph (`fullgraph`) could not be called between hooks. Since 2.7.
 
     Args:
         hook: the function.
-        is_in_graphs: a graph of what calls it goes on through it; otherwise it ends there.
+        is_in_graphs: a graph of its caller goes on through it; otherwise the graph ends there.
     """
     set_code_exec_strategy(hook.__code__, _LEFT_ALONE)
     if is_in_graphs:
@@ -381,7 +382,7 @@ def inside_compiled(module: nn.Module) -> nn.Module:
 # -- modules, optimizers, loaders -------------------------------------------------------------------------------
 
 NormBase = _NormBase
-"""What all batch norms derive from; they stay in float32. Since 2.0."""
+"""The base class of all batch norms; they stay in float32. Since 2.0."""
 
 non_persistent_buffers: Callable[[nn.Module], set[str]] = attrgetter("_non_persistent_buffers_set")
 """The names of a module's buffers that are in no state dict, and so in no checkpoint. Since 2.0."""
@@ -431,16 +432,16 @@ def forget_iteration(loader: torch.utils.data.DataLoader[Any]) -> None:
 
 
 classes_to_wrap: Callable[[Any], Iterable[type[nn.Module]]] = attrgetter("_module_classes")
-"""Of torch's `ModuleWrapPolicy`. Since 2.0."""
+"""The classes of torch's `ModuleWrapPolicy`. Since 2.0."""
 
 wrap_function: Callable[[Any], Callable[[nn.Module], Any]] = attrgetter("_lambda_fn")
-"""Of torch's `CustomPolicy`. Since 2.1."""
+"""The function of torch's `CustomPolicy`. Since 2.1."""
 
 
 # -- processes --------------------------------------------------------------------------------------------------
 
 default_store = _get_default_store
-"""The store of `init_process_group`, through which ranks talk that are out of step. Since 2.0."""
+"""The store of `init_process_group`, through which ranks that are out of step talk. Since 2.0."""
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
@@ -531,25 +532,25 @@ unscale = Replaced.of(torch.amp.GradScaler, "_unscale_grads_")
 
 state_dict = Replaced.of(torch.optim.Optimizer, "state_dict")
 load_state_dict = Replaced.of(torch.optim.Optimizer, "load_state_dict")
-"""Public, and replaced all the same: torch's hooks for them go on each optimizer, which nobody hands to the engine.
+"""Public, and replaced all the same: torch's hooks for it are set per optimizer, and a script hands none to the engine.
 Since 2.0."""
 
 check_sent = Replaced.of(distributed_c10d, "_check_single_tensor")
 check_sent_list = Replaced.of(distributed_c10d, "_check_tensor_list")
-"""Called of what a collective is given, where every rank would give other elements. Since 2.0."""
+"""Called with the tensors of a collective, in which every rank would give other elements. Since 2.0."""
 
 distribute_tensor = Replaced.of(state_dict_utils, "distribute_tensor")
 """Public. It, and so loading whole tensors into a sharded model, knows torch's own placements only. Since 2.0."""
 
 redistribute = Replaced.of(DTensor, "redistribute")
 from_local = Replaced.of(DTensor, "from_local")
-"""Public. Given a placement that they do not know they label whatever they have with it. Since 2.0."""
+"""Public. Given a placement that it does not know, it labels whatever elements it has with it. Since 2.0."""
 
 make_dtensor = Replaced.of(tensor_api, "_dtensor_init_helper")
 """Under `torch.distributed.tensor.zeros`, `ones`, `full` and the like, which do the same. Since 2.0."""
 
 distribute_tensors = Replaced.of(state_dict_utils, "_distribute_tensors")
-"""Where whole tensors that rank 0 has sent are cut for a model's state dict: along one dim. Since 2.5."""
+"""The function that cuts whole tensors from rank 0 for a model's state dict: along one dim. Since 2.5."""
 
 run_backward = Replaced.of(torch.autograd, "_engine_run_backward")
 """Under `torch.autograd.grad` and `backward`, where a sharded parameter's gradient would be None. Since 2.3."""
@@ -557,9 +558,9 @@ run_backward = Replaced.of(torch.autograd, "_engine_run_backward")
 
 @cache
 def keep_every_box() -> None:
-    """Have `HuggingFaceStorageWriter` put what a rank has of one tensor, if that is several boxes, into several files.
+    """Have `HuggingFaceStorageWriter` put this rank's part of a tensor, if it is several boxes, into several files.
 
-    A file holds one tensor of a name, so that the last box would be all that is kept, without a word. Since 2.8.
+    A file holds one tensor of a name, so torch would silently keep the last box alone. Since 2.8.
     """
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter  # not before somebody saves
 
@@ -589,11 +590,11 @@ DispatchMode = _python_dispatch.TorchDispatchMode
 """A context that sees every operation, for a class to derive from. Since 2.0."""
 
 leaves_of: Callable[[Any], list[Any]] = _pytree.tree_leaves
-"""What lists, tuples and dicts of arguments hold. Else memory that an operation takes in a list would not be
+"""The leaves of lists, tuples and dicts of arguments. Without it, memory that an operation takes in a list would not be
 counted. Since 2.0."""
 
 schema_of: Callable[[Any], Any] = attrgetter("_schema")
-"""An operation's arguments, and what it returns of them. Else a view would cost what a copy does. Since 2.0."""
+"""An operation's arguments, and which of them it returns. Without it a view would cost as much as a copy. Since 2.0."""
 
 read_item = torch.ops.aten._local_scalar_dense
 """Reads a number, for which the host waits. Since 2.0."""
@@ -602,13 +603,13 @@ copy_all, zero_all = torch.ops.aten._foreach_copy_, torch.ops.aten._foreach_zero
 """Write their first argument, and do not read it. Since 2.0."""
 
 view_of_a_product = torch.ops.aten._unsafe_view
-"""Another shape of what a product has just made; it does not say so, and launches nothing. Since 2.0."""
+"""Another shape of a product's fresh result; its schema does not say so, and it launches nothing. Since 2.0."""
 
 softmaxes = (torch.ops.aten._softmax, torch.ops.aten._log_softmax, torch.ops.aten._log_softmax_backward_data)
 """Compute an exponential for each element. Since 2.0."""
 
 grouped_matmul = torch.ops.aten._grouped_mm
-"""Rows with the weights of experts; the counter of FLOP does not know it. Since 2.8."""
+"""Multiplies rows by the weights of experts; the counter of FLOP does not know it. Since 2.8."""
 
 shapes_learnt = (
     Replaced.of(FakeTensorMode, "__torch_dispatch__"),
@@ -617,11 +618,11 @@ shapes_learnt = (
 """Under these torch makes tensors to learn a shape, which take no memory. Since 2.0, and 2.5 for DTensor."""
 
 fused_devices = Replaced.of(torch_optimizer, "_get_fused_kernels_supported_devices")
-"""Which devices have fused optimizers. Since 2.3."""
+"""The devices that have fused optimizers. Since 2.3."""
 
 
 gradient_hooks: Callable[[torch.Tensor], Mapping[int, object] | None] = attrgetter("_backward_hooks")
-"""The same of `register_hook`. Since 2.0."""
+"""The hooks that `register_hook` has put on a tensor, by number. Since 2.0."""
 
 
 def is_for_shapes(kind: type) -> bool:

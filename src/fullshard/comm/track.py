@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 MAX_TRACKS = 256
-"""Models that have one in memory that ranks share, of all that ever use the same collectives."""
+"""The number of models that have a track in shared memory, of all that ever use the same collectives."""
 PAGE_NBYTES = mmap.PAGESIZE
 _KEPT = PAGE_NBYTES // 8 - 1
 
@@ -66,10 +66,10 @@ class Track:
             self._own[0] = -1
 
     def compare(self) -> None:
-        """Compare what the ranks of the host have noted.
+        """Compare the notes of the host's ranks.
 
         Raises:
-            OutOfStep: another one has come to something else.
+            OutOfStep: Another rank has come to something else.
         """
         for rank, other in enumerate(self._pages):
             if rank != self._rank and (found := self._difference(int(other[0]), other)) is not None:

@@ -1,4 +1,4 @@
-"""Sums that a CPU makes of what several ranks have given."""
+"""Sums on a CPU of the contributions of several ranks."""
 
 from __future__ import annotations
 

@@ -19,11 +19,11 @@ _PAGE_NBYTES = mmap.PAGESIZE
 
 
 class BufferPool:
-    """Cuts tensors out of a memory. One that nothing refers to any more is handed out again.
+    """Allocates tensors in a memory. Once no reference to a tensor is left, its place is used again.
 
     Args:
-        memory: where from; only what was handed out is ever touched.
-        start: its first byte that is to be used.
+        memory: to allocate from; only the allocated parts are ever touched.
+        start: its first byte that may be used.
     """
 
     def __init__(self, memory: mmap.mmap, start: int) -> None:
@@ -64,7 +64,7 @@ class BufferPool:
             return sum(self._free.values())
 
     def trim(self) -> None:
-        """Give the pages of what is handed out to nobody back to the system."""
+        """Give the pages of all free places back to the system."""
         with self._lock:
             self._collect_returned()
             for start, nbytes in self._free.items():

@@ -60,7 +60,7 @@ class GlooCollectives(NativeCollectives):
         return WorkOf(wait)
 
     def exchange(self, leaving: torch.Tensor, arriving: torch.Tensor, parts: Parts, *, tag: int) -> Work:
-        """Send every peer its part and receive what it has; nothing where that is nothing."""
+        """Send every peer its part and receive the peer's; send no message for an empty part."""
         torch_private.count_for_debugging("c10d.alltoall_base_")
         there, here = cut(leaving, parts.leaving), cut(arriving, parts.arriving)
         works = []
@@ -82,21 +82,21 @@ _NEVER_SENT = 2**31 - 1
 
 
 class FailedWork(dist.Work):
-    """A message that could not even be begun, because its rank has ended. Who waits for it learns that."""
+    """A message that could not even be begun, because its rank has ended. Waiting for it raises the error."""
 
     def __init__(self, error: RuntimeError) -> None:
         super().__init__()
         self._error = error
 
     def wait(self, timeout: object = None) -> NoReturn:
-        """Fail, as waiting for a message does whose rank ends later."""
+        """Fail, as a wait for a message does if its rank ends later."""
         raise self._error
 
 
 def end_waits(group: dist.ProcessGroup) -> None:
-    """Have everything fail that waits in a group, here and on its other ranks: the group is of no use after that.
+    """Make all waits in a group fail, here and on its other ranks: the group is of no use after that.
 
-    For Gloo a message that does not arrive in time is the end of all connections of its group. Those that another rank
+    For Gloo, a message that does not arrive in time ends all connections of its group. Connections that another rank
     has ended before fail at once, and end no other.
     """
     if torch_private.backend_of(group, torch.device("cpu")) is None or group.size() == 1:

@@ -1,9 +1,9 @@
 """Memory between the ranks of a host: a file without a name per rank, which its neighbours on the host open too.
 
 The kernel frees a file when the last process that has it open ends, however it ends, so nothing can be left behind. A
-file is much longer than anything is written to it; what is not touched takes no memory.
+file is much longer than its written part; untouched pages take no memory.
 
-Ranks tell one another of what they have written by counters, each written by one rank only. That relies on stores
+Ranks announce what they have written by counters, each written by one rank only. That relies on stores
 becoming visible in order, which x86-64 promises.
 """
 
@@ -65,8 +65,8 @@ class Peers:
         host, num_hosts: the position of this host and how many there are.
         pids: process of each rank of this host.
         files: file descriptor of each one's file.
-        timeout_seconds: how long to wait for one that does not move.
-        tracks: that who waits looks at.
+        timeout_seconds: how long to wait for a rank that does not move.
+        tracks: the tracks that a waiting rank looks at.
     """
 
     rank: int
@@ -106,7 +106,7 @@ class Peers:
             track.compare()
 
     def report_failure(self) -> None:
-        """Tell the other ranks of this host that nothing is to be expected of this one any more."""
+        """Tell the other ranks of this host that this one has failed and will send nothing more."""
         self._failures[self.rank] = 1
 
     def map(self, owner: int, start: int, nbytes: int, *, private: bool = False) -> mmap.mmap:
@@ -137,15 +137,15 @@ class Peers:
             raise RuntimeError(f"mapping {nbytes} bytes: {os.strerror(ctypes.get_errno())}")
 
     def wait_until(self, is_done: Callable[[], bool], *, patiently: bool = False) -> None:
-        """Look again and again, and let other processes run meanwhile.
+        """Poll, and let other processes run meanwhile.
 
         Args:
-            is_done: what is waited for.
-            patiently: look less often, because this process has other things to do.
+            is_done: the condition to wait for.
+            patiently: poll less often, because this process has other things to do.
 
         Raises:
-            RuntimeError: a rank has ended or failed, or nothing came within the time-out.
-            OutOfStep: one has gone another way.
+            RuntimeError: A rank has ended or failed, or the time-out is over.
+            OutOfStep: A rank has gone another way.
         """
         start = next_check = time.monotonic()
         looks = 0

@@ -14,18 +14,18 @@ from fullshard.core.threads import start_thread
 
 Result = TypeVar("Result")
 _Task = tuple[Callable[[], Any], Future[Any]]
-"""Something to do, and what comes of it."""
+"""A task, and the future of its result."""
 
 
 class ProgressThread:
-    """Does what it is given, one thing after the other. After a failure it does nothing more.
+    """Runs its tasks one after the other. After a failure it runs no more.
 
-    Not an executor of the standard library: those wait for their threads when the interpreter ends, however long, and a
-    thread may be waiting for a rank that is gone.
+    It is not an executor of the standard library: those wait for their threads when the interpreter ends, however long,
+    and a thread may be waiting for a rank that is gone.
 
     Args:
-        on_failure: called by the thread when something fails.
-        end_waits: has what the thread waits for fail, once the process ends and nothing else has ended it.
+        on_failure: called by the thread when a task fails.
+        end_waits: makes the thread's waits fail, once the process ends and nothing else has ended them.
     """
 
     def __init__(self, on_failure: Callable[[], None], end_waits: Callable[[], object]) -> None:
@@ -48,12 +48,12 @@ class ProgressThread:
         return future
 
     def check(self) -> None:
-        """Raise what has failed, if anything has."""
+        """Raise the error of a failed task, if one has failed."""
         if self._failure:
             raise self._failure[0]
 
     def finish(self) -> None:
-        """Wait until everything that was submitted is done, and raise what has failed."""
+        """Wait until all submitted tasks are done, and raise the error of a failed one."""
         if self._thread is not None:
             self.submit(lambda: None).result()
 

@@ -1,6 +1,6 @@
 """Gradients between the ranks of a host: a rank says in its send queue where its own are, and all read them there.
 
-What they exchange otherwise goes the same way; there the entry leads to a list of where each rank's part begins.
+All other exchanges go the same way; there the entry leads to a list of where each rank's part begins.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ class SendQueues:
         """Let the peers read `full`, or a copy of it if they cannot reach it.
 
         Returns:
-            What they read, which must not change until they have, and the number of the entry, the same on every rank.
+            The tensor that they read, which must not change until they have, and the number of the entry, the same on
+            every rank.
         """
         full, offset = self._within_reach(full)
         self._peers.wait_until(lambda: self._own.posted - int(self._own.read.min()) < _QUEUE_DEPTH)
@@ -169,7 +170,7 @@ class SendQueues:
         return self._begin(number, how.tag, full, read)
 
     def exchange(self, leaving: torch.Tensor, arriving: torch.Tensor, parts: Parts, tag: int) -> Work:
-        """Begin to give every rank of this host its part of `leaving`, and to copy what they have for this one."""
+        """Begin to give every rank of this host its part of `leaving`, and to copy their parts for this one."""
         leaving, offset = self._within_reach(leaving)
         starts = np.cumsum([0, *parts.leaving[:-1]]) * leaving.itemsize + offset
         places = self.pool.empty(2 * len(starts), torch.int64)
@@ -200,7 +201,7 @@ class SendQueues:
         return arriving
 
     def finish(self, wanted: _Transfer) -> None:
-        """Complete what is under way up to this one, in the order in which all ranks sent."""
+        """Complete all transfers up to this one, in the order in which all ranks sent."""
         while wanted in self._under_way:
             first = self._under_way[0]
             self.wait_for(first.number, first.tag)
@@ -230,6 +231,6 @@ class _Transfer:
     result: torch.Tensor = field(init=False)
 
     def wait(self) -> torch.Tensor:
-        """Wait for what the peers have, and return what this rank makes of it."""
+        """Wait for the peers' data, and return this rank's result."""
         self.queues.finish(self)
         return self.result

@@ -141,9 +141,9 @@ class SharedBuckets:
         return number, start
 
     def wait_for_readers(self) -> None:
-        """Wait until every rank has freed what this rank has, but for what it holds no more.
+        """Wait until every rank has freed this rank's buckets, except those that this rank has itself dropped.
 
-        A peer frees a model that it dropped while that was whole when its collector comes to it: it may wait for us.
+        A peer that dropped a model while that was whole frees it only once its collector runs: it may wait for us.
         """
         freed = self.freed[:, : self.placed]
         own = np.where(self._ended[: self.placed], 0, freed[self.peers.rank])
@@ -180,9 +180,9 @@ class SharedBuckets:
 class MappedBuffer(FullBuffer):
     """An unsharded bucket in memory that all ranks map.
 
-    `full` is a private mapping of it: of a page that this rank writes it gets a copy. Freeing throws those away, so
-    that in-place changes to unsharded parameters stay this rank's own, as in any other memory. It unmaps the other
-    pages too: they are there once for all ranks, but the kernel counts what is mapped as resident, on each rank.
+    `full` is a private mapping of it: a page that this rank writes becomes a copy. Freeing throws the copies away, so
+    that in-place changes to unsharded parameters stay this rank's own, as in any other memory. Freeing unmaps the other
+    pages too: they exist once for all ranks, but the kernel counts mapped pages as resident, on each rank.
     """
 
     is_persistent = Route.SHARED_MEMORY.shares_memory

@@ -48,7 +48,7 @@ from fullshard.core.sizes import round_up
 
 _PAGE_NBYTES = mmap.PAGESIZE
 _RECEIVE_START = FILE_NBYTES // 2
-"""In rank 0's file: after the buckets, the pool for what is received."""
+"""In rank 0's file: the pool for received data, after the buckets."""
 
 
 class TwoLevelCollectives(SharedMemoryCollectives):
@@ -143,10 +143,10 @@ def _give_up(group: dist.ProcessGroup) -> None:
 class _ReceivedRange:
     """Received intervals that follow one another: bytes `start` to `end` of the memory where buckets are.
 
-    Every page that they have a part of is acquired, the whole ones are shown from there.
+    Every page that they have a part of is acquired; `full` shows the whole pages from there.
 
     Attributes:
-        at: of the first such page, in what the bucket has acquired.
+        at: of the first such page, in the bucket's acquired memory.
     """
 
     start: int
@@ -165,7 +165,7 @@ class _ReceivedRange:
 
     @property
     def shift(self) -> int:
-        """From a byte of the range to where it is in what the bucket has acquired."""
+        """The distance from a byte of the range to its place in the bucket's acquired memory."""
         return self.at - self.start // _PAGE_NBYTES * _PAGE_NBYTES
 
     @property
@@ -175,10 +175,10 @@ class _ReceivedRange:
 
 
 class TwoLevelBuffer(MappedBuffer):
-    """An unsharded bucket of which the intervals of other hosts' ranks are received. See `MappedBuffer`.
+    """An unsharded bucket that receives the intervals of other hosts' ranks. See `MappedBuffer`.
 
-    Received ones are in memory of a pool, from `gather` to `free`, and `full` shows them where they belong. What a rank
-    offers to the others of its host is its own interval and those of its counterparts.
+    Received intervals are in memory of a pool, from `gather` to `free`, and `full` shows them where they belong. A rank
+    offers its own interval and those of its counterparts to the others of its host.
     """
 
     is_zeroed = True
@@ -212,7 +212,7 @@ class TwoLevelBuffer(MappedBuffer):
         return WorkOf(partial(self.wait, self._offers))
 
     def free(self) -> None:
-        """See `MappedBuffer.free`. What was received reads as zeros then."""
+        """See `MappedBuffer.free`. Received data read as zeros then."""
         if self._is_gathered:
             self._hide()  # first: once this is known to be freed, the memory may be another bucket's
             super().free()
@@ -226,7 +226,7 @@ class TwoLevelBuffer(MappedBuffer):
         super().wait_for_readers()
 
     def wait(self, number: int) -> torch.Tensor:
-        """Wait until all ranks of this host have what they bring to the gather of that number."""
+        """Wait until all ranks of this host have their data of the gather of that number."""
         offered = self._buffers.offered[:, self._number]
 
         def is_whole() -> bool:
@@ -304,11 +304,11 @@ class TwoLevelBuffer(MappedBuffer):
 class _ReceivePool:
     """Memory for received intervals, which the first rank of the host hands to one bucket after the other.
 
-    Making a page, and clearing it, takes the kernel longer than all else that is done to it in a gather, so pages are
-    used again. More than two buckets' worth is not kept for that.
+    The kernel takes longer to make and clear a page than a gather takes for all else with it, so pages are used again.
+    The pool keeps no more than two buckets' worth for that.
 
     Attributes:
-        memory: what is acquired is in there, for all ranks of the host.
+        memory: contains all acquired places, for all ranks of the host.
     """
 
     def __init__(self, buffers: SharedBuckets) -> None:
@@ -345,7 +345,7 @@ class _ReceivePool:
         return least
 
     def release(self) -> None:
-        """Take back what is over. The thread's alone."""
+        """Take back the places of gathers that are over. Only the thread calls it."""
         buckets = list(self._acquired)
         for bucket, is_over in zip(buckets, self.ended(buckets) >= self._gathers[buckets], strict=True):
             if is_over:
@@ -354,7 +354,7 @@ class _ReceivePool:
             self._pool.trim()
 
     def release_later(self, progress: ProgressThread) -> None:
-        """Have the thread take back what is over."""
+        """Have the thread take back the places of gathers that are over."""
         if self._is_owner:
             progress.submit(self.release)
 
