@@ -1,6 +1,6 @@
 """The FSDP runtime. Reading order: bucket, gradient, unit, schedule, fully_shard."""
 
-# Our own first, which says that torch is too old before a name of torch's is missing.
+# Import our own module first: it reports a torch that is too old before an import of a missing name fails.
 # isort: off
 from fullshard.comm.mesh import Mesh, init_mesh
 from fullshard.comm.older_torch import DataParallelMeshDims

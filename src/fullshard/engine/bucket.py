@@ -3,13 +3,13 @@
 Six tensors, always named like this:
 
     original parameter   the user's `nn.Parameter` object; bound once to a view of `full`
-    main                 this rank's interval, in the stored dtype; persistent; what the optimizer updates
+    main                 this rank's interval, in the stored dtype; persistent; the optimizer updates it
     sharded parameter    a view of `main` for one parameter; what `module.parameters()` yields at rest
-    compute shard        what `full` is gathered from; `main` itself, unless that is offloaded
+    compute shard        the source of the gather into `full`; `main` itself, unless that is offloaded
     full                 the unsharded bucket, in the compute dtype; whole only while it is needed
     gradient             see `engine.gradient`
 
-How `full` becomes whole is the business of its buffer, `comm.base.FullBuffer`; in some of them `main` is its part.
+The buffer of `full`, `comm.base.FullBuffer`, makes it whole; in some buffers `main` is this rank's part of it.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Bucket(BucketSpec):
     Args:
         slots: see `BucketSpec`.
         owner: the unit it belongs to.
-        number: its own in the unit.
+        number: the bucket's number in the unit.
         weights: gives the values of parameters that are still on the meta device.
 
     Attributes:
@@ -118,7 +118,7 @@ class Bucket(BucketSpec):
             packing=self.gather_packing,
         )
         self.full = self.buffer.full
-        # Of the storage, not an address: it has no memory for most of the time.
+        # Identify the storage, not an address: it has no memory most of the time.
         self.storage_ids = frozenset({torch_private.storage_id(self.full.untyped_storage())})
         if self.buffer.main is not None:
             self.main = self.buffer.main
@@ -203,7 +203,7 @@ class Bucket(BucketSpec):
     def issue_unshard(self, *, exactly: bool = False) -> None:
         """Launch the all-gather of all ranks' compute shards into `full`; `exactly`: without packing it."""
         host = self.storage.host
-        # Noted before the gather: what changes `main` from now on makes what is gathered outdated.
+        # Noted before the gather: a later change of `main` makes the gathered values outdated.
         before, self._version = self._version, self.main_version
         is_changed = before != self._version
         kept, self._kept = self._kept, None
@@ -212,7 +212,7 @@ class Bucket(BucketSpec):
             return
         is_outdated = self._compute_shard is not self.main and is_changed
         if host is None or not (self.is_gathered_from_host or is_outdated):
-            # Within a backward only: what changes memory past torch, between steps, is not counted.
+            # Within a backward only: changes of memory past torch, between steps, are not counted.
             is_unchanged = torch_private.backward_under_way() != -1 and not is_changed
             self._gathering = self.buffer.gather(
                 self._compute_shard, tag=self.tag, exactly=exactly, is_unchanged=is_unchanged
@@ -275,17 +275,17 @@ class Bucket(BucketSpec):
                 self.originals.validate()
 
     def reshard(self, *, kept_by: Collectives | None = None) -> None:
-        """Free the memory of `full`, whose gather is over, unless that has failed: other ranks may write into it still.
+        """Free the memory of `full` after its gather; not if that failed, as other ranks may still write into it.
 
         Args:
-            kept_by: neighbours, each of which keeps a part of it; the next gather is among them, if `main` does not
-                change before. Where staying whole costs nothing, or a parameter says how it is gathered, nobody does.
+            kept_by: neighbours that each keep a part; the next gather is among them, unless `main` changes before it.
+                No rank keeps a part where staying whole costs nothing, or where a parameter says how it is gathered.
         """
         if self._is_lost:
             return
         self._kept = None
         if kept_by is not None and isinstance(self.buffer, ResizedBuffer):
-            # In memory of its own, as that of `full` is about to go.
+            # Kept in memory of its own, as that of `full` is about to be freed.
             self._kept = own_interval(self.full, kept_by.rank, kept_by.size).clone(), kept_by
         if self.buffer.is_zeroed:
             self.originals.invalidate()
@@ -311,7 +311,7 @@ class Bucket(BucketSpec):
         """
         changed = self.originals.take_changes()
         if not changed or (self.shares_main and self.mesh.world_size == 1):
-            return  # the latter: nobody has another copy, and `full` is where `main` is
+            return  # the latter: no other rank has a copy, and `full` is where `main` is
         names = ", ".join(str(self.sharded_parameters[index].name) for index in changed)
         raise LifecycleError(
             f"rank {self.mesh.rank}, unit {self.owner.name!r}: {names} changed in place while unsharded (clamp_, "

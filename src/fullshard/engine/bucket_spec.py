@@ -41,7 +41,7 @@ def _key(slot: Slot, policy: MixedPrecisionPolicy) -> BucketKey:
 
 
 class BucketSpec:
-    """Parameters that share dtypes and trainability, and what follows from that.
+    """Parameters that share dtypes and trainability, and the layout that follows from that.
 
     Args:
         slots: parameters of one `BucketKey`, on the mesh's device.
@@ -50,11 +50,11 @@ class BucketSpec:
         storage: where `main` and the compute shard are.
 
     Attributes:
-        plan: dtypes, places and bytes, as the planner has them, from when it was made: it may have been frozen then.
-        slices: where in this rank's interval each parameter is.
-        tiles: what of each parameter is in the bucket, where tensor parallelism has split it.
+        plan: dtypes, places and bytes, as the planner had them when the bucket was made: it may have been frozen then.
+        slices: the place of each parameter in this rank's interval.
+        tiles: the part of each parameter in the bucket, where tensor parallelism has split it.
         tag: its number in the model, the same on every rank; set when the model is put together.
-        reduction: the unit's, once it is a part of one.
+        reduction: the unit's settings, once the bucket is part of one.
     """
 
     tag: int

@@ -1,9 +1,9 @@
-"""One forward of a unit that autograd may come back to, and how autograd tells that backward is there or has passed.
+"""One forward of a unit that autograd may come back to, and the signs that backward has reached or passed it.
 
     outputs    a hook on each        the gradient of an output is there: backward is about to enter the unit
     inputs     an identity each      the gradients of all inputs are there: backward has left it; if they will be
 
-What goes wrong in a hook comes out of `loss.backward()` far away, so it is told which unit it was.
+An error in a hook surfaces far away, from `loss.backward()`, so the hook adds the unit to it.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Call(Generic[UnitT]):
             others that is the last of them.
         is_active: backward has reached the outputs and not yet all inputs.
         is_done: backward has left it, and not come back since (`retain_graph`).
-        left_in: torch's number of the backward that has left it last.
+        left_in: torch's number of the backward that was the last to leave it.
         node: torch's number for the first node of its graph; infinite for one that backward itself has run.
         has_inputs: whether any of its inputs wants a gradient.
         inputs_left: while it is active, inputs whose gradient is still to come in this backward.
@@ -75,7 +75,7 @@ class Call(Generic[UnitT]):
         self.inputs_left = 0
         self.left_in: int | None = None
         self._before: list[Node] = []
-        self._givers: list[Node | None] = []  # that made what the inputs are, or are views of
+        self._givers: list[Node | None] = []  # nodes that made the inputs, or the tensors they are views of
 
     def reach(self) -> None:
         """Note that backward has reached the call, and will reach those of its inputs that are in the loss."""
@@ -99,7 +99,7 @@ class Call(Generic[UnitT]):
         """
         if self.is_active or not self._before or torch_private.backward_under_way() == -1:
             return True
-        # What `torch.autograd.grad` hands to its caller it comes to.
+        # `torch.autograd.grad` also comes to the nodes whose gradients it hands to its caller.
         return any(torch_private.will_run(node) is not False for node in self._before)
 
     def watch_inputs(self, unit: HookedUnit, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -137,13 +137,13 @@ class Call(Generic[UnitT]):
             if not tensor.requires_grad or giver is None:
                 return tensor
             outputs.append(giver)
-            if any(giver is node for node in before):  # an input as it came: backward has left the unit when it is here
+            if any(giver is node for node in before):  # an unchanged input: backward has left the unit by then
                 return tensor
             base = tensor._base
             if base is not None and base.grad_fn is not None and not any(base.grad_fn is node for node in givers):
                 # A view changed in place later on loses its tensor hooks; the node of its base stays in the graph.
-                # That of an input which is handed on as it came (T5's position bias) is another unit's: backward gets
-                # there long after it has left this one, which would be gathered again and stay whole to the end.
+                # The node of an input that is passed on unchanged (T5's position bias) is another unit's: backward gets
+                # there long after it has left this unit, which would be gathered again and stay whole to the end.
                 base.grad_fn.register_prehook(hook)
                 outputs.append(base.grad_fn)
             tensor.register_hook(hook)

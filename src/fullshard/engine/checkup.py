@@ -116,7 +116,7 @@ class Checkup:
         self._slow = {pace.rank for pace in slow}
         if not news:
             return
-        # A collective in an `if`: all ranks have the same table, so the same are slow on each.
+        # A collective in an `if` is safe: all ranks have the same table, so they find the same slow ranks.
         names = self._mesh.all_gather_object(this_process())
         if not self._mesh.is_first:
             return

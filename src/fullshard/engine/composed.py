@@ -1,11 +1,11 @@
 """The bucket of a composed parameter (`wrap.extended`): one that wraps several tensors, int8 weights and scales, say.
 
-    rows              this rank's part, an instance of the parameter's class: what optimizers update, by the class's own
+    rows              this rank's part, an instance of the parameter's class; optimizers update it by the class's own
                       operations, as under torch's `fully_shard`
     main              empty: each tensor that `rows` wraps has its own memory, as the class has made it
     sharded parameter a DTensor around `rows`; a gradient and optimizer state have the shape of rows, too
 
-Whole ones are put together of their tensors, each of which is gathered as what it is.
+A whole parameter is put together from its tensors, each gathered in its own dtype and shape.
 """
 
 from __future__ import annotations

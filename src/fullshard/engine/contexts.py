@@ -75,7 +75,7 @@ def unsharded(model: nn.Module, *, writeback: bool = False, recurse: bool = True
         schedule.lockstep.compare_unless_begun(schedule.units)
     for unit in units:
         if any(bucket.gather_packing is not None for bucket in unit.buckets):
-            unit.reshard()  # what was kept is not exact
+            unit.reshard()  # kept values are not exact
     before = {unit: (unit.is_pinned, unit.state) for unit in units}
     for unit in units:
         unit.unshard(exactly=True)

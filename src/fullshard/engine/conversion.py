@@ -31,18 +31,18 @@ def convert(units: Sequence[UnitParameters], fn: Function) -> set[Span]:
     """Do to the parameters of units what `fn` would do to plain ones.
 
     Returns:
-        Spans of those that are what they are to become, or stay where they are: `fn` is not for them.
+        Spans of the parameters that are converted already or stay where they are: do not apply `fn` to them.
 
     Raises:
-        LifecycleError: a unit cannot follow; none was changed.
+        LifecycleError: a unit cannot be converted; no unit was changed.
     """
-    # In the order in which they were sharded: one that is real on one rank and on the meta device on another then has
+    # In the order of sharding: a unit that is real on one rank and on the meta device on another then has
     # the same place in memory that ranks share.
     results = {unit: _applied(unit, fn) for unit in sorted(units, key=lambda unit: unit.made)}
     on_meta = [unit for unit in results if results[unit] == "real"]
     to_cast = [unit for unit in results if results[unit] == "cast"]
     for unit in to_cast:
-        _check_cast(unit)  # all of them before any is changed
+        _check_cast(unit)  # check all units before changing any
     for unit in to_cast:
         _cast(unit, fn)
     for unit in on_meta:
@@ -58,7 +58,7 @@ def _applied(unit: UnitParameters, fn: Function) -> _Applied:
     Raises:
         LifecycleError: parameters on another device, where the unit cannot follow.
     """
-    # What is on the host computes elsewhere: a model that is moved there stays as it is.
+    # Parameters on the host compute elsewhere: moving a model there changes nothing.
     before = torch.device("meta") if unit.stand_ins is not None else unit.mesh.device
     applied: _Applied = "same"
     for dtype in dict.fromkeys(parameter.dtype for _, parameter in unit.entries):
@@ -110,9 +110,9 @@ def _cast(unit: UnitParameters, fn: Function) -> None:
     """Turn the parameters into what `fn` makes of them: of another dtype, on the same device."""
     is_real = unit.stand_ins is None
     if is_real:
-        unit.reshard()  # stand-ins are made of what this rank owns
+        unit.reshard()  # stand-ins are made of this rank's intervals
         for slot in unit.slots:
-            (torch_private.accumulated_hooks(slot.parameter) or {}).clear()  # the engine's, which collects no more
+            (torch_private.accumulated_hooks(slot.parameter) or {}).clear()  # the engine's hook, which collects no more
     unit.stand_ins = StandIns.cast(unit.entries, fn)
     if is_real:
         unit.make_real(is_filled=unit.is_filled)

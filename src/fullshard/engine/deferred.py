@@ -1,8 +1,8 @@
-"""Units on the meta device, which have a layout and no memory until somebody gives their parameters values.
+"""Units on the meta device: they have a layout, but no memory until their parameters get values.
 
 Modules hold stand-ins in the meantime, of global shape and laid out as the sharded parameters will be. A unit is made
 real by `model.to_empty(device=)`, by `load_state_dict`, or, if its modules hold real parameters by then, at the first
-forward. A model that is cast goes the same way, in one go.
+forward. A model that is cast goes the same way, in one step.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class StandIns:
                     hint="use register_post_accumulate_grad_hook",
                 )
             slot.replaced += dict.fromkeys((original, stand_in, held))  # type: ignore[arg-type]
-            is_kept = is_composed(original)  # on the meta device, and knows more than a shape
+            is_kept = is_composed(original)  # on the meta device, but it knows more than a shape
             whole = original.detach() if is_kept else torch.empty_like(original, device="meta")
             slot.parameter = nn.Parameter(whole, held.requires_grad)
 

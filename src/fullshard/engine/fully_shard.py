@@ -63,7 +63,7 @@ def fully_shard(
     """Make `module` a unit, in place: shard its parameters, except those of units inside it.
 
     Call it on inner modules first and on the model last. Parameters on the meta device stay there until
-    `model.to_empty(device=)`, after which they are NaN until somebody initialises them, or `load_state_dict`.
+    `model.to_empty(device=)`, after which they are NaN until they are initialised, or `load_state_dict`.
 
     Args:
         module: the module, or a list of modules that are unsharded together.
@@ -189,7 +189,7 @@ def shard_model(
     plans = _plan_units(model, unit_modules, weights, _ignored(ignored_params))
     check_tiles(plans, [model], mesh)
     _check_offload(offload_of(offload_policy), plans)
-    # From here on the model changes; what the plans alone tell was refused before.
+    # The model changes from here on; errors that the plans alone show were raised before.
     schedule = Schedule(mesh)
     for plan in plans:
         _make_unit(
@@ -207,7 +207,7 @@ def shard_model(
     schedule.forward_prefetch, schedule.backward_prefetch = forward_prefetch, prefetch
     schedule.keeps_parameters, schedule.keeps_gradients = row.keeps_parameters, row.keeps_gradients
     for unit in schedule.units:
-        # Where freeing gives nothing back it tells the other ranks that main weights, which they read, may change.
+        # Even if resharding frees no memory, it tells the other ranks that the main weights they read may change.
         unit.reshard_after_backward = not (row.keeps_parameters and unit.freed_nbytes)
     schedule.event_sink = event_sink
     mesh.end_sharding()
@@ -230,7 +230,7 @@ def _plan_units(
 ) -> list[UnitPlan]:
     """Assign every parameter to a unit, once each tensor that is to be sharded is a parameter."""
     if weights is not None:
-        outline(model)  # before scales are exposed: weights that are still in files have none to show yet
+        outline(model)  # before scales are exposed: weights that are still in files have none yet
     expose_scales(model)
     if weights is not None:
         weights.start(model)
@@ -266,7 +266,7 @@ def _make_unit(
     mesh = schedule.mesh
     for slot in plan.slots:
         slot.compute_dtype = policy.override(slot.parameter)
-    # Before the unit is made: its buckets copy the values that they find, and let go of the rest.
+    # Before the unit is made: its buckets copy the values that they find, and drop the rest.
     materialize(
         plan,
         mesh=mesh,
@@ -287,7 +287,7 @@ def _make_unit(
     )
     if neighbours is not None:
         unit.neighbours = mesh.neighbours(neighbours)
-    # As torch names them; or as they are: class names in configs, and what Transformers and PEFT look up by them, stay.
+    # Named as by torch, or unchanged: then class names in configs, and look-ups of Transformers and PEFT, still work.
     prefix = "FSDP" if model is None else ""
     for module in plan.modules:
         make_fsdp_module(module, unit, prefix=prefix)

@@ -115,16 +115,16 @@ class Gradient:
         """Start the reduction along the replicate axis, after the one along the shard axis."""
         if self._reducing is None:
             return
-        shard, self._reducing = self._reducing.wait(), None  # this lets go of the unsharded gradient's memory
+        shard, self._reducing = self._reducing.wait(), None  # this frees the unsharded gradient's memory
         if self._replicating is not None:  # a bucket was reduced twice in one backward: both count
             self._earlier = self._replicating.wait()
-        if self._held is not None:  # of backwards that left the replicas out
+        if self._held is not None:  # from backwards that skipped the replicate axis
             shard.add_(self._held)
             self._held = None
         if self._spec.reduction.requires_all_reduce:
             self._replicating = self._spec.mesh.replicate.all_reduce(shard, tag=self._spec.tag)
             if self._spec.main_is_on_host and self._spec.storage.host is not None:
-                # Now, not in `finish`: the copy goes on beside the rest of backward.
+                # Now, not in `finish`: the copy overlaps with the rest of backward.
                 self._replicating = self._spec.storage.host.send(self._replicating)
                 self._emit(EventKind.TO_HOST, shard.nbytes, "gradient")
         else:
@@ -172,7 +172,7 @@ class Gradient:
         if self._replicating is None:
             return False
         shard = self._arrive(self._replicating)
-        self._spec.reduction.call_hook(shard)  # sees this backward's sum alone, not what was accumulated before
+        self._spec.reduction.call_hook(shard)  # sees this backward's sum alone, without earlier ones
         self.main.add(shard, used)
         return True
 
@@ -183,7 +183,7 @@ class Gradient:
         """
         for work in (self._reducing, self._replicating):
             if work is not None:
-                work.wait()  # it writes into memory that is about to be let go
+                work.wait()  # it writes into memory that is about to be freed
         self.main.reset()
         self._reducing = self._replicating = self._earlier = None
         self.unsharded.clear()

@@ -24,15 +24,15 @@ class GradientHooks:
     """The gradient hooks of one unit."""
 
     def __init__(self) -> None:
-        self._hooks: list[OrderedDict[int, object]] = []  # of each parameter all of them
-        self._own: list[int] = []  # which is ours
+        self._hooks: list[OrderedDict[int, object]] = []  # all hooks of each parameter
+        self._own: list[int] = []  # the engine's hook among them
 
     def watch(self, unit: HookedUnit, bucket: Bucket) -> None:
         """Learn when autograd has accumulated the gradient of each original parameter of `bucket`."""
         for index, slot in enumerate(bucket.slots):
             dtype = slot.parameter.dtype
             if slot.parameter.is_leaf and (dtype.is_floating_point or dtype.is_complex):
-                # A hook can only be put on what requires grad at that moment.
+                # A hook can only be registered on a tensor that requires grad at that moment.
                 requires_grad = slot.parameter.requires_grad
                 slot.parameter.requires_grad_(True)
                 own = slot.parameter.register_post_accumulate_grad_hook(_accumulated(unit, bucket, index))
@@ -46,14 +46,14 @@ class GradientHooks:
             return
         for hooks, own in zip(self._hooks, self._own, strict=True):
             if next(reversed(hooks), own) != own:
-                hooks[own] = hooks.pop(own)  # `move_to_end` is nothing to who reads it in C
+                hooks[own] = hooks.pop(own)  # readers in C do not see `move_to_end`
 
 
 def _accumulated(unit: HookedUnit, bucket: Bucket, index: int) -> Callable[[torch.Tensor], None]:
     """Return the post-accumulate hook of one original parameter."""
     assert bucket.gradient is not None  # noqa: S101 -- from now on it has one
     collects = weakref.ref(bucket.gradient.unsharded)
-    # These live as long as that does.
+    # Both live as long as the parameter does.
     owner, held = cast(Callable[[], HookedUnit], weakref.ref(unit)), cast(Callable[[], Bucket], weakref.ref(bucket))
 
     def hook(parameter: torch.Tensor) -> None:

@@ -55,12 +55,12 @@ class Lockstep:
     """The desync detection of one model.
 
     Args:
-        mesh: the ranks that share it.
+        mesh: the ranks that share the model.
 
     Attributes:
         has_begun: the model was seen to be the same on all ranks.
-        is_order_verified: so was the order of its units in a whole forward, and may be relied on.
-        loads: how often `load_state_dict` has come to a unit. A rank that it has not come to has other weights.
+        is_order_verified: the order of its units in a whole forward was, too, and may be relied on.
+        loads: how often `load_state_dict` has reached a unit. A rank that it has not reached has other weights.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -71,7 +71,7 @@ class Lockstep:
         self._has_gathered = self._is_in_backward = False
         self.has_begun = self.is_order_verified = False
         self.loads = 0
-        self._compared: set[tuple[int, int]] = set()  # orders of loaders, which are no reason to compare again
+        self._compared: set[tuple[int, int]] = set()  # loader orders that were compared; they are not compared again
         self._told: set[tuple[int, int | None]] = set()
         self._stepped: list[tuple[weakref.ref[torch.optim.Optimizer], list[dict[str, Any]]]] = []
 
@@ -88,9 +88,9 @@ class Lockstep:
         if self._mesh.gather.size > 1:
             self._track = track = self._mesh.gather.pages.open_track()
             track.words, track.rank_at = self._words, self._mesh.rank_at
-            self._mesh.reduce.pages.heed(track)  # who waits for a reduction looks there, too
+            self._mesh.reduce.pages.heed(track)  # a rank that waits for a reduction looks there too
             if self._mesh.control_group is not None:
-                STALLS.tell(track, self._mesh.control_group)  # other hosts' ranks, too
+                STALLS.tell(track, self._mesh.control_group)  # ranks of other hosts too
 
     def compare_unless_begun(self, units: Sequence[Unit]) -> None:
         """Run `begin` before a gather outside a forward, unless it has run. A collective.
@@ -104,7 +104,7 @@ class Lockstep:
     def _compare_model(self, units: Sequence[Unit], further: Sequence[str]) -> None:
         lines = [*_describe_structure(units[::-1]), *further]
         placed = self._mesh.gather.pages.placed
-        if placed:  # last: where the models themselves differ, that is to be said
+        if placed:  # last: if the models themselves differ, report that
             lines += [f"{placed} buckets in shared memory, those of earlier models included"]
             real = [unit for unit in units[::-1] if unit.stand_ins is None and unit.buckets]
             lines += [f"unit {unit.name!r} was made real after {unit.placed} of them" for unit in real]
@@ -146,7 +146,7 @@ class Lockstep:
         """Note that autograd has dropped a backward: it has failed unless it has reached its end."""
         if self._is_in_backward:
             self._is_in_backward = False
-            self._fail("a backward", None)  # which `features.torch_tools` knows, a moment later
+            self._fail("a backward", None)  # `features.torch_tools` learns of it a moment later
 
     def _fail(self, what: str, error: BaseException | None) -> None:
         self._failures += 1
@@ -176,7 +176,7 @@ class Lockstep:
         if self._backwards:
             self._stepped.clear()
         if all(groups is not optimizer.param_groups for _, groups in self._stepped):
-            # With its groups: one that is dropped would else have a learning rate until a garbage collector comes.
+            # Keep its groups: a dropped optimizer would otherwise have a learning rate until garbage collection.
             self._stepped.append((weakref.ref(optimizer), optimizer.param_groups))
 
     def note_step(self) -> None:
@@ -233,7 +233,7 @@ class Lockstep:
         """Refuse to go on with a model that only some ranks have loaded.
 
         Raises:
-            CommunicationError: `load_state_dict` has not come to all ranks alike.
+            CommunicationError: `load_state_dict` has not reached all ranks equally often.
         """
         if not message.agrees_on_loads:
             raise CommunicationError(
@@ -249,7 +249,7 @@ class Lockstep:
         Ranks that read a loader in different orders get one warning only, because some scripts intend that.
 
         Raises:
-            CommunicationError: on every rank, with what rank 0 and the first other one have.
+            CommunicationError: on every rank, with the values of rank 0 and of the first rank that differs.
         """
         lines = [f"errors in forward or backward: {self._failures}", f"{steps} optimizer steps of this process"]
         lines += [f"backward {self._backwards + 1} since the last of them"]
@@ -257,7 +257,7 @@ class Lockstep:
         lines += [f"learning rates {rates}" for rates in sorted(self._rates())]
         lines += [f"forward {number}: unit {unit.name!r}" for number, unit in enumerate(units)]
         self._mesh.check_agreement(lines, what=f"step {steps + 1} of this process", hint=_HINT)
-        own = dict(ORDERS)  # a script's threads may read, too
+        own = dict(ORDERS)  # a script's threads may read loaders too
         of_all = dict(zip(self._mesh.ranks, self._mesh.all_gather_object(own), strict=True))
         self._compared = {(number, order) for (number, _), order in own.items()}
         for loader in sorted(set().union(*of_all.values()) - self._told, key=str):
@@ -272,7 +272,7 @@ class Lockstep:
         for _, groups in self._stepped:
             rates = [group.get("lr") for group in groups]
             on_host = [r for r in rates if not isinstance(r, torch.Tensor) or r.device.type == "cpu"]
-            found.append([0.0 if rate is None else float(rate) for rate in on_host])  # None: its own rule
+            found.append([0.0 if rate is None else float(rate) for rate in on_host])  # None: the optimizer's own rule
         return found
 
 

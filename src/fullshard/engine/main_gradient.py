@@ -38,7 +38,7 @@ class MainGradient:
 
     Attributes:
         tensor: shape (S,), in the wider of the dtype of the sum and the stored dtype; None if there is none.
-        is_ahead: something was added to it in a backward that is not over.
+        is_ahead: a backward that is not over has added something to it.
     """
 
     def __init__(self, spec: BucketSpec, parameters: Sequence[ShardedParameter]) -> None:
@@ -49,7 +49,7 @@ class MainGradient:
         self.is_ahead = False
         self._rounded: torch.Tensor | None = None
         self._torn: list[int] = []
-        self._found = len(parameters) - 1  # one that had a gradient when somebody looked
+        self._found = len(parameters) - 1  # had a gradient at the last look
         self._published: list[torch.Tensor | None] = []
         self._versions: list[int] = []
         self._cut = Cut(spec.layout, own=spec.layout.rank_interval(spec.mesh.shard_rank))
@@ -87,7 +87,7 @@ class MainGradient:
         self._publish(grads, used)
 
     def add(self, shard: torch.Tensor, used: bytearray) -> None:
-        """Add to it if the published `.grad`s are still ours, else start a new one from theirs; and publish it.
+        """Add `shard` to it if the published `.grad`s are still ours, else start a new one from theirs; publish it.
 
         Args:
             shard: shape (S,); may become the main gradient itself.
@@ -98,7 +98,7 @@ class MainGradient:
         if self.tensor is not None and self._are_untouched(grads):
             self.tensor.add_(shard)
         else:
-            if any(_are_there(grads)):  # the script has put others there, or changed ours: those are what is added to
+            if any(_are_there(grads)):  # the script has replaced or changed ours: add to those
                 for part, grad in zip(self._spec.slices, grads, strict=True):
                     if grad is not None:
                         shard[part].add_(grad)
@@ -112,7 +112,7 @@ class MainGradient:
         self._rounded = self.tensor.to(self._spec.dtype)  # itself, unless the dtypes differ
         watch = self._spec.reduction.watch
         if watch is not None and self._rounded.dtype is torch.float16 and self._rounded is not self.tensor:
-            watch(self._rounded, {})  # what float32 holds may be more than that does
+            watch(self._rounded, {})  # the narrower dtype may overflow where float32 does not
         pieces, _ = self._cut.apply(self._rounded)
         is_copy, published = self._rounded is not self.tensor, self._published
         if all(used) and not any(_are_there(grads)):
@@ -140,9 +140,9 @@ class MainGradient:
         return self._dtype == self._spec.dtype or _versions(grads) == self._versions
 
     def release_if_cleared(self) -> None:
-        """Give its memory back once the script has set every `.grad` to None, which it does from the first on.
+        """Free the memory once the script has set every `.grad` to None, which it does from the first on.
 
-        Not while a backward adds to it: `publish_early` is to say what the script has done.
+        Not while a backward adds to it: `publish_early` reports what the script has done.
         """
         if self.tensor is not None and not self.is_ahead and not self._has_any():
             self.tensor = self._rounded = None
@@ -166,7 +166,7 @@ class MainGradient:
         """Check that the published gradient is the sum of whole backwards.
 
         Raises:
-            LifecycleError: a backward that has failed has left a part of its gradients there, and nobody has cleared
+            LifecycleError: a failed backward has left a part of its gradients there, and the script has not cleared
                 them since.
         """
         if not self._torn:

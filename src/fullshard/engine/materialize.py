@@ -79,12 +79,12 @@ def materialize(
         plan: the unit.
         mesh: gives the device and the ranks to agree with.
         stop_at: inner units, which have been made real before.
-        model: the whole model, if it is known; else what is on the meta device stays there.
+        model: the whole model, if it is known; else tensors on the meta device stay there.
         init: for modules with something on the meta device. Default: their own `reset_parameters`, else the
             `_init_weights` of the Transformers model around them.
         sync_module_states: take rank 0's values also where nothing was on the meta device.
         buffer_dtype: cast floating-point buffers to this.
-        weights: what it holds stays on the meta device here; the bucket reads its interval of it.
+        weights: tensors it holds stay on the meta device here; the bucket reads its interval of them.
 
     Raises:
         WrapError: a parameter or buffer on the meta device that nothing initialises.
@@ -183,7 +183,7 @@ def _initialize(module: nn.Module, own: set[tuple[int, str]], *, device: torch.d
         tensor.fill_(_sentinel(tensor.dtype))
     versions = [tensor._version for _, tensor in fresh]
     init(module)
-    for tensor, value in kept:  # what was real before (made with another unit, say) is not initialised twice
+    for tensor, value in kept:  # tensors real before (with another unit, say) are not initialised twice
         tensor.copy_(value)
     current = {**module._parameters, **module._buffers}
     missed = [
@@ -210,7 +210,7 @@ def _is_untouched(current: torch.Tensor | None, fresh: torch.Tensor, version: in
     """Return whether `fresh`, whose version was `version` then, was neither written to nor replaced."""
     if current is None or fresh.numel() == 0:
         return False
-    if fresh.dtype is torch.bool:  # has no value to spare as a mark
+    if fresh.dtype is torch.bool:  # bool has no spare value to use as a mark
         return current is fresh and fresh._version == version
     if fresh.dtype.is_floating_point or fresh.dtype.is_complex:
         return bool(current.isnan().all())
@@ -229,7 +229,7 @@ def _default_init(model: nn.Module | None, roots: list[nn.Module]) -> InitFuncti
         elif hasattr(module, "reset_parameters"):
             method = module.reset_parameters
             method()
-        # Otherwise what this module has keeps its mark and is reported by name.
+        # Otherwise the module's tensors keep their mark and are reported by name.
 
     return init
 

@@ -41,7 +41,7 @@ def _saves_no_intervals(module: nn.Module) -> Callable[..., Any]:
     def save_pretrained(*args: Any, **kwargs: Any) -> Any:
         arguments = inspect.signature(save).bind(*args, **kwargs).arguments
         given = arguments.get("state_dict", kwargs.get("state_dict"))
-        tensors = (module.state_dict() if given is None else given).values()  # it may have whole ones for now
+        tensors = (module.state_dict() if given is None else given).values()  # they may be whole for now
         if any(isinstance(tensor, ShardedTensor) for tensor in tensors):
             raise LifecycleError(
                 f"{type(module).__name__}.save_pretrained would write this rank's intervals as if they were the "
@@ -92,7 +92,7 @@ def _generates(module: nn.Module, unit: Unit) -> Callable[..., Any]:
         outermost.is_pinned = True
         try:
             made = method(*args, **kwargs)
-        finally:  # after a failure without waiting for others, who may be elsewhere
+        finally:  # after a failure do not wait for the others, which may be elsewhere
             outermost.is_pinned = False
             outermost.reshard()
         schedule.settle()

@@ -44,7 +44,7 @@ class UnshardHandle(TorchUnshardHandle):
 
     def wait(self) -> None:
         """Return when the parameters are whole. The unit's forward waits by itself."""
-        if not self._unit.is_sharded:  # nobody has freed them in between
+        if not self._unit.is_sharded:  # they were not freed in between
             self._unit.unshard()
 
 
@@ -60,7 +60,7 @@ class FSDPModule(TorchFSDPModule):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make a module of the user's class: a slice that a unit makes (`nn.Sequential`) is no unit."""
-        return getattr(cls, USER_CLASS)(*args, **kwargs)  # of a subclass, as parametrizations make, too
+        return getattr(cls, USER_CLASS)(*args, **kwargs)  # also for a subclass, as parametrizations make
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Make this unit's parameters whole, until `reshard()` or the next time the unit has run. A collective.
@@ -206,7 +206,7 @@ class FSDPModule(TorchFSDPModule):
         """
         unit = require_unit(self)
         if stream is not None and unit.mesh.replicate_size > 1:
-            # torch's words and no other: what code written for it compares. What belongs to them is beside them.
+            # Exactly torch's words, which code written for it compares. The details are beside them.
             error = ConfigError("stream cannot be set when using native HSDP")
             error.add_note(
                 f"unit {unit.name!r} has {unit.mesh.replicate_size} replicas, which are reduced over already\n"
@@ -301,7 +301,7 @@ class FSDPModule(TorchFSDPModule):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         converted = convert(units_of(self), fn)  # type: ignore[arg-type]
         swaps = torch.__future__.get_swap_module_params_on_conversion()
-        torch.__future__.set_swap_module_params_on_conversion(False)  # they are what they are to become
+        torch.__future__.set_swap_module_params_on_conversion(False)  # the parameters are converted already
         try:
             torch_private.apply_past_fsdp(self, _except(converted, fn), recurse)
             return self
@@ -349,7 +349,7 @@ def _is_ignored_by(module: nn.Module, caller: FrameType) -> bool:
         ddp = frame.f_locals.get("self")
         ignored = getattr(ddp, "parameters_to_ignore", None)
         if ddp is not None and ignored is not None:
-            around = ddp._modules.get("module", frame.f_locals.get("module"))  # it may not have it yet
+            around = ddp._modules.get("module", frame.f_locals.get("module"))  # DDP may not have set it yet
             path = next(path for path, inner in around.named_modules() if inner is module)
             own = nn.Module.named_parameters(module, path)
             return all(name in ignored for name, parameter in own if isinstance(parameter, ShardedTensor))
@@ -370,7 +370,7 @@ def make_fsdp_module(module: nn.Module, unit: Unit, *, prefix: str) -> None:
     module.__dict__[UNIT] = unit
     torch_private.mark_fully_sharded(module)
     torch_private.leave_state(module, TorchState(unit))
-    # Tells dynamo that parameters are swapped behind its back; torch's own FSDP sets the same.
+    # Tell dynamo that parameters are swapped without its knowledge; torch's own FSDP sets the same.
     for inner in module.modules():
         inner.__dict__[torch_private.MANAGED] = True
         inner._fsdp_use_orig_params = True  # type: ignore[assignment]
@@ -385,7 +385,7 @@ def _unit_class(cls: type[nn.Module], name: str) -> type[nn.Module]:
     methods: dict[str, Callable[..., Any]] = {
         name: member
         for name, member in vars(cls).items()
-        # torch asks of its own methods (`get_extra_state`) whether they are those of nn.Module
+        # torch checks whether some methods (`get_extra_state`) are those of nn.Module
         if inspect.isfunction(member) and not name.startswith("_") and not hasattr(nn.Module, name)
     }
     methods["forward"] = cls.forward

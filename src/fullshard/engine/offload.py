@@ -4,8 +4,8 @@
                      activations, one unit ahead of backward (`features.activation_offload`)
     to the host      reduced gradients, on another, while backward goes on; and activations, while forward does
 
-A copy is waited for where what it brings is used: a gather's `wait` has the computing stream wait, a gradient's blocks
-the host, because what follows there are ordinary tensors that anybody may read. `settle` waits for what still reads
+Each copy is waited for where its result is used: a gather's `wait` has the computing stream wait, a gradient's blocks
+the host, because ordinary tensors follow there that any code may read. `settle` waits for copies that still read
 host memory. Without streams each copy is over when the call returns, and nothing else is different.
 
 On a CPU, device and host are one and nothing is moved, unless it is rehearsed: then "the host" is further memory, and
@@ -92,13 +92,13 @@ class Storage:
         """Make the storage of a policy, fullshard's or torch's (which has one switch), or of None.
 
         Raises:
-            ConfigError: the policy is something else, or `FULLSHARD_OFFLOAD` something unknown.
+            ConfigError: the policy is something else, or `FULLSHARD_OFFLOAD` is unknown.
         """
         mode = OFFLOAD.read()
         offload = offload_of(policy)
         if not offload or (device.type == "cpu" and mode != "rehearse"):
             return cls(Offload(), None)
-        pins = getattr(policy, "pin_memory", True)  # FSDP1's does not say
+        pins = getattr(policy, "pin_memory", True)  # FSDP1's policy has none
         return cls(offload, host_of(device, pins=pins, overlaps=mode != "in-turn"))
 
 
@@ -106,7 +106,7 @@ def offload_of(policy: Any) -> Offload:
     """Return what a policy offloads, fullshard's or torch's (FSDP1 or FSDP2), or None.
 
     Raises:
-        ConfigError: it is something else, such as a truth value.
+        ConfigError: `policy` is something else, such as a truth value.
     """
     if isinstance(policy, OffloadPolicy):
         return policy.offload
@@ -125,7 +125,7 @@ class Host:
     """Host memory beside one device, and the copies to and from it.
 
     Args:
-        device: which computes. With a CPU, or the meta device, copies are plain ones.
+        device: the one that computes. With a CPU, or the meta device, copies are plain ones.
         pins: page-lock buffers.
         overlaps: copy beside computing.
     """
@@ -164,7 +164,7 @@ class Host:
                 return work.wait()
 
             return WorkOf(wait)
-        if self._has_streams:  # what is page-locked is read late even so
+        if self._has_streams:  # page-locked memory is read late even so
             self._reading = torch.accelerator.current_stream(self._device).record_event()
         return work
 
@@ -174,11 +174,11 @@ class Host:
             tensor = work.wait()
             home = self.empty(tensor.numel(), tensor.dtype)
             home.copy_(tensor, non_blocking=self._to_host is not None)
-        # Outside of the stream's context: recorded after the copy, and nothing else is launched there in between.
+        # Outside the stream's context: recorded after the copy, and nothing else is launched there in between.
         leaving = _Leaving(home, None if self._to_host is None else tensor, self._copied(self._to_host))
         self._leaving.append(leaving)
         while len(self._leaving) > LEAVING:
-            self._leaving.popleft().release()  # else every gradient would stay on the device until the end
+            self._leaving.popleft().release()  # otherwise every gradient would stay on the device until the end
         return leaving
 
     @property
@@ -229,7 +229,7 @@ class Host:
     def _beside(self, stream: torch.Stream | None) -> AbstractContextManager[object]:
         if stream is None:
             return contextlib.nullcontext()
-        # What is read may just have been computed, and what is written may still be read there.
+        # The source may just have been computed, and the target may still be read.
         stream.wait_stream(torch.accelerator.current_stream(self._device))
         return stream
 

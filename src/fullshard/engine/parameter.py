@@ -51,14 +51,14 @@ class ShardedParameter(ShardedTensor):
     engine publishes; reading `.grad` returns a `ShardedTensor` around it.
 
     Attributes:
-        gradient_hooks: what `register_post_accumulate_grad_hook` was given, by number.
+        gradient_hooks: hooks given to `register_post_accumulate_grad_hook`, by number.
         local_grad: this rank's interval of the gradient, shape (n,); None if there is none.
         is_used_up: the optimizer has used up the gradient within backward (`engine.step.in_backward`), and the script
             has not come to `optimizer.step()` yet.
     """
 
     is_used_up = False
-    _is_param = True  # what makes it an instance of nn.Parameter
+    _is_param = True  # makes it an instance of nn.Parameter
     local_grad: torch.Tensor | None
     gradient_hooks: OrderedDict[int, Callable[[Any], object]]
     _bucket: ParameterOwner
@@ -184,7 +184,7 @@ class ShardedParameter(ShardedTensor):
             )
         local = self.interval_of(value, "data")
         if local is not self.local and local.data_ptr() != self.local.data_ptr():
-            # Who has taken `.data` or a state dict before keeps what was in it, as that of any parameter does.
+            # A `.data` or state dict taken earlier keeps its values, as that of any parameter does.
             before = self.local.detach().clone()
             for taken in (self._data, *self._detached.values()):
                 torch_private.put_local(taken, before)
@@ -287,7 +287,7 @@ def sharded_parameter_of(parameter: torch.Tensor) -> ShardedParameter | None:
 
 
 def stands_for(parameter: torch.Tensor) -> ShardedTensor | None:
-    """Return what a unit has put in place of an original parameter, or `parameter` if it is such; None: no unit has."""
+    """Return a unit's replacement of an original parameter, `parameter` if it is one, or None."""
     reference = getattr(parameter, _REFERENCE, None)
     if reference is not None:
         return reference()  # type: ignore[no-any-return]

@@ -28,14 +28,14 @@ class MixedPrecisionPolicy:
         output_dtype: dtype floating-point outputs of each unit are cast to.
         cast_forward_inputs: cast floating-point inputs of each unit to `param_dtype`.
         buffer_dtype: dtype floating-point buffers are cast to, once, when the unit is made.
-        gather_as: `torch.int8` or `torch.bfloat16`: what parameters are sent as when they are unsharded. Every rank
+        gather_as: `torch.int8` or `torch.bfloat16`: the format in which parameters are sent to unshard. Every rank
             then computes with what was sent; sharded parameters stay exact, and so does whatever is saved. See
             `comm.packing` for the error. No effect on quantised weights, nor where ranks share memory.
         reduce_as: the same for gradients on the shard axis, which are still added up in `reduce_dtype`.
         param_dtype_override_fn: asked for each parameter; what it returns is its `param_dtype`, None leaves that.
 
     Raises:
-        ConfigError: `gather_as` or `reduce_as` is something else, or saves nothing.
+        ConfigError: `gather_as` or `reduce_as` is another value, or saves nothing.
     """
 
     param_dtype: torch.dtype | None = None
@@ -68,7 +68,7 @@ class MixedPrecisionPolicy:
         """Make this class from itself, None, or torch's policy of the same field names (FSDP1 or FSDP2).
 
         Raises:
-            ConfigError: it is something else, such as a mode's name.
+            ConfigError: `policy` is something else, such as a mode's name.
         """
         if policy is None or isinstance(policy, cls):
             return policy or cls()
@@ -110,9 +110,9 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any, *,
     Args:
         function: what to apply.
         value: a tensor or anything that holds some.
-        into_mutable: False leaves lists, dicts and dataclasses alone, which somebody may mean to change in place.
+        into_mutable: False leaves lists, dicts and dataclasses alone, which code may mean to change in place.
     """
-    if value is None:  # most arguments of a layer
+    if value is None:  # the case of most arguments of a layer
         return value
     if isinstance(value, torch.Tensor):
         return function(value)
@@ -145,7 +145,7 @@ def _rebuild_mapping(value: Mapping[Any, Any], mapped: dict[Any, Any]) -> Any:
         return type(value)(**mapped)
     if not isinstance(value, MutableMapping):
         return type(value)(mapped)  # type: ignore[call-arg]
-    made = copy.copy(value)  # with what else it has: a `defaultdict`'s factory, a tokenizer's encodings
+    made = copy.copy(value)  # keeps other attributes: a `defaultdict`'s factory, a tokenizer's encodings
     made.update(mapped)
     return made
 
@@ -166,7 +166,7 @@ def moved(value: Any, device: torch.device) -> Any:
         return value
     if isinstance(value, torch.Tensor):
         return value.to(device)
-    if isinstance(value, PackedSequence):  # a tuple, of which the lengths stay where they are
+    if isinstance(value, PackedSequence):  # a tuple whose lengths stay where they are
         return cast(Any, value).to(device)
     if not isinstance(value, (MutableMapping, list, tuple)):
         return value
@@ -179,4 +179,4 @@ def moved(value: Any, device: torch.device) -> Any:
         return mapped if type(value) is dict else _rebuild_mapping(value, mapped)
     if hasattr(value, "_fields"):
         return type(value)(*taken)
-    return (tuple if isinstance(value, tuple) else list)(taken)  # classes of others may not be made from their items
+    return (tuple if isinstance(value, tuple) else list)(taken)  # a subclass's constructor may not take items

@@ -1,10 +1,10 @@
 """The reductions of a backward: launched in an order that all ranks share, and published when they have arrived.
 
     launch       reduce a bucket, and wait for the oldest under way: that bounds the memory of unsharded gradients
-    early        what has arrived meanwhile is added to the main gradient, or its optimizer steps it
+    early        gradients that have arrived meanwhile are added to the main gradient, or the optimizer steps them
     publish      the rest, at the end of backward
 
-Which bucket is next is the business of `core.schedule`, when one is complete that of `engine.schedule`.
+`core.schedule` decides which bucket is next, `engine.schedule` when one is complete.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class Reducer:
     """The reductions of one model.
 
     Args:
-        extensions: of the model.
+        extensions: the extensions of the model.
 
     Attributes:
-        order: what is next, under way and waiting to be published.
-        steppers: step what is published within this backward.
-        published: in this backward.
+        order: buckets that are next, under way and waiting to be published.
+        steppers: step buckets that are published within this backward.
+        published: buckets published in this backward.
     """
 
     def __init__(self, extensions: Extensions) -> None:
@@ -56,10 +56,10 @@ class Reducer:
         """Reduce the gradients of a bucket. Every rank does so in the same order."""
         gradient = gradient_of(bucket)
         owner_of(bucket).emit(EventKind.REDUCE_ISSUED, gradient.nbytes)
-        self._advance(bucket)  # an earlier reduction of it in the same backward
+        self._advance(bucket)  # finish its earlier reduction in the same backward
         gradient.launch()
         oldest = self.order.launch(bucket)
-        if oldest is not None:  # as many are under way as may be: the memory of the oldest goes before more is made
+        if oldest is not None:  # the limit is reached: free the oldest one's memory before taking more
             self._advance(oldest)
         if self.steppers:
             self.step_when_final()
@@ -89,7 +89,7 @@ class Reducer:
         Args:
             used: for each parameter of a bucket, whether it got a gradient on any rank.
         """
-        for bucket in self.order.launched:  # all of them first: along the replicate axis they go on beside each other
+        for bucket in self.order.launched:  # advance all first: their replicate-axis reductions overlap
             self._advance(bucket)
         for bucket in list(self.order.waiting):
             self._publish(bucket, used[bucket])
@@ -117,7 +117,7 @@ class Reducer:
             return
         with unit.waiting("step in backward"):
             bucket.buffer.wait_for_readers()  # the step changes `main`, which others may gather from
-        nbytes = gradient.held_nbytes  # before the step, which frees them
+        nbytes = gradient.held_nbytes  # read before the step frees it
         stepped = [stepper.step(bucket) for stepper in self.steppers]
         if any(stepped):
             unit.emit(EventKind.BUCKET_STEP, nbytes)

@@ -17,10 +17,10 @@ class ReductionSettings:
     """The reduction settings of one unit.
 
     Attributes:
-        divisor: what their sum over all ranks is divided by.
+        divisor: divides the sum of gradients over all ranks.
         requires_all_reduce: False leaves the replicate axis out and keeps the result aside until it is True again.
         hook: called with each reduced gradient of this rank's interval, before it is published.
-        stream: where it is called; None: where the gradient is waited for.
+        stream: the stream on which `hook` is called; None: where the gradient is waited for.
         watch: see `comm.base.Reduction`.
     """
 
@@ -40,7 +40,7 @@ class ReductionSettings:
         if self.hook is None:
             return
         has_arrived = reduced.device.type == "cpu" and not isinstance(self.stream, torch.cpu.Stream)
-        if self.stream is None or has_arrived:  # on the host nothing is under way
+        if self.stream is None or has_arrived:  # nothing is under way on the host
             self.hook(reduced)
         else:
             device = torch.get_device_module(reduced.device)
@@ -50,4 +50,4 @@ class ReductionSettings:
                 self.hook(reduced)
             current.wait_stream(self.stream)
         if self.watch is not None:
-            self.watch(reduced, {})  # it may have put anything there
+            self.watch(reduced, {})  # the hook may have changed it

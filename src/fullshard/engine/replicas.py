@@ -124,7 +124,7 @@ class Replicas:
         parts = [_sum(tensor).to(self._mesh.device) for tensor in stored]
         found = 0
         for part in torch.stack(parts).tolist() if parts else ():
-            found = (found * _FACTOR + part) & (2**64 - 1)  # an odd factor loses none of them
+            found = (found * _FACTOR + part) & (2**64 - 1)  # an odd factor loses no bit
         return found - 2**64 if found >= 2**63 else found
 
     def settle(self, step: int) -> None:
@@ -139,7 +139,7 @@ class Replicas:
         differences = _differences(self._compare())
         weights = sorted({difference.item[0] for difference in differences if difference.item[1:] == _WEIGHTS})
         if not weights:
-            return  # of what lies between parameters
+            return  # the difference is in padding between parameters
         odd = _odd_ones(differences)
         subject = f"replicas hold different weights: {first_of(weights, _SHOWN)}"
         if odd is None:
@@ -151,7 +151,7 @@ class Replicas:
         named = apart if odd is None else odd
         if self._mesh.is_first:
             details = {"ranks": [h.rank for h in named], "parameters": weights[:_SHOWN], "healed": heals}
-            # Before the error, which ends the run: its report is to have it.
+            # Before the error, which ends the run, so that its report contains this.
             JOURNAL.note(Happening.REPLICA, text, rank=named[0].rank, **details)
         if not heals:
             raise ReplicaError(f"rank {self._mesh.rank}, step {step} of this process: {text}", hint=_hint(odd is None))
@@ -232,7 +232,7 @@ class Replicas:
             if mesh.replicate_rank != row:
                 tensor.copy_(sent.view(tensor.dtype).view(tensor.shape))
         for bucket in self._buckets():
-            bucket.touch()  # what was gathered has the weights from before
+            bucket.touch()  # gathered values are of the old weights
 
     def _say(self, text: str) -> None:
         if self._mesh.is_first:

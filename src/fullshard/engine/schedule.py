@@ -61,13 +61,13 @@ class Schedule:
         steps: optimizer steps so far.
         after_step: called with their number before the first forward after one.
         steppers: step their optimizers in backward.
-        is_last_backward: whether the next backward ends an accumulation, so that they may.
-        keeps_parameters: whether what is unsharded stays so until a step, where freeing it gives anything back.
+        is_last_backward: whether the next backward ends an accumulation, so that steppers may step.
+        keeps_parameters: whether unsharded parameters stay so until a step, where freeing them would free memory.
         keeps_gradients: whether other backwards than the last leave gradients whole and unreduced.
-        extensions: capabilities that the kernel does not know.
-        reducer: launches reductions, and publishes what they give.
+        extensions: capabilities beside the kernel.
+        reducer: launches reductions, and publishes their results.
         checkup: compares the ranks every so many steps.
-        lockstep: sees to it that all ranks do the same.
+        lockstep: checks that all ranks do the same.
         unannounced: calls that backward leaves without a sign.
     """
 
@@ -89,15 +89,15 @@ class Schedule:
         self._is_on_meta = False
         self._stepped_since_forward = False
         self._depth = 0
-        # Of the last whole forward; empty until all ranks' were seen to be alike. Who gathers ahead in another order
-        # than others do would wait for ever.
+        # The order of the last whole forward; empty until it was verified on all ranks. A rank that gathers ahead in
+        # another order than the others would wait forever.
         self._order: list[Unit] = []
         self._reduce_order: dict[Unit, int] = {}
         self._forward: list[Unit] = []
         self._last_ended: Unit | None = None
         self._participants: dict[Unit, None] = {}
         self.unannounced = Unannounced()
-        self._end_of_backward: Callable[[], object] = lambda: None  # what is to be called; None once that is impossible
+        self._end_of_backward: Callable[[], object] = lambda: None  # the callback; None once it can no longer be called
         self._thread = threading.get_ident()
         self._queued: set[Unit] = set()
         self._has_kept = False
@@ -140,12 +140,12 @@ class Schedule:
         """Learn that a unit is about to run forward (not as a recompute); return whether it is the outermost."""
         if self._depth and unit is self.units[-1]:
             self._abandon_forward()
-        self._depth += 1  # before anything that may raise, because end_forward is called even then
+        self._depth += 1  # before code that may raise: end_forward is called even then
         if self._depth == 1:
             self._begin_outermost()
         for tell in self.extensions.forward_begins:
             tell(unit, is_outermost=self._depth == 1)
-        if not self.lockstep.is_order_verified:  # before this rank may wait for the others in vain
+        if not self.lockstep.is_order_verified:  # before this rank could wait for the others in vain
             self.lockstep.compare_first(len(self._forward), unit)
         elif _waits(unit):
             self.lockstep.note_gather(unit)
@@ -177,7 +177,7 @@ class Schedule:
             self.post_optim_event.wait()  # gathers read main weights, which another stream may still be writing
             self.post_optim_event = None
         if self._is_on_meta:
-            for unit in reversed(self.units):  # as they come in the model, so that the first is named
+            for unit in reversed(self.units):  # in model order, so that an error names the first
                 unit.make_real()
         self._thread = threading.get_ident()
         if self._stepped_since_forward and torch.is_grad_enabled():
@@ -192,10 +192,10 @@ class Schedule:
             self.checkup.resume()
         if not self.lockstep.has_begun:
             self.lockstep.begin(self.units)
-            self._number_buckets(self.mesh.take_tags(len(self._buckets())))  # not another model's
+            self._number_buckets(self.mesh.take_tags(len(self._buckets())))  # tags of no other model
             for unit in self.units:
                 unit.warn_of_empty()
-        # What the user may have done between steps: frozen something, loaded weights.
+        # The user may have changed things between steps: frozen parameters, loaded weights.
         for unit in self.units:
             unit.take_requires_grad()
             unit.reshard_if_outdated()
@@ -254,7 +254,7 @@ class Schedule:
             ran = dict.fromkeys([*self._forward, *reversed(self.units)])
             self._reduce_order = {unit: -position for position, unit in enumerate(ran)}  # the last forward comes first
         if not failed:
-            self._order = self._forward  # of a forward that failed half-way it would lack the rest
+            self._order = self._forward  # a forward that failed half-way would lack the rest
         for other in self.units:
             # Prefetched and not used, or kept for a backward that will not come.
             keeps = torch.is_grad_enabled() or other.is_kept_for_backward or not other.reshard_after_backward
@@ -276,7 +276,7 @@ class Schedule:
         The first call also asks autograd for `_finish_backward`.
         """
         if self._in_backward and self._end_of_backward() is None:
-            self._give_up_backward()  # the last one has raised, and nothing came since that would have noticed
+            self._give_up_backward()  # the last one has raised, and nothing has noticed since
         if not self._in_backward:
             self.reducer.begin(self._steppers_at_work())
             self.unannounced.begin()
@@ -286,14 +286,14 @@ class Schedule:
             self.checkup.resume()
             for each in self.units:
                 each.take_requires_grad()  # a module may have changed it within its forward
-            # By an order all ranks were seen to share, not by what happened to run or to be alive on this one; without
-            # one (a part of the model was called on its own) last forward first.
+            # Use an order verified on all ranks, not the units that happened to run or be alive on this one. Without
+            # one (a part of the model was called on its own), the last forward comes first.
             participants = list(reversed(self._participants))
             for participant in sorted(participants, key=lambda u: self._reduce_order.get(u, 0)):
                 self._enqueue(participant)
             finish = functools.partial(self._finish_backward)
             torch_private.call_after_backward(finish)
-            # Autograd lets go of it with the backward.
+            # Autograd frees it with the backward.
             self._end_of_backward = weakref.ref(finish, self.lockstep.note_left_backward)
             del finish
         if unit not in self._queued:
@@ -352,8 +352,8 @@ class Schedule:
             self._prefetch(previous)
 
     def _prefetch(self, unit: Unit | None) -> None:
-        # One that backward has passed already is not gathered again: which units are sharded by now may differ between
-        # ranks, where they used different parameters.
+        # A unit that backward has passed is not gathered again: which units are sharded by now may differ between
+        # ranks that used different parameters.
         if unit is not None and unit.awaits_backward and unit.unshard_in_backward:
             unit.issue_unshard()
 
@@ -385,18 +385,18 @@ class Schedule:
 
     def _finish(self) -> None:
         self.lockstep.note_end_of_backward()
-        self.unannounced.leave(after=-1)  # of other models, too: it is over for them
+        self.unannounced.leave(after=-1)  # of other models too: the backward is over for them
         self.unannounced.finish_others()
-        if self.reducer.steppers:  # others wait for it before they step, and then are here, too
+        if self.reducer.steppers:  # other ranks wait for it before they step
             for unit in self.units:
                 unit.finish_backward()
                 unit.reshard()
-        for bucket in self.reducer.order.rest():  # of which some parameter got no gradient here
+        for bucket in self.reducer.order.rest():  # those with a parameter that got no gradient here
             self._launch(bucket)
-        # After all launches, so that they go on beside it, and before anything is published: it may be an error.
+        # After all launches, so that they overlap, and before anything is published: it may raise an error.
         used = self._agree_on_used()
         self.reducer.publish(used)
-        for bucket in self.reducer.published:  # not as it is published: until here the message may have wanted to know
+        for bucket in self.reducer.published:  # not when published: the message may have needed it until here
             gradient_of(bucket).unsharded.forget_used()
         self.lockstep.count_backward()
         for unit in self.units:
@@ -412,7 +412,7 @@ class Schedule:
                 self.checkup.run(self.steps)
         for tell in self.extensions.backward_ends:
             tell(used, has_stepped=stepped_early)
-        for bucket in hooked:  # at rest: they may do anything
+        for bucket in hooked:  # at rest, because hooks may do anything
             call_gradient_hooks(bucket, used[bucket])
 
     def parameters(self) -> list[ShardedParameter]:
@@ -466,7 +466,7 @@ class Schedule:
         ends = [gradient_of(bucket).unsharded.end(is_reduced=bucket in launched) for bucket in trainable]
         message = self.lockstep.exchange(ends, ran, steps, last=self._forward[-1] if self._forward else self.units[-1])
         is_wanted = message.wants_to_stop
-        if STOPPING.is_listened_to:  # on ranks of other axes, too
+        if STOPPING.is_listened_to:  # on ranks of other axes too
             is_wanted = self._is_wanted_outside(is_wanted)
         STOPPING.is_agreed |= is_wanted
         self.lockstep.check_loads(message)
@@ -505,7 +505,7 @@ class Schedule:
                 stacklevel=2,
             )
         for unit in self.units:
-            unit.give_up_backward()  # first: it waits for reductions under way, which write into what is forgotten next
+            unit.give_up_backward()  # first: wait for reductions, which write into memory dropped next
         self._has_kept = False
         self.lockstep.end_track()
         participants = self._participants.copy()
@@ -531,7 +531,7 @@ class Schedule:
         Raises:
             LifecycleError: gradients are kept for a last micro-batch that has not come, or are not whole.
         """
-        self.recover()  # first: reductions of a backward that failed may still write where gradients are read
+        self.recover()  # first: a failed backward's reductions may still write where gradients are read
         if self._depth:
             self._abandon_forward()
         if self.keeps_gradients and not self.is_last_backward:

@@ -1,4 +1,9 @@
-"""The DTensors that leave the engine: whole tensors to other code, of which each rank has an interval."""
+"""The DTensors that leave the engine: whole tensors to other code, of which each rank has an interval.
+
+p, p.grad, optimizer state, state dicts     `ShardedTensor`s, of global shape; `to_local()` is this rank's interval
+results computed from them                  those of the whole tensor, as in one process (`features.dtensor_ops`)
+pickle, safetensors, a raw address          an error that names the way out
+"""
 
 from __future__ import annotations
 
@@ -25,7 +30,7 @@ class SpreadTensor(DTensor):
     """A DTensor over a span's ranks, each of which has a part of it or all.
 
     Attributes:
-        span: of the parameter that it is, or was computed of.
+        span: the span of the parameter that it is, or was computed from.
     """
 
     span: Span
@@ -40,8 +45,8 @@ class SpreadTensor(DTensor):
 
     @property
     def __tensor_flatten__(self) -> NoReturn:
-        # With it, moving a module would swap its parameters for others, and a compiler would put torch's own class
-        # together again.
+        # With it, moving a module would swap its parameters for others, and a compiler would build torch's own class
+        # from the parts.
         raise AttributeError("a compiler cannot take it apart")
 
 
@@ -50,7 +55,7 @@ class ShardedTensor(SpreadTensor):
 
     Args:
         local: this rank's interval.
-        span: which one that is.
+        span: the place of that interval.
         requires_grad: whether autograd is to make a gradient of it.
 
     Attributes:
@@ -59,7 +64,7 @@ class ShardedTensor(SpreadTensor):
 
     _compute: ClassVar[Callable[[torch_private.Kernel, Sequence[Any], dict[str, Any]], Any]]
     """Runs a kernel on sharded tensors; set by `features.dtensor_ops`."""
-    __hash__ = object.__hash__  # by identity like a tensor's, but in C: every look-up of optimizer state asks for it
+    __hash__ = object.__hash__  # by identity like a tensor's, but in C: every look-up of optimizer state calls it
 
     def __new__(cls, local: torch.Tensor, span: Span, *, requires_grad: bool = False) -> ShardedTensor:
         """Wrap `local`."""
@@ -202,7 +207,7 @@ class ShardedTensor(SpreadTensor):
         ]
 
     def __create_chunk_list__(self) -> list[Any]:
-        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata  # not before somebody saves
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata  # only when a checkpoint is saved
 
         return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in self.boxes()]
 
@@ -274,9 +279,9 @@ class _ToLocal(torch.autograd.Function):
 
 
 def reduced(gradient: torch.Tensor, span: Span) -> torch.Tensor:
-    """Return the gradient of what every rank has whole, of which each rank gives its own. A collective.
+    """Return the gradient of a tensor that every rank has whole; each rank gives its own gradient. A collective.
 
-    One that is a sum still to be made says that each rank has a part of it, and that sum is it.
+    A partial gradient says that each rank has a part of the sum, so that sum is the result.
     """
     if not isinstance(gradient, DTensor):
         return span.reduce(gradient)

@@ -20,18 +20,18 @@ class Sharding:
     Attributes:
         units, buckets: how many of each.
         total_numel: parameters of the whole model that units own.
-        rank_numel: of them, those this rank owns.
+        rank_numel: parameters among them that this rank owns.
         rank_nbytes: bytes of this rank's main weights, padding included.
         largest_unit: name of the unit that is largest when it is unsharded; empty for the root.
         largest_unit_nbytes: its bytes then.
         padding: share of all buckets that is padding.
         tile_ranks: ranks over which tensor parallelism has split parameters before; 1 without.
         world_size, shard_size, replicate_size: ranks, per shard group and per replicate group.
-        strategy: name of the row of the strategy table that the mesh and the units are; empty with one rank.
+        strategy: name of the strategy table's row that the mesh and the units match; empty with one rank.
         kept: units that keep their parameters between forward and backward although the strategy frees them.
-        offload: what of it lives in host memory beside the device.
+        offload: the parts that live in host memory beside the device.
         host_nbytes: bytes of shards there, optimizer state and gradients left out.
-        packed: what is rounded before it is sent, or why it is not although it was asked for; empty if it was not.
+        packed: values that are rounded before they are sent, or why a request for that has no effect; empty if none.
     """
 
     units: int
@@ -61,7 +61,7 @@ class Sharding:
         full_numel = sum(bucket.layout.full_numel for bucket in buckets)
         numel = sum(bucket.layout.numel for bucket in buckets)
         tiles = [tile for bucket in buckets for tile in bucket.tiles if tile is not None and tile.is_beneath]
-        # What was not asked about is the root, which keeps its parameters under every strategy.
+        # Nothing was requested for the root, which keeps its parameters under every strategy.
         kept = sum(
             not unit.reshard_after_forward and unit.requested_reshard_after_forward is not None for unit in units
         )

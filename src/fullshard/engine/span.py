@@ -27,16 +27,16 @@ from fullshard.wrap.extended import Composition, inner_tensors
 class RaggedShard(Placement):
     """A placement along the shard axis: the flattened elements lie in a bucket that is cut into equal shares.
 
-    Rank r has elements [r * shard_numel - offset, (r + 1) * shard_numel - offset), as far as there are such.
+    Rank r has those of elements [r * shard_numel - offset, (r + 1) * shard_numel - offset) that exist.
 
-    `is_shard()` is False, as of torch's own `_StridedShard`: who gets True reads `.dim` and cuts along it (torch's
-    redistribution and `parallel.fsdp`, Transformers' reading of files), which an interval has none of. Nobody else
-    asks: not DCP, clipping, optimizers, PEFT, nor Accelerate.
+    `is_shard()` is False, as for torch's own `_StridedShard`: callers that get True cut along `.dim` (torch's
+    redistribution and `parallel.fsdp`, Transformers' reading of files), and an interval has no such dim. No other
+    code calls it: not DCP, clipping, optimizers, PEFT, nor Accelerate.
 
     Attributes:
         shard_numel: elements of the bucket that each rank owns.
-        offset: where in the bucket the tensor begins.
-        row_numel: elements of a row, where what a rank has is shaped as rows; 0: it is flat.
+        offset: the tensor's start in the bucket.
+        row_numel: elements of a row, if a rank's part is shaped as rows; 0: the part is flat.
     """
 
     shard_numel: int
@@ -75,13 +75,13 @@ class Span:
 
     Args:
         mesh: the ranks.
-        shape: of the whole tensor.
-        placement: where in which bucket it is.
-        name: of the parameter.
-        tile: what this rank has to shard of it, if tensor parallelism has split it.
-        composition: of a composed parameter (`wrap.extended`), of which each rank has rows.
-        as_rows: its intervals are whole rows, and torch is shown them as such; within the engine they are flat.
-        reduction: how gradients of the parameter are reduced; None: by their mean.
+        shape: shape of the whole tensor.
+        placement: the bucket, and the tensor's place in it.
+        name: the parameter's name.
+        tile: the part that this rank has to shard, if tensor parallelism has split the tensor.
+        composition: that of a composed parameter (`wrap.extended`), of which each rank has rows.
+        as_rows: its intervals are whole rows, and torch sees them as such; within the engine they are flat.
+        reduction: settings for reducing the parameter's gradients; None: take their mean.
 
     Attributes:
         device_mesh: torch's name for the ranks that it is spread over.
@@ -210,16 +210,16 @@ class Span:
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
         """Return this rank's part, of `local_shape`, of a whole tensor or one that broadcasts to it."""
         spread = whole if whole.shape == self.shape else whole.expand(self.shape)
-        if self.is_by_rows:  # with the operations that torch's `fully_shard` asks of a wrapper class
+        if self.is_by_rows:  # by the operations that torch's `fully_shard` requires of a wrapper class
             rows = spread.split(self.placement.shard_numel // self.placement.row_numel)
             return rows[self.mesh.shard_rank] if self.mesh.shard_rank < len(rows) else spread[:0]
         flat = (spread if self.tile is None else self.tile.cut(spread)).reshape(-1)
         return flat[self.interval.start : self.interval.stop]
 
     def reduce(self, gradient: torch.Tensor, *, of_interval: bool = False) -> torch.Tensor:
-        """Return the gradient over all ranks, of which each gives that of its own loss. A collective.
+        """Return the gradient over all ranks; each rank gives the gradient of its own loss. A collective.
 
-        It is what the unit's reduction makes of gradients: their mean, unless the script has set another divisor.
+        The result is that of the unit's reduction: the mean, unless the script has set another divisor.
 
         Args:
             gradient: of the whole.
@@ -272,7 +272,7 @@ class Span:
         The span is None for a tensor that every rank has whole.
 
         Raises:
-            LifecycleError: one that is neither cut as rows are, nor whole; or `local` is no such parameter's.
+            LifecycleError: a tensor is neither cut as rows are, nor whole; or `local` is of no composed parameter.
         """
         composition = self.composition
         if composition is None or not isinstance(local, composition.kind):

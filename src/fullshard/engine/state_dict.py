@@ -24,7 +24,7 @@ from fullshard.engine.unit import Unit
 
 def watch_state_dicts(unit: Unit) -> None:
     """Register the hooks with the unit's modules and with every module that holds a parameter of it."""
-    own = weakref.ref(unit)  # which the hooks of a copied module keep, too
+    own = weakref.ref(unit)  # the hooks of a copied module keep it too
     for holder in {id(m): m for slot in unit.slots for m, _ in slot.owners}.values():
         holder.register_state_dict_post_hook(functools.partial(_after_state_dict, own))
         holder.register_load_state_dict_pre_hook(functools.partial(_before_load_state_dict, own))
@@ -62,7 +62,7 @@ def _count_load(module: nn.Module, *_arguments: object) -> None:
 
 
 def _settle(module: nn.Module, _incompatible: object) -> None:
-    """Make a unit real once all its parameters have values, so that whoever takes them next keeps them."""
+    """Make a unit real once all its parameters have values, so that later code keeps them."""
     unit = require_unit(module)
     if unit.stand_ins is not None and not unit.stand_ins.names_on_meta:
         unit.make_real()
@@ -96,9 +96,9 @@ def _before_load_state_dict(
     for attribute, parameter in _held_by(module, unit):
         value = given.get(attribute)
         if value is None or value.shape != parameter.shape:
-            continue  # torch has something to say about it
+            continue  # torch reports it
         if isinstance(value, DTensor) and value.placements == parameter.placements:
-            # PEFT takes sharded parameters for tensor parallelism's, and puts whole tensors where their intervals go.
+            # PEFT takes sharded parameters for those of tensor parallelism, and puts whole tensors for intervals.
             local = value.to_local()
             value = local if local.shape == value.shape else value
         if not isinstance(value, DTensor):
@@ -109,7 +109,7 @@ def _before_load_state_dict(
 
 
 def _take(parameter: ShardedTensor, value: torch.Tensor) -> None:
-    """Copy what `load_state_dict(assign=True)` would put in place of a sharded parameter, a view of its bucket."""
+    """Copy the value that `load_state_dict(assign=True)` would put in place of a sharded parameter, a bucket's view."""
     if value.dtype != parameter.dtype:
         raise LifecycleError(
             f"load_state_dict(assign=True) of {parameter.name}: got {value.dtype}, sharded as {parameter.dtype}",

@@ -1,4 +1,12 @@
-"""A parameter that tensor parallelism has split before: the part of it that this rank has to shard."""
+"""A parameter that tensor parallelism has split before it is sharded: the part of it that this rank has to shard.
+
+    whole       shape (rows, columns), a DTensor over an axis of its own of the mesh, `tp` say
+    tile        this rank's part of that; the same along the shard axis, whose ranks hold intervals of it
+    interval    this rank's part of its tile
+
+A bucket holds tiles as it holds any tensor: forward computes with the same DTensors as before, whose local part is
+memory of the bucket while they are unsharded.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +33,13 @@ class Tile:
         mesh: that axis.
         placement: `Shard(dim)`, cut as `torch.chunk` cuts, `Replicate()`, or of several matrices that are packed into
             one, each of which is cut, `_StridedShard`.
-        shape: of the whole.
+        shape: shape of the whole.
         data_axes: of the mesh that forward computes over, if that has axes for data, too.
-        is_beneath: whether there is such an axis. If not, what there is to shard is all of it, and `mesh` is that one.
+        is_beneath: whether such an axis exists. If not, the whole tensor is to be sharded; `mesh` is the one for data.
 
     Attributes:
-        tiling: along which dim into how many; None if every rank of the axis has the whole.
-        shape: of this rank's part.
+        tiling: the dim of the cut and the number of parts; None if every rank of the axis has the whole.
+        shape: shape of this rank's part.
     """
 
     __slots__ = ("_data_axes", "is_beneath", "mesh", "placement", "rank", "shape", "tiling", "whole_shape")
@@ -156,7 +164,7 @@ def set_plain(parameter: torch.Tensor, plain: torch.Tensor) -> None:
     wrapped = wrapped_by(parameter)
     wrapped.data = plain
     if parameter is not wrapped and parameter.dtype != plain.dtype:
-        parameter.data = parameter.detach().to(plain.dtype)  # for its dtype alone, by which autograd goes
+        parameter.data = parameter.detach().to(plain.dtype)  # for its dtype alone, which autograd uses
 
 
 def check_tiles(plans: Sequence[UnitPlan], roots: Sequence[nn.Module], mesh: Mesh) -> None:
@@ -166,7 +174,7 @@ def check_tiles(plans: Sequence[UnitPlan], roots: Sequence[nn.Module], mesh: Mes
         WrapError: one over the same ranks, over several axes, or with a placement that is neither `Shard` nor
             `Replicate`; by name.
     """
-    # Of torch's own class: that a parameter is a unit's already is found elsewhere.
+    # Only torch's own class: parameters that are a unit's already are found elsewhere.
     dtensor: Any = DTensor
     tiled = [slot for plan in plans for slot in plan.slots if type(slot.parameter) is dtensor]
     wrong = {id(slot.parameter): problem for slot in tiled if (problem := _problem(slot, mesh))}

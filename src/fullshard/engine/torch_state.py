@@ -91,8 +91,8 @@ class TorchState(_OfUnit):
     def _root_post_backward_final_callback(self) -> None:
         schedule_of(self._unit).reduce_if_kept()
 
-    # What `torch.distributed.fsdp.register_fsdp_forward_method` puts around a method, as Transformers does with
-    # `generate`: methods of units see to their parameters themselves.
+    # `torch.distributed.fsdp.register_fsdp_forward_method` wraps a method with these, as Transformers does with
+    # `generate`; here methods of units unshard their parameters themselves.
 
     def _pre_forward(self, _module: object, args: object, kwargs: object) -> tuple[object, object]:
         return args, kwargs

@@ -28,7 +28,7 @@ class Unannounced:
     def __init__(self) -> None:
         self.units: Sequence[HookedUnit] = ()
         self.backward: int | None = None
-        self._calls: dict[Call[Any], HookedUnit] = {}  # that backward is in
+        self._calls: dict[Call[Any], HookedUnit] = {}  # calls that backward is in
         _models.add(weakref.ref(self, _models.discard))
 
     def begin(self) -> None:
@@ -44,7 +44,7 @@ class Unannounced:
         """End the calls that backward has left, before `call` of `unit`, which it has reached, gathers anything."""
         self.leave(after=call.number)
         call.reach()
-        if not call.inputs_left:  # the others end by themselves; where autograd has several queues, maybe later
+        if not call.inputs_left:  # others end by themselves, maybe later if autograd has several queues
             self._calls[call] = unit
 
     def leave(self, *, after: int) -> None:
@@ -73,7 +73,7 @@ class Unannounced:
             unit = left[call]._calls.pop(call)
             if call.is_active and not is_over:
                 unit.post_backward(call)
-            else:  # freed before, with its last gradient, or with all others at the end
+            else:  # freed before, with its last gradient, or at the end with all others
                 call.end()
                 unit.reduce_if_left()
 
@@ -89,8 +89,8 @@ class Unannounced:
         return [o for o in _all_models() if o is not self and o.backward is not None and o.backward == self.backward]
 
 
-_models: set[weakref.ref[Unannounced]] = set()  # not a `WeakSet`, whose length takes a step of the interpreter
+_models: set[weakref.ref[Unannounced]] = set()  # not a `WeakSet`, whose length takes an interpreter step
 
 
 def _all_models() -> list[Unannounced]:
-    return list(filter(None, map(operator.call, _models.copy())))  # one may go at any moment, and is taken out then
+    return list(filter(None, map(operator.call, _models.copy())))  # any may die at any moment, and is removed then

@@ -145,7 +145,7 @@ class Unit(UnitParameters):
     def forget_forwards(self) -> None:
         """Forget all forwards after a step that failed half-way."""
         self._running = 0
-        self._calls.clear()  # a graph that is still alive may come back, and is not this step's any more
+        self._calls.clear()  # a live graph may come back, but no longer belongs to this step
         self._current.clear()
         self._ran.clear()
         self.is_kept_for_backward = False
@@ -168,7 +168,7 @@ class Unit(UnitParameters):
         return any(call.is_in_backward and (backward == -1 or call.left_in != backward) for call in self._live_calls())
 
     def _live_calls(self) -> list[Call[Unit]]:
-        # A copy first: a call may go at any moment (as a tuple is made, too), and takes its reference out of the set.
+        # Copy first: a call may die at any moment (even while a tuple is made), and removes its reference from the set.
         return list(filter(None, map(operator.call, self._calls.copy()))) if self._calls else []
 
     @property
@@ -184,7 +184,7 @@ class Unit(UnitParameters):
             return method(*args, **kwargs)
         try:
             args, kwargs = self._pre_forward(module, args, kwargs)
-            self._is_in_method = True  # its forward, if the method calls that, is a part of this
+            self._is_in_method = True  # a forward that the method calls is part of it
             output = method(*args, **kwargs)
         except BaseException:
             self._is_in_method = False
@@ -198,12 +198,12 @@ class Unit(UnitParameters):
         if self._is_in_method:
             return args, kwargs
         in_backward = torch_private.backward_under_way() != -1
-        if in_backward:  # a recompute is no forward of the model: order and depth are those of the first
+        if in_backward:  # a recompute is no forward of the model: it changes neither order nor depth
             self.schedule.unannounced.leave_before_recompute()
             self.schedule.note_gather_in_backward(self)
         else:
             self._is_outermost = self.schedule.begin_forward(self)
-        if self._is_outermost:  # as torch's, it takes what the script has left on the host; for a recompute again
+        if self._is_outermost:  # as in torch, move inputs left on the host; for a recompute too
             args, kwargs = moved((args, kwargs), self.schedule.mesh.device)
         self._running += 1
         self.unshard()
@@ -227,7 +227,7 @@ class Unit(UnitParameters):
         self._running = max(0, self._running - 1)
         self.emit(EventKind.FORWARD_END)
         self._ran.add(id(module))
-        # Called although forward raised: see always_call.
+        # Called even if forward raised: see always_call.
         failed = output is None and sys.exc_info()[0] is not None
         if not failed:
             output = map_tensors(self._lasting, output)
@@ -238,12 +238,12 @@ class Unit(UnitParameters):
             if not self._watch_outputs(call, output):
                 self.is_kept_for_backward = True  # nothing will announce its backward
         try:
-            if len(self._ran) == len(self.modules):  # modules that are unsharded together are resharded by the last
+            if len(self._ran) == len(self.modules):  # modules unsharded together are resharded by the last
                 self._ran.clear()
                 keep = in_backward or self.is_kept_for_backward or not self.reshard_after_forward
                 if (failed and not in_backward) or not (keep or any(call.is_active for call in self._live_calls())):
                     self.reshard(is_after_forward=torch.is_grad_enabled() and not (failed or in_backward))
-        except BaseException:  # another rank has ended, and what it has a part in cannot be given back
+        except BaseException:  # another rank has ended, so memory that it shares cannot be freed
             if not in_backward:
                 self.schedule.leave_forward()
             raise
@@ -282,7 +282,7 @@ class Unit(UnitParameters):
         if torch.is_grad_enabled() and any(not bucket.shares_main for bucket in self.buckets):
             self._check_second_derivatives()
         self.schedule.begin_backward(self)
-        if call.is_active:  # another output was first
+        if call.is_active:  # another output came first
             return
         self.schedule.unannounced.reach(self, call)
         call.begin()
@@ -312,7 +312,7 @@ class Unit(UnitParameters):
             self._reshard_after_backward(call.previous)
         if not pending:
             self._reduce()
-        if is_over:  # after the reductions, which other ranks may have launched when the last gradient was there
+        if is_over:  # after the reductions, which other ranks may have launched at the last gradient
             self.schedule.prefetch_after_backward(call.previous)
         self.schedule.step_when_final()
 
@@ -329,7 +329,7 @@ class Unit(UnitParameters):
         """Learn that autograd has accumulated the gradients of all parameters of `bucket`."""
         calls = self._live_calls()
         if any(not call.is_active for call in _pending(calls)):
-            return  # one that is still to come adds to them on other ranks, which reduce them after it
+            return  # a call still to come adds to them on other ranks, which reduce after it
         self.schedule.reduce_when_due(bucket)
         if all(each is bucket or each.is_complete for each in self.buckets):
             self._reshard_if_passed(calls)
@@ -348,7 +348,7 @@ class Unit(UnitParameters):
             self._reshard_after_backward(None)
 
     def _reshard_after_backward(self, previous: Unit | None) -> None:
-        if self.reshard_after_backward and previous is not self:  # itself: the same unit comes next
+        if self.reshard_after_backward and previous is not self:  # equal if the same unit comes next
             self.reshard()
 
     def finish_backward(self) -> None:

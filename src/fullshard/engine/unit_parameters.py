@@ -1,8 +1,7 @@
-"""A unit's parameters: sharded at rest, whole while something computes with them.
+"""A unit's parameters: sharded at rest, whole while code computes with them.
 
-Two moves make them whole, which other work may come between: `issue_unshard` launches the all-gathers, `unshard` waits
-for them and puts the original parameters into the modules. Resharding takes both back. When each is due is the
-business of `engine.unit`.
+Two steps make them whole, with other work in between: `issue_unshard` launches the all-gathers, `unshard` waits for
+them and puts the original parameters into the modules. Resharding undoes both. `engine.unit` decides when each is due.
 """
 
 from __future__ import annotations
@@ -82,19 +81,19 @@ class UnitParameters:
     Args:
         plan: the unit's modules and parameters.
         policy: dtypes per role.
-        storage: where its shards are.
+        storage: the place of its shards.
         schedule: the model it is part of, whose ranks share it.
         weights: gives the values of parameters that are still on the meta device. Without, the unit waits for them.
 
     Attributes:
-        slots: its parameters and where they are.
-        stand_ins: what its modules hold while it is on the meta device; it has no buckets then.
+        slots: its parameters and their places.
+        stand_ins: parameters that its modules hold while it is on the meta device; it has no buckets then.
         is_filled: whether it was given values, and not memory only.
-        neighbours: who share the parameters between forward and backward, instead of all ranks of the shard axis.
-        keeps_memory: resharding does.
-        kept_views: views of them that forward leaves on modules.
+        neighbours: ranks that share the parameters between forward and backward, instead of the whole shard axis.
+        keeps_memory: whether resharding keeps the memory.
+        kept_views: views of the parameters that forward leaves on modules.
         made: how many units this process had made before.
-        placed: how many buckets of ranks that share memory had their place before its own.
+        placed: how many buckets had their place in memory that ranks share before its own.
     """
 
     buckets: list[Bucket]
@@ -112,7 +111,7 @@ class UnitParameters:
     ) -> None:
         self.schedule, self.slots = schedule, plan.slots
         self.modules, self.policy, self.storage = plan.modules, policy, storage
-        self.mesh = mesh = schedule.mesh  # which the model around it may have another of
+        self.mesh = mesh = schedule.mesh  # the model around it may have another mesh
         self.reduction = ReductionSettings.of(mesh)
         self._waits: dict[str, Waiting] = {}
         self.name, self.number = "", 0
@@ -141,7 +140,7 @@ class UnitParameters:
         self.take_keeps_memory()
         for bucket in self.buckets:
             for slot, sharded in zip(bucket.slots, bucket.sharded_parameters, strict=True):
-                # An optimizer that was made before holds these, and is told which they have become.
+                # An optimizer made before holds these, and learns which parameters replace them.
                 for original in (slot.parameter, *slot.replaced):
                     mark_original(original, sharded)
                 for replaced in slot.replaced:
@@ -155,7 +154,7 @@ class UnitParameters:
             bucket.buffer.keeps_memory = self.keeps_memory
 
     def __getattr__(self, name: str) -> Any:
-        # Asked for what the unit does not have, which are its buckets as long as nobody has given them memory.
+        # Called for attributes that the unit lacks: its buckets, until they have been given memory.
         if name in ("buckets", "full_nbytes"):
             raise self._on_meta(getattr(self.stand_ins, "names_on_meta", []))
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -181,7 +180,7 @@ class UnitParameters:
         """Leave the meta device, with the values that the modules hold by now.
 
         Args:
-            is_filled: whether there must be such; otherwise parameters without are NaN, for somebody to fill.
+            is_filled: whether there must be values; if not, parameters without any are NaN, to be filled later.
 
         Raises:
             LifecycleError: there are none for some parameters.
@@ -231,7 +230,7 @@ class UnitParameters:
             tell(self)
         self.state = UnitState.GATHERING  # before the launches: if one fails, `reshard` waits for those before it
         self.emit(EventKind.UNSHARD_ISSUED, self.full_nbytes)
-        with torch_private.without_transforms():  # what they would make of the memory ends with them
+        with torch_private.without_transforms():  # memory made under transforms ends with them
             for bucket in self.buckets:
                 bucket.issue_unshard(exactly=exactly)
 
@@ -263,7 +262,7 @@ class UnitParameters:
         """
         if self.state is UnitState.SHARDED or self.is_pinned:
             return
-        if self.state is UnitState.GATHERING:  # ahead, and not used: who else does not come is said here
+        if self.state is UnitState.GATHERING:  # gathered ahead and unused: report here which rank does not come
             with self.waiting("unshard"):
                 for bucket in self.buckets:
                     bucket.wait_unshard()
@@ -295,7 +294,7 @@ class UnitParameters:
             self._bind(unsharded=False)
 
     def _bind(self, *, unsharded: bool) -> None:
-        self._binding.check()  # before anything is changed, or a refusal would leave halves
+        self._binding.check()  # before any change, or a refusal would leave it half done
         if not unsharded:
             for bucket in self.buckets:
                 bucket.check_unchanged()

@@ -1,7 +1,7 @@
 """Unsharded gradients of one bucket, from the moment autograd has made one to the bucket's reduction.
 
     collect     parameter.grad is copied (and cast) into `full`, and freed             where autograd adds up its uses
-    hand_over   `full` is the reduction's
+    hand_over   `full` goes to the reduction
 
 `full` lives from the first gradient to the end of the reduction. Under `no_sync` it stays and accumulates. Where the
 reduction casts what it reads (`HostPages.widens`), `full` is in the narrower dtype that parameters compute in, in
@@ -38,7 +38,7 @@ class UnshardedGradient:
         expected: how many parameters want a gradient.
         fired: indices of the parameters whose gradient has appeared in this backward.
         used: for each parameter, whether it has appeared since the last one was published, maybe under `no_sync`.
-        is_kept: some of it is of backwards before the one under way, whether that has reduced it or not.
+        is_kept: some of it is from backwards before the one under way, whether that has reduced it or not.
         is_used_up: an optimizer has used it up within this backward (`engine.step.in_backward`).
     """
 
@@ -54,7 +54,7 @@ class UnshardedGradient:
         plan, widens = spec.plan, spec.mesh.reduce.pages.widens
         self._first_dtype = torch_dtype(collected(plan.compute_dtype, plan.reduce_dtype, widens=widens))
         self._pieces: Sequence[torch.Tensor] = ()
-        self._fresh: dict[int, torch.Tensor] = {}  # of the pieces those that nothing was collected in
+        self._fresh: dict[int, torch.Tensor] = {}  # pieces that hold no gradient yet
         self._cut = Cut(spec.layout, own=Interval(0, spec.layout.full_numel))
 
     @property
@@ -87,10 +87,10 @@ class UnshardedGradient:
         try:
             if piece is None or self.is_used_up or grad.requires_grad or grad.is_sparse:
                 self._add(index, grad, piece)
-            else:  # as nearly always, without a call
+            else:  # the usual case, without a call
                 self.used[index] = True
                 piece.copy_(grad.ravel())
-        except RuntimeError:  # it has another shape than its piece
+        except RuntimeError:  # its shape differs from that of its piece
             self._check_data(index)
             raise
         self.fired.add(index)
@@ -121,7 +121,7 @@ class UnshardedGradient:
             self._widen()
             piece = self._pieces[index]
         if grad.requires_grad:
-            grad = grad.detach()  # under create_graph it would bring its graph with it
+            grad = grad.detach()  # under create_graph it would keep its graph alive
         if grad.is_sparse:
             _add_rows(piece, grad, is_first=is_first)
         elif is_first:
@@ -174,7 +174,7 @@ class UnshardedGradient:
         """Return `full`, shape (F,), with zeros for unused parameters; later gradients go into new memory.
 
         Raises:
-            LifecycleError: forward gave a parameter other data, for which its gradient is.
+            LifecycleError: forward gave a parameter other data, and the gradient is for those.
         """
         self._check_data()
         full = self._begin() if self._full is None else self._full  # nothing used here, but maybe on another rank
@@ -219,8 +219,8 @@ def _add_rows(piece: torch.Tensor, grad: torch.Tensor, *, is_first: bool) -> Non
     if is_first:
         piece.zero_()
     if grad.sparse_dim() == 1 and grad.dense_dim() == 1:
-        # Rows that were looked up several times are added up first, by the kernel and in the order of a dense gradient;
-        # `coalesce` has an order of its own.
+        # First add up rows that were looked up several times, by the kernel and in the order of a dense gradient;
+        # `coalesce` uses another order.
         indices, values = torch_private.rows_of(grad)
         rows, place = torch.unique(indices[0], return_inverse=True)
         sums = torch.ops.aten.embedding_dense_backward(values, place, rows.numel(), -1, False)

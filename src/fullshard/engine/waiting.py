@@ -16,9 +16,9 @@ from fullshard.core.place import PLACE
 
 
 class Waiting:
-    """Makes what torch raises within, because another rank has ended, an error with rank, unit, phase and step.
+    """Turn an error of torch's, raised inside because another rank has ended, into one with rank, unit, phase and step.
 
-    Running out of memory is no such error: who catches that is to catch it here, too.
+    Running out of memory is no such error: it passes unchanged to code that catches it.
 
     Args:
         mesh: the ranks that it waits for.
@@ -41,8 +41,8 @@ class Waiting:
         if isinstance(error, RuntimeError) and not isinstance(error, FullshardError | torch.OutOfMemoryError):
             what = error if isinstance(error, OutOfStep) else STALLS.reason(error)
             if isinstance(error, OutOfStep):
-                self._mesh.end_waits()  # the other rank may wait for this one elsewhere
-            self._mesh.note_failure(self._where, error)  # and so may all others
+                self._mesh.end_waits()  # the other rank may be waiting for this one elsewhere
+            self._mesh.note_failure(self._where, error)  # and so may all the others
             raise CommunicationError(
                 f"rank {self._mesh.rank}, {self._where}: {what} (step {self.step} of this process)",
                 hint="see whether another rank failed first, had fewer batches, or took another path through the model",

@@ -151,7 +151,7 @@ def repoint(optimizer: torch.optim.Optimizer, model: nn.Module | None = None) ->
 _held: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[list[torch.Tensor], list[Bucket]]] = (
     weakref.WeakKeyDictionary()
 )
-"""What an optimizer held at its last step: all parameters, if every one was sharded, else none, for the others may be
+"""An optimizer's parameters at its last step: all, if every one was sharded, else none, because the others may be
 sharded later; and the buckets that the sharded ones are in."""
 
 
@@ -175,14 +175,14 @@ def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs:
         return None
     if not JOURNAL.is_told:
         JOURNAL.step = schedule_of(owner_of(buckets[0])).steps + 1
-    own, args = args[:1], args[1:]  # the first one is the optimizer itself
+    own, args = args[:1], args[1:]  # the first is the optimizer itself
     if any(map(callable, (*args, *kwargs.values()))):
         args, kwargs = _tell_after_closure(optimizer, buckets, args, kwargs)
     else:
-        _tell(optimizer, buckets)  # first of all: if it raises, nothing of a step has begun
+        _tell(optimizer, buckets)  # first: if it raises, no part of a step has begun
     use_plain_tensors(optimizer)
     for bucket in buckets:
-        bucket.touch()  # before the step: one that fails half-way has changed weights, too
+        bucket.touch()  # before the step: a step that fails half-way has changed weights too
     schedules = dict.fromkeys(schedule_of(owner_of(bucket)) for bucket in buckets)
     for schedule in schedules:
         schedule.lockstep.add_optimizer(optimizer)
@@ -192,11 +192,11 @@ def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs:
         for name in ("grad_scale", "found_inf"):  # GradScaler's, for fused optimizers, which would not wait for a copy
             if isinstance(value := getattr(optimizer, name, None), torch.Tensor):
                 setattr(optimizer, name, value.cpu())
-    bring_state(optimizer, buckets)  # once unsharded parameters are gone: there is room for it then
+    bring_state(optimizer, buckets)  # after unsharded parameters are freed, which makes room for it
     for schedule in schedules:
         if schedule.event_sink is not None:
             schedule.units[-1].emit(EventKind.OPTIMIZER_STEP)
-    if takes_local(optimizer):  # last: after an error above nobody would take them back
+    if takes_local(optimizer):  # last: after an error above, nothing would take them back
         args, kwargs = lend(optimizer, args, kwargs)
     return own + args, kwargs
 
@@ -231,5 +231,5 @@ def after_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -
     """Take back what was lent, and send state, after every optimizer's step."""
     finish_step(optimizer)
     take_back(optimizer, has_stepped=True)  # before state is sent, which is looked for under the sharded parameters
-    if optimizer in _held:  # else the step began before anything was sharded
+    if optimizer in _held:  # otherwise the step began before anything was sharded
         send_state(optimizer, _held[optimizer][1])

@@ -9,7 +9,7 @@ So the gradients of the whole model never exist at once. It is asked for per opt
 The optimizer's own code does the update: that of a *part*, an optimizer of the same class with the same state and
 hyper-parameters that holds the parameters of one bucket.
 
-Whoever wants all gradients at once cannot have this. Clipping and loss scaling read `.grad`, which is an error until
+It excludes code that needs all gradients at once. Clipping and loss scaling read `.grad`, which is an error until
 `optimizer.step()`; a second backward before it is one, too.
 """
 
@@ -40,7 +40,7 @@ STEPS_IN_PARTS = ELEMENT_WISE
 may count steps per group or on themselves."""
 
 _was_asked_for = [False]
-"""Whether any optimizer was to step in backward, in this process."""
+"""Whether any optimizer was set to step in backward in this process."""
 
 _HALF_DONE = (
     "call optimizer.step() after each backward, and model.set_is_last_backward(False) before that of each micro-batch "
@@ -233,7 +233,7 @@ class Stepper:
         parameters = [parameter for parameter in part.parameters if parameter.grad is not None]
         if not parameters:
             return False
-        part.optimizer.state = optimizer.state  # another one after load_state_dict
+        part.optimizer.state = optimizer.state  # load_state_dict replaces it
         for number, group in zip(part.numbers, part.optimizer.param_groups, strict=True):
             group.update(self._options[number])
         step: Any = type(optimizer).step
@@ -269,7 +269,7 @@ class Stepper:
                 bucket.gradient.unsharded.is_used_up = False
         stepped_early = bool(self._stepped)
         self._stepped.clear()
-        if stepped_early:  # last: if it raises, whoever catches that may read gradients and go on
+        if stepped_early:  # last: if it raises, code that catches it may read gradients and go on
             self._check_unchanged(optimizer)
 
     def _check_unchanged(self, optimizer: optim.Optimizer) -> None:

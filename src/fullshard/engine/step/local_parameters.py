@@ -43,7 +43,7 @@ def local_parameter(parameter: ShardedParameter) -> nn.Parameter:
     if plain is None:
         plain = nn.Parameter(parameter.local, requires_grad=parameter.requires_grad)
         setattr(parameter, _PLAIN, plain)
-    # An empty one has nothing to update, and CUDA refuses to launch a kernel for it.
+    # An empty parameter has nothing to update, and CUDA refuses to launch a kernel for it.
     gradient = parameter.local_grad if plain.numel() else None
     plain.grad = None if gradient is None else gradient.view(parameter.span.local_shape)
     return plain
@@ -54,7 +54,7 @@ def lend(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[s
 
     A closure is called with the sharded ones back in their place.
     """
-    take_back(optimizer)  # a step before has failed
+    take_back(optimizer)  # an earlier step has failed
     lent: list[tuple[list[Any], int, ShardedParameter]] = []
     for group in optimizer.param_groups:
         members = group["params"]

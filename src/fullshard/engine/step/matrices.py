@@ -32,8 +32,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     Attributes:
         whole_state: keys of state that every rank has whole, the same.
-        owned_state: what is kept of a matrix by its owner alone, as `left.0`, the last being the matrix's number in the
-            parameter. All other tensors are laid out as the parameter.
+        owned_state: keys of state that only a matrix's owner keeps, as `left.0`; the last part is the matrix's number
+            in the parameter. All other tensors are laid out as the parameter.
     """
 
     whole_state: frozenset[str] = frozenset()
@@ -66,8 +66,8 @@ class WholeMatrices:
 
     Args:
         parameters: of two dims or more, all on one mesh; the same on every rank.
-        flattened: those of three dims that are one matrix each and no batch.
-        cost: of a matrix, to its owner.
+        flattened: parameters of three dims that are one matrix each and no batch.
+        cost: the cost of a matrix to its owner.
 
     Raises:
         OptimizerError: tensor parallelism has split one of them, so that no rank of the mesh has all its pieces.
@@ -130,10 +130,10 @@ class WholeMatrices:
         turns = range(len(travel))
         here, gone = deque(travel.to_owners(turn, give) for turn in turns[:1]), deque[_Coming]()
         for turn in turns:
-            # The next exchange is on its way before this one's matrices are waited for and computed, on every rank.
+            # Every rank starts the next exchange before it waits for this one's matrices and computes them.
             here.extend(travel.to_owners(after, give) for after in turns[turn + 1 : turn + 2])
             gone.append(travel.back(turn, self._made(travel.whole(here.popleft()), dtype, compute)))
-            if turn:  # one behind: its way back went on beside what was just computed
+            if turn:  # one behind: its way back overlapped with the computation just done
                 travel.take(turn - 1, gone.popleft(), take)
         for last in turns[-1:]:
             travel.take(last, gone.popleft(), take)
@@ -153,10 +153,10 @@ class _Coming:
 
     Attributes:
         pieces: in their order.
-        work: of all of them.
-        leaving: what this rank sends meanwhile, which is to stay where it is.
-        bucket: under whose name they travel.
-        what: for whom.
+        work: the exchange that brings all of them.
+        leaving: the buffer that this rank sends from, which must stay alive meanwhile.
+        bucket: the bucket that names the exchange.
+        what: the receivers, in words.
     """
 
     pieces: list[MatrixPiece]

@@ -50,7 +50,7 @@ def _move(optimizer: torch.optim.Optimizer, buckets: Iterable[Bucket], way: Even
             _rebind(tensors, host, way)
             moved[bucket] = moved.get(bucket, 0) + nbytes
     for host in {bucket.storage.host for bucket in moved if bucket.storage.host is not None}:
-        if way is EventKind.TO_HOST:  # where anybody may read it; nobody changes what is on its way to the device
+        if way is EventKind.TO_HOST:  # any code may read it there; nothing changes state on its way to the device
             host.finish()
     for bucket in sorted(moved, key=lambda bucket: bucket.tag):
         if moved[bucket]:
@@ -75,5 +75,5 @@ def _rebind(tensors: list[torch.Tensor], host: Host, way: EventKind) -> None:
         view = StorageView.of(tensor).of_storage(copy)
         if torch_private.may_hold(tensor, view):
             tensor.data = view
-        else:  # between the host and a device that is plugged in
+        else:  # between the host and a plugged-in device
             torch.utils.swap_tensors(tensor, view)

@@ -70,7 +70,7 @@ class _InitGroup:
         try:
             init_group = getattr(type(optimizer), torch_private.INIT_GROUP)
             return init_group(optimizer, {**group, "params": tensors}, *lists)
-        finally:  # at once: the optimizer has its lists, and whoever else reads `state` must find parameters there
+        finally:  # at once: the optimizer has its lists, and other readers of `state` must find parameters
             for _, plain in listed:
                 plain.grad = None
             self._take_state_of(listed)
