@@ -34,7 +34,7 @@ def own_plugin(plugin: Any) -> FullyShardedDataParallelPlugin:
     said = vars(plugin).get(_SAID, set()).intersection(SETTINGS)
     for field in dataclasses.fields(FullyShardedDataParallelPlugin):
         value = _translated(plugin, field.name)
-        # Whole or sharded depends on the version there, so without a launcher's word what was filled in counts, too.
+        # Whole or sharded depends on the version there, so without a launcher's word a default counts, too.
         counts = field.name == "state_dict_type" and handed_over() is None
         if value is not None and (counts or field.name in said or value != _translated(untouched, field.name)):
             chosen[field.name] = value
@@ -87,10 +87,10 @@ class Followed:
         self._said = _everything_said(self.ours)
 
     def follow(self) -> None:
-        """Set on fullshard's what the script has set on its own since."""
+        """Copy to fullshard's plugin the changes that the script has since made to its own."""
         said = _everything_said(own_plugin(self._theirs))
         for name, value in said.items():
-            if value != self._said[name]:  # None: it is again what Accelerate has by itself
+            if value != self._said[name]:  # None: it is Accelerate's default again
                 setattr(self.ours, name, _translated(self._theirs, name) if value is None else value)
         self._said = said
 

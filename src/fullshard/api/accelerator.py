@@ -225,7 +225,7 @@ class Accelerator(Loaders, Reporting):
 
     def __getstate__(self) -> dict[str, Any]:
         # A function given to `datasets.map`, or a collate function of a worker, may hold it. Its settings and its place
-        # in the job go along; what was prepared stays: a sharded model means nothing in another process.
+        # in the job go along; prepared objects stay: a sharded model means nothing in another process.
         fields = vars(self) | self._nothing_prepared()
         return fields | {"_followed": None, "_plan_watch": None, "_saver": None, "_copies": None, "scaler": None}
 
@@ -257,7 +257,7 @@ class Accelerator(Loaders, Reporting):
             raise ConfigError(f"device_placement has {len(placement)} entries for {len(objects)} objects")
         self.state.check_current()
         prepared = list(objects)
-        # Models first: an optimizer is re-pointed to what they become. Then optimizers, on which schedulers depend.
+        # Models first: an optimizer is re-pointed to the sharded ones. Then optimizers, on which schedulers depend.
         for index, value in enumerate(objects):
             refuse_stand_in(value)
             if isinstance(value, nn.Module):

@@ -190,7 +190,7 @@ class AcceleratorState(PartialState):
 def earlier_gradient_state() -> GradientState | None:
     """Return the gradient state of this process's Accelerators; None: there is none, or it was reset."""
     state = _TOLD[0].gradient_state if _TOLD and isinstance(_TOLD[0], AcceleratorState) else None
-    return state if state is not None and vars(state) else None  # Accelerate's own reset empties what they share
+    return state if state is not None and vars(state) else None  # Accelerate's own reset empties their shared state
 
 
 def _arrived(fields: dict[str, Any]) -> AcceleratorState:

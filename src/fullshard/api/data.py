@@ -110,7 +110,7 @@ class ShardedDataLoader(DataLoader[Any]):
         if device is not None and inherited["num_workers"] and not traits_of(device).may_fork:
             inherited["multiprocessing_context"] = _without_fork(inherited["multiprocessing_context"], device)
         self.base_dataloader: DataLoader[Any] = DataLoader(**share.arguments(loader), **inherited)
-        # Scripts read from it what they gave; what reads is the other one.
+        # Scripts read their own settings from it; the other loader does the reading.
         vars(self).update(vars(self.base_dataloader) | share.shown(loader))
         self.share = share
         self._place = _LoopPlace()  # copies made by `skipping` share it

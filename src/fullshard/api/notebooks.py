@@ -83,7 +83,7 @@ def _check_can_fork(name: str) -> None:
 def _forked(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def run(*args: Any) -> Any:  # torchelastic asks it for a name, which a partial has not
-        # Threads that torch has started in the notebook are not in this process, and what waited for them would hang.
+        # Threads that torch has started in the notebook are not in this process, and a wait for them would hang.
         torch.set_num_threads(1)
         if dist.is_initialized():  # `debug_launcher` makes the group itself, and says nothing else of ranks
             rank, ranks = str(dist.get_rank()), str(dist.get_world_size())

@@ -173,7 +173,7 @@ class AcceleratedOptimizer(Optimizer):
         self.optimizer.load_state_dict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        # The base class would keep what is forwarded alone. What a scheduler has put around `step` is of this one.
+        # The base class would keep forwarded attributes alone. A scheduler's wrapper around `step` is this one's.
         return {name: value for name, value in vars(self).items() if name != "step"} | {"_models": (), "_ranks": 1}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ from fullshard.observe import add_rows, marked, merge_traces
 
 
 class Reporting(Checkpointing):
-    """The part of the Accelerator that tells others what a run does."""
+    """The part of the Accelerator that reports on a run."""
 
     log_with: list[Any]
     trackers: list[Any]
@@ -117,7 +117,7 @@ class Reporting(Checkpointing):
             own.unlink(missing_ok=True)  # of an earlier profile
             try:
                 profiler.export_chrome_trace(str(own))
-            except AssertionError:  # torch's way to say so; what was trained meanwhile is not to be lost for it
+            except AssertionError:  # torch's way to say so; it must not cost the training done meanwhile
                 steps = f"the schedule had not come to its active steps after {profiler.step_num} calls of step()"
                 warnings.warn(f"profile: nothing was recorded, and no trace is written: {steps}", stacklevel=6)
             else:
@@ -152,7 +152,7 @@ def wanted_trackers(log_with: Any, logging_dir: str | None) -> list[Any]:
         found: list[Any] = theirs.filter_trackers(given, logging_dir)
     except ValueError as error:
         raise ConfigError(f"log_with: {error}") from error
-    # Theirs leaves out what is not installed, without a word.
+    # Theirs silently leaves out trackers that are not installed.
     missing = {str(tracker) for tracker in given} - {"all", *map(str, found)}
     require_trackers(sorted(missing), "log_with")
     if missing:

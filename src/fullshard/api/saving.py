@@ -263,7 +263,7 @@ def save(
         return
     pending.complete(pending.destination.ranks)
     if whole_weights:
-        # Into the complete checkpoint: what resumes a run must not wait for what only other programs read.
+        # Into the complete checkpoint: a resumed run must not wait for files that only other programs read.
         for number, (model, _) in enumerate(parts):
             directory = on_this_host(path)
             part = directory if len(parts) == 1 else directory / part_name(number)
@@ -461,7 +461,7 @@ def _foreign_entries(path: Location) -> list[str]:
     """Return the names in a directory that no checkpoint of ours put there."""
     if not path.is_dir():
         return []
-    if isinstance(path, ObjectPath):  # which may hold what a save that was killed has left
+    if isinstance(path, ObjectPath):  # which may hold the remains of a killed save
         return [name for name in path.beneath() if name != MANIFEST_NAME and not is_of_a_save(name)]
     names = {entry.name for entry in path.iterdir() if not is_for_others(entry.name)} - _names_of_hooks(path)
     if (path / MANIFEST_NAME).is_file():

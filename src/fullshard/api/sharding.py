@@ -161,7 +161,7 @@ def shard(
     if apart:
         keep_head(apart[1])
     policy, limit = setup.training.nonfinite_gradients, setup.training.nonfinite_limit
-    # Who rolls back does so when it is an error.
+    # A rollback begins with the error.
     model.set_nonfinite_gradients("raise" if policy == "rollback" else policy, limit=limit)  # type: ignore[operator]
     model.set_replica_check(setup.training.replica_check, every=setup.training.compare_every)  # type: ignore[operator]
     for module in ignored:

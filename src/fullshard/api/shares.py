@@ -278,7 +278,7 @@ class _IterableShare(Share):
         batched = loader.batch_size is not None
         return {
             "dataset": self._dataset,
-            "batch_size": None,  # what the dataset gives is a round
+            "batch_size": None,  # an item of the dataset is a round
             "collate_fn": _CollateDealt(loader.collate_fn, batched=batched),
         }
 

@@ -263,7 +263,7 @@ def transformers_model(values: dict[str, Any], *, attention: str | None = None) 
             else:
                 kind = transformers.AutoModelForSpeechSeq2Seq
             model: nn.Module = kind.from_config(config, attn_implementation=attention)
-        except ImportError:  # of what computes its attention
+        except ImportError:  # of the library that computes its attention
             raise
         except Exception as error:  # each family checks its fields in its own way
             raise ConfigError(

@@ -130,7 +130,7 @@ class GradientState:
         """Share the state of an earlier Accelerator: both see every loop and every step, counted as this one says."""
         fields = vars(earlier)
         fields["plugin_kwargs"] = self.plugin_kwargs
-        if not earlier.in_dataloader:  # what an earlier run began is over
+        if not earlier.in_dataloader:  # the loop of an earlier run is over
             fields.update(step=self.step, sync_gradients=self.sync_gradients, has_optimizer=False)
         self.__dict__ = fields
 

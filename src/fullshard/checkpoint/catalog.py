@@ -60,7 +60,7 @@ def remove_oldest(newest: Location, *, keep: int) -> list[Location]:
     Directories that hold no manifest of ours are never touched.
 
     Returns:
-        What was removed.
+        The removed checkpoints.
     """
     others = [directory for directory, _ in _newest_first(newest.parent) if directory != newest]
     removed = others[keep - 1 :]

@@ -46,7 +46,7 @@ class CodedTensor:
 
     @torch.no_grad()
     def write(self, values: torch.Tensor) -> None:
-        """Code values anew, in place."""
+        """Encode values anew, in place."""
         # Where the scales are: codes in paged memory pass for the host's.
         codes, scales = encode(
             values.to(self.scales.device, torch.float32), self.book, bits=self.record.bits, block=self.record.block

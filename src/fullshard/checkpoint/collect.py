@@ -156,7 +156,7 @@ class RankWriter:
         return sum(tensor.nbytes for named in self._contents.values() for tensor in named.values())
 
     def stage(self, memory: HostMemory) -> None:
-        """Copy what is to be written, so that it stays what it is now. What only steps change is copied before one."""
+        """Copy the state to be written, so that it stays as it is. State changed by steps only is copied before one."""
         state = self._contents["optimizer"]
         if self.optimizer is not None and (late := memory.copy_before_step(state, self.optimizer)) is not None:
             self._late_state = late
@@ -165,7 +165,7 @@ class RankWriter:
             self._contents = memory.copy(self._contents)
 
     def write(self) -> RankReport:
-        """Write the rank's files and say what is in them."""
+        """Write the rank's files and return a description of them."""
         if self._late_state is not None:
             self._contents["optimizer"] = dict(self._late_state.finish())
         files = {}

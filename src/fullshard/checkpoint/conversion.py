@@ -65,7 +65,7 @@ class Group:
         """Return the tensors, by name, that the rule makes of those that `get` gives.
 
         Raises:
-            CheckpointError: they are not what the rule expects.
+            CheckpointError: They do not match the rule.
         """
         return self._apply([(pattern, name, get(name)) for pattern, name in self.takes], outline)
 
@@ -75,7 +75,7 @@ class Group:
             return self.convert(lambda name: metas[name].to("meta"), outline)
 
     def row(self, index: int, get: Callable[[str], torch.Tensor], outline: Outline) -> torch.Tensor:
-        """Return row `index` of what is made; see `has_rows`."""
+        """Return row `index` of the result; see `has_rows`."""
         by_pattern = self._by_pattern()
         taken = [(pattern, names[index], get(names[index])) for pattern, names in by_pattern.items()]
         return next(iter(self._apply(taken, outline).values()))
@@ -107,7 +107,7 @@ class Group:
         return found
 
     def _apply(self, taken: Iterable[tuple[str, str, torch.Tensor]], outline: Outline) -> dict[str, torch.Tensor]:
-        rule = copy.deepcopy(self.rule)  # it holds what it is given
+        rule = copy.deepcopy(self.rule)  # it keeps its inputs
         for pattern, name, tensor in taken:
             rule.add_tensor(self.first, name, pattern, tensor)
         try:

@@ -13,14 +13,14 @@ from fullshard.core.errors import CheckpointError
 
 
 def decode_value(value: JsonValue, tensors: Mapping[str, Any]) -> Any:
-    """Return what `encode_value` was given.
+    """Return the value that `encode_value` encoded.
 
     Args:
         value: the JSON.
         tensors: the tensors it names.
 
     Raises:
-        CheckpointError: a tensor is not there, a tag is of a newer version, or what a tag stands before is damaged.
+        CheckpointError: A tensor is not there, a tag is of a newer version, or a tagged value is damaged.
     """
     try:
         return _decoded(value, tensors)

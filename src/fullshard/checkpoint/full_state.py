@@ -158,7 +158,7 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True, cpu: bool = Tr
     if not keep:
         return {}
     whole |= {name: module.get_extra_state() for name, module in _extra_states(model).items()}
-    # What a module adds to its state dict by itself (how its weight is quantised, say) is the same on every rank.
+    # Entries that a module itself adds to its state dict (its quantisation, say) are the same on every rank.
     return {clean_name(name): whole.get(clean_name(name), value) for name, value in model.state_dict().items()}
 
 

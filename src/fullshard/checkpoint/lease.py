@@ -106,7 +106,7 @@ def holds(directory: Location) -> bool:
 
 
 def require_free(path: Location) -> None:
-    """Raise `ConfigError` if another job has what is called `path`, or the folder that it is in, to itself."""
+    """Raise `ConfigError` if another job holds the name `path`, or the folder that it is in."""
     path = path.absolute()
     _refuse_another(_of_name(path))
     _refuse_another(path.with_name(LEASE_NAME))
@@ -121,7 +121,7 @@ def let_go(directory: Location | None = None) -> None:
 
 
 def let_go_of(path: Location) -> None:
-    """Leave what is called `path`, which `hold_name` gave, to others."""
+    """Release the name `path`, which `hold_name` gave, to other jobs."""
     _let_go(_of_name(path))
 
 

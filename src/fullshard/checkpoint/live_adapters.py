@@ -52,7 +52,7 @@ def merge_adapters(
 def unmerge_adapters(model: nn.Module) -> None:
     """Take all merged adapters out of the base weights again, as PEFT's `unmerge_adapter`. A collective.
 
-    As there, the weights come back but for what the two sums have rounded.
+    As there, the weights come back except for the rounding of the two sums.
     """
     rest(model)
     for layer in _layers(model):
@@ -77,7 +77,7 @@ def use_sharded_methods(model: Any) -> None:
     if hasattr(tuner, "disable_adapter_layers"):
 
         def disable_adapter_layers() -> None:
-            # PEFT unmerges in the next forward, whose whole weights are thrown away after it: here it is done at once.
+            # PEFT unmerges in the next forward, which throws its whole weights away: so unmerge at once.
             unmerge_adapters(model)
             type(tuner).disable_adapter_layers(tuner)
 

@@ -204,7 +204,7 @@ def prove_files(directory: Location, manifest: Manifest, ranks: Ranks, kinds: Se
     """Read every byte of the files of some kinds. A collective: each file is read by one rank.
 
     Raises:
-        DamagedError: on every rank, if any has found something else than what was saved.
+        DamagedError: On every rank, if any has read other bytes than those that were saved.
     """
 
     def prove() -> None:
@@ -218,7 +218,7 @@ def prove_checkpoint(path: str | Location) -> None:
     """Read every byte of a checkpoint, by all ranks together. A collective; `verify_checkpoint` says more, alone.
 
     Raises:
-        DamagedError: on every rank, if anything is not what was saved.
+        DamagedError: On every rank, if any byte differs from the saved one.
     """
     directory, ranks = location(path).absolute(), Ranks()
     manifest = decode_manifest(_opened(directory, ranks), where=str(directory / MANIFEST_NAME))

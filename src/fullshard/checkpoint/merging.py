@@ -190,7 +190,7 @@ def copy_module(
         elif key in ("_parameters", "_buffers"):
             value = {name: tensor(old) for name, old in value.items()}
         elif isinstance(value, list | dict | set):
-            value = copy.copy(value)  # PEFT notes in them what it has merged
+            value = copy.copy(value)  # PEFT notes merged adapters in them
         twin.__dict__[key] = value
     return twin
 

@@ -165,7 +165,7 @@ class ObjectPath:
                 self._files().pipe_file(str(self), data, mode="create")
                 return True
             except FileExistsError:
-                # Of a request that was repeated because its answer was lost, the second finds what the first made.
+                # If a request is repeated because its answer was lost, the second finds the first one's object.
                 return self.read_bytes() == data
             except (NotImplementedError, TypeError, ValueError):
                 if self.is_file():
@@ -270,7 +270,7 @@ def _file_system(scheme: str, bucket: str, process: int) -> Any:  # a fork may n
     import fsspec
 
     try:
-        # What another host has written a moment ago must be seen.
+        # Files that another host has just written must be seen.
         return fsspec.core.url_to_fs(f"{scheme}://{bucket}", use_listings_cache=False)[0]
     except ImportError as error:
         if scheme in ("s3", "s3a"):

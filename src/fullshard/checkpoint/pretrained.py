@@ -96,7 +96,7 @@ def from_pretrained(
     hub: dict[str, Any] = {key: options.pop(key) for key in _HUB_OPTIONS if key in options}
     directory = model_directory(name_or_path, hub, subfolder=subfolder, variant=variant)
     if config is None:
-        # What the configuration knows (num_labels, rope_scaling, ...) goes there; the rest is for the model.
+        # Options of the configuration (num_labels, rope_scaling, ...) go there; the rest is for the model.
         source = transformers.AutoConfig if hasattr(auto_class, "from_config") else auto_class.config_class
         config, options = source.from_pretrained(directory, return_unused_kwargs=True, **options)
     config = copy.deepcopy(config)
@@ -110,7 +110,7 @@ def from_pretrained(
         built = outline_of(model, tensors_of(model))
         rules = loading_rules(model, built, key_mapping)
         found = match(stored, rules)
-        model._weight_conversions = rules.used()  # type: ignore[assignment] # what saving reverses
+        model._weight_conversions = rules.used()  # type: ignore[assignment] # saving reverses them
         _untie_what_differs(model, found.sources)
         if quantization_config is not None:
             _replace_linear_layers(model, quantization_config)

@@ -1,4 +1,4 @@
-"""Count what bitsandbytes has converted in a model, and what it has not."""
+"""Count the weights that bitsandbytes has converted in a model, and those that it has not."""
 
 from __future__ import annotations
 

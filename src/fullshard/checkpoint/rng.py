@@ -22,7 +22,7 @@ def rng_tensors(device: torch.device) -> dict[str, torch.Tensor]:
     version, words, gauss = random.getstate()
     if version != _PYTHON_VERSION:
         raise CheckpointError(f"Python's random state has version {version}, expected {_PYTHON_VERSION}")
-    state: Any = np.random.get_state()  # the global generator is what data sets and collators use
+    state: Any = np.random.get_state()  # data sets and collators use the global generator
     kind, keys, position, has_gauss, cached = state
     if kind != "MT19937":
         raise CheckpointError(f"NumPy's global generator is {kind}, only the default (MT19937) can be saved")

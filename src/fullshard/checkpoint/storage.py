@@ -124,7 +124,7 @@ def require_room(directory: Path, nbytes: int) -> None:
 
 
 def discard_directory(temp: Path) -> None:
-    """Remove the directory of a save that failed. What cannot be removed the next save beside it removes."""
+    """Remove the directory of a save that failed. The next save beside it removes any remains."""
     shutil.rmtree(temp, ignore_errors=True)
     if temp.exists():
         logger.warning("%s is left of a save that failed; the next save beside it removes it", temp)

@@ -77,7 +77,7 @@ class Store(ABC):
 
     @abstractmethod
     def discard(self, final: Location, save_id: str) -> None:
-        """Remove what a save that failed has written. What cannot be removed a later save removes."""
+        """Remove the files of a save that failed. A later save removes any remains."""
 
     @abstractmethod
     def remove(self, path: Location) -> None:

@@ -37,7 +37,7 @@ class ByteSink(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of it; unless it is finished, what was written of it counts for nothing."""
+        """Let go of it; unless it is finished, its written part does not count."""
         ...
 
 

@@ -290,7 +290,7 @@ class TensorFileReader:
             nbytes -= block.nbytes
 
     def _read_on(self, out: Bytes) -> None:
-        """Fill `out` with what comes next, block by block, and check every chunk that ends on the way."""
+        """Fill `out` with the next bytes, block by block, and check every chunk that ends on the way."""
         filled = 0
         while filled < out.nbytes:
             end = self._end()

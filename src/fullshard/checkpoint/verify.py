@@ -117,7 +117,7 @@ def part_problems(parts: Sequence[tuple[Location, Manifest]]) -> list[str]:
 def quick_problems(directory: Location, manifest: Manifest) -> list[str]:
     """Return the faults that show without reading data: records that contradict, files missing or cut."""
     files = manifest.files
-    if isinstance(directory, ObjectPath):  # in one request; what is as it should be needs no other
+    if isinstance(directory, ObjectPath):  # in one request; intact files need no other
         there = sizes_in(directory, files)
         files = {name: record for name, record in files.items() if there.get(name) != record.nbytes}
     sizes = (

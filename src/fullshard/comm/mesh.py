@@ -373,7 +373,7 @@ def _device_mesh(
     if replicate_group is not None and shard_group is not None:
         groups = [replicate_group, shard_group]
         return DeviceMesh.from_group(groups, device.type, torch.tensor(rows), mesh_dim_names=("replicate", "shard"))
-    group = shard_group or replicate_group or dist.group.WORLD  # of one rank; what torch sends over a mesh needs one
+    group = shard_group or replicate_group or dist.group.WORLD  # of one rank; torch's messages over a mesh need one
     assert group is not None  # noqa: S101 -- the default group is initialised
     return DeviceMesh.from_group(group, device.type)  # without names, as torch's own default has it
 

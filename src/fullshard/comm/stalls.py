@@ -173,7 +173,7 @@ class Stalls:
             CommunicationError: As `explaining`.
         """
         around = self._joined
-        if threading.current_thread() is threading.main_thread():  # whose wait it is that is looked at
+        if threading.current_thread() is threading.main_thread():  # only the main thread's wait is watched
             self._joined = list(groups)
         try:
             with PLACE.waiting(what, in_step=in_step), self.explaining(what, groups, in_step=in_step):
@@ -220,7 +220,7 @@ class Stalls:
         """Run the thread's loop. It leaves signals to other threads: the launcher's asks what the main one does."""
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         while not self._is_over.wait(_pause(stall_seconds(limit := self.limit))):
-            with contextlib.suppress(Exception):  # a group or store that is just going: whoever waits notices that
+            with contextlib.suppress(Exception):  # a group or store that is just going: the waiting thread notices that
                 if self._is_in_its_world:
                     self._look(limit, time.monotonic())
         with contextlib.suppress(Exception):  # it is gone, or the store is
@@ -257,7 +257,7 @@ class Stalls:
             return
         words = self._words(reading)
         if self._moves != PLACE.moves:
-            return  # somebody has come meanwhile
+            return  # a rank has come meanwhile
         if why := progress.parted({dist.get_rank(): own, **words}):
             if all(word["is_alive"] for word in words.values()):
                 self._end_waits(why)
@@ -349,7 +349,7 @@ class Stalls:
                 the same error later. None: they are not looked at.
         """
         own, total = dist.get_rank(), int(torch_private.default_store().get(_FAILURES))
-        if total and (total != self._found[0] or words is not None):  # what is said of one may have come later
+        if total and (total != self._found[0] or words is not None):  # the explanation of a failure may have come later
             ranks = sorted({rank for group in self.groups for rank in dist.get_process_group_ranks(group)})
             self._found = total, dict(zip(ranks, progress.read([_FAILED.format(rank) for rank in ranks]), strict=True))
         for group in list(self.groups) if total else []:
@@ -387,7 +387,7 @@ def all_come(where: str, seconds: float) -> bool:
         while come < size and time.monotonic() < until:
             time.sleep(0.02)
             come = store.add(key, 0)
-    finally:  # who is interrupted has not come, either
+    finally:  # a rank that is interrupted has not come, either
         if come < size:
             come = store.add(key, -1) + 1
             if come == size:  # the last one has come at this very moment

@@ -127,7 +127,7 @@ class NativeCollectives(Collectives):
         own = own_interval(full, self.rank, self.size)
         is_python = torch_private.backend_of(self.group, full.device) is None
         if is_python and not getattr(self.group, "is_in_order", False):
-            own = torch.empty_like(own)  # Python's may write it while others still read what this rank gives
+            own = torch.empty_like(own)  # a backend in Python may write it while others still read this rank's
         return dividing(reduce_scatter_single(own, full, group=self.group, async_op=True), own, how)
 
     def all_reduce(self, tensor: torch.Tensor, *, tag: int) -> Work:

@@ -479,7 +479,7 @@ class _Collective:
     @staticmethod
     def counters() -> list[Any]:
         """Return the modes that count now."""
-        tools = sys.modules.get("torch.distributed.tensor.debug")  # whose import takes a second
+        tools = sys.modules.get("torch.distributed.tensor.debug")  # its import takes a second
         if tools is None or not torch._C._len_torch_dispatch_stack():
             return []
         modes = _python_dispatch._get_current_dispatch_mode_stack()
@@ -562,7 +562,7 @@ def keep_every_box() -> None:
 
     A file holds one tensor of a name, so torch would silently keep the last box alone. Since 2.8.
     """
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter  # not before somebody saves
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter  # only for a save
 
     torchs = HuggingFaceStorageWriter._split_by_storage_plan
 

@@ -57,7 +57,7 @@ class Track:
             return
         own, count = self._written, self._count
         own[1 + count % _KEPT] = number
-        self._count = own[0] = count + 1  # last: who sees the count sees the number
+        self._count = own[0] = count + 1  # last: a rank that sees the count sees the number
 
     def end(self) -> None:
         """End the track: this rank had an error on its way, so from here on its numbers mean nothing."""

@@ -27,7 +27,7 @@ class StepMetrics:
     Attributes:
         step: the optimizer step, counted from 1.
         loss: mean over all target tokens of the global batch, nats per token.
-        learning_rate: what the step was made with.
+        learning_rate: of the step.
         grad_norm: global 2-norm of the gradient before clipping; not finite where the step was skipped; None
             where the optimizer steps in backward, which never has all of it.
         tokens: target tokens of the global batch.
@@ -36,7 +36,7 @@ class StepMetrics:
         tokens_per_second: all ranks together, over the steps since the last reported line.
         data_wait_seconds: time the ranks waited for their batches, mean over ranks.
         memory_nbytes: bytes per rank: resident set on a CPU, allocator peak on an accelerator.
-        planned_nbytes: what the planner said of the fullest rank; None where the hardware is none it knows.
+        planned_nbytes: the planner's prediction for the fullest rank; None on hardware that it does not know.
         mfu: model FLOP utilisation at `tokens_per_second`, 0 to 1; None where the peak is not known.
         checkpoint_seconds: how long training stood still for a checkpoint before this step.
         skipped_steps: steps so far that changed nothing, because gradients were not finite.

@@ -17,7 +17,7 @@ from fullshard.core.errors import MissingExtraError
 from fullshard.core.files import whole_file
 
 _LOOK = {"text.parse_math": False, "axes.spines.top": False, "axes.spines.right": False, "svg.fonttype": "none"}
-"""Names may hold any sign, so none is taken for mathematics."""
+"""Names may contain any sign, so none is read as mathematics."""
 _MOST_POINTS = 1000
 
 Bar = tuple[str, Mapping[str, float]]
@@ -84,12 +84,12 @@ def line_chart(unit: str, lines: Sequence[Line]) -> str:
 def bar_chart(
     unit: str, bars: Sequence[tuple[str, Mapping[str, float]]], limit: tuple[str, float] | None = None
 ) -> str:
-    """Return a chart of bars that are stacks of named parts, as what `src` of a picture holds.
+    """Return a stacked bar chart as the value of a picture's `src`.
 
     Args:
         unit: of the sizes.
-        bars: from the top. The parts of a name have one colour; those that are numbers are not in the legend.
-        limit: a line across all, with its name.
+        bars: from the top. Parts of one name share a colour; parts named by numbers are not in the legend.
+        limit: a line across all bars, with its name.
     """
     parts = list(dict.fromkeys(name for _, sizes in bars for name in sizes))
     with _drawn(5, 1.3 + 0.28 * len(bars)) as (figure, axes):

@@ -1,7 +1,7 @@
-"""Read what runs have left in their folders, for a report.
+"""Read runs' folders, for a report.
 
 A folder may hold anything: other programs write files of these names, and kills cut them off. So every file is read
-with limits (`core.files`) and checked, nothing outside the folder is looked at, and what is wrong is one `DataError`.
+with limits (`core.files`) and checked, paths out of the folder are refused, and every fault is one `DataError`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LEFT_OUT = "move it away, and the report leaves it out"
 _MOST_NBYTES = 256 * MIB
 _MOST_FILES = 100_000
 _LARGEST = 1e100
-"""What is larger is not drawn, as what is not finite."""
+"""Larger values are not drawn, like those that are not finite."""
 
 Kind = TypeVar("Kind")
 _Count = Annotated[int, Field(ge=0, le=2**63)]
@@ -112,10 +112,10 @@ class RunRecord:
     Attributes:
         name: of its folder, or its whole path where several runs have the same.
         directory: where it was.
-        steps: of each step what is known of `StepMetrics`, by name; the steps of Trainer are those it has logged.
-        plan: what `plan.json` holds; None without one.
+        steps: the known fields of `StepMetrics` of each step, by name; the steps of Trainer are those it has logged.
+        plan: the contents of `plan.json`; None without one.
         settings: of each flag the value and where it came from.
-        environment: what it ran on.
+        environment: of the run.
         events: of the journal, in order.
         checkpoints: those that are there.
     """
@@ -187,7 +187,7 @@ class _Folder:
         )
 
     def _read(self, name: str, read: Callable[[Path], Kind]) -> Kind:
-        """Return what is read of a file of the folder. `DataError` if that leads out of it or cannot be read."""
+        """Return a file of the folder. `DataError` if its path leads out of the folder or it cannot be read."""
         path = self.path / name
         try:
             if os.path.lexists(path) and not path.resolve().is_relative_to(self.path.resolve()):
@@ -200,7 +200,7 @@ class _Folder:
             ) from None
 
     def _json(self, name: str, kind: type[Kind]) -> Kind | None:
-        """Return what a file holds; None where there is none, or an empty object."""
+        """Return the contents of a JSON file; None where there is none, or an empty object."""
         path = self.path / name
         try:
             found = self._read(name, lambda path: read_object(path, limit_nbytes=_MOST_NBYTES) if path.exists() else {})

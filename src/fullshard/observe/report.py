@@ -1,6 +1,6 @@
 """Write a report of one run or several: one HTML file that needs no network, for light and dark screens and for paper.
 
-The page is `report.html.j2`; here is what it is filled with.
+The page is `report.html.j2`; this module fills it.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _overview(runs: Sequence[RunRecord]) -> Rows:
 
 
 def _of(run: RunRecord, name: str, of: Callable[[list[float]], float], form: str = "") -> str:
-    """Return what is made of a series, in words; without a `form` they are bytes."""
+    """Return a summary of a series, in words; without a `form` the values are bytes."""
     values = run.series(name)[1]
     if not values:
         return ""

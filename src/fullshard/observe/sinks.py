@@ -22,7 +22,7 @@ class MetricsSink(Protocol):
         """Take one step."""
 
     def close(self) -> None:
-        """Flush and release what the sink holds."""
+        """Flush and release the sink's resources."""
 
 
 class ConsoleSink:
@@ -47,7 +47,7 @@ class ConsoleSink:
         if metrics.step % self._every == 0 or metrics.step == self._total_steps:
             self.print(metrics.line(self._total_steps))
         if metrics.step == self._total_steps:
-            self.close()  # what follows the last step is no part of the bar
+            self.close()  # output after the last step is no part of the bar
 
     def print(self, text: str) -> None:
         """Print a line of text above the bar."""
@@ -78,10 +78,10 @@ def _progress_bar(total_steps: int, first_step: int) -> Any:
 
 
 class JsonlSink:
-    """One line of JSON per step, each flushed as it is written, so that a killed run keeps what it did.
+    """One line of JSON per step, each flushed as it is written, so that a killed run keeps its lines.
 
     Args:
-        path: the file. What it holds of steps after `last_step` is dropped first, so that a resumed run has each step
+        path: the file. Its lines after `last_step` are dropped first, so that a resumed run has each step
             once; with `last_step` 0 the file starts empty.
         last_step: the step the run continues from.
     """

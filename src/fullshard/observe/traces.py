@@ -1,7 +1,7 @@
-"""Traces of torch's profiler with what the engine does as rows of their own, and those of all ranks in one file.
+"""Traces of torch's profiler with the engine's work as rows of their own, and those of all ranks in one file.
 
 While a profile is recorded, every event of the engine is a mark in it, an empty range, so that it has the profiler's
-own clock. Afterwards the marks become rows: a range per unit from the beginning to the end of what the marks say.
+own clock. Afterwards the marks become rows: a range per unit from the first to the last of its marks.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _RANGES = (
     ("gathers", "gather", EventKind.UNSHARD_ISSUED, EventKind.UNSHARD_READY),
     ("reductions", "reduce", EventKind.REDUCE_ISSUED, EventKind.REDUCE_DONE),
 )
-"""Kinds of ranges: the row, what they are called, what begins and what ends one. Events of none are moments."""
+"""Kinds of ranges: the row, the name, the event that begins and the one that ends a range. Others are moments."""
 _FIRST_ROW = 1_000_000_000
 """Rows have numbers, as threads have; these are no thread's."""
 
 Entry = dict[str, Any]
-"""One of a trace: a range, a moment, or the name of a row. Times are microseconds."""
+"""An entry of a trace: a range, a moment, or the name of a row. Times are microseconds."""
 
 
 @contextlib.contextmanager

@@ -1,10 +1,10 @@
 """Parameters that say themselves how they are gathered: tensor subclasses with `fsdp_pre_all_gather`.
 
-torch's protocol, which torchao's float8 weights follow: `fsdp_pre_all_gather(mesh, ...)` gives what a rank sends of its
-rows, `fsdp_post_all_gather(outputs, metadata, dtype, out=)` makes of what all have sent the tensor that forward sees.
-Most wrap one plain tensor of their own shape and dtype. That is what is sharded, optimized and saved then; only what is
-sent differs. Others are *composed*: of several tensors, or of one of another shape or dtype. Of such a one each rank
-has an instance of its class, with fewer rows.
+This is torch's protocol, which torchao's float8 weights follow: `fsdp_pre_all_gather(mesh, ...)` returns the tensors
+that a rank sends of its rows; `fsdp_post_all_gather(outputs, metadata, dtype, out=)` makes the tensor that forward sees
+from those of all ranks. Most such parameters wrap one plain tensor of their own shape and dtype. That tensor is then
+sharded, optimized and saved; only the sent data differ. Others are *composed*: of several tensors, or of one of another
+shape or dtype. Each rank has an instance of a composed parameter's class, with fewer rows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fullshard.comm import torch_private
 
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 _OPTIONS_COUNT = 5
-"""Of `fsdp_pre_all_gather`; older ones take the mesh alone."""
+"""The number of arguments of `fsdp_pre_all_gather`; older ones take the mesh alone."""
 
 
 def is_extended(parameter: torch.Tensor) -> bool:

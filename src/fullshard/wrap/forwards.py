@@ -21,7 +21,7 @@ _CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past")
 """Names under which Transformers models hand a key/value cache to a layer."""
 
 _PRODUCTS = frozenset({torch.ops.aten.mm.default, torch.ops.aten.addmm.default})
-"""What `nn.Linear` (and Transformers' `Conv1D`) comes down to."""
+"""The products that `nn.Linear` (and Transformers' `Conv1D`) calls."""
 
 
 def checkpoint_modules(

@@ -28,9 +28,9 @@ class Slot:
         parameter: the original parameter object.
         owners: `(module, attribute)` of each place, definition order.
         replaced: earlier objects of this parameter, which the user may still hold (those on the meta device).
-        compute_dtype: what forward computes with it in, if that is settled for it alone.
+        compute_dtype: the dtype in which forward computes with it, if it has one of its own.
         by_rows: each rank is to have rows of it, which torch is shown as `Shard(0)`.
-        data_axes: of its own mesh, if it is a DTensor: those that it is not cut along until it is sharded.
+        data_axes: of its own mesh, if it is a DTensor: the axes that it is not cut along until it is sharded.
     """
 
     parameter: nn.Parameter
@@ -54,7 +54,7 @@ class Slot:
     def make_real(self, device: torch.device) -> None:
         """Put a parameter without memory in place of one on the meta device, which cannot be given any."""
         meta = self.parameter
-        if isinstance(meta, DTensor):  # what tensor parallelism has made of it is to stay
+        if isinstance(meta, DTensor):  # the result of tensor parallelism is to stay
             memory: torch.Tensor = torch.empty_like(meta, device=device)
         else:
             memory = torch.empty(0, dtype=meta.dtype, device=device)
@@ -134,14 +134,14 @@ def partition(
 
 
 def check_types(plans: Sequence[UnitPlan], roots: Sequence[nn.Module]) -> None:
-    """See to it that every parameter is its own memory: a unit gives that to the bucket, and takes it back.
+    """Check that every parameter is its own memory: a unit gives that to the bucket, and takes it back.
 
     Tensor subclasses that dispatch for themselves hold other tensors, which would stay as they are: forward would go on
     computing with them while the optimizer updates the shards. bitsandbytes' weights are memory of their own. Torch's
-    DTensors, which tensor parallelism makes, are let through: what they hold can be replaced (`engine.tile`).
+    DTensors, which tensor parallelism makes, are let through: their local tensor can be replaced (`engine.tile`).
 
     Raises:
-        WrapError: those that are not, by their names in `roots`; one whose gradients are to have another dtype.
+        WrapError: Parameters are not, by their names in `roots`; or a parameter's gradients are to have another dtype.
     """
     for slot in (slot for plan in plans for slot in plan.slots):
         wanted = getattr(slot.parameter, "grad_dtype", None)  # since torch 2.10
@@ -177,7 +177,7 @@ def names_in(roots: Sequence[nn.Module], wanted: Container[int]) -> str:
 
 
 def _wraps(parameter: Any) -> bool:
-    if isinstance(parameter, DTensor):  # what it has on this rank may be of such a class, too
+    if isinstance(parameter, DTensor):  # its local tensor may be of such a class, too
         return torch_private.has_own_dispatch(type(torch_private.local_of(parameter)))
     if is_extended(parameter):
         return cannot_be_sharded(parameter) is not None

@@ -28,7 +28,7 @@ from fullshard.core.sizes import format_count, format_nbytes
 from fullshard.wrap.forwards import is_unit
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-"""Where blocks that repeat are kept."""
+"""Containers of blocks that repeat."""
 
 _OPAQUE = (nn.MultiheadAttention,)
 """Modules that read the weights of their children without calling them, so the children's hooks would never run."""
@@ -335,7 +335,7 @@ def _repeated_blocks(model: nn.Module, candidates: dict[int, nn.Module]) -> set[
     for container in model.modules():
         if isinstance(container, _LISTS):
             for child in container.children():
-                # Sequential is a container that happens to have a forward; the blocks are what is inside.
+                # Sequential is a container that happens to have a forward; the blocks are inside it.
                 if id(child) in candidates and not isinstance(child, nn.Sequential):
                     groups[type(child)][id(child)] = child
     least = _WORTH_A_UNIT * numel(model)

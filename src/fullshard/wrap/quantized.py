@@ -47,10 +47,10 @@ def aliases(parameter: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def expose_scales(model: nn.Module) -> None:
-    """Turn the scales of every quantised weight in `model` into frozen parameters, in place. Doing so twice is nothing.
+    """Turn the scales of all quantised weights in `model` into frozen parameters, in place. A second call does nothing.
 
     Raises:
-        WrapError: a layer that is to be quantised when it is moved, and was not moved yet.
+        WrapError: A layer is to be quantised when it is moved, and was not moved yet.
     """
     for path, module in model.named_modules():
         weight = module._parameters.get("weight")
@@ -154,7 +154,7 @@ def outline(model: nn.Module) -> None:
                 # Transformers has cast it to the dtype that the codes are to be stored in.
                 weight.data = weight.data.float()
             weight._quantize("meta")
-            # PEFT copies layers to make DoRA's magnitudes, and bitsandbytes cannot copy what has no memory.
+            # PEFT copies layers to make DoRA's magnitudes, and bitsandbytes cannot copy a weight without memory.
             weight.__deepcopy__ = lambda _, outlined=weight: outlined
     # bitsandbytes keeps its tables of codes on the device it was first asked for them on.
     tables: Any = getattr(sys.modules.get("bitsandbytes.functional"), "name2qmap", {})

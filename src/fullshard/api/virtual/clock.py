@@ -102,7 +102,7 @@ class Clock:
     def block(self, task: Task | None) -> None:
         """Let the host wait for `task`."""
         if task is not None:
-            self._start()  # what takes no time is over then
+            self._start()  # tasks that take no time are over then
             while task.end > self.device:
                 self._next()
             self.blocked += max(0.0, task.end - self.host)
@@ -143,7 +143,7 @@ class Clock:
         if moment == float("inf"):
             raise RuntimeError("the streams wait for one another")
         self._wind(moment, running, rates)
-        self._start()  # what only waited is over now
+        self._start()  # tasks that only waited are over now
         return bool(running) or moment < until
 
     def _start(self) -> list[Stream]:

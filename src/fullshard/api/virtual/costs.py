@@ -100,7 +100,7 @@ def _moved(operation: Any, given: Sequence[Any], named: dict[str, Any], made: An
     read = {id(t): t for t in tensors_of((given, list(named.values())))}
     if kind in _LOOKUPS:
         return 2.0 * sum(map(_nbytes, written.values()))
-    if name == "fsdp::all_gather_copy_in":  # torch's, into a part of what it returns
+    if name == "fsdp::all_gather_copy_in":  # torch's, into a part of its result
         return 2.0 * sum(map(_nbytes, given[0]))
     if kind in _ONLY_WRITTEN:
         targets = {id(t) for t in tensors_of(given[:1])}

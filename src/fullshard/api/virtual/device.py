@@ -251,7 +251,7 @@ class VirtualDevice(torch_private.DispatchMode):
         memory.block, memory.stream = self.memory.take(nbytes, self.current.queue), self.current.queue
         device = self.cluster.device
         if nbytes >= _OWN_PAGES_NBYTES and device.fresh_bandwidth and not is_kept:
-            # Without what writing it costs, which is the operation's.
+            # Without the cost of writing it, which is the operation's.
             seconds = nbytes / device.fresh_bandwidth - nbytes / device.memory_bandwidth
             self.clock_task("new pages", DEVICE, max(0.0, seconds))
         self.curve.append((self.clock.host, self.memory.allocated))
@@ -281,7 +281,7 @@ class VirtualDevice(torch_private.DispatchMode):
         memory = self._known.get(torch_private.storage_id(storage))
         if memory is not None and memory.block is not None:
             self._give(memory)
-        self._take(storage, nbytes, is_kept=self.cluster.shares_memory)  # what is unsharded into stays where it is then
+        self._take(storage, nbytes, is_kept=self.cluster.shares_memory)  # the unsharded buffer stays where it is then
 
     def used_by(self, tensor: torch.Tensor, stream: VirtualStream) -> None:
         """Do what `tensor.record_stream(stream)` does."""

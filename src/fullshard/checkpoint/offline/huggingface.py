@@ -71,7 +71,7 @@ def skeleton_of(transformers: Any, directory: Path, dtype: torch.dtype) -> nn.Mo
         CheckpointError: there is no configuration, it is damaged, or Transformers makes no model of it.
     """
     path = directory / CONFIG_NAME
-    read_configuration(path)  # what Transformers says of one that is no JSON names no file
+    read_configuration(path)  # Transformers' error for a file that is no JSON names no file
     try:
         config = transformers.AutoConfig.from_pretrained(directory)
         names = getattr(config, "architectures", None) or ["AutoModelForCausalLM"]

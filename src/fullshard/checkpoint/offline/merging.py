@@ -79,7 +79,7 @@ class MergedSource(Source):
         """Find out what the adapter changes."""
         base = self._base
         self._last = "", torch.empty(0)
-        # As wide as what is on disk, whatever the configuration says: merged in less, bits would be lost.
+        # As wide as on disk, whatever the configuration says: a narrower merge would lose bits.
         dtypes = {dtype_of(record) for record in base.contents.parameters.values()}
         wide = functools.reduce(torch.promote_types, dtypes & _COMPUTED_WITH or {torch.float32})
         self._model = _skeleton(self.path, directory, self._weights, wide)
@@ -91,7 +91,7 @@ class MergedSource(Source):
             name: tensor_record(source.shape, source.tensor.dtype, where=name) for name, source in self._sources.items()
         }
         for name, record in changed.items():
-            # PEFT may compute in another dtype than the base has on disk; what is written is the base's.
+            # PEFT may compute in another dtype than the base has on disk; the base's dtype is written.
             if (old := base.contents.parameters.get(name)) is not None:
                 changed[name] = record.model_copy(update={"dtype": old.dtype})
         self.contents = Contents(

@@ -52,7 +52,7 @@ class GlooCollectives(NativeCollectives):
 
         def wait() -> torch.Tensor:
             while works:
-                works.pop().wait()  # it holds what it received
+                works.pop().wait()  # it holds the received message
             # Where something has arrived: the unsharded buffer can be freed then, and no more memory is needed.
             into = contributions[1 if self.rank == 0 else 0]
             return average(contributions, into, how.divisor, how.watch)

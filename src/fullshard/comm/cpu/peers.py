@@ -160,7 +160,7 @@ class Peers:
             next_check = now + _SECONDS_BETWEEN_CHECKS
             self.compare_tracks()
             for rank, pid in enumerate(self.pids):
-                # What it did before may be all that was wanted.
+                # It may have done all that was wanted before it ended.
                 if _has_ended(pid) and not is_done():
                     raise RuntimeError(f"rank {self.group_rank(rank)} of the group (process {pid}) has ended")
                 if self._failures[rank] and not is_done():

@@ -71,4 +71,4 @@ def _work(tasks: SimpleQueue[_Task | None], failure: list[BaseException], on_fai
                 failure.append(error)
                 on_failure()
             future.set_exception(error)
-        del task, do, future  # with what it holds, before waiting for the next
+        del task, do, future  # free its objects before waiting for the next

@@ -143,11 +143,11 @@ class SendQueues:
             return own.to(dtype)
         terms = []
         for source, (queue, memory) in enumerate(zip(self._queues, self._memories, strict=True)):
-            _, offset, theirs = queue.entry(number)  # one rank may have accumulated what another has not
+            _, offset, theirs = queue.entry(number)  # one rank may have accumulated gradients that another has not
             start = offset + position * own.numel() * theirs.itemsize
             there = source != self._peers.rank
             terms.append(torch.frombuffer(memory, dtype=theirs, count=own.numel(), offset=start) if there else own)
-        # Nobody else reads this interval, or the sum.
+        # No other rank reads this interval, or the sum.
         nbytes = own.numel() * dtype.itemsize
         if nbytes < LONG_NBYTES and not is_sent:  # where activations were, which backward has freed
             into = torch.empty(own.numel(), dtype=dtype)

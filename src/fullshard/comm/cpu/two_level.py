@@ -64,7 +64,7 @@ class TwoLevelCollectives(SharedMemoryCollectives):
         self.pages = _TwoLevelPages(self._buffers, self._queues, self._gathers.progress, self._received)
 
     def _mapped(self, place: tuple[int, int], spec: BufferSpec) -> MappedBuffer:
-        # Main weights are exact, and what is computed with is what unpacking gives: they cannot be one.
+        # Main weights are exact, and the engine computes with unpacked values: they cannot be one.
         spec = replace(spec, holds_main=spec.holds_main and spec.packing is None)
         return TwoLevelBuffer(self._gathers, self._received, self._buffers, place, spec)
 
@@ -277,8 +277,8 @@ class TwoLevelBuffer(MappedBuffer):
                 packing.unpack(message, interval)
         for host in channel.others:
             self._copy_edges(host, place)
-        self._buffers.offered[peers.rank, self._number] = number  # after the last byte: who sees it reads them all
-        for work in leaving:  # nobody here waits for that, but who wants to change main weights
+        self._buffers.offered[peers.rank, self._number] = number  # after the last byte: a reader of it reads them all
+        for work in leaving:  # only a rank that is to change main weights waits for that
             work.wait()
 
     def _location(self, host: int) -> tuple[_ReceivedRange, int]:
@@ -380,7 +380,7 @@ def _sum_over_hosts(
         arriving[host] = (channel.receive(place, host, tag), place, theirs)
         leaving.append((channel.send(message, host, tag), message))
     total = queues.sum_interval(number, full, channel.counterpart(own_host), dtype, watch=watch)
-    queues.mark_read(number, patiently=True)  # what is left to do is in this rank's own memory
+    queues.mark_read(number, patiently=True)  # the rest of the work is in this rank's own memory
     sums = {own_host: total}
     for host, (work, place, theirs) in arriving.items():
         work.wait()
@@ -388,7 +388,7 @@ def _sum_over_hosts(
         if packing is not None:
             packing.unpack(place, theirs)  # which was packed, and is not needed any more
             sums[host] = theirs
-    # What ranks gave to a sum over hosts, these have looked at.
+    # Each host's ranks have already watched the terms that they gave to a sum over hosts.
     without_terms: Watch | None = None if watch is None else lambda part, terms: watch(part, {})
     average([sums[host] for host in range(channel.peers.num_hosts)], total, how.divisor, without_terms)
     for work, _ in leaving:  # at last: until then the messages, which the pool has back after this, are being read

@@ -1,18 +1,18 @@
-"""Keep what autograd saves between forward and backward in host memory meanwhile.
+"""Keep saved tensors, those that autograd saves between forward and backward, in host memory meanwhile.
 
-What is saved from one unit's beginning to the next one's is a page. Pages are written in forward and read in backward,
-the last one first, so each needs to be on the device twice only:
+A page is all that is saved from one unit's beginning to the next one's. Pages are written in forward and read in
+backward, the last one first, so each needs to be on the device twice only:
 
-    the next unit begins   the page is complete: it is copied to the host, beside what that unit computes
+    the next unit begins   the page is complete: it is copied to the host, while that unit computes
     and the one after      the copy is waited for, and the device's memory given up
     backward wants it      it is there: it was copied back while the page after it was in use; now the one before it is
 
-So the device holds two pages, and the last one, of the last unit and of what comes after it (head, loss), never leaves:
+So the device holds two pages, and the last one, of the last unit and of all that follows it (head, loss), never leaves:
 backward begins with it. With checkpointing inside a unit a page is that unit's input.
 
-A storage is moved once, however many views of it are saved, and only if nobody else holds it, because moving it would
+A storage is moved once, however many views of it are saved, and only if it has no other holder, because moving it would
 free nothing then. It is left to the next page instead. So attention masks and rotation tables, which every layer saves,
-stay where they are, and nobody can change what is being copied.
+stay where they are, and no code can change a storage while it is copied.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fullshard.engine.offload import Copied, Host, StorageView, bytes_of
 from fullshard.engine.unit import Unit
 
 SMALLEST_NBYTES = 2**16
-"""What is smaller stays: a copy takes some microseconds whatever its size, in which PCIe moves as much. Those are the
+"""Smaller storages stay: a copy of any size takes some microseconds, in which PCIe moves as much. Those are the
 statistics of norms and attention, four bytes per token beside thousands."""
 
 
@@ -116,19 +116,19 @@ class Pages:
             page.emit(EventKind.TO_HOST, blocks)
 
     def _give_up(self) -> None:
-        """Free the device's memory of the page under way, for what is computed after the copy."""
+        """Free the device's memory of the page under way, for the computation after the copy."""
         if self._leaving is not None:
             blocks, copied = self._leaving
             copied.wait()
             for block in blocks:
                 block.on_device = None
-            self._leaving = self._wanted = None  # who wants that page again has to bring it
+            self._leaving = self._wanted = None  # a later use of that page has to bring it again
 
     # -- what autograd calls ------------------------------------------------------------------------------------
 
     def _pack(self, tensor: torch.Tensor) -> _Saved:
         if self.page is None or not self._may_move(tensor):
-            # Not the tensor itself if the graph made it: that would be a cycle, which nobody frees.
+            # Not the tensor itself if the graph made it: that would be a cycle, which is never freed.
             return _Saved(tensor if tensor.is_leaf else tensor.detach(), tensor._version)
         storage = tensor.untyped_storage()
         block = self._blocks.get(torch_private.storage_id(storage))

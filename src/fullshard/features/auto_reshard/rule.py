@@ -1,10 +1,10 @@
 """`reshard_after_forward: auto`: keep as many units unsharded between forward and backward as memory allows.
 
-A kept unit is not gathered again in backward. Those that run last in forward are kept: backward comes to them first, so
-they are kept for the shortest time. Where freeing gives nothing back (ranks of one host that share memory, a rank that
-owns everything) all are kept at no cost.
+A kept unit is not gathered again in backward. The units that run last in forward are kept: backward comes to them
+first, so they are kept for the shortest time. Where freeing gives nothing back (ranks of one host that share memory, a
+rank that owns everything) all are kept at no cost.
 
-What there is to spend is either given, or measured once optimizer and activations have shown what they need: at the
+The memory to spend is either given, or measured once optimizer and activations have shown their needs: at the
 beginning of the third step. Ranks agree on the smallest.
 """
 
@@ -32,17 +32,17 @@ STEPS_BEFORE_MEASURING = 2
 def keep_unsharded(
     model: nn.Module, *, budget_nbytes: int | None, ranks_on_host: int, say: Callable[[str], None]
 ) -> None:
-    """Keep what memory allows; a collective, now and, where memory is measured, at the third step.
+    """Keep the units that fit in memory; a collective, now and, where memory is measured, at the third step.
 
     Args:
         model: sharded as a whole.
-        budget_nbytes: what it may take on this rank; None measures.
+        budget_nbytes: memory to use for it on this rank; None measures.
         ranks_on_host: ranks that share this host's memory.
-        say: told on every rank which units are kept, as soon as that is known.
+        say: called on every rank with the kept units, as soon as they are known.
 
     Raises:
-        LifecycleError: the model is not sharded.
-        ConfigError: memory cannot be measured here.
+        LifecycleError: The model is not sharded.
+        ConfigError: Memory cannot be measured here.
     """
     units = require_units(model)
     schedule = schedule_of(units[-1])

@@ -64,7 +64,7 @@ def _compute(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, 
 
 
 def _check_changes(func: torch_private.Kernel, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Raise for a kernel that writes to what is neither its first argument nor `out`, or changes a shape."""
+    """Raise for a kernel that writes to anything but its first argument or `out`, or that changes a shape."""
     if not torch_private.writes(func) or name.startswith(torch_private.MANY_KERNELS):
         return
     is_known = all(index == 0 or argument == "out" for index, argument in torch_private.written(func))

@@ -199,7 +199,7 @@ class WholeCopy(_Whole):
         return super().full_tensor(grad_placements=grad_placements)
 
     def check_is_current(self) -> None:
-        """Raise if what it was copied from has changed since."""
+        """Raise if the source of the copy has changed since."""
         if _version(self._source) != self._source_version:
             raise LifecycleError(
                 f"a view of {self.name} that no rank has as an interval is out of date: what it was gathered from has "

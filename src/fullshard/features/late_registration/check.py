@@ -1,8 +1,8 @@
-"""Refuse what is put into a model after it was sharded: no unit owns it, so nobody would reduce its gradient.
+"""Refuse parameters and modules that are put into a model after sharding: no unit owns them or reduces their gradients.
 
-torch calls a hook for every parameter and module that is registered somewhere; these calls are counted. What a script
-writes straight into `_parameters` or `_modules` changes how many or which entries those have. The model is searched
-only when one of these has changed, at its next forward.
+torch calls a hook for every parameter and module that is registered somewhere; these calls are counted. If a script
+writes straight into `_parameters` or `_modules`, the number or the identity of their entries changes. The model is
+searched only when one of these has changed, at its next forward.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fullshard.engine.unit import Unit, owner_of
 from fullshard.wrap.extended import PRE
 
 _registered = [0]
-"""How often something was registered with a module of a sharded model."""
+"""The number of registrations with modules of a sharded model."""
 
 
 def _count(module: nn.Module, _name: str, _value: object) -> None:
@@ -45,7 +45,7 @@ def _count_registrations() -> None:
 
 
 class LateRegistration(Extension):
-    """Watch one model for what is put into it."""
+    """Watch one model for parameters and modules that are put into it."""
 
     def assembled(self) -> None:
         """Note which parameters the model has, and where."""
@@ -70,10 +70,10 @@ class LateRegistration(Extension):
         self._attributes = list(map(vars, self._sharded))
 
     def forward_begins(self, unit: Unit, *, is_outermost: bool) -> None:
-        """Refuse what was put in since the last forward of the model.
+        """Refuse parameters and modules that were put in since the last forward of the model.
 
         Raises:
-            LifecycleError: a parameter that no unit owns, or a sharded one in a place that its unit does not know; or
+            LifecycleError: A parameter that no unit owns, or a sharded one in a place that its unit does not know; or
                 one that was told how it is to be gathered.
         """
         if not is_outermost:

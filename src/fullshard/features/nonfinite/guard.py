@@ -1,10 +1,10 @@
 """Keep optimizers from stepping with gradients that are not finite on any rank.
 
-    reduction            each part of a sum is looked at while the cache has it: `reduced`
-    end of backward      one byte tells all ranks whether any has seen NaN or infinity; nobody waits for it
-    optimizer.step()     reads that byte. Gradients are looked through only if a rank has seen something
+    reduction            each part of a sum is checked while the cache has it: `reduced`
+    end of backward      one byte tells all ranks whether any has seen NaN or infinity; no rank waits for it
+    optimizer.step()     reads that byte. Gradients are searched only if a rank has seen one
 
-A loss scale that makes sums overflow is left alone: the scaler leaves that step out, and nobody reads the byte.
+A loss scale that makes sums overflow is left alone: the scaler leaves that step out, and the byte is not read.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class NonFinite:
     """Gradients that are not finite, the same on every rank.
 
     Attributes:
-        names: of their parameters, and what was found.
-        ranks: that gave it to the sum, as far as that is known.
+        names: of their parameters, and the values found.
+        ranks: that contributed them to the sum, if they are known.
     """
 
     names: Mapping[str, str]
@@ -56,7 +56,7 @@ class NonFiniteGuard(Extension):
     """Watch one model's gradients.
 
     Attributes:
-        policy: what becomes of a step whose gradients are not finite: an error on all ranks, left out, or nothing.
+        policy: the treatment of a step whose gradients are not finite: an error on all ranks, left out, or nothing.
         limit: how many steps in a row may be left out.
         skipped: how many were left out so far.
     """
@@ -75,7 +75,7 @@ class NonFiniteGuard(Extension):
         self._is_bad = False
         self._ranks: set[int] = set()
         self._squares: list[torch.Tensor] = []  # of an accelerator, for which the host does not wait in backward,
-        self._seen: torch.Tensor | None = None  # and what those of earlier backwards have shown
+        self._seen: torch.Tensor | None = None  # and the flag of earlier backwards
         self._message: tuple[torch.Tensor, dist.Work | None] | None = None
         self._alarm: bool | None = None
         self._names: dict[str, str] | None = None
@@ -103,7 +103,7 @@ class NonFiniteGuard(Extension):
             return
         is_plain = part.dtype in (torch.float32, torch.float64)
         square = torch.dot(part, part) if is_plain else torch.linalg.vector_norm(part)
-        if math.isfinite(square.item()) or bool(part.isfinite().all()):  # a square overflows before what it is of
+        if math.isfinite(square.item()) or bool(part.isfinite().all()):  # a square overflows before its root
             return
         self._is_bad = True
         others = {rank: term for rank, term in terms.items() if term.data_ptr() != part.data_ptr()}
@@ -130,12 +130,12 @@ class NonFiniteGuard(Extension):
         return flag
 
     def backward_ends(self, used: Mapping[Bucket, bytearray], *, has_stepped: bool) -> None:
-        """Tell the other ranks whether this one has seen any; nobody waits.
+        """Tell the other ranks whether this one has seen any, without waiting.
 
-        Nor for an earlier message: this one says what that has said, and arrives after it.
+        It does not wait for an earlier message either: this one includes that, and arrives after it.
 
         Raises:
-            NonFiniteError: optimizers have stepped with what came before the ones that are not finite.
+            NonFiniteError: Optimizers have stepped with earlier gradients before the ones that are not finite.
         """
         if used:
             self._announce()
@@ -219,10 +219,10 @@ class NonFiniteGuard(Extension):
         return NonFinite({name: kind for name, kind in known.items() if name in names} or names, ranks)
 
     def before_steps_in_backward(self) -> None:
-        """Refuse them where steps are to be left out.
+        """Refuse steps in backward where steps are to be left out.
 
         Raises:
-            LifecycleError: that is known only when all gradients are there.
+            LifecycleError: Whether to leave one out is known only when all gradients are there.
         """
         if self.policy == "skip":
             raise LifecycleError(

@@ -1,7 +1,7 @@
 """diffusers' average of the weights (`EMAModel`), made before its model was sharded.
 
-It holds copies of whole parameters then, the same on every rank. When it is first used with the sharded ones each rank
-keeps its intervals of the copies, as `fullshard.EMA` does, and of what is loaded into it later.
+It holds copies of whole parameters then, the same on every rank. At its first use with the sharded ones each rank
+keeps its intervals of the copies, as `fullshard.EMA` does, and those of anything loaded into it later.
 """
 
 from __future__ import annotations

@@ -321,7 +321,7 @@ def _span_of(device_mesh: DeviceMesh, shape: torch.Size, ragged: RaggedShard) ->
 
 
 def _check_no_graph(tensor: torch.Tensor) -> None:
-    """Refuse what a gradient is to go back through: it would end here without a word."""
+    """Refuse a tensor through which a gradient must go back: it would silently end here."""
     if tensor.grad_fn is not None:
         raise LifecycleError(
             f"a tensor {tuple(tensor.shape)} that was computed with gradients is to be laid out as a sharded parameter",

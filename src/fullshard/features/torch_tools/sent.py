@@ -18,12 +18,12 @@ from fullshard.engine.sharded_tensor import ShardedTensor
 
 
 class SentPart(torch.Tensor):
-    """This rank's interval of a tensor of shape `shape`, as `torch.distributed.checkpoint` asks of what it writes.
+    """This rank's interval of a tensor of shape `shape`, with the methods that `torch.distributed.checkpoint` calls.
 
     Attributes:
         whole: shape of the tensor.
         parts: this rank's interval as boxes of it.
-        label: whose values these are.
+        label: the name of the tensor that the values belong to.
         span: whether it is by rows.
     """
 
@@ -34,7 +34,7 @@ class SentPart(torch.Tensor):
 
     @classmethod
     def of(cls, local: torch.Tensor, parts: list[IntervalBox], whole: torch.Size, name: str, is_by_rows: bool) -> Self:
-        """Put one around what was sent."""
+        """Put one around the sent value."""
         made = local.as_subclass(cls)
         made.whole, made.parts, made.label = whole, parts, name
         made.span = types.SimpleNamespace(is_by_rows=is_by_rows)
