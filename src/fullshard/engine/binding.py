@@ -24,7 +24,7 @@ class Binding:
     """The places in modules where a unit's parameters are bound.
 
     Args:
-        entries: slots, with the original parameters and where they are, and the sharded parameter of each.
+        entries: slots, with their original parameters and places, and the sharded parameter of each.
     """
 
     def __init__(self, entries: Sequence[tuple[Slot, ShardedParameter]]) -> None:
@@ -70,7 +70,7 @@ class Originals:
     """The original parameters of a bucket, bound to views of `full`, and how often they were changed in place.
 
     Args:
-        parameters: with their version counters as they are to be taken for unchanged.
+        parameters: the parameters; their current versions count as unchanged.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:

@@ -4,7 +4,7 @@ Six tensors, always named like this:
 
     original parameter   the user's `nn.Parameter` object; bound once to a view of `full`
     main                 this rank's interval, in the stored dtype; persistent; the optimizer updates it
-    sharded parameter    a view of `main` for one parameter; what `module.parameters()` yields at rest
+    sharded parameter    a view of `main` for one parameter; `module.parameters()` yields it at rest
     compute shard        the source of the gather into `full`; `main` itself, unless that is offloaded
     full                 the unsharded bucket, in the compute dtype; whole only while it is needed
     gradient             see `engine.gradient`
@@ -63,7 +63,7 @@ class Bucket(BucketSpec):
 
     Args:
         slots: see `BucketSpec`.
-        owner: the unit it belongs to.
+        owner: the unit that the bucket belongs to.
         number: the bucket's number in the unit.
         weights: gives the values of parameters that are still on the meta device.
 
@@ -73,8 +73,8 @@ class Bucket(BucketSpec):
         sharded_parameters: in the order of `slots`.
         originals: the original parameters, in the same order.
         gradient: None if the bucket has always been frozen.
-        storage_ids: which storages it is unsharded in, for as long as it lives.
-        has_gradient_hooks: whether a sharded parameter has ever been given one.
+        storage_ids: the storages of the unsharded bucket, fixed for as long as the bucket lives.
+        has_gradient_hooks: whether a sharded parameter has ever been given such a hook.
     """
 
     main: torch.Tensor
@@ -292,9 +292,10 @@ class Bucket(BucketSpec):
         self.buffer.free()
 
     def write_back(self) -> None:
-        """Copy what was changed in this rank's interval of the unsharded parameters into `main`.
+        """Copy changes in this rank's interval of the unsharded parameters into `main`.
 
-        Only that: where the compute dtype is narrower, the rest of `main` is more exact than `full`.
+        Only changed elements are copied: where the compute dtype is narrower, the rest of `main` is more exact than
+        `full`.
         """
         if self.shares_main:
             return
@@ -307,7 +308,7 @@ class Bucket(BucketSpec):
         """Refuse changes in place of unsharded parameters, which would be lost with them, or differ between ranks.
 
         Raises:
-            LifecycleError: a forward changed one. On one rank that owns everything it may.
+            LifecycleError: a forward changed a parameter. One rank that owns everything may do so.
         """
         changed = self.originals.take_changes()
         if not changed or (self.shares_main and self.mesh.world_size == 1):

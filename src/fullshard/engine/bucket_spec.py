@@ -45,7 +45,7 @@ class BucketSpec:
 
     Args:
         slots: parameters of one `BucketKey`, on the mesh's device.
-        mesh: the ranks that share it.
+        mesh: the ranks that share the bucket.
         policy: dtypes per role.
         storage: where `main` and the compute shard are.
 

@@ -56,14 +56,14 @@ class Call(Generic[UnitT]):
     """One forward of a unit whose backward may come.
 
     Attributes:
-        number: later ones have higher ones, of whatever model: backward comes to them first.
-        previous: the unit whose forward ended just before this one did; backward will want it next. Of a unit around
-            others that is the last of them.
+        number: higher for later calls, across all models; backward comes to higher ones first.
+        previous: the unit whose forward ended just before this one; backward will want it next. For a unit around
+            others, the last of those.
         is_active: backward has reached the outputs and not yet all inputs.
-        is_done: backward has left it, and not come back since (`retain_graph`).
+        is_done: backward has left it, and has not come back since (`retain_graph`).
         left_in: torch's number of the backward that was the last to leave it.
         node: torch's number for the first node of its graph; infinite for one that backward itself has run.
-        has_inputs: whether any of its inputs wants a gradient.
+        has_inputs: whether any input of the call wants a gradient.
         inputs_left: while it is active, inputs whose gradient is still to come in this backward.
     """
 
@@ -174,7 +174,7 @@ def _below(outputs: Sequence[Node]) -> list[Node]:
 
 
 def _reached(unit: HookedUnit, call: Call[Any]) -> Callable[[Any], None]:
-    """Gradient hook of a unit's outputs; owns the call."""
+    """Return the gradient hook of a unit's outputs; it owns the call."""
 
     def hook(_gradient: Any) -> None:
         try:
@@ -188,7 +188,7 @@ def _reached(unit: HookedUnit, call: Call[Any]) -> Callable[[Any], None]:
 
 
 def _passed(unit: HookedUnit, call: Call[Any]) -> Callable[[Any, Any], None]:
-    """Hook of the identities in front of a unit's inputs.
+    """Return the hook of the identities in front of a unit's inputs.
 
     It holds the call weakly: inputs may outlive the graph of this unit, whose outputs own the call.
     """
@@ -217,7 +217,7 @@ def locate(error: BaseException, unit: HookedUnit, phase: str) -> None:
 
 
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep the compiler out of a hook."""
+    """Return `function` wrapped so that compilers stay out of it, as a hook must."""
 
     def hook(*args: Any) -> Any:
         return function(*args)

@@ -70,7 +70,7 @@ class Checkup:
         """Compare the ranks, report stragglers, and check or heal replicas. A collective.
 
         Raises:
-            ReplicaError: they differ, and are not to be healed or cannot be.
+            ReplicaError: replicas differ, and healing them is not requested or not possible.
         """
         mesh, self._done_at = self._mesh, steps
         if mesh.control_group is None or not has_values(mesh.device):

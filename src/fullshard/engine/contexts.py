@@ -58,7 +58,7 @@ def unsharded(model: nn.Module, *, writeback: bool = False, recurse: bool = True
 
     Args:
         model: a sharded model or a part of one.
-        writeback: keep changes made to the parameters in place, which every rank must make alike; otherwise they are
+        writeback: keep in-place changes of the parameters, which every rank must make alike; otherwise they are
             dropped.
         recurse: False: only the units that hold the module's own parameters, for code that computes with a head's
             weight by itself. All others are gathered as they are used.
@@ -117,8 +117,8 @@ def _owners(module: nn.Module) -> list[Unit]:
 def meta_parameters() -> Iterator[None]:
     """Build a model inside with its parameters on the meta device and its buffers real.
 
-    Nothing is allocated for the parameters until the model is sharded, unit by unit, and non-persistent buffers are
-    what the constructors make of them, not uninitialised memory.
+    No memory is allocated for the parameters until the model is sharded, unit by unit. Non-persistent buffers have
+    the values that constructors give them, not uninitialised memory.
     """
     original = nn.Module.register_parameter
 

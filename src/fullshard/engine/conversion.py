@@ -56,7 +56,7 @@ def _applied(unit: UnitParameters, fn: Function) -> _Applied:
     """Return the effect of `fn` on a unit.
 
     Raises:
-        LifecycleError: parameters on another device, where the unit cannot follow.
+        LifecycleError: `fn` moves parameters to another device, which a unit does not support.
     """
     # Parameters on the host compute elsewhere: moving a model there changes nothing.
     before = torch.device("meta") if unit.stand_ins is not None else unit.mesh.device
@@ -81,7 +81,7 @@ def _check_cast(unit: UnitParameters) -> None:
     """Check that a cast would leave nothing behind.
 
     Raises:
-        LifecycleError: there are gradients, or an optimizer has stepped, which has state.
+        LifecycleError: there are gradients, or an optimizer has stepped and so has state.
     """
     is_real = unit.stand_ins is None
     if is_real and (unit.schedule.has_stepped or any(p.grad is not None for _, p in unit.entries)):

@@ -1,9 +1,9 @@
-"""The message that ends every backward: what a rank must know of the others before gradients are published.
+"""The message that ends every backward: facts a rank needs from the others before it publishes gradients.
 
     bytes                                                                          the largest of all ranks says
     loads of weights, what they lack to 255                                        whether all have loaded the same
     a wish to stop                                                                 whether one has it
-    a digest of what was done, what it lacks to 255                                whether all have done the same
+    a digest of the rank's actions, what it lacks to 255                           whether all have done the same
     per bucket: reduced, not reduced                                               whether all or none have reduced it
                 collected more than it reduced                                     whether one has
                 used, for each parameter                                           which of them one has used
@@ -30,8 +30,8 @@ class BucketEnd(NamedTuple):
     """The part of a message that describes one bucket.
 
     Attributes:
-        is_reduced: on this rank; of all ranks, on any.
-        is_not_reduced: the other way round.
+        is_reduced: whether this rank has reduced it; for all ranks: whether any has.
+        is_not_reduced: whether this rank has not reduced it; for all ranks: whether any has not.
         has_more: some gradients came after the reduction, or without one.
         used: for each parameter, whether it got a gradient.
     """
@@ -43,13 +43,13 @@ class BucketEnd(NamedTuple):
 
 
 class EndOfBackward:
-    """One rank's message, and then what is known of all.
+    """One rank's message; after `exchange`, that of all ranks.
 
     Args:
         loads: how often weights have been loaded.
-        wants_to_stop: whether this rank does (`core.stopping`).
-        digest: of what the rank has done (`engine.lockstep`), `DIGEST_NBYTES`.
-        buckets: in the same order on every rank.
+        wants_to_stop: whether this rank wants to stop (`core.stopping`).
+        digest: digest of the rank's actions (`engine.lockstep`), `DIGEST_NBYTES`.
+        buckets: ends of buckets, in the same order on every rank.
     """
 
     def __init__(self, loads: int, wants_to_stop: bool, digest: bytes, buckets: Sequence[BucketEnd]) -> None:

@@ -1,10 +1,10 @@
-"""The bucket of a parameter that says itself how it is gathered (`wrap.extended`).
+"""The bucket of a parameter that controls its own gather (`wrap.extended`).
 
     main              a plain tensor, as in any bucket; but each rank owns whole rows, and there is one parameter in it
-    rows              the extended parameter around `main`: asked before every gather what to send
-                      (of composed ones see `engine.composed`)
-    outputs           what all ranks have sent, one tensor for each that was asked for
-    unsharded         what the extension has made of the first outputs; modules hold it as their parameter in forward
+    rows              the extended parameter around `main`; before every gather it says what to send
+                      (for composed ones see `engine.composed`)
+    outputs           the gathered tensors, one for each that `rows` has sent
+    unsharded         the extension's tensor made of the first outputs; modules hold it as parameter in forward
 
 Further gathers refill the same memory, because autograd may have saved views of it.
 """
@@ -64,7 +64,7 @@ class ExtendedBucket(Bucket):
         extended = slots[0].parameter
         super().__init__(slots, **options)
         [parameter] = self.sharded_parameters
-        mark_original(extended, parameter)  # and not kept: it has the memory of the whole
+        mark_original(extended, parameter)  # it is not kept, as it has the memory of the whole
         if isinstance(parameter, ExtendedParameter):
             parameter.rows = self.buffer.rows
 
@@ -130,7 +130,7 @@ class ExtendedBuffer(FullBuffer):
         slot: the parameter.
         rows: an instance of its class with the rows of this rank, padding included.
         mesh, policy: those of its unit.
-        dtype: what forward computes in.
+        dtype: the dtype that forward computes in.
 
     Attributes:
         rows: see above.
@@ -169,7 +169,7 @@ class ExtendedBuffer(FullBuffer):
 
     @torch.no_grad()
     def gather(self, main: torch.Tensor, *, tag: int, exactly: bool = False, is_unchanged: bool = False) -> Work:
-        """Ask what to send, and send it. Whatever `exactly` says, forward sees what the extension makes of that."""
+        """Ask the extension for tensors to send, and gather them; `exactly` changes nothing here."""
         inputs, metadata = self._ask()
         if not self._outputs:
             self._outputs = [self._output(tensor) for tensor in inputs]
@@ -186,12 +186,12 @@ class ExtendedBuffer(FullBuffer):
         return ([inputs] if isinstance(inputs, torch.Tensor) else list(inputs)), metadata
 
     def _output(self, tensor: torch.Tensor) -> tuple[FullBuffer, torch.Tensor]:
-        """Memory for what all ranks send like `tensor`, and how the extension sees it: one after the other."""
+        """Return memory for tensors like `tensor` of all ranks, and the extension's view: one after the other."""
         nbytes = tensor.nbytes * self._mesh.shard_size
         buffer = self._mesh.gather.full_buffer(nbytes, torch.uint8, self._mesh.device, holds_main=False)
         output = buffer.full.view(tensor.dtype).view(-1, *tensor.shape[1:])
         if tensor.shape[:1] == self.rows.shape[:1]:
-            output = output[: self._shape[0]]  # without the rows that are padding
+            output = output[: self._shape[0]]  # without padding rows
         return buffer, output
 
     @torch.no_grad()
@@ -210,9 +210,9 @@ class ExtendedBuffer(FullBuffer):
             self.storage_ids = frozenset(own | storages.keys())
             return self.unsharded
         for storage, nbytes in self._beside:
-            if storage.nbytes() != nbytes:  # else it would move
+            if storage.nbytes() != nbytes:  # otherwise it would move
                 storage.resize_(nbytes)
-        # To autograd, which may have saved views of it, being filled again is no change.
+        # Autograd may have saved views of it, and must not count a refill as a change.
         with torch_private.version_kept(self.unsharded):
             rows.fsdp_post_all_gather(outputs, metadata, self._dtype, out=self.unsharded)
         return self.unsharded
@@ -226,7 +226,7 @@ class ExtendedBuffer(FullBuffer):
             storage.resize_(0)
 
     def wait_for_readers(self) -> None:
-        """See `FullBuffer`."""
+        """Do as `FullBuffer.wait_for_readers` says."""
         for buffer, _ in self._outputs:
             buffer.wait_for_readers()
 
@@ -235,7 +235,7 @@ def new_rows(extended: torch.Tensor, shape: Sequence[int], device: torch.device)
     """Have the class of an extended parameter make an instance of this shape.
 
     Raises:
-        LifecycleError: it makes something else.
+        LifecycleError: the class makes something else.
     """
     rows = extended.detach().new_zeros(shape, device=device)
     if type(rows) is not type(extended.detach()):

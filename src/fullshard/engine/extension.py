@@ -1,7 +1,7 @@
-"""The seam of the engine: what the kernel does not know is an `Extension`, called at fixed moments of a step.
+"""The seam of the engine: capabilities beside the kernel are `Extension`s, called at fixed moments of a step.
 
 One instance of each registered class belongs to each sharded model. The kernel calls their methods in the order of
-registration, and only those that a class overrides: a moment that nobody listens to costs one look at an empty tuple.
+registration, and only those that a class overrides: a moment without listeners costs one look at an empty tuple.
 `fullshard.features` registers what comes with the package; any other class can be registered before a model is sharded.
 """
 
@@ -33,7 +33,7 @@ class Extension:
         model: the schedule of the sharded model: its units, mesh and steps.
 
     Attributes:
-        settings: attributes that the user sets on a model, with their defaults. What was set on a part holds for the
+        settings: attributes that the user sets on a model, with their defaults. Values set on a part hold for the
             model around it.
     """
 
@@ -141,7 +141,7 @@ def at_first_sharding(begin: Callable[[], object]) -> None:
 
 
 def begin_sharding() -> None:
-    """Call what waits for something to be sharded."""
+    """Call the functions that wait for something to be sharded."""
     for begin in _beginnings:
         begin()
 
@@ -171,7 +171,7 @@ class Extensions:
 
     @property
     def watch(self) -> Watch | None:
-        """Return what looks at parts of reduced gradients, if anything does."""
+        """Return the function that looks at parts of reduced gradients, or None."""
         methods = self.reduced
         if len(methods) < 2:
             return methods[0] if methods else None

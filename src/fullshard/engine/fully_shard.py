@@ -87,7 +87,7 @@ def fully_shard(
 
     Raises:
         ConfigError: an argument that cannot be honoured.
-        WrapError: already a unit, nothing to shard where something must be, a parameter that is tied to one in another
+        WrapError: a module that is a unit already or has nothing to shard, a parameter that is tied to one in another
             unit, one of a tensor subclass that wraps other tensors and does not say how it is gathered, or a DTensor
             that is not over another axis of the same mesh (tensor parallelism).
     """
@@ -376,7 +376,7 @@ def _check_not_managed(plans: Iterable[UnitPlan]) -> None:
 
 
 def _take_placements(plan: UnitPlan, shard_placement_fn: Callable[[nn.Parameter], Any]) -> None:
-    """Note which parameters are to be cut between rows. Another dim makes no difference to an interval; a mesh does."""
+    """Note which parameters to cut between rows; another dim has no effect, and another mesh is refused."""
     for slot in plan.slots:
         wanted = shard_placement_fn(slot.parameter)
         is_shard = isinstance(wanted, Shard)

@@ -159,7 +159,7 @@ class Gradient:
         return shard
 
     def finish(self, used: bytearray) -> bool:
-        """Wait for the reduction and publish it; False if there is none. The caller forgets what was used.
+        """Wait for the reduction and publish it; return False if there is none. The caller forgets used parameters.
 
         Args:
             used: for each parameter, whether it got a gradient on any rank. The others keep `.grad` as it is.

@@ -25,7 +25,7 @@ class KeptViews:
 
     Args:
         modules: the modules of the unit.
-        is_view: whether a tensor is a view of one of its parameters.
+        is_view: tells whether a tensor is a view of one of its parameters.
     """
 
     def __init__(self, modules: Iterable[nn.Module], is_view: Callable[[torch.Tensor], bool]) -> None:

@@ -27,7 +27,7 @@ from fullshard.wrap.partition import Slot, UnitPlan
 from fullshard.wrap.quantized import is_exact, place_tables
 
 InitFunction = Callable[[nn.Module], Any]
-"""Initialises the parameters and buffers that belong to one module directly (not to its children)."""
+"""Initialises the parameters and buffers that belong to one module directly, not to its children."""
 
 WEIGHTS = "_fullshard_weights"
 """Attribute of a module in the model: the `WeightSource` its parameters on the meta device come from."""

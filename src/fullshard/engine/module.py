@@ -143,11 +143,11 @@ class FSDPModule(TorchFSDPModule):
         The ranks compare replicas before every save, and at the end of a backward every `every` steps.
 
         Args:
-            policy: `raise`: a `ReplicaError` on all ranks, with rank, host and parameter. `heal`: those that differ
-                from most others get what these have, weights and optimizer state; an error where there is no such
-                most. `off`: nobody looks.
-            every: steps from one comparison to the next, 100 unless said otherwise; slow ranks are told as often. 0:
-                never, and not before a save.
+            policy: `raise`: a `ReplicaError` on all ranks, with rank, host and parameter. `heal`: replicas that differ
+                from most others get the majority's weights and optimizer state; an error if there is no
+                majority. `off`: do not compare.
+            every: steps between two comparisons, 100 by default; stragglers are reported as often. 0:
+                never, not even before a save.
 
         Raises:
             ConfigError: no such policy, nothing to heal from, or a negative number.
@@ -163,7 +163,7 @@ class FSDPModule(TorchFSDPModule):
         Call it between two steps, on all ranks.
 
         Returns:
-            The names of the parameters that were not the same.
+            The names of the parameters that differed.
         """
         return schedule_of(require_unit(self)).checkup.replicas.heal_from(from_rank)
 
@@ -193,13 +193,13 @@ class FSDPModule(TorchFSDPModule):
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], object] | None, *, stream: Any = None) -> None:
         """Call `hook` with each reduced gradient of this unit, shape (S,), before it is added to `.grad`.
 
-        It may change it in place: sum it over ranks of another mesh, say. Every rank calls it for the same buckets, in
-        the same order.
+        The hook may change it in place: sum it over ranks of another mesh, say. Every rank calls it for the same
+        buckets, in the same order.
 
         Args:
-            hook: None takes it away.
-            stream: call it there, in order with what comes before and after. Not with a replicate axis, along which
-                gradients are reduced on a stream of the engine's.
+            hook: the function; None removes it.
+            stream: call it there, in order with the work before and after. Not with a replicate axis, along which
+                gradients are reduced on a stream of the engine.
 
         Raises:
             ConfigError: a stream and a replicate axis.

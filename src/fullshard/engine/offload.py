@@ -9,7 +9,7 @@ the host, because ordinary tensors follow there that any code may read. `settle`
 host memory. Without streams each copy is over when the call returns, and nothing else is different.
 
 On a CPU, device and host are one and nothing is moved, unless it is rehearsed: then "the host" is further memory, and
-copies and events are those of any other device.
+copies and events are the same as for any other device.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class Storage:
     """The place of a unit's shards, and of the tensors that its forward saves.
 
     Attributes:
-        offload: what is on the host; nothing where device and host are one.
-        host: makes buffers there and moves what is in them; None if nothing is.
+        offload: the parts on the host; none where device and host are one.
+        host: makes buffers on the host and copies them; None if nothing is there.
     """
 
     offload: Offload
@@ -126,8 +126,8 @@ class Host:
 
     Args:
         device: the one that computes. With a CPU, or the meta device, copies are plain ones.
-        pins: page-lock buffers.
-        overlaps: copy beside computing.
+        pins: whether to page-lock buffers.
+        overlaps: whether to copy beside computing.
     """
 
     def __init__(self, device: torch.device, *, pins: bool, overlaps: bool) -> None:

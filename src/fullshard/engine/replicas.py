@@ -56,9 +56,9 @@ class _Difference:
     """An item that differs between replicas.
 
     Attributes:
-        column: their place along the shard axis.
+        column: the replicas' place along the shard axis.
         item: what it is.
-        held: what each of them has, by row.
+        held: the value of each replica, by row.
     """
 
     column: int
@@ -80,12 +80,12 @@ class Replicas:
     """The replicas of one model.
 
     Args:
-        mesh: the ranks that share it; those with the same place along the shard axis are replicas of one another.
-        buckets: all of them.
-        optimizers: that have stepped it.
+        mesh: the ranks that share the model; those with the same place along the shard axis are replicas.
+        buckets: all buckets of the model.
+        optimizers: the optimizers that have stepped the model.
 
     Attributes:
-        policy: what becomes of weights that differ: an error on all ranks, those of most replicas, or nothing.
+        policy: the reaction to weights that differ: an error on all ranks, the majority's weights, or nothing.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class Replicas:
         """Find out where digests differ, and heal it or raise. A collective.
 
         Args:
-            step: of this process, counted from 1.
+            step: the step of this process, counted from 1.
 
         Raises:
             ReplicaError: on all ranks, unless all was healed.
@@ -162,7 +162,7 @@ class Replicas:
         """Give all replicas the weights and optimizer state of the one that `rank` is in. A collective.
 
         Returns:
-            The parameters that were not the same.
+            The parameters that differed.
         """
         holdings = self._compare()
         row = next((holding.row for holding in holdings if holding.rank == rank), None)

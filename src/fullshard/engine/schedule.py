@@ -318,7 +318,7 @@ class Schedule:
         """Reduce gradients that earlier backwards have kept unsharded, as if a backward ended here. A collective.
 
         Raises:
-            LifecycleError: within a backward, which would take it for its own.
+            LifecycleError: called within a backward, which would take the reduction for its own.
         """
         if self._in_backward:
             raise LifecycleError(
@@ -457,7 +457,7 @@ class Schedule:
         same buckets and loaded the same weights, and whether one wants to stop.
 
         Raises:
-            CommunicationError: they did not; nothing has been published yet.
+            CommunicationError: the ranks disagree; nothing has been published yet.
         """
         trainable = [bucket for bucket in self._buckets() if bucket.gradient is not None]
         launched = set(self.reducer.order.launched)
@@ -529,7 +529,7 @@ class Schedule:
         """Drop everything gathered from the old main weights, which are about to change.
 
         Raises:
-            LifecycleError: gradients are kept for a last micro-batch that has not come, or are not whole.
+            LifecycleError: gradients wait for a last micro-batch that has not come, or are not whole.
         """
         self.recover()  # first: a failed backward's reductions may still write where gradients are read
         if self._depth:
@@ -556,7 +556,7 @@ class Schedule:
         """Wait until no other rank and no copy reads main weights; after that they may change at any time.
 
         Raises:
-            CommunicationError: another rank has ended, or did not come so far.
+            CommunicationError: another rank has ended, or did not get this far.
         """
         for host in {unit.storage.host for unit in self.units if unit.storage.host is not None}:
             host.settle()

@@ -56,7 +56,7 @@ class ShardedTensor(SpreadTensor):
     Args:
         local: this rank's interval.
         span: the place of that interval.
-        requires_grad: whether autograd is to make a gradient of it.
+        requires_grad: whether autograd makes a gradient of it.
 
     Attributes:
         local: the same, without autograd.

@@ -89,7 +89,7 @@ class Unit(UnitParameters):
 
     Args:
         plan, policy, storage, weights: see `UnitParameters`.
-        schedule: the order of work in the model it is part of.
+        schedule: the order of work in the unit's model.
         reshard_after_forward: free the unsharded parameters between forward and backward; None: unless this is the
             outermost unit.
     """
@@ -266,7 +266,7 @@ class Unit(UnitParameters):
         """Begin a backward when a gradient has appeared; maybe no output has announced it.
 
         Raises:
-            LifecycleError: none has, and what was read for it may not have been there: a gather ahead was under way.
+            LifecycleError: no output has, and a gather ahead was under way, so parameters may have been read too early.
         """
         if self.state is UnitState.GATHERING and self.freed_nbytes:
             raise LifecycleError(

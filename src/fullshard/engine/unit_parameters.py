@@ -183,7 +183,7 @@ class UnitParameters:
             is_filled: whether there must be values; if not, parameters without any are NaN, to be filled later.
 
         Raises:
-            LifecycleError: there are none for some parameters.
+            LifecycleError: some parameters have no values.
         """
         stand_ins = self.stand_ins
         if stand_ins is None:
@@ -200,7 +200,7 @@ class UnitParameters:
         self.schedule.know_buckets()
 
     def warn_of_empty(self) -> None:
-        """Say which parameters were given memory, and no values before the first forward."""
+        """Warn of parameters that got memory, but no values before the first forward."""
         if self.is_filled:
             return
         self.is_filled = True
@@ -238,7 +238,7 @@ class UnitParameters:
         """Make the parameters whole, waiting as long as it takes.
 
         Args:
-            exactly: as main weights have them, although they are sent rounded otherwise.
+            exactly: gather the exact main weights, even if they are rounded otherwise to be sent.
 
         Raises:
             CommunicationError: the all-gather failed, for example because another rank runs another unit.
@@ -258,7 +258,7 @@ class UnitParameters:
         """Free the unsharded parameters, unless they are pinned by `unsharded()` or sharded already.
 
         Args:
-            is_after_forward: backward may come, for which neighbours keep them if asked to.
+            is_after_forward: backward may come, so neighbours keep the parameters for it if set to.
         """
         if self.state is UnitState.SHARDED or self.is_pinned:
             return
@@ -275,13 +275,13 @@ class UnitParameters:
         self.emit(EventKind.RESHARDED, self.full_nbytes)
 
     def reshard_if_outdated(self) -> None:
-        """Free parameters that are kept from step to step, if main weights have changed otherwise than by a step."""
+        """Free parameters kept from step to step if main weights have changed other than by a step."""
         if self.state is UnitState.GATHERED and any(bucket.is_outdated for bucket in self.buckets):
             self.reshard()
 
     @property
     def freed_nbytes(self) -> int:
-        """Bytes that resharding gives back: none where ranks share memory, or one owns everything."""
+        """Bytes that resharding frees: none where ranks share memory, or one owns everything."""
         return sum(bucket.full_nbytes for bucket in self.buckets if not bucket.buffer.is_persistent)
 
     def rest(self) -> None:

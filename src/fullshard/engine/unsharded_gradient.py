@@ -35,7 +35,7 @@ class UnshardedGradient:
         storage_id: the storage that the unsharded parameters are views of; None if it is not known.
 
     Attributes:
-        expected: how many parameters want a gradient.
+        expected: number of parameters that want a gradient.
         fired: indices of the parameters whose gradient has appeared in this backward.
         used: for each parameter, whether it has appeared since the last one was published, maybe under `no_sync`.
         is_kept: some of it is from backwards before the one under way, whether that has reduced it or not.
@@ -105,7 +105,7 @@ class UnshardedGradient:
         self.fired.clear()
 
     def _add(self, index: int, grad: torch.Tensor, piece: torch.Tensor | None) -> None:
-        """Collect `grad` in `piece`, which is fresh. None: there is none for it, or was none before."""
+        """Collect `grad` in the fresh `piece`. None: the gradient has no piece, or had none before."""
         if self.is_used_up:
             raise LifecycleError(
                 f"rank {self._spec.mesh.rank}, parameter {self._parameters[index].name}: "
@@ -164,7 +164,7 @@ class UnshardedGradient:
         return mesh.reduce.pages.staging(self._spec.layout.full_numel, dtype, mesh.device)
 
     def _widen(self) -> None:
-        """Cast what was collected to `dtype`, before something is added to it."""
+        """Cast the collected gradients to `dtype`, before another one is added."""
         if self._full is not None and self._full.dtype != self._spec.reduce_dtype:
             self._full = self._empty(self._spec.reduce_dtype).copy_(self._full)
             self._pieces, _ = self._cut.apply(self._full)
@@ -191,7 +191,7 @@ class UnshardedGradient:
         """Return this rank's end of backward for the bucket.
 
         Raises:
-            LifecycleError: as by `hand_over`, of what is kept for another backward.
+            LifecycleError: as `hand_over`, for gradients kept for another backward.
         """
         if self.exists:
             self._check_data()
@@ -212,9 +212,9 @@ def _add_rows(piece: torch.Tensor, grad: torch.Tensor, *, is_first: bool) -> Non
     """Add the rows that a sparse gradient has to the collected one.
 
     Args:
-        piece: shape (n,), what was collected.
+        piece: shape (n,), the collected gradient.
         grad: n elements in their parameter's shape.
-        is_first: `piece` has nothing yet.
+        is_first: whether `piece` is still empty.
     """
     if is_first:
         piece.zero_()

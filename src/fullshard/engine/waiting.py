@@ -21,11 +21,11 @@ class Waiting:
     Running out of memory is no such error: it passes unchanged to code that catches it.
 
     Args:
-        mesh: the ranks that it waits for.
-        where: unit and phase.
+        mesh: the ranks to wait for.
+        where: the unit and the phase.
 
     Attributes:
-        step: of this process, counted from 1.
+        step: the step of this process, counted from 1.
     """
 
     __slots__ = ("_mesh", "_where", "step")

@@ -24,11 +24,11 @@ def decode(
     """Return the values of whole blocks, in float32; the last block may be short.
 
     Args:
-        codes: 1-D. Of 4 bits there are two in a byte, the first in the upper half.
+        codes: 1-D. 4-bit codes are packed two to a byte, the first in the upper half.
         scales: one for each block.
         book: the values that codes name; None: codes are numbers.
-        bits: of one code, 4 or 8.
-        block: values with one scale.
+        bits: bits of one code, 4 or 8.
+        block: number of values with one scale.
     """
     if bits == 4:
         codes = torch.stack([codes >> 4, codes & 15], dim=-1).view(-1)
@@ -40,7 +40,7 @@ def encode(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return codes and scales of `values` (1-D, float32): the nearest codes at the smallest scale that fits a block.
 
-    A block of values that codes have named is given codes that name the same values, bit by bit. See `decode`.
+    A block of decoded values gets codes for exactly the same values, bit by bit. See `decode`.
     """
     padded = torch.nn.functional.pad(values, (0, -values.numel() % block))
     blocks = padded.view(padded.numel() // block, block)

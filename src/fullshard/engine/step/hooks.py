@@ -43,7 +43,7 @@ NEEDS_WHOLE_TENSORS: dict[str, frozenset[str]] = {
     **dict.fromkeys(("apollo_torch", "galore_torch"), frozenset({"Adafactor", "GaLoreAdafactor"})),
 }
 """Optimizers whose update of an element depends on the rest of its tensor, and that neither compute it with torch's
-functions of the tensor alone nor divide it over the ranks: by package. Any other that does computes of the whole."""
+functions of the tensor alone nor divide it over the ranks: by package. Other such optimizers see the whole tensor."""
 
 _STEPS_IN_BACKWARD = frozenset({"Lomo", "AdaLomo", "LOMO", "AdaLOMO"})
 """Those of them that update whole parameters as gradients appear, in hooks of their own."""

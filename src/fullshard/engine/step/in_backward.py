@@ -1,6 +1,6 @@
 """The optimizer's step within backward: a bucket is updated as soon as its gradient is final, and the gradient freed.
 
-So the gradients of the whole model never exist at once. It is asked for per optimizer, by `step_in_backward`:
+So the gradients of the whole model never exist at once. `step_in_backward` requests it for an optimizer:
 
     backward              the schedule finishes one bucket's reduction after the other; `Stepper.step` updates those
                           parameters of it that the optimizer holds, and frees their gradients
@@ -36,8 +36,8 @@ from fullshard.engine.step.plain_tensors import ELEMENT_WISE, finish_step, use_p
 from fullshard.engine.unit import owner_of
 
 STEPS_IN_PARTS = ELEMENT_WISE
-"""Optimizers that keep what a step changes per parameter, so that parts of them may step one after the other. Others
-may count steps per group or on themselves."""
+"""Optimizers whose step changes state per parameter only, so that parts of them may step one after the other. Others
+may count steps per group or on the optimizer."""
 
 _was_asked_for = [False]
 """Whether any optimizer was set to step in backward in this process."""
@@ -135,9 +135,9 @@ class _Part:
     """The optimizer of one bucket's parameters.
 
     Attributes:
-        optimizer: of the same class, with the same state.
+        optimizer: an optimizer of the same class, with the same state.
         numbers: the group of the whole optimizer that each of its groups is a part of.
-        parameters: of all its groups.
+        parameters: the parameters of all its groups.
     """
 
     optimizer: optim.Optimizer
@@ -171,7 +171,7 @@ class Stepper:
         """Begin a backward; return whether to step in it.
 
         Raises:
-            LifecycleError: the last step has not been ended, or something would be left out without a word.
+            LifecycleError: the last step has not ended, or some update would be left out silently.
         """
         optimizer = self._optimizer()
         if optimizer is None:
@@ -223,7 +223,7 @@ class Stepper:
         part.parameters.append(parameter)
 
     def step(self, bucket: Bucket) -> bool:
-        """Update what the optimizer holds of a bucket whose gradients are published, and free those; False if nothing.
+        """Update the optimizer's parameters in a bucket with published gradients, and free these; False if none.
 
         No rank may be reading the main weights any more.
         """

@@ -83,9 +83,9 @@ def take_back(optimizer: torch.optim.Optimizer, *, has_stepped: bool = False) ->
     """Put the sharded parameters back, with the state; nothing if they are there.
 
     Args:
-        optimizer: what they were lent to.
-        has_stepped: it has updated them. torchao's state dicts are whole, so a parameter of which this rank has no
-            elements, and which was not updated here, counts steps as it does elsewhere.
+        optimizer: the one that they were lent to.
+        has_stepped: whether it has updated them. torchao's state dicts are whole, so a parameter without elements
+            on this rank, which was not updated here, counts steps as it does elsewhere.
     """
     counts = has_stepped and is_of(optimizer, "torchao")
     for members, index, parameter in vars(optimizer).pop(_LENT, ()):

@@ -1,11 +1,11 @@
-"""Whole matrices for optimizers: pieces go to each matrix's owner, and pieces of what it makes of them come back.
+"""Whole matrices for optimizers: pieces go to each matrix's owner, and pieces of its result come back.
 
-    to the owners    of what each rank has, what belongs to matrices of another: an exchange per bucket, or of several
-                     together, where a rank has little of each
+    to the owners    each rank's pieces of matrices that another rank owns: an exchange per bucket, or of several
+                     together, if a rank has little of each
     at the owners    every rank computes with its own matrices of one exchange, beside which the next is under way
     back             the same exchanges, and one each along the replicate axis, where matrices are dealt, too
 
-So a rank holds its matrices of three exchanges at most. Who owns what, and what travels together, is `core.matrices`.
+So a rank holds its matrices of three exchanges at most. `core.matrices` decides owners and exchanges.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fullshard.engine.unit import owner_of
 class MatrixOptimizer(torch.optim.Optimizer):
     """An optimizer whose update of an element depends on the rest of its matrix, and that works on sharded parameters.
 
-    It computes element by element with what each rank has; `WholeMatrices` has matrices computed as a whole.
+    It computes element by element with each rank's part; `WholeMatrices` has matrices computed as a whole.
 
     Attributes:
         whole_state: keys of state that every rank has whole, the same.
@@ -115,7 +115,7 @@ class WholeMatrices:
 
         Args:
             given: the parameters to update, the same on every rank: those that have gradients.
-            dtype: what matrices are sent and computed in.
+            dtype: the dtype in which matrices are sent and computed.
             give: called on every rank for each of `given`.
             compute: called for each matrix that this rank owns.
             take: called on every rank for each of `given` of which it has elements.
@@ -152,7 +152,7 @@ class _Coming:
     """Pieces that are under way to this rank.
 
     Attributes:
-        pieces: in their order.
+        pieces: the pieces, in their order.
         work: the exchange that brings all of them.
         leaving: the buffer that this rank sends from, which must stay alive meanwhile.
         bucket: the bucket that names the exchange.
@@ -207,7 +207,7 @@ class _Travel:
         return {n: torch.cat(parts).view(known[n].rows, known[n].columns) for n, parts in pieces_of.items()}
 
     def back(self, turn: int, results: dict[int, torch.Tensor]) -> _Coming:
-        """Begin to bring what was made of them to those who have the pieces."""
+        """Begin to send the results back to the ranks that have the pieces."""
         numbers, _ = self._exchanges[turn]
         leaving, arriving = self._gathered(numbers), self._sent(numbers)
         made = [self._part_of_matrix(results, piece) for pieces in leaving for piece in pieces]

@@ -1,6 +1,6 @@
 """Optimizer state on the host between steps, while main weights stay on the device.
 
-State is moved by the memory it is in, and the tensors stay the objects they are: the optimizer and a checkpoint hold on
+The memory of state moves, and the tensors stay the same objects, because the optimizer and a checkpoint keep references
 to them.
 """
 

@@ -40,7 +40,7 @@ def use_plain_tensors(optimizer: optim.Optimizer) -> None:
 
 
 def finish_step(optimizer: optim.Optimizer) -> None:
-    """Give the parameters what the optimizer has put into its state after its loop, as SGD does."""
+    """Give the parameters the state that the optimizer has set after its loop, as SGD does."""
     init_group = vars(optimizer).get(torch_private.INIT_GROUP)
     if isinstance(init_group, _InitGroup):
         init_group.take_state()
@@ -76,7 +76,7 @@ class _InitGroup:
             self._take_state_of(listed)
 
     def take_state(self) -> None:
-        """Give the parameters listed in this step what is in the state of their plain tensors."""
+        """Give the parameters listed in this step the state of their plain tensors."""
         listed, self._listed = self._listed, []
         self._take_state_of(listed)
 

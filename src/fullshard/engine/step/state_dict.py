@@ -30,8 +30,8 @@ def state_dict(self: torch.optim.Optimizer) -> dict[str, Any]:
     """Return torch's state dict, with a `ShardedTensor` in place of each of this rank's intervals.
 
     Raises:
-        OptimizerError: state that cannot be whole: bitsandbytes' codes, and none where a rank has no elements; or that
-            of matrices which other ranks own.
+        OptimizerError: state that cannot be whole: bitsandbytes' codes, of which a rank without elements has none; or
+            that of matrices that other ranks own.
     """
     take_back(self)
     if is_of(self, "bitsandbytes"):
@@ -78,7 +78,7 @@ def load_state_dict(self: torch.optim.Optimizer, state_dict: dict[str, Any]) -> 
     """Load as torch does, after whole tensors are cut to this rank's intervals.
 
     Raises:
-        OptimizerError: state of another shape than its parameter's.
+        OptimizerError: state has another shape than its parameter.
     """
     take_back(self)
     torch_private.load_state_dict.torchs(self, _map_states(self, state_dict, partial(cut_state, optimizer=self)))
