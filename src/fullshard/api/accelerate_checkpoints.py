@@ -97,7 +97,7 @@ def load_fsdp_model(
 
 @torch.no_grad()
 def _read(path: Path, model: torch.nn.Module) -> None:
-    """Read what this rank holds of a model out of any other's checkpoint."""
+    """Read this rank's part of a model out of any other's checkpoint."""
     rest(model)
     locals_ = local_tensors(model)
     check_is_plain(locals_)

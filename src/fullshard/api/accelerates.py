@@ -104,7 +104,7 @@ def compilation(plugin: Any, backend: str | None) -> dict[str, Any]:
 
     Args:
         plugin: None: there is none.
-        backend: what is said without it.
+        backend: the setting without it.
 
     Raises:
         ConfigError: another object, both at once, or options for a backend.

@@ -120,8 +120,8 @@ class AcceleratorState(PartialState):
         process: this process's place in the job.
         mixed_precision: `no`, `fp32`, `bf16` or `fp16`.
         fsdp_plugin: how models are sharded.
-        dynamo_backend: what units are compiled with; `no` if they are not.
-        parallelism_config: what the script gave.
+        dynamo_backend: the backend that compiles units; `no` if they are not compiled.
+        parallelism_config: as given by the script.
         gradient_state: where the loop is.
     """
 

@@ -1,4 +1,4 @@
-"""Measures this machine for the planner: products, memory, collectives, and what operations and units cost at least.
+"""Measures this machine for the planner: products, memory, collectives, and the least cost of operations and units.
 
 Also the program of the measuring processes: `python -m fullshard.api.calibration FILE`.
 """
@@ -43,7 +43,7 @@ def calibrate(path: Path) -> Device:
         path: a `.json` file; an existing one is replaced.
 
     Raises:
-        CommunicationError: the measuring processes failed; what they said is on standard error.
+        CommunicationError: the measuring processes failed; their output is on standard error.
         OSError: it cannot be written.
     """
     path = local_path(path)

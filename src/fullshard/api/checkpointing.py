@@ -27,7 +27,7 @@ from fullshard.launch.environment import run_on_main
 
 
 class Checkpointing(Facts):
-    """The part of the Accelerator that saves and loads what was prepared.
+    """The part of the Accelerator that saves and loads prepared objects.
 
     Args:
         process: this process's place in the job.
@@ -57,7 +57,7 @@ class Checkpointing(Facts):
 
     @staticmethod
     def _remember(value: Any, prepared: list[Any]) -> None:
-        """Put what is prepared once more, after `free_memory` forgot it, with the others."""
+        """Add an object that is prepared once more, after `free_memory` forgot it, to the others."""
         if not any(value is other for other in prepared):
             prepared.append(value)
 
@@ -160,13 +160,13 @@ class Checkpointing(Facts):
         strict: bool = True,
         map_location: Any = None,
     ) -> None:
-        """Load what `save_state` wrote, at any number of ranks, into the same prepared objects.
+        """Load the state that `save_state` wrote, at any number of ranks, into the same prepared objects.
 
         Args:
             input_dir: the directory; None: the newest complete one under `project_dir/checkpoints`.
             load_kwargs: must be empty: nothing is unpickled, so `torch.load` has nothing to be told.
             strict: must not be False: a checkpoint that lacks weights, or holds others, is refused.
-            map_location: no choice: what is loaded goes where the prepared object is.
+            map_location: no choice: loaded values go where the prepared object is.
 
         Raises:
             ConfigError: no directory, `strict=False`, or arguments for `torch.load`.
@@ -193,7 +193,7 @@ class Checkpointing(Facts):
     def keep_copy(self, step: int) -> None:
         """Renew the copies of the state in host memory that `max_lost_steps` asks for; do nothing if it asks for none.
 
-        Call it on every rank after each optimizer step. What is in them is what `save_state` saves.
+        Call it on every rank after each optimizer step. They hold the same state that `save_state` saves.
 
         Args:
             step: of the run, the one that is done.

@@ -115,7 +115,7 @@ def gather(data: Any, *, check: Callable[[list[Any]], None] | None = None, note:
     Args:
         data: tensors in any nesting.
         check: called on several ranks with the notes of all of them, before their tensors.
-        note: what this rank says besides.
+        note: this rank's further message.
 
     Raises:
         CommunicationError: a tensor's shape or dtype differs between ranks.

@@ -43,7 +43,7 @@ def of_accelerator(arguments: Mapping[str, Any]) -> Reading:
 
 
 def changed_config(config: RunConfig, changes: Reading) -> RunConfig:
-    """Return a configuration with what a script has changed since.
+    """Return a configuration with a script's later changes.
 
     Raises:
         ConfigError: a setting that is wrong, or does not go with the others.

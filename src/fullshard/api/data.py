@@ -128,7 +128,7 @@ class ShardedDataLoader(DataLoader[Any]):
         self._seed, self._number = broadcast_object(said) if world_size > 1 else said
 
     epoch: int = forwarded("_place.epoch")
-    """Iterations so far, or what `set_epoch` said."""
+    """Iterations so far, or the number given to `set_epoch`."""
     iteration: int = forwarded("epoch")
     """The epoch, under Accelerate's name."""
 
@@ -230,7 +230,7 @@ class ShardedDataLoader(DataLoader[Any]):
             ORDERS.pop(name, None)
 
     def _read(self, discard: int) -> Iterator[tuple[Any, Real | None]]:
-        """Yield batches, with what is real of their rounds if it is known; skip what the loader gives at first."""
+        """Yield batches, with the real part of their rounds if it is known; skip the loader's first ones."""
         given = iter(self.base_dataloader)
         self.share.note_begun()
         for _ in range(discard):

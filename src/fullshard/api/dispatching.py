@@ -46,7 +46,7 @@ def dispatched(
         shares: number of them in a step. Where there are more ranks, as many neighbours have the same.
 
     Raises:
-        DataError: on the other ranks, if reading fails on rank 0, which raises what it was.
+        DataError: on the other ranks, if reading fails on rank 0, which raises its own error.
     """
     copies = max(1, world_size() // shares)
     parcels = _parcels(read, last_real, shares) if rank() == 0 else itertools.repeat(None)

@@ -37,7 +37,7 @@ def accelerate(
         mixed_precision: `no`, `fp32` or `bf16`. Default: the launcher's, else `no`.
 
     Returns:
-        Model, optimizer and loader; None for what was not given.
+        Model, optimizer and loader; None for each that was not given.
 
     Raises:
         ConfigError: a setting that is wrong; `fp16`, whose loss scaling needs an Accelerator.

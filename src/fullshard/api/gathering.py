@@ -1,4 +1,4 @@
-"""Metrics and signals over all ranks: what an evaluation loop asks of the Accelerator."""
+"""Metrics and signals over all ranks: the Accelerator's methods for an evaluation loop."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Gathering(Processes):
             use_gather_object: gather objects although they are tensors.
 
         Raises:
-            TypeError: on several ranks, what is neither tensors nor a list of objects.
+            TypeError: on several ranks, a value that is neither tensors nor a list of objects.
             DataError: ranks read the loader in different orders.
         """
         if self.num_processes == 1:  # whatever it is, it is all there, and nothing is repeated

@@ -1,4 +1,4 @@
-"""The memory of one rank through one step, at each event of the engine: measured, beside what was planned.
+"""The memory of one rank through one step, at each event of the engine: measured, beside the plan.
 
     timeline = MemoryTimeline(model, optimizer, device, when_done=lambda moments: ...)
 

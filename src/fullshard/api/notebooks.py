@@ -1,4 +1,4 @@
-"""Training from a notebook: Accelerate's launchers, told beforehand what a forked process could not mend."""
+"""Training from a notebook: Accelerate's launchers, with checks for faults that a forked process could not mend."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def check_parameters(optimizer: Optimizer, models: Iterable[nn.Module], ranks: i
 
 
 def refuse_stand_in(value: Any) -> None:
-    """Refuse what would be returned as it is, and would then train nothing.
+    """Refuse an object that would be returned as it is, and would then train nothing.
 
     Raises:
         OptimizerError: Accelerate's stand-ins for an optimizer that DeepSpeed makes, or an optimizer of another kind.
@@ -131,7 +131,7 @@ class AcceleratedOptimizer(Optimizer):
         return result
 
     def _check_parameters(self, closure: Callable[[], Any] | None) -> None:
-        """Check what the optimizer holds at its first step: by then every model is prepared."""
+        """Check the optimizer's parameters at its first step: by then every model is prepared."""
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         trains_alone = any(sharded_parameter_of(p) is None and p.grad is not None for p in parameters)
         if self._ranks > 1 or not (trains_alone or closure):

@@ -4,8 +4,8 @@
     ...                                     # three steps of training
     print(check.report())
 
-The model shows its own layout; the job says what the model does not (accumulation, optimizer). `PlanWatch` does this
-for whatever an `Accelerator` prepares, and says what it found: `fullshard launch --check_plan`.
+The model shows its own layout; the job adds the rest (accumulation, optimizer). `PlanWatch` does this
+for every model that an `Accelerator` prepares, and reports: `fullshard launch --check_plan`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Deviation:
     """One category, as it was planned and as it is. Bytes, but for the events, which are counted.
 
     Attributes:
-        category: what is compared.
+        category: of the compared figures.
         planned: None where the plan does not know, such as the state of an optimizer it has no formula for.
         found: in this rank.
         detail: where it begins, if that can be said.
@@ -78,7 +78,7 @@ class PlanCheck:
     Args:
         model: sharded; one event sink can listen, and it is this one until the step is over.
         optimizer: of its parameters.
-        job: what was planned.
+        job: as planned.
         at_step: which optimizer step to look at, from 1.
         is_state_planned: False if `job.optimizer` stands for one that the planner does not know.
         when_done: called with the report, within the step's `optimizer.step()`, before the update.
@@ -188,7 +188,7 @@ class PlanCheck:
         return Deviation("gradients at once", planned, self._most_gradients)
 
     def _compare_pieces(self, layout: ModelLayout, found: int) -> list[Deviation]:
-        """Compare what is sent for whole matrices: dealt anew to the plan's buckets, as the planner deals them."""
+        """Compare the bytes sent for whole matrices: dealt anew to the plan's buckets, as the planner deals them."""
         optimizer = self._optimizer
         if not isinstance(optimizer, MatricesWithAdamW):
             return []
@@ -242,10 +242,10 @@ class PlanCheck:
 
 
 class PlanWatch:
-    """Checks every pair of a model and an optimizer of its parameters, and says what it found.
+    """Checks every pair of a model and an optimizer of its parameters, and reports.
 
     Args:
-        job: what was planned, but for the optimizer, which is looked at.
+        job: as planned, except for the optimizer, which is read from the object itself.
         say: called with a line for the user, on every rank.
     """
 
@@ -281,7 +281,7 @@ class PlanWatch:
         return PlanCheck(model, optimizer, job, is_state_planned=kind is not None, when_done=say)
 
     def close(self) -> None:
-        """End the run: say what was not compared, and why."""
+        """End the run: name the categories that were not compared, and why."""
         if not self._checks:
             self._say("check_plan: nothing was compared, because no optimizer of a sharded model was prepared")
         for check in self._checks.values():

@@ -30,11 +30,11 @@ class Reporting(Checkpointing):
     def init_trackers(
         self, project_name: str, config: Mapping[str, Any] | None = None, init_kwargs: Mapping[str, Any] | None = None
     ) -> None:
-        """Start what `log_with` names, on the main process.
+        """Start the trackers that `log_with` names, on the main process.
 
         Args:
             project_name: the name of the run.
-            config: what the trackers keep about it.
+            config: the run's data that the trackers keep.
             init_kwargs: per tracker's name, further arguments for it.
 
         Raises:

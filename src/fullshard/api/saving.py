@@ -58,7 +58,7 @@ class Together(nn.ModuleList):
 
 
 Part = tuple[nn.Module, torch.optim.Optimizer | None]
-"""A model with the optimizer that holds its parameters: what one checkpoint is of."""
+"""A model with the optimizer that holds its parameters: the contents of one checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +275,7 @@ def call_hooks(hooks: Iterable[Callable[..., Any]], *args: Any) -> None:
     """Call a script's hooks, which may communicate. A collective.
 
     Raises:
-        CheckpointError: on every one of several ranks, if a hook has failed on any; of one alone it is what it raised.
+        CheckpointError: on every one of several ranks, if a hook has failed on any; one alone raises the hook's own.
     """
 
     def call() -> None:
@@ -290,7 +290,7 @@ def call_hooks(hooks: Iterable[Callable[..., Any]], *args: Any) -> None:
 
 
 def call_save_hooks(hooks: Iterable[Callable[..., Any]], models: list[nn.Module], path: Path) -> None:
-    """Call them, and note what they put into a checkpoint, so that a later save may replace that, too. A collective."""
+    """Call save hooks, and note their files in a checkpoint, so that a later save may replace them. A collective."""
     ranks = Ranks()
     before = ranks.on_rank_0(f"reading {path}", lambda: _names(path)) or set()
     call_hooks(hooks, models, [], str(path))
@@ -376,7 +376,7 @@ def _first_part(state: TrainingState, parts: Sequence[Part]) -> LoadArguments:
 
 
 def _set_extra(extra: Mapping[str, Any], state: TrainingState, *, where: Location) -> int:
-    """Set what is no part of a model; the counter that the script keeps."""
+    """Set the state that is no part of a model, and return the script's counter."""
     positions = extra.get("loaders", [])
     if len(positions) != len(state.loaders):
         raise CheckpointError(

@@ -60,9 +60,9 @@ class Setup:
     Attributes:
         sharding: the settings.
         precision: the dtypes.
-        plugin: what the settings cannot hold: modules, functions, a wrap policy that is an object.
+        plugin: settings that are objects: modules, functions, a wrap policy that is an object.
         autocast: how the forward runs under autocast in the modes bf16 and fp16.
-        training: what becomes of gradients that are not finite.
+        training: the treatment of gradients that are not finite.
     """
 
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
@@ -208,7 +208,7 @@ def _say_what_is_left(model: nn.Module, say: Callable[[str], None]) -> None:
 
 
 def _say_how(model: nn.Module, config: ShardingConfig, say: Callable[[str], None]) -> None:
-    """Say how the model is sharded, and what was asked for and changes nothing here."""
+    """Say how the model is sharded, and which requested settings change nothing here."""
     sharding, asked = describe(model), config.resolved_strategy().name
     say(f"{type(model).__name__}: {sharding}")
     if sharding.strategy not in ("", asked):

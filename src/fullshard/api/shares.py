@@ -237,7 +237,7 @@ def _drawn(order: Iterable[Any], seed: int, readers: int) -> Iterator[Any]:
     """Yield the items of a sampler of unknown make, which may never end.
 
     It draws from the global generators, or holds some: they are seeded for the time of the draw. To be safe from
-    anything else that differs between processes, rank 0's order is everybody's.
+    anything else that differs between processes, all ranks use rank 0's order.
     """
     size = len(order) if isinstance(order, Sized) else _PIECE
     items: Iterator[Any] | None = None
@@ -351,7 +351,7 @@ class _DealtDataset(IterableDataset[Any]):
 
 
 class _CollateDealt:
-    """Collates what a `_DealtDataset` gives; in a worker process, so it must pickle."""
+    """Collates the items of a `_DealtDataset`; in a worker process, so it must pickle."""
 
     def __init__(self, collate: Callable[[Any], Any], *, batched: bool) -> None:
         self._collate = collate

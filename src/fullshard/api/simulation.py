@@ -237,7 +237,7 @@ def transformers_model(values: dict[str, Any], *, attention: str | None = None) 
     """Return a function that builds a `config.json`'s model: a causal one, or one with an encoder and a decoder.
 
     Args:
-        values: what the file says.
+        values: of the file.
         attention: what computes it, by Transformers' name. None: what the model itself would take.
 
     Raises:

@@ -134,7 +134,7 @@ class Collectives(Protocol):
         rank: this rank's position in the group.
         size: ranks in the group.
         sends: whether anything is sent at all, so that packing it makes a difference.
-        pages: what is done about pages of host memory.
+        pages: the handling of pages of host memory.
     """
 
     rank: int

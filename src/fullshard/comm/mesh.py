@@ -81,7 +81,7 @@ class Mesh:
 
     @property
     def is_first(self) -> bool:
-        """Return whether this rank announces what all ranks of the mesh know."""
+        """Return whether this rank speaks for all ranks of the mesh."""
         return self.rank == self.ranks[0]
 
     def rank_at(self, shard_rank: int) -> int:

@@ -102,5 +102,5 @@ def described(rank: int, word: Word) -> str:
 
 
 def are_busy(words: dict[int, Word]) -> bool:
-    """Return whether there are any, and all of them do what may take long."""
+    """Return whether there are any, and all of them do work that may take long."""
     return bool(words) and all(word.get("busy") and word["is_alive"] for word in words.values())

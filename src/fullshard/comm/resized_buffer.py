@@ -43,7 +43,7 @@ class ResizedBuffer(FullBuffer):
         return self._collectives.all_gather(self.full, tag=tag)
 
     def gather_from(self, part: torch.Tensor, neighbours: Collectives, *, tag: int) -> Work:
-        """Fill `full` with what neighbours have kept of it, this rank having kept `part`, its interval among them."""
+        """Fill `full` with the parts that neighbours have kept; this rank has kept `part`, its interval among them."""
         self._allocate()
         own_interval(self.full, neighbours.rank, neighbours.size).copy_(part)
         return neighbours.all_gather(self.full, tag=tag)

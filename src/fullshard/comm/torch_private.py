@@ -87,7 +87,7 @@ number_of: Callable[[Node], int] = methodcaller("_sequence_nr")
 def node_under_way() -> int | None:
     """Return the number of the node that backward is at, in this thread; None outside of any.
 
-    Without it a recomputation could not tell what backward has left before it. Since 2.1.
+    Without it a recomputation could not tell how much of backward lies before it. Since 2.1.
     """
     node = torch._C._current_autograd_node()
     return None if node is None else number_of(node)
@@ -112,7 +112,7 @@ it saved. Since 2.7 for several tensors."""
 
 storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 """The storage's address: the same for all tensors that share it, even while it has no memory, when `data_ptr` is 0.
-Else views could not be told from copies. Since 2.0."""
+Without it views could not be told from copies. Since 2.0."""
 
 storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
 """The number of holders of a storage, by its `storage_id`. Without it, memory that forward still computes with would be
@@ -169,7 +169,7 @@ def layout_as(layout: DTensorSpec, whole: torch.Tensor) -> DTensorSpec:
 
 
 def wrap(kind: type[DTensor], local: torch.Tensor, layout: DTensorSpec, *, requires_grad: bool = False) -> Any:
-    """Make a DTensor of a subclass around what this rank has, without autograd or asking other ranks. Since 2.5."""
+    """Make a DTensor of a subclass around this rank's part, without autograd or asking other ranks. Since 2.5."""
     return DTensor.__new__(kind, local, layout, requires_grad=requires_grad)
 
 
@@ -286,7 +286,7 @@ def made_as(kind: type[Any], data: torch.Tensor, *, requires_grad: bool) -> Any:
 
 
 parse_to = torch._C._nn._parse_to
-"""Device and dtype in the arguments of a `to()`. Else bitsandbytes' weights would be quantised again. Since 2.0."""
+"""Device and dtype in the arguments of a `to()`. Without it bitsandbytes would quantise twice. Since 2.0."""
 
 
 def has_own_dispatch(kind: type[torch.Tensor]) -> bool:
@@ -416,7 +416,7 @@ def may_hold(tensor: torch.Tensor, data: torch.Tensor) -> bool:
 
 
 def copy_module_versions(source: Any, target: Any) -> None:
-    """Give a state dict what another has beside its tensors: the versions of its modules. Since 2.0."""
+    """Give a state dict another one's data beside tensors: the versions of its modules. Since 2.0."""
     if hasattr(source, "_metadata"):
         target._metadata = source._metadata
 
@@ -453,7 +453,7 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
 def count_for_debugging(operation: str) -> None:
     """Have `CommDebugMode` count a collective, by its name in `torch.ops`, that torch has no part in.
 
-    Else it would say that ranks on CPUs, which share memory or send one another messages, exchange nothing. Since 2.5.
+    Otherwise it would say that ranks on CPUs, which share memory or send messages, exchange nothing. Since 2.5.
     """
     for mode in _Collective.counters():
         mode.__torch_dispatch__(_Collective(attrgetter(operation)(torch.ops)), ())
@@ -507,7 +507,7 @@ class Replaced:
 
     Attributes:
         owner: the module or class it is in.
-        name: what it is called there.
+        name: its name there.
         torchs: torch's own.
     """
 

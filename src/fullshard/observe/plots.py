@@ -56,7 +56,7 @@ def plot_losses(
         path: the file to write.
         steps: optimizer steps, in order.
         losses: loss of each step, nats per token.
-        unigram_entropy: drawn as a line: what a model that knows only how frequent each token is would reach.
+        unigram_entropy: drawn as a line: the loss of a model that knows only the frequency of each token.
         held_out_loss: drawn as a point at the last step.
 
     Raises:
@@ -75,7 +75,7 @@ def plot_losses(
 
 
 def line_chart(unit: str, lines: Sequence[Line]) -> str:
-    """Return a chart of lines over steps, as what `src` of a picture holds."""
+    """Return a chart of lines over steps as the value of a picture's `src`."""
     with _drawn(5, 2.4) as (figure, axes):
         _draw(axes, unit, lines)
         return _as_data(figure)

@@ -133,7 +133,7 @@ class TensorboardSink:
 
     Args:
         directory: where the event files go.
-        last_step: the step the run continues from; TensorBoard hides what an earlier run wrote after it.
+        last_step: the step the run continues from; TensorBoard hides an earlier run's values after it.
 
     Raises:
         MissingExtraError: the package `tensorboard` is not installed.

@@ -50,7 +50,7 @@ class Composition:
 
     Attributes:
         kind: its class.
-        context: what the class needs beside tensors to make one.
+        context: the class's further data, beside tensors, to make one.
         shapes: of the tensors of the whole, by name.
     """
 

@@ -31,7 +31,7 @@ def checkpoint_modules(
 
     Call it before the model is sharded. Of nested modules only the outermost is checkpointed: recomputing the inner one
     once more within the recomputation would cost time and save little. Random numbers (dropout) and autocast are the
-    same in the recomputation, and so are buffers, which it leaves as they are: a batch norm counts what it sees once.
+    same in the recomputation, and so are buffers, which it leaves as they are: a batch norm counts its inputs once.
     An empty key/value cache is withheld from a checkpointed layer: recomputing would fill it twice.
 
     Args:
@@ -39,8 +39,8 @@ def checkpoint_modules(
         modules: usually the model's units.
         reentrant: use PyTorch's older implementation. It needs an input that requires grad, and does not see tensors
             inside tuples or dicts.
-        selective: keep what is dear to compute for its size, attention's output and every second matrix product, and
-            recompute the rest: about 0.4 of a forward again, for half the memory of keeping everything.
+        selective: keep tensors that are expensive to compute for their size, attention's output and every second matrix
+            product, and recompute the rest: about 0.4 of a forward again, for half the memory of keeping everything.
 
     Returns:
         The modules that were changed.
@@ -88,7 +88,7 @@ def compile_modules(modules: Iterable[nn.Module], **options: Any) -> None:
         options: passed to `torch.compile`.
 
     Raises:
-        WrapError: a module is a unit already, or is checkpointed selectively: what is kept could not be told from
+        WrapError: a module is a unit already, or is checkpointed selectively: the kept tensors could not be told from
             outside a graph.
     """
     for module in {id(module): module for module in modules}.values():

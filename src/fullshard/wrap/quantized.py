@@ -69,7 +69,7 @@ def expose_scales(model: nn.Module) -> None:
 
 
 def place_tables(module: nn.Module, device: torch.device) -> None:
-    """Bring what stays on every rank to the device that computes; where all of it is there already, nothing is done."""
+    """Bring the tensors that stay on every rank to the device that computes; do nothing if all are there already."""
     weight: Any = module._parameters.get("weight")
     state = getattr(weight, "quant_state", None)
     if state is None or not is_exact(weight) or state.code.is_meta:
@@ -83,7 +83,7 @@ def place_tables(module: nn.Module, device: torch.device) -> None:
 
 
 def _keep_in_place(module: nn.Module, weight: Any) -> None:
-    """Undo what would make the layer compute with another tensor than its parameter, or lose a part of its state."""
+    """Undo changes that would make the layer compute with a tensor beside its parameter, or lose state."""
     if not is_exact(weight):
         return
     # With DoRA on a CPU PEFT moves the weight, in every forward, to where it is; bitsandbytes would make a new one.

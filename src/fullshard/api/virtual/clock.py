@@ -22,13 +22,13 @@ class Task:
 
     Attributes:
         name: for people.
-        resource: what it takes; "" for what only waits.
+        resource: that it takes; "" for a task that only waits.
         latency: seconds that it takes whatever else runs.
         work: seconds of the resource that it takes after them.
         launched: when the host launched it.
         waits_for: another that must be over before.
         start, end: when it ran, once that is known.
-        phase: what the script was at.
+        phase: of the script at that time.
     """
 
     __slots__ = ("end", "latency", "launched", "name", "phase", "resource", "start", "waits_for", "work")
@@ -72,7 +72,7 @@ class Clock:
         contention: by how much more a kernel takes while a collective runs beside it.
 
     Attributes:
-        host: what the host's clock shows.
+        host: the time on the host's clock.
         device: until when the streams' clocks have been wound.
         blocked: seconds that the host has waited for the device.
     """
@@ -147,7 +147,7 @@ class Clock:
         return bool(running) or moment < until
 
     def _start(self) -> list[Stream]:
-        """Start what can be; returns what runs."""
+        """Start the tasks that can start, and return the streams that run."""
         is_changed = True
         while is_changed:
             is_changed = False

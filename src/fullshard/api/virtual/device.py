@@ -1,4 +1,4 @@
-"""An accelerator without data: tensors are on the meta device, and what is done to them takes the clocks' time.
+"""An accelerator without data: tensors are on the meta device, and operations on them take the clocks' time.
 
 While it runs it sees every operation of torch (a dispatch mode), knows which memory is there (storages that operations
 make, that are resized, and that die), and gives streams and events with torch's methods. Nothing above it is changed.
@@ -116,14 +116,14 @@ class VirtualDevice(torch_private.DispatchMode):
 
     Args:
         cluster: the cluster that it belongs to.
-        host: what the host takes. A CPU is its own host, which goes on when an operation is over.
+        host: the times that the host takes. A CPU is its own host, which goes on when an operation is over.
 
     Attributes:
         clock, memory: of it.
         current: the stream that operations go to.
         launches: operations with a kernel so far.
         curve: (host's seconds, allocated bytes) at each change.
-        phase: what a task is launched for.
+        phase: of the step in which a task is launched.
         begin: of what is recorded.
     """
 

@@ -22,7 +22,7 @@ _GROUP: Any = dist.ProcessGroup
 
 
 class VirtualWork(_WORK):  # type: ignore[misc]
-    """A collective under way, and what must outlive it."""
+    """A collective under way, and the objects that must outlive it."""
 
     def __init__(self, device: VirtualDevice, task: Task | None, tensors: list[torch.Tensor]) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class VirtualGroup(_GROUP):  # type: ignore[misc]
     Attributes:
         title: of its stream.
         sent_nbytes: bytes that this rank would have sent.
-        is_in_order: nothing is written before all ranks have read what they need of it.
+        is_in_order: memory is written only after all ranks have read their parts of it.
     """
 
     is_in_order = True

@@ -33,7 +33,7 @@ def playing(device: VirtualDevice, rank: int, world_size: int) -> Iterator[None]
 
 
 def name_groups(mesh: Mesh) -> None:
-    """Call the groups of a mesh what they are for."""
+    """Name the groups of a mesh after their purpose."""
     kinds = {"gather": mesh.gather, "reduce": mesh.reduce, "all-reduce": mesh.replicate}
     for group, name in [(mesh.world_group, "all ranks"), *((getattr(c, "group", None), n) for n, c in kinds.items())]:
         if isinstance(group, VirtualGroup):

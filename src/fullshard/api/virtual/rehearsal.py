@@ -27,11 +27,11 @@ def time_step(
     """Time a step of the engine in virtual time: as one of many ranks, on devices that are not there.
 
     Args:
-        values: what the model's `config.json` says; a causal language model.
+        values: the model's `config.json`; a causal language model.
         job: how it is trained: whole models, in bfloat16 or float32, with AdamW, nothing on the host, no packing.
         cluster: the devices.
         rank: which of them to be.
-        host: what the host takes.
+        host: the times that the host takes.
 
     Raises:
         ConfigError: a job that cannot be timed.

@@ -1,4 +1,4 @@
-"""Runs steps of a sharded model on the virtual device, and says what the last one took."""
+"""Runs steps of a sharded model on the virtual device, and returns the times of the last one."""
 
 from __future__ import annotations
 

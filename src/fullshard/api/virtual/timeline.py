@@ -20,8 +20,8 @@ class Slice:
 
     Attributes:
         stream, name: for people.
-        phase: what the engine was at when it was launched.
-        resource: what it took (`virtual.clock`).
+        phase: of the engine when it was launched.
+        resource: that it took (`virtual.clock`).
         launched, start, end: seconds since the step began.
     """
 
@@ -49,7 +49,7 @@ class Timeline:
         peak_allocated, peak_reserved: bytes on the device.
         state: bytes allocated before the step.
         capacity: bytes of the device that programs may have.
-        slices: what ran.
+        slices: all spans of work.
         memory: (seconds, bytes allocated) by the host's clock.
     """
 

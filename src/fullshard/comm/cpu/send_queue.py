@@ -184,7 +184,7 @@ class SendQueues:
         return transfer
 
     def read_parts(self, number: int, arriving: torch.Tensor, parts: Parts) -> torch.Tensor:
-        """Copy what all ranks of this host have for this one. They have posted the entry of that number.
+        """Copy the parts that all ranks of this host have for this one. They have posted the entry of that number.
 
         Raises:
             RuntimeError: a rank has something else than is expected of it.

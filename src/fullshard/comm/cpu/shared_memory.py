@@ -5,9 +5,9 @@ Nothing is sent. Each rank writes where its peers read:
     all-gather        The unsharded bucket is one piece of memory that all ranks map and in which each owns its
                       interval. If ranks compute in the dtype of the main weights, that interval *is* the main weights,
                       and unsharding copies nothing at all; else each rank casts its own into it.
-    exchange          Each rank says where what it has for each of the others begins; they copy it from there.
+    exchange          Each rank says where its part for each of the others begins; they copy it from there.
     reduce-scatter    Each rank collects its gradients in memory that the others can read, says where, and adds up its
-                      own interval of everybody's, in pairs (`comm.cpu.averages`), always the same number. It casts
+                      own interval of all ranks', in pairs (`comm.cpu.averages`), always the same number. It casts
                       what it reads if the sum is to be in a wider dtype.
 
 What remains is to know when. A rank counts how often it has offered and freed each bucket, and how many gradients it
@@ -172,7 +172,7 @@ class SharedBuckets:
             self.shared.madvise(mmap.MADV_REMOVE, first, last - first)
 
     def offer_pending(self) -> None:
-        """Offer what can be offered by now."""
+        """Make the pending offers that are possible by now."""
         for offer in [offer for offer in self.pending if offer()]:
             self.pending.remove(offer)
 
@@ -238,7 +238,7 @@ class MappedBuffer(FullBuffer):
     def offer(self, main: torch.Tensor | None, number: int) -> bool:
         """Offer this rank's interval for the gather of that number, unless a peer may read what would be overwritten.
 
-        `main` is what to put there; None if it is there.
+        `main` is copied there; None if it is there.
         """
         if main is not None:
             if not self._buffers.is_free(self._number, number - 1):

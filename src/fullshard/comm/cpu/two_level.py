@@ -81,7 +81,7 @@ class TwoLevelCollectives(SharedMemoryCollectives):
 
 
 class _TwoLevelPages(SharedPages):
-    """See `SharedPages`; other hosts read what is sent to them."""
+    """See `SharedPages`; other hosts read messages."""
 
     widens = Route.TWO_LEVELS.widens
 

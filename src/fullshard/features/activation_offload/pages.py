@@ -70,7 +70,7 @@ class Pages:
         """Begin a forward of the model; `ahead`: its backward may have two pages on the device.
 
         Do nothing without autograd, or under hooks of other code: a script that checkpoints the whole model has
-        decided what is kept of it.
+        decided what to keep.
         """
         self.end()  # of a forward that was interrupted
         self._ahead, self._wanted = ahead, None
@@ -97,7 +97,7 @@ class Pages:
         self._give_up()
 
     def _send(self, page: Page, following: Page) -> None:
-        """Copy what only this page holds to the host, and leave the rest to the next one."""
+        """Copy the storages that only this page holds to the host, and leave the rest to the next page."""
         if not page.unit.storage.offload.activations:
             return
         blocks = []

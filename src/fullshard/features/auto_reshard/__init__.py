@@ -1,4 +1,4 @@
-"""Units that stay unsharded between forward and backward as far as memory allows."""
+"""Units that stay unsharded between forward and backward while memory allows."""
 
 from fullshard.features.auto_reshard.rule import available_host_memory, keep_head, keep_unsharded
 

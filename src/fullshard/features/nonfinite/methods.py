@@ -15,11 +15,11 @@ class NonFiniteMethods:
     """Methods of `FSDPModule`."""
 
     def set_nonfinite_gradients(self, policy: str, *, limit: int = 10) -> None:
-        """Say what becomes of a step whose gradients hold NaN or infinity on any rank; for the whole model.
+        """Set the treatment of a step whose gradients hold NaN or infinity on any rank; for the whole model.
 
         Args:
             policy: `raise`: a `NonFiniteError` on all ranks, before anything is changed. `skip`: all ranks leave the
-                step out and drop the optimizer's gradients. `off`: nobody looks.
+                step out and drop the optimizer's gradients. `off`: gradients are not checked.
             limit: how many steps in a row may be left out; one more is the error.
 
         Raises:

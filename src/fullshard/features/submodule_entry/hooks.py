@@ -42,7 +42,7 @@ def _watch(unit: Unit, *, is_outermost: bool) -> list[RemovableHandle]:
     """Unshard a unit when a module that holds parameters of it is called past the unit.
 
     In the outermost unit any: an encoder called on its own uses the embedding that the whole model owns. In others
-    embeddings, which models look tokens up in (`get_input_embeddings()`) before they call what holds them.
+    embeddings, which models look tokens up in (`get_input_embeddings()`) before they call the unit around them.
     """
     parts = {id(m): m for slot in unit.slots for m, _ in slot.owners if is_outermost or isinstance(m, nn.Embedding)}
     handles = []
