@@ -1,7 +1,7 @@
 """Each rank's progress through a model, a number at a time, kept where ranks that wait for it find it.
 
 All ranks must note the same numbers. A rank that has waited for a while looks at what the others have noted: it finds
-a rank that will never come at once, and not by a time-out. Ranks of a host see one another's pages
+at once, and not by a time-out, a rank that will never come. Ranks of a host see one another's pages
 (`comm.cpu.peers`). To all other ranks, a rank tells its notes in the job's store while it waits (`comm.stalls`).
 """
 

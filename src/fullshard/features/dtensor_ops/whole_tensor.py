@@ -146,7 +146,7 @@ def _leave(whole: _Whole, *, is_plain: bool) -> torch.Tensor:
 class WholeCopy(_Whole):
     """A copy in place of a view that is no interval, a transposed matrix for example. It must not be changed.
 
-    Nor may it be read once its source has changed, as a view would have changed with it. So are its views.
+    Once its source has changed, it must not be read either, as a view would have changed too. Views of it are alike.
     """
 
     _source: torch.Tensor
