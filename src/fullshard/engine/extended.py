@@ -37,7 +37,7 @@ from fullshard.wrap.partition import Slot
 
 
 class ExtendedParameter(ShardedParameter):
-    """A sharded parameter whose extension finds its own tensor where torch's `fully_shard` has it."""
+    """A sharded parameter; extensions find their own tensor at the place where torch's `fully_shard` keeps it."""
 
     rows: torch.Tensor
 
@@ -105,7 +105,7 @@ class ExtendedBucket(Bucket):
 
     @property
     def full_nbytes(self) -> int:
-        """Bytes of the outputs, and of what was made beside them."""
+        """Bytes of the outputs, and of tensors made beside them."""
         return self.buffer.whole_nbytes
 
     def write_back(self) -> None:
@@ -226,7 +226,7 @@ class ExtendedBuffer(FullBuffer):
             storage.resize_(0)
 
     def wait_for_readers(self) -> None:
-        """Do as `FullBuffer.wait_for_readers` says."""
+        """Wait for ranks that still read this memory; see `FullBuffer`."""
         for buffer, _ in self._outputs:
             buffer.wait_for_readers()
 

@@ -2,7 +2,7 @@
 
 One instance of each registered class belongs to each sharded model. The kernel calls their methods in the order of
 registration, and only those that a class overrides: a moment without listeners costs one look at an empty tuple.
-`fullshard.features` registers what comes with the package; any other class can be registered before a model is sharded.
+`fullshard.features` registers those of the package; any other class can be registered before a model is sharded.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Extension:
         """Learn that the first forward after an optimizer's step begins."""
 
     def forward_begins(self, unit: Unit, *, is_outermost: bool) -> None:
-        """Learn that a unit is about to run forward, before it is unsharded. Recomputes are not told.
+        """Learn that a unit is about to run forward, before it is unsharded. Recomputes do not count.
 
         Args:
             unit: the unit.
@@ -190,7 +190,7 @@ class Extensions:
         raise LookupError(f"{kind.__name__} was not registered before the model was sharded")
 
     def absorb(self, earlier: Extensions) -> None:
-        """Take over the settings and the state of a part's extensions, which hear no more."""
+        """Take over the settings and the state of a part's extensions, which are called no more."""
         _alive.discard(earlier)
         for old in earlier._all:
             new = next((one for one in self._all if type(one) is type(old)), None)

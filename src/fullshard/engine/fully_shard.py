@@ -69,25 +69,25 @@ def fully_shard(
         module: the module, or a list of modules that are unsharded together.
         mesh: 1-D shards over all its ranks, 2-D is (replicate, shard). Default: 1-D over all ranks.
         reshard_after_forward: free the unsharded parameters between forward and backward. Default: True, but False
-            for the outermost unit, whose parameters backward needs at once. A number is that of neighbouring ranks
-            which share them until backward, a divisor of the ranks of the shard axis: 1 means False. Where ranks of a
-            host share memory it means True, as keeping them costs nothing there.
-        shard_placement_fn: torch's way to shard along another dim. Asked of each parameter. Where it gives `Shard(0)`,
+            for the outermost unit, whose parameters backward needs at once. A number makes so many neighbouring ranks
+            share them until backward; it must divide the size of the shard axis; 1 means False. If ranks of a
+            host share memory, a number means True, as keeping them costs nothing there.
+        shard_placement_fn: torch's way to shard along another dim, called for each parameter. If it returns `Shard(0)`,
             each rank has the rows that torch's `fully_shard` gives it, at the cost of a gather and a reduction for each
-            such parameter; None and other dims leave it an interval. Refused if it wants another mesh.
+            such parameter; for None and other dims each rank has an interval. Another mesh is refused.
         mp_policy: `MixedPrecisionPolicy`, fullshard's or torch's.
         offload_policy: `OffloadPolicy` or `CPUOffloadPolicy`, fullshard's or torch's.
         ignored_params: parameters to leave alone; they are neither sharded nor reduced.
         dp_mesh_dims: torch's `DataParallelMeshDims`: which axes of `mesh` are (replicate, shard), by name. Several are
-            taken as one; with none to shard along every rank has all. Parameters that are DTensors over all of `mesh`,
-            replicated along these, are ones in forward, too.
+            taken as one; without one to shard along, every rank has everything. Parameters that are DTensors over all
+            of `mesh`, replicated along these, are DTensors in forward, too.
 
     Returns:
         `module`, which is an `FSDPModule` now.
 
     Raises:
         ConfigError: an argument that cannot be honoured.
-        WrapError: a module that is a unit already or has nothing to shard, a parameter that is tied to one in another
+        WrapError: a unit already, nothing to shard where something must be, a parameter that is tied to one in another
             unit, one of a tensor subclass that wraps other tensors and does not say how it is gathered, or a DTensor
             that is not over another axis of the same mesh (tensor parallelism).
     """

@@ -142,9 +142,9 @@ class Gradient:
         return self._spec.reduction.hook is None and not self._spec.main_is_on_host
 
     def accumulate_early(self) -> None:
-        """Add what has arrived along both axes to the main gradient, so that its memory goes before backward ends.
+        """Add gradients reduced along both axes to the main gradient, so that their memory is freed early.
 
-        Only where it `adds_early`, and the `.grad`s are still its parts.
+        Call it only if it `adds_early`, while the `.grad`s are still parts of the main gradient.
         """
         self.advance()
         if self._replicating is not None and self.main.is_untouched:

@@ -34,7 +34,7 @@ class MainGradient:
 
     Args:
         spec: the bucket's layout.
-        parameters: sharded ones, in the order of `spec.slots`.
+        parameters: the sharded parameters, in the order of `spec.slots`.
 
     Attributes:
         tensor: shape (S,), in the wider of the dtype of the sum and the stored dtype; None if there is none.

@@ -82,7 +82,7 @@ def materialize(
         model: the whole model, if it is known; else tensors on the meta device stay there.
         init: for modules with something on the meta device. Default: their own `reset_parameters`, else the
             `_init_weights` of the Transformers model around them.
-        sync_module_states: take rank 0's values also where nothing was on the meta device.
+        sync_module_states: take rank 0's values even for tensors that were not on the meta device.
         buffer_dtype: cast floating-point buffers to this.
         weights: tensors it holds stay on the meta device here; the bucket reads its interval of them.
 
@@ -160,12 +160,14 @@ def _init_with(weights: WeightSource, otherwise: InitFunction) -> InitFunction:
 
 
 def _initialize(module: nn.Module, own: set[tuple[int, str]], *, device: torch.device, init: InitFunction) -> bool:
-    """Allocate what is on the meta device, filled with a value no initialisation leaves, then run `init`; or False.
+    """Make tensors on the meta device real with a fill value no initialisation leaves, then run `init`.
+
+    Return False if there are none.
 
     Args:
-        module: what it has on the meta device is made real, but for parameters of other units (tied ones).
+        module: its tensors on the meta device are made real, except parameters of other units (tied ones).
         own: (module id, attribute) of the unit's parameters.
-        device: where to.
+        device: the target.
         init: see `materialize`.
     """
     owned = [(name, p) for name, p in module._parameters.items() if (id(module), name) in own]

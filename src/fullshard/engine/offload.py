@@ -1,14 +1,14 @@
 """Host memory beside a device: the buffers there, and the two ways between host and device.
 
-    to the device    what a unit is gathered from, on a stream of its own, as far ahead as its gather is issued; and
+    to the device    compute shards for a unit's gather, on a stream of their own, as early as that is issued; and
                      activations, one unit ahead of backward (`features.activation_offload`)
-    to the host      reduced gradients, on another, while backward goes on; and activations, while forward does
+    to the host      reduced gradients, on another stream, while backward goes on; and activations, during forward
 
 Each copy is waited for where its result is used: a gather's `wait` has the computing stream wait, a gradient's blocks
 the host, because ordinary tensors follow there that any code may read. `settle` waits for copies that still read
 host memory. Without streams each copy is over when the call returns, and nothing else is different.
 
-On a CPU, device and host are one and nothing is moved, unless it is rehearsed: then "the host" is further memory, and
+On a CPU, device and host are one and nothing is moved, except in a rehearsal: "the host" is then further memory, and
 copies and events are the same as for any other device.
 """
 
@@ -31,7 +31,7 @@ from fullshard.core.errors import ConfigError
 from fullshard.core.offload import Offload
 
 LEAVING = 1
-"""Gradients that may be on their way to the host before computing waits for the oldest; bounds what they keep."""
+"""Gradients that may be on their way to the host before computing waits for the oldest; bounds their memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class OffloadPolicy:
         pin_memory: page-lock host memory, without which copies wait for one another.
 
     Raises:
-        ConfigError: a combination that cannot be.
+        ConfigError: an impossible combination.
     """
 
     compute_shards: bool = False

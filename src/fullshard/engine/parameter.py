@@ -53,8 +53,8 @@ class ShardedParameter(ShardedTensor):
     Attributes:
         gradient_hooks: hooks given to `register_post_accumulate_grad_hook`, by number.
         local_grad: this rank's interval of the gradient, shape (n,); None if there is none.
-        is_used_up: the optimizer has used up the gradient within backward (`engine.step.in_backward`), and the script
-            has not come to `optimizer.step()` yet.
+        is_used_up: whether the optimizer has used up the gradient in backward (`engine.step.in_backward`), while the
+            script has not reached `optimizer.step()` yet.
     """
 
     is_used_up = False
@@ -125,7 +125,7 @@ class ShardedParameter(ShardedTensor):
         """Return this rank's interval, shape (n,), of a tensor of the parameter's shape.
 
         Raises:
-            LifecycleError: it has another shape, or is a plain tensor.
+            LifecycleError: `value` has another shape, or is a plain tensor.
         """
         if value.shape != self.shape or not isinstance(value, DTensor):
             raise LifecycleError(

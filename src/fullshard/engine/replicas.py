@@ -57,7 +57,7 @@ class _Difference:
 
     Attributes:
         column: the replicas' place along the shard axis.
-        item: what it is.
+        item: the item itself.
         held: the value of each replica, by row.
     """
 

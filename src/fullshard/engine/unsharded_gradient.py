@@ -31,7 +31,7 @@ class UnshardedGradient:
 
     Args:
         spec: the bucket's layout.
-        parameters: sharded ones, in the order of `spec.slots`.
+        parameters: the sharded parameters, in the order of `spec.slots`.
         storage_id: the storage that the unsharded parameters are views of; None if it is not known.
 
     Attributes:
