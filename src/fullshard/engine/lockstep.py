@@ -58,8 +58,8 @@ class Lockstep:
         mesh: the ranks that share the model.
 
     Attributes:
-        has_begun: the model was seen to be the same on all ranks.
-        is_order_verified: the order of its units in a whole forward was, too, and may be relied on.
+        has_begun: whether the model was found to be the same on all ranks.
+        is_order_verified: whether the order of its units in a whole forward was, too, and may be relied on.
         loads: how often `load_state_dict` has reached a unit. A rank that it has not reached has other weights.
     """
 
@@ -79,7 +79,7 @@ class Lockstep:
         """Check before the first forward that the model is the same on every rank. A collective.
 
         Raises:
-            CommunicationError: it is not.
+            CommunicationError: the models differ.
         """
         self._compare_model(units, [f"weights loaded into {self.loads} units"])
         self._mesh.forget_failures()

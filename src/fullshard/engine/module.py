@@ -84,7 +84,7 @@ class FSDPModule(TorchFSDPModule):
     def reset_iter_state(self) -> None:
         """Bring the model back to rest after a forward or backward that has raised; unreduced gradients are lost.
 
-        A step does that by itself when it begins; this is for those who do not want to wait for it.
+        A step does that by itself when it begins; call this to do it earlier.
 
         Raises:
             LifecycleError: not called on the outermost unit.

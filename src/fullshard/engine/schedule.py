@@ -59,14 +59,14 @@ class Schedule:
     Attributes:
         units: inner units before the units around them; none until it is assembled.
         steps: optimizer steps so far.
-        after_step: called with their number before the first forward after one.
+        after_step: called with the number of steps before the first forward after a step.
         steppers: step their optimizers in backward.
         is_last_backward: whether the next backward ends an accumulation, so that steppers may step.
         keeps_parameters: whether unsharded parameters stay so until a step, where freeing them would free memory.
-        keeps_gradients: whether other backwards than the last leave gradients whole and unreduced.
+        keeps_gradients: whether every backward but the last leaves gradients whole and unreduced.
         extensions: capabilities beside the kernel.
         reducer: launches reductions, and publishes their results.
-        checkup: compares the ranks every so many steps.
+        checkup: compares the ranks every few steps.
         lockstep: checks that all ranks do the same.
         unannounced: calls that backward leaves without a sign.
     """
@@ -213,7 +213,7 @@ class Schedule:
             tell(unit, call)
 
     def prefetch_forward(self, unit: Unit) -> None:
-        """Start unsharding what comes after `unit`, now that its own parameters are there."""
+        """Start unsharding the units after `unit`, now that its own parameters are there."""
         if unit.forward_prefetch is not None:
             for other in unit.forward_prefetch:
                 other.issue_unshard()

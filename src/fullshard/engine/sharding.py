@@ -23,14 +23,14 @@ class Sharding:
         rank_numel: parameters among them that this rank owns.
         rank_nbytes: bytes of this rank's main weights, padding included.
         largest_unit: name of the unit that is largest when it is unsharded; empty for the root.
-        largest_unit_nbytes: its bytes then.
+        largest_unit_nbytes: bytes of that unit when unsharded.
         padding: share of all buckets that is padding.
         tile_ranks: ranks over which tensor parallelism has split parameters before; 1 without.
         world_size, shard_size, replicate_size: ranks, per shard group and per replicate group.
         strategy: name of the strategy table's row that the mesh and the units match; empty with one rank.
         kept: units that keep their parameters between forward and backward although the strategy frees them.
         offload: the parts that live in host memory beside the device.
-        host_nbytes: bytes of shards there, optimizer state and gradients left out.
+        host_nbytes: bytes of shards in host memory, without optimizer state and gradients.
         packed: values that are rounded before they are sent, or why a request for that has no effect; empty if none.
     """
 

@@ -84,7 +84,7 @@ class Span:
         reduction: settings for reducing the parameter's gradients; None: take their mean.
 
     Attributes:
-        device_mesh: torch's name for the ranks that it is spread over.
+        device_mesh: the ranks that the tensor is spread over, under torch's name.
         numel: elements of the tile, or of the whole tensor if there is none.
         interval: elements of that, flattened, that this rank has.
     """
@@ -222,8 +222,8 @@ class Span:
         The result is that of the unit's reduction: the mean, unless the script has set another divisor.
 
         Args:
-            gradient: of the whole.
-            of_interval: it is of this rank's elements alone: the mean over the replicas, which have the same ones.
+            gradient: the gradient of the whole.
+            of_interval: whether it is of this rank's elements alone; then take the mean over the replicas.
         """
         mesh, group = self.mesh, self.mesh.world_group
         divisor = float(mesh.world_size) if self.reduction is None else self.reduction.divisor

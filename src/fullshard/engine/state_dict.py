@@ -1,6 +1,6 @@
 """Give state dicts of sharded models DTensors, and cut them to this rank's interval when they are loaded.
 
-Hooks of the modules that hold the parameters do it, not of the unit: torch tells each module the prefix of its keys at
+Hooks on the modules that hold the parameters do it, not on the unit: torch tells each module the prefix of its keys at
 that moment, even if wrappers, compilers and hooks around it have changed the names.
 """
 

@@ -30,11 +30,11 @@ class Tile:
     """This rank's part of a tensor along another axis of the mesh than those it is sharded and replicated along.
 
     Args:
-        mesh: that axis.
-        placement: `Shard(dim)`, cut as `torch.chunk` cuts, `Replicate()`, or of several matrices that are packed into
+        mesh: the axis.
+        placement: `Shard(dim)`, cut as `torch.chunk` cuts, `Replicate()`, or, for several matrices that are packed into
             one, each of which is cut, `_StridedShard`.
         shape: shape of the whole.
-        data_axes: of the mesh that forward computes over, if that has axes for data, too.
+        data_axes: the axes for data of the mesh that forward computes over, if it has any.
         is_beneath: whether such an axis exists. If not, the whole tensor is to be sharded; `mesh` is the one for data.
 
     Attributes:

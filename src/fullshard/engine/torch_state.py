@@ -25,7 +25,7 @@ from fullshard.engine.unit_parameters import UnitState
 
 
 class _OfUnit:
-    """The base of views of a unit, equal for one unit. Members it does not have can neither be read nor set."""
+    """A view of a unit; views of one unit are equal. Members that it does not have can be neither read nor set."""
 
     _unit: Unit
 

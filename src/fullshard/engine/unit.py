@@ -6,7 +6,7 @@
     post-backward     reshard, hand the gradients over for reduction (fires when those of all inputs are there)
 
 One forward of the unit that autograd may come back to is a `Call` (`engine.call`). Calls are held weakly: the hooks on
-the outputs own them, so a graph that is thrown away takes its calls with it.
+the outputs own them, so a graph that is dropped takes its calls with it.
 """
 
 from __future__ import annotations

@@ -82,13 +82,13 @@ class UnitParameters:
         plan: the unit's modules and parameters.
         policy: dtypes per role.
         storage: the place of its shards.
-        schedule: the model it is part of, whose ranks share it.
+        schedule: the model that the unit is part of, whose ranks share it.
         weights: gives the values of parameters that are still on the meta device. Without, the unit waits for them.
 
     Attributes:
         slots: its parameters and their places.
         stand_ins: parameters that its modules hold while it is on the meta device; it has no buckets then.
-        is_filled: whether it was given values, and not memory only.
+        is_filled: whether the unit was given values, and not only memory.
         neighbours: ranks that share the parameters between forward and backward, instead of the whole shard axis.
         keeps_memory: whether resharding keeps the memory.
         kept_views: views of the parameters that forward leaves on modules.
@@ -258,7 +258,7 @@ class UnitParameters:
         """Free the unsharded parameters, unless they are pinned by `unsharded()` or sharded already.
 
         Args:
-            is_after_forward: backward may come, so neighbours keep the parameters for it if set to.
+            is_after_forward: whether backward may come, so that neighbours keep the parameters for it if set to.
         """
         if self.state is UnitState.SHARDED or self.is_pinned:
             return
