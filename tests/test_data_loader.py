@@ -464,6 +464,7 @@ def test_what_counts_as_an_epoch_is_the_same_at_any_number_of_ranks(world_size: 
     parameter = torch.nn.Parameter(torch.ones(1))
     optimizer = AcceleratedOptimizer(torch.optim.SGD([parameter]), gradient_state=state, scaler=None)
     assert [look(), look()] == [1, 1]
+    parameter.grad = torch.ones(1)
     optimizer.step()
     assert [look(), look()] == [2, 2]
     list(loader)

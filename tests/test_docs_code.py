@@ -96,7 +96,6 @@ BEFORE: dict[str, list[str]] = {
     ],
     "docs/reliability.md": [
         "accelerator = Accelerator()\n" + OPTIMIZER,
-        "accelerator = Accelerator(gradient_accumulation_steps=8)\n" + OPTIMIZER,
     ],
     "docs/tensor_parallelism.md": [
         MESHES + "model.blocks = nn.ModuleList(Block() for _ in range(2))\n",
@@ -106,10 +105,7 @@ BEFORE: dict[str, list[str]] = {
         + "mesh = init_device_mesh('cpu', (1, 2), mesh_dim_names=('dp', 'tp'))\n"
         + "model = nn.Module(); model.blocks = nn.ModuleList(Block() for _ in range(2))\n"
         + SPLIT,
-        MESHES
-        + "model, plan = Block(), {'up': ColwiseParallel(), 'down': RowwiseParallel()}\n"
-        + OPTIMIZER
-        + SCHEDULER,
+        MESHES + "model, plan = Block(), {'up': ColwiseParallel(), 'down': RowwiseParallel()}\n",
         MESHES + "experts = nn.Module(); experts.weight = nn.Parameter(torch.zeros(4, 8)); model.experts = experts\n",
     ],
     "docs/torchacc.md": [TORCHACC, SCHEDULER + TRAINED, ""],
