@@ -275,7 +275,7 @@ MUTATIONS = (
     Mutation(
         "a reduction is dropped on its way, after a backward that failed",
         "engine/gradient.py",
-        "                work.wait()  # it writes into memory that is about to be let go\n",
+        "                work.wait()  # it writes into memory that is about to be freed\n",
         "                pass\n",
         "failed half-way",
     ),
