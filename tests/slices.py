@@ -99,6 +99,7 @@ def files_of_xla() -> list[Path]:
 
     graph = build_graph("fullshard", exclude_type_checking_imports=True, cache_dir=None)
     modules = graph.find_upstream_modules(ADAPTER, as_package=True) | graph.find_descendants(ADAPTER)
+    modules |= graph.find_modules_directly_imported_by("fullshard")  # which Python imports first
     found = {Path("src", *module.split(".")) for module in {*modules, ADAPTER, "fullshard.torchacc"}}
     found |= {parent for path in found for parent in path.parents if parent.is_relative_to("src/fullshard")}
     files = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py") for path in found)
