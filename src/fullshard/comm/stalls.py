@@ -302,7 +302,9 @@ class Stalls:
         """Return the words that other ranks have left, by rank. `is_alive`: left again some seconds later."""
         try:
             before = progress.read_words(dist.get_rank())
-            self._is_over.wait(seconds)
+            self._is_over.wait(seconds / 2)
+            self._leave_word()  # others may look at the same moments, and would take this rank for dead each time
+            self._is_over.wait(seconds / 2)
             now = progress.read_words(dist.get_rank())
         except RuntimeError:  # the store is gone: its rank has ended
             return {}
