@@ -55,6 +55,12 @@ def last_noted() -> int:
     return int(found[-1]) if found else -1
 
 
+def has_passed(number: int) -> bool:
+    """Return whether the log has a line of a slice in which nothing failed."""
+    lines = LOG.read_text().splitlines() if LOG.exists() else []
+    return any(f"UTC slice {number}: " in line and "failed" not in line for line in lines)
+
+
 def slice_of_ci() -> int:
     """Return the slice that CI runs at this commit."""
     if git("status", "--porcelain", str(LOG)):
@@ -301,7 +307,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for test in alone:
         print(f"FAILED, alone too: {test}")
     print(line)
-    return int(bool(alone) or any(has_failed for _, has_failed in done))
+    has_failed = bool(alone) or any(failed for _, failed in done)
+    if has_failed and options.ci and not has_passed(number):
+        print(
+            f"slice {number} has never passed: until it has, by `make test-slice`, its failures are named and count not"
+        )
+        return 0
+    return int(has_failed)
 
 
 if __name__ == "__main__":
