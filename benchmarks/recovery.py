@@ -4,7 +4,6 @@
 
 `fullshard train` on two hosts of two ranks (network namespaces on this machine; needs root and `ip`), copies of the
 state in host memory, nothing read from the disk. A host that is killed does not come back: the other goes on alone.
-With and without warm spare processes, in turn.
 """
 
 from __future__ import annotations
@@ -50,31 +49,27 @@ def prepare(directory: Path, shape: str) -> None:
     (directory / "data.txt").write_text(lines, encoding="utf-8")
 
 
-def recover(kill: str, arguments: argparse.Namespace, *, has_spares: bool) -> dict[str, float]:
+def recover(kill: str, arguments: argparse.Namespace) -> dict[str, float]:
     """One run: seconds from the kill to each of what happens until the next step."""
     with tempfile.TemporaryDirectory() as name, namespaces(2) as hosts, ExitStack() as processes:
         directory = Path(name)
         prepare(directory, arguments.shape)
         output = directory / "out"
         flags = ["--nnodes", "1:2", "--nproc_per_node", str(RANKS_PER_HOST), "--main_process_ip", "10.77.0.1", "--cpu"]
-        flags += ["--max_restarts", "3", *(["--warm_spares"] if has_spares else [])]
+        flags += ["--max_restarts", "3"]
         training = ["--model", "config.json", "--data", "data.txt", "--output-dir", "out", "--steps", "100000"]
         training += ["--batch-size", "4", "--seq-len", "16", "--save-every", "0", "--log-every", "1", "--device", "cpu"]
         training += ["--vocab-size", "320", "--sample-tokens", "0", "--no-export", "--no-plot"]
         training += ["--max-lost-steps", str(arguments.max_lost_steps)]
         words = [*LAUNCH, *flags, "-m", "fullshard", "train", *training]
         said = processes.enter_context((directory / "said").open("w", encoding="utf-8"))
-        first, second = (
+        _, second = (
             processes.enter_context(started_into(said, "ip", "netns", "exec", host, *words, cwd=directory))
             for host in hosts
         )
         with explained(directory / "said"):
             wait_until(lambda: steps_done(output) >= arguments.steps_before, 400, "the first steps")
-            if has_spares:
-                both = [first.pid, second.pid]
-                wait_until(lambda: [len(spares_of(pid)) for pid in both] == [RANKS_PER_HOST] * 2, 200, "spares")
-                time.sleep(10)  # the last of them has its imports done, too
-            ranks = [pid for pid in children_of(second.pid) if pid not in spares_of(second.pid)]
+            ranks = children_of(second.pid)
             before, now = steps_done(output), time.time()
             if kill == "host":
                 os.killpg(second.pid, signal.SIGKILL)
@@ -97,7 +92,7 @@ def recover(kill: str, arguments: argparse.Namespace, *, has_spares: bool) -> di
         found = {what: moment - now for what, moment in moments.items()}
         metrics = list(read_metrics(output / "metrics.jsonl"))[before - 10 : before]
         found["a step before"] = statistics.median(m.step_seconds for m in metrics)
-        print(kill, has_spares, {what: round(seconds, 2) for what, seconds in found.items()}, flush=True)
+        print(kill, {what: round(seconds, 2) for what, seconds in found.items()}, flush=True)
         return found
 
 
@@ -134,11 +129,6 @@ def children_of(pid: int) -> list[int]:
     return [int(line) for line in found.split()]
 
 
-def spares_of(pid: int) -> list[int]:
-    """Those of them that wait."""
-    return [each for each in children_of(pid) if "launch.spare" in Path(f"/proc/{each}/cmdline").read_text()]
-
-
 def began(pid: int) -> float:
     """When a process was made, in seconds since the epoch."""
     ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
@@ -154,14 +144,11 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="124m")
     parser.add_argument("--max-lost-steps", type=int, default=8)
     parser.add_argument("--steps-before", type=int, default=20)
-    parser.add_argument("--spares", nargs="+", choices=("yes", "no"), default=["no", "yes"])
     arguments = parser.parse_args()
     found: dict[str, list[dict[str, float]]] = {}
     for _ in range(arguments.repeats):
         for kill in arguments.kill:
-            for spares in arguments.spares:
-                name = f"{kill} killed, {'warm spares' if spares == 'yes' else 'no spares'}"
-                found.setdefault(name, []).append(recover(kill, arguments, has_spares=spares == "yes"))
+            found.setdefault(f"{kill} killed", []).append(recover(kill, arguments))
     medians = {
         name: {what: statistics.median(r[what] for r in runs) for what in runs[0]} for name, runs in found.items()
     }

@@ -66,7 +66,6 @@ LAUNCH = groups(
     rdzv_id=st.none() | TEXTS,
     rdzv_conf=st.sampled_from(["", "timeout=900", "read_timeout=60,timeout=900"]),
     max_restarts=st.integers(0, 9),
-    warm_spares=BOOL,
     monitor_interval=st.floats(min_value=0, exclude_min=True, allow_nan=False),
     grace_period=st.floats(min_value=0, exclude_min=True, allow_nan=False),
     timeout=st.none() | st.floats(min_value=0, exclude_min=True, allow_nan=False),

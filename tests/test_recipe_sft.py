@@ -762,9 +762,9 @@ lr_scheduler_kwargs: {x: [1, 2]}
 @pytest.mark.parametrize(
     ("words", "launch"),
     [
-        (["--check_plan", "True", "--warm-spares", "yes"], ["--check_plan", "--warm_spares"]),
-        (["--check_plan=True", "--warm_spares=0"], ["--check_plan"]),
-        (["--check_plan", "False", "--max_restarts", "1", "--warm_spares"], ["--max_restarts", "1", "--warm_spares"]),
+        (["--check_plan", "True", "--max_restarts", "1"], ["--check_plan", "--max_restarts", "1"]),
+        (["--check_plan=True"], ["--check_plan"]),
+        (["--check_plan", "False", "--max_restarts", "1"], ["--max_restarts", "1"]),
         (["--check_plan"], ["--check_plan"]),
         (["-n", "2"], ["-n", "2"]),
     ],

@@ -165,7 +165,6 @@ def _start(plan: LaunchPlan, streams: StreamPlan) -> int:
             max_restarts=launch.max_restarts,
             monitor_interval=launch.monitor_interval,
             grace_period=launch.grace_period,
-            warm_spares=launch.warm_spares,
             **({"run_id": launch.rdzv_id or "fullshard"} if launch.rdzv_id or launch.num_machines > 1 else {}),
         )
         return run_job(job)

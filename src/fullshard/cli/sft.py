@@ -21,7 +21,6 @@ _LAUNCH = {
     "--config_file": 2,
     "--check_plan": 1,
     "--max_restarts": 2,
-    "--warm_spares": 1,
     "--grace_period": 2,
     "--timeout": 2,
 }
@@ -37,8 +36,8 @@ or LoRA on a quantised model (--use_4bit_quantization True). The flags are those
 of PEFT's examples/sft/train.py and TRL's SFTConfig; docs/sft.md lists what is
 particular. RUN.yaml holds the same names, and fullshard's sections (launch,
 sharding, ...) beside them. --num_processes (-n), --config_file, --check_plan,
---max_restarts, --warm_spares, --grace_period and --timeout are those of
-`fullshard launch`; its other flags go with
+--max_restarts, --grace_period and --timeout are those of `fullshard launch`;
+its other flags go with
   fullshard launch ... -m fullshard.recipes.sft --model_name_or_path ...
 """
 

@@ -40,7 +40,6 @@ def train(
         for flag, is_given in (
             ("--nproc", nproc is not None),
             ("--max-restarts", arguments.max_restarts > 0),
-            ("--warm-spares", arguments.warm_spares),
         ):
             if is_given:
                 raise ConfigError(
@@ -57,7 +56,7 @@ def train(
 
         kind = devices.kind_of(kind)
     count = _default_nproc(kind) if nproc is None else nproc
-    if count == 1 and not arguments.max_restarts and not arguments.warm_spares:
+    if count == 1 and not arguments.max_restarts:
         _take_part(arguments)
     else:
         sys.exit(_launch(arguments, count, kind))
@@ -83,7 +82,6 @@ def _launch(arguments: TrainArguments, nproc: int, kind: str) -> int:
             device=kind,
             max_restarts=arguments.max_restarts,
             grace_period=arguments.grace_period,
-            warm_spares=arguments.warm_spares,
         )
 
 

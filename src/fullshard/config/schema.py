@@ -181,10 +181,6 @@ class LaunchConfig(Settings):
     )
     """How often all processes are started again after one failed."""
 
-    warm_spares: bool = False
-    """Whether a process per rank waits with its imports done, to take the place of one that is started again. Each
-    takes the host memory of the imports."""
-
     monitor_interval: float = setting(0.1, gt=0, le=10**9, accelerate="--monitor_interval")
     """Seconds between two looks at the processes."""
 

@@ -130,7 +130,6 @@ HANDED_OVER = (
     PREEMPTION_DIR,
     _told("FULLSHARD_STEP_IN_BACKWARD", "the script's optimizer steps in backward"),
     Switch("FULLSHARD_TRAINER_HOOK", "the module that gives a script fullshard's Trainer"),
-    _told("FULLSHARD_WARM_SPARES", "the launcher has processes wait with a rank's imports done"),
 )
 SWITCHES = {switch.name: switch for switch in (COMM, OFFLOAD, TIMEOUT, TOKEN, *HANDED_OVER)}
 """All of them, by name; those that the launcher sets come last."""

@@ -35,12 +35,6 @@ STEP_IN_BACKWARD = "FULLSHARD_STEP_IN_BACKWARD"
 MAX_LOST_STEPS = "FULLSHARD_MAX_LOST_STEPS"
 """Set by the command line if these are asked for."""
 
-WARM_SPARES = "FULLSHARD_WARM_SPARES"
-"""Set by the launcher if it keeps warm standbys (`launch.spares`)."""
-
-IMPORTS = "imports"
-"""Prefix of a file in which a process lists its imports."""
-
 STACK_SIGNAL = 40
 """A signal of those that nobody else uses (real-time signals of Linux): leave the stack of every thread."""
 
@@ -49,9 +43,6 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 EXIT_SECONDS = 10
 """Seconds that a failed process may spend in exit handlers; its threads may wait for ranks that are gone."""
-
-_LOOK_SECONDS = 0.5
-"""Seconds between two checks whether a step is over."""
 
 _PR_SET_PDEATHSIG = 1
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126
@@ -103,40 +94,6 @@ def leave_stacks() -> None:
 _kept: list[TextIO] = []
 
 
-def leave_imports() -> None:
-    """List this process's imports where the launcher looks for them, once a step is over, if it wants them."""
-    directory = os.environ.get(PREEMPTION_DIR)
-    if WARM_SPARES not in os.environ or directory is None:
-        return
-    import threading
-
-    threading.Thread(target=_leave_imports, args=(directory,), name="fullshard-imports", daemon=True).start()
-
-
-def _leave_imports(directory: str) -> None:
-    import contextlib
-    import json
-    import site
-    import sysconfig
-    import time
-
-    while not ((place := sys.modules.get("fullshard.core.place")) and place.PLACE.slowest):
-        time.sleep(_LOOK_SECONDS)
-    # The script's own modules may change before it runs again, and may have side effects when imported.
-    places = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    installed = tuple(path + os.sep for path in (*places, *site.getsitepackages(), site.getusersitepackages()))
-    names = []
-    for name, module in list(sys.modules.items()):
-        origin = getattr(getattr(module, "__spec__", None), "origin", None) or ""
-        if origin.startswith(installed) or name.partition(".")[0] == "fullshard":
-            names.append(name)
-    path = os.path.join(directory, f"{IMPORTS}-{os.getpid()}")
-    with contextlib.suppress(OSError):  # of a job that is over
-        with open(f"{path}.part", "w", encoding="utf-8") as file:
-            json.dump({"modules": names, "environment": dict(os.environ)}, file)
-        os.rename(f"{path}.part", path)
-
-
 def write_report(message: str, callstack: str) -> bool:
     """Write the report of a failure where the launcher looks for it, in torchelastic's form; False if that fails."""
     path = os.environ.get(ERROR_FILE)
@@ -162,18 +119,17 @@ def main() -> None:
     if kind == "program":
         _become(target, arguments)
     leave_stacks()
-    leave_imports()
     sys.argv[:] = [target, *arguments]
     if not sys.flags.safe_path:
         sys.path[0] = os.path.dirname(os.path.realpath(target)) if kind == "script" else os.getcwd()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(line_buffering=True)  # or lines of ranks that write into a pipe arrive late
-    watch_for_trainers()
+    sys.meta_path.insert(0, _ShardTrainers())
     atexit.register(_end_if_failed)  # first registered, so it runs last
     atexit.register(leave_process_group)  # and this after the script's own
     try:
-        run_module(target) if kind == "module" else _run_script(target)
+        _run_module(target) if kind == "module" else _run_script(target)
     except SystemExit as end:
         if end.code in (None, 0):
             _say_if_nothing_was_sharded()
@@ -196,11 +152,6 @@ def leave_process_group() -> None:
     from fullshard.core.threads import wait_for_gloo
 
     wait_for_gloo()
-
-
-def watch_for_trainers() -> None:
-    """Have the Trainer of Transformers work on fullshard's engine when the script imports it."""
-    sys.meta_path.insert(0, _ShardTrainers())
 
 
 class _ShardTrainers:
@@ -253,7 +204,7 @@ def _run_script(target: str) -> None:
     exec(compile(source, path, "exec", dont_inherit=True), module.__dict__)
 
 
-def run_module(name: str) -> None:
+def _run_module(name: str) -> None:
     """Run a module as `python -m` does."""
     import runpy
 

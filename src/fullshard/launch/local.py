@@ -30,7 +30,7 @@ from fullshard.core.errors import ConfigError
 from fullshard.core.journal import JOURNAL, Happening
 from fullshard.core.place import read_place
 from fullshard.launch import torch_private
-from fullshard.launch.bootstrap import LAUNCHER_PID, PREEMPTION_DIR, WARM_SPARES
+from fullshard.launch.bootstrap import LAUNCHER_PID, PREEMPTION_DIR
 from fullshard.launch.copies import copies_directory
 from fullshard.launch.failures import (
     exit_code,
@@ -65,7 +65,6 @@ from fullshard.launch.rendezvous_server import (
 )
 from fullshard.launch.scene import Scene, is_of_a_hang, is_of_a_loss
 from fullshard.launch.scratch import scratch_directory
-from fullshard.launch.spares import Spares
 from fullshard.launch.streams import STREAMS, StreamPlan
 from fullshard.launch.tpu import prepare_host
 
@@ -119,7 +118,6 @@ class LaunchJob:
         max_restarts: how often all workers of the job are started again.
         monitor_interval: seconds between two looks at the workers.
         grace_period: seconds that workers who listen to signals (`launch.preemption`) have to save and end.
-        warm_spares: whether warm standbys wait, with their imports done, to replace workers.
     """
 
     command: tuple[str, ...]
@@ -132,13 +130,6 @@ class LaunchJob:
     max_restarts: int = 0
     monitor_interval: float = 0.1
     grace_period: float = 30.0
-    warm_spares: bool = False
-
-    def __post_init__(self) -> None:
-        if self.warm_spares and not self.max_restarts and self.hosts.least is None:
-            raise ConfigError(
-                "warm_spares: no process would be started again", hint="add --max_restarts N, or --nnodes MIN:MAX"
-            )
 
 
 def launch_local(
@@ -149,7 +140,6 @@ def launch_local(
     device: str = "auto",
     max_restarts: int = 0,
     grace_period: float = 30.0,
-    warm_spares: bool = False,
 ) -> int:
     """Run `python -m module arguments...` in `nproc` processes on this host until all end or one fails.
 
@@ -160,7 +150,6 @@ def launch_local(
         device: what they compute on, if that wants something set before they start.
         max_restarts: how often all of them are started again after one failed.
         grace_period: see `LaunchJob`.
-        warm_spares: see there.
 
     Returns:
         The exit code; see `run_job`.
@@ -180,7 +169,6 @@ def launch_local(
             variables=variables,
             max_restarts=max_restarts,
             grace_period=grace_period,
-            warm_spares=warm_spares,
         )
     )
 
@@ -246,7 +234,6 @@ class Agent(LocalElasticAgent):
         self._job, self._logs, self._preemption = job, logs, preemption
         self._asked: list[tuple[signal.Signals, float]] = []  # to end, until when
         self._scene = Scene(preemption)
-        self._spares = Spares()
         self._groups: set[int] = set()
         self._elsewhere = set(descendants())
         self._failures: Mapping[int, ProcessFailure] = {}
@@ -299,7 +286,6 @@ class Agent(LocalElasticAgent):
                 self._client.failed = result.state is not WorkerState.SUCCEEDED
             return result
         finally:
-            self._spares.end()
             self._handler.shutdown()
 
     def outcome(self, result: RunResult) -> int:
@@ -388,11 +374,8 @@ class Agent(LocalElasticAgent):
             self._membership.begin()
             least, most = self._job.hosts.least or 0, self._job.hosts.count
             own[ELASTIC.name] = f"{least * self._job.nproc}:{most * self._job.nproc}"
-        if self._job.warm_spares:
-            own[WARM_SPARES] = "1"
         self._logs.variables = {**self._job.variables, **own}
-        with self._spares.taken_first():
-            pids: dict[int, Any] = super()._start_workers(worker_group)
+        pids: dict[int, Any] = super()._start_workers(worker_group)
         self._groups |= set(pids.values())
         context = torch_private.worker_context(self)
         close = context.close
@@ -450,9 +433,7 @@ class Agent(LocalElasticAgent):
             raise SignalException(f"signal {number}", sigval=number)
         result: RunResult = super()._monitor_workers(worker_group)
         workers = torch_private.worker_context(self).pids()
-        if self._job.warm_spares and result.state is WorkerState.HEALTHY:
-            self._spares.look(self._preemption, workers)
-        reap_orphans(spared={*workers.values(), *self._spares.pids, *self._elsewhere})
+        reap_orphans(spared={*workers.values(), *self._elsewhere})
         self._failures = result.failures
         if self._asked and result.is_failed():
             torch_private.allow_no_restart(self)  # the sender wants the job to end
@@ -507,7 +488,7 @@ class Agent(LocalElasticAgent):
             if workers is not None:
                 workers.close(death_sig, 0 if self._asked else SHUTDOWN_SECONDS)
             super()._shutdown(death_sig)  # its other processes; before 2.13 it gives workers half a minute
-            end_descendants(self._groups, spared=self._elsewhere | self._spares.processes)
+            end_descendants(self._groups, spared=self._elsewhere)
             self._close_files()
             self._logs.drain()
 

@@ -15,11 +15,9 @@ OVERRIDDEN: Mapping[str, frozenset[str]] = {
     "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent": frozenset(
         {"_exit_barrier", "_monitor_workers", "_restart_workers", "_shutdown", "_start_workers", "_stop_workers"}
     ),
-    "torch.distributed.elastic.multiprocessing.subprocess_handler.SubprocessHandler": frozenset({"_popen"}),
 }
-"""Methods that torch calls and that a class of fullshard's has in their place: the agent, which ends workers in time,
-and its workers' handler, which takes processes that wait. Were they renamed, nothing would call them any more.
-Since 2.0."""
+"""Methods that torch calls and that fullshard's agent, which ends workers in time, overrides. If torch renamed one,
+nothing would call ours any more. Since 2.0."""
 
 
 def worker_context(agent: LocalElasticAgent) -> Any:

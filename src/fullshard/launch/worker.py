@@ -9,7 +9,7 @@ from collections.abc import Callable
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from fullshard.core.errors import ConfigError, DataError, MissingExtraError, WrapError
-from fullshard.launch.bootstrap import die_with_launcher, leave_imports, leave_process_group, leave_stacks
+from fullshard.launch.bootstrap import die_with_launcher, leave_process_group, leave_stacks
 from fullshard.launch.journal import note_own_failure
 from fullshard.launch.preemption import exit_code
 
@@ -28,7 +28,6 @@ def run_worker(main: Callable[[], None]) -> None:
     """
     die_with_launcher()
     leave_stacks()
-    leave_imports()
     code = 0
     handler = get_error_handler()
     handler.initialize()

@@ -129,7 +129,6 @@ class TrainArguments(View):
     device: Device = of_run("launch.device")
 
     max_restarts: int = of_run("launch.max_restarts")
-    warm_spares: bool = of_run("launch.warm_spares")
     grace_period: float = of_run("launch.grace_period")
 
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of initial weights, data order and dropout")
