@@ -25,7 +25,6 @@ from benchmarks.catalog import Row
 from benchmarks.models import blocks, build_batches, build_model
 from benchmarks.record import RESULTS, Job, describe_machine, git_state
 from fullshard.engine.lookup import units_of
-from fullshard.engine.schedule import schedule_of
 from fullshard.features import shard_model
 
 RESULT = RESULTS / "checkup.json"
@@ -39,7 +38,7 @@ def _rank(rank: int, arguments: argparse.Namespace) -> None:
     model: Any = build_model(job)
     model = shard_model(model, unit_modules=blocks(model), strategy="NO_SHARD")
     model.set_replica_check("raise", every=0)
-    checkup = schedule_of(units_of(model)[-1]).checkup
+    checkup = units_of(model)[-1].schedule.checkup
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     batches = build_batches(job, rank)
     seconds: dict[str, list[float]] = {"step": [], "checkup": []}

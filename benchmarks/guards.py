@@ -31,7 +31,6 @@ from fullshard.engine import waiting
 from fullshard.engine.end_of_backward import DIGEST_NBYTES
 from fullshard.engine.lockstep import Lockstep
 from fullshard.engine.lookup import units_of
-from fullshard.engine.schedule import schedule_of
 from fullshard.features import shard_model
 
 RESULT = RESULTS / "guards.json"
@@ -82,7 +81,7 @@ def play(arguments: argparse.Namespace, rank: int) -> list[dict[str, float]]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     batches = build_batches(job, rank)
     losses: list[float] = []
-    schedule, locksteps = schedule_of(units_of(model)[-1]), dict[bool, Lockstep]()
+    schedule, locksteps = units_of(model)[-1].schedule, dict[bool, Lockstep]()
     clock = time.perf_counter
 
     def step(number: int, is_guarded: bool) -> tuple[float, float]:

@@ -10,7 +10,6 @@ from torch import nn
 from torch.nn import functional
 
 from fullshard.core.events import Event
-from fullshard.engine.schedule import schedule_of
 from fullshard.features import (
     MixedPrecisionPolicy,
     OffloadPolicy,
@@ -131,7 +130,7 @@ class Held:
     """Bytes that autograd holds for a model, on either side, at each turn of a page."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.kept = ActivationOffload.of(schedule_of(units_of(model)[-1]))._pages
+        self.kept = ActivationOffload.of(units_of(model)[-1].schedule)._pages
         assert self.kept is not None
 
     def nbytes(self) -> tuple[int, int]:

@@ -218,9 +218,8 @@ def test_settings_reach_the_model_or_are_refused() -> None:
     )
     model = fullshard.Accelerator(fsdp_plugin=config).prepare(nn.Linear(4, 4))
     from fullshard.engine.lookup import units_of
-    from fullshard.engine.schedule import schedule_of
 
-    checkup = schedule_of(units_of(model)[-1]).checkup
+    checkup = units_of(model)[-1].schedule.checkup
     assert (checkup.every, checkup.replicas.policy) == (7, "heal")
     with pytest.raises(ConfigError, match="use raise, heal or off"):
         model.set_replica_check("mend")

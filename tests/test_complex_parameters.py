@@ -14,7 +14,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fullshard.checkpoint import export_hf, full_state_dict, load_checkpoint, save_checkpoint
-from fullshard.engine.bucket import bucket_of
 from fullshard.features import MixedPrecisionPolicy, clip_grad_norm_, no_sync, shard_model
 from tests.differential import CLOSE, EPS, compare, optimizer_state
 from tests.distributed import run_ranks
@@ -99,7 +98,7 @@ def check_precision() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     shard_model(model, unit_modules=[], mp_policy=policy)
     for parameter in sharded_parameters(model).values():
-        bucket = bucket_of(parameter)
+        bucket = parameter.bucket
         is_complex = parameter.is_complex()
         assert bucket.compute_dtype == (torch.complex64 if is_complex else torch.bfloat16)
         assert bucket.reduce_dtype == (torch.complex64 if is_complex else torch.bfloat16)

@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_map_only
 import fullshard
 from fullshard.checkpoint import full_state_dict, save_checkpoint
 from fullshard.core.errors import CheckpointError, OptimizerError, WrapError
-from fullshard.engine.bucket import bucket_of
 from fullshard.features import fully_shard
 from tests.differential import EPS, rounding
 from tests.distributed import preload, run_ranks
@@ -152,7 +151,7 @@ def check_training(options: dict[str, Any]) -> None:
             optimizer.zero_grad()
         rounds(reference)
     weight = model[0].weight
-    bucket = bucket_of(weight)
+    bucket = weight.bucket
     shards = 1 if "mesh" in options else size
     rows = -(-ROWS // shards)
     assert type(weight.to_local()) is type(weight.full_tensor()) is Coded
@@ -225,7 +224,7 @@ def check_int8_beside_torch(dtype: torch.dtype | None) -> None:
         if hasattr(other.to_local(), "int_data"):
             assert torch.equal(mine.to_local().int_data, other.to_local().int_data)
             assert torch.equal(mine.to_local().scale, other.to_local().scale)
-    assert bucket_of(ours[0].weight).stored[0].dtype is torch.int8
+    assert ours[0].weight.bucket.stored[0].dtype is torch.int8
 
 
 @pytest.mark.parametrize("dtype", [None, pytest.param(torch.bfloat16, marks=pytest.mark.full)])

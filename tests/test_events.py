@@ -295,7 +295,7 @@ def check_no_gradient_memory(strategy: str) -> None:
         parameter.grad = None
     for unit in units_of(model):
         for bucket in unit.buckets:
-            assert bucket.gradient is not None and bucket.gradient.main.tensor is None
+            assert bucket.has_gradient and bucket.gradient.main.tensor is None
 
 
 def test_gradient_memory_is_given_back() -> None:
@@ -317,7 +317,7 @@ def check_optimizer_clears(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     assert not wrapped
     assert [p for p in model.parameters() if p.grad is not None] == [other]
-    mains = [bucket.gradient.main for unit in units_of(model) for bucket in unit.buckets if bucket.gradient is not None]
+    mains = [bucket.gradient.main for unit in units_of(model) for bucket in unit.buckets if bucket.has_gradient]
     assert [main.tensor is not None for main in mains].count(True) == 1
 
 

@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_map_only
 import fullshard
 from fullshard.checkpoint import load_checkpoint, save_checkpoint
 from fullshard.core.errors import ConfigError, LifecycleError, WrapError
-from fullshard.engine.bucket import bucket_of
 from fullshard.features import fully_shard
 from tests.differential import CLOSE, EPS, TOLERANCE
 from tests.distributed import preload, run_ranks
@@ -203,7 +202,7 @@ def check_float8(precompute: bool) -> None:
     torchao: Any = importlib.import_module("torchao.float8")
     model = shard(float8(layers(), fsdp=True))
     reference = float8(layers(), fsdp=False)
-    weight = bucket_of(model[0].weight)
+    weight = model[0].weight.bucket
     assert weight.full_nbytes == 32 * 32, "a byte for each element"
     if precompute:
         optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05, eps=EPS, weight_decay=0.1) for m in (model, reference)]

@@ -13,7 +13,6 @@ from torch import nn
 
 from fullshard.engine import extension
 from fullshard.engine.extension import Extension, Extensions, register
-from fullshard.engine.schedule import schedule_of
 from fullshard.features import FEATURES, fully_shard, units_of
 from fullshard.features.activation_offload import ActivationOffload
 from fullshard.features.late_registration import LateRegistration
@@ -53,10 +52,10 @@ def moments() -> list[str]:
     try:
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         fully_shard(model[0])
-        part = Recorder.of(schedule_of(units_of(model)[0]))
+        part = Recorder.of(units_of(model)[0].schedule)
         part.label = "set on a part"
         fully_shard(model)
-        own = Recorder.of(schedule_of(units_of(model)[-1]))
+        own = Recorder.of(units_of(model)[-1].schedule)
         assert own is not part and own.label == "set on a part"
         Recorder.said.clear()
         optimizer = torch.optim.SGD(model.parameters())
@@ -64,7 +63,7 @@ def moments() -> list[str]:
             model(torch.ones(1, 2)).sum().backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-        schedule_of(units_of(model)[-1]).note_save()
+        units_of(model)[-1].schedule.note_save()
         return Recorder.said
     finally:
         extension._registered.remove(Recorder)
@@ -99,12 +98,12 @@ def test_one_that_was_not_registered_is_not_found() -> None:
     model = nn.Linear(2, 2)
     fully_shard(model)
     with pytest.raises(LookupError, match="Recorder was not registered before the model was sharded"):
-        Recorder.of(schedule_of(units_of(model)[0]))
+        Recorder.of(units_of(model)[0].schedule)
 
 
 def test_nobody_listens_to_most_moments() -> None:
     model = nn.Linear(2, 2)
     fully_shard(model)
-    extensions: Extensions = schedule_of(units_of(model)[0]).extensions
+    extensions: Extensions = units_of(model)[0].schedule.extensions
     assert extensions.before_gather == extensions.backward_begins == ()
     assert extensions.watch is not None

@@ -28,7 +28,6 @@ from fullshard.core.errors import ConfigError, LifecycleError, WrapError
 from fullshard.core.events import Event, EventKind
 from fullshard.core.place import PLACE
 from fullshard.engine import module as module_of_kernel
-from fullshard.engine.schedule import schedule_of
 from fullshard.engine.sharded_tensor import ShardedTensor
 from fullshard.features import FSDPModule, fully_shard, units_of
 from fullshard.features.nonfinite import NonFiniteGuard
@@ -111,7 +110,7 @@ def check_state(of: Callable[[nn.Module], Any]) -> None:
     assert root.is_sharded, "as dinov3 has it for models that are only evaluated"
     root.post_forward_mesh_info = None
     events: list[Event] = []
-    schedule_of(units_of(model)[0]).event_sink = events.append
+    units_of(model)[0].schedule.event_sink = events.append
     for step in range(2):  # as a stage of a pipeline does with two micro-batches
         events.clear()
         model.set_requires_gradient_sync(False)  # type: ignore[operator]
@@ -467,7 +466,7 @@ def check_settings_of_parts() -> None:
     second.set_reduce_scatter_max_input_buffers(2)
     second.set_is_last_backward(False)
     fully_shard(model)
-    schedule = schedule_of(units_of(model)[-1])
+    schedule = units_of(model)[-1].schedule
     guard = NonFiniteGuard.of(schedule)
     assert (guard.policy, guard.limit) == ("skip", 3)
     assert (schedule.checkup.replicas.policy, schedule.checkup.every) == ("off", 7)
@@ -567,7 +566,7 @@ def check_numbers_of_ranks() -> list[int]:
         for name in BLOCKS:
             fully_shard(model.get_submodule(name), reshard_after_forward=ranks)
         fully_shard(model)
-        schedule_of(units_of(model)[0]).event_sink = events.append
+        units_of(model)[0].schedule.event_sink = events.append
         run_squared(model, 0, rank_and_size()[0])
         gathers.append(sum(event.kind is EventKind.UNSHARD_ISSUED for event in events))
     for wrong in (0, 3, -1, "2", 1.0):

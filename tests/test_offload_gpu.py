@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from fullshard.config.switches import OFFLOAD
-from fullshard.engine.schedule import schedule_of
 from fullshard.features import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
@@ -117,7 +116,7 @@ def test_activations_leave_the_device_for_page_locked_memory(policy: OffloadPoli
     before = torch.accelerator.memory_allocated()
     loss = model(x).mean()
     after_forward = torch.accelerator.memory_allocated() - before
-    kept = ActivationOffload.of(schedule_of(units_of(model)[-1]))._pages
+    kept = ActivationOffload.of(units_of(model)[-1].schedule)._pages
     if policy is None:
         assert kept is None and after_forward >= 22 * nbytes
         return

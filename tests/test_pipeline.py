@@ -23,7 +23,6 @@ from torch.distributed.pipelining._backward import stage_backward_input
 
 from fullshard.core.errors import LifecycleError
 from fullshard.core.events import Event, EventKind
-from fullshard.engine.schedule import schedule_of
 from fullshard.features import fully_shard, units_of
 from tests.distributed import end_workers, preload, run_ranks
 
@@ -92,7 +91,7 @@ def check(name: str, chunks: int) -> None:
     reference_optimizer = torch.optim.AdamW(pipeline.reference.parameters(), lr=0.1)
     events: list[Event] = []
     for _, part in pipeline.parts:
-        schedule_of(units_of(part)[0]).event_sink = events.append
+        units_of(part)[0].schedule.event_sink = events.append
     buckets = [bucket for _, part in pipeline.parts for unit in units_of(part) for bucket in unit.buckets]
     for step in range(3):
         events.clear()

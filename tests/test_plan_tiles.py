@@ -30,7 +30,6 @@ from fullshard.api.simulation import simulate, transformers_model
 from fullshard.core.errors import ConfigError
 from fullshard.core.events import Event
 from fullshard.engine.lookup import units_of
-from fullshard.engine.schedule import schedule_of
 from fullshard.features import MixedPrecisionPolicy
 from fullshard.plan.activations import layer_activations
 from fullshard.plan.evaluate import Plan, evaluate, notes_of
@@ -78,7 +77,7 @@ def compared(model: Any, plan: Plan, **options: Any) -> list[str]:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for module in (*model.model.layers, model):
         fullshard.fully_shard(module, mp_policy=policy, **options)
-    schedule_of(units_of(model)[-1]).event_sink = events.append
+    units_of(model)[-1].schedule.event_sink = events.append
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     check = PlanCheck(model, optimizer, plan.job)
     tokens = torch.zeros(1, TOKENS, dtype=torch.long)

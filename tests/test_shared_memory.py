@@ -26,7 +26,6 @@ from fullshard.comm.cpu.gloo import GlooCollectives
 from fullshard.comm.cpu.shared_memory import SharedMemoryCollectives
 from fullshard.comm.select import choices_for, collectives_for
 from fullshard.config.switches import COMM
-from fullshard.engine.bucket import bucket_of
 from fullshard.features import MixedPrecisionPolicy, ShardedParameter, fully_shard, unsharded
 from tests.distributed import run_ranks
 
@@ -119,7 +118,7 @@ def check_unchanged() -> None:
     first = model[0].weight
     assert isinstance(first, ShardedParameter)
     seen: list[bool] = []
-    mapped: Any = bucket_of(first).buffer
+    mapped: Any = first.bucket.buffer
     gather = mapped.gather
 
     def watched(*arguments: Any, is_unchanged: bool = False, **options: Any) -> Work:

@@ -145,7 +145,7 @@ def check_moments() -> list[tuple[str, str]]:
     before = [p.detach().clone() for p in model.parameters()]
     run_backward(model, 0)
     assert any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)), "it has stepped"
-    held = [bucket.gradient.main.tensor for p in model.parameters() for bucket in [p._bucket] if bucket.gradient]  # type: ignore[attr-defined]
+    held = [bucket.gradient.main.tensor for p in model.parameters() for bucket in [p.bucket] if bucket.has_gradient]  # type: ignore[attr-defined]
     assert held == [None] * len(held), "gradients are freed"
     optimizer.step()
     assert all(p.grad is None for p in model.parameters())
@@ -191,8 +191,8 @@ def check_memory(in_backward: bool, gloo: bool) -> tuple[int, int]:
 
     def look(event: Event) -> None:
         nonlocal held
-        gradients = [p._bucket.gradient for p in model.parameters() if hasattr(p, "_bucket")]
-        held = max(held, sum(g.main.nbytes for g in gradients if g is not None))
+        buckets = [p.bucket for p in model.parameters() if hasattr(p, "bucket")]
+        held = max(held, sum(bucket.gradient.main.nbytes for bucket in buckets if bucket.has_gradient))
 
     shard_model(model, unit_modules=list(model.layers), event_sink=look)
     optimizer = optim.AdamW(model.parameters())
@@ -202,7 +202,7 @@ def check_memory(in_backward: bool, gloo: bool) -> tuple[int, int]:
         model(torch.ones(2, 64)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return held, sum(p._bucket.main.nbytes for p in model.parameters())  # type: ignore[attr-defined]
+    return held, sum(p.bucket.main.nbytes for p in model.parameters())  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

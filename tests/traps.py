@@ -216,4 +216,4 @@ def assert_at_rest(model: nn.Module) -> None:
     assert not held, f"still unsharded: {held}"
     for unit in units_of(model):
         for bucket in unit.buckets:
-            assert bucket.gradient is None or not bucket.gradient.unsharded.exists, f"{unit.name}: gradient is held"
+            assert not bucket.has_gradient or not bucket.gradient.unsharded.exists, f"{unit.name}: gradient is held"

@@ -23,7 +23,6 @@ from fullshard.core.errors import ConfigError
 from fullshard.core.events import Event, EventKind
 from fullshard.core.sizes import format_nbytes
 from fullshard.engine.lookup import require_units
-from fullshard.engine.schedule import schedule_of
 from fullshard.engine.step.local_parameters import as_local
 from fullshard.plan.memory import Moment
 from fullshard.plan.pictures import draw_moments
@@ -58,7 +57,7 @@ class MemoryTimeline:
         self._units = require_units(model)
         check_is_counted(device)
         self._optimizer, self._device, self._when_done = optimizer, device, when_done
-        self._schedule = schedule_of(self._units[-1])
+        self._schedule = self._units[-1].schedule
         self._before = self._schedule.event_sink
         self._schedule.event_sink = self._receive
         self.steps = 0
@@ -91,7 +90,7 @@ class MemoryTimeline:
     def _held(self) -> dict[str, int]:
         """Return the bytes on the device that the engine and the optimizer hold, by the planner's categories."""
         buckets = [bucket for unit in self._units for bucket in unit.buckets]
-        gradients = [bucket.gradient for bucket in buckets if bucket.gradient is not None]
+        gradients = [bucket.gradient for bucket in buckets if bucket.has_gradient]
         state = [
             value
             for values in self._optimizer.state.values()
@@ -99,10 +98,10 @@ class MemoryTimeline:
             if isinstance(value, torch.Tensor) and value.device.type == self._device.type
         ]
         here = [bucket for bucket in buckets if bucket.main.device.type == self._device.type]
-        frozen = storage_nbytes(t for bucket in here if bucket.gradient is None for t in bucket.stored)
+        frozen = storage_nbytes(t for bucket in here if not bucket.has_gradient for t in bucket.stored)
         return {
             "sharded parameters": frozen + sum(bucket.copies_nbytes for bucket in buckets),
-            "main weights": storage_nbytes(t for bucket in here if bucket.gradient is not None for t in bucket.stored),
+            "main weights": storage_nbytes(t for bucket in here if bucket.has_gradient for t in bucket.stored),
             "optimizer state": storage_nbytes(state),
             "gradients": sum(gradient.reduced_nbytes for gradient in gradients),
             "gathered units": sum(b.buffer.nbytes for b in buckets if not b.buffer.is_persistent),

@@ -25,11 +25,10 @@ from fullshard.core.errors import LifecycleError
 from fullshard.core.events import Event, EventKind
 from fullshard.core.matrices import deal, matrices_in
 from fullshard.core.sizes import format_nbytes
-from fullshard.engine.bucket import Bucket, bucket_of
+from fullshard.engine.bucket import Bucket
 from fullshard.engine.lookup import require_units, units_of
 from fullshard.engine.parameter import ShardedParameter, local_gradients
 from fullshard.engine.precision import dtype_name
-from fullshard.engine.schedule import schedule_of
 from fullshard.engine.step.local_parameters import as_local
 from fullshard.engine.unit import Unit
 from fullshard.optim.with_adamw import MatricesWithAdamW
@@ -100,7 +99,7 @@ class PlanCheck:
         units = require_units(model)
         self.model, self._units, self._optimizer, self._job = model, units, optimizer, job
         self._at_step, self._is_state_planned, self._when_done = at_step, is_state_planned, when_done
-        self._schedule = schedule_of(units[-1])
+        self._schedule = units[-1].schedule
         self._before = self._schedule.event_sink
         self.steps = 0
         self._events: list[Event] = []
@@ -150,7 +149,7 @@ class PlanCheck:
         predicted = self._predict(layout)
         planned, found = traffic_of(predicted, layout), traffic_of(events, layout)
         buckets = [bucket for unit in self._units for bucket in unit.buckets]
-        trained = [bucket for bucket in buckets if bucket.gradient is not None]
+        trained = [bucket for bucket in buckets if bucket.has_gradient]
         state, state_nbytes = self._optimizer_state(trained)
         return [
             _compare_events(predicted, events),
@@ -196,13 +195,13 @@ class PlanCheck:
         groups = [group for group in optimizer.param_groups if group["algorithm"] != "adamw"]
         own = [(p, group["flatten"]) for group in groups for p in group["params"] if isinstance(p, ShardedParameter)]
         trained = [(p, flatten) for p, flatten in own if p.requires_grad]
-        if any(bucket_of(p) not in buckets for p, _ in trained):
+        if any(p.bucket not in buckets for p, _ in trained):
             return [Deviation("pieces of matrices sent", None, found)]  # another model's are dealt with them
-        numbers = {bucket: n for n, bucket in enumerate(dict.fromkeys(bucket_of(p) for p, _ in trained))}
+        numbers = {bucket: n for n, bucket in enumerate(dict.fromkeys(p.bucket for p, _ in trained))}
         layouts = [buckets[bucket].layout for bucket in numbers]
         matrices = []
         for p, flatten in trained:
-            bucket = bucket_of(p)
+            bucket = p.bucket
             matrices += matrices_in(numbers[bucket], buckets[bucket].layout, p._index, flatten=flatten)
         sizes = {"replicate_size": layout.replicate_size, "shard_size": layout.shard_size}
         mesh = self._units[-1].mesh
@@ -335,8 +334,7 @@ def _gathered_nbytes(units: list[Unit]) -> int:
 
 def _main_gradients_nbytes(units: list[Unit]) -> int:
     """Return the bytes of main gradients that exist right now."""
-    gradients = [bucket.gradient for unit in units for bucket in unit.buckets]
-    return sum(gradient.held_nbytes for gradient in gradients if gradient is not None)
+    return sum(bucket.gradient.held_nbytes for unit in units for bucket in unit.buckets if bucket.has_gradient)
 
 
 def _most_gathered(events: list[Event], layout: ModelLayout) -> int:
@@ -378,7 +376,7 @@ def _layout_of(model: nn.Module, units: list[Unit], events: list[Event]) -> Mode
         mesh.replicate_size,
         returns_head=bool(begun) and plans[begun[0]].is_head,
         keeps_parameters=not any(unit.reshard_after_backward for unit in units),
-        keeps_gradients=schedule_of(root).keeps_gradients,
+        keeps_gradients=root.schedule.keeps_gradients,
     )
 
 
@@ -402,4 +400,4 @@ def _unit_layout(unit: Unit, *, is_root: bool, is_head: bool) -> UnitLayout:
 
 def _bucket_plan(bucket: Bucket) -> BucketPlan:
     """Return the bucket's plan as it is now: the bucket may have been frozen when it was made."""
-    return dataclasses.replace(bucket.plan, trainable=bucket.gradient is not None)
+    return dataclasses.replace(bucket.plan, trainable=bucket.has_gradient)

@@ -37,7 +37,6 @@ from fullshard.checkpoint.store import Store, store_of
 from fullshard.core.errors import ConfigError
 from fullshard.core.journal import JOURNAL, Happening
 from fullshard.engine.lookup import units_of
-from fullshard.engine.schedule import schedule_of
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +106,7 @@ class Destination:
     @classmethod
     def of(cls, model: nn.Module, path: str | Location, *, overwrite: bool = False) -> Destination:
         """Agree on one destination. A collective of the ranks of `model`."""
-        for schedule in dict.fromkeys(map(schedule_of, units_of(model))):
+        for schedule in dict.fromkeys(unit.schedule for unit in units_of(model)):
             schedule.note_save()  # before anything can wait for a rank that trains on
         ranks = Ranks.of(model)
         return cls(ranks, location(path).absolute(), ranks.broadcast(uuid.uuid4().hex[:16]), overwrite)

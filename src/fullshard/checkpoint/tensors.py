@@ -15,7 +15,6 @@ from fullshard.core.errors import CheckpointError
 from fullshard.core.layout import Interval
 from fullshard.core.tiling import UNTILED, Tiling
 from fullshard.engine.lookup import clean_name, units_of
-from fullshard.engine.schedule import schedule_of
 from fullshard.engine.tile import Tile
 from fullshard.features import ShardedParameter, ShardedTensor
 
@@ -87,7 +86,7 @@ def rest(model: nn.Module) -> None:
                 f"unit {unit.name!r} is held unsharded", hint="leave the `with unsharded(model)` block first"
             )
         unit.reshard()
-    for schedule in dict.fromkeys(map(schedule_of, units_of(model))):
+    for schedule in dict.fromkeys(unit.schedule for unit in units_of(model)):
         schedule.settle()
 
 

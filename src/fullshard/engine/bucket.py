@@ -16,13 +16,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from fullshard.comm import torch_private
 from fullshard.comm.base import Collectives, FullBuffer, Work, own_interval
-from fullshard.comm.mesh import Mesh
 from fullshard.comm.resized_buffer import ResizedBuffer
 from fullshard.core.errors import LifecycleError
 from fullshard.core.events import EventKind
@@ -30,32 +29,15 @@ from fullshard.engine.binding import Originals
 from fullshard.engine.bucket_spec import BucketSpec
 from fullshard.engine.gradient import Gradient
 from fullshard.engine.materialize import Values
-from fullshard.engine.offload import Storage
 from fullshard.engine.parameter import ShardedParameter
-from fullshard.engine.precision import MixedPrecisionPolicy
-from fullshard.engine.reduction_settings import ReductionSettings
 from fullshard.engine.tile import plain_of, set_plain
 from fullshard.wrap.partition import Slot
 from fullshard.wrap.quantized import aliases
 
+if TYPE_CHECKING:
+    from fullshard.engine.unit import Unit
+
 _requires_grad = operator.attrgetter("requires_grad")
-
-
-class BucketOwner(Protocol):
-    """The part of `Unit` that its buckets use."""
-
-    name: str
-    mesh: Mesh
-    policy: MixedPrecisionPolicy
-    storage: Storage
-    is_pinned: bool
-    reduction: ReductionSettings
-
-    def emit(self, kind: EventKind, nbytes: int = 0, *, what: str = "", bucket: int = 0) -> None:
-        """Tell the sink, if there is one."""
-
-    def watch_gradients(self, bucket: Bucket) -> None:
-        """Collect the gradients of the bucket from now on."""
 
 
 class Bucket(BucketSpec):
@@ -72,7 +54,7 @@ class Bucket(BucketSpec):
         full: shape (W * S,), compute dtype.
         sharded_parameters: in the order of `slots`.
         originals: the original parameters, in the same order.
-        gradient: None if the bucket has always been frozen.
+        has_gradient: whether the bucket has ever been trainable; there is `gradient` only then.
         storage_ids: the storages of the unsharded bucket, fixed for as long as the bucket lives.
         has_gradient_hooks: whether a sharded parameter has ever been given such a hook.
     """
@@ -81,13 +63,14 @@ class Bucket(BucketSpec):
     full: torch.Tensor
     buffer: FullBuffer
     originals: Originals
+    gradient: Gradient
     parameter_type: type[ShardedParameter] = ShardedParameter
 
     def __init__(
         self,
         slots: Sequence[Slot],
         *,
-        owner: BucketOwner,
+        owner: Unit,
         number: int,
         weights: Values | None = None,
     ) -> None:
@@ -102,7 +85,14 @@ class Bucket(BucketSpec):
         is_trainable = slots[0].parameter.requires_grad
         self.sharded_parameters = [self.parameter_type(self, i, requires_grad=is_trainable) for i in range(len(slots))]
         self._trainable = [is_trainable] * len(slots)
-        self.gradient = self._make_gradient() if is_trainable else None
+        self.has_gradient = False
+        if is_trainable:
+            self.make_gradient()
+
+    def make_gradient(self) -> None:
+        """Be ready to collect and reduce gradients."""
+        self.gradient = self._make_gradient()
+        self.has_gradient = True
 
     def _make_gradient(self) -> Gradient:
         return Gradient(self, self.sharded_parameters, storage_id=min(self.storage_ids), emit=self.emit)
@@ -162,12 +152,12 @@ class Bucket(BucketSpec):
     @property
     def trainable_count(self) -> int:
         """Number of parameters that want a gradient."""
-        return 0 if self.gradient is None else self.gradient.unsharded.expected
+        return self.gradient.unsharded.expected if self.has_gradient else 0
 
     @property
     def is_complete(self) -> bool:
         """Return whether every parameter that wants a gradient has one; False for a frozen bucket."""
-        return self.gradient is not None and self.gradient.unsharded.is_complete
+        return self.has_gradient and self.gradient.unsharded.is_complete
 
     @property
     def shares_main(self) -> bool:
@@ -322,7 +312,7 @@ class Bucket(BucketSpec):
 
     def note_cleared(self) -> None:
         """Free the gradients' memory if the script has now set the last `.grad` to None."""
-        if self.gradient is not None:
+        if self.has_gradient:
             self.gradient.main.release_if_cleared()
 
     def set_requires_grad(self, index: int, requires_grad: bool) -> None:
@@ -333,10 +323,10 @@ class Bucket(BucketSpec):
         """
         self._trainable[index] = requires_grad
         self.originals.parameters[index].requires_grad_(requires_grad)
-        if requires_grad and self.gradient is None:  # frozen until now
-            self.gradient = self._make_gradient()
+        if requires_grad and not self.has_gradient:  # frozen until now
+            self.make_gradient()
             self.owner.watch_gradients(self)
-        if self.gradient is not None:
+        if self.has_gradient:
             self.gradient.unsharded.expected = sum(self._trainable)
 
     def take_requires_grad(self) -> None:
@@ -347,9 +337,3 @@ class Bucket(BucketSpec):
         for sharded, before, now in zip(self.sharded_parameters, list(self._trainable), current, strict=True):
             if before != now:
                 sharded.requires_grad_(now)
-
-
-def bucket_of(parameter: ShardedParameter) -> Bucket:
-    """Return the bucket that a sharded parameter is a part of."""
-    assert isinstance(parameter._bucket, Bucket)  # noqa: S101 -- nothing else makes them
-    return parameter._bucket

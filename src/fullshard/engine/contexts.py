@@ -9,11 +9,9 @@ from torch import nn
 
 from fullshard.comm import torch_private
 from fullshard.core.errors import LifecycleError
-from fullshard.engine.bucket import bucket_of
 from fullshard.engine.lookup import units_of
 from fullshard.engine.parameter import sharded_parameter_of
-from fullshard.engine.schedule import schedule_of
-from fullshard.engine.unit import Unit, owner_of
+from fullshard.engine.unit import Unit
 from fullshard.engine.unit_parameters import UnitState
 
 
@@ -70,7 +68,7 @@ def unsharded(model: nn.Module, *, writeback: bool = False, recurse: bool = True
     units = units_of(model) if recurse else _owners(model)
     if torch_private.backward_under_way() != -1 or any(unit.schedule.is_in_forward for unit in units):
         raise LifecycleError("unsharded() inside a forward or backward pass", hint="call it between steps")
-    for schedule in dict.fromkeys(map(schedule_of, units)):
+    for schedule in dict.fromkeys(unit.schedule for unit in units):
         schedule.recover()
         schedule.lockstep.compare_unless_begun(schedule.units)
     for unit in units:
@@ -103,14 +101,14 @@ def unsharded(model: nn.Module, *, writeback: bool = False, recurse: bool = True
                 unit.rest()
             elif state is not UnitState.UNSHARDED:
                 unit.reshard()
-        for schedule in dict.fromkeys(map(schedule_of, units)):
+        for schedule in dict.fromkeys(unit.schedule for unit in units):
             schedule.settle()
 
 
 def _owners(module: nn.Module) -> list[Unit]:
     """Return the units that hold the module's own parameters."""
     held = (sharded_parameter_of(parameter) for parameter in module.parameters(recurse=False))
-    return list(dict.fromkeys(owner_of(bucket_of(sharded)) for sharded in held if sharded is not None))
+    return list(dict.fromkeys(sharded.bucket.owner for sharded in held if sharded is not None))
 
 
 @contextlib.contextmanager

@@ -51,7 +51,6 @@ class GradientHooks:
 
 def _accumulated(unit: HookedUnit, bucket: Bucket, index: int) -> Callable[[torch.Tensor], None]:
     """Return the post-accumulate hook of one original parameter."""
-    assert bucket.gradient is not None  # noqa: S101 -- from now on it has one
     collects = weakref.ref(bucket.gradient.unsharded)
     # Both live as long as the parameter does.
     owner, held = cast(Callable[[], HookedUnit], weakref.ref(unit)), cast(Callable[[], Bucket], weakref.ref(bucket))

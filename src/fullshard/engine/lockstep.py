@@ -288,7 +288,7 @@ def _describe_structure(units: Sequence[Unit]) -> list[str]:
             lines.append(f"unit {unit.name!r} is on the meta device")
             continue
         for number, bucket in enumerate(unit.buckets):
-            reduce = bucket.gradient.dtype if bucket.gradient is not None else "frozen"
+            reduce = bucket.gradient.dtype if bucket.has_gradient else "frozen"
             where = (
                 f"unit {unit.name!r}, bucket {number} ({bucket.dtype}, compute {bucket.compute_dtype}, reduce {reduce}"
             )

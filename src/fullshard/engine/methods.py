@@ -16,7 +16,6 @@ from torch import nn
 from fullshard.comm import torch_private
 from fullshard.core.errors import LifecycleError
 from fullshard.engine.parameter import sharded_parameter_of
-from fullshard.engine.schedule import schedule_of
 from fullshard.engine.sharded_tensor import ShardedTensor
 from fullshard.engine.unit import Unit
 
@@ -83,7 +82,7 @@ def _generates(module: nn.Module, unit: Unit) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def generate(*args: Any, **kwargs: Any) -> Any:
-        schedule = schedule_of(unit)
+        schedule = unit.schedule
         outermost = schedule.units[-1]
         if not outermost.is_at_rest:
             return method(*args, **kwargs)

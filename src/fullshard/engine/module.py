@@ -23,7 +23,7 @@ from fullshard.engine.contexts import no_sync
 from fullshard.engine.conversion import convert
 from fullshard.engine.lookup import UNIT, clean_name, qualified, require_unit, unit_of, units_of
 from fullshard.engine.methods import replace_methods
-from fullshard.engine.schedule import Schedule, schedule_of
+from fullshard.engine.schedule import Schedule
 from fullshard.engine.sharded_tensor import ShardedTensor
 from fullshard.engine.span import Span
 from fullshard.engine.torch_state import TorchState
@@ -69,7 +69,7 @@ class FSDPModule(TorchFSDPModule):
             async_op: only begin, and return a handle to wait with.
         """
         unit = require_unit(self)
-        schedule = schedule_of(unit)
+        schedule = unit.schedule
         schedule.lockstep.compare_unless_begun(schedule.units)
         if not async_op:
             unit.unshard()
@@ -89,7 +89,7 @@ class FSDPModule(TorchFSDPModule):
         Raises:
             LifecycleError: not called on the outermost unit.
         """
-        schedule = schedule_of(require_unit(self))
+        schedule = require_unit(self).schedule
         if require_unit(self) is not schedule.units[-1]:
             raise LifecycleError(
                 f"reset_iter_state() of unit {require_unit(self).name!r}, which is not the outermost one",
@@ -102,7 +102,7 @@ class FSDPModule(TorchFSDPModule):
         caller = sys._getframe(1)
         if caller.f_globals.get("__name__") == _DDP and not _is_ignored_by(self, caller):  # type: ignore[arg-type]
             raise _replicated(self, "DistributedDataParallel")
-        schedule_of(require_unit(self)).recover()
+        require_unit(self).schedule.recover()
         return super().named_parameters(*args, **options)  # type: ignore[misc, no-any-return]
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -135,7 +135,7 @@ class FSDPModule(TorchFSDPModule):
         This holds for the whole model. Only in that backward does an optimizer step (`step_in_backward`), and are
         gradients reduced that wait for the last micro-batch (SHARD_OPTIMIZER). Without either it has no effect.
         """
-        schedule_of(require_unit(self)).is_last_backward = is_last_backward
+        require_unit(self).schedule.is_last_backward = is_last_backward
 
     def set_replica_check(self, policy: str, *, every: int | None = None) -> None:
         """Choose how to treat replicas (NO_SHARD, HYBRID_SHARD) whose weights differ. For the whole model.
@@ -152,7 +152,7 @@ class FSDPModule(TorchFSDPModule):
         Raises:
             ConfigError: no such policy, nothing to heal from, or a negative number.
         """
-        checkup = schedule_of(require_unit(self)).checkup
+        checkup = require_unit(self).schedule.checkup
         checkup.replicas.choose(policy)
         if every is not None:
             checkup.set_every(every)
@@ -165,14 +165,14 @@ class FSDPModule(TorchFSDPModule):
         Returns:
             The names of the parameters that differed.
         """
-        return schedule_of(require_unit(self)).checkup.replicas.heal_from(from_rank)
+        return require_unit(self).schedule.checkup.replicas.heal_from(from_rank)
 
     def rank_paces(self) -> list[RankPace]:
         """Return the seconds that each rank computes and waits in a step, as last compared. No collective.
 
         The list is empty before the first comparison.
         """
-        return list(schedule_of(require_unit(self)).checkup.paces)
+        return list(require_unit(self).schedule.checkup.paces)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Set the divisor of the sum of gradients over all ranks; the default is the number of ranks."""
@@ -217,7 +217,7 @@ class FSDPModule(TorchFSDPModule):
 
     def set_post_optim_event(self, event: Any) -> None:
         """Wait for `event` before the next forward gathers, once; the model's own steps need no event."""
-        schedule_of(require_unit(self)).post_optim_event = event
+        require_unit(self).schedule.post_optim_event = event
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Do nothing: all reductions are sums, and their divisor is applied separately."""
@@ -242,7 +242,7 @@ class FSDPModule(TorchFSDPModule):
             raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
         if max_input_buffers < 1:
             raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
-        schedule_of(require_unit(self)).reducer.order.in_flight = max_input_buffers
+        require_unit(self).schedule.reducer.order.in_flight = max_input_buffers
 
     def set_custom_all_gather(self, comm: object) -> NoReturn:
         """Refuse a custom all-gather."""

@@ -6,7 +6,7 @@ import operator
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn, Protocol, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 from torch import nn
@@ -17,31 +17,15 @@ from fullshard.comm import torch_private
 from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import LifecycleError
 from fullshard.engine.sharded_tensor import RowTensor, ShardedTensor, part_of
-from fullshard.engine.span import Span
 from fullshard.wrap.partition import other_gradient_dtype
+
+if TYPE_CHECKING:
+    from fullshard.engine.bucket import Bucket
 
 _grad_descriptor: Any = torch.Tensor.grad
 _grad_of_autograd, _set_grad_of_autograd = _grad_descriptor.__get__, _grad_descriptor.__set__
 _plain_requires_grad: Any = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _REFERENCE = "_fullshard_sharded_parameter"
-
-
-class ParameterOwner(Protocol):
-    """The part of a `Bucket` that its sharded parameters use."""
-
-    def weights(self, index: int) -> torch.Tensor:
-        """Return this rank's part of parameter `index` as it is stored."""
-
-    has_gradient_hooks: bool
-
-    def span(self, index: int) -> Span:
-        """Return which elements of parameter `index` each rank has."""
-
-    def set_requires_grad(self, index: int, requires_grad: bool) -> None:
-        """Learn that parameter `index` was frozen or unfrozen."""
-
-    def note_cleared(self) -> None:
-        """Learn that the script has set the gradient of a parameter to None."""
 
 
 class ShardedParameter(ShardedTensor):
@@ -51,6 +35,7 @@ class ShardedParameter(ShardedTensor):
     engine publishes; reading `.grad` returns a `ShardedTensor` around it.
 
     Attributes:
+        bucket: the bucket that the parameter is a part of.
         gradient_hooks: hooks given to `register_post_accumulate_grad_hook`, by number.
         local_grad: this rank's interval of the gradient, shape (n,); None if there is none.
         is_used_up: whether the optimizer has used up the gradient in backward (`engine.step.in_backward`), while the
@@ -61,19 +46,19 @@ class ShardedParameter(ShardedTensor):
     _is_param = True  # makes it an instance of nn.Parameter
     local_grad: torch.Tensor | None
     gradient_hooks: OrderedDict[int, Callable[[Any], object]]
-    _bucket: ParameterOwner
+    bucket: Bucket
     _index: int
     _data: ShardedTensor
     _detached: weakref.WeakValueDictionary[int, ShardedTensor]
     _known_grad: ShardedTensor | None
 
-    def __new__(cls, bucket: ParameterOwner, index: int, *, requires_grad: bool) -> ShardedParameter:
+    def __new__(cls, bucket: Bucket, index: int, *, requires_grad: bool) -> ShardedParameter:
         """Cut parameter `index` of `bucket` down to this rank's interval of it in `main`."""
         local, span = bucket.weights(index).detach(), bucket.span(index)
         cls = RowParameter if span.as_rows else cls
         self = super().__new__(cls, local, span, requires_grad=requires_grad)
         assert isinstance(self, ShardedParameter)  # noqa: S101 -- for the type checker
-        self._bucket, self._index = bucket, index
+        self.bucket, self._index = bucket, index
         self._data, self.gradient_hooks = self.wrap(self.local), OrderedDict()
         self._detached = weakref.WeakValueDictionary()
         self.publish(None)
@@ -115,7 +100,7 @@ class ShardedParameter(ShardedTensor):
     def grad(self, value: torch.Tensor | None) -> None:
         self.publish(None if value is None else self.interval_of(value, "gradient"))
         if value is None:
-            self._bucket.note_cleared()
+            self.bucket.note_cleared()
 
     def publish(self, local_grad: torch.Tensor | None) -> None:
         """Make this the parameter's gradient from now on."""
@@ -164,7 +149,7 @@ class ShardedParameter(ShardedTensor):
         super().requires_grad_(requires_grad)
         if requires_grad:
             self._watch()
-        self._bucket.set_requires_grad(self._index, requires_grad)
+        self.bucket.set_requires_grad(self._index, requires_grad)
         return self
 
     @property
@@ -236,7 +221,7 @@ class ShardedParameter(ShardedTensor):
         """
         handle = RemovableHandle(self.gradient_hooks)
         self.gradient_hooks[handle.id] = hook
-        self._bucket.has_gradient_hooks = True
+        self.bucket.has_gradient_hooks = True
         return handle
 
     def take_hooks(self, replaced: torch.Tensor) -> None:
@@ -247,7 +232,7 @@ class ShardedParameter(ShardedTensor):
         if hooks:
             hooks.update(self.gradient_hooks)
             self.gradient_hooks = hooks
-            self._bucket.has_gradient_hooks = True
+            self.bucket.has_gradient_hooks = True
 
 
 class RowParameter(ShardedParameter, RowTensor):

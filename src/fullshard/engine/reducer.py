@@ -17,8 +17,6 @@ from fullshard.core.events import EventKind
 from fullshard.core.schedule import Reductions
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.extension import Extensions
-from fullshard.engine.gradient import Gradient
-from fullshard.engine.unit import owner_of
 
 _NOTHING = contextlib.nullcontext()
 
@@ -54,8 +52,8 @@ class Reducer:
 
     def launch(self, bucket: Bucket) -> None:
         """Reduce the gradients of a bucket. Every rank does so in the same order."""
-        gradient = gradient_of(bucket)
-        owner_of(bucket).emit(EventKind.REDUCE_ISSUED, gradient.nbytes)
+        gradient = bucket.gradient
+        bucket.owner.emit(EventKind.REDUCE_ISSUED, gradient.nbytes)
         self._advance(bucket)  # finish its earlier reduction in the same backward
         gradient.launch()
         oldest = self.order.launch(bucket)
@@ -65,9 +63,9 @@ class Reducer:
             self.step_when_final()
         else:
             for each in self.order.latest():
-                gradient = gradient_of(each)
+                gradient = each.gradient
                 if gradient.adds_early and self._is_over(each):
-                    with owner_of(each).waiting("reduce"):
+                    with each.owner.waiting("reduce"):
                         gradient.accumulate_early()
 
     def step_when_final(self) -> None:
@@ -79,9 +77,9 @@ class Reducer:
         if not self.steppers:
             return
         for bucket in list(self.order.waiting):
-            unit = owner_of(bucket)
+            unit = bucket.owner
             if self._is_over(bucket) and bucket.is_complete and unit.is_sharded and not unit.awaits_backward:
-                self._publish(bucket, gradient_of(bucket).unsharded.used)
+                self._publish(bucket, bucket.gradient.unsharded.used)
 
     def publish(self, used: Mapping[Bucket, bytearray]) -> None:
         """Wait for the reductions under way, and publish every gradient that is not published yet.
@@ -105,7 +103,7 @@ class Reducer:
 
     def _publish(self, bucket: Bucket, used: bytearray) -> None:
         """Publish a bucket's gradient, and step the bucket if optimizers step in backward."""
-        unit, gradient = owner_of(bucket), gradient_of(bucket)
+        unit, gradient = bucket.owner, bucket.gradient
         del self.order.waiting[bucket]
         with unit.waiting("reduce") if gradient.is_arriving else _NOTHING:
             is_there = gradient.finish(used)
@@ -123,16 +121,10 @@ class Reducer:
             unit.emit(EventKind.BUCKET_STEP, nbytes)
 
     def _advance(self, bucket: Bucket) -> None:
-        gradient = gradient_of(bucket)
+        gradient = bucket.gradient
         if gradient.is_reducing:
-            with owner_of(bucket).waiting("reduce"):
+            with bucket.owner.waiting("reduce"):
                 gradient.advance()
-
-
-def gradient_of(bucket: Bucket) -> Gradient:
-    """Return the gradient side of a bucket that is known to be trainable."""
-    assert bucket.gradient is not None  # noqa: S101 -- frozen buckets are never queued
-    return bucket.gradient
 
 
 def call_gradient_hooks(bucket: Bucket, used: bytearray) -> None:

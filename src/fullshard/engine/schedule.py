@@ -33,10 +33,10 @@ from fullshard.engine.extension import Extensions
 from fullshard.engine.lockstep import Lockstep
 from fullshard.engine.model_settings import settings_of, take_settings
 from fullshard.engine.parameter import ShardedParameter
-from fullshard.engine.reducer import BucketStepper, Reducer, call_gradient_hooks, gradient_of
+from fullshard.engine.reducer import BucketStepper, Reducer, call_gradient_hooks
 from fullshard.engine.replicas import Replicas
 from fullshard.engine.unannounced import Unannounced
-from fullshard.engine.unit import Unit, owner_of
+from fullshard.engine.unit import Unit
 from fullshard.engine.unit_parameters import UnitState
 
 
@@ -107,7 +107,7 @@ class Schedule:
     def assemble(self, units: Sequence[Unit]) -> None:
         """Take over the units of a model, including those of schedules of its parts."""
         defaults = settings_of(self)
-        for earlier in dict.fromkeys(other for unit in units if (other := schedule_of(unit)) is not self):
+        for earlier in dict.fromkeys(other for unit in units if (other := unit.schedule) is not self):
             take_settings(self, earlier, defaults)
             self.extensions.absorb(earlier.extensions)
             self.steppers |= earlier.steppers
@@ -366,7 +366,7 @@ class Schedule:
         if torch.is_grad_enabled():  # under create_graph alone; backward has turned it off otherwise
             with torch.no_grad():
                 self._launch(bucket)
-        elif self._reduces(owner_of(bucket)):
+        elif self._reduces(bucket.owner):
             with torch_private.without_transforms():
                 self.reducer.launch(bucket)
 
@@ -397,7 +397,7 @@ class Schedule:
         used = self._agree_on_used()
         self.reducer.publish(used)
         for bucket in self.reducer.published:  # not when published: the message may have needed it until here
-            gradient_of(bucket).unsharded.forget_used()
+            bucket.gradient.unsharded.forget_used()
         self.lockstep.count_backward()
         for unit in self.units:
             unit.finish_backward()
@@ -440,7 +440,7 @@ class Schedule:
     def _end_backward(self) -> None:
         for unit in self.units:
             for bucket in unit.buckets:
-                if bucket.gradient is not None:
+                if bucket.has_gradient:
                     bucket.gradient.unsharded.end_backward()
         self._participants.clear()
         self._last_ended = None
@@ -459,11 +459,11 @@ class Schedule:
         Raises:
             CommunicationError: the ranks disagree; nothing has been published yet.
         """
-        trainable = [bucket for bucket in self._buckets() if bucket.gradient is not None]
+        trainable = [bucket for bucket in self._buckets() if bucket.has_gradient]
         launched = set(self.reducer.order.launched)
         ran = [u for u in dict.fromkeys(self._forward) if any(bucket in launched for bucket in u.buckets)]
         steps = self.steps + self._stepped_since_forward
-        ends = [gradient_of(bucket).unsharded.end(is_reduced=bucket in launched) for bucket in trainable]
+        ends = [bucket.gradient.unsharded.end(is_reduced=bucket in launched) for bucket in trainable]
         message = self.lockstep.exchange(ends, ran, steps, last=self._forward[-1] if self._forward else self.units[-1])
         is_wanted = message.wants_to_stop
         if STOPPING.is_listened_to:  # on ranks of other axes too
@@ -475,7 +475,7 @@ class Schedule:
             if anywhere.is_reduced and anywhere.is_not_reduced:
                 here = "ran" if bucket in launched else "did not run"
                 raise CommunicationError(
-                    f"rank {self.mesh.rank}, unit {owner_of(bucket).name!r}: it {here} in this backward on this rank, "
+                    f"rank {self.mesh.rank}, unit {bucket.owner.name!r}: it {here} in this backward on this rank, "
                     "which is not so on all others",
                     hint="every rank must run the same units in each step",
                 )
@@ -498,7 +498,7 @@ class Schedule:
 
     def _give_up_backward(self) -> None:
         """Forget a failed backward, but keep the forwards before it: another loss may need them."""
-        if any(bucket.gradient is not None and bucket.gradient.unsharded.is_kept for bucket in self._buckets()):
+        if any(bucket.has_gradient and bucket.gradient.unsharded.is_kept for bucket in self._buckets()):
             warnings.warn(
                 f"rank {self.mesh.rank}: a backward has failed, and with it what those before it had kept unreduced "
                 "(no_sync) is lost: begin the step again",
@@ -540,7 +540,7 @@ class Schedule:
                 hint="call model.set_is_last_backward(True) before the last backward of a step",
             )
         for bucket in self._buckets():
-            if bucket.gradient is not None:
+            if bucket.has_gradient:
                 bucket.gradient.main.check_whole()
         self._stepped_since_forward = True  # once for several optimizers
         self.lockstep.note_step()
@@ -568,9 +568,3 @@ class Schedule:
 def _waits(unit: Unit) -> bool:
     """Return whether unsharding a unit waits for other ranks."""
     return unit.state is UnitState.SHARDED or unit.state is UnitState.GATHERING
-
-
-def schedule_of(unit: Unit) -> Schedule:
-    """Return the schedule that a unit is part of."""
-    assert isinstance(unit.schedule, Schedule)  # noqa: S101 -- nothing else is handed to one
-    return unit.schedule

@@ -9,7 +9,6 @@ from fullshard.core.offload import Offload
 from fullshard.core.sizes import format_count, format_nbytes
 from fullshard.core.strategy import STRATEGIES
 from fullshard.engine.precision import dtype_name
-from fullshard.engine.schedule import schedule_of
 from fullshard.engine.unit import Unit
 
 
@@ -56,7 +55,7 @@ class Sharding:
     def of(cls, units: Sequence[Unit]) -> Sharding:
         """Measure `units`."""
         buckets = [bucket for unit in units for bucket in unit.buckets]
-        mesh, schedule = units[0].mesh, schedule_of(units[0])
+        mesh, schedule = units[0].mesh, units[0].schedule
         largest = max(units, key=lambda unit: unit.full_nbytes)
         full_numel = sum(bucket.layout.full_numel for bucket in buckets)
         numel = sum(bucket.layout.numel for bucket in buckets)
@@ -118,7 +117,7 @@ class Sharding:
 
 def _packed(units: Sequence[Unit]) -> str:
     buckets = [bucket for unit in units for bucket in unit.buckets]
-    reduced = [bucket for bucket in buckets if bucket.gradient is not None]
+    reduced = [bucket for bucket in buckets if bucket.has_gradient]
     mesh, parts = units[0].mesh, []
     for what, policies, packings, collectives in (
         ("weights", [unit.policy.gather_as for unit in units], [b.gather_packing for b in buckets], mesh.gather),

@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.core.errors import LifecycleError
 from fullshard.engine.lookup import require_unit
-from fullshard.engine.schedule import schedule_of
 from fullshard.engine.sharded_tensor import ShardedTensor
 from fullshard.engine.unit import Unit
 
@@ -58,7 +57,7 @@ def _after_state_dict(
 def _count_load(module: nn.Module, *_arguments: object) -> None:
     """Have the ranks compare how often weights were loaded."""
     unit = require_unit(module)
-    schedule_of(unit).lockstep.loads += 1
+    unit.schedule.lockstep.loads += 1
 
 
 def _settle(module: nn.Module, _incompatible: object) -> None:
@@ -84,7 +83,7 @@ def _before_load_state_dict(
         return
     unit.make_real(is_filled=False)
     unit.reshard()
-    schedule_of(unit).settle()
+    unit.schedule.settle()
     replaces = bool(local_metadata.get("assign_to_params_buffers"))
     if unit.is_pinned and replaces:
         raise LifecycleError(

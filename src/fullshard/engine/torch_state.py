@@ -18,7 +18,6 @@ from fullshard.core.errors import LifecycleError
 from fullshard.core.user_class import user_class
 from fullshard.engine.lookup import unit_of
 from fullshard.engine.precision import MixedPrecisionPolicy
-from fullshard.engine.schedule import schedule_of
 from fullshard.engine.sharded_tensor import ShardedTensor
 from fullshard.engine.unit import Unit
 from fullshard.engine.unit_parameters import UnitState
@@ -60,7 +59,7 @@ class TorchState(_OfUnit):
 
     @property
     def _is_root(self) -> bool:
-        return schedule_of(self._unit).units[-1] is self._unit
+        return self._unit.schedule.units[-1] is self._unit
 
     @property
     def _fsdp_param_group(self) -> TorchParameterGroup | None:
@@ -89,7 +88,7 @@ class TorchState(_OfUnit):
         """Do nothing: a unit learns its model when that is made one."""
 
     def _root_post_backward_final_callback(self) -> None:
-        schedule_of(self._unit).reduce_if_kept()
+        self._unit.schedule.reduce_if_kept()
 
     # `torch.distributed.fsdp.register_fsdp_forward_method` wraps a method with these, as Transformers does with
     # `generate`; here methods of units unshard their parameters themselves.
@@ -107,7 +106,7 @@ class _OfModel(_OfUnit):
     @property
     def all_states(self) -> list[TorchState]:
         """Return the states of all units, the outermost first, as they come in the model."""
-        return [TorchState(unit) for unit in reversed(schedule_of(self._unit).units)]
+        return [TorchState(unit) for unit in reversed(self._unit.schedule.units)]
 
 
 class TorchParameterGroup(_OfUnit):
@@ -173,7 +172,7 @@ class TorchParameterGroup(_OfUnit):
         Units are reduced in one order on all ranks. Gradients that were reduced already, through another group or at
         the end of a backward, are not reduced again.
         """
-        schedule_of(self._unit).reduce_if_kept()
+        self._unit.schedule.reduce_if_kept()
 
 
 class TorchParameter(_OfUnit):

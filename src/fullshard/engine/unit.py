@@ -15,7 +15,7 @@ import operator
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -29,59 +29,11 @@ from fullshard.engine.gradient_hooks import GradientHooks
 from fullshard.engine.materialize import Values
 from fullshard.engine.offload import Storage
 from fullshard.engine.precision import MixedPrecisionPolicy, cast_floating, map_tensors, moved
-from fullshard.engine.unannounced import Unannounced
-from fullshard.engine.unit_parameters import UnitOwner, UnitParameters, UnitState
-from fullshard.wrap.partition import UnitPlan
+from fullshard.engine.unit_parameters import UnitParameters, UnitState, bucket_type
+from fullshard.wrap.partition import Slot, UnitPlan
 
-
-class UnitSchedule(UnitOwner, Protocol):
-    """The part of a model's `Schedule` that its units call: a unit tells it what has begun and ended.
-
-    Attributes:
-        unannounced: calls that backward leaves without a sign.
-    """
-
-    unannounced: Unannounced
-
-    @property
-    def is_in_forward(self) -> bool:
-        """Return whether a forward is under way."""
-
-    def begin_forward(self, unit: Unit) -> bool:
-        """Learn that a unit is about to run forward (not as a recompute); return whether it is the outermost."""
-
-    def begin_call(self, unit: Unit) -> None:
-        """Learn that a forward has begun that backward may come back to."""
-
-    def end_call(self, unit: Unit, call: Call[Unit]) -> None:
-        """Learn that a forward has ended, after another, and that it knows where its saved tensors are."""
-
-    def prefetch_forward(self, unit: Unit) -> None:
-        """Learn that the unit's own parameters are there."""
-
-    def end_forward(self, unit: Unit, *, failed: bool) -> None:
-        """Learn that the unit has run forward, or failed to."""
-
-    def leave_forward(self) -> bool:
-        """Learn that a forward is over, before its memory is freed; return whether it was the outermost."""
-
-    def begin_backward(self, unit: Unit) -> None:
-        """Learn that backward has reached the unit."""
-
-    def note_gather_in_backward(self, unit: Unit) -> None:
-        """Learn that the unit is about to be unsharded in backward, or for a recompute."""
-
-    def prefetch_backward(self, unit: Unit, call: Call[Unit]) -> None:
-        """Learn that the unit's parameters are there and its gradients are about to be computed."""
-
-    def prefetch_after_backward(self, previous: Unit | None) -> None:
-        """Learn that the gradients were computed, and that `previous` comes next."""
-
-    def reduce_when_due(self, bucket: Bucket) -> None:
-        """Learn that all gradients of the bucket that will come are there."""
-
-    def step_when_final(self) -> None:
-        """Learn that a bucket may have become final."""
+if TYPE_CHECKING:
+    from fullshard.engine.schedule import Schedule
 
 
 class Unit(UnitParameters):
@@ -94,15 +46,13 @@ class Unit(UnitParameters):
             outermost unit.
     """
 
-    schedule: UnitSchedule
-
     def __init__(
         self,
         plan: UnitPlan,
         *,
         policy: MixedPrecisionPolicy,
         storage: Storage,
-        schedule: UnitSchedule,
+        schedule: Schedule,
         reshard_after_forward: bool | None,
         weights: Values | None = None,
     ) -> None:
@@ -124,11 +74,15 @@ class Unit(UnitParameters):
             # always_call: an exception inside forward must not leave the unit unsharded
             module.register_forward_hook(uncompiled(self._post_forward), always_call=True)
 
+    def make_bucket(self, slots: Sequence[Slot], number: int, values: Values | None) -> Bucket:
+        """Return the unit's bucket of these parameters."""
+        return bucket_type(slots)(slots, owner=self, number=number, weights=values)
+
     def _allocate(self, values: Values | None) -> None:
         super()._allocate(values)
         self._gradient_hooks = GradientHooks()
         for bucket in self.buckets:
-            if bucket.gradient is not None:
+            if bucket.has_gradient:
                 self.watch_gradients(bucket)
 
     def watch_gradients(self, bucket: Bucket) -> None:
@@ -155,7 +109,7 @@ class Unit(UnitParameters):
         for call in self._live_calls():
             call.is_active = False
         for bucket in self.buckets:
-            if bucket.gradient is not None:
+            if bucket.has_gradient:
                 with self.waiting("reduce"):
                     bucket.gradient.reset()
         if not self.is_kept_for_backward:
@@ -364,9 +318,3 @@ class Unit(UnitParameters):
 def _pending(calls: Sequence[Call[Unit]]) -> list[Call[Unit]]:
     """Return the calls that the backward under way is to come to, or is in."""
     return [call for call in calls if not call.is_done and call.is_in_backward]
-
-
-def owner_of(bucket: Bucket) -> Unit:
-    """Return the unit that a bucket belongs to."""
-    assert isinstance(bucket.owner, Unit)  # noqa: S101 -- nothing else makes buckets
-    return bucket.owner

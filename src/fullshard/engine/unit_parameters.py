@@ -6,27 +6,26 @@ them and puts the original parameters into the modules. Resharding undoes both. 
 
 from __future__ import annotations
 
+import abc
 import itertools
 import warnings
 from collections.abc import Sequence
 from enum import Enum, auto
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from fullshard.comm import torch_private
 from fullshard.comm.base import Collectives
-from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import LifecycleError
-from fullshard.core.events import Event, EventKind, EventSink
+from fullshard.core.events import Event, EventKind
 from fullshard.engine.binding import Binding
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.bucket_spec import by_bucket
 from fullshard.engine.composed import ComposedBucket
 from fullshard.engine.deferred import HINT, StandIns
 from fullshard.engine.extended import ExtendedBucket
-from fullshard.engine.extension import Extensions
 from fullshard.engine.kept_views import KeptViews
 from fullshard.engine.materialize import Values
 from fullshard.engine.offload import Storage
@@ -37,6 +36,9 @@ from fullshard.engine.sharded_tensor import ShardedTensor
 from fullshard.engine.waiting import Waiting
 from fullshard.wrap.extended import is_composed, is_extended
 from fullshard.wrap.partition import Slot, UnitPlan
+
+if TYPE_CHECKING:
+    from fullshard.engine.schedule import Schedule
 
 
 class UnitState(Enum):
@@ -56,26 +58,10 @@ class UnitState(Enum):
     """whole, and the modules hold the original parameters"""
 
 
-class UnitOwner(Protocol):
-    """The part of a model that its units' parameters use."""
-
-    mesh: Mesh
-    extensions: Extensions
-    event_sink: EventSink | None
-    steps: int
-
-    @property
-    def has_stepped(self) -> bool:
-        """Return whether an optimizer has stepped."""
-
-    def know_buckets(self) -> None:
-        """Learn that a unit that was on the meta device has its buckets now."""
-
-
 _made = itertools.count()
 
 
-class UnitParameters:
+class UnitParameters(abc.ABC):
     """The parameters of one unit, and where they are.
 
     Args:
@@ -106,7 +92,7 @@ class UnitParameters:
         *,
         policy: MixedPrecisionPolicy,
         storage: Storage,
-        schedule: UnitOwner,
+        schedule: Schedule,
         weights: Values | None = None,
     ) -> None:
         self.schedule, self.slots = schedule, plan.slots
@@ -133,8 +119,7 @@ class UnitParameters:
     def _allocate(self, values: Values | None) -> None:
         self.placed = self.mesh.gather.pages.placed
         self.buckets = [
-            _bucket_type(slots)(slots, owner=self, number=number, weights=values)
-            for number, slots in enumerate(by_bucket(self.slots, self.policy))
+            self.make_bucket(slots, number, values) for number, slots in enumerate(by_bucket(self.slots, self.policy))
         ]
         self.full_nbytes = sum(bucket.full_nbytes for bucket in self.buckets)
         self.take_keeps_memory()
@@ -147,6 +132,10 @@ class UnitParameters:
                     sharded.take_hooks(replaced)
         self._binding = Binding(self._real_entries())
         self._binding.bind(unsharded=False)
+
+    @abc.abstractmethod
+    def make_bucket(self, slots: Sequence[Slot], number: int, values: Values | None) -> Bucket:
+        """Return the unit's bucket of these parameters."""
 
     def take_keeps_memory(self) -> None:
         """Tell the buckets of `keeps_memory`."""
@@ -335,7 +324,8 @@ class UnitParameters:
         return wait
 
 
-def _bucket_type(slots: Sequence[Slot]) -> type[Bucket]:
+def bucket_type(slots: Sequence[Slot]) -> type[Bucket]:
+    """Return the type of bucket for these parameters."""
     if is_composed(slots[0].parameter):
         return ComposedBucket
     return ExtendedBucket if is_extended(slots[0].parameter) else Bucket

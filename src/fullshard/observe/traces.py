@@ -19,7 +19,6 @@ from fullshard.core.errors import DataError
 from fullshard.core.events import Event, EventKind
 from fullshard.core.files import write_text
 from fullshard.engine.lookup import units_of
-from fullshard.engine.schedule import schedule_of
 
 _MARK = "fullshard:"
 _RANGES = (
@@ -39,7 +38,7 @@ Entry = dict[str, Any]
 @contextlib.contextmanager
 def marked(models: Iterable[nn.Module]) -> Iterator[None]:
     """Mark the events of sharded models in whatever profile is recorded inside."""
-    schedules = [schedule_of(units[-1]) for model in models if (units := units_of(model))]
+    schedules = [units[-1].schedule for model in models if (units := units_of(model))]
     before = [schedule.event_sink for schedule in schedules]
     sinks = []
     for schedule, other in zip(schedules, before, strict=True):

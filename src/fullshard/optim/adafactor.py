@@ -23,7 +23,6 @@ from torch import nn, optim
 
 from fullshard.comm.stalls import all_reduce
 from fullshard.core.errors import ConfigError, OptimizerError
-from fullshard.engine.bucket import bucket_of
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.sharded_tensor import ShardedTensor
 from fullshard.engine.step.matrices import MatrixOptimizer
@@ -327,7 +326,7 @@ class _Updated:
     @property
     def bucket(self) -> int:
         """The key of its bucket: the bucket's id, or its own if it is in none."""
-        return id(bucket_of(self.parameter) if isinstance(self.parameter, ShardedParameter) else self.parameter)
+        return id(self.parameter.bucket if isinstance(self.parameter, ShardedParameter) else self.parameter)
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:

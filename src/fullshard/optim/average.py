@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 from fullshard.core.errors import ConfigError, LifecycleError, OptimizerError
 from fullshard.engine.lookup import clean_name, refuse_pinned, units_of
 from fullshard.engine.parameter import ShardedParameter, are_same, sharded_parameter_of
-from fullshard.engine.schedule import schedule_of
 from fullshard.engine.sharded_tensor import ShardedTensor
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -188,7 +187,7 @@ class EMA:
         units = units_of(self._model)
         for unit in units:
             unit.reshard()
-        for schedule in dict.fromkeys(map(schedule_of, units)):
+        for schedule in dict.fromkeys(unit.schedule for unit in units):
             schedule.settle()
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from fullshard.core.errors import ConfigError
 from fullshard.core.matrices import NEWTON_SCHULZ_STEPS, NewtonSchulz, matrix_shape
 from fullshard.optim.newton_schulz import COEFFICIENTS, DTYPE, EPS, orthogonalized
-from fullshard.optim.with_adamw import AdamWOptions, MatricesWithAdamW, check_not_negative, gradient_of, local_of
+from fullshard.optim.with_adamw import AdamWOptions, MatricesWithAdamW, check_not_negative, local_gradient, local_of
 
 _MOMENTUM = "momentum_buffer"
 _SCALINGS = (None, "original", "match_rms_adamw")
@@ -91,7 +91,7 @@ class Muon(MatricesWithAdamW):
 
     def _given(self, parameter: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
         """Take the gradient into the momentum; what is to be orthogonalized."""
-        gradient, momentum = gradient_of(parameter), local_of(self.state[parameter][_MOMENTUM])
+        gradient, momentum = local_gradient(parameter), local_of(self.state[parameter][_MOMENTUM])
         assert gradient is not None  # noqa: S101 -- of those that have one
         momentum.lerp_(gradient, 1 - group["momentum"])
         return gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum

@@ -14,7 +14,7 @@ from torch import nn
 
 from fullshard.core.errors import ConfigError
 from fullshard.core.matrices import MatrixCost
-from fullshard.optim.with_adamw import AdamWOptions, MatricesWithAdamW, gradient_of
+from fullshard.optim.with_adamw import AdamWOptions, MatricesWithAdamW, local_gradient
 
 MEAN, SQUARES = "exp_avg", "exp_avg_sq"
 SIDES = ("left", "right")
@@ -61,7 +61,7 @@ class PreconditionedMatrices(MatricesWithAdamW):
         state["step"] += 1
 
     def _given(self, parameter: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-        gradient = gradient_of(parameter)
+        gradient = local_gradient(parameter)
         assert gradient is not None  # noqa: S101 -- of those that have one
         return gradient
 

@@ -123,7 +123,7 @@ class MatricesWithAdamW(MatrixOptimizer):
             with torch.enable_grad():
                 loss = closure()
         members = self._members()
-        given = {p: group for p, group in members.items() if gradient_of(p) is not None}
+        given = {p: group for p, group in members.items() if local_gradient(p) is not None}
         matrices = self._deal(members)
         for parameter in given:
             self._begin(parameter)
@@ -284,7 +284,7 @@ def _check_matrix(parameter: torch.Tensor, optimizer: str, where: str) -> None:
         )
 
 
-def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
+def local_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     """Return the gradient of this rank's elements."""
     if isinstance(parameter, ShardedParameter):
         return parameter.local_grad

@@ -13,16 +13,15 @@ from torch import nn
 from fullshard.core.errors import OptimizerError
 from fullshard.core.events import EventKind
 from fullshard.core.journal import JOURNAL
-from fullshard.engine.bucket import Bucket, bucket_of
+from fullshard.engine.bucket import Bucket
 from fullshard.engine.lookup import refuse_pinned, units_of
 from fullshard.engine.parameter import are_same, sharded_parameter_of, sharded_parameters
-from fullshard.engine.schedule import Schedule, schedule_of
+from fullshard.engine.schedule import Schedule
 from fullshard.engine.step.local_parameters import lend, take_back, takes_local
 from fullshard.engine.step.matrices import MatrixOptimizer
 from fullshard.engine.step.offloaded_state import bring_state, send_state
 from fullshard.engine.step.plain_tensors import finish_step, use_plain_tensors
 from fullshard.engine.step.state_dict import cut_state
-from fullshard.engine.unit import owner_of
 
 NEEDS_WHOLE_TENSORS: dict[str, frozenset[str]] = {
     "torch": frozenset({"Adafactor", "LBFGS", "Muon", "SparseAdam"}),
@@ -163,7 +162,7 @@ def _checked_buckets(optimizer: torch.optim.Optimizer) -> list[Bucket]:
         return buckets
     check_optimizer(optimizer)
     sharded = sharded_parameters(optimizer)
-    buckets = list(dict.fromkeys(map(bucket_of, sharded)))
+    buckets = list(dict.fromkeys(p.bucket for p in sharded))
     _held[optimizer] = parameters if len(sharded) == len(parameters) else [], buckets
     return buckets
 
@@ -174,7 +173,7 @@ def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs:
     if not buckets:
         return None
     if not JOURNAL.is_told:
-        JOURNAL.step = schedule_of(owner_of(buckets[0])).steps + 1
+        JOURNAL.step = buckets[0].owner.schedule.steps + 1
     own, args = args[:1], args[1:]  # the first is the optimizer itself
     if any(map(callable, (*args, *kwargs.values()))):
         args, kwargs = _tell_after_closure(optimizer, buckets, args, kwargs)
@@ -183,7 +182,7 @@ def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs:
     use_plain_tensors(optimizer)
     for bucket in buckets:
         bucket.touch()  # before the step: a step that fails half-way has changed weights too
-    schedules = dict.fromkeys(schedule_of(owner_of(bucket)) for bucket in buckets)
+    schedules = dict.fromkeys(bucket.owner.schedule for bucket in buckets)
     for schedule in schedules:
         schedule.lockstep.add_optimizer(optimizer)
         schedule.before_optimizer_step()
@@ -205,7 +204,7 @@ def _tell(optimizer: torch.optim.Optimizer, buckets: list[Bucket]) -> None:
     """Tell the extensions of each model that the gradients of a step are final."""
     held: dict[Schedule, list[Bucket]] = {}
     for bucket in buckets:
-        held.setdefault(schedule_of(owner_of(bucket)), []).append(bucket)
+        held.setdefault(bucket.owner.schedule, []).append(bucket)
     for schedule, own in held.items():
         for tell in schedule.extensions.before_step:
             tell(optimizer, own)

@@ -27,13 +27,12 @@ from torch import optim
 
 from fullshard.comm import torch_private
 from fullshard.core.errors import LifecycleError, OptimizerError
-from fullshard.engine.bucket import Bucket, bucket_of
+from fullshard.engine.bucket import Bucket
 from fullshard.engine.lookup import refuse_pinned
 from fullshard.engine.parameter import ShardedParameter, are_same, sharded_parameters
-from fullshard.engine.schedule import Schedule, schedule_of
+from fullshard.engine.schedule import Schedule
 from fullshard.engine.step.hooks import check_optimizer
 from fullshard.engine.step.plain_tensors import ELEMENT_WISE, finish_step, use_plain_tensors
-from fullshard.engine.unit import owner_of
 
 STEPS_IN_PARTS = ELEMENT_WISE
 """Optimizers whose step changes state per parameter only, so that parts of them may step one after the other. Others
@@ -78,21 +77,21 @@ def step_in_backward(optimizer: optim.Optimizer) -> None:
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise OptimizerError(f"{name} with differentiable=True cannot step in backward, which differentiates nothing")
-    half = next((p for p in sharded if bucket_of(p).compute_dtype is torch.float16 and p.requires_grad), None)
+    half = next((p for p in sharded if p.bucket.compute_dtype is torch.float16 and p.requires_grad), None)
     if half is not None:
         raise OptimizerError(
             f"{name} cannot step in backward: {half.name} computes in float16, whose gradients are scaled, and only "
             "all of them together tell whether the step is to be left out",
             hint="use bf16, which needs no loss scale",
         )
-    moved = next((p for p in sharded if bucket_of(p).main_is_on_host or bucket_of(p).state_visits_device), None)
+    moved = next((p for p in sharded if p.bucket.main_is_on_host or p.bucket.state_visits_device), None)
     if moved is not None:
         raise OptimizerError(
             f"{name} cannot step in backward: the main weights or the optimizer state of {moved.name} are on the host",
             hint="offload compute shards alone, or leave step_in_backward out",
         )
     stepper = _stepper_of(optimizer)
-    schedules = dict.fromkeys(schedule_of(owner_of(bucket_of(p))) for p in sharded)
+    schedules = dict.fromkeys(p.bucket.owner.schedule for p in sharded)
     held = {id(p) for p in sharded}
     if _first_shared(schedules, held, stepper) is not None:
         gc.collect()  # an optimizer that was dropped may be part of a cycle
@@ -212,7 +211,7 @@ class Stepper:
                     self._add(optimizer, number, parameter)
 
     def _add(self, optimizer: optim.Optimizer, number: int, parameter: ShardedParameter) -> None:
-        bucket = bucket_of(parameter)
+        bucket = parameter.bucket
         part = self._parts.get(bucket)
         if part is None:
             part = self._parts[bucket] = _Part(_part_of(optimizer))
@@ -240,12 +239,10 @@ class Stepper:
         step.__wrapped__(part.optimizer)  # without the hooks, which are for `optimizer.step()`
         finish_step(part.optimizer)
         # From here on a second backward is an error: it would begin from weights that are half of the next step's.
-        self._stepped[schedule_of(owner_of(bucket))] = None
+        self._stepped[bucket.owner.schedule] = None
         for parameter in parameters:
             parameter.grad, parameter.is_used_up = None, True
-        gradient = bucket.gradient
-        assert gradient is not None  # noqa: S101 -- its parameters have gradients
-        gradient.unsharded.is_used_up = True
+        bucket.gradient.unsharded.is_used_up = True
         return True
 
     # -- after it -----------------------------------------------------------------------------------------------
@@ -265,7 +262,7 @@ class Stepper:
             for parameter in part.parameters:
                 parameter.is_used_up = False
         for bucket in self._parts:
-            if bucket.gradient is not None:
+            if bucket.has_gradient:
                 bucket.gradient.unsharded.is_used_up = False
         stepped_early = bool(self._stepped)
         self._stepped.clear()

@@ -20,9 +20,8 @@ from fullshard.comm.base import Collectives, Parts, Work, cut
 from fullshard.core.errors import OptimizerError
 from fullshard.core.events import EventKind
 from fullshard.core.matrices import Dealing, Matrix, MatrixCost, MatrixPiece, deal, matrices_in
-from fullshard.engine.bucket import Bucket, bucket_of
+from fullshard.engine.bucket import Bucket
 from fullshard.engine.parameter import ShardedParameter
-from fullshard.engine.unit import owner_of
 
 
 class MatrixOptimizer(torch.optim.Optimizer):
@@ -84,13 +83,13 @@ class WholeMatrices:
         self.mesh = mesh = parameters[0].mesh
         self._lines = [f"{p.name} {tuple(p.shape)}{' flattened' * (id(p) in flattened)}" for p in parameters]
         self._is_agreed = False
-        self._buckets = list(dict.fromkeys(map(bucket_of, parameters)))
+        self._buckets = list(dict.fromkeys(p.bucket for p in parameters))
         numbers = {bucket: number for number, bucket in enumerate(self._buckets)}
         matrices: list[Matrix] = []
         self._owners_of: list[ShardedParameter] = []
         self._first: dict[int, int] = {}
         for parameter in parameters:
-            bucket = bucket_of(parameter)
+            bucket = parameter.bucket
             flatten = id(parameter) in flattened
             found = matrices_in(numbers[bucket], bucket.layout, parameter._index, flatten=flatten)
             self._first[id(parameter)] = len(matrices)
@@ -167,7 +166,7 @@ class _Coming:
 
     def wait(self) -> list[tuple[MatrixPiece, torch.Tensor]]:
         """Return the pieces, once they are here."""
-        with owner_of(self.bucket).waiting(f"pieces of matrices {self.what}"):
+        with self.bucket.owner.waiting(f"pieces of matrices {self.what}"):
             received = self.work.wait()
         return list(zip(self.pieces, cut(received, [piece.interval.numel for piece in self.pieces]), strict=True))
 
@@ -180,7 +179,7 @@ class _Travel:
         self._mesh, self._dealing = whole.mesh, whole.dealing
         by_bucket: dict[Bucket, list[ShardedParameter]] = {bucket: [] for bucket in whole._buckets}
         for parameter in given:
-            by_bucket[bucket_of(parameter)].append(parameter)
+            by_bucket[parameter.bucket].append(parameter)
         present = [[n for n in numbers if by_bucket[whole._buckets[n]]] for numbers in self._dealing.exchanges]
         self._exchanges = [
             (numbers, [p for n in numbers for p in by_bucket[whole._buckets[n]]]) for numbers in present if numbers
@@ -285,7 +284,7 @@ class _Travel:
     def _part_of(self, local: dict[int, torch.Tensor], piece: MatrixPiece) -> torch.Tensor:
         """Return a piece of the interval that `give` has given."""
         parameter = self._whole._owners_of[piece.matrix]
-        layout, index = bucket_of(parameter).layout, parameter._index
+        layout, index = parameter.bucket.layout, parameter._index
         first = layout.offsets[index] + layout.interval(index, self._mesh.shard_rank).start
         return local[id(parameter)][piece.interval.start - first : piece.interval.stop - first]
 

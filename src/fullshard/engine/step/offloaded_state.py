@@ -12,7 +12,7 @@ import torch
 
 from fullshard.comm import torch_private
 from fullshard.core.events import EventKind
-from fullshard.engine.bucket import Bucket, bucket_of
+from fullshard.engine.bucket import Bucket
 from fullshard.engine.offload import Host, StorageView, bytes_of
 from fullshard.engine.parameter import sharded_parameters
 from fullshard.engine.sharded_tensor import ShardedTensor
@@ -32,8 +32,8 @@ def _move(optimizer: torch.optim.Optimizer, buckets: Iterable[Bucket], way: Even
     visiting = {bucket for bucket in buckets if bucket.state_visits_device}
     if not visiting:
         return
-    moving = [parameter for parameter in sharded_parameters(optimizer) if bucket_of(parameter) in visiting]
-    owners = {id(parameter): bucket_of(parameter) for parameter in moving}
+    moving = [parameter for parameter in sharded_parameters(optimizer) if parameter.bucket in visiting]
+    owners = {id(parameter): parameter.bucket for parameter in moving}
     memory: dict[int, tuple[Bucket, list[torch.Tensor]]] = {}
     states = [(p, value) for p in moving for value in optimizer.state.get(p, {}).values()]
     for parameter, value in states:

@@ -23,7 +23,7 @@ from fullshard.core.errors import ConfigError
 from fullshard.core.schedule import SPENT, count_kept
 from fullshard.core.sizes import format_nbytes
 from fullshard.engine.lookup import require_unit, require_units
-from fullshard.engine.schedule import Schedule, schedule_of
+from fullshard.engine.schedule import Schedule
 
 STEPS_BEFORE_MEASURING = 2
 """The second step is the first that runs beside the optimizer's state."""
@@ -45,7 +45,7 @@ def keep_unsharded(
         ConfigError: Memory cannot be measured here.
     """
     units = require_units(model)
-    schedule = schedule_of(units[-1])
+    schedule = units[-1].schedule
     if budget_nbytes is not None or not any(unit.freed_nbytes for unit in units[:-1]):
         say(_keep(schedule, budget_nbytes, "the budget that was given"))
         return

@@ -21,11 +21,10 @@ from torch.nn.modules.module import (
 
 from fullshard.comm import torch_private
 from fullshard.core.errors import LifecycleError
-from fullshard.engine.bucket import bucket_of
 from fullshard.engine.extended import ExtendedBucket
 from fullshard.engine.extension import Extension
 from fullshard.engine.parameter import ShardedParameter, are_same, sharded_parameter_of
-from fullshard.engine.unit import Unit, owner_of
+from fullshard.engine.unit import Unit
 from fullshard.wrap.extended import PRE
 
 _registered = [0]
@@ -111,7 +110,7 @@ class LateRegistration(Extension):
         sharded = sharded_parameter_of(parameter)
         if sharded is None:
             why = "nobody would shard it or reduce its gradient"
-        elif owner_of(bucket_of(sharded)) in self._units:
+        elif sharded.bucket.owner in self._units:
             why = f"it is tied to {sharded.name} now, whose unit does not know of this place"
         else:
             why = "its unit was made after the unit around the model"

@@ -7,7 +7,6 @@ from typing import cast
 from torch import nn
 
 from fullshard.engine.lookup import require_unit
-from fullshard.engine.schedule import schedule_of
 from fullshard.features.nonfinite.guard import NonFiniteGuard
 
 
@@ -25,4 +24,4 @@ class NonFiniteMethods:
         Raises:
             ConfigError: there is no such policy, or the limit is less than 1.
         """
-        NonFiniteGuard.of(schedule_of(require_unit(cast("nn.Module", self)))).choose(policy, limit)
+        NonFiniteGuard.of(require_unit(cast("nn.Module", self)).schedule).choose(policy, limit)

@@ -29,7 +29,6 @@ from fullshard.comm.mesh import Mesh, mesh_of
 from fullshard.comm.stalls import STALLS, all_reduce
 from fullshard.core.errors import LifecycleError
 from fullshard.core.imports import after_import
-from fullshard.engine.bucket import bucket_of
 from fullshard.engine.extended import ExtendedParameter
 from fullshard.engine.extension import tell_before_clipping
 from fullshard.engine.parameter import RowParameter, ShardedParameter, sharded_parameter_of, sharded_parameters
@@ -187,7 +186,7 @@ def _unscale_grads(
     parameters = sharded_parameters(optimizer)
     for parameter in parameters[:1]:
         require_dtype(parameter.mesh.device, torch.float16, "a GradScaler is for float16")
-    if any(bucket_of(p).main_is_on_host for p in parameters):  # gradients are there, and torch waits for no copy
+    if any(p.bucket.main_is_on_host for p in parameters):  # gradients are there, and torch waits for no copy
         inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
     found: dict[torch.device, torch.Tensor] = torch_private.unscale.torchs(
         self, optimizer, inv_scale, found_inf, allow_fp16
@@ -350,7 +349,7 @@ def _zero_grad(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
         held = [parameter for parameter in sharded_parameters(self) if parameter.local_grad is not None]
         for parameter in held:
             parameter.publish(None)
-        for bucket in dict.fromkeys(map(bucket_of, held)):
+        for bucket in dict.fromkeys(p.bucket for p in held):
             bucket.note_cleared()
     torch_private.zero_grad.torchs(self, set_to_none)
 
