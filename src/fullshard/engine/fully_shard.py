@@ -38,7 +38,6 @@ from fullshard.engine.schedule import Schedule
 from fullshard.engine.sharding import Sharding
 from fullshard.engine.state_dict import watch_state_dicts
 from fullshard.engine.tile import check_tiles, note_data_axes, tile_of
-from fullshard.engine.torch_state import state_of
 from fullshard.engine.unit import Unit
 from fullshard.wrap.extended import is_extended
 from fullshard.wrap.partition import UnitPlan, check_types, partition
@@ -130,9 +129,6 @@ def fully_shard(
     assemble(modules, schedule)
     resolved.end_sharding()
     return module
-
-
-fully_shard.state = state_of  # type: ignore[attr-defined]
 
 
 def shard_model(

@@ -6,7 +6,7 @@ import operator
 from collections.abc import Sequence
 
 _PATHS = (
-    *("event_sink", "forward_prefetch", "backward_prefetch", "is_last_backward", "post_optim_event"),
+    *("event_sink", "forward_prefetch", "backward_prefetch", "is_last_backward"),
     *("reducer.order.in_flight", "checkup.every", "checkup.replicas.policy"),
 )
 """Attributes of a model's schedule."""

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from types import FrameType
 from typing import Any, NoReturn, Self, cast
 
 import torch
@@ -16,21 +14,17 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
 from fullshard.comm import torch_private
-from fullshard.core.errors import ConfigError, CopyError, LifecycleError
+from fullshard.core.errors import CopyError, LifecycleError
 from fullshard.core.pace import RankPace
 from fullshard.core.user_class import USER_CLASS, user_class
 from fullshard.engine.contexts import no_sync
 from fullshard.engine.conversion import convert
 from fullshard.engine.lookup import UNIT, clean_name, qualified, require_unit, unit_of, units_of
-from fullshard.engine.methods import replace_methods
 from fullshard.engine.schedule import Schedule
-from fullshard.engine.sharded_tensor import ShardedTensor
 from fullshard.engine.span import Span
-from fullshard.engine.torch_state import TorchState
 from fullshard.engine.unit import Unit
 
 _MADE_FROM = "_fullshard_methods"
-_DDP = "torch.nn.parallel.distributed"
 _module_class: list[type[TorchFSDPModule]] = []
 _was_sharded = [False]
 """Whether anything was sharded in this process."""
@@ -52,10 +46,8 @@ class FSDPModule(TorchFSDPModule):
     """The class mixed into that of every module that is a unit. The names are torch's.
 
     An instance is also one of torch's class, because scripts, trainers and pipeline schedules check for it. Nothing of
-    torch's class is used: each of its methods is defined here, and a method that a later torch adds raises an error.
-
-    Some methods tell torch's engine what this one does anyway. They accept their argument and change nothing; their
-    docstrings say so.
+    torch's class is used: each of its methods is defined here or in `features.torch_compat`, and a method that a later
+    torch adds raises an error.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -99,9 +91,6 @@ class FSDPModule(TorchFSDPModule):
 
     def named_parameters(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield parameters as any module does: sharded ones, after a failed backward too."""
-        caller = sys._getframe(1)
-        if caller.f_globals.get("__name__") == _DDP and not _is_ignored_by(self, caller):  # type: ignore[arg-type]
-            raise _replicated(self, "DistributedDataParallel")
         require_unit(self).schedule.recover()
         return super().named_parameters(*args, **options)  # type: ignore[misc, no-any-return]
 
@@ -178,112 +167,6 @@ class FSDPModule(TorchFSDPModule):
         """Set the divisor of the sum of gradients over all ranks; the default is the number of ranks."""
         require_unit(self).reduction.divisor = factor
 
-    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """Call `set_gradient_divide_factor`, of which this is the older name."""
-        self.set_gradient_divide_factor(factor)
-
-    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Choose whether backward makes this unit's parameters whole.
-
-        False suits units whose backward does not read them, an embedding for example. If backward reads them after all,
-        autograd raises an error that they have changed.
-        """
-        require_unit(self).unshard_in_backward = unshard_in_backward
-
-    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], object] | None, *, stream: Any = None) -> None:
-        """Call `hook` with each reduced gradient of this unit, shape (S,), before it is added to `.grad`.
-
-        The hook may change it in place: sum it over ranks of another mesh, say. Every rank calls it for the same
-        buckets, in the same order.
-
-        Args:
-            hook: the function; None removes it.
-            stream: call it there, in order with the work before and after. Not with a replicate axis, along which
-                gradients are reduced on a stream of the engine.
-
-        Raises:
-            ConfigError: a stream and a replicate axis.
-        """
-        unit = require_unit(self)
-        if stream is not None and unit.mesh.replicate_size > 1:
-            # Exactly torch's words, which code written for it compares. The details are beside them.
-            error = ConfigError("stream cannot be set when using native HSDP")
-            error.add_note(
-                f"unit {unit.name!r} has {unit.mesh.replicate_size} replicas, which are reduced over already\n"
-                "hint: leave stream out, or shard over a 1-D mesh and reduce between replicas in the hook"
-            )
-            raise error
-        unit.reduction.hook, unit.reduction.stream = hook, stream
-
-    def set_post_optim_event(self, event: Any) -> None:
-        """Wait for `event` before the next forward gathers, once; the model's own steps need no event."""
-        require_unit(self).schedule.post_optim_event = event
-
-    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Do nothing: all reductions are sums, and their divisor is applied separately."""
-
-    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Do nothing: a missing gradient is reduced as zeros, because other ranks may have used it."""
-
-    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Do nothing if True, as gathers and reductions have groups of their own; refuse False."""
-        if not enable:
-            raise _not_here("set_separate_reduce_scatter_group(False)", "reductions would wait for gathers")
-
-    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Set how many reductions may be under way beside the one being collected; 1 by default.
-
-        This holds for the whole model, whichever unit it is called on: the units share them.
-
-        Raises:
-            TypeError, ValueError: not a positive integer.
-        """
-        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
-            raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
-        if max_input_buffers < 1:
-            raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
-        require_unit(self).schedule.reducer.order.in_flight = max_input_buffers
-
-    def set_custom_all_gather(self, comm: object) -> NoReturn:
-        """Refuse a custom all-gather."""
-        raise _not_here("set_custom_all_gather", "a bucket is gathered in place, which torch's interface cannot say")
-
-    def set_custom_reduce_scatter(self, comm: object) -> NoReturn:
-        """Refuse a custom reduce-scatter."""
-        raise _not_here("set_custom_reduce_scatter", "gradients are collected where they are reduced from")
-
-    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Refuse True: there are no staging buffers."""
-        if enable:
-            raise _not_here("set_allocate_memory_from_process_group_for_comm", "there are no staging buffers")
-
-    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> NoReturn:
-        """Refuse symmetric memory."""
-        raise _not_here("set_symm_mem_for_comm", "there are no staging buffers")
-
-    def set_keep_unsharded_storage(self, keep_unsharded_storage: bool, *, recurse: bool = True) -> None:
-        """Choose whether resharding keeps the memory, so that parameters keep their addresses when unsharded.
-
-        Graphs of kernels need this. It takes as much memory as if nothing was freed; parameters are still gathered each
-        time.
-        """
-        for unit in self._units(recurse):
-            unit.keeps_memory = keep_unsharded_storage
-            if unit.stand_ins is None:
-                unit.take_keeps_memory()
-
-    def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Refuse True: the end of a backward publishes gradients and reduces those that are left."""
-        if enabled:
-            raise _not_here(
-                "set_manual_backward_finalization(True)",
-                "what a backward has not reduced is reduced at its end (set_requires_gradient_sync(False) puts it off)",
-            )
-
-    def finalize_backward(self, *, async_op: bool = False) -> NoReturn:
-        """Refuse: nothing is left to do after a backward."""
-        raise _not_here("finalize_backward", "every backward finishes what it has begun")
-
     def set_modules_to_forward_prefetch(self, modules: Iterable[Any]) -> None:
         """Set the units to unshard while this one runs forward, instead of the next in recorded order."""
         require_unit(self).forward_prefetch = [require_unit(module) for module in modules]
@@ -291,9 +174,6 @@ class FSDPModule(TorchFSDPModule):
     def set_modules_to_backward_prefetch(self, modules: Iterable[Any]) -> None:
         """Set the units to unshard while this one runs backward, instead of the one before it."""
         require_unit(self).backward_prefetch = [require_unit(module) for module in modules]
-
-    def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Do nothing: gathers are always asynchronous. Private in torch, and scripts call it."""
 
     def _units(self, recurse: bool) -> list[Unit]:
         return units_of(self) if recurse else [require_unit(self)]  # type: ignore[arg-type]
@@ -307,12 +187,6 @@ class FSDPModule(TorchFSDPModule):
             return self
         finally:
             torch.__future__.set_swap_module_params_on_conversion(swaps)
-
-    def _get_fsdp_state(self) -> Any:
-        return TorchState(require_unit(self))
-
-    def _replicate_for_data_parallel(self) -> NoReturn:
-        raise _replicated(self, "DataParallel")
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise CopyError(
@@ -331,32 +205,6 @@ def use_module_class(kind: type[FSDPModule]) -> None:
     _module_class[0] = kind
 
 
-def _not_here(what: str, why: str) -> LifecycleError:
-    return LifecycleError(f"{what} is not supported: {why}", hint="leave it out")
-
-
-def _replicated(module: FSDPModule, wrapper: str) -> LifecycleError:
-    return LifecycleError(
-        f"{wrapper} around a sharded {type(module).__name__} would make replicas of this rank's intervals",
-        hint="leave it out: the units reduce gradients over all ranks themselves",
-    )
-
-
-def _is_ignored_by(module: nn.Module, caller: FrameType) -> bool:
-    """Return whether the calling DistributedDataParallel was told to ignore its sharded parameters."""
-    frame: FrameType | None = caller
-    while frame is not None and frame.f_globals.get("__name__") == _DDP:
-        ddp = frame.f_locals.get("self")
-        ignored = getattr(ddp, "parameters_to_ignore", None)
-        if ddp is not None and ignored is not None:
-            around = ddp._modules.get("module", frame.f_locals.get("module"))  # DDP may not have set it yet
-            path = next(path for path, inner in around.named_modules() if inner is module)
-            own = nn.Module.named_parameters(module, path)
-            return all(name in ignored for name, parameter in own if isinstance(parameter, ShardedTensor))
-        frame = frame.f_back
-    return False
-
-
 def anything_was_sharded() -> bool:
     """Return whether any module was ever a unit in this process; if not, the launcher warns at the end."""
     return _was_sharded[0]
@@ -368,13 +216,10 @@ def make_fsdp_module(module: nn.Module, unit: Unit, *, prefix: str) -> None:
     _was_sharded[0] = True
     module.__class__ = _unit_class(cls, prefix + cls.__name__)
     module.__dict__[UNIT] = unit
-    torch_private.mark_fully_sharded(module)
-    torch_private.leave_state(module, TorchState(unit))
     # Tell dynamo that parameters are swapped without its knowledge; torch's own FSDP sets the same.
     for inner in module.modules():
         inner.__dict__[torch_private.MANAGED] = True
         inner._fsdp_use_orig_params = True  # type: ignore[assignment]
-        replace_methods(inner, unit)
 
 
 def _unit_class(cls: type[nn.Module], name: str) -> type[nn.Module]:

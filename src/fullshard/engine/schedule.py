@@ -13,7 +13,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -101,7 +101,6 @@ class Schedule:
         self._thread = threading.get_ident()
         self._queued: set[Unit] = set()
         self._has_kept = False
-        self.post_optim_event: Any = None
         self._outer_groups: list[dist.ProcessGroup] | None = None
 
     def assemble(self, units: Sequence[Unit]) -> None:
@@ -173,9 +172,6 @@ class Schedule:
     def _begin_outermost(self) -> None:
         if self._in_backward:
             self.reset()  # the last backward ended in an exception
-        if self.post_optim_event is not None:
-            self.post_optim_event.wait()  # gathers read main weights, which another stream may still be writing
-            self.post_optim_event = None
         if self._is_on_meta:
             for unit in reversed(self.units):  # in model order, so that an error names the first
                 unit.make_real()

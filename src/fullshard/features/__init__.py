@@ -16,6 +16,7 @@ from fullshard.features.auto_reshard import keep_head, keep_unsharded
 from fullshard.features.late_registration import LateRegistration
 from fullshard.features.nonfinite import NonFiniteGuard, NonFiniteMethods
 from fullshard.features.submodule_entry import SubmoduleEntry
+from fullshard.features.torch_compat import TorchCompat, TorchMethods, check_data_parallel, state_of
 from fullshard.features.torch_tools import clip_grad_norm_, clip_grad_value_, install
 
 __all__ = [
@@ -28,14 +29,18 @@ __all__ = [
     "keep_unsharded",
 ]
 
-FEATURES: tuple[type[Extension], ...] = (LateRegistration, SubmoduleEntry, ActivationOffload, NonFiniteGuard)
+FEATURES: tuple[type[Extension], ...] = (
+    *(TorchCompat, LateRegistration, SubmoduleEntry, ActivationOffload, NonFiniteGuard),
+)
 
 
-class ShardedModule(NonFiniteMethods, module.FSDPModule):
+class ShardedModule(NonFiniteMethods, TorchMethods):
     """Mixed into the class of every module that is a unit: torch's methods, and those of the features."""
 
 
 FSDPModule = ShardedModule
 register(*FEATURES)
 at_first_sharding(install)
+at_first_sharding(check_data_parallel)
 module.use_module_class(FSDPModule)
+engine.fully_shard.state = state_of  # type: ignore[attr-defined]

@@ -1,0 +1,8 @@
+"""What torch, Transformers and PEFT expect of a module that torch's `fully_shard` has sharded."""
+
+from fullshard.features.torch_compat.data_parallel import check_data_parallel
+from fullshard.features.torch_compat.extension import TorchCompat
+from fullshard.features.torch_compat.methods import TorchMethods
+from fullshard.features.torch_compat.state import state_of
+
+__all__ = ["TorchCompat", "TorchMethods", "check_data_parallel", "state_of"]

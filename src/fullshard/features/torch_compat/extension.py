@@ -1,0 +1,38 @@
+"""Show each unit to torch, Transformers and PEFT as one of torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from fullshard.comm import torch_private
+from fullshard.engine.extension import Extension
+from fullshard.engine.unit import Unit
+from fullshard.features.torch_compat.library_methods import replace_methods
+from fullshard.features.torch_compat.state import TorchState
+
+
+class TorchCompat(Extension):
+    """Show one model's units.
+
+    Attributes:
+        post_optim_event: what the next forward waits for before it gathers, once.
+    """
+
+    settings: ClassVar[Mapping[str, Any]] = {"post_optim_event": None}
+    post_optim_event: Any
+
+    def assembled(self) -> None:
+        """Give each unit a state of torch's, and wrap the methods that expect whole parameters."""
+        for unit in self.model.units:  # inner units first: each method is wrapped by the innermost unit around it
+            for module in unit.modules:
+                torch_private.mark_fully_sharded(module)
+                torch_private.leave_state(module, TorchState(unit))
+                for inner in module.modules():
+                    replace_methods(inner, unit)
+
+    def forward_begins(self, unit: Unit, *, is_outermost: bool) -> None:
+        """Wait for the event: gathers read main weights, which another stream may still be writing."""
+        if self.post_optim_event is not None:
+            self.post_optim_event.wait()
+            self.post_optim_event = None

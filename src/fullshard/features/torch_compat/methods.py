@@ -1,0 +1,140 @@
+"""Methods of `FSDPModule` that exist because torch's have the names."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from fullshard.core.errors import ConfigError, LifecycleError
+from fullshard.engine.lookup import require_unit
+from fullshard.engine.module import FSDPModule
+from fullshard.features.torch_compat.data_parallel import replicated
+from fullshard.features.torch_compat.extension import TorchCompat
+from fullshard.features.torch_compat.state import TorchState
+
+_STAGING = "there are no staging buffers"
+_FIXED: Mapping[str, tuple[Callable[..., object], str]] = {
+    "_set_unshard_async_op": (lambda self, async_op: True, "gathers are always asynchronous"),
+    "finalize_backward": (lambda self, *, async_op=False: False, "every backward finishes what it has begun"),
+    "set_allocate_memory_from_process_group_for_comm": (lambda self, enable: not enable, _STAGING),
+    "set_custom_all_gather": (
+        lambda self, comm: False,
+        "a bucket is gathered in place, which torch's interface cannot say",
+    ),
+    "set_custom_reduce_scatter": (lambda self, comm: False, "gradients are collected where they are reduced from"),
+    "set_force_sum_reduction_for_comms": (
+        lambda self, enable: True,
+        "all reductions are sums, and their divisor is applied separately",
+    ),
+    "set_manual_backward_finalization": (
+        lambda self, enabled: not enabled,
+        "what a backward has not reduced is reduced at its end (set_requires_gradient_sync(False) puts it off)",
+    ),
+    "set_reduce_scatter_unused_params": (
+        lambda self, reduce_scatter_unused_params, *, recurse=True: True,
+        "a missing gradient is reduced as zeros, because other ranks may have used it",
+    ),
+    "set_separate_reduce_scatter_group": (
+        lambda self, enable=True, *, recurse=True: enable,
+        "gathers and reductions have groups of their own, or reductions would wait for gathers",
+    ),
+    "set_symm_mem_for_comm": (lambda self, backend="NCCL": False, _STAGING),
+}
+"""Methods that change nothing: whether the engine does anyway what the arguments ask for, and why it does nothing else.
+"""
+
+
+def _fixed(name: str, is_so: Callable[..., object], why: str) -> Callable[..., None]:
+    @functools.wraps(is_so)
+    def method(self: nn.Module, *args: Any, **options: Any) -> None:
+        if not is_so(self, *args, **options):
+            given = ", ".join([*map(str, args), *(f"{option}={value}" for option, value in options.items())])
+            raise LifecycleError(f"{name}({given}) is not supported: {why}", hint="leave it out")
+
+    method.__name__, method.__qualname__ = name, f"{TorchMethods.__name__}.{name}"
+    method.__doc__ = f"Do nothing if the engine does so anyway, and refuse anything else: {why}."
+    return method
+
+
+class TorchMethods(FSDPModule):
+    """`FSDPModule` with further methods, those of `_FIXED` besides. Their names and arguments are torch's."""
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """Call `set_gradient_divide_factor`, of which this is the older name."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Choose whether backward makes this unit's parameters whole.
+
+        False suits units whose backward does not read them, an embedding for example. If backward reads them after all,
+        autograd raises an error that they have changed.
+        """
+        require_unit(self).unshard_in_backward = unshard_in_backward
+
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], object] | None, *, stream: Any = None) -> None:
+        """Call `hook` with each reduced gradient of this unit, shape (S,), before it is added to `.grad`.
+
+        The hook may change it in place: sum it over ranks of another mesh, say. Every rank calls it for the same
+        buckets, in the same order.
+
+        Args:
+            hook: the function; None removes it.
+            stream: call it there, in order with the work before and after. Not with a replicate axis, along which
+                gradients are reduced on a stream of the engine.
+
+        Raises:
+            ConfigError: a stream and a replicate axis.
+        """
+        unit = require_unit(self)
+        if stream is not None and unit.mesh.replicate_size > 1:
+            # Exactly torch's words, which code written for it compares. The details are beside them.
+            error = ConfigError("stream cannot be set when using native HSDP")
+            error.add_note(
+                f"unit {unit.name!r} has {unit.mesh.replicate_size} replicas, which are reduced over already\n"
+                "hint: leave stream out, or shard over a 1-D mesh and reduce between replicas in the hook"
+            )
+            raise error
+        unit.reduction.hook, unit.reduction.stream = hook, stream
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """Wait for `event` before the next forward gathers, once; the model's own steps need no event."""
+        TorchCompat.of(require_unit(self).schedule).post_optim_event = event
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """Set how many reductions may be under way beside the one being collected; 1 by default.
+
+        This holds for the whole model, whichever unit it is called on: the units share them.
+
+        Raises:
+            TypeError, ValueError: not a positive integer.
+        """
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
+        if max_input_buffers < 1:
+            raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
+        require_unit(self).schedule.reducer.order.in_flight = max_input_buffers
+
+    def set_keep_unsharded_storage(self, keep_unsharded_storage: bool, *, recurse: bool = True) -> None:
+        """Choose whether resharding keeps the memory, so that parameters keep their addresses when unsharded.
+
+        Graphs of kernels need this. It takes as much memory as if nothing was freed; parameters are still gathered each
+        time.
+        """
+        for unit in self._units(recurse):
+            unit.keeps_memory = keep_unsharded_storage
+            if unit.stand_ins is None:
+                unit.take_keeps_memory()
+
+    def _get_fsdp_state(self) -> Any:
+        return TorchState(require_unit(self))
+
+    def _replicate_for_data_parallel(self) -> NoReturn:
+        raise replicated(self, "DataParallel")
+
+
+for _name, (_is_so, _why) in _FIXED.items():
+    setattr(TorchMethods, _name, _fixed(_name, _is_so, _why))
