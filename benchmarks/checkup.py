@@ -26,6 +26,7 @@ from benchmarks.models import blocks, build_batches, build_model
 from benchmarks.record import RESULTS, Job, describe_machine, git_state
 from fullshard.engine.lookup import units_of
 from fullshard.features import shard_model
+from fullshard.features.consistency import ConsistencyCheck
 
 RESULT = RESULTS / "checkup.json"
 
@@ -38,7 +39,7 @@ def _rank(rank: int, arguments: argparse.Namespace) -> None:
     model: Any = build_model(job)
     model = shard_model(model, unit_modules=blocks(model), strategy="NO_SHARD")
     model.set_replica_check("raise", every=0)
-    checkup = units_of(model)[-1].schedule.checkup
+    check = ConsistencyCheck.of(units_of(model)[-1].schedule)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     batches = build_batches(job, rank)
     seconds: dict[str, list[float]] = {"step": [], "checkup": []}
@@ -52,7 +53,7 @@ def _rank(rank: int, arguments: argparse.Namespace) -> None:
         dist.barrier()
         seconds["step"].append(time.perf_counter() - begin)
         begin = time.perf_counter()
-        checkup.run(number)
+        check.run()
         seconds["checkup"].append(time.perf_counter() - begin)
     if rank == 0:
         medians = {what: statistics.median(values[1:]) for what, values in seconds.items()}

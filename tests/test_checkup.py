@@ -21,9 +21,10 @@ from fullshard.checkpoint import save_checkpoint
 from fullshard.config.schema import RunConfig, ShardingConfig, TrainingConfig
 from fullshard.core.errors import ConfigError, ReplicaError
 from fullshard.core.journal import JOURNAL, read_journal
-from fullshard.core.pace import LEAST_SECONDS, RankPace, slow_ranks
-from fullshard.engine import replicas
 from fullshard.features import shard_model
+from fullshard.features.consistency import ConsistencyCheck
+from fullshard.features.consistency.pace import LEAST_SECONDS, RankPace, slow_ranks
+from fullshard.features.consistency.replicas import _WEIGHTS, Holding, differences_of
 from tests.distributed import run_ranks
 from tests.traps import BLOCKS, Stack, batch, rank_and_size
 
@@ -67,7 +68,6 @@ def whole(model: Any) -> list[torch.Tensor]:
 
 def check_found(strategy: str, flipped: int, other: int, how: str) -> None:
     """A bit flips after `EVERY` - 1 steps; the comparison after `EVERY` says where."""
-    replicas._BLOCK = 2  # what differs lies in the second one
     rank, size = rank_and_size()
     name = "blocks.1.down.weight" if flipped % 2 and size == 4 else NAME  # of which the other half of a group has all
     first, second = sorted((flipped, other))
@@ -139,6 +139,15 @@ def train(directory: str, bit: int | None, policy: str) -> tuple[str, list[torch
         *whole(model),
         *(optimizer.state[p][key].local for p in model.parameters() for key in ("exp_avg",)),
     ]
+
+
+def test_differences_come_in_the_order_in_which_their_parameters_are_named() -> None:
+    """The first is shown. Other ranks of a shard group may hold other parameters that differ, too."""
+    a, b = ("a", *_WEIGHTS), ("b", *_WEIGHTS)
+    holdings = [Holding(2 * row + column, "", row, column, {a: b"0", b: b"0"}) for row in (0, 1) for column in (0, 1)]
+    holdings[2].hashes[b] = holdings[3].hashes[a] = b"1"  # type: ignore[index]
+    found = [(item, [holding.rank for holding in held]) for (item, _), held in differences_of(holdings).items()]
+    assert found == [(a, [1, 3]), (b, [0, 2])]
 
 
 def test_most_replicas_are_right(tmp_path: Path) -> None:
@@ -219,8 +228,8 @@ def test_settings_reach_the_model_or_are_refused() -> None:
     model = fullshard.Accelerator(fsdp_plugin=config).prepare(nn.Linear(4, 4))
     from fullshard.engine.lookup import units_of
 
-    checkup = units_of(model)[-1].schedule.checkup
-    assert (checkup.every, checkup.replicas.policy) == (7, "heal")
+    check = ConsistencyCheck.of(units_of(model)[-1].schedule)
+    assert (check.every, check.policy) == (7, "heal")
     with pytest.raises(ConfigError, match="use raise, heal or off"):
         model.set_replica_check("mend")
     with pytest.raises(ConfigError, match="every -1 steps"):

@@ -15,6 +15,7 @@ from fullshard.engine import extension
 from fullshard.engine.extension import Extension, Extensions, register
 from fullshard.features import FEATURES, fully_shard, units_of
 from fullshard.features.activation_offload import ActivationOffload
+from fullshard.features.consistency import ConsistencyCheck
 from fullshard.features.late_registration import LateRegistration
 from fullshard.features.nonfinite import NonFiniteGuard
 from fullshard.features.submodule_entry import SubmoduleEntry
@@ -23,7 +24,7 @@ from tests.distributed import run_ranks
 
 def test_the_order_of_the_features() -> None:
     """Late registration refuses before anything is saved or gathered for a forward."""
-    assert (LateRegistration, SubmoduleEntry, ActivationOffload, NonFiniteGuard) == FEATURES
+    assert (LateRegistration, SubmoduleEntry, ActivationOffload, ConsistencyCheck, NonFiniteGuard) == FEATURES
 
 
 class Recorder(Extension):
@@ -105,5 +106,5 @@ def test_nobody_listens_to_most_moments() -> None:
     model = nn.Linear(2, 2)
     fully_shard(model)
     extensions: Extensions = units_of(model)[0].schedule.extensions
-    assert extensions.before_gather == extensions.backward_begins == ()
+    assert extensions.before_gather == ()
     assert extensions.watch is not None

@@ -29,6 +29,7 @@ from fullshard.core.events import Event, EventKind
 from fullshard.core.place import PLACE
 from fullshard.engine.sharded_tensor import ShardedTensor
 from fullshard.features import FSDPModule, fully_shard, units_of
+from fullshard.features.consistency import ConsistencyCheck
 from fullshard.features.nonfinite import NonFiniteGuard
 from tests.distributed import run_ranks
 from tests.traps import (
@@ -469,7 +470,8 @@ def check_settings_of_parts() -> None:
     schedule = units_of(model)[-1].schedule
     guard = NonFiniteGuard.of(schedule)
     assert (guard.policy, guard.limit) == ("skip", 3)
-    assert (schedule.checkup.replicas.policy, schedule.checkup.every) == ("off", 7)
+    check = ConsistencyCheck.of(schedule)
+    assert (check.policy, check.every) == ("off", 7)
     assert schedule.reducer.order.in_flight == 2
     assert not schedule.is_last_backward
 

@@ -166,11 +166,6 @@ class Lockstep:
         self._is_in_backward = False
         self._backwards += 1
 
-    @property
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Return the optimizers that stepped the model after the last backward and are still alive."""
-        return [optimizer for reference, _ in self._stepped if (optimizer := reference()) is not None]
-
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that an optimizer is about to step the model."""
         if self._backwards:

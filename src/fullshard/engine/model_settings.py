@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 _PATHS = (
     *("event_sink", "forward_prefetch", "backward_prefetch", "is_last_backward"),
-    *("reducer.order.in_flight", "checkup.every", "checkup.replicas.policy"),
+    "reducer.order.in_flight",
 )
 """Attributes of a model's schedule."""
 

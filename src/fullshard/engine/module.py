@@ -15,7 +15,6 @@ from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
 from fullshard.comm import torch_private
 from fullshard.core.errors import CopyError, LifecycleError
-from fullshard.core.pace import RankPace
 from fullshard.core.user_class import USER_CLASS, user_class
 from fullshard.engine.contexts import no_sync
 from fullshard.engine.conversion import convert
@@ -125,43 +124,6 @@ class FSDPModule(TorchFSDPModule):
         gradients reduced that wait for the last micro-batch (SHARD_OPTIMIZER). Without either it has no effect.
         """
         require_unit(self).schedule.is_last_backward = is_last_backward
-
-    def set_replica_check(self, policy: str, *, every: int | None = None) -> None:
-        """Choose how to treat replicas (NO_SHARD, HYBRID_SHARD) whose weights differ. For the whole model.
-
-        The ranks compare replicas before every save, and at the end of a backward every `every` steps.
-
-        Args:
-            policy: `raise`: a `ReplicaError` on all ranks, with rank, host and parameter. `heal`: replicas that differ
-                from most others get the majority's weights and optimizer state; an error if there is no
-                majority. `off`: do not compare.
-            every: steps between two comparisons, 100 by default; stragglers are reported as often. 0:
-                never, not even before a save.
-
-        Raises:
-            ConfigError: no such policy, nothing to heal from, or a negative number.
-        """
-        checkup = require_unit(self).schedule.checkup
-        checkup.replicas.choose(policy)
-        if every is not None:
-            checkup.set_every(every)
-
-    def heal_replicas(self, *, from_rank: int) -> list[str]:
-        """Give all replicas the weights and the optimizer state of the one that `from_rank` is in. A collective.
-
-        Call it between two steps, on all ranks.
-
-        Returns:
-            The names of the parameters that differed.
-        """
-        return require_unit(self).schedule.checkup.replicas.heal_from(from_rank)
-
-    def rank_paces(self) -> list[RankPace]:
-        """Return the seconds that each rank computes and waits in a step, as last compared. No collective.
-
-        The list is empty before the first comparison.
-        """
-        return list(require_unit(self).schedule.checkup.paces)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Set the divisor of the sum of gradients over all ranks; the default is the number of ranks."""

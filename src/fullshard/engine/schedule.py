@@ -28,13 +28,11 @@ from fullshard.core.schedule import BackwardPrefetch, gathered_ahead
 from fullshard.core.stopping import STOPPING
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.call import Call
-from fullshard.engine.checkup import Checkup
 from fullshard.engine.extension import Extensions
 from fullshard.engine.lockstep import Lockstep
 from fullshard.engine.model_settings import settings_of, take_settings
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.reducer import BucketStepper, Reducer, call_gradient_hooks
-from fullshard.engine.replicas import Replicas
 from fullshard.engine.unannounced import Unannounced
 from fullshard.engine.unit import Unit
 from fullshard.engine.unit_parameters import UnitState
@@ -66,7 +64,6 @@ class Schedule:
         keeps_gradients: whether every backward but the last leaves gradients whole and unreduced.
         extensions: capabilities beside the kernel.
         reducer: launches reductions, and publishes their results.
-        checkup: compares the ranks every few steps.
         lockstep: checks that all ranks do the same.
         unannounced: calls that backward leaves without a sign.
     """
@@ -82,7 +79,6 @@ class Schedule:
         self.lockstep = Lockstep(mesh)
         self.extensions = Extensions(self)
         self.reducer = Reducer(self.extensions)
-        self.checkup = Checkup(mesh, Replicas(mesh, self._buckets, lambda: self.lockstep.optimizers))
         self.steppers: weakref.WeakSet[StepsInBackward] = weakref.WeakSet()
         self.is_last_backward = True
         self.keeps_parameters = self.keeps_gradients = False
@@ -165,9 +161,6 @@ class Schedule:
         self.lockstep.note_save()
         for tell in self.extensions.before_save:
             tell()
-        if self.lockstep.has_begun and self.checkup.every:
-            with self.units[-1].waiting("comparing replicas"):
-                self.checkup.compare_replicas(self.steps)
 
     def _begin_outermost(self) -> None:
         if self._in_backward:
@@ -179,13 +172,10 @@ class Schedule:
         if self._stepped_since_forward and torch.is_grad_enabled():
             self.steps, self._stepped_since_forward = self.steps + 1, False
             PLACE.begin_step(time.monotonic())
-            self.checkup.begin_step()
             for tell in self.extensions.step_begins:
                 tell()
             if self.after_step is not None:
                 self.after_step(self.steps)
-        if torch.is_grad_enabled():
-            self.checkup.resume()
         if not self.lockstep.has_begun:
             self.lockstep.begin(self.units)
             self._number_buckets(self.mesh.take_tags(len(self._buckets())))  # tags of no other model
@@ -240,7 +230,6 @@ class Schedule:
         """
         if not self.leave_forward():
             return
-        self.checkup.pause()
         if failed:
             self.lockstep.note_failed_forward()
         elif self.lockstep.is_order_verified:
@@ -279,7 +268,6 @@ class Schedule:
             for tell in self.extensions.backward_begins:
                 tell()
             self.lockstep.note_begin_of_backward()
-            self.checkup.resume()
             for each in self.units:
                 each.take_requires_grad()  # a module may have changed it within its forward
             # Use an order verified on all ranks, not the units that happened to run or be alive on this one. Without
@@ -402,10 +390,6 @@ class Schedule:
         hooked = [bucket for bucket in used if bucket.has_gradient_hooks and bucket in self.reducer.published]
         self._end_backward()
         self.settle()
-        self.checkup.pause()
-        if used and self.checkup.is_due(self.steps):
-            with self.units[-1].waiting("comparing ranks"):
-                self.checkup.run(self.steps)
         for tell in self.extensions.backward_ends:
             tell(used, has_stepped=stepped_early)
         for bucket in hooked:  # at rest, because hooks may do anything

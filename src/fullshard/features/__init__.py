@@ -13,6 +13,7 @@ from fullshard.engine.extension import Extension, at_first_sharding, register
 from fullshard.features import dtensor_ops  # noqa: F401 -- what torch computes with a ShardedTensor
 from fullshard.features.activation_offload import ActivationOffload
 from fullshard.features.auto_reshard import keep_head, keep_unsharded
+from fullshard.features.consistency import ConsistencyCheck, ConsistencyMethods
 from fullshard.features.late_registration import LateRegistration
 from fullshard.features.nonfinite import NonFiniteGuard, NonFiniteMethods
 from fullshard.features.submodule_entry import SubmoduleEntry
@@ -30,11 +31,11 @@ __all__ = [
 ]
 
 FEATURES: tuple[type[Extension], ...] = (
-    *(TorchCompat, LateRegistration, SubmoduleEntry, ActivationOffload, NonFiniteGuard),
+    *(TorchCompat, LateRegistration, SubmoduleEntry, ActivationOffload, ConsistencyCheck, NonFiniteGuard),
 )
 
 
-class ShardedModule(NonFiniteMethods, TorchMethods):
+class ShardedModule(ConsistencyMethods, NonFiniteMethods, TorchMethods):
     """Mixed into the class of every module that is a unit: torch's methods, and those of the features."""
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+from fullshard.core.place import PLACE
 
 SLOW, SLOW_NO_MORE = 0.7, 0.85
 """A rank whose speed is below this part of the median is worth a line, once, until it is faster than that part."""
@@ -47,32 +50,33 @@ def slow_ranks(paces: Sequence[RankPace], before: Collection[int] = ()) -> list[
     return sorted(found, key=lambda pace: -pace.computing)
 
 
-@dataclass(slots=True)
 class Pace:
     """The time of this process's steps since the last report, without the first step."""
 
-    _steps: list[tuple[float, float, float]] = field(default_factory=list)
-    _last: tuple[float, float] | None = None
-    _resumed: tuple[float, float] | None = None
-    _computing: float = 0.0
+    def __init__(self) -> None:
+        self._steps: list[tuple[float, float, float]] = []
+        self._began: tuple[float, float] | None = None
+        self._resumed: float | None = None
+        self._computing = 0.0
 
-    def begin_step(self, now: float, waited: float) -> None:
-        """Begin a step after another, this process having waited for so many seconds so far."""
-        if self._last is not None:
-            begin, before = self._last
+    def begin_step(self, *, is_wanted: bool) -> None:
+        """Begin a step after another, which counts if that is wanted."""
+        now, waited = time.monotonic(), PLACE.waited
+        if self._began is not None and is_wanted:
+            begin, before = self._began
             waiting = waited - before
             self._steps.append((self._computing, waiting, now - begin - waiting - self._computing))
-        self._last, self._computing = (now, waited), 0.0
+        self._began, self._computing = (now, waited), 0.0
 
-    def resume(self, now: float, waited: float) -> None:
+    def resume(self) -> None:
         """Begin a forward or backward."""
-        self._resumed = now, waited
+        self._resumed = time.monotonic() - PLACE.waited
 
-    def pause(self, now: float, waited: float) -> None:
-        """End it."""
+    def pause(self) -> None:
+        """End it, if one has begun."""
         if self._resumed is not None:
-            begin, before = self._resumed
-            self._computing, self._resumed = self._computing + now - begin - (waited - before), None
+            self._computing += time.monotonic() - PLACE.waited - self._resumed
+            self._resumed = None
 
     def take(self) -> list[float]:
         """Return seconds of computing, of waiting and of the rest of a step in the median, or zeros; begin anew."""

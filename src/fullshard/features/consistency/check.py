@@ -1,0 +1,179 @@
+"""Compare the ranks every few steps, by a few numbers of each in one message.
+
+A digest of the weights tells whether replicas hold the same values (`replicas`). The seconds that a rank spends in a
+step computing, waiting and on other work tell which rank is a straggler (`pace`).
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal, get_args
+
+import torch
+import torch.distributed as dist
+
+from fullshard.comm import torch_private
+from fullshard.comm.device import has_values
+from fullshard.core.errors import ConfigError
+from fullshard.core.journal import JOURNAL, Happening
+from fullshard.core.place import this_process
+from fullshard.engine.bucket import Bucket
+from fullshard.engine.extension import Extension
+from fullshard.engine.schedule import Schedule
+from fullshard.engine.unit import Unit
+from fullshard.features.consistency.pace import Pace, RankPace, slow_ranks, usual_computing
+from fullshard.features.consistency.replicas import Replicas
+
+OnDifference = Literal["raise", "heal", "off"]
+_NANO = 1_000_000_000
+
+
+class ConsistencyCheck(Extension):
+    """The periodic comparison of the ranks of one model.
+
+    Attributes:
+        every: steps between two comparisons; 0: never.
+        policy: the reaction to weights that differ: an error on all ranks, the majority's weights, or nothing.
+        replicas: compares the weights of the ranks.
+        paces: paces of the last comparison, by rank of the mesh; empty before the first one.
+    """
+
+    settings: ClassVar[Mapping[str, Any]] = {"every": 100, "policy": "raise"}
+    every: int
+    policy: OnDifference
+
+    def __init__(self, model: Schedule) -> None:
+        super().__init__(model)
+        self._mesh, self._has_run, self._done_at = model.mesh, False, 0
+        self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, None] = weakref.WeakKeyDictionary()
+        self.replicas = Replicas(model, self._optimizers)
+        self.paces, self._pace, self._slow = list[RankPace](), Pace(), set[int]()
+
+    def choose(self, policy: str, every: int) -> None:
+        """Set `policy` and `every`.
+
+        Raises:
+            ConfigError: there is no such policy, there are no replicas to heal from, or a negative number of steps.
+        """
+        if policy not in get_args(OnDifference):
+            raise ConfigError(f"no policy {policy!r} for replicas that differ", hint="use raise, heal or off")
+        if policy == "heal" and self._mesh.replicate_size == 1 < self._mesh.world_size:
+            raise ConfigError(
+                "replica_check = heal, and every weight is on one rank only: there is nothing to heal from",
+                hint="replicas are those of NO_SHARD and HYBRID_SHARD; use raise, or leave it out",
+            )
+        if every < 0:
+            raise ConfigError(f"ranks are to be compared every {every} steps", hint="use 0 for never, or more")
+        self.policy, self.every = policy, every  # type: ignore[assignment]
+
+    # -- moments ------------------------------------------------------------------------------------------------
+
+    def step_begins(self) -> None:
+        """Begin to measure another step."""
+        self._pace.begin_step(is_wanted=self.every > 0)
+
+    def forward_begins(self, unit: Unit, *, is_outermost: bool) -> None:
+        """Count what follows as computing, if it is to be trained with."""
+        if is_outermost:
+            self._has_run = True
+            if torch.is_grad_enabled():
+                self._pace.resume()
+
+    def forward_ends(self) -> None:
+        """Count what follows as something else."""
+        self._pace.pause()
+
+    def backward_begins(self) -> None:
+        """Count what follows as computing."""
+        self._pace.resume()
+
+    def backward_ends(self, used: Mapping[Bucket, bytearray], *, has_stepped: bool) -> None:
+        """Compare the ranks at the end of the first backward after every `every` steps. A collective then.
+
+        Raises:
+            ReplicaError: replicas differ, and healing them is not requested or not possible.
+        """
+        self._pace.pause()
+        steps = self.model.steps
+        if used and self.every and steps and steps % self.every == 0 and steps != self._done_at:
+            self._done_at = steps
+            self.run()
+
+    def before_step(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
+        """Know whose state belongs to the weights."""
+        self._optimizers[optimizer] = None
+
+    def before_save(self) -> None:
+        """Compare the replicas. A collective.
+
+        Raises:
+            ReplicaError: as `backward_ends`.
+        """
+        if self._has_run and self.every and self._are_compared and self._can_compare:
+            with self.model.units[-1].waiting("comparing replicas"):
+                self._check(self._table(self.replicas.digest())[..., 0])
+
+    # -- comparisons --------------------------------------------------------------------------------------------
+
+    @property
+    def _can_compare(self) -> bool:
+        return self._mesh.control_group is not None and has_values(self._mesh.device)
+
+    @property
+    def _are_compared(self) -> bool:
+        return self._mesh.replicate_size > 1 and self.policy != "off"
+
+    def run(self) -> None:
+        """Compare the ranks, report stragglers, and check or heal replicas. A collective."""
+        seconds = [round(part * _NANO) for part in self._pace.take()]
+        if self._can_compare:
+            with self.model.units[-1].waiting("comparing ranks"):
+                digest = self.replicas.digest() if self._are_compared else 0
+                table = self._table(digest, self._mesh.rank, *seconds)
+                self._tell_pace(table[..., 1:].reshape(-1, 4))
+                self._check(table[..., 0])
+
+    def _table(self, *numbers: int) -> torch.Tensor:
+        """Return the numbers of every rank, shape (replicate size, shard size, numbers). A collective."""
+        mesh = self._mesh
+        table = torch.zeros(mesh.replicate_size, mesh.shard_size, len(numbers), dtype=torch.int64)
+        table[mesh.replicate_rank, mesh.shard_rank] = torch.tensor(numbers)
+        with torch_private.uncounted():
+            dist.all_reduce(table, group=mesh.control_group)
+        return table
+
+    def _check(self, digests: torch.Tensor) -> None:
+        if bool((digests != digests[0]).any()):
+            self.replicas.settle(heals=self.policy == "heal")
+
+    def _tell_pace(self, table: torch.Tensor) -> None:
+        """Report the ranks that are slow now and were not in the last report."""
+        self.paces = [RankPace(rank, *(part / _NANO for part in parts)) for rank, *parts in sorted(table.tolist())]
+        slow = slow_ranks(self.paces, self._slow)
+        news = [pace for pace in slow if pace.rank not in self._slow]
+        self._slow = {pace.rank for pace in slow}
+        if not news:
+            return
+        # A collective in an `if` is safe: all ranks have the same table, so they find the same slow ranks.
+        names = self._mesh.all_gather_object(this_process())
+        if not self._mesh.is_first:
+            return
+        where = dict(zip(self._mesh.ranks, names, strict=True))
+        usual, count = usual_computing(self.paces), len(self.paces)
+        for pace in news:
+            whose, on = "the median", f"in the median of {count} ranks"
+            if count == 2:
+                [other] = [other.rank for other in self.paces if other is not pace]
+                whose, on = f"rank {other}'s", f"on rank {other}"
+            text = (
+                f"rank {pace.rank} ({where[pace.rank]}) is slow: {usual / pace.computing:.2f} of {whose} speed over "
+                f"the last {self.every} steps; it computes {pace.computing:.3g} s of a step (forward and backward, "
+                f"without waiting), {usual:.3g} s {on}; it waits {pace.waiting:.3g} s for others and spends "
+                f"{pace.elsewhere:.3g} s on anything else (data, optimizer, saves, logs)"
+            )
+            sys.stderr.write(f"fullshard: {text}\n")
+            details = {"computing": pace.computing, "waiting": pace.waiting, "elsewhere": pace.elsewhere}
+            JOURNAL.note(Happening.SLOW, text, rank=pace.rank, **details, median=usual)
+        sys.stderr.flush()
