@@ -110,6 +110,8 @@ lint: $(VENV)/.dev  ## check style, types, layers and budgets
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	git ls-files '*.py' '*.md' | xargs $(BIN)/codespell
+	git ls-files '*.md' | xargs $(BIN)/proselint check --config proselint.json
 
 format: $(VENV)/.dev  ## rewrite the files in the project's style
 	$(BIN)/ruff check --fix .

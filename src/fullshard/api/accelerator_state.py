@@ -36,7 +36,7 @@ _DEBUG = [_flag("ACCELERATE_DEBUG_MODE")]
 
 
 class PartialState(Processes):
-    """This process's place in the job, under Accelerate's names. The first one made joins the job.
+    """Hold the process's place in the job, under Accelerate's names. The first one made joins the job.
 
     Args:
         cpu: compute on the CPU although there is an accelerator. Counts for the first that is made in a process.
@@ -114,7 +114,7 @@ class PartialState(Processes):
 
 
 class AcceleratorState(PartialState):
-    """This process's place in the job and how models are trained, under Accelerate's names.
+    """Hold the process's place in the job and how models are trained, under Accelerate's names.
 
     Args:
         process: this process's place in the job.

@@ -51,7 +51,7 @@ def _without_fork(context: Any, device: torch.device) -> Any:
 
 
 class ShardedDataLoader(DataLoader[Any]):
-    """This rank's part of a data loader.
+    """A rank's part of a data loader.
 
     Every step deals `batch_size` samples to each rank (or `batch_size` samples over all ranks with `split_batches`).
     An incomplete last step is filled up with samples from the start of the epoch, unless the loader drops it or is told

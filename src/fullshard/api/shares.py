@@ -122,7 +122,7 @@ class _Dealt:
 
 
 class _DealtSampler(Sampler[Any]):
-    """This rank's lists of indices, in an order that all ranks agree on."""
+    """A rank's lists of indices, in an order that all ranks agree on."""
 
     def __init__(self, deal: Deal, order: Iterable[Any], batches: Any) -> None:
         self._deal = deal

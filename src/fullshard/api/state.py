@@ -176,7 +176,7 @@ def launched_device() -> str:
 
 @dataclass(frozen=True, slots=True)
 class ProcessState:
-    """This process's place in the job.
+    """A process's place in the job.
 
     Attributes:
         environment: rank and world size, over all hosts and on this one.

@@ -31,7 +31,7 @@ class HostGrid:
 
     @property
     def local_rank(self) -> int:
-        """This rank among those of its host."""
+        """Return this rank's number among those of its host."""
         return self.rank % self.per_host
 
     def host_of(self, rank: int) -> int:

@@ -21,7 +21,7 @@ from fullshard.features import ShardedParameter, ShardedTensor
 
 @dataclass(frozen=True, slots=True)
 class LocalTensor:
-    """This rank's part of a parameter or buffer.
+    """A rank's part of a parameter or buffer.
 
     Attributes:
         names: qualified names without those of wrappers; several if it is tied. The first one identifies it.
@@ -51,7 +51,7 @@ class LocalTensor:
 
     @property
     def held(self) -> torch.Tensor:
-        """This rank's elements as a plain tensor: elements `interval`, shape (n,), of a sharded one."""
+        """Return this rank's elements as a plain tensor: elements `interval`, shape (n,), of a sharded one."""
         return self.tensor.local if isinstance(self.tensor, ShardedTensor) else self.tensor.detach()
 
 

@@ -40,7 +40,7 @@ _HINT = "build the same model from the same configuration, and load the same wei
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mesh:
-    """This rank's place among all ranks. Get one from `init_mesh`, which caches them.
+    """A rank's place among all ranks. Get one from `init_mesh`, which caches them.
 
     Attributes:
         device: where this rank computes.

@@ -1,4 +1,4 @@
-"""This host's processors, memory and accelerators. The system is asked, because importing torch takes seconds."""
+"""The host's processors, memory and accelerators. The system is asked, because importing torch takes seconds."""
 
 from __future__ import annotations
 

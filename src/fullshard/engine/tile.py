@@ -27,7 +27,7 @@ from fullshard.wrap.partition import Slot, UnitPlan, names_in
 
 
 class Tile:
-    """This rank's part of a tensor along another axis of the mesh than those it is sharded and replicated along.
+    """A rank's part of a tensor along another axis of the mesh than those it is sharded and replicated along.
 
     Args:
         mesh: the axis.

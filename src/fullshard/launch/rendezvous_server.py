@@ -509,7 +509,7 @@ def _checked_port(port: Any) -> int:
 
 
 class RendezvousClient:
-    """This host's connection to the server.
+    """A host's connection to the server.
 
     Args:
         where: address and port of the server.

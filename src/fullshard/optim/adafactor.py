@@ -32,7 +32,7 @@ _ROWS, _COLUMNS, _EACH = "row_var", "col_var", "variance"
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """This rank's elements of a parameter that is a batch of matrices, as lines of whole rows.
+    """A rank's elements of a parameter that is a batch of matrices, as lines of whole rows.
 
     Attributes:
         batch, rows, columns: of the parameter.

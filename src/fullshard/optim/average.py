@@ -162,7 +162,7 @@ class EMA:
 
     @property
     def by_parameter(self) -> dict[int, torch.Tensor]:
-        """This rank's part of the average of each parameter, by its id: plain tensors, shape (n,) of sharded ones."""
+        """Return this rank's part of each average by the id of its parameter: shape (n,) if that is sharded."""
         self._check_model()
         return {id(p): average for p, average in zip(self._parameters, self._averages, strict=True)}
 

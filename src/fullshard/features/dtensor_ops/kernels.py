@@ -110,7 +110,7 @@ def _fits(tensor: torch.Tensor, span: Span) -> bool:
 
 
 class _Locals:
-    """This rank's intervals of a kernel's arguments, and the way back from its results."""
+    """A rank's intervals of a kernel's arguments, and the way back from its results."""
 
     def __init__(self, target: ShardedTensor, func: torch_private.Kernel) -> None:
         self.target, self._span, self._func = target, target.span, func

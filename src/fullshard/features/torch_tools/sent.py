@@ -18,7 +18,7 @@ from fullshard.engine.sharded_tensor import ShardedTensor
 
 
 class SentPart(torch.Tensor):
-    """This rank's interval of a tensor of shape `shape`, with the methods that `torch.distributed.checkpoint` calls.
+    """A rank's interval of a tensor of shape `shape`, with the methods that `torch.distributed.checkpoint` calls.
 
     Attributes:
         whole: shape of the tensor.

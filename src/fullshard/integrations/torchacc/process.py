@@ -1,4 +1,4 @@
-"""This process's place in the job."""
+"""The process's place in the job."""
 
 from __future__ import annotations
 
