@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import torch
 
-from fullshard.comm.track import Track
-
 
 class HostPages:
     """Hooks for handling pages of host memory; these do nothing, because an accelerator's allocator needs no help.
@@ -29,10 +27,3 @@ class HostPages:
 
     def wait_for_readers(self) -> None:
         """Wait until no other rank reads what this rank has freed: main weights may change after that."""
-
-    def open_track(self) -> Track:
-        """Open a model's track, the same on every rank. Ranks that wait here heed it, if they can look."""
-        return Track()
-
-    def heed(self, track: Track) -> None:
-        """Have ranks that wait here look at a track, too."""

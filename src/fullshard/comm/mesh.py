@@ -25,7 +25,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.comm import torch_private
 from fullshard.comm.base import Collectives
-from fullshard.comm.cpu.gloo import end_waits
 from fullshard.comm.cpu.shared_memory import MAX_BUFFERS
 from fullshard.comm.device import current, require_gloo
 from fullshard.comm.join import join_process_group
@@ -117,11 +116,6 @@ class Mesh:
     def _groups(self) -> list[dist.ProcessGroup | None]:
         own = (getattr(collectives, "group", None) for collectives in (self.gather, self.reduce, self.replicate))
         return [self.control_group, self.shard_group, self.replicate_group, *own]
-
-    def end_waits(self) -> None:
-        """End the waits of others for this rank, which drops out: ranks that compare notes learn it at once."""
-        if self.control_group is not None:
-            end_waits(self.control_group)
 
     def note_failure(self, what: str, error: BaseException | None) -> None:
         """Note that an error on this rank has ended what all ranks of the mesh do together: a backward, say."""

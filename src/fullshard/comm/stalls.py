@@ -8,8 +8,8 @@ If a script catches an error on one rank, in a backward say, the others wait whe
 The store counts errors, too: ranks that wait, and see that others had more errors than they, wait in vain. While the
 job has had no error, a look for errors reads a single number.
 
-A waiting rank also tells its progress (`Track`). Where ranks share no memory, each compares it with that of one other,
-the next rank, and so two ranks that went different ways find each other.
+A waiting rank also tells the log of what it has waited for (`Track`), and compares it with that of one other, the next
+rank. So two ranks that went different ways find each other.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _FAILURES, _FAILED = "fullshard/failures", "fullshard/failed/{}"
 """Keys in the store: the number of errors of all ranks together; by rank, its own by group and how often the group was
 in step again."""
 _TRACKS = "fullshard/tracks/{}"
-"""Key in the store, by rank: its progress, by track; see `Track.told`."""
+"""Key in the store, by rank: its logs, by name; see `Track.told`."""
 _GIVEN_UP = "fullshard/given-up"
 """Key in the store: why a rank has closed its groups, for the ranks that find them closed."""
 _SOON = 2.0
@@ -150,7 +150,9 @@ class Stalls:
         why = PLACE.given_up
         with contextlib.suppress(Exception):  # the store is gone, too
             if not why and self._is_in_its_world:
-                why = self._failure() or torch_private.default_store().get(_GIVEN_UP).decode() or progress.ended()
+                is_closed = _CLOSED.search(str(error)) is not None
+                why = self._other_way(0.0 if is_closed else _SOON) or self._failure()
+                why = why or torch_private.default_store().get(_GIVEN_UP).decode() or progress.ended()
         if not why and _CLOSED.search(str(error)):
             other = f"rank {1 - dist.get_rank()}" if dist.is_initialized() and dist.get_world_size() == 2 else "a rank"
             why = f"{other} has ended, or left its process group, while this one waits for it"
@@ -332,16 +334,22 @@ class Stalls:
             torch_private.default_store().set(key.format(dist.get_rank()), text)
             self._told[key] = text
 
-    def _other_way(self) -> str:
-        """Return where the next rank of a group has gone another way than this one, if both have waited for long."""
-        tracks = list(self._tracks)
-        if not tracks:
-            return ""
-        self._tell(_TRACKS, json.dumps({track.name: track.told() for track in tracks}))
+    def _other_way(self, seconds: float = 0.0) -> str:
+        """Return where the next rank of a group has gone another way than this one, if both have told their logs.
+
+        Args:
+            seconds: to look again and again: a rank tells its log when it has waited for long, or has had an error.
+        """
+        until, tracks = time.monotonic() + seconds, list(self._tracks)
         ranks = sorted({track.next_rank for track in tracks})
-        theirs = dict(zip(ranks, progress.read([_TRACKS.format(rank) for rank in ranks]), strict=True))
-        found = (track.difference(*theirs[track.next_rank].get(track.name, (0, ()))) for track in tracks)
-        return next(filter(None, found), "")
+        while tracks:
+            self._tell(_TRACKS, json.dumps({track.name: track.told() for track in tracks}))
+            theirs = dict(zip(ranks, progress.read([_TRACKS.format(rank) for rank in ranks]), strict=True))
+            found = (track.difference(*theirs[track.next_rank].get(track.name, (0, ()))) for track in tracks)
+            if (why := next(filter(None, found), "")) or time.monotonic() >= until:
+                return why
+            time.sleep(_SOON / 10)
+        return ""
 
     def _failure(self, words: dict[int, Word] | None = None) -> str:
         """Return which rank has had an error that others of a group did not have; empty if all had the same.

@@ -1,12 +1,11 @@
 """Check that all ranks do the same in each step, or report the rank that does not.
 
 Before the first forward the ranks compare the model and the loaded weights. During that forward they compare, before
-each unit is unsharded, which unit they are at. Later each rank notes the gathers of its forwards and backwards where
-the other ranks of its host see them; a rank that waits for another looks whether that one has gone another way
-(`comm.track`). The message at the end of backward, which is sent anyway, carries an eight-byte digest of what the rank
-has done since the step before (`engine.end_of_backward`): units in order, backwards, failed ones, optimizer steps, the
-run's step, learning rates, data orders. A failure is reported to waiting ranks (`comm.stalls`), because the rank that
-has caught the error goes on elsewhere.
+each unit is unsharded, which unit they are at. Later each rank logs the gathers of its forwards and backwards; ranks
+that wait for long compare their logs (`comm.track`). The message at the end of backward, which is sent anyway, carries
+an eight-byte digest of what the rank has done since the step before (`engine.end_of_backward`): units in order,
+backwards, failed ones, optimizer steps, the run's step, learning rates, data orders. A failure is reported to waiting
+ranks (`comm.stalls`), because the rank that has caught the error goes on elsewhere.
 """
 
 from __future__ import annotations
@@ -85,12 +84,9 @@ class Lockstep:
         self._mesh.forget_failures()
         self._mesh.agree_on_shardings()
         self._units, self.has_begun = units, True
-        if self._mesh.gather.size > 1:
-            self._track = track = self._mesh.gather.pages.open_track()
-            track.words, track.rank_at = self._words, self._mesh.rank_at
-            self._mesh.reduce.pages.heed(track)  # a rank that waits for a reduction looks there too
-            if self._mesh.control_group is not None:
-                STALLS.tell(track, self._mesh.control_group)  # ranks of other hosts too
+        if self._mesh.gather.size > 1 and self._mesh.control_group is not None:
+            self._track = Track(self._words)
+            STALLS.tell(self._track, self._mesh.control_group)
 
     def compare_unless_begun(self, units: Sequence[Unit]) -> None:
         """Run `begin` before a gather outside a forward, unless it has run. A collective.

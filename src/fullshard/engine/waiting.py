@@ -10,7 +10,6 @@ import torch
 
 from fullshard.comm.mesh import Mesh
 from fullshard.comm.stalls import STALLS
-from fullshard.comm.track import OutOfStep
 from fullshard.core.errors import CommunicationError, FullshardError
 from fullshard.core.place import PLACE
 
@@ -39,9 +38,7 @@ class Waiting:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         PLACE.leave()
         if isinstance(error, RuntimeError) and not isinstance(error, FullshardError | torch.OutOfMemoryError):
-            what = error if isinstance(error, OutOfStep) else STALLS.reason(error)
-            if isinstance(error, OutOfStep):
-                self._mesh.end_waits()  # the other rank may be waiting for this one elsewhere
+            what = STALLS.reason(error)
             self._mesh.note_failure(self._where, error)  # and so may all the others
             raise CommunicationError(
                 f"rank {self._mesh.rank}, {self._where}: {what} (step {self.step} of this process)",

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import itertools
 import logging
 import mmap
 import os
@@ -30,7 +29,6 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm import torch_private
-from fullshard.comm.track import MAX_TRACKS, PAGE_NBYTES, Track
 from fullshard.config.switches import COMM
 from fullshard.core.place import PLACE, this_machine
 from fullshard.core.route import Route
@@ -66,7 +64,6 @@ class Peers:
         pids: process of each rank of this host.
         files: file descriptor of each one's file.
         timeout_seconds: how long to wait for a rank that does not move.
-        tracks: the tracks that a waiting rank looks at.
     """
 
     rank: int
@@ -76,9 +73,7 @@ class Peers:
     pids: Sequence[int]
     files: Sequence[int]
     timeout_seconds: float
-    tracks: weakref.WeakSet[Track] = field(init=False, default_factory=weakref.WeakSet)
     _failures: npt.NDArray[np.uint8] = field(init=False)
-    _opened: itertools.count[int] = field(init=False, default_factory=itertools.count)
 
     def __post_init__(self) -> None:
         if self.size > mmap.PAGESIZE:
@@ -89,21 +84,6 @@ class Peers:
     def group_rank(self, rank: int, host: int | None = None) -> int:
         """Return the position in the group of rank `rank` of this or another host."""
         return (self.host if host is None else host) * self.size + rank
-
-    def open_track(self) -> Track:
-        """Return a new track, the same on every rank. The ranks see it if there is room."""
-        number, nbytes = next(self._opened), self.size * PAGE_NBYTES
-        if number >= MAX_TRACKS:
-            return Track()
-        memory = self.map(0, _FAILURES_START - (number + 1) * nbytes, nbytes)
-        track = Track(memory, self.rank, self.group_rank(0))
-        self.tracks.add(track)
-        return track
-
-    def compare_tracks(self) -> None:
-        """Raise `OutOfStep` if another rank has gone another way."""
-        for track in list(self.tracks):
-            track.compare()
 
     def report_failure(self) -> None:
         """Tell the other ranks of this host that this one has failed and will send nothing more."""
@@ -145,7 +125,6 @@ class Peers:
 
         Raises:
             RuntimeError: A rank has ended or failed, or the time-out is over.
-            OutOfStep: A rank has gone another way.
         """
         start = next_check = time.monotonic()
         looks = 0
@@ -158,7 +137,6 @@ class Peers:
             if (now := time.monotonic()) < next_check:
                 continue
             next_check = now + _SECONDS_BETWEEN_CHECKS
-            self.compare_tracks()
             for rank, pid in enumerate(self.pids):
                 # It may have done all that was wanted before it ended.
                 if _has_ended(pid) and not is_done():

@@ -104,13 +104,11 @@ class SendQueues:
 
         Raises:
             RuntimeError: a rank is in another collective, or has ended.
-            OutOfStep: it is, because it has gone another way in forward.
         """
         self._peers.wait_until(lambda: all(queue.posted > number for queue in self._queues), patiently=patiently)
         for source, queue in enumerate(self._queues):
             other, _, _ = queue.entry(number)
             if other != tag:
-                self._peers.compare_tracks()  # which know names
                 rank = self._peers.group_rank(source)
                 raise RuntimeError(f"rank {rank} of the group is in collective {other}, this rank in {tag}")
 

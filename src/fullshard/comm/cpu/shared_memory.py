@@ -33,7 +33,6 @@ from fullshard.comm.cpu.gloo import GlooCollectives
 from fullshard.comm.cpu.peers import FILE_NBYTES, Peers, host_memory_nbytes
 from fullshard.comm.cpu.send_queue import SendQueues
 from fullshard.comm.host_pages import HostPages
-from fullshard.comm.track import Track
 from fullshard.core.route import Route
 from fullshard.core.sizes import round_up
 
@@ -93,14 +92,6 @@ class SharedPages(HostPages):
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return reused memory in which the peers can read the tensor."""
         return self._queues.pool.empty(numel, dtype)
-
-    def open_track(self) -> Track:
-        """Open a track in memory that the ranks of this host share."""
-        return self._buckets.peers.open_track()
-
-    def heed(self, track: Track) -> None:
-        """See `HostPages`."""
-        self._buckets.peers.tracks.add(track)
 
     def wait_for_readers(self) -> None:
         """Wait until this host's ranks have read."""
