@@ -115,6 +115,31 @@ def test_full_shard(forward_prefetch: bool, backward_prefetch: str) -> None:
         assert events == expected
 
 
+class WithUnused(Stack):
+    """Has a parameter without gradient in each block, so that a bucket is complete only when backward leaves it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.unused = nn.Parameter(torch.ones(WIDTH))
+
+
+def record_with_unused() -> list[tuple[str, str]]:
+    """Return the order of gathers and reductions in a backward that gathers after the gradients."""
+    events: list[Event] = []
+    model = build_sharded(WithUnused, BLOCKS, events=events, backward_prefetch="BACKWARD_POST")
+    run_squared(model, 0, rank_and_size()[0])
+    begin = next(n for n, event in enumerate(events) if event.kind is EventKind.BACKWARD_BEGIN)
+    named = [(CODES[event.kind], event.unit.removeprefix("blocks.") or "root") for event in events[begin:]]
+    return [event for event in named if event[0] in ("issue", "reduce")]
+
+
+def test_gathers_after_backward_follow_the_reductions() -> None:
+    """Other ranks may have launched the reduction at their last gradient, so it comes before the gather everywhere."""
+    expected = parse("issue 2, reduce 2, issue 1, reduce 1, issue 0, reduce 0, reduce root")
+    assert run_ranks(record_with_unused, 2) == [expected] * 2
+
+
 @pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", "NO_SHARD"])
 @pytest.mark.parametrize("backward_prefetch", list(BACKWARD))
 def test_kept_between_forward_and_backward(strategy: str, backward_prefetch: str) -> None:
