@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 from fullshard.cli.main import app
 from fullshard.comm import device
-from fullshard.comm.cpu.gloo import GlooCollectives
+from fullshard.comm.gloo import GlooCollectives
 from fullshard.comm.torch_dist import completed
 from fullshard.config.hardware import DetectedDevice, Hardware
 from fullshard.core.errors import ConfigError

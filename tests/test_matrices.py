@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
 from fullshard.comm.base import Collectives, Parts
-from fullshard.comm.cpu.gloo import GlooCollectives
-from fullshard.comm.cpu.two_level import TwoLevelCollectives
+from fullshard.comm.gloo import GlooCollectives
 from fullshard.comm.select import choices_for, collectives_for
 from fullshard.core.errors import LayoutError
 from fullshard.core.layout import BucketLayout, ParameterSpec
 from fullshard.core.matrices import Dealing, Eigenbases, Matrix, NewtonSchulz, deal, matrices_in, matrix_shape
+from fullshard.features.shared_memory.two_level import TwoLevelCollectives
 from fullshard.optim.newton_schulz import orthogonalized
 from tests.distributed import run_ranks
 from tests.hosts import are_possible, run_hosts

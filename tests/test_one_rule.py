@@ -19,7 +19,6 @@ from fullshard.config import fsdp, schema, sharding
 from fullshard.config.settings import About
 from fullshard.core.dtypes import COMPUTE, ITEMSIZES
 from fullshard.core.requirements import OLDEST_TORCH
-from fullshard.core.route import Route
 from fullshard.core.schedule import SPENT, BackwardPrefetch, Reductions, count_kept, gathered_ahead
 from fullshard.core.sizes import all_reduce_nbytes
 from fullshard.core.strategy import STRATEGIES
@@ -32,6 +31,7 @@ from fullshard.plan.evaluate import evaluate
 from fullshard.plan.hardware import DEVICES, Cluster
 from fullshard.plan.library import load_model
 from fullshard.plan.optimizers import OPTIMIZERS
+from fullshard.plan.route import Route
 
 PROJECT = Path(__file__).parents[1]
 

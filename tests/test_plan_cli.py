@@ -25,7 +25,6 @@ from fullshard.cli.plan import OTHER_WORDS, _question
 from fullshard.config.load import load_file
 from fullshard.config.resolve import resolve
 from fullshard.core.errors import ConfigError
-from fullshard.core.route import Route
 from fullshard.launch.environment import read_rank_environment
 from fullshard.plan.alternatives import swept, with_settings
 from fullshard.plan.evaluate import MARGIN, changes_that_fit, evaluate, notes_of
@@ -37,6 +36,7 @@ from fullshard.plan.library import MODELS as MODELS_BY_NAME
 from fullshard.plan.library import load_model
 from fullshard.plan.memory import memory_of
 from fullshard.plan.report import as_dict, as_run_config
+from fullshard.plan.route import Route
 from fullshard.plan.schedule import predict_step
 from fullshard.plan.search import pareto, search
 from fullshard.plan.setting import PlanSetting

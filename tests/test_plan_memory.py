@@ -26,18 +26,17 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from fullshard.api.planning import model_shape
 from fullshard.comm.base import Work, WorkOf
-from fullshard.comm.cpu.averages import average
-from fullshard.comm.cpu.buffer_pool import BufferPool
-from fullshard.comm.cpu.gloo import GlooCollectives
-from fullshard.comm.cpu.shared_memory import MappedBuffer
-from fullshard.core.route import Route
+from fullshard.comm.gloo import GlooCollectives, average
 from fullshard.core.sizes import SUM_BLOCK_NBYTES, sum_blocks
 from fullshard.features import FSDPModule, MixedPrecisionPolicy, shard_model, step_in_backward
+from fullshard.features.shared_memory.buffer_pool import BufferPool
+from fullshard.features.shared_memory.collectives import MappedBuffer
 from fullshard.plan.evaluate import evaluate
 from fullshard.plan.hardware import DEVICES, parse_cluster
 from fullshard.plan.job import Job
 from fullshard.plan.layout import lay_out
 from fullshard.plan.memory import Memory, fragments_nbytes, memory_of
+from fullshard.plan.route import Route
 from fullshard.plan.schedule import predict_step
 from fullshard.plan.setting import PlanSetting
 from fullshard.plan.shapes import ModelShape, ParameterShape, UnitShape

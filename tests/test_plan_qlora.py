@@ -17,7 +17,6 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fullshard.core.route import Route
 from fullshard.engine.offload import Host
 from fullshard.engine.step.local_parameters import as_local
 from fullshard.features import MixedPrecisionPolicy, OffloadPolicy, shard_model
@@ -27,6 +26,7 @@ from fullshard.plan.job import Job
 from fullshard.plan.layout import lay_out
 from fullshard.plan.memory import Memory, memory_of
 from fullshard.plan.methods import apply_method
+from fullshard.plan.route import Route
 from fullshard.plan.schedule import predict_step
 from fullshard.plan.setting import PlanSetting
 from fullshard.wrap.forwards import checkpoint_modules

@@ -21,12 +21,12 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm.base import FullBuffer, Work, own_interval
-from fullshard.comm.cpu.buffer_pool import BufferPool
-from fullshard.comm.cpu.gloo import GlooCollectives
-from fullshard.comm.cpu.shared_memory import SharedMemoryCollectives
+from fullshard.comm.gloo import GlooCollectives
 from fullshard.comm.select import choices_for, collectives_for
 from fullshard.config.switches import COMM
 from fullshard.features import MixedPrecisionPolicy, ShardedParameter, fully_shard, unsharded
+from fullshard.features.shared_memory.buffer_pool import BufferPool
+from fullshard.features.shared_memory.collectives import SharedMemoryCollectives
 from tests.distributed import run_ranks
 
 CPU = torch.device("cpu")
@@ -71,7 +71,7 @@ def check_same_as_gloo() -> None:
             whole = gathered(expected, main, tag)
             for buffer in buffers:
                 assert torch.equal(gathered(buffer, main, tag), whole)
-                shared.pages.wait_for_readers()  # before main changes
+                shared.wait_for_readers()  # before main changes
             one, other = (fill(size * numel, dtype, 10 * seed + rank) for _ in range(2))
             divisor = 3.0 if dtype.is_floating_point else 1.0
             # bit for bit: both add in rank order
@@ -109,7 +109,7 @@ def check_unchanged() -> None:
             (buffer.gather(torch.full((32,), value), tag=0, is_unchanged=is_unchanged).wait() == expected).all()
         )
         buffer.free()
-        shared.pages.wait_for_readers()
+        shared.wait_for_readers()
 
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -183,7 +183,7 @@ def check_own_pages() -> None:
     assert full.unique().tolist() == [11.0, 12.0]
     assert buffer.main.unique().tolist() == [shared.rank + 1.0]
     buffer.free()
-    shared.pages.wait_for_readers()
+    shared.wait_for_readers()
     buffer.main.add_(0.5)
     assert buffer.gather(buffer.main, tag=0).wait().unique().tolist() == [1.5, 2.5]
     buffer.free()
@@ -229,7 +229,7 @@ def check_settled(holds_main: bool) -> float:
     buffer.free()
     start = time.monotonic()
     if holds_main:
-        shared.pages.wait_for_readers()
+        shared.wait_for_readers()
     main.fill_(2.0)
     # Without `holds_main`, the next gather itself waits before it writes.
     assert buffer.gather(main, tag=0).wait().unique().tolist() == [2.0]
@@ -407,7 +407,7 @@ def test_the_memory_has_no_name_and_few_descriptors() -> None:
 
 
 KILLED = """
-import datetime, os, sys, time, torch, torch.distributed as dist
+import datetime, os, sys, time, torch, torch.distributed as dist, fullshard.features
 from fullshard.comm.select import collectives_for
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2,
@@ -421,7 +421,7 @@ def collective(what):
     elif what == "reduce":
         shared.reduce_scatter(torch.zeros(2**20), tag=1).wait()
     else:
-        shared.pages.wait_for_readers()
+        shared.wait_for_readers()
 collective("gather")
 collective("reduce")
 if sys.argv[3] == "settle" and rank == 1:

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from fullshard.api.state import ProcessState
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.comm import join, torch_private
-from fullshard.comm.cpu.gloo import end_waits, receive
+from fullshard.comm.gloo import end_waits, receive
 from fullshard.comm.mesh import init_mesh
 from fullshard.comm.progress import read_words
 from fullshard.comm.stalls import STALLS, Stalls, all_come

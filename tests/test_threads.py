@@ -17,10 +17,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed import multi_threaded_pg
 
 from fullshard import ShardedTensor, fully_shard
-from fullshard.comm.cpu.progress_thread import ProgressThread
 from fullshard.comm.mesh import init_mesh
 from fullshard.comm.select import choices_for
 from fullshard.comm.torch_dist import NativeCollectives
+from fullshard.features.shared_memory.progress_thread import ProgressThread
 from tests.launching import environment, free_port
 
 SIZE = 2
@@ -132,7 +132,7 @@ import os, sys, threading, time
 import torch, torch.distributed as dist, torch._dynamo
 from fullshard import fully_shard
 from fullshard.comm import stalls
-from fullshard.comm.cpu.progress_thread import ProgressThread
+from fullshard.features.shared_memory.progress_thread import ProgressThread
 from fullshard.core.errors import CommunicationError
 from fullshard.core.place import PLACE
 

@@ -15,13 +15,13 @@ import torch.distributed as dist
 
 from fullshard.comm import mesh
 from fullshard.comm.base import FullBuffer, own_interval
-from fullshard.comm.cpu.gloo import GlooCollectives
-from fullshard.comm.cpu.peers import _Offer, _ranks_per_host
-from fullshard.comm.cpu.two_level import TwoLevelCollectives
+from fullshard.comm.gloo import GlooCollectives
 from fullshard.comm.select import collectives_for
 from fullshard.config.switches import COMM
 from fullshard.core.errors import CommunicationError
 from fullshard.features import FSDPModule, fully_shard, unsharded
+from fullshard.features.shared_memory.peers import _Offer, _ranks_per_host
+from fullshard.features.shared_memory.two_level import TwoLevelCollectives
 from tests.differential import CLOSE, EPS
 from tests.hosts import are_possible, run_hosts
 from tests.test_shared_memory import CPU, fill, gathered
@@ -65,7 +65,7 @@ def check_same_as_gloo(dtypes: tuple[torch.dtype, ...]) -> None:
             whole = gathered(expected, main, tag)
             for buffer in buffers:
                 assert torch.equal(gathered(buffer, main, tag), whole)
-                linked.pages.wait_for_readers()  # before main changes
+                linked.wait_for_readers()  # before main changes
         if dtype is torch.uint8:
             continue
         full = fill(size * numel, dtype, rank)
@@ -112,7 +112,7 @@ def check_own_pages() -> None:
     dist.barrier()
     assert full.unique().tolist() == [10.0 * (linked.rank + 1) + source + 1 for source in range(linked.size)]
     buffer.free()
-    linked.pages.wait_for_readers()
+    linked.wait_for_readers()
     buffer.main.add_(0.5)
     assert buffer.gather(buffer.main, tag=0).wait().unique().tolist() == [r + 1.5 for r in range(linked.size)]
     buffer.free()
@@ -129,7 +129,7 @@ def check_settled() -> None:
         time.sleep(0.1 * (linked.rank == 1))
         assert full.unique().tolist() == [10.0 * step + source for source in range(linked.size)]
         buffer.free()
-        linked.pages.wait_for_readers()
+        linked.wait_for_readers()
 
 
 def shared_nbytes(linked: TwoLevelCollectives) -> int:
@@ -155,7 +155,7 @@ def check_memory() -> None:
             stranger = own_interval(buffer.full, (linked.rank + per_host) % linked.size, linked.size)
             assert int(stranger.count_nonzero()) < 2048  # on two pages
         for _ in range(2):  # the first rank takes back what all have freed
-            linked.pages.wait_for_readers()
+            linked.wait_for_readers()
             linked._gathers.progress.finish()
             dist.barrier()
 
@@ -195,7 +195,7 @@ def check_dropped() -> None:
     linked._gathers.progress.finish()
     del buffer
     dist.barrier()
-    linked.pages.wait_for_readers()
+    linked.wait_for_readers()
     linked._gathers.progress.finish()
     assert len(linked._received._acquired) <= acquired
 

@@ -137,7 +137,7 @@ def _links(mesh: Mesh) -> tuple[float, float]:
         buffer.free()
 
     def reduce() -> None:
-        mesh.reduce.reduce_scatter(mesh.reduce.pages.staging(numel, torch.float32, mesh.device), tag=0).wait()
+        mesh.reduce.reduce_scatter(mesh.reduce.staging(numel, torch.float32, mesh.device), tag=0).wait()
 
     def all_reduce() -> None:
         dist.all_reduce(full)

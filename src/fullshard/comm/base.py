@@ -12,8 +12,10 @@ from typing import Protocol
 
 import torch
 
-from fullshard.comm.host_pages import HostPages
 from fullshard.comm.packing import Packing
+
+MAX_TAGS = 2**16
+"""Tags are below this number."""
 
 
 class Work(Protocol):
@@ -134,13 +136,16 @@ class Collectives(Protocol):
         rank: this rank's position in the group.
         size: ranks in the group.
         sends: whether anything is sent at all, so that packing it makes a difference.
-        pages: the handling of pages of host memory.
+        widens: whether `reduce_scatter` sums in a wider dtype than that of `full` without a copy.
+        placed: how many buffers have a place where other ranks look for them. Each rank counts by itself, so a rank
+            that has placed fewer, because it failed to shard a model, finds no other's any more.
     """
 
     rank: int
     size: int
     sends: bool = True
-    pages: HostPages = HostPages()
+    widens: bool = False
+    placed: int = 0
 
     def full_buffer(
         self,
@@ -173,18 +178,18 @@ class Collectives(Protocol):
     ) -> Work:
         """Sum `full` (1-D, size x S elements) over the ranks, in pairs where the backend leaves the choice.
 
-        The rest is as in `Reduction`. In another dtype than that of `full` a copy is summed, unless `pages` widen.
+        The rest is as in `Reduction`. In another dtype than that of `full` a copy is summed, unless this `widens`.
 
         Returns:
             Work for this rank's S elements of the sum over `divisor`, in memory that does not keep `full` alive.
             `full` belongs to it and may be overwritten.
         """
-        if dtype is not None and dtype != full.dtype and not self.pages.widens:
+        if dtype is not None and dtype != full.dtype and not self.widens:
             full = full.to(dtype)
         return self._reduce(full, Reduction(tag, divisor, packing, dtype or full.dtype, watch))
 
     def _reduce(self, full: torch.Tensor, how: Reduction) -> Work:
-        """See `reduce_scatter`; `full` is in the dtype of the sum unless `pages` widen."""
+        """See `reduce_scatter`; `full` is in the dtype of the sum unless the backend `widens`."""
 
     def all_reduce(self, tensor: torch.Tensor, *, tag: int) -> Work:
         """Sum `tensor` over the ranks, in place."""
@@ -201,6 +206,16 @@ class Collectives(Protocol):
         Returns:
             Work for `arriving`.
         """
+
+    # What follows concerns ranks that see one another's memory. No other backend does anything.
+
+    def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return uninitialised memory, shape (numel,), from which `reduce_scatter` and `exchange` are fastest."""
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def wait_for_readers(self) -> None:
+        """Wait until no other rank reads what this rank has freed: main weights may change after that."""
+        return
 
 
 def cut(flat: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:

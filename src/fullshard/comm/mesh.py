@@ -24,8 +24,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.comm import torch_private
-from fullshard.comm.base import Collectives
-from fullshard.comm.cpu.shared_memory import MAX_BUFFERS
+from fullshard.comm.base import MAX_TAGS, Collectives
 from fullshard.comm.device import current, require_gloo
 from fullshard.comm.join import join_process_group
 from fullshard.comm.select import collectives_for
@@ -104,7 +103,7 @@ class Mesh:
 
         It is the same on every rank if all ranks take as many.
         """
-        first = self._next_tag[0] if self._next_tag[0] + count <= MAX_BUFFERS else 0
+        first = self._next_tag[0] if self._next_tag[0] + count <= MAX_TAGS else 0
         self._next_tag[0] = first + count
         return first
 

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm import progress, torch_private
-from fullshard.comm.cpu.gloo import end_waits
+from fullshard.comm.gloo import end_waits
 from fullshard.comm.progress import PROCESS, WORD, Word
 from fullshard.comm.track import Track
 from fullshard.config.switches import PREEMPTION_DIR, timeout_of_environment

@@ -99,7 +99,7 @@ class Lockstep:
 
     def _compare_model(self, units: Sequence[Unit], further: Sequence[str]) -> None:
         lines = [*_describe_structure(units[::-1]), *further]
-        placed = self._mesh.gather.pages.placed
+        placed = self._mesh.gather.placed
         if placed:  # last: if the models themselves differ, report that
             lines += [f"{placed} buckets in shared memory, those of earlier models included"]
             real = [unit for unit in units[::-1] if unit.stand_ins is None and unit.buckets]

@@ -542,7 +542,7 @@ class Schedule:
             host.settle()
         for mesh in dict.fromkeys(unit.mesh for unit in self.units):
             with self.units[-1].waiting("after the last reshard"):
-                mesh.gather.pages.wait_for_readers()
+                mesh.gather.wait_for_readers()
 
 
 def _waits(unit: Unit) -> bool:

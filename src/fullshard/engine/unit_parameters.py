@@ -117,7 +117,7 @@ class UnitParameters(abc.ABC):
             self._allocate(weights)
 
     def _allocate(self, values: Values | None) -> None:
-        self.placed = self.mesh.gather.pages.placed
+        self.placed = self.mesh.gather.placed
         self.buckets = [
             self.make_bucket(slots, number, values) for number, slots in enumerate(by_bucket(self.slots, self.policy))
         ]

@@ -4,7 +4,7 @@
     hand_over   `full` goes to the reduction
 
 `full` lives from the first gradient to the end of the reduction. Under `no_sync` it stays and accumulates. Where the
-reduction casts what it reads (`HostPages.widens`), `full` is in the narrower dtype that parameters compute in, in
+reduction casts what it reads (`Collectives.widens`), `full` is in the narrower dtype that parameters compute in, in
 which autograd makes gradients, until a second one is added to one of them.
 """
 
@@ -51,7 +51,7 @@ class UnshardedGradient:
         self.used = bytearray(len(spec.slots))
         self.is_kept = self.is_used_up = False
         self._full: torch.Tensor | None = None
-        plan, widens = spec.plan, spec.mesh.reduce.pages.widens
+        plan, widens = spec.plan, spec.mesh.reduce.widens
         self._first_dtype = torch_dtype(collected(plan.compute_dtype, plan.reduce_dtype, widens=widens))
         self._pieces: Sequence[torch.Tensor] = ()
         self._fresh: dict[int, torch.Tensor] = {}  # pieces that hold no gradient yet
@@ -161,7 +161,7 @@ class UnshardedGradient:
 
     def _empty(self, dtype: torch.dtype) -> torch.Tensor:
         mesh = self._spec.mesh
-        return mesh.reduce.pages.staging(self._spec.layout.full_numel, dtype, mesh.device)
+        return mesh.reduce.staging(self._spec.layout.full_numel, dtype, mesh.device)
 
     def _widen(self) -> None:
         """Cast the collected gradients to `dtype`, before another one is added."""

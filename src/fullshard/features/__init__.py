@@ -8,6 +8,7 @@ from fullshard.engine import *  # noqa: F403 -- first: it says when torch is too
 # isort: on
 
 from fullshard import engine
+from fullshard.comm.select import register_backend
 from fullshard.engine import module
 from fullshard.engine.extension import Extension, at_first_sharding, register
 from fullshard.features import dtensor_ops  # noqa: F401 -- what torch computes with a ShardedTensor
@@ -16,6 +17,7 @@ from fullshard.features.auto_reshard import keep_head, keep_unsharded
 from fullshard.features.consistency import ConsistencyCheck, ConsistencyMethods
 from fullshard.features.late_registration import LateRegistration
 from fullshard.features.nonfinite import NonFiniteGuard, NonFiniteMethods
+from fullshard.features.shared_memory import shared_memory
 from fullshard.features.submodule_entry import SubmoduleEntry
 from fullshard.features.torch_compat import TorchCompat, TorchMethods, check_data_parallel, state_of
 from fullshard.features.torch_tools import clip_grad_norm_, clip_grad_value_, install
@@ -41,6 +43,7 @@ class ShardedModule(ConsistencyMethods, NonFiniteMethods, TorchMethods):
 
 FSDPModule = ShardedModule
 register(*FEATURES)
+register_backend(shared_memory)
 at_first_sharding(install)
 at_first_sharding(check_data_parallel)
 module.use_module_class(FSDPModule)

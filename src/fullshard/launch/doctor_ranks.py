@@ -175,7 +175,7 @@ def _measure(collectives: Collectives, device: torch.device, nbytes: int) -> Ite
         buffer.free()
 
     def reduce_scatter() -> None:
-        collectives.reduce_scatter(collectives.pages.staging(numel, main.dtype, device), tag=3).wait()
+        collectives.reduce_scatter(collectives.staging(numel, main.dtype, device), tag=3).wait()
 
     calls: dict[str, Callable[[], Any]] = {"all-gather": all_gather, "reduce-scatter": reduce_scatter}
     for name, call in calls.items():

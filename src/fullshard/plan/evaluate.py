@@ -11,7 +11,6 @@ from typing import Any
 from fullshard.core.errors import ConfigError
 from fullshard.core.events import Event
 from fullshard.core.offload import Offload
-from fullshard.core.route import Route
 from fullshard.core.schedule import SPENT, count_kept
 from fullshard.core.sizes import GIB, format_nbytes
 from fullshard.plan.activations import page_nbytes
@@ -24,6 +23,7 @@ from fullshard.plan.losses import loss_note
 from fullshard.plan.matrices import matrix_work
 from fullshard.plan.memory import Memory, memory_of
 from fullshard.plan.methods import apply_method, conversion_of
+from fullshard.plan.route import Route
 from fullshard.plan.schedule import ScheduleOptions, predict_step
 from fullshard.plan.setting import PlanSetting
 from fullshard.plan.shapes import Block, ModelShape

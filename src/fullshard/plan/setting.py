@@ -9,13 +9,13 @@ from functools import partial
 from fullshard.core.bucket import BucketPlan
 from fullshard.core.dtypes import collected, itemsize
 from fullshard.core.offload import Offload
-from fullshard.core.route import Route
 from fullshard.core.sizes import SUM_BLOCK_NBYTES, sum_blocks
 from fullshard.plan.hardware import Device
 from fullshard.plan.job import Job
 from fullshard.plan.layout import ModelLayout, UnitLayout
 from fullshard.plan.matrices import MatrixWork
 from fullshard.plan.optimizers import OptimizerRow
+from fullshard.plan.route import Route
 from fullshard.plan.shapes import ModelShape
 
 

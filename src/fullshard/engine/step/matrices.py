@@ -254,7 +254,7 @@ class _Travel:
         bucket = self._whole._buckets[first]
         sizes = [[sum(piece.interval.numel for piece in pieces) for pieces in each] for each in (leaving, arriving)]
         parts, device = Parts(*sizes), self._mesh.device
-        buffer = collectives.pages.staging(sum(parts.leaving), self._dtype, device)
+        buffer = collectives.staging(sum(parts.leaving), self._dtype, device)
         for place, part in zip(cut(buffer, [part.numel() for part in sent]), sent, strict=True):
             place.copy_(part)
         received = torch.empty(sum(parts.arriving), dtype=self._dtype, device=device)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import mmap
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -28,25 +28,21 @@ import torch.distributed as dist
 
 from fullshard.comm import torch_private
 from fullshard.comm.base import BufferSpec, Parts, Reduction, Watch, Work, WorkOf
-from fullshard.comm.cpu.averages import average
-from fullshard.comm.cpu.buffer_pool import BufferPool
-from fullshard.comm.cpu.gloo import GlooCollectives, end_waits, receive, send
-from fullshard.comm.cpu.peers import FILE_NBYTES, Peers, host_memory_nbytes
-from fullshard.comm.cpu.progress_thread import ProgressThread
-from fullshard.comm.cpu.send_queue import SendQueues
-from fullshard.comm.cpu.shared_memory import (
+from fullshard.comm.gloo import GlooCollectives, average, end_waits, receive, send
+from fullshard.comm.packing import Packing
+from fullshard.core.place import PLACE
+from fullshard.core.sizes import round_up
+from fullshard.features.shared_memory.buffer_pool import BufferPool
+from fullshard.features.shared_memory.collectives import (
     MAX_BUFFERS,
     MappedBuffer,
     SharedBuckets,
     SharedMemoryCollectives,
-    SharedPages,
 )
-from fullshard.comm.packing import Packing
-from fullshard.core.place import PLACE
-from fullshard.core.route import Route
-from fullshard.core.sizes import round_up
+from fullshard.features.shared_memory.peers import FILE_NBYTES, HOST_NBYTES, Peers
+from fullshard.features.shared_memory.progress_thread import ProgressThread
+from fullshard.features.shared_memory.send_queue import SendQueues
 
-_PAGE_NBYTES = mmap.PAGESIZE
 _RECEIVE_START = FILE_NBYTES // 2
 """In rank 0's file: the pool for received data, after the buckets."""
 
@@ -61,12 +57,11 @@ class TwoLevelCollectives(SharedMemoryCollectives):
         self._gathers = _Channel(group, peers, 0)
         self._received = _ReceivePool(self._buffers)
         self._reductions = _Channel(group, peers, 1)
-        self.pages = _TwoLevelPages(self._buffers, self._queues, self._gathers.progress, self._received)
 
     def _mapped(self, place: tuple[int, int], spec: BufferSpec) -> MappedBuffer:
         # Main weights are exact, and the engine computes with unpacked values: they cannot be one.
         spec = replace(spec, holds_main=spec.holds_main and spec.packing is None)
-        return TwoLevelBuffer(self._gathers, self._received, self._buffers, place, spec)
+        return TwoLevelBuffer(self._gathers, self._received, place, spec)
 
     def _reduce(self, full: torch.Tensor, how: Reduction) -> Work:
         """Let this host's ranks read `full`; the thread does the rest. A tensor not from `staging` is copied."""
@@ -76,26 +71,14 @@ class TwoLevelCollectives(SharedMemoryCollectives):
 
     def exchange(self, leaving: torch.Tensor, arriving: torch.Tensor, parts: Parts, *, tag: int) -> Work:
         """Exchange from rank to rank: no part is for two ranks, so two levels would not save a host any sending."""
-        own_tag = 2 * (MAX_BUFFERS + tag)  # none of a channel's
-        return GlooCollectives.exchange(self, leaving, arriving, parts, tag=own_tag)
-
-
-class _TwoLevelPages(SharedPages):
-    """See `SharedPages`; other hosts read messages."""
-
-    widens = Route.TWO_LEVELS.widens
-
-    def __init__(
-        self, buckets: SharedBuckets, queues: SendQueues, progress: ProgressThread, received: _ReceivePool
-    ) -> None:
-        super().__init__(buckets, queues)
-        self._progress, self._received = progress, received
+        # With tags that are none of a channel's.
+        return GlooCollectives.exchange(self, leaving, arriving, parts, tag=2 * (MAX_BUFFERS + tag))
 
     def wait_for_readers(self) -> None:
         """Wait for this host's ranks, and for the thread: it sends main weights until it is done."""
-        self._progress.finish()
+        self._gathers.progress.finish()
         super().wait_for_readers()
-        self._received.release_later(self._progress)
+        self._received.release_later(self._gathers.progress)
 
 
 class _Channel:
@@ -105,15 +88,12 @@ class _Channel:
         group: of all ranks.
         peers: those of this host.
         kind: 0 or 1; messages of two kinds are never confused, although they have the same tag.
-
-    Attributes:
-        progress: the thread.
-        others: positions of the other hosts, the next one first.
     """
 
     def __init__(self, group: dist.ProcessGroup, peers: Peers, kind: int) -> None:
         self.peers = peers
         self.progress = ProgressThread(peers.report_failure, partial(_give_up, group))
+        # The positions of the other hosts, the next one first.
         self.others = [(peers.host + step) % peers.num_hosts for step in range(1, peers.num_hosts)]
         self._group, self._kind = group, kind
 
@@ -136,42 +116,23 @@ def _give_up(group: dist.ProcessGroup) -> None:
     end_waits(group)
 
 
-# -- all-gather ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
 class _ReceivedRange:
     """Received intervals that follow one another: bytes `start` to `end` of the memory where buckets are.
 
-    Every page that they have a part of is acquired; `full` shows the whole pages from there.
+    Every page that they have a part of is acquired, and is at `at` in the bucket's acquired memory.
 
     Attributes:
-        at: of the first such page, in the bucket's acquired memory.
+        whole_start, whole_end: first byte of the first whole page, and the byte after the last; `full` shows these.
+        shift: the distance from a byte of the range to its place in the bucket's acquired memory.
+        nbytes: bytes to acquire.
     """
 
-    start: int
-    end: int
-    at: int
-
-    @property
-    def whole_start(self) -> int:
-        """First byte of the first whole page."""
-        return round_up(self.start, _PAGE_NBYTES)
-
-    @property
-    def whole_end(self) -> int:
-        """The byte after the last whole page."""
-        return max(self.whole_start, self.end // _PAGE_NBYTES * _PAGE_NBYTES)
-
-    @property
-    def shift(self) -> int:
-        """The distance from a byte of the range to its place in the bucket's acquired memory."""
-        return self.at - self.start // _PAGE_NBYTES * _PAGE_NBYTES
-
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes to acquire: every page that holds a part of the range."""
-        return round_up(self.end + self.shift, _PAGE_NBYTES) - self.at if self.start < self.end else 0
+    def __init__(self, start: int, end: int, at: int) -> None:
+        first = start // mmap.PAGESIZE * mmap.PAGESIZE
+        self.whole_start = round_up(start, mmap.PAGESIZE)
+        self.whole_end = max(self.whole_start, end // mmap.PAGESIZE * mmap.PAGESIZE)
+        self.shift = at - first
+        self.nbytes = round_up(end, mmap.PAGESIZE) - first if start < end else 0
 
 
 class TwoLevelBuffer(MappedBuffer):
@@ -182,17 +143,10 @@ class TwoLevelBuffer(MappedBuffer):
     """
 
     is_zeroed = True
-    is_persistent = Route.TWO_LEVELS.shares_memory
+    is_persistent = False
 
-    def __init__(
-        self,
-        channel: _Channel,
-        received: _ReceivePool,
-        buffers: SharedBuckets,
-        place: tuple[int, int],
-        spec: BufferSpec,
-    ) -> None:
-        super().__init__(buffers, place, spec)
+    def __init__(self, channel: _Channel, received: _ReceivePool, place: tuple[int, int], spec: BufferSpec) -> None:
+        super().__init__(received.buffers, place, spec)
         self._channel, self._received, self._packing = channel, received, spec.packing
         self._bringing: Future[None] | None = None
         peers, nbytes = channel.peers, self._interval.nbytes
@@ -200,7 +154,7 @@ class TwoLevelBuffer(MappedBuffer):
         earlier = _ReceivedRange(self._start, own, 0)
         self._ranges = [earlier, _ReceivedRange(after, self._start + self.full.nbytes, earlier.nbytes)]
         self._shown = 0
-        self._hide()
+        self._show(None)
 
     def gather(self, main: torch.Tensor, *, tag: int, exactly: bool = False, is_unchanged: bool = False) -> Work:
         """Send this rank's interval, and receive those of its counterparts."""
@@ -214,7 +168,7 @@ class TwoLevelBuffer(MappedBuffer):
     def free(self) -> None:
         """See `MappedBuffer.free`. Received data read as zeros then."""
         if self._is_gathered:
-            self._hide()  # first: once this is known to be freed, the memory may be another bucket's
+            self._show(None)  # first: once this is known to be freed, the memory may be another bucket's
             super().free()
             self._received.release_later(self._channel.progress)
 
@@ -225,30 +179,23 @@ class TwoLevelBuffer(MappedBuffer):
             self._bringing = None
         super().wait_for_readers()
 
-    def wait(self, number: int) -> torch.Tensor:
-        """Wait until all ranks of this host have their data of the gather of that number."""
-        offered = self._buffers.offered[:, self._number]
-
-        def is_whole() -> bool:
-            self._channel.progress.check()
-            return bool((offered >= number).all())
-
-        self._buffers.peers.wait_until(is_whole, patiently=True)
+    def wait(self, number: int, *, patiently: bool = True) -> torch.Tensor:
+        """Wait until all ranks of this host have their data of the gather of that number, and show them."""
+        super().wait(number, patiently=patiently)
         if self._is_gathered and self._shown < number:
-            self._shown, place = number, self._received.place(self._number)
-            for span in self._ranges:
-                self._map(span, _RECEIVE_START + place + span.whole_start + span.shift)
+            self._shown = number
+            self._show(int(self._received.places[self._number]))
         return self.full
 
-    def _hide(self) -> None:
-        """Show zeros, which take no memory, where received intervals were."""
-        for span in self._ranges:
-            self._map(span, None)
+    def _look(self) -> None:
+        self._channel.progress.check()
 
-    def _map(self, span: _ReceivedRange, offset: int | None) -> None:
-        """See `Peers.map_at`."""
-        if (nbytes := span.whole_end - span.whole_start) > 0:
-            self._buffers.peers.map_at(self._buffers.own, span.whole_start, nbytes, offset)
+    def _show(self, place: int | None) -> None:
+        """Show what was received at `place` of the pool where it belongs; None: zeros, which take no memory."""
+        for span in self._ranges:
+            offset = None if place is None else _RECEIVE_START + place + span.whole_start + span.shift
+            if (nbytes := span.whole_end - span.whole_start) > 0:
+                self._buffers.peers.map_at(self._buffers.own, span.whole_start, nbytes, offset)
 
     def _bring(self, main: torch.Tensor | None, number: int, tag: int, packing: Packing | None) -> None:
         """Gather one bucket, in the thread. `main` is copied into this rank's interval; None if it is there."""
@@ -257,16 +204,13 @@ class TwoLevelBuffer(MappedBuffer):
         peers.wait_until(lambda: bool(self._received.ended([self._number])[0] >= number - 1), patiently=True)
         place = self._received.acquire(self._number, number, sum(span.nbytes for span in self._ranges))
         received = [self._receive_into(host, place) for host in channel.others]
-        messages = received
+        own, messages = self._interval, received
         if packing is not None and main is not None:
-            messages = [torch.empty(packing.nbytes(main.numel()), dtype=torch.uint8) for _ in channel.others]
-            own = torch.empty_like(messages[0])
+            own, *messages = torch.empty(len(received) + 1, packing.nbytes(main.numel()), dtype=torch.uint8)
             packing.pack(main, own)
-        else:
-            own = self._interval
-            if main is not None:
-                with torch.no_grad():
-                    own.copy_(main)
+        elif main is not None:
+            with torch.no_grad():
+                own.copy_(main)
         arriving = [channel.receive(message, host, tag) for message, host in zip(messages, channel.others, strict=True)]
         leaving = [channel.send(own, host, tag) for host in channel.others]
         if packing is not None:
@@ -281,21 +225,20 @@ class TwoLevelBuffer(MappedBuffer):
         for work in leaving:  # only a rank that is to change main weights waits for that
             work.wait()
 
-    def _location(self, host: int) -> tuple[_ReceivedRange, int]:
-        """Return (the range that holds the interval of the counterpart on a host, the interval's first byte)."""
-        span = self._ranges[host > self._channel.peers.host]
-        return span, self._start + self._channel.counterpart(host) * self._interval.nbytes
-
     def _receive_into(self, host: int, place: int) -> torch.Tensor:
         """Return the interval of the counterpart on a host, in memory of the pool."""
-        span, start = self._location(host)
-        at, nbytes = place + start + span.shift, self._interval.nbytes
+        nbytes = self._interval.nbytes
+        at = self._start + self._channel.counterpart(host) * nbytes + place + self._range(host).shift
         return torch.frombuffer(self._received.memory, dtype=torch.uint8, count=nbytes, offset=at).view(self.full.dtype)
+
+    def _range(self, host: int) -> _ReceivedRange:
+        return self._ranges[host > self._channel.peers.host]
 
     def _copy_edges(self, host: int, place: int) -> None:
         """Copy those parts of a received interval that are on pages which are not mapped from the pool."""
-        span, start = self._location(host)
-        end, by = start + self._interval.nbytes, place + span.shift
+        span, nbytes = self._range(host), self._interval.nbytes
+        start = self._start + self._channel.counterpart(host) * nbytes
+        end, by = start + nbytes, place + span.shift
         for first, last in ((start, min(end, span.whole_start)), (max(start, span.whole_end), end)):
             if first < last:
                 self._buffers.shared[first:last] = self._received.memory[first + by : last + by]
@@ -309,15 +252,16 @@ class _ReceivePool:
 
     Attributes:
         memory: contains all acquired places, for all ranks of the host.
+        places: by bucket, the offset at which it received last.
     """
 
     def __init__(self, buffers: SharedBuckets) -> None:
-        self._buffers, self._is_owner = buffers, buffers.peers.rank == 0
+        self.buffers, self._is_owner = buffers, buffers.peers.rank == 0
         header = 2 * MAX_BUFFERS * 8
-        self.memory = buffers.peers.map(0, _RECEIVE_START, header + 2 * host_memory_nbytes())
+        self.memory = buffers.peers.map(0, _RECEIVE_START, header + 2 * HOST_NBYTES)
         self._pool = BufferPool(self.memory, header)
         table = np.frombuffer(self.memory, dtype=np.int64, count=header // 8)
-        self._gathers, self._places = table.reshape(2, MAX_BUFFERS)
+        self._gathers, self.places = table.reshape(2, MAX_BUFFERS)
         self._acquired: dict[int, torch.Tensor] = {}
         self._largest = 0
 
@@ -328,19 +272,15 @@ class _ReceivePool:
             acquired = self._acquired[bucket] = self._pool.empty(nbytes, torch.uint8)
             place = self._pool.offset(acquired)
             assert place is not None  # noqa: S101 -- it is from there
-            self._places[bucket], self._gathers[bucket] = place, gather  # the number last: others look for it
+            self.places[bucket], self._gathers[bucket] = place, gather  # the number last: others look for it
             self._largest = max(self._largest, nbytes)
         else:
-            self._buffers.peers.wait_until(lambda: bool(self._gathers[bucket] >= gather), patiently=True)
-        return self.place(bucket)
-
-    def place(self, bucket: int) -> int:
-        """Return the offset at which a bucket received last."""
-        return int(self._places[bucket])
+            self.buffers.peers.wait_until(lambda: bool(self._gathers[bucket] >= gather), patiently=True)
+        return int(self.places[bucket])
 
     def ended(self, buckets: list[int]) -> npt.NDArray[np.int64]:
         """Return how many gathers of each bucket are over: every rank of the host has the data, and none reads now."""
-        offered, freed = self._buffers.offered[:, buckets], self._buffers.freed[:, buckets]
+        offered, freed = self.buffers.offered[:, buckets], self.buffers.freed[:, buckets]
         least: npt.NDArray[np.int64] = np.minimum(offered, freed).min(axis=0)
         return least
 
@@ -350,8 +290,7 @@ class _ReceivePool:
         for bucket, is_over in zip(buckets, self.ended(buckets) >= self._gathers[buckets], strict=True):
             if is_over:
                 del self._acquired[bucket]
-        if self._pool.free_nbytes > 2 * self._largest:
-            self._pool.trim()
+        self._pool.trim(more_than=2 * self._largest)
 
     def release_later(self, progress: ProgressThread) -> None:
         """Have the thread take back the places of gathers that are over."""
@@ -359,19 +298,16 @@ class _ReceivePool:
             progress.submit(self.release)
 
 
-# -- reduce-scatter -----------------------------------------------------------------------------------------------
-
-
 def _sum_over_hosts(
     channel: _Channel, queues: SendQueues, full: torch.Tensor, number: int, how: Reduction
 ) -> torch.Tensor:
     """Do the thread's part of one reduce-scatter: send on to the other hosts what this host's ranks have posted."""
     own_host = channel.peers.host
-    tag, packing, dtype, watch = how.tag, how.packing, how.dtype, how.watch
+    tag, packing, watch = how.tag, how.packing, how.watch
     queues.wait_for(number, tag, patiently=True)
     arriving, leaving = {}, []
     for host in channel.others:
-        theirs = queues.sum_interval(number, full, channel.counterpart(host), dtype, watch=watch, is_sent=True)
+        theirs = queues.sum_interval(number, full, channel.counterpart(host), how, is_sent=True)
         message = theirs
         if packing is not None:
             message = queues.pool.empty(packing.nbytes(theirs.numel()), torch.uint8)
@@ -379,7 +315,7 @@ def _sum_over_hosts(
         place = queues.pool.empty(message.numel(), message.dtype)
         arriving[host] = (channel.receive(place, host, tag), place, theirs)
         leaving.append((channel.send(message, host, tag), message))
-    total = queues.sum_interval(number, full, channel.counterpart(own_host), dtype, watch=watch)
+    total = queues.sum_interval(number, full, channel.counterpart(own_host), how)
     queues.mark_read(number, patiently=True)  # the rest of the work is in this rank's own memory
     sums = {own_host: total}
     for host, (work, place, theirs) in arriving.items():

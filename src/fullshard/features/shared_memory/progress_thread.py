@@ -13,15 +13,14 @@ from typing import Any, TypeVar
 from fullshard.core.threads import start_thread
 
 Result = TypeVar("Result")
-_Task = tuple[Callable[[], Any], Future[Any]]
-"""A task, and the future of its result."""
+_Tasks = SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
 
 
 class ProgressThread:
     """Runs its tasks one after the other. After a failure it runs no more.
 
-    It is not an executor of the standard library: those wait for their threads when the interpreter ends, however long,
-    and a thread may be waiting for a rank that is gone.
+    An executor of the standard library would wait for its thread when the interpreter ends, however long that waits for
+    a rank that is gone.
 
     Args:
         on_failure: called by the thread when a task fails.
@@ -30,7 +29,7 @@ class ProgressThread:
 
     def __init__(self, on_failure: Callable[[], None], end_waits: Callable[[], object]) -> None:
         self._on_failure, self._end_waits = on_failure, end_waits
-        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
+        self._tasks: _Tasks = SimpleQueue()
         self._failure: list[BaseException] = []
         self._thread: Thread | None = None
         self._lock = Lock()
@@ -58,7 +57,7 @@ class ProgressThread:
             self.submit(lambda: None).result()
 
 
-def _work(tasks: SimpleQueue[_Task | None], failure: list[BaseException], on_failure: Callable[[], None]) -> None:
+def _work(tasks: _Tasks, failure: list[BaseException], on_failure: Callable[[], None]) -> None:
     """Run the thread's loop. It does not know the `ProgressThread`, which would otherwise never be freed."""
     while (task := tasks.get()) is not None:
         do, future = task

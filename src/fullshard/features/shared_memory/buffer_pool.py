@@ -15,8 +15,6 @@ import torch
 
 from fullshard.core.sizes import round_up
 
-_PAGE_NBYTES = mmap.PAGESIZE
-
 
 class BufferPool:
     """Allocates tensors in a memory. Once no reference to a tensor is left, its place is used again.
@@ -43,7 +41,7 @@ class BufferPool:
         """
         if numel == 0:
             return torch.empty(0, dtype=dtype)
-        nbytes = round_up(numel * dtype.itemsize, _PAGE_NBYTES)
+        nbytes = round_up(numel * dtype.itemsize, mmap.PAGESIZE)
         with self._lock:
             start = self._take(nbytes)
         piece = memoryview(self._memory)[start : start + numel * dtype.itemsize]
@@ -56,23 +54,13 @@ class BufferPool:
         offset = tensor.data_ptr() - self._address
         return offset if 0 <= offset < self._top else None
 
-    @property
-    def free_nbytes(self) -> int:
-        """Bytes that were handed out and are not now."""
+    def trim(self, more_than: int = -1) -> None:
+        """Give the pages of all free places back to the system, if they are more than so many bytes."""
         with self._lock:
             self._collect_returned()
-            return sum(self._free.values())
-
-    def trim(self) -> None:
-        """Give the pages of all free places back to the system."""
-        with self._lock:
-            self._collect_returned()
-            for start, nbytes in self._free.items():
-                self._memory.madvise(mmap.MADV_REMOVE, start, nbytes)
-
-    def _collect_returned(self) -> None:
-        while self._returned:
-            self._join(*self._returned.popleft())
+            if sum(self._free.values()) > more_than:
+                for start, nbytes in self._free.items():
+                    self._memory.madvise(mmap.MADV_REMOVE, start, nbytes)
 
     def _take(self, nbytes: int) -> int:
         self._collect_returned()
@@ -84,18 +72,17 @@ class BufferPool:
             if size > nbytes:
                 self._free[start + nbytes] = size - nbytes
             return start
-        last = next((start for start, size in self._free.items() if start + size == self._top), self._top)
-        if last + nbytes > len(self._memory):
+        start = next((start for start, size in self._free.items() if start + size == self._top), self._top)
+        if start + nbytes > len(self._memory):
             raise MemoryError(f"{nbytes} bytes more than the {len(self._memory)} bytes that ranks of one host share")
-        self._free.pop(last, None)
-        self._top = last + nbytes
-        return last
+        self._free.pop(start, None)
+        self._top = start + nbytes
+        return start
 
-    def _join(self, start: int, nbytes: int) -> None:
-        for before, size in self._free.items():
-            if before + size == start:
-                del self._free[before]
-                start, nbytes = before, size + nbytes
-                break
-        nbytes += self._free.pop(start + nbytes, 0)
-        self._free[start] = nbytes
+    def _collect_returned(self) -> None:
+        """Put returned places together with free ones beside them."""
+        while self._returned:
+            start, nbytes = self._returned.popleft()
+            before = next((first for first, size in self._free.items() if first + size == start), start)
+            nbytes += self._free.pop(start + nbytes, 0)
+            self._free[before] = self._free.get(before, 0) + nbytes

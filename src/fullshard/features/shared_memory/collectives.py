@@ -7,7 +7,7 @@ Nothing is sent. Each rank writes where its peers read:
                       and unsharding copies nothing at all; else each rank casts its own into it.
     exchange          Each rank says where its part for each of the others begins; they copy it from there.
     reduce-scatter    Each rank collects its gradients in memory that the others can read, says where, and adds up its
-                      own interval of all ranks', in pairs (`comm.cpu.averages`), always the same number. It casts
+                      own interval of all ranks', in pairs (`comm.gloo.average`), always the same number. It casts
                       what it reads if the sum is to be in a wider dtype.
 
 What remains is to know when. A rank counts how often it has offered and freed each bucket, and how many gradients it
@@ -29,14 +29,11 @@ import torch.distributed as dist
 
 from fullshard.comm import torch_private
 from fullshard.comm.base import BufferSpec, FullBuffer, Parts, Reduction, Work, WorkOf
-from fullshard.comm.cpu.gloo import GlooCollectives
-from fullshard.comm.cpu.peers import FILE_NBYTES, Peers, host_memory_nbytes
-from fullshard.comm.cpu.send_queue import SendQueues
-from fullshard.comm.host_pages import HostPages
-from fullshard.core.route import Route
+from fullshard.comm.gloo import GlooCollectives
 from fullshard.core.sizes import round_up
+from fullshard.features.shared_memory.peers import FILE_NBYTES, HOST_NBYTES, Peers
+from fullshard.features.shared_memory.send_queue import SendQueues
 
-_PAGE_NBYTES = mmap.PAGESIZE
 _BUFFERS_START = FILE_NBYTES // 4
 """In rank 0's file: counters and unsharded buckets begin here; before it, each rank's gradients."""
 MAX_BUFFERS = 2**16
@@ -50,44 +47,33 @@ class SharedMemoryCollectives(GlooCollectives):
     """
 
     sends = False
+    widens = True
 
     def __init__(self, group: dist.ProcessGroup, peers: Peers) -> None:
         super().__init__(group)
         # Mapped at once: a rank that has no room for it among its addresses raises OSError, and all keep to Gloo.
         self._buffers, self._queues = SharedBuckets(peers), SendQueues(peers)
-        self.pages = SharedPages(self._buffers, self._queues)
+
+    @property
+    def placed(self) -> int:  # type: ignore[override]
+        """See `Collectives`."""
+        return self._buffers.placed
 
     def _buffer(self, spec: BufferSpec) -> FullBuffer:
         place = self._buffers.place(spec)
-        if place is None:
-            return super()._buffer(spec)
-        return self._mapped(place, spec)
+        return super()._buffer(spec) if place is None else self._mapped(place, spec)
 
     def _mapped(self, place: tuple[int, int], spec: BufferSpec) -> MappedBuffer:
         return MappedBuffer(self._buffers, place, spec)
 
     def _reduce(self, full: torch.Tensor, how: Reduction) -> Work:
-        """Reduce `full`. A tensor that is not from `staging` is copied first."""
-        return self._queues.send(full, how)
+        # A tensor that is not from `staging` is copied first, and so for `exchange`.
+        return self._queues.reduce(full, how)
 
     def exchange(self, leaving: torch.Tensor, arriving: torch.Tensor, parts: Parts, *, tag: int) -> Work:
-        """Exchange with one copy, out of the peers' memory. A tensor that is not from `staging` is copied first."""
+        """Exchange with one copy, out of the peers' memory."""
         torch_private.count_for_debugging("c10d.alltoall_base_")
         return self._queues.exchange(leaving, arriving, parts, tag)
-
-
-class SharedPages(HostPages):
-    """Pages in which the ranks of a host read one another's gradients and weights. See `HostPages`."""
-
-    widens = Route.SHARED_MEMORY.widens
-
-    def __init__(self, buckets: SharedBuckets, queues: SendQueues) -> None:
-        self._buckets, self._queues = buckets, queues
-
-    @property
-    def placed(self) -> int:  # type: ignore[override]
-        """See `HostPages`."""
-        return self._buckets.placed
 
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return reused memory in which the peers can read the tensor."""
@@ -95,7 +81,7 @@ class SharedPages(HostPages):
 
     def wait_for_readers(self) -> None:
         """Wait until this host's ranks have read."""
-        self._buckets.wait_for_readers()
+        self._buffers.wait_for_readers()
 
 
 class SharedBuckets:
@@ -103,8 +89,7 @@ class SharedBuckets:
 
     Attributes:
         offered, freed: shape (ranks, buckets); each row is written by its rank.
-        shared: the buckets, as all ranks see them.
-        own: the same buckets, but only this rank sees what it writes there.
+        shared, own: the buckets, as all ranks see them, and so that only this rank sees what it writes there.
         placed: how many buckets have a place, and the number of the next one.
         pending: offers for gathers that this rank could not make yet, because a peer reads what it would overwrite.
     """
@@ -112,7 +97,7 @@ class SharedBuckets:
     def __init__(self, peers: Peers) -> None:
         self.peers = peers
         header = 2 * peers.size * MAX_BUFFERS * 8
-        nbytes = header + 2 * host_memory_nbytes()  # no place is used twice
+        nbytes = header + 2 * HOST_NBYTES  # no place is used twice
         self.shared = peers.map(0, _BUFFERS_START, nbytes)
         self.own = peers.map(0, _BUFFERS_START, nbytes, private=True)
         counts = np.frombuffer(self.shared, dtype=np.int64, count=header // 8)
@@ -121,6 +106,7 @@ class SharedBuckets:
         self._end = header
         self.placed = 0
         self._ended = np.zeros(MAX_BUFFERS, dtype=bool)
+        self._pid = os.getpid()
 
     def place(self, spec: BufferSpec) -> tuple[int, int] | None:
         """Return (number, first byte) for a new bucket; None if it has no elements, or there is no room for it."""
@@ -128,7 +114,7 @@ class SharedBuckets:
         if not nbytes or number == MAX_BUFFERS or start + nbytes > len(self.shared):
             return None
         self.placed += 1
-        self._end += round_up(nbytes, _PAGE_NBYTES)
+        self._end += round_up(nbytes, mmap.PAGESIZE)
         return number, start
 
     def wait_for_readers(self) -> None:
@@ -141,31 +127,20 @@ class SharedBuckets:
         self.peers.wait_until(lambda: bool((freed >= own).all()))
 
     def is_unread(self, number: int) -> bool:
-        """Return whether no rank reads what this rank has offered of a bucket."""
-        return self.is_free(number, self.offered[self.peers.rank, number])
-
-    def is_free(self, number: int, gathers: int) -> bool:
-        """Return whether every rank has freed a bucket after its first `gathers` gathers, so that no rank reads it."""
-        return bool((self.freed[:, number] >= gathers).all())
+        """Return whether every rank has freed a bucket as often as this rank has offered it, so that no rank reads."""
+        return bool((self.freed[:, number] >= self.offered[self.peers.rank, number]).all())
 
     def end(self, number: int) -> None:
         """Note that no tensor of this rank shows a bucket any more: no rank waits for this one to free it then."""
-        self.freed[self.peers.rank, number] = self.offered[self.peers.rank, number]
-        self._ended[number] = True
+        if os.getpid() == self._pid:  # not a forked process, which has the tensor, too
+            self.freed[self.peers.rank, number] = self.offered[self.peers.rank, number]
+            self._ended[number] = True
 
     def release_pages(self, number: int, start: int, nbytes: int) -> None:
-        """Give the whole pages among those bytes of a bucket back to the system, unless a peer may be reading them.
-
-        For every rank they are zero then.
-        """
-        first, last = round_up(start, _PAGE_NBYTES), (start + nbytes) // _PAGE_NBYTES * _PAGE_NBYTES
-        if last > first and self.is_unread(number):
+        """Give the whole pages among those bytes of a bucket back to the system, unless a peer may be reading them."""
+        first, last = round_up(start, mmap.PAGESIZE), (start + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if last > first and self.is_unread(number) and os.getpid() == self._pid:
             self.shared.madvise(mmap.MADV_REMOVE, first, last - first)
-
-    def offer_pending(self) -> None:
-        """Make the pending offers that are possible by now."""
-        for offer in [offer for offer in self.pending if offer()]:
-            self.pending.remove(offer)
 
 
 class MappedBuffer(FullBuffer):
@@ -176,7 +151,7 @@ class MappedBuffer(FullBuffer):
     pages too: they exist once for all ranks, but the kernel counts mapped pages as resident, on each rank.
     """
 
-    is_persistent = Route.SHARED_MEMORY.shares_memory
+    is_persistent = True
 
     def __init__(self, buffers: SharedBuckets, place: tuple[int, int], spec: BufferSpec) -> None:
         self._buffers = buffers
@@ -192,9 +167,8 @@ class MappedBuffer(FullBuffer):
         self.main = self._interval if spec.holds_main else None
         self._offers = 0
         # With the memory and not with this object: a tensor may outlive it.
-        number, pid = self._number, os.getpid()
-        weakref.finalize(shown, _in_process, pid, buffers.end, number).atexit = False
-        weakref.finalize(interval, _in_process, pid, buffers.release_pages, number, begin, nbytes).atexit = False
+        weakref.finalize(shown, buffers.end, self._number).atexit = False
+        weakref.finalize(interval, buffers.release_pages, self._number, begin, nbytes).atexit = False
 
     @property
     def nbytes(self) -> int:
@@ -227,31 +201,26 @@ class MappedBuffer(FullBuffer):
             self._buffers.peers.wait_until(lambda: self._buffers.is_unread(self._number))
 
     def offer(self, main: torch.Tensor | None, number: int) -> bool:
-        """Offer this rank's interval for the gather of that number, unless a peer may read what would be overwritten.
-
-        `main` is copied there; None if it is there.
-        """
+        """Offer this rank's interval, a copy of `main` if given, unless a peer may read what would be overwritten."""
         if main is not None:
-            if not self._buffers.is_free(self._number, number - 1):
+            if not (self._buffers.freed[:, self._number] >= number - 1).all():
                 return False
             with torch.no_grad():
                 self._interval.copy_(main)
         self._buffers.offered[self._buffers.peers.rank, self._number] = number
         return True
 
-    def wait(self, number: int) -> torch.Tensor:
-        """Wait until all ranks have offered their intervals for the gather of that number."""
+    def wait(self, number: int, *, patiently: bool = False) -> torch.Tensor:
+        """Wait until all ranks of this host have offered their intervals for the gather of that number."""
         offered = self._buffers.offered[:, self._number]
 
         def is_whole() -> bool:
-            self._buffers.offer_pending()
+            self._look()
             return bool((offered >= number).all())
 
-        self._buffers.peers.wait_until(is_whole)
+        self._buffers.peers.wait_until(is_whole, patiently=patiently)
         return self.full
 
-
-def _in_process(pid: int, do: Callable[..., None], *args: int) -> None:
-    """Call `do` in the process `pid`, and not in a forked one, which has the object, too."""
-    if os.getpid() == pid:
-        do(*args)
+    def _look(self) -> None:
+        for offer in [offer for offer in self._buffers.pending if offer()]:
+            self._buffers.pending.remove(offer)

@@ -1,4 +1,4 @@
-"""The way the ranks of a group reach one another; `comm.select` picks collectives by it, the planner counts with it."""
+"""The way the ranks of a group reach one another, for the planner and for collectives that share memory."""
 
 from __future__ import annotations
 

@@ -1,1 +1,0 @@
-"""CPU-specific communication: the ranks of a host share memory, and new pages of it are expensive."""
