@@ -34,8 +34,9 @@ from typing import Any
 from tests.mutants.reached import FOLDER, Reached, environment_of, measure
 from tests.mutants.sites import Mutant, mutants
 
-TARGETS = ("engine/**/*", "comm/**/*", "features/shared_memory/*", "core/*", "checkpoint/storage", "checkpoint/tensor_file", "checkpoint/load",
-           "checkpoint/readers", "checkpoint/save", "checkpoint/resharding", "plan/memory", "plan/setting")  # fmt: skip
+TARGETS = ("engine/**/*", "comm/**/*", "features/shared_memory/*", "core/*", "checkpoint/storage",
+           "checkpoint/tensor_file", "checkpoint/load", "checkpoint/readers", "checkpoint/save",
+           "checkpoint/resharding", "plan/memory", "plan/setting")  # fmt: skip
 SOURCE = Path("src/fullshard")
 RECORD = Path(__file__).with_name("record.json")
 EQUIVALENT = Path(__file__).with_name("equivalent.json")
