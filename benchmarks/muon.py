@@ -38,6 +38,7 @@ from benchmarks.models import blocks, build_batches, build_model
 from benchmarks.record import RESULTS, Job, describe_machine, git_state
 from fullshard.core.events import Event, EventKind
 from fullshard.optim import MatrixRule, Muon
+from fullshard.plan.matrices import MatrixWork
 
 RESULT = RESULTS / "muon.json"
 WAYS = ("alone", "fsdp2", "fsdp2-gathered", "fullshard")
@@ -168,7 +169,12 @@ def play(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
         dealing = whole.optimizer._whole[0].dealing
         total = sum(matrix.numel for matrix in dealing.matrices)
         most = 2 * (arguments.ranks - 1) / arguments.ranks * 2 * total
-        yield {"work": dealing.work, "balance": dealing.balance, "matrices_numel": total, "most_nbytes": most}
+        yield {
+            "work": dealing.work(),
+            "balance": MatrixWork(dealing).balance,
+            "matrices_numel": total,
+            "most_nbytes": most,
+        }
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:

@@ -268,7 +268,7 @@ def played(engine: str, case: Case, rank: int) -> tuple[dict[str, float | int], 
         if engine == "muon":
             optimizer = Muon(model, adjust_lr_fn="match_rms_adamw")
             figures = last_step(device, model, optimizer, TokenBatch(1, case.tokens)).figures()
-            return figures, optimizer.dealings[0].work
+            return figures, optimizer._whole[0].dealing.work()
         trained = [p for p in model.parameters() if p.requires_grad]
         made = torch.optim.AdamW(trained, fused=True)
         return last_step(device, model, made, TokenBatch(1, case.tokens)).figures(), []

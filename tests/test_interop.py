@@ -512,6 +512,7 @@ def check_refused() -> None:
     fakes: tuple[tuple[Any, str, str], ...] = (
         (Lomo, "lomo_optim", "step_in_backward"),
         (GaLoreAdafactor, "galore_torch", "element-wise"),
+        (type("CAME", (torch.optim.SGD,), {}), "came_pytorch", r"OnOwners\(model, CAME, "),
         (type("Adafactor", (torch.optim.SGD,), {}), "torch_optimizer", "instead: torch's arguments$"),
     )
     for cls, package, hint in fakes:

@@ -18,10 +18,12 @@ from fullshard.comm.base import Collectives, Parts
 from fullshard.comm.gloo import GlooCollectives
 from fullshard.comm.select import choices_for, collectives_for
 from fullshard.core.errors import LayoutError
-from fullshard.core.layout import BucketLayout, ParameterSpec
-from fullshard.core.matrices import Dealing, Eigenbases, Matrix, NewtonSchulz, deal, matrices_in, matrix_shape
+from fullshard.core.layout import BucketLayout, Interval, ParameterSpec
+from fullshard.core.matrices import Dealing, Matrix, deal, matrices_in, matrix_shape
+from fullshard.engine.step.matrices import gathered, sent, sent_numel
 from fullshard.features.shared_memory.two_level import TwoLevelCollectives
 from fullshard.optim.newton_schulz import orthogonalized
+from fullshard.plan.matrices import MatrixWork
 from tests.distributed import run_ranks
 from tests.hosts import are_possible, run_hosts
 
@@ -65,21 +67,21 @@ def test_a_vector_is_no_matrix() -> None:
 )
 def test_dealt_evenly(layers: int, experts: int, shard_size: int, replicate_size: int) -> None:
     dealing = llama(layers, experts=experts, shard_size=shard_size, replicate_size=replicate_size)
-    assert dealing.balance <= 1.15
-    assert sum(dealing.work) == sum(dealing.cost.flops(matrix.rows, matrix.columns) for matrix in dealing.matrices)
+    assert MatrixWork(dealing).balance <= 1.15
+    assert sum(dealing.work()) == sum(matrix.flops for matrix in dealing.matrices)
 
 
 @pytest.mark.parametrize("shape", [(24, 72), (511, 511), (512, 300), (600, 1025), (1025, 600)])
 def test_the_work_is_that_of_the_products_which_are_made(shape: tuple[int, int]) -> None:
     with FlopCounterMode(display=False) as counted:
         orthogonalized(torch.empty(shape, device="meta"))
-    assert counted.get_total_flops() == NewtonSchulz().flops(*shape)
+    assert counted.get_total_flops() == Matrix(0, Interval(0, shape[0] * shape[1]), *shape).flops
 
 
 def test_matrices_stay_where_they_are() -> None:
     """On two ranks few are cut, and those that are not do not travel, but for some that make it even."""
     dealing = llama(32, shard_size=2)
-    sent = sum(sum(dealing.sent_numel(0, rank)) for rank in range(2))
+    sent = sum(sum(sent_numel(dealing, 0, rank)) for rank in range(2))
     assert sent < 0.25 * 2 * (2 - 1) / 2 * sum(matrix.numel for matrix in dealing.matrices)
 
 
@@ -98,9 +100,10 @@ def test_buckets_that_travel_together(shard_size: int, count: int) -> None:
 def test_no_rank_waits_long_for_another_in_an_exchange(shard_size: int, most: float) -> None:
     """What arrives at the busiest rank of each is near the mean, and so is what the busiest computes with it."""
     dealing = llama(32, shard_size=shard_size)
-    assert dealing.busiest_numel <= most * dealing.moved_numel / shard_size
-    work = [dealing.work_in(exchange) for exchange in dealing.exchanges]
-    assert [sum(of_rank) for of_rank in zip(*work, strict=True)] == dealing.work
+    moved = sum(map(dealing.arriving, range(len(dealing.matrices))))
+    assert dealing.busiest_numel <= most * moved / shard_size
+    work = [dealing.work(exchange) for exchange in dealing.exchanges]
+    assert [sum(of_rank) for of_rank in zip(*work, strict=True)] == dealing.work()
     assert sum(map(max, work)) <= 1.2 * sum(map(sum, work)) / shard_size
 
 
@@ -109,7 +112,7 @@ def test_few_matrices_are_held_at_once() -> None:
     for shard_size, exchanges in ((8, 8), (1, 32)):
         dealing = llama(32, shard_size=shard_size)
         mean = sum(matrix.numel for matrix in dealing.matrices) / shard_size
-        assert 3 / exchanges * mean <= dealing.owned_numel <= 1.2 * 3 / exchanges * mean
+        assert 3 / exchanges * mean <= MatrixWork(dealing).owned_nbytes / 2 <= 1.2 * 3 / exchanges * mean
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -131,11 +134,11 @@ def test_pieces_are_the_matrices(seed: int) -> None:
     found: dict[int, list[tuple[int, int]]] = {number: [] for number in range(len(matrices))}
     for bucket in range(3):
         for row in range(replicate_size):
-            sent = [dealing.sent(bucket, row, rank) for rank in range(shard_size)]
+            leaving = [sent(dealing, bucket, row, rank) for rank in range(shard_size)]
             for owner in range(shard_size):
-                gathered = dealing.gathered(bucket, row, owner)
-                assert gathered == [sent[source][owner] for source in range(shard_size)]
-                for piece in (piece for pieces in gathered for piece in pieces):
+                arriving = gathered(dealing, bucket, row, owner)
+                assert arriving == [leaving[source][owner] for source in range(shard_size)]
+                for piece in (piece for pieces in arriving for piece in pieces):
                     assert dealing.owners[piece.matrix] == (row, owner)
                     found[piece.matrix].append((piece.interval.start, piece.interval.stop))
     for matrix, pieces in zip(matrices, found.values(), strict=True):
@@ -191,11 +194,3 @@ def check_two_level() -> None:
 @pytest.mark.skipif(not are_possible(), reason="hosts are process namespaces, which this user may not make")
 def test_exchange_between_hosts() -> None:
     run_hosts(check_two_level, [2, 2])
-
-
-def test_a_side_of_the_largest_dim_still_has_a_factor() -> None:
-    """And what is made of it; one that is longer has none."""
-    eigenbases = Eigenbases(largest=4)
-    assert eigenbases.kept(4, 6) == 2 * 24 + 2 * 16
-    assert eigenbases.kept(5, 6) == 2 * 30
-    assert eigenbases.flops(4, 6) > eigenbases.flops(5, 5) == 0

@@ -68,7 +68,7 @@ def _collectives() -> list[str]:
 
     cases = [Case(ranks=2), Case(ranks=2, precision="packed"), Case(ranks=2, strategy="NO_SHARD", offload="everything")]
     cases += [Case(ranks=2, parameters="extended"), Case(ranks=2, parameters="composed")]
-    cases += [Case(ranks=2, optimizer="Muon"), Case(ranks=2, strategy="NO_SHARD", optimizer="SOAP")]
+    cases += [Case(ranks=2, optimizer="Muon"), Case(ranks=2, strategy="NO_SHARD", optimizer="on owners")]
     with small_activations(), as_with_nccl(), collectives() as seen:
         for case in cases:
             run_ranks(waits_of_a_step, case.ranks, case)

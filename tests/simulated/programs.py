@@ -55,7 +55,7 @@ PROGRAMS: dict[str, tuple[Program, Case]] = {
     "hook": (hook, Case()),
     "hook, main weights": (hook, Case(offload="main weights")),
     "matrices": (train, Case(ranks=2, optimizer="Muon")),
-    "matrices of replicas": (train, Case(ranks=2, strategy="NO_SHARD", optimizer="SOAP")),
+    "matrices of replicas": (train, Case(ranks=2, strategy="NO_SHARD", optimizer="on owners")),
     "extended": (train, Case(ranks=2, parameters="extended")),
     "composed": (train, Case(ranks=2, parameters="composed")),
     "left out": (leave_out, Case(ranks=2)),

@@ -35,7 +35,7 @@ from fullshard.features import (
 )
 from fullshard.features.activation_offload import pages as activations
 from fullshard.features.chunked_loss.loss import chunked_cross_entropy
-from fullshard.optim import SOAP, Muon, Shampoo
+from fullshard.optim import Muon, OnOwners
 from fullshard.wrap.forwards import checkpoint_modules
 from tests.distributed import place_of
 from tests.test_composed import Coded
@@ -65,7 +65,7 @@ OTHERS: dict[str, tuple[Any, ...]] = {
     "loop": ("plain", "accumulating", "no_sync"),
     "activations": ("kept", "on host", "checkpointed"),
     "parameters": ("all", "extended", "composed"),
-    "optimizer": ("AdamW", "Muon", "SOAP", "Shampoo"),
+    "optimizer": ("AdamW", "Muon", "on owners"),
 }
 """In place of those: parameters that say how they are gathered, and optimizers of whole matrices, whose exchanges go on
 beside computing."""
@@ -218,8 +218,7 @@ def whole_parameters(model: nn.Module) -> list[torch.Tensor]:
 
 MATRICES: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "Muon": lambda model: Muon(model, lr=0.01),
-    "SOAP": lambda model: SOAP(model, lr=0.01, precondition_frequency=2),
-    "Shampoo": lambda model: Shampoo(model, lr=0.01, precondition_frequency=2),
+    "on owners": lambda model: OnOwners(model, torch.optim.Adafactor, lr=0.01),
 }
 
 _PRECISION = {

@@ -20,7 +20,6 @@ from torch import nn
 
 from fullshard.comm import torch_private
 from fullshard.core.bucket import BucketPlan
-from fullshard.core.dtypes import itemsize
 from fullshard.core.errors import LifecycleError
 from fullshard.core.events import Event, EventKind
 from fullshard.core.matrices import deal, matrices_in
@@ -30,11 +29,12 @@ from fullshard.engine.lookup import require_units, units_of
 from fullshard.engine.parameter import ShardedParameter, local_gradients
 from fullshard.engine.precision import dtype_name
 from fullshard.engine.step.local_parameters import as_local
+from fullshard.engine.step.matrices import sent_numel
 from fullshard.engine.unit import Unit
+from fullshard.optim import Muon
 from fullshard.optim.with_adamw import MatricesWithAdamW
 from fullshard.plan.job import Job
 from fullshard.plan.layout import ModelLayout, UnitLayout
-from fullshard.plan.matrices import pieces_nbytes
 from fullshard.plan.schedule import predict_step
 from fullshard.plan.traffic import Traffic, traffic_of
 
@@ -205,8 +205,8 @@ class PlanCheck:
             matrices += matrices_in(numbers[bucket], buckets[bucket].layout, p._index, flatten=flatten)
         sizes = {"replicate_size": layout.replicate_size, "shard_size": layout.shard_size}
         mesh = self._units[-1].mesh
-        dealing = deal(layouts, matrices, **sizes, cost=optimizer.cost)
-        planned = pieces_nbytes(dealing, mesh.replicate_rank, mesh.shard_rank)
+        there, *others = sent_numel(deal(layouts, matrices, **sizes), mesh.replicate_rank, mesh.shard_rank)
+        planned = there * optimizer.given_as.itemsize + sum(others) * optimizer.made_as.itemsize
         return [Deviation("pieces of matrices sent", planned, found)] if planned or found else []
 
     def _state_nbytes(self, parameter: ShardedParameter) -> float:
@@ -218,19 +218,11 @@ class PlanCheck:
         is_matrix = any(parameter is other for group in groups for other in group["params"])
         return (row.matrix if is_matrix else row).state_nbytes(dtype_name(parameter.dtype))
 
-    def _owned_nbytes(self) -> int:
-        """Return the bytes that this rank keeps for the matrices that it owns."""
-        if not isinstance(self._optimizer, MatricesWithAdamW):
-            return 0
-        mesh = self._units[-1].mesh
-        rank = mesh.replicate_rank * mesh.shard_size + mesh.shard_rank
-        return sum(dealing.kept_numel[rank] * itemsize(dealing.cost.sent_as) for dealing in self._optimizer.dealings)
-
     def _optimizer_state(self, trained: list[Bucket]) -> tuple[int | None, int]:
         """Return planned and found state of this model's parameters in this optimizer, which may hold others, too."""
         held = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
         own = [p for bucket in trained for p in bucket.sharded_parameters if id(p) in held]
-        planned = round(sum(p.interval.numel * self._state_nbytes(p) for p in own)) + self._owned_nbytes()
+        planned = round(sum(p.interval.numel * self._state_nbytes(p) for p in own))
         found = storage_nbytes(
             value
             for parameter in own
@@ -295,8 +287,8 @@ class PlanWatch:
 def planned_optimizer(optimizer: torch.optim.Optimizer) -> str | None:
     """Return the planner's name for `optimizer`; None if it has no formula for its state."""
     groups: list[dict[str, Any]] = optimizer.param_groups
-    if isinstance(optimizer, MatricesWithAdamW):
-        return optimizer.algorithm
+    if isinstance(optimizer, Muon):
+        return "muon"
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.SGD):
         return "sgd-momentum" if any(group["momentum"] for group in groups) else "sgd"

@@ -103,7 +103,8 @@ def state_entries(optimizer: torch.optim.Optimizer, parameters: Sequence[LocalTe
             state = as_local(optimizer.state.get(parameter, {}))
             for key in [key for key in state if is_owned(optimizer, key)]:
                 if local.is_sharded or local.is_writer:
-                    yield StateEntry(local, key, state[key], "replicated", is_owned=True)
+                    is_tensor = isinstance(state[key], torch.Tensor)
+                    yield StateEntry(local, key, state[key], "replicated" if is_tensor else None, is_owned=True)
                 del state[key]
             if not local.is_writer or local.interval.numel == 0:
                 continue

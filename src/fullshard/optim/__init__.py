@@ -3,8 +3,7 @@
 from fullshard.optim.adafactor import Adafactor, TransformersAdafactor
 from fullshard.optim.average import EMA
 from fullshard.optim.muon import Muon
+from fullshard.optim.on_owners import OnOwners
 from fullshard.optim.rule import MatrixRule
-from fullshard.optim.shampoo import Shampoo
-from fullshard.optim.soap import SOAP
 
-__all__ = ["EMA", "SOAP", "Adafactor", "MatrixRule", "Muon", "Shampoo", "TransformersAdafactor"]
+__all__ = ["EMA", "Adafactor", "MatrixRule", "Muon", "OnOwners", "TransformersAdafactor"]

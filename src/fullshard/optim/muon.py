@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from fullshard.core.errors import ConfigError
-from fullshard.core.matrices import NEWTON_SCHULZ_STEPS, NewtonSchulz, matrix_shape
+from fullshard.core.matrices import NEWTON_SCHULZ_STEPS, matrix_shape
 from fullshard.optim.newton_schulz import COEFFICIENTS, DTYPE, EPS, orthogonalized
 from fullshard.optim.with_adamw import AdamWOptions, MatricesWithAdamW, check_not_negative, local_gradient, local_of
 
@@ -49,9 +49,8 @@ class Muon(MatricesWithAdamW):
         OptimizerError: a vector in a group of Muon's.
     """
 
-    algorithm = "muon"
-    sent_as = DTYPE
-    cost = NewtonSchulz()
+    name, algorithm = "Muon", "muon"
+    given_as = made_as = DTYPE
 
     def __init__(
         self,
@@ -85,13 +84,12 @@ class Muon(MatricesWithAdamW):
                 f"{where}: adjust_lr_fn is {group['adjust_lr_fn']!r}, expected original or match_rms_adamw"
             )
 
-    def _begin(self, parameter: torch.Tensor) -> None:
-        if parameter not in self.state or not self.state[parameter]:
-            self.state[parameter][_MOMENTUM] = torch.zeros_like(parameter.grad, memory_format=torch.preserve_format)  # type: ignore[arg-type]
-
     def _given(self, parameter: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
         """Take the gradient into the momentum; what is to be orthogonalized."""
-        gradient, momentum = local_gradient(parameter), local_of(self.state[parameter][_MOMENTUM])
+        state = self.state[parameter]
+        if not state:
+            state[_MOMENTUM] = torch.zeros_like(parameter.grad)  # type: ignore[arg-type]
+        gradient, momentum = local_gradient(parameter), local_of(state[_MOMENTUM])
         assert gradient is not None  # noqa: S101 -- of those that have one
         momentum.lerp_(gradient, 1 - group["momentum"])
         return gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum

@@ -1,4 +1,4 @@
-"""The rule by which Muon, SOAP and Shampoo update a model's matrices, and AdamW its other parameters."""
+"""The rule by which Muon, or another optimizer, updates a model's matrices, and AdamW its other parameters."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class MatrixRule:
     output head, and whatever is a vector (norms, biases) are AdamW's, as Keller Jordan published it for Muon.
 
     Attributes:
-        optimizer: whose the matrices are: `Muon`, `SOAP` or `Shampoo`.
+        optimizer: the name of the one that updates matrices.
         matrices: matrices, and batches of them.
         convolutions: each is one matrix, a row per output channel.
         embeddings, heads, vectors: for AdamW.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import nn, optim
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.comm import torch_private
 from fullshard.core.errors import ConfigError, OptimizerError
-from fullshard.core.matrices import Dealing, MatrixCost, matrix_shape
+from fullshard.core.matrices import matrix_shape
 from fullshard.engine.parameter import ShardedParameter, are_same
 from fullshard.engine.sharded_tensor import ShardedTensor
 from fullshard.engine.step.matrices import MatrixOptimizer, WholeMatrices
@@ -51,27 +51,34 @@ class MatricesWithAdamW(MatrixOptimizer):
 
     Attributes:
         rule: what became of the model's parameters; None if it was not given one.
-        algorithm: of groups of matrices.
-        sent_as: what matrices are sent to owners and back in.
-        cost: of a matrix, to its owner.
+        name, algorithm: of what updates matrices, in words and in their groups.
+        given_as, made_as: the dtypes in which matrices are sent to owners and back.
 
     Raises:
         ConfigError: a value that cannot be.
         OptimizerError: a vector in a group of matrices.
     """
 
-    algorithm: ClassVar[str]
-    sent_as: torch.dtype
-    cost: MatrixCost
+    name: str
+    algorithm: str
+    given_as: torch.dtype
+    made_as: torch.dtype
 
     def __init__(
         self, params: nn.Module | Iterable[Any], defaults: dict[str, Any], **adamw: Unpack[AdamWOptions]
     ) -> None:
-        self._adamw_defaults = _defaults_of_adamw(type(self).__name__, defaults, adamw)
-        self._adamw: optim.AdamW | None = None
+        if unknown := adamw.keys() - AdamWOptions.__annotations__.keys():
+            raise TypeError(f"{self.name} got an unexpected keyword argument {min(unknown)!r}")
+        own = {key.removeprefix("adamw_"): value for key, value in adamw.items() if value is not None}
+        self._adamw = _adamw({})
+        self._adamw_defaults = {
+            **self._adamw.defaults,
+            **{key: defaults[key] for key in ("lr", "weight_decay")},
+            **own,
+        }
         self._whole: list[WholeMatrices] = []
         self._dealt: list[ShardedParameter] = []
-        self.rule = MatrixRule.of(params, type(self).__name__) if isinstance(params, nn.Module) else None
+        self.rule = MatrixRule.of(params, self.name) if isinstance(params, nn.Module) else None
         if self.rule is not None:
             logger.info("%s", self.rule)
         super().__init__(
@@ -85,20 +92,16 @@ class MatricesWithAdamW(MatrixOptimizer):
         """Raise `ConfigError` for a value of a group of matrices that cannot be."""
         raise NotImplementedError
 
-    def _begin(self, parameter: torch.Tensor) -> None:
-        """Make the state that is missing before a step."""
-        raise NotImplementedError
-
     def _given(self, parameter: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
         """Return what the owner is to get of this rank's elements; of a whole parameter in its shape."""
         raise NotImplementedError
 
     def _made(self, parameter: torch.Tensor, number: int, matrix: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-        """Return the owner's update for matrix `number` of a parameter."""
+        """Return what the owner makes of matrix `number` of a parameter."""
         raise NotImplementedError
 
-    def _apply(self, parameter: torch.Tensor, update: torch.Tensor, group: dict[str, Any]) -> None:
-        """Update this rank's elements of the weights."""
+    def _apply(self, parameter: torch.Tensor, made: torch.Tensor, group: dict[str, Any]) -> None:
+        """Update this rank's elements of the weights with its part of what owners have made."""
         raise NotImplementedError
 
     # -- groups and steps -----------------------------------------------------------------------------------------
@@ -106,8 +109,7 @@ class MatricesWithAdamW(MatrixOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group as torch does; see `algorithm` and `flatten` above."""
         if param_group.get("algorithm") == "adamw":
-            for key, value in self._adamw_defaults.items():
-                param_group.setdefault(key, value)
+            param_group = {**self._adamw_defaults, **param_group}
         super().add_param_group(param_group)
         try:
             self._check_group(self.param_groups[-1], len(self.param_groups) - 1)
@@ -123,47 +125,52 @@ class MatricesWithAdamW(MatrixOptimizer):
             with torch.enable_grad():
                 loss = closure()
         members = self._members()
-        given = {p: group for p, group in members.items() if local_gradient(p) is not None}
-        matrices = self._deal(members)
+        given = [p for p in members if local_gradient(p) is not None]
         for parameter in given:
-            self._begin(parameter)
-        for parameter, group in given.items():
             if not isinstance(parameter, ShardedParameter):
-                self._apply(parameter, self._made_of_all(parameter, group), group)
-        for whole in matrices:
+                self._apply(parameter, self._made_of_all(parameter, members[parameter]), members[parameter])
+        for whole in self._deal(members):
             whole.update(
                 [p for p in given if isinstance(p, ShardedParameter) and p.mesh is whole.mesh],
-                self.sent_as,
+                given_as=self.given_as,
+                made_as=self.made_as,
                 give=lambda p: self._given(p, members[p]),
                 compute=lambda p, number, matrix: self._made(p, number, matrix, members[p]),
-                take=lambda p, update: self._apply(p, update, members[p]),
+                take=lambda p, made: self._apply(p, made, members[p]),
             )
         self._step_adamw()
         return loss
 
     def _made_of_all(self, parameter: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-        """Return the updates of all matrices of a whole parameter."""
+        """Return what is made of all matrices of a whole parameter."""
         given = self._given(parameter, group)
         matrices = given.reshape(matrix_shape(given.shape, flatten=group["flatten"])) if given.numel() else ()
         # Copies, because a product's bits may depend on where its operands lie: as an owner's, at the start of memory.
         made = [self._made(parameter, n, matrix.clone(), group).reshape(-1) for n, matrix in enumerate(matrices)]
-        return torch.cat(made).view(given.shape) if made else given
+        return torch.cat(made).view(given.shape) if made else parameter
+
+    def _step_adamw(self) -> None:
+        """Run AdamW's own step on its groups, with this optimizer's state."""
+        groups = [group for group in self.param_groups if group["algorithm"] == "adamw"]
+        if not groups:
+            return
+        use_plain_tensors(self._adamw)
+        # What ends a step looks here: the state is this one's.
+        setattr(self, torch_private.INIT_GROUP, vars(self._adamw)[torch_private.INIT_GROUP])
+        self._adamw.state, self._adamw.param_groups = self.state, groups
+        step: Any = optim.AdamW.step
+        step.__wrapped__(self._adamw)  # without the hooks, which have run for this optimizer
 
     # -- owners ---------------------------------------------------------------------------------------------------
-
-    @property
-    def dealings(self) -> list[Dealing]:
-        """The owners of matrices, for each mesh that parameters are on; none before the first step."""
-        return [whole.dealing for whole in self._whole]
 
     def owned(self, parameter: torch.Tensor) -> list[int]:
         """Return the numbers of the parameter's matrices that this rank owns."""
         members = self._members()
+        if parameter not in members:
+            return []
         if not isinstance(parameter, ShardedParameter):
-            group = members.get(parameter)
-            return [] if group is None else list(range(matrix_shape(parameter.shape, flatten=group["flatten"])[0]))
-        mesh = parameter.mesh
-        own = mesh.replicate_rank, mesh.shard_rank
+            return list(range(matrix_shape(parameter.shape, flatten=members[parameter]["flatten"])[0]))
+        own = parameter.mesh.replicate_rank, parameter.mesh.shard_rank
         owners = [o for whole in self._deal(members) for o in whole.owners().get(id(parameter), ())]
         return [number for number, owner in enumerate(owners) if owner == own]
 
@@ -178,11 +185,11 @@ class MatricesWithAdamW(MatrixOptimizer):
             return self._whole
         flattened = {id(p) for p in parameters if members[p]["flatten"]}
         meshes = list(dict.fromkeys(p.mesh for p in parameters))
-        dealt = [WholeMatrices([p for p in parameters if p.mesh is mesh], flattened, self.cost) for mesh in meshes]
-        if self.owned_state:
+        dealt = [WholeMatrices([p for p in parameters if p.mesh is mesh], flattened) for mesh in meshes]
+        if self.keeps_matrices:
             self._check_owners(dealt)
         self._whole, self._dealt = dealt, parameters
-        if self.owned_state:
+        if self.keeps_matrices:
             self._keep_owned()
         return dealt
 
@@ -193,11 +200,6 @@ class MatricesWithAdamW(MatrixOptimizer):
             for key in [key for key in state if self.is_owned(key) and int(key.rpartition(".")[2]) not in own]:
                 del state[key]
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore as torch does; `load_state_dict` ends with it."""
-        super().__setstate__(state)
-        self._whole, self._dealt = [], []
-
     def _check_owners(self, dealt: list[WholeMatrices]) -> None:
         """Refuse to leave state behind with owners that were; every rank comes to the same.
 
@@ -206,37 +208,26 @@ class MatricesWithAdamW(MatrixOptimizer):
         """
         before = {key: owners for whole in self._whole for key, owners in whole.owners().items()}
         after = {key: owners for whole in dealt for key, owners in whole.owners().items()}
-        for parameter in self._dealt:
-            key = id(parameter)
-            if self.state.get(parameter) and after.get(key, before[key]) != before[key]:
-                raise OptimizerError(
-                    f"{type(self).__name__}: the parameters that train are others than in the last step, and "
-                    f"{parameter.name} {tuple(parameter.shape)} would get another owner, without its state",
-                    hint="save a checkpoint, make the optimizer anew with all parameters that train, and load it: that "
-                    "brings state to its owners",
-                )
+        moved = [p for p in self._dealt if after.get(id(p), before[id(p)]) != before[id(p)]]
+        if moved:
+            raise OptimizerError(
+                f"{self.name}: the parameters that train are others than in the last step, and {moved[0].name} "
+                f"{tuple(moved[0].shape)} would get another owner, without its state",
+                hint="save a checkpoint, make the optimizer anew with all parameters that train, and load it: that "
+                "brings state to its owners",
+            )
 
-    # -- the rest -------------------------------------------------------------------------------------------------
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore as torch does; `load_state_dict` ends with it."""
+        super().__setstate__(state)
+        self._whole, self._dealt = [], []
 
-    def _step_adamw(self) -> None:
-        """Run AdamW's own step on its groups, with this optimizer's state."""
-        groups = [group for group in self.param_groups if group["algorithm"] == "adamw"]
-        if not groups:
-            return
-        if self._adamw is None:
-            self._adamw = _adamw({})
-            use_plain_tensors(self._adamw)
-            # What ends a step looks here: the state is this one's.
-            setattr(self, torch_private.INIT_GROUP, vars(self._adamw)[torch_private.INIT_GROUP])
-        self._adamw.state, self._adamw.param_groups = self.state, groups
-        step: Any = optim.AdamW.step
-        step.__wrapped__(self._adamw)  # without the hooks, which have run for this optimizer
+    # -- checks ---------------------------------------------------------------------------------------------------
 
     def _check_group(self, group: dict[str, Any], number: int) -> None:
-        name, lr = type(self).__name__, group["lr"]
-        where = f"{name}, parameter group {number}"
-        if isinstance(lr, torch.Tensor) and lr.numel() != 1:
-            raise ConfigError(f"{where}: lr is a tensor of shape {tuple(lr.shape)}, not one number")
+        where = f"{self.name}, parameter group {number}"
+        if isinstance(group["lr"], torch.Tensor) and group["lr"].numel() != 1:
+            raise ConfigError(f"{where}: lr is a tensor of shape {tuple(group['lr'].shape)}, not one number")
         for key in ("lr", "weight_decay"):
             check_not_negative(group, key, where)
         if group["algorithm"] not in (self.algorithm, "adamw"):
@@ -246,16 +237,7 @@ class MatricesWithAdamW(MatrixOptimizer):
             return
         self._check(group, where)
         for parameter in group["params"]:
-            _check_matrix(parameter, name, where)
-
-
-def _defaults_of_adamw(optimizer: str, matrices: dict[str, Any], given: AdamWOptions) -> dict[str, Any]:
-    """Return the defaults of AdamW's groups, from those of the matrices and the given options."""
-    unknown = given.keys() - AdamWOptions.__annotations__.keys()
-    if unknown:
-        raise TypeError(f"{optimizer} got an unexpected keyword argument {min(unknown)!r}")
-    own = {key.removeprefix("adamw_"): value for key, value in given.items() if value is not None}
-    return {**_adamw({}).defaults, **{key: matrices[key] for key in ("lr", "weight_decay")}, **own}
+            _check_matrix(parameter, self.name, where)
 
 
 def _adamw(options: dict[str, Any]) -> optim.AdamW:
@@ -274,8 +256,8 @@ def _check_matrix(parameter: torch.Tensor, optimizer: str, where: str) -> None:
     if parameter.dim() < 2 or not parameter.is_floating_point():
         raise OptimizerError(
             f"{where}: {name} of shape {tuple(parameter.shape)} and {parameter.dtype} is no matrix of real numbers",
-            hint=f"fullshard.optim.{optimizer}(model) gives matrices to {optimizer}, and embeddings, head and vectors "
-            "to AdamW",
+            hint=f"an optimizer of the model, as fullshard.optim.Muon(model), gives matrices to {optimizer}, and "
+            "embeddings, head and vectors to AdamW",
         )
     if isinstance(parameter, DTensor) and not isinstance(parameter, ShardedTensor):
         raise OptimizerError(

@@ -224,7 +224,7 @@ def _evaluate(model: ModelShape, job: Job, cluster: Cluster, *, budget: int | No
         cluster.device,
         on_host=on_host,
         route=route,
-        matrices=matrix_work(trained, layout, job.dtypes, owner) if (owner := job.planned_optimizer.owner) else None,
+        matrices=matrix_work(trained, layout, job.dtypes) if job.planned_optimizer.matrix else None,
     )
     return Plan(model, job, cluster, setting, events, repeats, kept)
 

@@ -19,7 +19,7 @@ from fullshard.core.strategy import Strategy, parse_strategy
 from fullshard.plan.optimizers import OPTIMIZERS, OptimizerRow
 from fullshard.plan.schedule import ScheduleOptions
 
-Optimizer = Literal["adamw", "adamw-fused", "adamw-8bit", "muon", "soap", "shampoo", "sgd", "sgd-momentum", "none"]
+Optimizer = Literal["adamw", "adamw-fused", "adamw-8bit", "muon", "sgd", "sgd-momentum", "none"]
 Method = Literal["full", "lora", "qlora"]
 Checkpointing = Literal["none", "selective", "full"]
 Loss = Literal["eager", "kernel", "fused"]
@@ -71,9 +71,7 @@ class Job(View):
         description="With tp: what is between the parts of a layer is split along the sequence, and the embedding by "
         "words, as torchtitan does; else every rank of a group has all of it, as with Transformers",
     )
-    optimizer: Optimizer = Field(
-        "adamw", description="adamw, adamw-fused, adamw-8bit, muon, soap, shampoo, sgd, sgd-momentum or none"
-    )
+    optimizer: Optimizer = Field("adamw", description="adamw, adamw-fused, adamw-8bit, muon, sgd, sgd-momentum or none")
     method: Method = Field("full", description="full, lora, or qlora: frozen base in 4 bits")
     lora_rank: int | None = Field(None, ge=1, description="Rank of the adapters of lora and qlora. Default: 8")
     lora_targets: str | None = Field(

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fullshard.core.dtypes import Dtypes, itemsize
-from fullshard.core.matrices import Dealing, Matrix, MatrixCost, deal, matrices_in, matrix_shape
+from fullshard.core.dtypes import Dtypes
+from fullshard.core.matrices import Dealing, Matrix, deal, matrices_in, matrix_shape
 from fullshard.plan.layout import ModelLayout, grouped
 from fullshard.plan.shapes import ModelShape, ParameterShape
 from fullshard.plan.traffic import exchanged
+
+SENT_AS = "bfloat16"
+"""The dtype in which matrices are sent and computed."""
+_ITEMSIZE = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,49 +46,55 @@ class MatrixWork:
     @property
     def idle(self) -> int:
         """Number of ranks that own none."""
-        return sum(not work for work in self.dealing.work)
+        return sum(not work for work in self.dealing.work())
 
     @property
     def over_mean(self) -> float:
         """The busiest rank's computation, over the mean."""
-        work = self.dealing.work
+        work = self.dealing.work()
         return max(work) * len(work) / max(1, sum(work))
 
     @property
-    def sent_as(self) -> str:
-        """Dtype in which matrices are sent and computed."""
-        return self.dealing.cost.sent_as
+    def balance(self) -> float:
+        """Most work of a rank over the least that the busiest must do: 1 is as even as whole matrices can be.
 
-    @property
-    def kept_nbytes(self) -> int:
-        """Bytes of state of the rank that keeps most for its matrices."""
-        return max(self.dealing.kept_numel) * itemsize(self.sent_as)
+        The busiest rank must do at least the mean, or the largest matrix if there are more ranks than matrices of that
+        size.
+        """
+        work = self.dealing.work()
+        largest = max(matrix.flops for matrix in self.dealing.matrices)
+        return max(work) / max(sum(work) / len(work), largest)
 
     @property
     def owned_nbytes(self) -> int:
-        """Bytes of the matrices of the rank that has most of them, while it computes."""
-        return self.dealing.owned_numel * itemsize(self.sent_as)
+        """Bytes of matrices that the fullest rank has at once: it computes, the next come, the last go back."""
+        matrices, exchanges = self.dealing.matrices, self.dealing.exchanges
+        numel = [self.dealing.of_ranks(lambda number: matrices[number].numel, exchange) for exchange in exchanges]
+        windows = [numel[max(0, n - 1) : n + 2] for n in range(len(numel))]
+        most: int = max(sum(held) for window in windows for held in zip(*window, strict=True))
+        return most * _ITEMSIZE
 
     @property
     def working_nbytes(self) -> int:
-        """Bytes that computing with one matrix needs in addition."""
-        cost = self.dealing.cost
-        return max(cost.working(m.rows, m.columns) for m in self.dealing.matrices) * itemsize(self.sent_as)
+        """Bytes that the iteration needs in addition: two more of a matrix, and two of its square."""
+        each = ((m.numel, min(m.rows, m.columns)) for m in self.dealing.matrices)
+        return _ITEMSIZE * max(2 * (numel + side * side) for numel, side in each)
 
     @property
     def sent_nbytes(self) -> float:
         """Bytes that a rank sends to owners and back in a step, on average."""
-        return 2 * self.dealing.moved_numel * itemsize(self.sent_as) / self.ranks
+        return 2 * sum(map(self.dealing.arriving, range(self.count))) * _ITEMSIZE / self.ranks
 
     @property
     def replicated_nbytes(self) -> float:
         """Bytes of updates that a rank sends along the replicate axis, on average."""
-        return (self.dealing.replicate_size - 1) * self.numel * itemsize(self.sent_as) / self.ranks
+        return (self.dealing.replicate_size - 1) * self.numel * _ITEMSIZE / self.ranks
 
     def links(self, ranks_per_host: int) -> list[tuple[float, float]]:
         """Return the busiest device's bytes inside its host and between hosts: one pair per exchange to owners."""
-        busiest = [self.dealing.busiest_in(exchange) * itemsize(self.sent_as) for exchange in self.dealing.exchanges]
-        return [exchanged(n, self.dealing.shard_size, stride=1, ranks_per_host=ranks_per_host) for n in busiest]
+        dealing = self.dealing
+        busiest = [max(dealing.of_ranks(dealing.arriving, exchange)) * _ITEMSIZE for exchange in dealing.exchanges]
+        return [exchanged(n, dealing.shard_size, stride=1, ranks_per_host=ranks_per_host) for n in busiest]
 
     def replica_links(self, ranks_per_host: int) -> tuple[float, float]:
         """Return the same for all exchanges along the replicate axis."""
@@ -92,13 +102,8 @@ class MatrixWork:
         return exchanged(self.replicated_nbytes, replicas, stride=shard, ranks_per_host=ranks_per_host)
 
 
-def pieces_nbytes(dealing: Dealing, row: int, rank: int) -> int:
-    """Return the bytes of matrix pieces that one rank sends in a step: to owners, back, and to the other rows."""
-    return sum(dealing.sent_numel(row, rank)) * itemsize(dealing.cost.sent_as)
-
-
-def matrix_work(model: ModelShape, layout: ModelLayout, dtypes: Dtypes, cost: MatrixCost) -> MatrixWork | None:
-    """Deal a model's matrices, each at its owner's cost; None if no matrix is trained."""
+def matrix_work(model: ModelShape, layout: ModelLayout, dtypes: Dtypes) -> MatrixWork | None:
+    """Deal a model's matrices; None if no matrix is trained."""
     matrices: list[Matrix] = []
     number = 0
     for shapes, unit in zip(model.units, layout.units, strict=True):
@@ -111,8 +116,7 @@ def matrix_work(model: ModelShape, layout: ModelLayout, dtypes: Dtypes, cost: Ma
     if not matrices:
         return None
     layouts = [bucket.layout for bucket in layout.buckets]
-    sizes = {"replicate_size": layout.replicate_size, "shard_size": layout.shard_size}
-    return MatrixWork(deal(layouts, matrices, **sizes, cost=cost))
+    return MatrixWork(deal(layouts, matrices, replicate_size=layout.replicate_size, shard_size=layout.shard_size))
 
 
 def is_matrix(parameter: ParameterShape) -> bool:

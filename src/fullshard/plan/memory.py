@@ -186,8 +186,7 @@ def persistent_of(setting: PlanSetting) -> dict[str, int]:
 
 
 def _state_nbytes(setting: PlanSetting) -> int:
-    kept = setting.matrices.kept_nbytes if setting.matrices is not None else 0
-    return round(of_parameters(setting, OptimizerRow.state_nbytes)) + kept
+    return round(of_parameters(setting, OptimizerRow.state_nbytes))
 
 
 @dataclass(slots=True)

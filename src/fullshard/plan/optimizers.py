@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fullshard.core.dtypes import itemsize
-from fullshard.core.matrices import Eigenbases, InverseRoots, MatrixCost, NewtonSchulz
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +22,6 @@ class OptimizerRow:
         is_torchs: whether it is one of torch's own, which can step in backward.
         matrix: costs of whole matrices for every rank, if it needs them; the other fields are then for all other
             parameters.
-        owner: costs of whole matrices for their owners.
         in_8_bits: the same with its state in 8 bits, if there is one.
         packed_nbytes: bytes of state per trained parameter in a dtype of its own.
     """
@@ -36,7 +34,6 @@ class OptimizerRow:
     in_8_bits: str | None = None
     packed_nbytes: float = 0.0
     matrix: OptimizerRow | None = None
-    owner: MatrixCost | None = None
 
     def state_nbytes(self, dtype: str) -> float:
         """Return bytes of state per trained parameter that is stored as `dtype`."""
@@ -55,16 +52,7 @@ OPTIMIZERS = {
     "adamw-fused": OptimizerRow(2, 7, in_8_bits="adamw-8bit"),
     "adamw-8bit": OptimizerRow(0, 3, is_torchs=False, packed_nbytes=_ADAM_8_BIT_STATE),
     # Momentum 3, the direction 3, cast 1.5, decay 2, the update 2.5; AdamW for what is no matrix.
-    "muon": OptimizerRow(
-        2, 21, ops=11, has_temporaries=True, is_torchs=False, matrix=OptimizerRow(1, 12, ops=5), owner=NewtonSchulz()
-    ),
-    # Sent 2, decay 2, the update 3.
-    "soap": OptimizerRow(
-        2, 21, ops=11, has_temporaries=True, is_torchs=False, matrix=OptimizerRow(0, 7, ops=3), owner=Eigenbases()
-    ),
-    "shampoo": OptimizerRow(
-        2, 21, ops=11, has_temporaries=True, is_torchs=False, matrix=OptimizerRow(0, 7, ops=3), owner=InverseRoots()
-    ),
+    "muon": OptimizerRow(2, 21, ops=11, has_temporaries=True, is_torchs=False, matrix=OptimizerRow(1, 12, ops=5)),
     "sgd": OptimizerRow(0, 3, ops=1),
     "sgd-momentum": OptimizerRow(1, 8, ops=3),
     "none": OptimizerRow(0, 0),

@@ -115,15 +115,13 @@ def _rest_table(plan: Plan) -> Table:
 def _told_of(work: MatrixWork) -> str:
     told = (
         f"{work.count} of {format_count(work.numel)} elements, dealt to {work.ranks} ranks: the busiest computes "
-        f"{work.over_mean:.2f} of the mean, {work.dealing.balance:.2f} of the least that whole matrices allow"
+        f"{work.over_mean:.2f} of the mean, {work.balance:.2f} of the least that whole matrices allow"
     )
     if work.idle:
         told += f" ({work.idle} ranks own none)"
     told += f"; each rank sends {format_nbytes(round(work.sent_nbytes))} to owners and back"
     if work.replicated_nbytes:
         told += f", {format_nbytes(round(work.replicated_nbytes))} to replicas"
-    if work.kept_nbytes:
-        told += f"; the fullest keeps {format_nbytes(work.kept_nbytes)} of state for its own"
     return told
 
 
@@ -261,13 +259,12 @@ def _matrices_dict(plan: Plan) -> dict[str, Any] | None:
     return {
         "count": work.count,
         "elements": work.numel,
-        "balance": work.dealing.balance,
+        "balance": work.balance,
         "over_mean": work.over_mean,
         "idle_ranks": work.idle,
         "sent": work.sent_nbytes,
         "replicated": work.replicated_nbytes,
         "owned": work.owned_nbytes,
-        "kept": work.kept_nbytes,
     }
 
 

@@ -10,7 +10,7 @@ from fullshard.plan.hardware import Cluster, Device
 from fullshard.plan.host import HostCosts
 from fullshard.plan.job import Job
 from fullshard.plan.layout import UnitLayout
-from fullshard.plan.matrices import MatrixWork
+from fullshard.plan.matrices import SENT_AS, MatrixWork
 from fullshard.plan.optimizers import OptimizerRow
 from fullshard.plan.setting import PlanSetting, of_parameters
 from fullshard.plan.shapes import Block, ModelShape, UnitShape
@@ -183,13 +183,12 @@ def _matrices(work: MatrixWork, cluster: Cluster) -> float:
     device, exchanges = cluster.device, work.dealing.exchanges
     there = [max(device.link_seconds(*links)) for links in work.links(cluster.per_host)]
     replicas = max(device.link_seconds(*work.replica_links(cluster.per_host))) / len(exchanges)
-    speed = device.peak(work.sent_as) * device.efficiency
+    speed = device.peak(SENT_AS) * device.efficiency
     wire, come, busy = there[0], there[0], [0.0] * work.ranks
     for number, exchange in enumerate(exchanges):
         busy = [
-            max(until, come) + flops / speed for until, flops in zip(busy, work.dealing.work_in(exchange), strict=True)
+            max(until, come) + flops / speed for until, flops in zip(busy, work.dealing.work(exchange), strict=True)
         ]
         wire = come = wire + sum(there[number + 1 : number + 2])
         wire = max(wire, *busy) + there[number] + replicas
-    kept = 4 * work.kept_nbytes / device.memory_speed  # read and written twice
-    return wire + kept
+    return wire

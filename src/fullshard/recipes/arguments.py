@@ -63,10 +63,10 @@ class TrainArguments(View):
         None, ge=1, description="Sequences per forward pass of a rank. Default: the rank's whole part of the batch"
     )
     seq_len: int = Field(128, ge=2, description="Tokens per sequence")
-    optimizer: Literal["adamw", "muon", "soap", "shampoo"] = Field(
+    optimizer: Literal["adamw", "muon"] = Field(
         "adamw",
-        description="adamw; or muon (scaled so that a learning rate of AdamW fits), soap or shampoo for hidden "
-        "matrices, and adamw for the rest",
+        description="adamw; or muon for hidden matrices (scaled so that a learning rate of AdamW fits), and adamw for "
+        "the rest",
     )
     ema_decay: float | None = Field(
         None,

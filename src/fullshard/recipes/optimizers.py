@@ -1,4 +1,4 @@
-"""The optimizers of hidden matrices that `train --optimizer` and `sft --optim` name."""
+"""The optimizer of hidden matrices that `train --optimizer muon` and `sft --optim muon` name."""
 
 from __future__ import annotations
 
@@ -7,19 +7,12 @@ from typing import Any
 
 from torch import nn
 
-from fullshard.optim import SOAP, MatrixRule, Muon, Shampoo
-from fullshard.optim.with_adamw import MatricesWithAdamW
-
-_CLASSES: dict[str, tuple[type[MatricesWithAdamW], dict[str, Any]]] = {
-    "muon": (Muon, {"adjust_lr_fn": "match_rms_adamw"}),  # with which a learning rate of AdamW fits
-    "soap": (SOAP, {}),
-    "shampoo": (Shampoo, {}),
-}
+from fullshard.optim import MatrixRule, Muon
 
 
-def matrix_optimizer(name: str, model: nn.Module, say: Callable[[str], None], **options: Any) -> MatricesWithAdamW:
-    """Return a matrix optimizer for a model; say in a line what it updates. Norms and biases are not decayed."""
-    cls, own = _CLASSES[name]
-    rule = MatrixRule.of(model, cls.__name__)
+def muon(model: nn.Module, say: Callable[[str], None], **options: Any) -> Muon:
+    """Return Muon for a model; say in a line what it updates. Norms and biases are not decayed."""
+    rule = MatrixRule.of(model)
     say(f"optimizer: {rule}")
-    return cls(rule.groups(decays_vectors=False), **own, **options)
+    # scaled so that a learning rate of AdamW fits
+    return Muon(rule.groups(decays_vectors=False), adjust_lr_fn="match_rms_adamw", **options)

@@ -32,7 +32,7 @@ from fullshard.observe.report import write_report
 from fullshard.recipes.hub import Hub, pushing_later, say
 from fullshard.recipes.merging import merge, require_room_to_merge
 from fullshard.recipes.model import own_errors
-from fullshard.recipes.optimizers import matrix_optimizer
+from fullshard.recipes.optimizers import muon
 from fullshard.recipes.profiling import StepMemory, StepProfile, profiled, watched
 from fullshard.recipes.rows import require_rows
 from fullshard.recipes.sft_arguments import DataArguments, ModelArguments, SFTArguments, read_arguments
@@ -134,15 +134,15 @@ def make_trainer(arguments: SFTArguments) -> Any:
             eval_dataset=test,
             processing_class=tokenizer,
             peft_config=lora_config(model_arguments),
-            optimizer_cls_and_kwargs=_of_matrices(name, training) if (name := arguments.matrix_optimizer) else None,
+            optimizer_cls_and_kwargs=_muon(training) if arguments.uses_muon else None,
         )
 
 
-def _of_matrices(name: str, training: Any) -> tuple[Any, dict[str, Any]]:
+def _muon(training: Any) -> tuple[Any, dict[str, Any]]:
     """Return a function that gives the maker of the optimizer, called once there are adapters, and its options."""
 
     def make(model: Any, **options: Any) -> torch.optim.Optimizer:
-        return matrix_optimizer(name, model, say, **options)
+        return muon(model, say, **options)
 
     options = {
         "lr": training.learning_rate,

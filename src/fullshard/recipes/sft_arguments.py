@@ -22,7 +22,6 @@ from fullshard.config.trackers import require_trackers
 from fullshard.config.values import step_range
 from fullshard.core.errors import ConfigError, MissingExtraError
 from fullshard.core.paths import local_name, require_there
-from fullshard.plan.optimizers import OPTIMIZERS
 
 
 @dataclass
@@ -105,14 +104,14 @@ class SFTArguments:
     Attributes:
         model, data, watch: see the classes.
         training: TRL's `SFTConfig`, made for fullshard's engine.
-        matrix_optimizer: `--optim muon`, `soap` or `shampoo`, which Transformers does not name.
+        uses_muon: `--optim muon`, which Transformers does not name.
     """
 
     model: ModelArguments
     data: DataArguments
     watch: WatchArguments
     training: Any
-    matrix_optimizer: str | None = None
+    uses_muon: bool = False
 
 
 def read_arguments(words: Sequence[str], say: Callable[[str], None]) -> SFTArguments:
@@ -159,13 +158,12 @@ def make_arguments(values: Mapping[str, Any], say: Callable[[str], None]) -> SFT
             problems.append(_unknown(written, known))
     if problems:
         raise ConfigError("\n".join(problems), hint="docs/sft.md says which flags there are")
-    name = str(taken.get("optim")).lower()
-    if name not in OPTIMIZERS or OPTIMIZERS[name].owner is None:
+    if str(taken.get("optim")).lower() != "muon":
         return _parse(taken, config)
     del taken["optim"]
     if taken.get("optim_args") is not None:
-        raise ConfigError(f"--optim_args with --optim {name}: they are for Transformers' own optimizers")
-    return replace(_parse(taken, config), matrix_optimizer=name)
+        raise ConfigError("--optim_args with --optim muon: they are for Transformers' own optimizers")
+    return replace(_parse(taken, config), uses_muon=True)
 
 
 def _unknown(written: str, known: Collection[str]) -> str:

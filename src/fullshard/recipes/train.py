@@ -52,7 +52,7 @@ from fullshard.recipes.console import Console, metrics_path, open_console
 from fullshard.recipes.data import TrainingData, prepare_data
 from fullshard.recipes.loop import StepResult, Trainer, learning_rate
 from fullshard.recipes.model import build_model, read_config
-from fullshard.recipes.optimizers import matrix_optimizer
+from fullshard.recipes.optimizers import muon
 from fullshard.recipes.planned import RunPlan, job_values, plan_run
 from fullshard.recipes.profiling import StepMemory, StepProfile
 from fullshard.recipes.resume import (
@@ -286,9 +286,7 @@ def _make_optimizer(model: nn.Module, arguments: TrainArguments, console: Consol
     lr = learning_rate(0, arguments)
     if arguments.optimizer == "adamw":
         return torch.optim.AdamW(_parameter_groups(model, arguments.weight_decay), lr=lr, betas=_ADAM_BETAS)
-    return matrix_optimizer(
-        arguments.optimizer, model, console.say, lr=lr, weight_decay=arguments.weight_decay, adamw_betas=_ADAM_BETAS
-    )
+    return muon(model, console.say, lr=lr, weight_decay=arguments.weight_decay, adamw_betas=_ADAM_BETAS)
 
 
 def _parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:

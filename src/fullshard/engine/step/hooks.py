@@ -47,12 +47,8 @@ functions of the tensor alone nor divide it over the ranks: by package. Other su
 _STEPS_IN_BACKWARD = frozenset({"Lomo", "AdaLomo", "LOMO", "AdaLOMO"})
 """Those of them that update whole parameters as gradients appear, in hooks of their own."""
 
-_ONE_RANK_PER_MATRIX = {
-    "Muon": ({"Muon"}, "the same arguments and numbers"),
-    "SOAP": ({"SOAP"}, "the arguments and numbers of its authors"),
-    "Shampoo": ({"Shampoo", "DistributedShampoo"}, "averaged factors and steps of Adam's size"),
-}
-"""Our optimizers, the classes that they replace, and how alike they are."""
+_OF_ONE_PARAMETER = ("came_pytorch.", "pytorch_optimizer.", "torch_optimizer.")
+"""Packages whose optimizers update a parameter by itself."""
 
 _PAST_CLASSES = ("bitsandbytes.", "fullshard.")
 """Packages whose optimizers use a tensor's memory directly."""
@@ -93,6 +89,8 @@ def _check_whole(kind: type) -> None:
         instead = "use an element-wise optimizer such as AdamW, SGD or Lion"
         if names & _STEPS_IN_BACKWARD:
             instead = "use AdamW or SGD with fullshard.step_in_backward (training.step_in_backward)"
+        elif kind.__module__.startswith(_OF_ONE_PARAMETER) and not kind.__name__.startswith("Distributed"):
+            instead = _on_owners(kind)
         raise OptimizerError(f"{name} needs whole tensors, of which each rank has a part", hint=ours or instead)
     if ours:
         warnings.warn(
@@ -110,10 +108,13 @@ def _in_place_of(kind: type, names: set[str]) -> str:
         is_known = home.startswith(("torch.", "transformers."))
         alike = "the same arguments and numbers" if is_known else "torch's arguments"
         return f"write fullshard.optim.{ours}(model.parameters(), ...) instead: {alike}"
-    for ours, (theirs, what) in _ONE_RANK_PER_MATRIX.items():
-        if names & theirs:
-            return f"write fullshard.optim.{ours}(model, lr=...) instead: {what}, each matrix computed by one rank"
-    return ""
+    if "Muon" in names:
+        return "write fullshard.optim.Muon(model, lr=...) instead: the same numbers, each matrix computed by one rank"
+    return _on_owners(kind) if names & {"SOAP", "Shampoo"} else ""
+
+
+def _on_owners(kind: type) -> str:
+    return f"write fullshard.optim.OnOwners(model, {kind.__name__}, ...) instead: each matrix computed by one rank"
 
 
 def repoint(optimizer: torch.optim.Optimizer, model: nn.Module | None = None) -> None:

@@ -19,7 +19,8 @@ import torch
 from fullshard.comm.base import Collectives, Parts, Work, cut
 from fullshard.core.errors import OptimizerError
 from fullshard.core.events import EventKind
-from fullshard.core.matrices import Dealing, Matrix, MatrixCost, MatrixPiece, deal, matrices_in
+from fullshard.core.layout import Interval
+from fullshard.core.matrices import Dealing, Matrix, deal, matrices_in
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.parameter import ShardedParameter
 
@@ -31,25 +32,72 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     Attributes:
         whole_state: keys of state that every rank has whole, the same.
-        owned_state: keys of state that only a matrix's owner keeps, as `left.0`; the last part is the matrix's number
-            in the parameter. All other tensors are laid out as the parameter.
+        keeps_matrices: whether owners keep state of their matrices. Its keys end with the matrix's number in the
+            parameter, as in `left.0`. All other tensors are laid out as the parameter.
     """
 
     whole_state: frozenset[str] = frozenset()
-    owned_state: frozenset[str] = frozenset()
+    keeps_matrices = False
 
     def is_owned(self, key: str) -> bool:
         """Return whether state of this key belongs to a matrix; the matrix's owner has it."""
-        return key.rpartition(".")[0] in self.owned_state
+        return self.keeps_matrices and key.rpartition(".")[2].isdigit()
 
     def owned(self, parameter: torch.Tensor) -> Sequence[int]:
-        """Return numbers of the parameter's matrices that this rank owns; not called if no state is owned."""
+        """Return numbers of the parameter's matrices that this rank owns; not called if owners keep no state."""
         raise NotImplementedError
 
 
 def is_owned(optimizer: torch.optim.Optimizer, key: str) -> bool:
     """Return whether state of this key is with the owner of a matrix, and laid out in no other way."""
     return isinstance(optimizer, MatrixOptimizer) and optimizer.is_owned(key)
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixPiece:
+    """Neighbouring elements of a matrix, all of one rank.
+
+    Attributes:
+        matrix: its number.
+        interval: elements of the bucket.
+    """
+
+    matrix: int
+    interval: Interval
+
+
+def sent(dealing: Dealing, bucket: int, row: int, rank: int) -> list[list[MatrixPiece]]:
+    """Return rank `rank`'s part of the matrices of a bucket dealt to `row`, by owner in the shard group."""
+    by_owner: list[list[MatrixPiece]] = [[] for _ in range(dealing.shard_size)]
+    own = dealing.layouts[bucket].rank_interval(rank)
+    for number in dealing.by_bucket[bucket]:
+        common, (to_row, owner) = dealing.matrices[number].interval.intersect(own), dealing.owners[number]
+        if common.numel and to_row == row:
+            by_owner[owner].append(MatrixPiece(number, common))
+    return by_owner
+
+
+def gathered(dealing: Dealing, bucket: int, row: int, rank: int) -> list[list[MatrixPiece]]:
+    """Return the pieces of a bucket's matrices that rank `rank` of `row` owns, by the rank that has them."""
+    by_source: list[list[MatrixPiece]] = [[] for _ in range(dealing.shard_size)]
+    layout = dealing.layouts[bucket]
+    for number in dealing.by_bucket[bucket]:
+        if dealing.owners[number] == (row, rank):
+            whole = dealing.matrices[number].interval
+            for source in range(whole.start // layout.shard_numel, (whole.stop - 1) // layout.shard_numel + 1):
+                by_source[source].append(MatrixPiece(number, whole.intersect(layout.rank_interval(source))))
+    return by_source
+
+
+def sent_numel(dealing: Dealing, row: int, rank: int) -> tuple[int, int, int]:
+    """Return the elements that a rank sends in a step: to owners, back from owners, and to the other rows."""
+    there = back = across = 0
+    for bucket in range(len(dealing.layouts)):
+        own, held = (function(dealing, bucket, row, rank) for function in (sent, gathered))
+        there += sum(p.interval.numel for to, pieces in enumerate(own) for p in pieces if to != rank)
+        across += (dealing.replicate_size - 1) * sum(p.interval.numel for pieces in own for p in pieces)
+        back += sum(p.interval.numel for to, pieces in enumerate(held) for p in pieces if to != rank)
+    return there, back, across
 
 
 Give = Callable[[ShardedParameter], torch.Tensor]
@@ -66,13 +114,12 @@ class WholeMatrices:
     Args:
         parameters: of two dims or more, all on one mesh; the same on every rank.
         flattened: parameters of three dims that are one matrix each and no batch.
-        cost: the cost of a matrix to its owner.
 
     Raises:
         OptimizerError: tensor parallelism has split one of them, so that no rank of the mesh has all its pieces.
     """
 
-    def __init__(self, parameters: Sequence[ShardedParameter], flattened: set[int], cost: MatrixCost) -> None:
+    def __init__(self, parameters: Sequence[ShardedParameter], flattened: set[int]) -> None:
         split = next((p for p in parameters if p.span.is_tiled), None)
         if split is not None:
             raise OptimizerError(
@@ -96,9 +143,7 @@ class WholeMatrices:
             matrices += found
             self._owners_of += [parameter] * len(found)
         layouts = [bucket.layout for bucket in self._buckets]
-        self.dealing: Dealing = deal(
-            layouts, matrices, replicate_size=mesh.replicate_size, shard_size=mesh.shard_size, cost=cost
-        )
+        self.dealing = deal(layouts, matrices, replicate_size=mesh.replicate_size, shard_size=mesh.shard_size)
 
     def owners(self) -> dict[int, list[tuple[int, int]]]:
         """Return by parameter id the owner of each of its matrices: (replicate place, shard place)."""
@@ -108,13 +153,21 @@ class WholeMatrices:
         return owners
 
     def update(
-        self, given: Sequence[ShardedParameter], dtype: torch.dtype, *, give: Give, compute: Compute, take: Take
+        self,
+        given: Sequence[ShardedParameter],
+        *,
+        given_as: torch.dtype,
+        made_as: torch.dtype,
+        give: Give,
+        compute: Compute,
+        take: Take,
     ) -> None:
         """Have every matrix computed by its owner. A collective.
 
         Args:
             given: the parameters to update, the same on every rank: those that have gradients.
-            dtype: the dtype in which matrices are sent and computed.
+            given_as: the dtype of what owners get.
+            made_as: the dtype of what they send back.
             give: called on every rank for each of `given`.
             compute: called for each matrix that this rank owns.
             take: called on every rank for each of `given` of which it has elements.
@@ -125,13 +178,13 @@ class WholeMatrices:
         if not self._is_agreed:
             self.mesh.check_agreement(self._lines, what="the parameters of an optimizer that needs whole matrices")
             self._is_agreed = True
-        travel = _Travel(self, given, dtype)
+        travel = _Travel(self, given, given_as, made_as)
         turns = range(len(travel))
         here, gone = deque(travel.to_owners(turn, give) for turn in turns[:1]), deque[_Coming]()
         for turn in turns:
             # Every rank starts the next exchange before it waits for this one's matrices and computes them.
             here.extend(travel.to_owners(after, give) for after in turns[turn + 1 : turn + 2])
-            gone.append(travel.back(turn, self._made(travel.whole(here.popleft()), dtype, compute)))
+            gone.append(travel.back(turn, self._made(travel.whole(here.popleft()), made_as, compute)))
             if turn:  # one behind: its way back overlapped with the computation just done
                 travel.take(turn - 1, gone.popleft(), take)
         for last in turns[-1:]:
@@ -174,8 +227,11 @@ class _Coming:
 class _Travel:
     """The exchanges of one step."""
 
-    def __init__(self, whole: WholeMatrices, given: Sequence[ShardedParameter], dtype: torch.dtype) -> None:
-        self._whole, self._given, self._dtype = whole, {id(parameter) for parameter in given}, dtype
+    def __init__(
+        self, whole: WholeMatrices, given: Sequence[ShardedParameter], given_as: torch.dtype, made_as: torch.dtype
+    ) -> None:
+        self._whole, self._given = whole, {id(parameter) for parameter in given}
+        self._given_as, self._made_as = given_as, made_as
         self._mesh, self._dealing = whole.mesh, whole.dealing
         by_bucket: dict[Bucket, list[ShardedParameter]] = {bucket: [] for bucket in whole._buckets}
         for parameter in given:
@@ -195,7 +251,7 @@ class _Travel:
         local = {id(p): give(p) for p in parameters}
         leaving, arriving = self._sent(numbers), self._gathered(numbers)
         sent = [self._part_of(local, piece) for pieces in leaving for piece in pieces]
-        return self._exchange(self._mesh.reduce, numbers[0], sent, leaving, arriving, "to owners")
+        return self._exchange(self._mesh.reduce, numbers[0], sent, leaving, arriving, "to owners", self._given_as)
 
     def whole(self, arriving: _Coming) -> dict[int, torch.Tensor]:
         """Return this rank's matrices of an exchange, by number."""
@@ -210,7 +266,7 @@ class _Travel:
         numbers, _ = self._exchanges[turn]
         leaving, arriving = self._gathered(numbers), self._sent(numbers)
         made = [self._part_of_matrix(results, piece) for pieces in leaving for piece in pieces]
-        return self._exchange(self._mesh.reduce, numbers[0], made, leaving, arriving, "from owners")
+        return self._exchange(self._mesh.reduce, numbers[0], made, leaving, arriving, "from owners", self._made_as)
 
     def take(self, turn: int, arriving: _Coming, take: Take) -> None:
         """Have this rank's intervals of an exchange's parameters updated."""
@@ -239,7 +295,8 @@ class _Travel:
             [] if row == mesh.replicate_rank else [p for ps in self._sent(numbers, row) for p in ps] for row in rows
         ]
         sent = [part for pieces in leaving if pieces for _, part in own]
-        return self._exchange(mesh.replicate, numbers[0], sent, leaving, arriving, "to replicas").wait()
+        dtype = self._made_as
+        return self._exchange(mesh.replicate, numbers[0], sent, leaving, arriving, "to replicas", dtype).wait()
 
     def _exchange(
         self,
@@ -249,16 +306,17 @@ class _Travel:
         leaving: Sequence[Sequence[MatrixPiece]],
         arriving: Sequence[Sequence[MatrixPiece]],
         what: str,
+        dtype: torch.dtype,
     ) -> _Coming:
         """Send pieces to ranks, and receive theirs; the exchange is named after the `first` of its buckets."""
         bucket = self._whole._buckets[first]
         sizes = [[sum(piece.interval.numel for piece in pieces) for pieces in each] for each in (leaving, arriving)]
         parts, device = Parts(*sizes), self._mesh.device
-        buffer = collectives.staging(sum(parts.leaving), self._dtype, device)
+        buffer = collectives.staging(sum(parts.leaving), dtype, device)
         for place, part in zip(cut(buffer, [part.numel() for part in sent]), sent, strict=True):
             place.copy_(part)
-        received = torch.empty(sum(parts.arriving), dtype=self._dtype, device=device)
-        nbytes = (sum(parts.leaving) - parts.leaving[collectives.rank]) * self._dtype.itemsize
+        received = torch.empty(sum(parts.arriving), dtype=dtype, device=device)
+        nbytes = (sum(parts.leaving) - parts.leaving[collectives.rank]) * dtype.itemsize
         bucket.emit(EventKind.PIECES_SENT, nbytes, what)
         work = collectives.exchange(buffer, received, parts, tag=bucket.tag)
         return _Coming([piece for each in arriving for piece in each], work, buffer, bucket, what)
@@ -266,12 +324,12 @@ class _Travel:
     def _sent(self, numbers: Sequence[int], row: int | None = None) -> list[list[MatrixPiece]]:
         """Return this rank's pieces of matrices dealt to this row, or another, by owner."""
         row = self._mesh.replicate_rank if row is None else row
-        return self._present([self._dealing.sent(number, row, self._mesh.shard_rank) for number in numbers])
+        return self._present([sent(self._dealing, number, row, self._mesh.shard_rank) for number in numbers])
 
     def _gathered(self, numbers: Sequence[int]) -> list[list[MatrixPiece]]:
         """Return the pieces of this rank's own matrices, by the rank that has them."""
         mesh = self._mesh
-        return self._present([self._dealing.gathered(n, mesh.replicate_rank, mesh.shard_rank) for n in numbers])
+        return self._present([gathered(self._dealing, n, mesh.replicate_rank, mesh.shard_rank) for n in numbers])
 
     def _present(self, of_buckets: Sequence[Sequence[Sequence[MatrixPiece]]]) -> list[list[MatrixPiece]]:
         """Return by rank the pieces of parameters that are updated in this step."""

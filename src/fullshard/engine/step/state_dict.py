@@ -36,7 +36,7 @@ def state_dict(self: torch.optim.Optimizer) -> dict[str, Any]:
     take_back(self)
     if is_of(self, "bitsandbytes"):
         _check_is_whole(self, "kept as codes of this rank's interval, if it has one", lambda mesh: mesh.shard_size)
-    if isinstance(self, MatrixOptimizer) and self.owned_state:
+    if isinstance(self, MatrixOptimizer) and self.keeps_matrices:
         _check_is_whole(self, "kept by the owners of its matrices", lambda mesh: mesh.world_size)
     kept = torch_private.state_dict.torchs(self)
     if is_of(self, "torchao"):

@@ -1,0 +1,146 @@
+"""Run any optimizer on whole matrices of a sharded model: each matrix is updated by the one rank that owns it.
+
+    every rank     sends its interval of the weights and of the gradient
+    the owner      makes the optimizer with one whole matrix, gives it its state, and has it step
+    every rank     gets its interval of the new weights
+
+So any class that updates one parameter from its weights, gradient and state is right, and has the numbers of one
+process: what its authors wrote runs, and nothing of it is known here.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.optim.with_adamw import AdamWOptions, MatricesWithAdamW, local_gradient, local_of
+
+_COMPLEX = {torch.float32: torch.complex64, torch.float64: torch.complex128}
+_REST = "rest"
+"""All that an optimizer keeps for a matrix but tensors: numbers, and where in lists and dicts the tensors are."""
+
+
+class OnOwners(MatricesWithAdamW):
+    """Hidden matrices by any optimizer, each on the rank that owns it; all other parameters by AdamW.
+
+        from pytorch_optimizer import SOAP
+
+        optimizer = fullshard.optim.OnOwners(model, SOAP, lr=3e-3, precondition_frequency=10)
+
+    State is with the owner of a matrix. `save_checkpoint` and `Accelerator.save_state` save it, and any number of ranks
+    can load it. A convolution is given as a matrix with a row per output channel.
+
+    Args:
+        params: see `MatricesWithAdamW`.
+        optimizer: a class that updates a parameter from its weights, its gradient and its state alone; its `step`
+            takes no closure.
+        options: what the class takes, in its own words, and `AdamWOptions`. A learning rate and a weight decay are also
+            AdamW's.
+
+    Raises:
+        ConfigError: a value that cannot be.
+        OptimizerError: a vector in a group of matrices.
+    """
+
+    keeps_matrices = True
+
+    def __init__(
+        self, params: nn.Module | Iterable[Any], optimizer: type[torch.optim.Optimizer], **options: Any
+    ) -> None:
+        adamw: Any = {key: options.pop(key) for key in AdamWOptions.__annotations__ if key in options}
+        self._class, self._options = optimizer, options
+        self.name, self.algorithm = optimizer.__name__, optimizer.__name__.lower()
+        known = self._made_with(torch.empty(1, 1), options).defaults
+        shared = {key: known[key] for key in (*options, "lr", "weight_decay") if key in known}
+        super().__init__(params, {"weight_decay": 0.0, **shared}, **adamw)
+
+    @property
+    def made_as(self) -> torch.dtype:  # type: ignore[override]
+        """The dtype of the owner's work: float32, or float64 if any matrix is."""
+        is_double = any(parameter.dtype == torch.float64 for parameter in self._members())
+        return torch.float64 if is_double else torch.float32
+
+    @property
+    def given_as(self) -> torch.dtype:  # type: ignore[override]
+        """The dtype of what owners get: pairs of a weight and its gradient, which travel as one complex number."""
+        return _COMPLEX[self.made_as]
+
+    def _made_with(self, weights: torch.Tensor, group: dict[str, Any]) -> torch.optim.Optimizer:
+        """Return the optimizer of one matrix, with the present values of its group."""
+        made = self._class([nn.Parameter(weights)], **self._options)
+        own = made.param_groups[0]
+        own.update({key: value for key, value in group.items() if key in made.defaults and key in own})
+        return made
+
+    def _check(self, group: dict[str, Any], where: str) -> None:
+        """Have the class itself look at the values, in its own words."""
+        options = {key: group[key] for key in self._options.keys() & group.keys()}
+        self._class([nn.Parameter(torch.empty(1, 1))], **{**self._options, **options})
+
+    def _given(self, parameter: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        gradient, dtype = local_gradient(parameter), self.made_as
+        assert gradient is not None  # noqa: S101 -- of those that have one
+        return torch.complex(local_of(parameter).detach().to(gradient.device, dtype), gradient.to(dtype))
+
+    def _made(self, parameter: torch.Tensor, number: int, matrix: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        made = self._made_with(matrix.real.contiguous(), group)
+        own = made.param_groups[0]
+        [weights] = own["params"]
+        weights.grad = matrix.imag.contiguous()
+        kept, ending = self.state[parameter], f".{number}"
+        if (rest := kept.get(_REST + ending)) is not None:
+            saved = _with_tensors(rest, lambda name: _on(weights.device, kept[name + ending]))
+            made.state[weights] = saved["state"]
+            own.update({key: value for key, value in saved["group"].items() if key not in group})
+        made.step()
+        for key in [key for key in kept if key.endswith(ending)]:
+            del kept[key]
+        of_group = {key: value for key, value in own.items() if key != "params"}
+        tensors: dict[str, torch.Tensor] = {}
+        kept[_REST + ending] = _without_tensors({"state": dict(made.state[weights]), "group": of_group}, "", tensors)
+        kept.update({name + ending: tensor for name, tensor in tensors.items()})
+        result: torch.Tensor = weights.detach()
+        return result
+
+    def _apply(self, parameter: torch.Tensor, update: torch.Tensor, group: dict[str, Any]) -> None:
+        local_of(parameter).detach().copy_(update)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load as torch does, but for owners' state, which torch would cast as the parameter, and text into letters."""
+        super().load_state_dict(state_dict)
+        saved, held = (
+            itertools.chain.from_iterable(group["params"] for group in groups)
+            for groups in (state_dict["param_groups"], self.param_groups)
+        )
+        for key, parameter in zip(saved, held, strict=True):
+            state = state_dict["state"].get(key, {})
+            self.state[parameter].update({name: value for name, value in state.items() if self.is_owned(name)})
+
+
+def _on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(device) if tensor.dim() else tensor  # step counts are on the host
+
+
+def _without_tensors(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """Return nested state with names in place of its tensors, which go into `tensors` by their names."""
+    if isinstance(value, torch.Tensor):
+        tensors[path.removesuffix("/")] = value
+        return {"tensor": path.removesuffix("/")}
+    if isinstance(value, dict):
+        return {key: _without_tensors(item, f"{path}{key}/", tensors) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_without_tensors(item, f"{path}{index}/", tensors) for index, item in enumerate(value))
+    return value
+
+
+def _with_tensors(value: Any, tensor: Any) -> Any:
+    """Return nested state again; `tensor` gives a tensor by its name."""
+    if isinstance(value, dict):
+        if value.keys() == {"tensor"}:
+            return tensor(value["tensor"])
+        return {key: _with_tensors(item, tensor) for key, item in value.items()}
+    return type(value)(_with_tensors(item, tensor) for item in value) if isinstance(value, list | tuple) else value
