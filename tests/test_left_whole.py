@@ -17,12 +17,12 @@ from fullshard import Accelerator
 from fullshard.checkpoint.pretrained import _replace_linear_layers
 from fullshard.checkpoint.quantities import conversion_of as conversion_of_model
 from fullshard.core.errors import ConfigError
+from fullshard.features.quantized_weights import outline
 from fullshard.plan.evaluate import evaluate, notes_of
 from fullshard.plan.families import from_config
 from fullshard.plan.hardware import parse_cluster
 from fullshard.plan.job import Job
 from fullshard.plan.methods import conversion_of
-from fullshard.wrap.quantized import outline
 
 peft = pytest.importorskip("peft")
 parametrize = pytest.importorskip("bitsandbytes.nn.parametrize")

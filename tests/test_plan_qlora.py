@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from fullshard.engine.offload import Host
 from fullshard.engine.step.local_parameters import as_local
 from fullshard.features import MixedPrecisionPolicy, OffloadPolicy, shard_model
+from fullshard.features.quantized_weights import expose_scales
 from fullshard.plan.families import from_config
 from fullshard.plan.hardware import DEVICES
 from fullshard.plan.job import Job
@@ -31,7 +32,6 @@ from fullshard.plan.schedule import predict_step
 from fullshard.plan.setting import PlanSetting
 from fullshard.wrap.forwards import checkpoint_modules
 from fullshard.wrap.policies import unit_modules
-from fullshard.wrap.quantized import expose_scales
 from tests.distributed import run_ranks
 
 CONFIG: dict[str, Any] = {

@@ -19,7 +19,13 @@ from fullshard.core.errors import WrapError
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.lookup import unit_of
 from fullshard.features import MixedPrecisionPolicy, ShardedParameter, shard_model
-from fullshard.wrap.quantized import _PIECE_NUMEL, _quantise_4bit, aliases, expose_scales, is_exact
+from fullshard.features.quantized_weights.scales import (
+    _PIECE_NUMEL,
+    _quantise_4bit,
+    aliases,
+    expose_scales,
+    is_exact,
+)
 from tests.differential import EPS, TOLERANCE, is_same_product, rounding
 from tests.distributed import run_ranks
 from tests.traps import rank_and_size

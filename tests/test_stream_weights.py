@@ -19,7 +19,7 @@ from torch import nn
 import fullshard
 from fullshard.checkpoint import export_hf
 from fullshard.core.errors import CheckpointError, ConfigError
-from fullshard.engine.span import Span
+from fullshard.engine.shard_spec import ShardSpec
 from fullshard.features import shard_model
 from tests.distributed import run_ranks
 from tests.test_checkpoint_export import _layers, _model
@@ -77,7 +77,7 @@ def test_who_leaves_lets_nobody_wait(leaves: int, how: str) -> None:
 
 def _alive_while_gathering() -> int:
     model = _made("llama")
-    gather, most = Span.gather, 0
+    gather, most = ShardSpec.gather, 0
     given: list[Any] = []
 
     def watched(span: Any, local: torch.Tensor) -> torch.Tensor:
@@ -91,7 +91,7 @@ def _alive_while_gathering() -> int:
         return whole
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Span, "gather", watched)
+        patch.setattr(ShardSpec, "gather", watched)
         stream = fullshard.stream_weights(model)
         while next(stream, None) is not None:
             pass

@@ -250,7 +250,7 @@ def check_meta(how: str) -> None:
     elif how == "replaced":
         for path, module in model.named_modules():
             for name, stand_in in list(module.named_parameters(recurse=False)):
-                placements = [Replicate()] if stand_in.span.tile is None else [stand_in.span.tile.placement]
+                placements = [stand_in.span.beside or Replicate()]
                 whole = plain.get_parameter(f"{path}.{name}").detach()
                 setattr(module, name, nn.Parameter(distribute_tensor(whole, mesh["tp"], placements)))
         model(data(0, 0, 1)[:, :-1])
@@ -352,7 +352,7 @@ def check_all_axes(names: tuple[str, str], dims: Any, *, cuts_batch: bool) -> No
     assert {p.device_mesh for p in model.parameters()} == {mesh["_".join(names)] if is_flattened else mesh}
     if dims.shard is None:  # every rank has its tile whole
         assert model[2].weight.to_local().numel() == (25 if "tp" in names else 50)
-    assert fullshard.describe(model).tile_ranks == (2 if "tp" in names else 1)
+    assert fullshard.describe(model).beneath == ("tensor parallel over 2" if "tp" in names else "")
     optimizers = [torch.optim.AdamW(each.parameters(), lr=RATE) for each in (plain, model)]
     for step in range(3):
         torch.manual_seed(step)
@@ -426,7 +426,7 @@ def check_unsharded() -> None:
     model.float()
     assert torch.equal(model.get_parameter(name).full_tensor(), plain.get_parameter(name).detach().float())
     torch.testing.assert_close(model(tokens), plain.float()(tokens))
-    assert fullshard.describe(model).tile_ranks == 2
+    assert fullshard.describe(model).beneath == "tensor parallel over 2"
     assert fullshard.describe(model).total_numel == sum(p.numel() for p in plain.parameters())
     own = sum(p.to_local().numel() for p in model.parameters())
     assert fullshard.describe(model).rank_numel == own

@@ -823,11 +823,11 @@ def groups_that_are_cut() -> None:
     assert torch_private.groups_of(Shard(1)) is None
 
 
-@check("rows_of_tiles")
+@check("rows_of_chunks")
 def rows_of_what_is_cut_into_rows() -> None:
     """What torch's own `fully_shard` calls them: two ranks' tiles of four rows, each cut between two ranks."""
-    assert torch_private.rows_of_tiles(2) == _StridedShard(0, split_factor=2)
-    assert torch_private.rows_of_tiles(2) != Shard(0)
+    assert torch_private.rows_of_chunks(2) == _StridedShard(0, split_factor=2)
+    assert torch_private.rows_of_chunks(2) != Shard(0)
 
 
 @check("made_as")

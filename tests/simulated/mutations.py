@@ -245,7 +245,7 @@ MUTATIONS = (
     ),
     Mutation(
         "what a parameter is put together of is not waited for",
-        "engine/extended.py",
+        "features/extended/bucket.py",
         "        for work in works:\n            work.wait()\n        rows",
         "        rows",
         "composed",

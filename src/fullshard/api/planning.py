@@ -12,6 +12,7 @@ from fullshard.config.schema import Dtype
 from fullshard.core.dtypes import main_dtype
 from fullshard.core.errors import ConfigError
 from fullshard.engine.precision import dtype_name
+from fullshard.features.quantized_weights import is_exact
 from fullshard.plan.evaluate import Plan, evaluate
 from fullshard.plan.families import FAMILIES, from_config
 from fullshard.plan.hardware import parse_cluster
@@ -19,7 +20,6 @@ from fullshard.plan.job import Job
 from fullshard.plan.shapes import Block, ModelShape, ParameterShape, UnitShape
 from fullshard.wrap.partition import Slot, UnitPlan, partition
 from fullshard.wrap.policies import unit_modules
-from fullshard.wrap.quantized import is_exact
 
 
 def model_shape(model: nn.Module, *, policy: object = None) -> ModelShape:

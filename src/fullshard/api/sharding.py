@@ -35,9 +35,9 @@ from fullshard.config.schema import PrecisionConfig, RunConfig, ShardingConfig, 
 from fullshard.core.dtypes import main_dtype
 from fullshard.core.errors import ConfigError
 from fullshard.core.sizes import format_count, format_nbytes
+from fullshard.engine.kinds import kind_of
 from fullshard.engine.lookup import require_module
 from fullshard.engine.precision import cast_floating, dtype_name, torch_dtype
-from fullshard.engine.tile import plain_of, set_plain
 from fullshard.features import (
     FSDPModule,
     OffloadPolicy,
@@ -289,7 +289,8 @@ def _upcast(model: nn.Module, mode: str, say: Callable[[str], None]) -> None:
         stored = dtype_name(parameter.dtype)
         wanted = main_dtype(stored, trainable=parameter.requires_grad, mode=mode)
         if wanted != stored:
-            set_plain(parameter, plain_of(parameter).to(torch_dtype(wanted)))
+            kind = kind_of(parameter)
+            kind.set_plain(parameter, kind.plain(parameter).to(torch_dtype(wanted)))
             half.append(parameter)
     if half:
         count = format_count(sum(p.numel() for p in half))

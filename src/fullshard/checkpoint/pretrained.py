@@ -38,9 +38,9 @@ from fullshard.core.paths import local_path
 from fullshard.core.tiling import UNTILED
 from fullshard.engine.contexts import meta_parameters
 from fullshard.engine.materialize import WEIGHTS
-from fullshard.engine.tile import tile_of
+from fullshard.features.quantized_weights import dequantised, is_exact, outline, quantise, whole_shape
+from fullshard.features.tensor_parallel import local_shard_of
 from fullshard.wrap.partition import Slot
-from fullshard.wrap.quantized import dequantised, is_exact, outline, quantise, whole_shape
 
 logger = logging.getLogger(__name__)
 
@@ -292,8 +292,8 @@ class PretrainedWeights:
 
     def read(self, slot: Slot, interval: Interval, out: torch.Tensor) -> None:
         """Fill `out` with elements `interval` of the parameter, or of its tile."""
-        tile = tile_of(slot)
-        if tile is None or tile.tiling is None:
+        shard = local_shard_of(slot)
+        if shard is None or not shard.is_chunked:
             self._read_rows(slot, interval, out)
             return
         read_across(
@@ -301,8 +301,8 @@ class PretrainedWeights:
             out,
             shape=tuple(slot.parameter.shape),
             source=UNTILED,
-            target=tile.tiling,
-            wanted=interval.shift(tile.start),
+            target=shard.chunking,
+            wanted=interval.shift(shard.start),
         )
 
     def _read_rows(self, slot: Slot, interval: Interval, out: torch.Tensor) -> None:

@@ -8,8 +8,8 @@ from typing import Any, cast
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
+from fullshard.features.quantized_weights import is_exact, is_to_be_quantised
 from fullshard.plan.quantized import Conversion, is_stacked
-from fullshard.wrap.quantized import is_exact, is_to_be_quantised
 
 
 def conversion_of(model: nn.Module) -> Conversion:

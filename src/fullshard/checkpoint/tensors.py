@@ -15,7 +15,7 @@ from fullshard.core.errors import CheckpointError
 from fullshard.core.layout import Interval
 from fullshard.core.tiling import UNTILED, Tiling
 from fullshard.engine.lookup import clean_name, units_of
-from fullshard.engine.tile import Tile
+from fullshard.engine.shard_spec import ShardSpec
 from fullshard.features import ShardedParameter, ShardedTensor
 
 
@@ -105,24 +105,23 @@ def local_parameters(model: nn.Module, *, rank: int = 0, on_meta: bool = False) 
     for path, parameter in model.named_parameters(remove_duplicate=False):
         found.setdefault(id(parameter), (parameter, []))[1].append(clean_name(path))
     result = []
-    tiles = [parameter.span.tile for parameter, _ in found.values() if isinstance(parameter, ShardedParameter)]
-    beneath = next((tile for tile in tiles if tile is not None), None)
+    specs = [parameter.span for parameter, _ in found.values() if isinstance(parameter, ShardedParameter)]
+    beneath = next((spec.outer_group for spec in specs if spec.outer_group is not None), None)
     for parameter, names in found.values():
         if parameter.is_meta and not on_meta:
             raise CheckpointError(f"parameter {names[0]!r} is on the meta device", hint="initialise it first")
         unique = tuple(dict.fromkeys(names))
         if isinstance(parameter, ShardedParameter):
-            tile = parameter.span.tile
-            is_writer = parameter.mesh.replicate_rank == 0 and _is_first_of_copies(parameter, beneath)
-            start = 0 if tile is None else tile.start
+            spec = parameter.span
+            is_writer = parameter.mesh.replicate_rank == 0 and _is_first_of_copies(spec, beneath)
             result.append(
                 LocalTensor(
                     unique,
                     parameter,
                     tuple(parameter.shape),
-                    parameter.interval.shift(start),
+                    spec.interval.shift(spec.start),
                     is_writer,
-                    UNTILED if tile is None or tile.tiling is None else tile.tiling,
+                    spec.chunking,
                 )
             )
         else:
@@ -132,15 +131,18 @@ def local_parameters(model: nn.Module, *, rank: int = 0, on_meta: bool = False) 
     return result
 
 
-def _is_first_of_copies(parameter: ShardedParameter, beneath: Tile | None) -> bool:
-    """Return whether this rank is the first of those with the same tensor because tensor parallelism left it whole.
+def _is_first_of_copies(spec: ShardSpec, beneath: dist.ProcessGroup | None) -> bool:
+    """Return whether this rank is the first of those beside the mesh's that have the same tensor.
 
-    It may have, although it is not said of the parameter: if that is sharded over a part of all ranks only, it is what
-    the others have, too, by the axis `beneath` other parameters.
+    They may have, although the spec names no group: if a parameter is sharded over a part of all ranks only, it is what
+    the others have, too, along the axis `beneath` other parameters.
     """
-    if parameter.span.tile is not None:
-        return parameter.span.is_tiled or parameter.span.tile.rank == 0
-    return beneath is None or parameter.mesh.world_size == dist.get_world_size() or beneath.rank == 0
+    if spec.is_chunked:
+        return True
+    if spec.outer_group is None and spec.mesh.world_size == dist.get_world_size():
+        return True
+    group = spec.outer_group or beneath
+    return group is None or group.rank() == 0
 
 
 def local_buffers(model: nn.Module, *, rank: int = 0) -> list[LocalTensor]:

@@ -194,9 +194,9 @@ def groups_of(placement: Placement) -> tuple[int, int] | None:
     return (placement.dim, int(placement.split_factor)) if isinstance(placement, _StridedShard) else None
 
 
-def rows_of_tiles(tiles: int) -> Placement:
-    """Return the placement of rows that `Shard(0)` over another axis, of `tiles` ranks, has left here. Since 2.6."""
-    return _StridedShard(0, split_factor=tiles)
+def rows_of_chunks(chunks: int) -> Placement:
+    """Return the placement of rows that `Shard(0)` over another axis, of `chunks` ranks, has left here. Since 2.6."""
+    return _StridedShard(0, split_factor=chunks)
 
 
 norm_partial: Callable[[float], Placement] = _NormPartial

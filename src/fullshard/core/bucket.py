@@ -71,7 +71,7 @@ class BucketPlan:
         world_size: int,
         offload: Offload,
         by_rows: bool = False,
-        is_extended: bool = False,
+        is_packed: bool = True,
     ) -> BucketPlan:
         """Plan the bucket of parameters with these shapes.
 
@@ -82,7 +82,7 @@ class BucketPlan:
             world_size: ranks that share it.
             offload: what lives in host memory.
             by_rows: each rank owns whole rows of the one parameter.
-            is_extended: the parameter itself decides what is sent.
+            is_packed: what is sent may be rounded, if the run asks for it.
         """
         reduce = dtypes.reduce(key.dtype)
         itemsizes = [itemsize(key.dtype), itemsize(key.compute_dtype)]
@@ -94,7 +94,7 @@ class BucketPlan:
             key.compute_dtype,
             reduce,
             key.trainable,
-            None if key.exact or is_extended else packed(dtypes.gather_as, key.compute_dtype),
+            packed(dtypes.gather_as, key.compute_dtype) if is_packed and not key.exact else None,
             packed(dtypes.reduce_as, reduce),
             offload,
         )

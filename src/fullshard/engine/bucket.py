@@ -30,9 +30,7 @@ from fullshard.engine.bucket_spec import BucketSpec
 from fullshard.engine.gradient import Gradient
 from fullshard.engine.materialize import Values
 from fullshard.engine.parameter import ShardedParameter
-from fullshard.engine.tile import plain_of, set_plain
 from fullshard.wrap.partition import Slot
-from fullshard.wrap.quantized import aliases
 
 if TYPE_CHECKING:
     from fullshard.engine.unit import Unit
@@ -122,14 +120,14 @@ class Bucket(BucketSpec):
             own = self.main[self.slices[index]]
             if slot.parameter.is_meta and weights is not None:
                 weights.read(slot, interval, own)
-                slot.make_real(mesh.device)
+                empty = torch.empty(0, dtype=slot.parameter.dtype, device=mesh.device)
+                slot.make_real(self.kinds[index].like(slot.parameter, empty))
             else:
-                own.copy_(plain_of(slot.parameter).reshape(-1)[interval.start : interval.stop])
+                own.copy_(self.kinds[index].plain(slot.parameter).reshape(-1)[interval.start : interval.stop])
         for index, slot in enumerate(self.slots):
             # This keeps the parameter object (subclasses, tied identities) and gives it a version counter of its own;
             # `nn.Parameter(view)` would share the counter with `full` and fail after the next gather.
-            for tensor in (slot.parameter, *aliases(slot.parameter)):
-                set_plain(tensor, self._view(self.full, index))
+            self.kinds[index].set_plain(slot.parameter, self._view(self.full, index))
         self.originals = Originals([slot.parameter for slot in self.slots])
         self.reshard()
 
@@ -269,7 +267,7 @@ class Bucket(BucketSpec):
 
         Args:
             kept_by: neighbours that each keep a part; the next gather is among them, unless `main` changes before it.
-                No rank keeps a part where staying whole costs nothing, or where a parameter says how it is gathered.
+                No rank keeps a part where staying whole costs nothing, or where the buffer is of a kind of its own.
         """
         if self._is_lost:
             return

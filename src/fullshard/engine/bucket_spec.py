@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+
+import torch
 
 from fullshard.comm.device import require_dtype
 from fullshard.comm.mesh import Mesh
 from fullshard.comm.packing import Packing, packing_for
 from fullshard.core.bucket import BucketKey, BucketPlan
+from fullshard.engine.kinds import kind_of
 from fullshard.engine.offload import Storage
 from fullshard.engine.precision import MixedPrecisionPolicy, dtype_name, torch_dtype
 from fullshard.engine.reduction_settings import ReductionSettings
-from fullshard.engine.span import Name, RaggedShard, Span
-from fullshard.engine.tile import plain_of, tile_of
-from fullshard.wrap.extended import Composition, is_composed, is_extended
+from fullshard.engine.shard_spec import RaggedShard, ShardSpec
 from fullshard.wrap.partition import Slot
-from fullshard.wrap.quantized import is_exact
 
 
 def by_bucket(slots: Sequence[Slot], policy: MixedPrecisionPolicy) -> list[list[Slot]]:
     """Group slots by bucket, in the order of each bucket's first parameter."""
     groups: dict[tuple[BucketKey, int | None], list[Slot]] = {}
     for slot in slots:
-        alone = id(slot) if slot.is_alone else None
+        alone = id(slot) if _is_alone(slot) else None
         groups.setdefault((_key(slot, policy), alone), []).append(slot)
     return list(groups.values())
+
+
+def _is_alone(slot: Slot) -> bool:
+    """Return whether a parameter has a bucket of its own, which is cut between rows."""
+    return slot.by_rows or kind_of(slot.parameter).is_alone
 
 
 def _key(slot: Slot, policy: MixedPrecisionPolicy) -> BucketKey:
@@ -35,7 +39,7 @@ def _key(slot: Slot, policy: MixedPrecisionPolicy) -> BucketKey:
         policy.dtypes_of(slot.compute_dtype),
         dtype_name(parameter.dtype),
         trainable=parameter.requires_grad,
-        exact=is_exact(parameter),
+        exact=kind_of(parameter).is_exact,
         statistics=None if statistics is None else dtype_name(statistics),
     )
 
@@ -51,8 +55,8 @@ class BucketSpec:
 
     Attributes:
         plan: dtypes, places and bytes, as the planner had them when the bucket was made: it may have been frozen then.
+        kinds: the kind of each parameter.
         slices: the place of each parameter in this rank's interval.
-        tiles: the part of each parameter in the bucket, where tensor parallelism has split it.
         tag: its number in the model, the same on every rank; set when the model is put together.
         reduction: the unit's settings, once the bucket is part of one.
     """
@@ -61,14 +65,15 @@ class BucketSpec:
 
     def __init__(self, slots: Sequence[Slot], *, mesh: Mesh, policy: MixedPrecisionPolicy, storage: Storage) -> None:
         self.slots, self.mesh, self.storage = slots, mesh, storage
+        self.kinds = [kind_of(slot.parameter) for slot in slots]
         self.plan = plan = BucketPlan.of(
             _key(slots[0], policy),
-            [tuple(plain_of(slot.parameter).shape) for slot in slots],
+            [tuple(kind.plain(slot.parameter).shape) for kind, slot in zip(self.kinds, slots, strict=True)],
             policy.dtypes_of(),
             world_size=mesh.shard_size,
             offload=storage.offload,
-            by_rows=slots[0].is_alone,
-            is_extended=is_extended(slots[0].parameter),
+            by_rows=_is_alone(slots[0]),
+            is_packed=self.kinds[0].is_packed,
         )
         self.layout = plan.layout
         self.dtype, self.compute_dtype, self.reduce_dtype, self.compute_shard_dtype = map(
@@ -77,7 +82,6 @@ class BucketSpec:
         require_dtype(mesh.device, self.dtype, "parameters")
         require_dtype(mesh.device, self.compute_dtype, "param_dtype")
         require_dtype(mesh.device, self.reduce_dtype, "reduce_dtype")
-        self.tiles = [tile_of(slot) for slot in slots]
         self.gather_packing, self.reduce_packing = _packing(plan.gather_as), _packing(plan.reduce_as)
         self.main_is_on_host = plan.main_is_on_host
         self.is_gathered_from_host = plan.is_gathered_from_host
@@ -85,22 +89,11 @@ class BucketSpec:
         self.slices = [self.layout.shard_slice(index, mesh.shard_rank) for index in range(len(slots))]
         self.reduction = ReductionSettings.of(mesh)
 
-    def span(self, index: int) -> Span:
-        """Return which elements of parameter `index` each rank has; the span has no name yet."""
-        layout, tile = self.layout, self.tiles[index]
-        if tile is not None and not tile.is_beneath:
-            tile = None
-        shape = layout.specs[index].shape if tile is None else tile.whole_shape
-        slot, parameter = self.slots[index], self.slots[index].parameter
-        composition = Composition.of(parameter) if is_composed(parameter) else None
-        row_numel = 0 if composition is None else math.prod(shape[1:])
-        placement = RaggedShard(layout.shard_numel, layout.offsets[index], row_numel)
-        return Span(
-            *(self.mesh, shape, placement, Name(), tile),
-            composition=composition,
-            as_rows=slot.by_rows,
-            reduction=self.reduction,
-        )
+    def shard_spec(self, index: int) -> ShardSpec:
+        """Return which elements of parameter `index` each rank has; the spec has no name yet."""
+        placement = RaggedShard(self.layout.shard_numel, self.layout.offsets[index])
+        shape = torch.Size(self.layout.specs[index].shape)
+        return self.kinds[index].spec(self.slots[index], self.mesh, shape, placement, self.reduction)
 
 
 def _packing(sent_as: str | None) -> Packing | None:

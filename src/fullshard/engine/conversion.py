@@ -14,11 +14,10 @@ import torch
 from fullshard.comm import torch_private
 from fullshard.core.errors import LifecycleError
 from fullshard.engine.deferred import StandIns
-from fullshard.engine.extended import ExtendedBucket
+from fullshard.engine.kinds import kind_of
 from fullshard.engine.parameter import is_hooked
-from fullshard.engine.span import Span
+from fullshard.engine.shard_spec import ShardSpec
 from fullshard.engine.unit_parameters import UnitParameters
-from fullshard.wrap.extended import is_extended
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 
@@ -27,11 +26,11 @@ _Applied = Literal["same", "cast", "real"]
 """The effect of a function on a unit: none, a cast, or a move from the meta device to the unit's own."""
 
 
-def convert(units: Sequence[UnitParameters], fn: Function) -> set[Span]:
+def convert(units: Sequence[UnitParameters], fn: Function) -> set[ShardSpec]:
     """Do to the parameters of units what `fn` would do to plain ones.
 
     Returns:
-        Spans of the parameters that are converted already or stay where they are: do not apply `fn` to them.
+        Specs of the parameters that are converted already or stay where they are: do not apply `fn` to them.
 
     Raises:
         LifecycleError: a unit cannot be converted; no unit was changed.
@@ -97,11 +96,12 @@ def _check_cast(unit: UnitParameters) -> None:
             f"fully_shard: {hooked}",
             hint="cast the model before, or register the hooks after the cast",
         )
-    if any(is_extended(slot.parameter) for slot in unit.slots) or (
-        is_real and any(isinstance(bucket, ExtendedBucket) for bucket in unit.buckets)
-    ):
+    kinds = [kind_of(slot.parameter) for slot in unit.slots] if not is_real else []
+    kinds += [kind for bucket in unit.buckets for kind in bucket.kinds] if is_real else []
+    why_not = next((kind.why_no_cast for kind in kinds if kind.why_no_cast), "")
+    if why_not:
         raise LifecycleError(
-            f"rank {unit.mesh.rank}, unit {unit.name!r}: cannot cast sharded parameters that say how they are gathered",
+            f"rank {unit.mesh.rank}, unit {unit.name!r}: cannot cast sharded parameters {why_not}",
             hint="cast the model before fully_shard; for mixed precision use mp_policy",
         )
 

@@ -16,15 +16,14 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.comm import torch_private
 from fullshard.comm.mesh import Mesh
-from fullshard.core.errors import LifecycleError, WrapError
+from fullshard.core.errors import LifecycleError
 from fullshard.core.layout import Interval
 from fullshard.engine.bucket_spec import BucketSpec, by_bucket
+from fullshard.engine.kinds import kind_of
 from fullshard.engine.offload import Storage
 from fullshard.engine.precision import MixedPrecisionPolicy
+from fullshard.engine.shard_spec import ShardSpec
 from fullshard.engine.sharded_tensor import ShardedTensor, part_of
-from fullshard.engine.span import Span
-from fullshard.engine.tile import plain_of, tile_of, wrapped_as
-from fullshard.wrap.extended import is_composed, wrapped_by
 from fullshard.wrap.partition import Slot, UnitPlan
 
 HINT = (
@@ -42,7 +41,7 @@ class StandIns:
 
     def __init__(self, entries: Iterable[tuple[Slot, ShardedTensor]]) -> None:
         self.entries = list(entries)
-        self._spans = {id(slot): stand_in.span for slot, stand_in in self.entries}
+        self._specs = {id(slot): stand_in.span for slot, stand_in in self.entries}
         for slot, stand_in in self.entries:
             stand_in._is_param = True
             for module, attribute in slot.owners:
@@ -54,7 +53,7 @@ class StandIns:
         entries = []
         for slots in by_bucket(plan.slots, policy):
             spec = BucketSpec(slots, mesh=mesh, policy=policy, storage=storage)
-            entries += [(slot, _stand_in(slot.parameter, spec.span(index))) for index, slot in enumerate(slots)]
+            entries += [(slot, _stand_in(slot.parameter, spec.shard_spec(index))) for index, slot in enumerate(slots)]
         return cls(entries)
 
     @classmethod
@@ -66,8 +65,8 @@ class StandIns:
         for slot, held in entries:
             local = fn(held.local.detach())
             slot.replaced += [slot.parameter, held]  # type: ignore[list-item]
-            plain = torch.empty(held.span.tile_shape, dtype=local.dtype, device="meta")
-            slot.parameter = nn.Parameter(wrapped_as(slot.parameter, plain), held.requires_grad)
+            plain = torch.empty(held.span.sharded_shape, dtype=local.dtype, device="meta")
+            slot.parameter = nn.Parameter(kind_of(slot.parameter).like(slot.parameter, plain), held.requires_grad)
             changed.append((slot, ShardedTensor(local, held.span, requires_grad=held.requires_grad)))
         return cls(changed)
 
@@ -99,37 +98,29 @@ class StandIns:
                     hint="use register_post_accumulate_grad_hook",
                 )
             slot.replaced += dict.fromkeys((original, stand_in, held))  # type: ignore[arg-type]
-            is_kept = is_composed(original)  # on the meta device, but it knows more than a shape
-            whole = original.detach() if is_kept else torch.empty_like(original, device="meta")
-            slot.parameter = nn.Parameter(whole, held.requires_grad)
+            slot.parameter = nn.Parameter(kind_of(original).outline(original), held.requires_grad)
 
     def read(self, slot: Slot, interval: Interval, out: torch.Tensor) -> None:
         """Fill `out`, shape (n,), with these elements of a parameter: NaN where it has no values yet."""
-        held, span = wrapped_by(_held(slot)).detach(), self._spans[id(slot)]
+        held, spec = _held(slot).detach(), self._specs[id(slot)]
+        held = held if isinstance(held, DTensor) else kind_of(held).plain(held)
         if held.is_meta:
             out.fill_(math.nan if out.is_floating_point() or out.is_complex() else 0)
         elif isinstance(held, ShardedTensor) and held.interval == interval:
             out.copy_(held.local)
-        elif isinstance(held, DTensor) and span.interval == interval and (own := part_of(held, span)) is not None:
+        elif isinstance(held, DTensor) and spec.interval == interval and (own := part_of(held, spec)) is not None:
             out.copy_(own)
         else:
-            whole, tile = held.full_tensor() if isinstance(held, DTensor) else held, tile_of(slot)
-            out.copy_((whole if tile is None else tile.cut(whole)).reshape(-1)[interval.start : interval.stop])
+            whole = held.full_tensor() if isinstance(held, DTensor) else held
+            out.copy_(spec.to_sharded(whole).reshape(-1)[interval.start : interval.stop])
 
 
-def _stand_in(parameter: nn.Parameter, span: Span) -> ShardedTensor:
+def _stand_in(parameter: nn.Parameter, spec: ShardSpec) -> ShardedTensor:
     if parameter.is_meta:
-        local = torch.empty(span.local_shape, dtype=parameter.dtype, device="meta")
-    elif is_composed(parameter):
-        raise WrapError(
-            f"a parameter of type {type(parameter).__name__} and shape {tuple(parameter.shape)} is real beside others "
-            f"that are on the meta device",
-            hint="make the whole unit real before fully_shard, or nothing of it",
-        )
+        local = torch.empty(spec.local_shape, dtype=parameter.dtype, device="meta")
     else:
-        own = plain_of(parameter).reshape(-1)[span.interval.start : span.interval.stop]
-        local = own.to(span.mesh.device, copy=True)
-    return ShardedTensor(local, span, requires_grad=parameter.requires_grad)
+        local = kind_of(parameter).stand_in(parameter, spec)
+    return ShardedTensor(local, spec, requires_grad=parameter.requires_grad)
 
 
 def _held(slot: Slot) -> torch.Tensor:

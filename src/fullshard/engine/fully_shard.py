@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from fullshard.comm import torch_private
 from fullshard.comm.mesh import Mesh, data_parallel, init_mesh, joined_world_size
 from fullshard.config.switches import check_switches
 from fullshard.core.errors import ConfigError, PlacementError, RepeatedError, WrapError
@@ -28,6 +27,7 @@ from fullshard.core.schedule import BackwardPrefetch
 from fullshard.core.strategy import Strategy, parse_strategy
 from fullshard.core.user_class import user_class
 from fullshard.engine.extension import begin_sharding
+from fullshard.engine.kinds import DataAxes, check_kinds, check_types, kind_of, prepare
 from fullshard.engine.lookup import require_units, unit_of
 from fullshard.engine.materialize import InitFunction, WeightSource, materialize, weight_source
 from fullshard.engine.module import assemble, make_fsdp_module
@@ -37,11 +37,8 @@ from fullshard.engine.precision import MixedPrecisionPolicy
 from fullshard.engine.schedule import Schedule
 from fullshard.engine.sharding import Sharding
 from fullshard.engine.state_dict import watch_state_dicts
-from fullshard.engine.tile import check_tiles, note_data_axes, tile_of
 from fullshard.engine.unit import Unit
-from fullshard.wrap.extended import is_extended
-from fullshard.wrap.partition import UnitPlan, check_types, partition
-from fullshard.wrap.quantized import expose_scales, outline
+from fullshard.wrap.partition import UnitPlan, partition
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 _BEGINNING = threading.Lock()
@@ -88,7 +85,7 @@ def fully_shard(
         ConfigError: an argument that cannot be honoured.
         WrapError: a unit already, nothing to shard where something must be, a parameter that is tied to one in another
             unit, one of a tensor subclass that wraps other tensors and does not say how it is gathered, or a DTensor
-            that is not over another axis of the same mesh (tensor parallelism).
+            that is not over another axis of the same mesh.
     """
     modules: list[nn.Module] = list(module) if isinstance(module, (list, tuple)) else [module]
     _check_arguments(modules, mesh, shard_placement_fn)
@@ -108,13 +105,11 @@ def fully_shard(
             )
     for one in modules:
         _check_can_be_unsharded(one, [one])
-        expose_scales(one)
+        prepare(one)
     [plan] = partition(modules, ignored=ignored, stop_at=_units_in(modules))
     _check_not_managed([plan])
     check_types([plan], modules)
-    if isinstance(mesh, DeviceMesh) and dp_mesh_dims is not None:
-        note_data_axes(plan, mesh, dp_mesh_dims)
-    check_tiles([plan], modules, resolved)
+    check_kinds([plan], modules, resolved, _data_axes(mesh, dp_mesh_dims))
     if shard_placement_fn is not None:
         _take_placements(plan, shard_placement_fn)
     schedule = Schedule(resolved)
@@ -183,7 +178,7 @@ def shard_model(
     storage = Storage.of(offload_policy, mesh.device)
     weights = weight_source(model)
     plans = _plan_units(model, unit_modules, weights, _ignored(ignored_params))
-    check_tiles(plans, [model], mesh)
+    check_kinds(plans, [model], mesh)
     _check_offload(offload_of(offload_policy), plans)
     # The model changes from here on; errors that the plans alone show were raised before.
     schedule = Schedule(mesh)
@@ -225,9 +220,7 @@ def _plan_units(
     ignored: Iterable[nn.Parameter],
 ) -> list[UnitPlan]:
     """Assign every parameter to a unit, once each tensor that is to be sharded is a parameter."""
-    if weights is not None:
-        outline(model)  # before scales are exposed: weights that are still in files have none yet
-    expose_scales(model)
+    prepare(model, is_read_later=weights is not None)
     if weights is not None:
         weights.start(model)
     plans = partition([model], unit_modules, ignored=ignored)
@@ -371,6 +364,14 @@ def _check_not_managed(plans: Iterable[UnitPlan]) -> None:
         )
 
 
+def _data_axes(mesh: object, dims: Any) -> DataAxes | None:
+    """Return the mesh and its axes that `dims` names, if any."""
+    if dims is None or not isinstance(mesh, DeviceMesh):
+        return None
+    names = list(mesh.mesh_dim_names or ())
+    return mesh, frozenset(map(names.index, (*dims.replicate_names, *dims.shard_names)))
+
+
 def _take_placements(plan: UnitPlan, shard_placement_fn: Callable[[nn.Parameter], Any]) -> None:
     """Note which parameters to cut between rows; another dim has no effect, and another mesh is refused."""
     for slot in plan.slots:
@@ -385,12 +386,11 @@ def _take_placements(plan: UnitPlan, shard_placement_fn: Callable[[nn.Parameter]
                 "or a Shard of one of its dims",
                 hint="a mesh for each parameter is not supported: shard modules over different meshes instead",
             )
-        slot.by_rows = is_dim and wanted.dim % slot.parameter.ndim == 0 and not is_extended(slot.parameter)
-        tile = tile_of(slot)
-        if slot.by_rows and tile is not None and tile.is_beneath and torch_private.groups_of(tile.placement):
+        kind = kind_of(slot.parameter)
+        slot.by_rows = is_dim and wanted.dim % slot.parameter.ndim == 0 and not kind.is_alone
+        if slot.by_rows and (why := kind.why_no_rows(slot)):
             raise PlacementError(
-                f"shard_placement_fn gives {wanted!r} for packed matrices {tuple(slot.parameter.shape)} that tensor "
-                f"parallelism has placed as {tile.placement}: no placement of torch's would say which rows a rank has",
+                f"shard_placement_fn gives {wanted!r} for a parameter {tuple(slot.parameter.shape)}: {why}",
                 hint="give None for it",
             )
 

@@ -13,18 +13,14 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from fullshard.comm import torch_private
 from fullshard.comm.mesh import Mesh
 from fullshard.comm.stalls import STALLS
 from fullshard.comm.torch_dist import as_sent
 from fullshard.core.errors import WrapError
 from fullshard.core.layout import Interval
-from fullshard.engine.tile import plain_of, set_plain, wrapped_as
-from fullshard.wrap.extended import inner_tensors, is_composed
+from fullshard.engine.kinds import kind_of, place
 from fullshard.wrap.partition import Slot, UnitPlan
-from fullshard.wrap.quantized import is_exact, place_tables
 
 InitFunction = Callable[[nn.Module], Any]
 """Initialises the parameters and buffers that belong to one module directly, not to its children."""
@@ -37,7 +33,7 @@ class Values(Protocol):
     """Gives parameters on the meta device their values."""
 
     def read(self, slot: Slot, interval: Interval, out: torch.Tensor) -> None:
-        """Fill `out` (1-D, any dtype and device) with elements `interval` of the parameter, or its tile, flattened."""
+        """Fill `out` (1-D, any dtype and device) with elements `interval` of what this rank has to shard, flattened."""
 
 
 class WeightSource(Values, Protocol):
@@ -47,7 +43,7 @@ class WeightSource(Values, Protocol):
         """Find the parameters of `model`, about to be divided, in the source; refuse those that do not fit."""
 
     def make_whole(self, module: nn.Module, device: torch.device) -> None:
-        """Make real the tensors that must be whole: persistent buffers, weights that are quantised on the way."""
+        """Make real the tensors that must be whole: persistent buffers, weights that are converted on the way."""
 
     def holds(self, slot: Slot) -> bool:
         """Return whether `read` can give this parameter."""
@@ -109,7 +105,7 @@ def materialize(
         current = module._parameters[attribute]
         assert current is not None  # noqa: S101 -- it was a parameter before
         if current.device != mesh.device and not current.is_meta:
-            current = _moved(current, mesh.device)
+            current = kind_of(current).moved(current, mesh.device)
         if current is not slot.parameter:
             slot.replaced.append(slot.parameter)
             slot.parameter = current
@@ -117,38 +113,12 @@ def materialize(
             owner._parameters[name] = current
     for module in modules:
         _place_buffers(module, mesh.device, buffer_dtype)
-        place_tables(module, mesh.device)
+        place(module, mesh.device)
     if any(is_made) or sync_module_states:
         buffers = [b for m in modules for b in m._buffers.values() if b is not None]
-        parameters = [held for s in plan.slots if id(s) not in deferred for held in _held_by(s.parameter)]
+        real = [slot.parameter for slot in plan.slots if id(slot) not in deferred]
+        parameters = [tensor for parameter in real for tensor in kind_of(parameter).tensors(parameter)]
         _take_from_rank_0(parameters + buffers, mesh)
-
-
-def _held_by(parameter: nn.Parameter) -> list[torch.Tensor]:
-    """Return the plain tensors of a parameter: several if it is composed."""
-    return list(inner_tensors(parameter).values()) if is_composed(parameter) else [plain_of(parameter)]
-
-
-def _moved(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    """Move `parameter` to another device: the same object, unless torch has no way to (plugged-in devices)."""
-    plain = plain_of(parameter)
-    data = plain.to(device)
-    if is_composed(parameter):
-        if type(data) is not type(plain):
-            raise WrapError(
-                f"a parameter of type {type(plain).__name__} becomes a {type(data).__name__} on its way to {device}: "
-                "its class does not say what a copy on another device is",
-                hint="implement aten._to_copy in its __torch_dispatch__, or make the parameter on the device",
-            )
-        return nn.Parameter(data, requires_grad=parameter.requires_grad)
-    if torch_private.may_hold(plain, data):
-        set_plain(parameter, data)
-        return parameter
-    if isinstance(parameter, DTensor):
-        return nn.Parameter(wrapped_as(parameter, data), requires_grad=parameter.requires_grad)
-    moved: nn.Parameter = torch_private.made_as(type(parameter), data, requires_grad=parameter.requires_grad)
-    vars(moved).update(vars(parameter))
-    return moved
 
 
 def _init_with(weights: WeightSource, otherwise: InitFunction) -> InitFunction:
@@ -238,7 +208,7 @@ def _default_init(model: nn.Module | None, roots: list[nn.Module]) -> InitFuncti
 
 def _place_buffers(module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
     for name, buffer in module._buffers.items():
-        if buffer is not None and not buffer.is_meta and not is_exact(buffer):
+        if buffer is not None and not buffer.is_meta and not kind_of(buffer).is_exact:
             to_dtype = dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype
             module._buffers[name] = buffer.to(device=device, dtype=to_dtype)
 

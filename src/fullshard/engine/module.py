@@ -17,10 +17,10 @@ from fullshard.comm import torch_private
 from fullshard.core.errors import CopyError, LifecycleError
 from fullshard.core.user_class import USER_CLASS, user_class
 from fullshard.engine.contexts import no_sync
-from fullshard.engine.conversion import convert
+from fullshard.engine.conversion import Function, convert
 from fullshard.engine.lookup import UNIT, clean_name, qualified, require_unit, unit_of, units_of
 from fullshard.engine.schedule import Schedule
-from fullshard.engine.span import Span
+from fullshard.engine.shard_spec import ShardSpec
 from fullshard.engine.unit import Unit
 
 _MADE_FROM = "_fullshard_methods"
@@ -265,6 +265,6 @@ def assemble(modules: list[nn.Module], schedule: Schedule) -> None:
             parameter.span.name.names = tuple(dict.fromkeys(names))
 
 
-def _except(spans: set[Span], fn: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return `fn` for all tensors except those with one of these spans."""
-    return (lambda tensor: tensor if getattr(tensor, "span", None) in spans else fn(tensor)) if spans else fn
+def _except(specs: set[ShardSpec], fn: Function) -> Function:
+    """Return `fn` for all tensors except those with one of these specs."""
+    return (lambda tensor: tensor if getattr(tensor, "span", None) in specs else fn(tensor)) if specs else fn

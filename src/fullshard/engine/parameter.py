@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from fullshard.comm import torch_private
 from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import LifecycleError
+from fullshard.engine.shard_spec import RowSpec
 from fullshard.engine.sharded_tensor import RowTensor, ShardedTensor, part_of
 from fullshard.wrap.partition import other_gradient_dtype
 
@@ -54,9 +55,9 @@ class ShardedParameter(ShardedTensor):
 
     def __new__(cls, bucket: Bucket, index: int, *, requires_grad: bool) -> ShardedParameter:
         """Cut parameter `index` of `bucket` down to this rank's interval of it in `main`."""
-        local, span = bucket.weights(index).detach(), bucket.span(index)
-        cls = RowParameter if span.as_rows else cls
-        self = super().__new__(cls, local, span, requires_grad=requires_grad)
+        local, spec = bucket.weights(index).detach(), bucket.shard_spec(index)
+        cls = RowParameter if isinstance(spec, RowSpec) else cls
+        self = super().__new__(cls, local, spec, requires_grad=requires_grad)
         assert isinstance(self, ShardedParameter)  # noqa: S101 -- for the type checker
         self.bucket, self._index = bucket, index
         self._data, self.gradient_hooks = self.wrap(self.local), OrderedDict()

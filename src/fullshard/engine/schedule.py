@@ -400,10 +400,10 @@ class Schedule:
         return [parameter for bucket in self._buckets() for parameter in bucket.sharded_parameters]
 
     def outer_groups(self) -> list[dist.ProcessGroup]:
-        """Return the groups of ranks that share the model along axes that are not the mesh's: tensor parallelism's."""
+        """Return the groups of ranks that share the model along axes beside the mesh's."""
         if self._outer_groups is None:
-            tiles = (parameter.span.tile for parameter in self.parameters())
-            self._outer_groups = list(dict.fromkeys(tile.mesh.get_group() for tile in tiles if tile is not None))
+            groups = (parameter.span.outer_group for parameter in self.parameters())
+            self._outer_groups = list(dict.fromkeys(group for group in groups if group is not None))
         return self._outer_groups
 
     def _is_wanted_outside(self, is_wanted: bool) -> bool:

@@ -17,7 +17,7 @@ from fullshard.comm import torch_private
 from fullshard.core.boxes import IntervalBox
 from fullshard.core.errors import LifecycleError
 from fullshard.core.layout import Interval
-from fullshard.engine.span import Span
+from fullshard.engine.shard_spec import RowSpec, ShardSpec
 
 WAY_OUT = (
     "call, on every rank, fullshard.checkpoint.save_checkpoint or torch.distributed.checkpoint.save; whole tensors are "
@@ -33,7 +33,7 @@ class SpreadTensor(DTensor):
         span: the span of the parameter that it is, or was computed from.
     """
 
-    span: Span
+    span: ShardSpec
 
     def __init__(self, *_args: object, **_options: object) -> None:
         """Do nothing: torch's own takes as long as making the tensor."""
@@ -66,9 +66,9 @@ class ShardedTensor(SpreadTensor):
     """Runs a kernel on sharded tensors; set by `features.dtensor_ops`."""
     __hash__ = object.__hash__  # by identity like a tensor's, but in C: every look-up of optimizer state calls it
 
-    def __new__(cls, local: torch.Tensor, span: Span, *, requires_grad: bool = False) -> ShardedTensor:
+    def __new__(cls, local: torch.Tensor, span: ShardSpec, *, requires_grad: bool = False) -> ShardedTensor:
         """Wrap `local`."""
-        cls = RowTensor if span.as_rows and cls is ShardedTensor else cls
+        cls = RowTensor if cls is ShardedTensor and isinstance(span, RowSpec) else cls
         self: ShardedTensor = torch_private.wrap(cls, local, span.layout(local.dtype), requires_grad=requires_grad)
         self.span = span
         return self
@@ -85,10 +85,7 @@ class ShardedTensor(SpreadTensor):
 
     @property
     def interval(self) -> Interval:
-        """Return the elements of the flattened whole that this rank has.
-
-        If tensor parallelism has split the parameter, these are elements of this rank's tile.
-        """
+        """Return the elements of the flattened whole, or of `ShardSpec.sharded_shape`, that this rank has."""
         return self.span.interval
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
@@ -100,7 +97,7 @@ class ShardedTensor(SpreadTensor):
         is_own = grad_placements is None and self._wants_gradient
         local: torch.Tensor = _ToLocal.apply(self) if is_own else super().to_local(grad_placements=grad_placements)
         is_whole = self.span.mesh.shard_size == 1 and not self.span.is_by_rows
-        return local.view(self.span.tile_shape) if is_whole else local
+        return local.view(self.span.sharded_shape) if is_whole else local
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """Return the whole as a new tensor on this rank's device. A collective, in the same order on every rank.
@@ -224,7 +221,7 @@ class ShardedTensor(SpreadTensor):
 
 
 class RowTensor(ShardedTensor):
-    """A tensor of which this rank has whole rows (`Span.as_rows`): torch sees their shape, and `Shard(0)`."""
+    """A tensor of which this rank has whole rows (`RowSpec`): torch sees their shape, and `Shard(0)`."""
 
     @property
     def _local_tensor(self) -> torch.Tensor:
@@ -235,14 +232,14 @@ class RowTensor(ShardedTensor):
         torch_private.put_local(self, value if value.dim() == 1 else value.view(-1))
 
 
-def part_of(tensor: DTensor, span: Span) -> torch.Tensor | None:
+def part_of(tensor: DTensor, span: ShardSpec) -> torch.Tensor | None:
     """Return this rank's part, shape (n,), of any DTensor that is laid out as `span`; None if it is not."""
     if isinstance(tensor, ShardedTensor):
         return tensor.local if span.is_like(tensor.span) else None
     layout, expected = torch_private.layout_from(tensor), span.layout(tensor.dtype)
     is_alike = (layout.mesh, layout.placements, layout.shape) == (expected.mesh, expected.placements, expected.shape)
     local = torch_private.local_of(tensor)
-    return local.view(-1) if span.as_rows and is_alike and local.is_contiguous() else None
+    return local.view(-1) if isinstance(span, RowSpec) and is_alike and local.is_contiguous() else None
 
 
 class _Replicate(torch.autograd.Function):
@@ -278,7 +275,7 @@ class _ToLocal(torch.autograd.Function):
         return ShardedTensor(ctx.span.reduce(own, of_interval=True) if shares else own, ctx.span)
 
 
-def reduced(gradient: torch.Tensor, span: Span) -> torch.Tensor:
+def reduced(gradient: torch.Tensor, span: ShardSpec) -> torch.Tensor:
     """Return the gradient of a tensor that every rank has whole; each rank gives its own gradient. A collective.
 
     A partial gradient says that each rank has a part of the sum, so that sum is the result.
@@ -296,12 +293,14 @@ def replicated_of(tensor: ShardedTensor) -> DTensor:
     return dtensor_of(tensor.span.gather(tensor.local), tensor.span)
 
 
-def dtensor_of(local: torch.Tensor, span: Span, placement: Placement | None = None) -> DTensor:
+def dtensor_of(local: torch.Tensor, span: ShardSpec, placement: Placement | None = None) -> DTensor:
     """Return torch's own DTensor over a span's ranks.
 
     It is replicated along all axes, or along those that it is not cut along.
     """
-    placements = span.placements(placement if span.mesh.shard_size > 1 else None, placement if span.is_tiled else None)
+    placements = span.placements(
+        placement if span.mesh.shard_size > 1 else None, placement if span.is_chunked else None
+    )
     layout = torch_private.layout_of(span.device_mesh, placements, local.shape, local.dtype)
     dtensor: DTensor = torch_private.wrap(DTensor, local, layout)
     return dtensor

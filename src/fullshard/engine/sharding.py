@@ -24,7 +24,7 @@ class Sharding:
         largest_unit: name of the unit that is largest when it is unsharded; empty for the root.
         largest_unit_nbytes: bytes of that unit when unsharded.
         padding: share of all buckets that is padding.
-        tile_ranks: ranks over which tensor parallelism has split parameters before; 1 without.
+        beneath: how another axis has split parameters before; empty if none has.
         world_size, shard_size, replicate_size: ranks, per shard group and per replicate group.
         strategy: name of the strategy table's row that the mesh and the units match; empty with one rank.
         kept: units that keep their parameters between forward and backward although the strategy frees them.
@@ -41,7 +41,7 @@ class Sharding:
     largest_unit: str
     largest_unit_nbytes: int
     padding: float
-    tile_ranks: int
+    beneath: str
     world_size: int
     shard_size: int
     replicate_size: int
@@ -59,7 +59,6 @@ class Sharding:
         largest = max(units, key=lambda unit: unit.full_nbytes)
         full_numel = sum(bucket.layout.full_numel for bucket in buckets)
         numel = sum(bucket.layout.numel for bucket in buckets)
-        tiles = [tile for bucket in buckets for tile in bucket.tiles if tile is not None and tile.is_beneath]
         # Nothing was requested for the root, which keeps its parameters under every strategy.
         kept = sum(
             not unit.reshard_after_forward and unit.requested_reshard_after_forward is not None for unit in units
@@ -81,7 +80,7 @@ class Sharding:
             largest_unit=largest.name,
             largest_unit_nbytes=largest.full_nbytes,
             padding=1 - numel / full_numel if full_numel else 0.0,
-            tile_ranks=max((tile.mesh.size() for tile in tiles), default=1),
+            beneath=next((p.span.note for b in buckets for p in b.sharded_parameters if p.span.note), ""),
             world_size=mesh.world_size,
             shard_size=mesh.shard_size,
             replicate_size=mesh.replicate_size,
@@ -107,11 +106,11 @@ class Sharding:
         )
 
     def _placement(self) -> str:
-        if self.world_size == 1 and self.tile_ranks == 1:
+        if self.world_size == 1 and not self.beneath:
             return "whole on 1 rank"
         strategy = self.strategy + (f" keeping {self.kept} of {self.units} units" if self.kept else "")
         how = "sharded over" if self.shard_size > 1 else "replicated on"
-        beneath = f", beneath it tensor parallel over {self.tile_ranks}" if self.tile_ranks > 1 else ""
+        beneath = f", beneath it {self.beneath}" if self.beneath else ""
         return f"{how} {self.world_size} ranks ({strategy}, {self.replicate_size} x {self.shard_size}){beneath}"
 
 

@@ -26,10 +26,11 @@ from fullshard.core.events import EventKind
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.call import Call, uncompiled
 from fullshard.engine.gradient_hooks import GradientHooks
+from fullshard.engine.kinds import kind_of
 from fullshard.engine.materialize import Values
 from fullshard.engine.offload import Storage
 from fullshard.engine.precision import MixedPrecisionPolicy, cast_floating, map_tensors, moved
-from fullshard.engine.unit_parameters import UnitParameters, UnitState, bucket_type
+from fullshard.engine.unit_parameters import UnitParameters, UnitState
 from fullshard.wrap.partition import Slot, UnitPlan
 
 if TYPE_CHECKING:
@@ -76,7 +77,8 @@ class Unit(UnitParameters):
 
     def make_bucket(self, slots: Sequence[Slot], number: int, values: Values | None) -> Bucket:
         """Return the unit's bucket of these parameters."""
-        return bucket_type(slots)(slots, owner=self, number=number, weights=values)
+        bucket_type = kind_of(slots[0].parameter).bucket_type or Bucket
+        return bucket_type(slots, owner=self, number=number, weights=values)
 
     def _allocate(self, values: Values | None) -> None:
         super()._allocate(values)

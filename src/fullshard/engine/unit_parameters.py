@@ -23,9 +23,7 @@ from fullshard.core.events import Event, EventKind
 from fullshard.engine.binding import Binding
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.bucket_spec import by_bucket
-from fullshard.engine.composed import ComposedBucket
 from fullshard.engine.deferred import HINT, StandIns
-from fullshard.engine.extended import ExtendedBucket
 from fullshard.engine.kept_views import KeptViews
 from fullshard.engine.materialize import Values
 from fullshard.engine.offload import Storage
@@ -34,7 +32,6 @@ from fullshard.engine.precision import MixedPrecisionPolicy
 from fullshard.engine.reduction_settings import ReductionSettings
 from fullshard.engine.sharded_tensor import ShardedTensor
 from fullshard.engine.waiting import Waiting
-from fullshard.wrap.extended import is_composed, is_extended
 from fullshard.wrap.partition import Slot, UnitPlan
 
 if TYPE_CHECKING:
@@ -193,7 +190,7 @@ class UnitParameters(abc.ABC):
         if self.is_filled:
             return
         self.is_filled = True
-        plain = [p for _, p in self.entries if p.span.composition is None]
+        plain = [p for _, p in self.entries if not torch_private.has_own_dispatch(type(p.local))]
         empty = [p.name for p in plain if p.local.numel() and bool(p.local.isnan().all())]
         if empty:
             warnings.warn(
@@ -322,10 +319,3 @@ class UnitParameters(abc.ABC):
             wait = self._waits[phase] = Waiting(self.mesh, f"unit {self.name!r}, {phase}")
         wait.step = self.schedule.steps + 1
         return wait
-
-
-def bucket_type(slots: Sequence[Slot]) -> type[Bucket]:
-    """Return the type of bucket for these parameters."""
-    if is_composed(slots[0].parameter):
-        return ComposedBucket
-    return ExtendedBucket if is_extended(slots[0].parameter) else Bucket

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from itertools import compress
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from fullshard.comm import torch_private
 from fullshard.core.dtypes import collected
@@ -45,7 +44,8 @@ class UnshardedGradient:
     def __init__(self, spec: BucketSpec, parameters: Sequence[ShardedParameter], *, storage_id: int | None) -> None:
         self._spec, self._parameters, self._storage_id = spec, parameters, storage_id
         self._originals: tuple[torch.Tensor, ...] = tuple(slot.parameter for slot in spec.slots)
-        self._has_dtensors = any(isinstance(original, DTensor) for original in self._originals)
+        readers = [kind.from_autograd(slot) for kind, slot in zip(spec.kinds, spec.slots, strict=True)]
+        self._readers = readers if any(readers) else []
         self.expected = len(parameters)
         self.fired: set[int] = set()
         self.used = bytearray(len(spec.slots))
@@ -81,8 +81,8 @@ class UnshardedGradient:
         if grad is None:
             return False
         parameter.grad = None  # its memory goes as soon as it is copied
-        if self._has_dtensors and (tile := self._spec.tiles[index]) is not None:
-            grad = tile.of_gradient(grad)
+        if self._readers and (reader := self._readers[index]) is not None:
+            grad = reader(grad)
         piece = self._fresh.pop(index, None)
         try:
             if piece is None or self.is_used_up or grad.requires_grad or grad.is_sparse:
@@ -137,8 +137,8 @@ class UnshardedGradient:
         if self._storage_id is None:
             return
         held = self._originals
-        if self._has_dtensors:
-            held = tuple(torch_private.local_of(each) if isinstance(each, DTensor) else each for each in held)
+        if self._readers:
+            held = tuple(kind.plain(each) for kind, each in zip(self._spec.kinds, held, strict=True))
         ids = list(map(torch_private.storage_id, map(torch.Tensor.untyped_storage, held)))
         if ids.count(self._storage_id) == len(ids):
             return

@@ -11,20 +11,25 @@ from fullshard import engine
 from fullshard.comm.select import register_backend
 from fullshard.engine import module
 from fullshard.engine.extension import Extension, at_first_sharding, register
+from fullshard.engine.kinds import ParameterKind, register_kinds
 from fullshard.features import dtensor_ops  # noqa: F401 -- what torch computes with a ShardedTensor
 from fullshard.features.activation_offload import ActivationOffload
 from fullshard.features.auto_reshard import keep_head, keep_unsharded
 from fullshard.features.consistency import ConsistencyCheck, ConsistencyMethods
+from fullshard.features.extended import Composed, Extended, LateProtocol
 from fullshard.features.late_registration import LateRegistration
 from fullshard.features.nonfinite import NonFiniteGuard, NonFiniteMethods
+from fullshard.features.quantized_weights import QuantizedWeight
 from fullshard.features.shared_memory import shared_memory
 from fullshard.features.submodule_entry import SubmoduleEntry
+from fullshard.features.tensor_parallel import TensorParallel
 from fullshard.features.torch_compat import TorchCompat, TorchMethods, check_data_parallel, state_of
 from fullshard.features.torch_tools import clip_grad_norm_, clip_grad_value_, install
 
 __all__ = [
     *engine.__all__,
     "FEATURES",
+    "KINDS",
     "FSDPModule",
     "clip_grad_norm_",
     "clip_grad_value_",
@@ -33,8 +38,9 @@ __all__ = [
 ]
 
 FEATURES: tuple[type[Extension], ...] = (
-    *(TorchCompat, LateRegistration, SubmoduleEntry, ActivationOffload, ConsistencyCheck, NonFiniteGuard),
+    *(TorchCompat, LateRegistration, LateProtocol, SubmoduleEntry, ActivationOffload, ConsistencyCheck, NonFiniteGuard),
 )
+KINDS: tuple[ParameterKind, ...] = (TensorParallel(), QuantizedWeight(), Composed(), Extended())
 
 
 class ShardedModule(ConsistencyMethods, NonFiniteMethods, TorchMethods):
@@ -44,6 +50,7 @@ class ShardedModule(ConsistencyMethods, NonFiniteMethods, TorchMethods):
 FSDPModule = ShardedModule
 register(*FEATURES)
 register_backend(shared_memory)
+register_kinds(*KINDS)
 at_first_sharding(install)
 at_first_sharding(check_data_parallel)
 module.use_module_class(FSDPModule)

@@ -307,7 +307,7 @@ class _Updated:
             return None
         if gradient.is_sparse or parameter.is_complex():
             raise OptimizerError(f"Adafactor: {_name(parameter)} has a sparse gradient, or is complex")
-        if sharded is not None and sharded.span.is_tiled:
+        if sharded is not None and sharded.span.is_chunked:
             raise OptimizerError(
                 f"Adafactor: {_name(parameter)} {tuple(parameter.shape)} is split by tensor parallelism, so no rank "
                 "has whole sums of its rows and columns",

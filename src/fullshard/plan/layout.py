@@ -184,7 +184,7 @@ def _buckets(
             world_size=shard_size,
             offload=offload,
             by_rows=first.sent_as is not None,
-            is_extended=first.sent_as is not None,
+            is_packed=first.sent_as is None,
         )
         buckets.append(dataclasses.replace(plan, whole_dtype=first.sent_as))
     return tuple(buckets)

@@ -9,15 +9,11 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from fullshard.comm import torch_private
 from fullshard.core.errors import WrapError, first_of
-from fullshard.wrap.extended import cannot_be_sharded, is_extended
 
 
 @dataclass(slots=True)
@@ -30,7 +26,7 @@ class Slot:
         replaced: earlier objects of this parameter, which the user may still hold (those on the meta device).
         compute_dtype: the dtype in which forward computes with it, if it has one of its own.
         by_rows: each rank is to have rows of it, which torch is shown as `Shard(0)`.
-        data_axes: of its own mesh, if it is a DTensor: the axes that it is not cut along until it is sharded.
+        data_axes: if it is a DTensor: the axes of its mesh for data, along which forward sees it replicated.
     """
 
     parameter: nn.Parameter
@@ -41,24 +37,15 @@ class Slot:
     data_axes: frozenset[int] = frozenset()
 
     @property
-    def is_alone(self) -> bool:
-        """Return whether it has a bucket of its own, which is cut between rows."""
-        return self.by_rows or is_extended(self.parameter)
-
-    @property
     def statistics_dtype(self) -> torch.dtype | None:
         """Dtype of the running statistics beside it (a batch norm's), which want it in theirs; None without any."""
         buffers = (module._buffers.get("running_mean") for module, _ in self.owners)
         return next((buffer.dtype for buffer in buffers if buffer is not None), None)
 
-    def make_real(self, device: torch.device) -> None:
+    def make_real(self, real: torch.Tensor) -> None:
         """Put a parameter without memory in place of one on the meta device, which cannot be given any."""
         meta = self.parameter
-        if isinstance(meta, DTensor):  # the result of tensor parallelism is to stay
-            memory: torch.Tensor = torch.empty_like(meta, device=device)
-        else:
-            memory = torch.empty(0, dtype=meta.dtype, device=device)
-        self.parameter = nn.Parameter(memory, requires_grad=meta.requires_grad)
+        self.parameter = nn.Parameter(real, requires_grad=meta.requires_grad)
         self.replaced.append(meta)
         for module, attribute in self.owners:
             module._parameters[attribute] = self.parameter
@@ -133,35 +120,6 @@ def partition(
     return finished
 
 
-def check_types(plans: Sequence[UnitPlan], roots: Sequence[nn.Module]) -> None:
-    """Check that every parameter is its own memory: a unit gives that to the bucket, and takes it back.
-
-    Tensor subclasses that dispatch for themselves hold other tensors, which would stay as they are: forward would go on
-    computing with them while the optimizer updates the shards. bitsandbytes' weights are memory of their own. Torch's
-    DTensors, which tensor parallelism makes, are let through: their local tensor can be replaced (`engine.tile`).
-
-    Raises:
-        WrapError: Parameters are not, by their names in `roots`; or a parameter's gradients are to have another dtype.
-    """
-    for slot in (slot for plan in plans for slot in plan.slots):
-        wanted = getattr(slot.parameter, "grad_dtype", None)  # since torch 2.10
-        if wanted not in (None, slot.parameter.dtype):
-            raise other_gradient_dtype(names_in(roots, {id(slot.parameter)}), slot.parameter.dtype, wanted)
-    wrong = {id(slot.parameter): slot.parameter for plan in plans for slot in plan.slots if _wraps(slot.parameter)}
-    if not wrong:
-        return
-    kinds = sorted({type(parameter).__name__ for parameter in wrong.values()})
-    first = next(iter(wrong.values()))
-    if is_extended(first):
-        reason = f"says by `fsdp_pre_all_gather` how it is gathered, but {cannot_be_sharded(first)}"
-    else:
-        reason = "wraps other tensors, with which forward would go on computing whatever the optimizer does"
-    raise WrapError(
-        f"{names_in(roots, wrong)}: a parameter of type {', '.join(kinds)} {reason}",
-        hint="convert or quantise the model after training, or leave frozen ones out with ignored_params",
-    )
-
-
 def other_gradient_dtype(name: str, stored: torch.dtype, wanted: object) -> WrapError:
     """Return the error for a gradient dtype that differs from the stored one."""
     return WrapError(
@@ -174,14 +132,6 @@ def names_in(roots: Sequence[nn.Module], wanted: Container[int]) -> str:
     """Name the parameters whose ids are `wanted`, for a message: three of them, and how many more."""
     names = [name for root in roots for name, parameter in root.named_parameters() if id(parameter) in wanted]
     return first_of(names, 3)
-
-
-def _wraps(parameter: Any) -> bool:
-    if isinstance(parameter, DTensor):  # its local tensor may be of such a class, too
-        return torch_private.has_own_dispatch(type(torch_private.local_of(parameter)))
-    if is_extended(parameter):
-        return cannot_be_sharded(parameter) is not None
-    return torch_private.has_own_dispatch(type(parameter))
 
 
 def _common(one: list[UnitPlan], other: list[UnitPlan]) -> list[UnitPlan]:

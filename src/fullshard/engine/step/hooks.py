@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fullshard.comm import torch_private
 from fullshard.core.errors import OptimizerError
 from fullshard.core.events import EventKind
 from fullshard.core.journal import JOURNAL
@@ -63,11 +64,12 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     name = type(optimizer).__name__
     if sharded_parameters(optimizer) and not isinstance(optimizer, MatrixOptimizer):
         _check_whole(type(optimizer))
-    composed = next((p for p in sharded_parameters(optimizer) if p.span.composition is not None), None)
-    if composed is not None and any(cls.__module__.startswith(_PAST_CLASSES) for cls in type(optimizer).__mro__):
+    wrappers = (p for p in sharded_parameters(optimizer) if torch_private.has_own_dispatch(type(p.local)))
+    wrapper = next(wrappers, None)
+    if wrapper is not None and any(cls.__module__.startswith(_PAST_CLASSES) for cls in type(optimizer).__mro__):
         raise OptimizerError(
-            f"{type(optimizer).__module__}.{name} computes with memory, of which {composed.name}, a "
-            f"{type(composed.local).__name__}, has several pieces",
+            f"{type(optimizer).__module__}.{name} computes with memory, of which {wrapper.name}, a "
+            f"{type(wrapper.local).__name__}, has several pieces",
             hint="use an optimizer of torch's or torchao's, which compute by the operations of the class",
         )
     for number, group in enumerate(optimizer.param_groups):

@@ -20,9 +20,9 @@ from fullshard.core.errors import ConfigError, ReplicaError, first_of
 from fullshard.core.journal import JOURNAL, Happening
 from fullshard.core.place import this_process
 from fullshard.engine.bucket import Bucket
+from fullshard.engine.kinds import inner_tensors
 from fullshard.engine.schedule import Schedule
 from fullshard.engine.sharded_tensor import ShardedTensor
-from fullshard.wrap.extended import inner_tensors
 
 _SHOWN = 3
 _FACTOR = 1_000_003

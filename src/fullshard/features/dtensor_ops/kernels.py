@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement
 
 from fullshard.comm import torch_private
 from fullshard.core.errors import LifecycleError
+from fullshard.engine.shard_spec import ShardSpec
 from fullshard.engine.sharded_tensor import ShardedTensor, dtensor_of, part_of
-from fullshard.engine.span import Span
 from fullshard.features.dtensor_ops.arguments import (
     call_with,
     first_sharded,
@@ -103,7 +103,7 @@ def _count_changes(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict
         torch.autograd.graph.increment_version(locals_)
 
 
-def _fits(tensor: torch.Tensor, span: Span) -> bool:
+def _fits(tensor: torch.Tensor, span: ShardSpec) -> bool:
     """Return whether broadcasting makes it a tensor of the span's shape."""
     sizes = zip(reversed(tensor.shape), reversed(span.shape), strict=False)
     return tensor.dim() <= len(span.shape) and all(size in (1, wanted) for size, wanted in sizes)
@@ -215,7 +215,7 @@ def _view(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any
         views = func(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), *args[1:], **kwargs)
         parts = views if isinstance(views, (list, tuple)) else [views]
         is_whole = all(part.shape == tensor.shape for part in parts)
-        is_row_by_row = is_whole or not (tensor.span.is_tiled or tensor.span.is_by_rows)
+        is_row_by_row = is_whole or not (tensor.span.is_chunked or tensor.span.is_by_rows)
         if is_row_by_row and all(part.is_contiguous() and part.dtype == tensor.dtype for part in parts):
             made = [_part_of(tensor, part) for part in parts]
             return made if isinstance(views, (list, tuple)) else made[0]
@@ -300,10 +300,10 @@ def _all_dims(tensor: ShardedTensor, dim: Any, keepdim: bool) -> bool:
     return not keepdim and (not dims or len(dims) == tensor.dim())
 
 
-def _reduced(local: torch.Tensor, span: Span, placement: Placement) -> torch.Tensor:
+def _reduced(local: torch.Tensor, span: ShardSpec, placement: Placement) -> torch.Tensor:
     """Reduce the ranks' parts to the whole, at once: `item()` of a tensor that torch left partial is one part."""
     parts = dtensor_of(local, span, placement)
-    if span.is_tiled:  # torch warns of both axes in one go
+    if span.is_chunked:  # torch warns of both axes in one go
         parts = parts.redistribute(placements=span.placements(None, placement))
     whole: torch.Tensor = parts.full_tensor()
     return whole

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor, Placement
 
 from fullshard.comm import torch_private
 from fullshard.core.errors import LifecycleError
+from fullshard.engine.shard_spec import ShardSpec
 from fullshard.engine.sharded_tensor import ShardedTensor, SpreadTensor, dtensor_of, reduced
-from fullshard.engine.span import Span
 from fullshard.features.dtensor_ops.arguments import (
     call_with,
     map_arguments,
@@ -51,7 +51,7 @@ class WholeTensor(_Whole):
     """
 
     @classmethod
-    def of(cls, whole: torch.Tensor, span: Span) -> WholeTensor:
+    def of(cls, whole: torch.Tensor, span: ShardSpec) -> WholeTensor:
         """Return `whole`, a result computed from tensors with that span."""
         layout = torch_private.layout_as(torch_private.layout_from(dtensor_of(whole, span)), whole)
         self: WholeTensor = torch_private.wrap(cls, whole, layout)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import operator
 from collections.abc import Iterator
 from typing import NoReturn
 
@@ -21,11 +20,9 @@ from torch.nn.modules.module import (
 
 from fullshard.comm import torch_private
 from fullshard.core.errors import LifecycleError
-from fullshard.engine.extended import ExtendedBucket
 from fullshard.engine.extension import Extension
-from fullshard.engine.parameter import ShardedParameter, are_same, sharded_parameter_of
+from fullshard.engine.parameter import are_same, sharded_parameter_of
 from fullshard.engine.unit import Unit
-from fullshard.wrap.extended import PRE
 
 _registered = [0]
 """The number of registrations with modules of a sharded model."""
@@ -55,29 +52,19 @@ class LateRegistration(Extension):
         # Held, so that another parameter cannot get the id of one that is gone.
         self._left_alone = {id(p): p for p in parameters if sharded_parameter_of(p) is None}
         self._seen = -1
-        self._sharded: list[ShardedParameter] = []
-        self._attributes: list[dict[str, object]] = []
         self._parameters: list[dict[str, nn.Parameter | None]] = []
         self._children: list[dict[str, nn.Module | None]] = []
         self._known_count = 0
         self._known_children: list[nn.Module | None] = []
 
-    def materialized(self) -> None:
-        """Note the sharded parameters: units have their buckets now."""
-        buckets = [bucket for unit in self._units if unit.stand_ins is None for bucket in unit.buckets]
-        self._sharded = [p for b in buckets if not isinstance(b, ExtendedBucket) for p in b.sharded_parameters]
-        self._attributes = list(map(vars, self._sharded))
-
     def forward_begins(self, unit: Unit, *, is_outermost: bool) -> None:
         """Refuse parameters and modules that were put in since the last forward of the model.
 
         Raises:
-            LifecycleError: A parameter that no unit owns, or a sharded one in a place that its unit does not know; or
-                one that was told how it is to be gathered.
+            LifecycleError: A parameter that no unit owns, or a sharded one in a place that its unit does not know.
         """
         if not is_outermost:
             return
-        self._check_told()
         children = list(itertools.chain.from_iterable(map(dict.values, self._children)))
         count = sum(map(len, self._parameters))
         is_known = self._known_count == count and are_same(children, self._known_children)
@@ -94,17 +81,6 @@ class LateRegistration(Extension):
         self._parameters, self._children = [m._parameters for m in modules], [m._modules for m in modules]
         self._known_count = sum(map(len, self._parameters))
         self._known_children = list(itertools.chain.from_iterable(map(dict.values, self._children)))
-
-    def _check_told(self) -> None:
-        """Refuse `p._local_tensor.fsdp_pre_all_gather = ...`, which torch's engine asks for before each gather."""
-        of_locals = map(vars, map(torch_private.local_of, self._sharded))  # every step asks: no loop but of those
-        is_told = map(operator.contains, itertools.chain(self._attributes, of_locals), itertools.repeat(PRE))
-        for parameter in itertools.compress(self._sharded * 2, is_told):
-            raise LifecycleError(
-                f"rank {parameter.mesh.rank}: {parameter.name} was given `{PRE}` after it was sharded: it is "
-                "gathered with the others of its unit, and nobody would call it",
-                hint="give the module a parameter whose class has the method before fully_shard",
-            )
 
     def _refuse(self, path: str, parameter: nn.Parameter) -> NoReturn:
         sharded = sharded_parameter_of(parameter)

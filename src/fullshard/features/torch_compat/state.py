@@ -195,8 +195,8 @@ class TorchParameter(_OfUnit):
 
     @property
     def _orig_size(self) -> torch.Size:
-        """Return the shape before sharding; tensor parallelism had cut it already."""
-        return self.sharded_param.span.tile_shape
+        """Return the shape of what this rank's shard group shares."""
+        return self.sharded_param.span.sharded_shape
 
 
 class _Axis(_OfUnit):

@@ -29,11 +29,10 @@ from fullshard.comm.mesh import Mesh, mesh_of
 from fullshard.comm.stalls import STALLS, all_reduce
 from fullshard.core.errors import LifecycleError
 from fullshard.core.imports import after_import
-from fullshard.engine.extended import ExtendedParameter
 from fullshard.engine.extension import tell_before_clipping
 from fullshard.engine.parameter import RowParameter, ShardedParameter, sharded_parameter_of, sharded_parameters
+from fullshard.engine.shard_spec import Name, RaggedShard, ShardSpec
 from fullshard.engine.sharded_tensor import RowTensor, ShardedTensor, dtensor_of
-from fullshard.engine.span import Name, RaggedShard, Span
 from fullshard.engine.step import hooks
 from fullshard.engine.step import state_dict as state_dicts
 from fullshard.features.torch_tools import adapters, averages
@@ -73,7 +72,7 @@ class _Clipped:
     """A parameter as torch's clipping sees it; a sharded one shows its plain gradient, which is quicker to use."""
 
     grad: Any
-    span: Span | None
+    span: ShardSpec | None
 
     @classmethod
     def of(cls, parameter: torch.Tensor) -> _Clipped:
@@ -122,7 +121,10 @@ def _total_norm(
 
 
 def _norm_of(
-    parts: Sequence[tuple[Span | None, torch.Tensor]], norm_type: float, error_if_nonfinite: bool, foreach: bool | None
+    parts: Sequence[tuple[ShardSpec | None, torch.Tensor]],
+    norm_type: float,
+    error_if_nonfinite: bool,
+    foreach: bool | None,
 ) -> torch.Tensor:
     """Return the total norm of tensors of which each rank has a part, with its span, and of whole ones."""
     sharded: dict[tuple[Mesh, tuple[dist.ProcessGroup, ...]], list[torch.Tensor]] = {}
@@ -192,7 +194,7 @@ def _unscale_grads(
         self, optimizer, inv_scale, found_inf, allow_fp16
     )
     groups = {p.mesh.world_group: p.mesh.device for p in parameters}  # in the same order on every rank
-    groups |= {p.span.tile.mesh.get_group(): p.mesh.device for p in parameters if p.span.tile is not None}
+    groups |= {p.span.outer_group: p.mesh.device for p in parameters}
     for group, device in groups.items():
         if group is None:
             continue
@@ -312,11 +314,11 @@ def _ragged_of(placements: Sequence[Placement] | None) -> RaggedShard | None:
     return next((p for p in placements or () if isinstance(p, RaggedShard)), None)
 
 
-def _span_of(device_mesh: DeviceMesh, shape: torch.Size, ragged: RaggedShard) -> Span:
+def _span_of(device_mesh: DeviceMesh, shape: torch.Size, ragged: RaggedShard) -> ShardSpec:
     mesh = mesh_of(device_mesh)
     if mesh is None:
         raise LifecycleError(f"nothing is sharded over {device_mesh}", hint="give the parameter's own device_mesh")
-    return Span(mesh, shape, ragged, Name())
+    return ShardSpec(mesh, shape, ragged, Name())
 
 
 def _check_no_graph(tensor: torch.Tensor) -> None:
@@ -387,7 +389,7 @@ def _no_graph_has(parameter: ShardedParameter) -> LifecycleError:
 def install() -> None:
     """Put them in place. That happens when something is sharded for the first time, not when this is imported."""
     torch_private.let_dtensors_compute()
-    for kind in (ShardedTensor, ShardedParameter, RowTensor, RowParameter, ExtendedParameter):
+    for kind in (ShardedTensor, ShardedParameter, RowTensor, RowParameter):
         torch_private.allow_foreach(kind)
     torch_private.replace(
         {

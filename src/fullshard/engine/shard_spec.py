@@ -17,10 +17,8 @@ from fullshard.comm.torch_dist import as_sent
 from fullshard.core.boxes import IntervalBox, boxes
 from fullshard.core.errors import LifecycleError
 from fullshard.core.layout import Interval
-from fullshard.core.tiling import in_whole
+from fullshard.core.tiling import UNTILED, Tiling
 from fullshard.engine.reduction_settings import ReductionSettings
-from fullshard.engine.tile import Tile
-from fullshard.wrap.extended import Composition, inner_tensors
 
 
 @dataclass(frozen=True)
@@ -68,26 +66,35 @@ class Name:
         return "=".join(self.names) or "a tensor"
 
 
-class Span:
+class ShardSpec:
     """The part of a bucket that a tensor takes up, and so which of its elements each rank has.
 
-    A parameter's gradient and optimizer state have the parameter's own span; rows of it have a part of that span.
+    A parameter's gradient and optimizer state have the parameter's own spec; rows of it have a part of that. This class
+    is for tensors that are sharded whole and flat; `engine.kinds` says which other kinds there are.
 
     Args:
         mesh: the ranks.
         shape: shape of the whole tensor.
         placement: the bucket, and the tensor's place in it.
         name: the parameter's name.
-        tile: the part that this rank has to shard, if tensor parallelism has split the tensor.
-        composition: that of a composed parameter (`wrap.extended`), of which each rank has rows.
-        as_rows: its intervals are whole rows, and torch sees them as such; within the engine they are flat.
         reduction: settings for reducing the parameter's gradients; None: take their mean.
 
     Attributes:
         device_mesh: the ranks that the tensor is spread over, under torch's name.
-        numel: elements of the tile, or of the whole tensor if there is none.
+        numel: elements of `sharded_shape`.
         interval: elements of that, flattened, that this rank has.
+        beside: the placement along one more axis of `device_mesh` than those of `mesh`, if there is one.
+        outer_group: the ranks along that axis.
+        chunking: how ranks along it have cut the tensor.
+        start: where this rank's chunk begins in the whole, flattened as `chunking` says.
+        note: what the line at start-up says of that.
     """
+
+    beside: Placement | None = None
+    outer_group: dist.ProcessGroup | None = None
+    chunking: Tiling = UNTILED
+    start = 0
+    note = ""
 
     def __init__(
         self,
@@ -95,56 +102,48 @@ class Span:
         shape: Sequence[int],
         placement: RaggedShard,
         name: Name,
-        tile: Tile | None = None,
         *,
-        composition: Composition | None = None,
-        as_rows: bool = False,
         reduction: ReductionSettings | None = None,
     ) -> None:
-        self.composition, self.as_rows, self.reduction = composition, as_rows, reduction
-        self.mesh, self.shape, self.placement, self.name, self.tile = mesh, torch.Size(shape), placement, name, tile
-        self.device_mesh = mesh.device_mesh if tile is None else mesh.joined(tile.mesh)
-        self.numel = math.prod(self.tile_shape)
+        self.mesh, self.shape, self.placement, self.name = mesh, torch.Size(shape), placement, name
+        self.reduction, self.device_mesh = reduction, mesh.device_mesh
+        self.numel = math.prod(self.sharded_shape)
         self.interval = placement.interval(mesh.shard_rank, self.numel)
         self._layouts: dict[torch.dtype, torch_private.Layout] = {}
 
-    def __deepcopy__(self, _memo: object) -> Span:
+    def __deepcopy__(self, _memo: object) -> ShardSpec:
         return self  # it never changes, and a copy of a tensor is laid out as the tensor
 
     def __repr__(self) -> str:
-        return f"Span({self.name}, {tuple(self.shape)}, [{self.interval.start}, {self.interval.stop}))"
+        return f"{type(self).__name__}({self.name}, {tuple(self.shape)}, [{self.interval.start}, {self.interval.stop}))"
 
     def layout(self, dtype: torch.dtype) -> torch_private.Layout:
         """Return the layout with which torch makes a DTensor of this dtype."""
         layout = self._layouts.get(dtype)
         if layout is None:
-            along_tile = None if self.tile is None else self.tile.placement
-            placements = self.placements(self._along_shard, along_tile)
+            placements = self.placements(self.along_shard, self.beside)
             layout = self._layouts[dtype] = torch_private.layout_of(self.device_mesh, placements, self.shape, dtype)
         return layout
 
     @property
-    def _along_shard(self) -> Placement:
+    def along_shard(self) -> Placement:
         """Return the placement that torch is told for the shard axis."""
-        if not self.as_rows:
-            return self.placement
-        is_of_rows = self.tile is not None and self.tile.placement.is_shard(0)
-        return torch_private.rows_of_tiles(self.tile.mesh.size()) if self.tile is not None and is_of_rows else Shard(0)
+        return self.placement
 
-    def placements(self, along_shard: Placement | None, along_tile: Placement | None) -> list[Placement]:
+    def placements(self, along_shard: Placement | None, beside: Placement | None) -> list[Placement]:
         """Return placements for `device_mesh`: these along the axes of the cut, replicated along all others."""
         ndim = self.mesh.device_mesh.ndim
         placements: list[Placement] = [Replicate()] * self.device_mesh.ndim
         if along_shard is not None and (ndim == 2 or self.mesh.replicate_size == 1):
             placements[ndim - 1] = along_shard
-        if along_tile is not None and self.tile is not None:
-            placements[ndim] = along_tile
+        if beside is not None:
+            placements[ndim] = beside
         return placements
 
     @property
-    def tile_shape(self) -> torch.Size:
+    def sharded_shape(self) -> torch.Size:
         """Return the shape of the tensor that the interval belongs to."""
-        return self.shape if self.tile is None else self.tile.shape
+        return self.shape
 
     @property
     def is_by_rows(self) -> bool:
@@ -154,58 +153,59 @@ class Span:
     @property
     def local_shape(self) -> torch.Size:
         """Return the shape of this rank's part."""
-        if not self.is_by_rows:
-            return torch.Size((self.interval.numel,))
-        return self.row_shape
+        return self.row_shape if self.is_by_rows else torch.Size((self.interval.numel,))
 
     @property
     def row_shape(self) -> torch.Size:
         """Return the shape of this rank's part, if that is whole rows."""
-        rows, *others = self.tile_shape
+        rows, *others = self.sharded_shape
         return torch.Size((self.interval.numel * rows // max(1, self.numel), *others))
 
     @property
-    def is_tiled(self) -> bool:
-        """Return whether tensor parallelism, too, gives ranks other elements."""
-        return self.tile is not None and self.tile.tiling is not None
+    def is_chunked(self) -> bool:
+        """Return whether ranks beside the mesh's, too, have other elements."""
+        return self.chunking is not UNTILED
 
     @property
     def is_whole(self) -> bool:
         """Return whether this rank has every element: it is alone, or they are replicated."""
-        return self.mesh.shard_size == 1 and not self.is_tiled
+        return self.mesh.shard_size == 1 and not self.is_chunked
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
         """Return the groups within which each rank has other elements; a sum over all elements is reduced over each."""
-        groups = () if self.mesh.shard_group is None else (self.mesh.shard_group,)
-        return (*groups, self.tile.mesh.get_group()) if self.tile is not None and self.is_tiled else groups
+        found = (self.mesh.shard_group, self.outer_group if self.is_chunked else None)
+        return tuple(group for group in found if group is not None)
 
-    def is_like(self, other: Span) -> bool:
+    def is_like(self, other: ShardSpec) -> bool:
         """Return whether each rank has the same elements of both."""
         return (
             self.placement == other.placement
             and self.shape == other.shape
-            and self.tile == other.tile
             and self.mesh.shard_group is other.mesh.shard_group
             and self.mesh.shard_rank == other.mesh.shard_rank
+            and (self.beside, self.outer_group) == (other.beside, other.outer_group)
         )
 
-    def part(self, shape: Sequence[int], start: int) -> Span:
-        """Return the span of a tensor of `shape` whose elements are this one's from `start` on."""
-        if self.as_rows and self.shape == torch.Size(shape):
-            return self
-        placement = RaggedShard(self.placement.shard_numel, self.placement.offset + start)
-        tile = None if self.tile is None else Tile(self.tile.mesh, self.tile.placement, shape)
-        return Span(self.mesh, shape, placement, self.name, tile, reduction=self.reduction)
+    def part(self, shape: Sequence[int], start: int) -> ShardSpec:
+        """Return the spec of a tensor of `shape` whose elements are this one's from `start` on."""
+        return self.moved(shape, RaggedShard(self.placement.shard_numel, self.placement.offset + start))
+
+    def moved(self, shape: Sequence[int], placement: RaggedShard) -> ShardSpec:
+        """Return the spec of a tensor of another shape on the same ranks, flat."""
+        return ShardSpec(self.mesh, shape, placement, self.name, reduction=self.reduction)
 
     def boxes(self) -> Iterator[IntervalBox]:
         """Yield this rank's elements as boxes of the whole."""
-        tile = self.tile
-        for box in boxes(tuple(self.tile_shape), self.interval):
-            if tile is None or tile.tiling is None:
-                yield box
-                continue
-            yield from in_whole(box, tile.tiling, tuple(self.shape), tile.rank)
+        return boxes(tuple(self.shape), self.interval)
+
+    def to_sharded(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return the tensor that the interval belongs to, a view of `whole` if it is in one piece."""
+        return whole
+
+    def to_whole(self, sharded: torch.Tensor) -> torch.Tensor:
+        """Undo `to_sharded`. A collective of ranks beside the mesh's, if they have other elements."""
+        return sharded
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
         """Return this rank's part, of `local_shape`, of a whole tensor or one that broadcasts to it."""
@@ -213,8 +213,7 @@ class Span:
         if self.is_by_rows:  # by the operations that torch's `fully_shard` requires of a wrapper class
             rows = spread.split(self.placement.shard_numel // self.placement.row_numel)
             return rows[self.mesh.shard_rank] if self.mesh.shard_rank < len(rows) else spread[:0]
-        flat = (spread if self.tile is None else self.tile.cut(spread)).reshape(-1)
-        return flat[self.interval.start : self.interval.stop]
+        return self.to_sharded(spread).reshape(-1)[self.interval.start : self.interval.stop]
 
     def reduce(self, gradient: torch.Tensor, *, of_interval: bool = False) -> torch.Tensor:
         """Return the gradient over all ranks; each rank gives the gradient of its own loss. A collective.
@@ -240,10 +239,14 @@ class Span:
         Every owner broadcasts its interval straight into place. At large world sizes few ranks own any of it.
 
         Raises:
+            LifecycleError: `local` wraps other tensors.
             CommunicationError: another rank has failed in it, or to shard the model, or has ended.
         """
         if torch_private.has_own_dispatch(type(local)):
-            return self._compose(local)
+            raise LifecycleError(
+                f"{self.name}: a {type(local).__name__} was computed of it, whose tensors nobody knows how to gather",
+                hint="compute in forward, or inside `with fullshard.unsharded(model)`",
+            )
         self.mesh.compare_shardings()
         with self.mesh.doing_alike(f"gathering {self.name}"):
             full = torch.empty(self.numel, dtype=local.dtype, device=self.mesh.device)
@@ -254,49 +257,17 @@ class Span:
                     if interval.numel:
                         part = as_sent(full[interval.start : interval.stop])
                         dist.broadcast(part, group=self.mesh.shard_group, group_src=owner)
-            tile = full.view(self.tile_shape)
-            return tile if self.tile is None else self.tile.gather(tile)
+            return self.to_whole(full.view(self.sharded_shape))
 
-    def _compose(self, local: torch.Tensor) -> torch.Tensor:
-        """Return the whole of a composed parameter, or of a tensor of its class computed from one."""
-        wholes = {
-            name: inner if span is None else span.gather(inner.reshape(-1))
-            for name, (inner, span) in self.inner_spans(local).items()
-        }
-        assert self.composition is not None  # noqa: S101 -- `inner_spans` has seen to it
-        return self.composition.make(wholes, self.shape)
 
-    def inner_spans(self, local: torch.Tensor) -> dict[str, tuple[torch.Tensor, Span | None]]:
-        """Return the tensors in this rank's rows of a composed parameter, by name, each with its span.
+class RowSpec(ShardSpec):
+    """The spec of a tensor whose intervals are whole rows: torch sees them as rows, and the engine as flat."""
 
-        The span is None for a tensor that every rank has whole.
+    @property
+    def along_shard(self) -> Placement:
+        """Return the placement that torch is told for the shard axis."""
+        return Shard(0)
 
-        Raises:
-            LifecycleError: a tensor is neither cut as rows are, nor whole; or `local` is of no composed parameter.
-        """
-        composition = self.composition
-        if composition is None or not isinstance(local, composition.kind):
-            raise LifecycleError(
-                f"{self.name}: a {type(local).__name__} was computed of it, whose tensors nobody knows how to gather",
-                hint="compute in forward, or inside `with fullshard.unsharded(model)`",
-            )
-        return {
-            name: (inner, self._span_of_inner(f"{self.name}.{name}", inner, composition.shapes[name]))
-            for name, inner in inner_tensors(local).items()
-        }
-
-    def _span_of_inner(self, name: str, inner: torch.Tensor, shape: torch.Size) -> Span | None:
-        rows, numel = self.shape[0], math.prod(shape)
-        count = self.placement.shard_numel // self.placement.row_numel
-        if rows and (numel * count) % rows == 0:
-            span = Span(self.mesh, shape, RaggedShard(numel * count // rows, 0), Name())
-            if span.interval.numel == inner.numel():
-                span.name.names = (name,)
-                return span
-        if inner.shape == shape:
-            return None
-        raise LifecycleError(
-            f"{name} has the shape {tuple(inner.shape)} on rank {self.mesh.rank}, {tuple(shape)} in the whole: neither "
-            f"cut as its parameter's {rows} rows are, nor the same on every rank",
-            hint="quantise in blocks that do not go across rows of different ranks",
-        )
+    def part(self, shape: Sequence[int], start: int) -> ShardSpec:
+        """Return the spec of a tensor of `shape` whose elements are this one's from `start` on."""
+        return self if self.shape == torch.Size(shape) else super().part(shape, start)

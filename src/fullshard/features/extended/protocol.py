@@ -17,6 +17,7 @@ from typing import Any, Self
 import torch
 
 from fullshard.comm import torch_private
+from fullshard.engine.kinds import inner_tensors
 
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 _OPTIONS_COUNT = 5
@@ -37,11 +38,6 @@ def wrapped_by(parameter: torch.Tensor) -> torch.Tensor:
 def is_composed(parameter: torch.Tensor) -> bool:
     """Return whether a parameter says itself how it is gathered, and is more than a name for one plain tensor."""
     return is_extended(parameter) and _inner(parameter) is None
-
-
-def inner_tensors(tensor: Any) -> dict[str, torch.Tensor]:
-    """Return the tensors that an instance of a wrapper class wraps, by its own names for them."""
-    return {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
-"""The bucket of a parameter that controls its own gather (`wrap.extended`).
+"""The bucket of a parameter that says itself how it is gathered (`features.extended.protocol`).
 
     main              a plain tensor, as in any bucket; but each rank owns whole rows, and there is one parameter in it
     rows              the extended parameter around `main`; before every gather it says what to send
-                      (for composed ones see `engine.composed`)
+                      (for composed ones see `features.extended.composed`)
     outputs           the gathered tensors, one for each that `rows` has sent
     unsharded         the extension's tensor made of the first outputs; modules hold it as parameter in forward
 
@@ -32,7 +32,7 @@ from fullshard.engine.gradient import Gradient
 from fullshard.engine.materialize import Values
 from fullshard.engine.parameter import ShardedParameter, mark_original
 from fullshard.engine.precision import MixedPrecisionPolicy, dtype_name
-from fullshard.wrap.extended import takes_options, wrapped_by
+from fullshard.features.extended.protocol import takes_options, wrapped_by
 from fullshard.wrap.partition import Slot
 
 

@@ -1,4 +1,4 @@
-"""The bucket of a composed parameter (`wrap.extended`): one that wraps several tensors, int8 weights and scales, say.
+"""Composed parameters (`features.extended.protocol`): those that wrap several tensors, int8 weights and scales, say.
 
     rows              this rank's part, an instance of the parameter's class; optimizers update it by the class's own
                       operations, as under torch's `fully_shard`
@@ -10,16 +10,70 @@ A whole parameter is put together from its tensors, each gathered in its own dty
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
 
-from fullshard.core.errors import WrapError
-from fullshard.engine.extended import ExtendedBucket, new_rows
+from fullshard.core.errors import LifecycleError, WrapError
+from fullshard.engine.kinds import inner_tensors
 from fullshard.engine.materialize import Values
 from fullshard.engine.parameter import ShardedParameter
+from fullshard.engine.shard_spec import Name, RaggedShard, ShardSpec
 from fullshard.engine.sharded_tensor import ShardedTensor
-from fullshard.engine.span import Span
-from fullshard.wrap.extended import inner_tensors
+from fullshard.features.extended.bucket import ExtendedBucket, new_rows
+from fullshard.features.extended.protocol import Composition
 from fullshard.wrap.partition import Slot
+
+
+class ComposedSpec(ShardSpec):
+    """The spec of a composed parameter, of which each rank has rows.
+
+    Args:
+        *args, **options: those of `ShardSpec`.
+        composition: how the whole is put together.
+    """
+
+    def __init__(self, *args: Any, composition: Composition, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._composition = composition
+
+    def gather(self, local: torch.Tensor) -> torch.Tensor:
+        """Return the whole of a composed parameter, or of a tensor of its class computed from one. A collective."""
+        if not isinstance(local, self._composition.kind):
+            return super().gather(local)
+        wholes = {
+            name: inner if spec is None else spec.gather(inner.reshape(-1))
+            for name, (inner, spec) in self.inner_specs(local).items()
+        }
+        return self._composition.make(wholes, self.shape)
+
+    def inner_specs(self, local: torch.Tensor) -> dict[str, tuple[torch.Tensor, ShardSpec | None]]:
+        """Return the tensors in this rank's rows, by name, each with its spec; None if every rank has it whole.
+
+        Raises:
+            LifecycleError: a tensor is neither cut as rows are, nor whole.
+        """
+        return {
+            name: (inner, self._inner_spec(f"{self.name}.{name}", inner, self._composition.shapes[name]))
+            for name, inner in inner_tensors(local).items()
+        }
+
+    def _inner_spec(self, name: str, inner: torch.Tensor, shape: torch.Size) -> ShardSpec | None:
+        rows, numel = self.shape[0], math.prod(shape)
+        count = self.placement.shard_numel // self.placement.row_numel
+        if rows and (numel * count) % rows == 0:
+            spec = ShardSpec(self.mesh, shape, RaggedShard(numel * count // rows, 0), Name())
+            if spec.interval.numel == inner.numel():
+                spec.name.names = (name,)
+                return spec
+        if inner.shape == shape:
+            return None
+        raise LifecycleError(
+            f"{name} has the shape {tuple(inner.shape)} on rank {self.mesh.rank}, {tuple(shape)} in the whole: neither "
+            f"cut as its parameter's {rows} rows are, nor the same on every rank",
+            hint="quantise in blocks that do not go across rows of different ranks",
+        )
 
 
 class ComposedParameter(ShardedParameter):
@@ -38,12 +92,12 @@ class ComposedBucket(ExtendedBucket):
     """See the module; arguments are those of `Bucket`, with one slot."""
 
     parameter_type = ComposedParameter
-    _span: Span
+    _spec: ShardSpec
     _own: torch.Tensor
 
-    def span(self, index: int) -> Span:
-        """Return the span that the whole parameter gave before it was let go."""
-        return self._span
+    def shard_spec(self, index: int) -> ShardSpec:
+        """Return the spec that the whole parameter gave before it was let go."""
+        return self._spec
 
     def weights(self, index: int) -> torch.Tensor:
         """Return this rank's rows, without padding."""
@@ -61,7 +115,7 @@ class ComposedBucket(ExtendedBucket):
 
     def _make_rows(self, slot: Slot, weights: Values | None) -> torch.Tensor:
         extended = slot.parameter
-        self._span = span = super().span(0)
+        self._spec = span = super().shard_spec(0)
         count, (own, *_) = self.layout.shard_numel // span.placement.row_numel, span.local_shape
         rows = new_rows(extended, (count, *extended.shape[1:]), self.mesh.device)
         on_meta = [name for name, inner in inner_tensors(rows).items() if inner.is_meta]

@@ -1,0 +1,96 @@
+"""The two kinds of parameters that say themselves how they are gathered; see `features.extended.protocol`."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from fullshard.comm.mesh import Mesh
+from fullshard.core.errors import WrapError
+from fullshard.engine.kinds import ParameterKind, inner_tensors
+from fullshard.engine.reduction_settings import ReductionSettings
+from fullshard.engine.shard_spec import Name, RaggedShard, ShardSpec
+from fullshard.features.extended.bucket import ExtendedBucket
+from fullshard.features.extended.composed import ComposedBucket, ComposedSpec
+from fullshard.features.extended.protocol import Composition, cannot_be_sharded, is_composed, is_extended, wrapped_by
+from fullshard.wrap.partition import Slot
+
+
+class Extended(ParameterKind):
+    """One that wraps one plain tensor of its own shape and dtype."""
+
+    bucket_type = ExtendedBucket
+    is_alone = True
+    is_packed = False
+    why_no_cast = "that say how they are gathered"
+
+    def takes(self, tensor: torch.Tensor) -> bool:
+        """Return whether a parameter says how it is gathered."""
+        return is_extended(tensor)
+
+    def why_not(self, parameter: torch.Tensor) -> str:
+        """Return why a parameter cannot be sharded; empty if it can."""
+        reason = cannot_be_sharded(parameter)
+        return "" if reason is None else f"says by `fsdp_pre_all_gather` how it is gathered, but {reason}"
+
+    def plain(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the tensor that it wraps."""
+        return wrapped_by(parameter).detach()
+
+    def set_plain(self, parameter: torch.Tensor, plain: torch.Tensor) -> None:
+        """Have a parameter wrap other memory."""
+        wrapped_by(parameter).data = plain
+        if parameter.dtype != plain.dtype:
+            parameter.data = parameter.detach().to(plain.dtype)  # for its dtype alone, which autograd uses
+
+
+class Composed(Extended):
+    """One that wraps several tensors, or one of another shape or dtype."""
+
+    bucket_type = ComposedBucket
+
+    def takes(self, tensor: torch.Tensor) -> bool:
+        """Return whether a parameter says how it is gathered, and is more than a name for one plain tensor."""
+        return is_composed(tensor)
+
+    def tensors(self, parameter: torch.Tensor) -> list[torch.Tensor]:
+        """Return the tensors that it wraps."""
+        return list(inner_tensors(parameter).values())
+
+    def moved(self, parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+        """Move a parameter to another device.
+
+        Raises:
+            WrapError: its class makes something else of it there.
+        """
+        plain = parameter.detach()
+        data = plain.to(device)
+        if type(data) is not type(plain):
+            raise WrapError(
+                f"a parameter of type {type(plain).__name__} becomes a {type(data).__name__} on its way to {device}: "
+                "its class does not say what a copy on another device is",
+                hint="implement aten._to_copy in its __torch_dispatch__, or make the parameter on the device",
+            )
+        return nn.Parameter(data, requires_grad=parameter.requires_grad)
+
+    def outline(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the parameter itself, which is on the meta device, and knows more than a shape."""
+        return parameter.detach()
+
+    def stand_in(self, parameter: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
+        """Refuse a real parameter beside others on the meta device: a unit is made real from plain tensors."""
+        raise WrapError(
+            f"a parameter of type {type(parameter).__name__} and shape {tuple(parameter.shape)} is real beside others "
+            f"that are on the meta device",
+            hint="make the whole unit real before fully_shard, or nothing of it",
+        )
+
+    def spec(
+        self, slot: Slot, mesh: Mesh, shape: torch.Size, placement: RaggedShard, reduction: ReductionSettings
+    ) -> ShardSpec:
+        """Return the spec of rows; it has no name yet."""
+        by_rows = RaggedShard(placement.shard_numel, placement.offset, math.prod(shape[1:]))
+        composition = Composition.of(slot.parameter)
+        return ComposedSpec(mesh, shape, by_rows, Name(), composition=composition, reduction=reduction)

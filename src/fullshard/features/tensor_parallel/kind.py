@@ -1,0 +1,115 @@
+"""DTensor parameters, which tensor parallelism makes: each rank shards its local part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from fullshard.comm import torch_private
+from fullshard.comm.mesh import Mesh
+from fullshard.core.errors import WrapError
+from fullshard.engine.kinds import DataAxes, ParameterKind
+from fullshard.engine.reduction_settings import ReductionSettings
+from fullshard.engine.shard_spec import Name, RaggedShard, ShardSpec
+from fullshard.features.tensor_parallel.local_shard import LocalShard, wrapped
+from fullshard.features.tensor_parallel.spec import TensorParallelRowSpec, TensorParallelSpec
+from fullshard.wrap.partition import Slot, names_in
+
+
+class TensorParallel(ParameterKind):
+    """See the module. They share buckets with plain parameters."""
+
+    def takes(self, tensor: torch.Tensor) -> bool:
+        """Return whether it is a DTensor."""
+        return isinstance(tensor, DTensor)
+
+    def why_not(self, parameter: Any) -> str:
+        """Return why the local part, which a bucket replaces, cannot be sharded; empty if it can."""
+        return super().why_not(torch_private.local_of(parameter))
+
+    def check(self, slots: Sequence[Slot], roots: Sequence[nn.Module], mesh: Mesh, data: DataAxes | None) -> None:
+        """Check that each DTensor is over another axis of the mesh than parameters are sharded over.
+
+        Over all axes of `data`, it is replicated along those for data, whichever of them it is sharded along.
+
+        Raises:
+            WrapError: one over the same ranks, over several axes, or with a placement that is neither `Shard` nor
+                `Replicate`; by name.
+        """
+        wrong: dict[int, str] = {}
+        for slot in slots:
+            parameter: Any = slot.parameter
+            if data is not None and parameter.device_mesh == data[0]:
+                slot.data_axes = data[1]
+            # Only torch's own class: parameters that are a unit's already are found elsewhere.
+            if type(parameter) is DTensor and (problem := _problem(slot, mesh)):
+                wrong[id(parameter)] = problem
+        if wrong:
+            raise WrapError(
+                f"{names_in(roots, wrong)}: a DTensor {next(iter(wrong.values()))}",
+                hint="tensor parallelism needs one mesh for both: init_device_mesh(..., mesh_dim_names=('dp', 'tp')), "
+                "modules split over mesh['tp'], and fully_shard(..., mesh=mesh['dp']); of DTensors over all axes say "
+                "with dp_mesh_dims which of them are for data",
+            )
+
+    def why_no_rows(self, slot: Slot) -> str:
+        """Return why a parameter cannot be cut between rows; empty if it can."""
+        shard = LocalShard.of(slot)
+        if not shard.is_beneath or torch_private.groups_of(shard.placement) is None:
+            return ""
+        return (
+            f"tensor parallelism has placed its packed matrices as {shard.placement}: no placement of torch's would "
+            "say which rows a rank has"
+        )
+
+    def plain(self, parameter: Any) -> torch.Tensor:
+        """Return this rank's local part."""
+        return torch_private.local_of(parameter)
+
+    def set_plain(self, parameter: Any, plain: torch.Tensor) -> None:
+        """Have a DTensor compute with another local part."""
+        torch_private.set_local(parameter, self.like(parameter, plain))
+
+    def like(self, parameter: Any, plain: torch.Tensor) -> DTensor:
+        """Return a DTensor like `parameter` with `plain` as its local part."""
+        return wrapped(plain, parameter.device_mesh, parameter.placements, parameter.shape)
+
+    def spec(
+        self, slot: Slot, mesh: Mesh, shape: torch.Size, placement: RaggedShard, reduction: ReductionSettings
+    ) -> ShardSpec:
+        """Return the spec over one more axis; of a DTensor over axes for data alone, that of a plain parameter."""
+        shard = LocalShard.of(slot)
+        if not shard.is_beneath:
+            return super().spec(slot, mesh, shape, placement, reduction)
+        spec_type = TensorParallelRowSpec if slot.by_rows else TensorParallelSpec
+        return spec_type(mesh, shard.whole_shape, placement, Name(), local_shard=shard, reduction=reduction)
+
+    def from_autograd(self, slot: Slot) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return a function that brings a gradient to the parameter's placement, and takes its local part."""
+        return LocalShard.of(slot).of_gradient
+
+
+def _problem(slot: Slot, mesh: Mesh) -> str:
+    parameter: Any = slot.parameter
+    along_data = [parameter.placements[axis] for axis in sorted(slot.data_axes)]
+    if any(not placement.is_replicate() for placement in along_data):
+        return f"placed as {along_data} along what it is to be sharded over. Expected Replicate"
+    if parameter.device_mesh.ndim - len(slot.data_axes) > 1:
+        return f"over {parameter.device_mesh}: of one axis beside those that it is sharded over was expected"
+    shard = LocalShard.of(slot)
+    if not shard.is_beneath:
+        return ""
+    groups = torch_private.groups_of(shard.placement)
+    if groups is None and type(shard.placement) not in (Shard, Replicate):
+        return f"placed as {shard.placement}: expected Shard or Replicate"
+    if groups is not None and parameter.shape[groups[0]] % (groups[1] * shard.mesh.size()):
+        return f"of shape {tuple(parameter.shape)} placed as {shard.placement}, which does not cut it evenly"
+    try:
+        mesh.joined(shard.mesh)
+    except RuntimeError as error:
+        return f"over {shard.mesh}, which is no other axis of what it is to be sharded over ({error})"
+    return ""

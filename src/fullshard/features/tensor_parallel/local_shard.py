@@ -1,0 +1,125 @@
+"""TP-local shards: the part of a parameter that tensor parallelism leaves on a rank, before that is sharded.
+
+    whole       shape (rows, columns), a DTensor over an axis of its own of the mesh, `tp` say
+    local shard this rank's part of that; the same along the shard axis, whose ranks hold intervals of it
+    interval    this rank's part of its local shard
+
+A bucket holds local shards as it holds any tensor: forward computes with the same DTensors as before, whose local part
+is memory of the bucket while they are unsharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from fullshard.comm import torch_private
+from fullshard.core.tiling import UNTILED, Tiling
+from fullshard.wrap.partition import Slot
+
+
+class LocalShard:
+    """A rank's part of a tensor along another axis of the mesh than those it is sharded and replicated along.
+
+    Args:
+        mesh: the axis.
+        placement: `Shard(dim)`, cut as `torch.chunk` cuts, `Replicate()`, or, for several matrices that are packed into
+            one, each of which is cut, `_StridedShard`.
+        shape: shape of the whole.
+        data_axes: the axes for data of the mesh that forward computes over, if it has any.
+        is_beneath: whether such an axis exists. If not, the whole tensor is to be sharded; `mesh` is the one for data.
+
+    Attributes:
+        chunking: the dim of the cut and the number of parts; `UNTILED` if every rank of the axis has the whole.
+        shape: shape of this rank's part.
+    """
+
+    __slots__ = ("_data_axes", "chunking", "is_beneath", "mesh", "placement", "rank", "shape", "whole_shape")
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        placement: Placement,
+        shape: Iterable[int],
+        *,
+        data_axes: frozenset[int] = frozenset(),
+        is_beneath: bool = True,
+    ) -> None:
+        self.mesh, self.placement, self.whole_shape = mesh, placement, torch.Size(shape)
+        self._data_axes, self.is_beneath = data_axes, is_beneath
+        self.rank = mesh.get_local_rank() if is_beneath else 0
+        self.chunking = _chunking(placement, mesh.size()) if is_beneath and mesh.size() > 1 else UNTILED
+        self.shape = self.whole_shape
+        if self.is_chunked:
+            self.shape = torch.Size(self.chunking.sizes(tuple(self.whole_shape), self.rank))
+
+    @classmethod
+    def of(cls, slot: Slot) -> LocalShard:
+        """Return the local shard of a DTensor over one axis beside those for data."""
+        parameter: Any = slot.parameter
+        mesh, shape, data_axes = parameter.device_mesh, parameter.shape, slot.data_axes
+        for axis, placement in enumerate(parameter.placements):
+            if axis not in data_axes:
+                beneath = mesh[mesh.mesh_dim_names[axis]] if data_axes and mesh.mesh_dim_names else mesh
+                return cls(beneath, placement, shape, data_axes=data_axes)
+        return cls(mesh, Replicate(), shape, data_axes=data_axes, is_beneath=False)
+
+    @property
+    def is_chunked(self) -> bool:
+        """Return whether the ranks of the axis have different elements."""
+        return self.chunking is not UNTILED
+
+    @property
+    def start(self) -> int:
+        """Return where this rank's part begins in the whole, flattened as `chunking` says."""
+        return self.chunking.start(tuple(self.whole_shape), self.rank) if self.is_chunked else 0
+
+    def cut(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part, a view of `whole` if it is in one piece."""
+        if not self.is_chunked:
+            return whole
+        dim, pieces = self.chunking.dim, self.chunking.pieces(tuple(self.whole_shape), self.rank)
+        parts = [whole.narrow(dim, start, length) for start, _, length in pieces]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
+        """Return the whole, of which each rank of the axis gives its part. A collective over it."""
+        if not self.is_chunked:
+            return part
+        return wrapped(part, self.mesh, [self.placement], self.whole_shape).full_tensor()
+
+    def of_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of a gradient that autograd has made.
+
+        The gradient of a replicated parameter may be a sum still to be made. Along axes for data, such a sum is left to
+        the reduction.
+        """
+        if not isinstance(gradient, DTensor):
+            return gradient
+        made = enumerate(gradient.placements)
+        wanted = [placement if axis in self._data_axes else self.placement for axis, placement in made]
+        if list(gradient.placements) != wanted:
+            gradient = gradient.redistribute(placements=wanted)
+        return torch_private.local_of(gradient)
+
+
+def _chunking(placement: Placement, parts: int) -> Tiling:
+    groups = torch_private.groups_of(placement)
+    if groups is not None:
+        return Tiling(groups[0], parts, groups[1])
+    return Tiling(placement.dim, parts) if isinstance(placement, Shard) else UNTILED
+
+
+def local_shard_of(slot: Slot) -> LocalShard | None:
+    """Return the part that this rank has; None if no tensor parallelism has split the parameter."""
+    return LocalShard.of(slot) if isinstance(slot.parameter, DTensor) else None
+
+
+def wrapped(part: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size) -> DTensor:
+    """Return torch's DTensor of this shape around this rank's part."""
+    dtensor: DTensor = torch_private.wrap(DTensor, part, torch_private.layout_of(mesh, placements, shape, part.dtype))
+    return dtensor
