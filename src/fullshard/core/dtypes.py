@@ -112,7 +112,7 @@ class Dtypes:
 
         Args:
             stored: of the sharded parameter.
-            exact: whether it is bytes with a meaning of their own, which are never cast: quantised ones, their scales.
+            exact: whether it is bytes with a meaning of their own, which are never cast.
             statistics: of the running statistics that it computes with, if it does: one kernel takes both, and what
                 is averaged over a whole training loses too much in half precision.
         """
