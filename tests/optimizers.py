@@ -72,7 +72,7 @@ def step_with(
         for parameter, whole in given_gradients(model, step, **gradients):
             grad = whole.to(parameter.dtype)
             if isinstance(parameter, ShardedParameter):
-                parameter.grad = parameter.wrap(parameter.span.cut(grad).clone())
+                parameter.grad = parameter.wrap(parameter.spec.cut(grad).clone())
             else:
                 parameter.grad = grad.clone()
         optimizer.step()

@@ -148,7 +148,7 @@ def resume(directory: str) -> dict[str, float]:
     with torch.no_grad():
         for own, whole in zip(other.parameters(), reference.parameters(), strict=True):
             assert isinstance(own, ShardedParameter)
-            own.local.copy_(own.span.cut(whole))
+            own.local.copy_(own.spec.cut(whole))
     state = copy.deepcopy(theirs.state_dict())
     step_with(reference, theirs, first=STEPS - 1)
     model = model_of()
@@ -220,7 +220,7 @@ def check_refused(directory: str) -> None:
         optimizer = theirs(trainable(model))
         for parameter, grad in given_gradients(model, 0):
             assert isinstance(parameter, ShardedParameter)
-            parameter.grad = parameter.wrap(parameter.span.cut(grad))
+            parameter.grad = parameter.wrap(parameter.spec.cut(grad))
         with pytest.raises(OptimizerError, match=rf"(.|\n)*write fullshard\.optim\.{ours.__name__}\("):
             optimizer.step()
     optimizer = Adafactor(trainable(model))

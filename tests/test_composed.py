@@ -167,8 +167,8 @@ def check_training(options: dict[str, Any]) -> None:
     every, none = state.split([4, 0])
     assert torch.equal(every.full_tensor(), state.full_tensor()) and none.shape == (0, ROWS)
     assert full_state_dict(model, rank0_only=False)["0.weight"].codes.shape == (ROWS, WIDTH)
-    span = model[2].weight.span
-    assert span.cut(torch.zeros(4, ROWS)).shape == span.local_shape  # none for the third of three ranks
+    spec = model[2].weight.spec
+    assert spec.cut(torch.zeros(4, ROWS)).shape == spec.local_shape  # none for the third of three ranks
     assert_at_rest(model)
 
 

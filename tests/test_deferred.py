@@ -160,7 +160,7 @@ def check_parts() -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if isinstance(parameter, ShardedTensor):
-                parameter.local.copy_(parameter.span.cut(reference.get_parameter(name)))
+                parameter.local.copy_(parameter.spec.cut(reference.get_parameter(name)))
     for name, buffer in reference.named_buffers():
         model.get_buffer(name).copy_(buffer)
     model(INPUTS).square().mean().backward()

@@ -80,13 +80,13 @@ def _alive_while_gathering() -> int:
     gather, most = ShardSpec.gather, 0
     given: list[Any] = []
 
-    def watched(span: Any, local: torch.Tensor) -> torch.Tensor:
+    def watched(spec: Any, local: torch.Tensor) -> torch.Tensor:
         nonlocal most
         deadline = time.monotonic() + 2  # Gloo's thread may still let go of the last
         while (alive := sum(one() is not None for one in given)) and time.monotonic() < deadline:
             time.sleep(0.001)
         most = max(most, alive)
-        whole = gather(span, local)
+        whole = gather(spec, local)
         given.append(weakref.ref(whole.untyped_storage()))
         return whole
 

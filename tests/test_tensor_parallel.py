@@ -250,7 +250,7 @@ def check_meta(how: str) -> None:
     elif how == "replaced":
         for path, module in model.named_modules():
             for name, stand_in in list(module.named_parameters(recurse=False)):
-                placements = [stand_in.span.beside or Replicate()]
+                placements = [stand_in.spec.beside or Replicate()]
                 whole = plain.get_parameter(f"{path}.{name}").detach()
                 setattr(module, name, nn.Parameter(distribute_tensor(whole, mesh["tp"], placements)))
         model(data(0, 0, 1)[:, :-1])

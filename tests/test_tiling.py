@@ -12,20 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fullshard.checkpoint.tiles import read_across
+from fullshard.core.chunking import Chunking
 from fullshard.core.layout import Interval
-from fullshard.core.tiling import Tiling
 
 
-def flattened(whole: torch.Tensor, tiling: Tiling) -> torch.Tensor:
-    groups = [group.chunk(tiling.parts, tiling.dim) for group in whole.chunk(tiling.groups, tiling.dim)]
+def flattened(whole: torch.Tensor, chunking: Chunking) -> torch.Tensor:
+    groups = [group.chunk(chunking.parts, chunking.dim) for group in whole.chunk(chunking.groups, chunking.dim)]
     parts = range(max(map(len, groups)))
-    return torch.cat([torch.cat([group[part] for group in groups], tiling.dim).reshape(-1) for part in parts])
+    return torch.cat([torch.cat([group[part] for group in groups], chunking.dim).reshape(-1) for part in parts])
 
 
-def any_tiling(shape: list[int], data: st.DataObject) -> Tiling:
+def any_tiling(shape: list[int], data: st.DataObject) -> Chunking:
     dim = data.draw(st.integers(0, len(shape) - 1))
     groups = data.draw(st.sampled_from([n for n in range(1, shape[dim] + 1) if shape[dim] % n == 0]))
-    return Tiling(dim, data.draw(st.integers(1, 4)), groups)
+    return Chunking(dim, data.draw(st.integers(1, 4)), groups)
 
 
 @settings(max_examples=300, deadline=None)
@@ -33,7 +33,7 @@ def any_tiling(shape: list[int], data: st.DataObject) -> Tiling:
 def test_any_interval_of_any_cut_out_of_any_other(shape: list[int], data: st.DataObject) -> None:
     tilings = [any_tiling(shape, data) for _ in range(2)]
     whole = torch.arange(torch.Size(shape).numel()).view(shape)
-    source, target = (flattened(whole, tiling) for tiling in tilings)
+    source, target = (flattened(whole, chunking) for chunking in tilings)
     start = data.draw(st.integers(0, whole.numel()))
     wanted = Interval(start, data.draw(st.integers(start, whole.numel())))
     memory = torch.full((wanted.numel + 3,), -1)
@@ -48,11 +48,11 @@ def test_any_interval_of_any_cut_out_of_any_other(shape: list[int], data: st.Dat
 def test_a_part_is_what_chunk_makes_of_it() -> None:
     for length, parts in itertools.product(range(1, 9), range(1, 6)):
         whole = torch.arange(length * 3).view(3, length)
-        tiling = Tiling(1, parts)
+        chunking = Chunking(1, parts)
         chunks = [*whole.chunk(parts, 1), *[whole[:, :0]] * parts][:parts]
         for part, chunk in enumerate(chunks):
-            [(start, _, size)] = tiling.pieces((3, length), part)
-            assert tiling.sizes((3, length), part) == tuple(chunk.shape)
+            [(start, _, size)] = chunking.pieces((3, length), part)
+            assert chunking.sizes((3, length), part) == tuple(chunk.shape)
             assert torch.equal(whole[:, start : start + size], chunk)
 
 
@@ -65,10 +65,10 @@ def test_no_more_is_read_than_whole_rows() -> None:
         out.zero_()
 
     out = torch.empty(8)
-    read_across(note, out, shape=(100, 8), source=Tiling(0, 1), target=Tiling(1, 2), wanted=Interval(40, 48))
+    read_across(note, out, shape=(100, 8), source=Chunking(0, 1), target=Chunking(1, 2), wanted=Interval(40, 48))
     assert read == [Interval(80, 96)]
 
 
 def test_what_is_in_one_part_is_flattened_as_if_it_were_not_cut() -> None:
-    assert Tiling(1, 1).is_row_by_row and Tiling(0, 2).is_row_by_row
-    assert not Tiling(1, 2).is_row_by_row and not Tiling(0, 2, groups=2).is_row_by_row
+    assert Chunking(1, 1).is_row_by_row and Chunking(0, 2).is_row_by_row
+    assert not Chunking(1, 2).is_row_by_row and not Chunking(0, 2, groups=2).is_row_by_row

@@ -125,7 +125,7 @@ def whole_gradient(parameter: ShardedParameter) -> torch.Tensor | None:
 
 def own_elements(sharded: ShardedTensor, whole: torch.Tensor) -> torch.Tensor:
     """Those of `whole`, flattened, that this rank has of a tensor that is sharded like `sharded`."""
-    interval = sharded.span.interval
+    interval = sharded.spec.interval
     return whole.detach().reshape(-1)[interval.start : interval.stop]
 
 

@@ -24,9 +24,9 @@ from fullshard.checkpoint.format import (
     StateTensorRecord,
     StateValueRecord,
     TensorRecord,
+    chunking_record,
     rank_file_name,
     rank_metadata,
-    tiling_record,
 )
 from fullshard.checkpoint.objects import Location, sizes_in
 from fullshard.checkpoint.optimizer_state import StateEntry, group_records, state_entries
@@ -312,7 +312,7 @@ def _state_report(entry: StateEntry, rank: int) -> StateReport:
             dtype=dtype_name(held.dtype),
             pieces=(CodedPieceRecord(rank=rank, start=interval.start, stop=interval.stop, coding=held.record),),
             layout="interval",
-            tiles=tiling_record(entry.parameter.tiling),
+            tiles=chunking_record(entry.parameter.chunking),
         )
         return StateReport(record=coded)
     tensor: torch.Tensor = entry.value
@@ -325,7 +325,7 @@ def _state_report(entry: StateEntry, rank: int) -> StateReport:
             dtype=stored_dtype(tensor, where=entry.name),
             pieces=(piece,) if entry.is_stored_here and stop > start else (),
             layout=entry.layout,
-            tiles=tiling_record(entry.parameter.tiling) if entry.layout == "interval" else None,
+            tiles=chunking_record(entry.parameter.chunking) if entry.layout == "interval" else None,
             is_on_host=entry.layout == "replicated" and tensor.device.type == "cpu",
         ),
         digest=google_crc32c.value(tensor_bytes(tensor)) if entry.layout == "replicated" else 0,
@@ -353,7 +353,7 @@ def _merge_tensors(
             pieces=tuple(pieces),
             aliases=local.names[1:],
             is_stored=is_stored(local),
-            tiles=tiling_record(local.tiling),
+            tiles=chunking_record(local.chunking),
         )
     return records
 

@@ -24,10 +24,10 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, m
 from pydantic_core import from_json
 
 from fullshard.checkpoint.objects import Location, ObjectPath, read_small
+from fullshard.core.chunking import UNCUT, Chunking
 from fullshard.core.errors import CheckpointError
 from fullshard.core.files import open_regular
 from fullshard.core.layout import Interval
-from fullshard.core.tiling import UNTILED, Tiling
 
 FORMAT_VERSION = 3
 """The newest that is read. Written is the oldest that does: 2 of tensors that tensor parallelism has cut, 3 of files
@@ -159,8 +159,8 @@ def stored_as(name: str, dtype: str, piece: PieceRecord) -> dict[str, tuple[str,
     return parts | ({f"{name}.book": ("float32", coding.book)} if coding.book else {})
 
 
-class TilingRecord(_Record):
-    """The way tensor parallelism has cut a tensor: see `core.tiling.Tiling`."""
+class ChunkingRecord(_Record):
+    """The way tensor parallelism has cut a tensor: see `core.chunking.Chunking`."""
 
     dim: _Natural
     parts: Annotated[_Few, Field(ge=2)]
@@ -184,7 +184,7 @@ class TensorRecord(_Record):
     pieces: tuple[PieceRecord, ...]
     aliases: tuple[str, ...] = ()
     is_stored: bool = True
-    tiles: TilingRecord | None = Field(default=None, exclude_if=lambda tiles: tiles is None)
+    tiles: ChunkingRecord | None = Field(default=None, exclude_if=lambda tiles: tiles is None)
 
     @model_validator(mode="after")
     def _can_be(self) -> Self:
@@ -201,14 +201,16 @@ class TensorRecord(_Record):
         return math.prod(self.shape)
 
     @property
-    def tiling(self) -> Tiling:
+    def chunking(self) -> Chunking:
         """The order in which elements are counted."""
-        return UNTILED if self.tiles is None else Tiling(self.tiles.dim, self.tiles.parts, self.tiles.groups)
+        return UNCUT if self.tiles is None else Chunking(self.tiles.dim, self.tiles.parts, self.tiles.groups)
 
 
-def tiling_record(tiling: Tiling) -> TilingRecord | None:
+def chunking_record(chunking: Chunking) -> ChunkingRecord | None:
     """Return the record of a tensor that is cut so; None if it is flattened row by row all the same."""
-    return None if tiling.is_row_by_row else TilingRecord(dim=tiling.dim, parts=tiling.parts, groups=tiling.groups)
+    if chunking.is_row_by_row:
+        return None
+    return ChunkingRecord(dim=chunking.dim, parts=chunking.parts, groups=chunking.groups)
 
 
 class StateTensorRecord(TensorRecord):

@@ -35,7 +35,7 @@ def full_tensor(local: LocalTensor, dtype: torch.dtype | None = None) -> torch.T
         dtype: cast it to this before, if it is a floating-point tensor.
     """
     held: torch.Tensor = cast_floating(local.held, dtype)
-    return local.tensor.span.gather(held) if isinstance(local.tensor, ShardedTensor) else held
+    return local.tensor.spec.gather(held) if isinstance(local.tensor, ShardedTensor) else held
 
 
 ALONE_SECONDS = 10.0
@@ -119,7 +119,7 @@ def _saves_alone(model: nn.Module) -> Callable[..., Any]:
 
 def _is_whole_here(model: nn.Module) -> bool:
     """Return whether this rank has every element of every parameter: it is alone, or parameters are replicated."""
-    return all(parameter.span.is_whole for parameter in model.parameters() if isinstance(parameter, ShardedTensor))
+    return all(parameter.spec.is_whole for parameter in model.parameters() if isinstance(parameter, ShardedTensor))
 
 
 def _takes_state_dict(model: nn.Module) -> bool:
@@ -175,7 +175,7 @@ def whole_in_state_dicts(model: nn.Module, whole: Mapping[str, torch.Tensor]) ->
     """
     names = {id(parameter): clean_name(name) for name, parameter in model.named_parameters()}
     tensors = {
-        id(parameter.span): whole[names[id(parameter)]]
+        id(parameter.spec): whole[names[id(parameter)]]
         for parameter in model.parameters()
         if isinstance(parameter, ShardedTensor)
     }
@@ -183,7 +183,7 @@ def whole_in_state_dicts(model: nn.Module, whole: Mapping[str, torch.Tensor]) ->
     def put_in(_module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: object) -> None:
         for name, value in state_dict.items():
             if name.startswith(prefix) and isinstance(value, ShardedTensor):
-                state_dict[name] = tensors.get(id(value.span), value)
+                state_dict[name] = tensors.get(id(value.spec), value)
 
     def refuse(module: nn.Module, _inputs: object) -> None:
         raise LifecycleError(
@@ -253,7 +253,7 @@ def load_full_state_dict(
         if name is None:
             continue
         whole = _sent(ranks, given.get(name), local.shape, local.tensor.dtype)
-        part = local.tensor.span.cut(whole) if isinstance(local.tensor, ShardedTensor) else whole
+        part = local.tensor.spec.cut(whole) if isinstance(local.tensor, ShardedTensor) else whole
         local.held.copy_(part.view(local.held.shape))
     for name, (dtype, shape) in sizes.items():
         tensors[name] = _sent(ranks, tensors.get(name), shape, torch_dtype(dtype))

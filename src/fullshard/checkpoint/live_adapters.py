@@ -137,6 +137,6 @@ def _change(layer: Any, change: Callable[[Any], object]) -> None:
 @torch.no_grad()
 def _keep_own(parameter: nn.Parameter, whole: torch.Tensor) -> None:
     if isinstance(parameter, ShardedParameter):
-        parameter.local.copy_(parameter.span.cut(whole))
+        parameter.local.copy_(parameter.spec.cut(whole))
     else:
         parameter.copy_(whole)

@@ -49,10 +49,10 @@ from fullshard.checkpoint.tensors import (
     rest,
 )
 from fullshard.checkpoint.verify import file_problems, pieces_of, quick_problems
+from fullshard.core.chunking import UNCUT, Chunking
 from fullshard.core.errors import CheckpointError, DamagedError
 from fullshard.core.journal import JOURNAL, Happening
 from fullshard.core.layout import Interval
-from fullshard.core.tiling import UNTILED, Tiling
 from fullshard.engine.step.local_parameters import as_local
 from fullshard.engine.step.matrices import MatrixOptimizer
 from fullshard.engine.step.state_dict import as_sharded
@@ -74,7 +74,7 @@ class _Target:
     Attributes:
         kind, name: kind of file, and name of the tensor in it.
         record: where its pieces are.
-        interval: elements of the flattened whole that `tensor` holds, counted as `tiling` says.
+        interval: elements of the flattened whole that `tensor` holds, counted as `chunking` says.
         tensor: the destination; its dtype is that of the record. State in few bits is a `CodedTensor`.
     """
 
@@ -83,7 +83,7 @@ class _Target:
     record: TensorRecord
     interval: Interval
     tensor: torch.Tensor | CodedTensor
-    tiling: Tiling = UNTILED
+    chunking: Chunking = UNCUT
 
 
 def load_checkpoint(
@@ -269,7 +269,7 @@ class _Load:
             problems += self._match_groups(optimizer)
         for average in averages:
             found = average_records(average, self.parameters, manifest, self._primary, problems)
-            self.targets += [_Target("optimizer", n, r, p.interval, held, p.tiling) for n, p, r, held in found]
+            self.targets += [_Target("optimizer", n, r, p.interval, held, p.chunking) for n, p, r, held in found]
         if problems:
             raise _mismatch(problems)
         if optimizer is not None:
@@ -295,7 +295,7 @@ class _Load:
         names = {manifest.file_name("state", 0), manifest.file_name("state", self.rank)} & manifest.files.keys()
         for target in self.targets:
             pieces = pieces_of(target.record)
-            if target.record.tiling == target.tiling:
+            if target.record.chunking == target.chunking:
                 pieces = [piece for piece in pieces if piece.interval.intersect(target.interval).numel]
             names |= {manifest.file_name(target.kind, piece.rank) for piece in pieces}
         return names
@@ -380,7 +380,7 @@ class _Load:
                         continue
                     if key in places and isinstance(record, StateTensorRecord):
                         where, place = f"{name}/{key}", places[key]
-                        self.targets.append(_Target("optimizer", where, record, local.interval, place, local.tiling))
+                        self.targets.append(_Target("optimizer", where, record, local.interval, place, local.chunking))
                     else:
                         state[key] = self._allocate(name, key, record, local, there.get(key), on_device=on_device)
                 self._state.append((parameter, state))
@@ -403,13 +403,13 @@ class _Load:
             # with the strides of the parameter: fused optimizers walk both through memory without looking at them
             like = local.held
             tensor = there if _is_alike(there, like, dtype) else torch.empty_like(like, dtype=dtype)
-            interval, tiling = local.interval, local.tiling
+            interval, chunking = local.interval, local.chunking
         else:
             # torch wants the step count on the device for fused and capturable optimizers, else wherever it was
             on_host = record.is_on_host and not (on_device and key == "step")
             tensor = torch.empty(record.shape, dtype=dtype, device="cpu" if on_host else local.tensor.device)
-            interval, tiling = Interval(0, record.numel), UNTILED
-        self.targets.append(_Target("optimizer", f"{name}/{key}", record, interval, tensor, tiling))
+            interval, chunking = Interval(0, record.numel), UNCUT
+        self.targets.append(_Target("optimizer", f"{name}/{key}", record, interval, tensor, chunking))
         return tensor
 
 
@@ -428,7 +428,7 @@ def _is_alike(value: Any, like: torch.Tensor, dtype: torch.dtype) -> bool:
 def _fill(target: _Target, readers: Readers) -> None:
     """Read the elements of one target from the files that hold them."""
     if isinstance(target.tensor, CodedTensor):
-        readers.fill_coded(target.tensor, target.name, target.record, target.interval, target.tiling)
+        readers.fill_coded(target.tensor, target.name, target.record, target.interval, target.chunking)
         return
     tensor = target.tensor.detach()
     in_place = tensor.device.type == "cpu" and tensor.is_contiguous()
@@ -439,7 +439,7 @@ def _fill(target: _Target, readers: Readers) -> None:
         target.name,
         target.record,
         target.interval,
-        tiling=target.tiling,
+        chunking=target.chunking,
         streams=True,
     )
     if in_place:
@@ -478,7 +478,7 @@ def _match(
         elif record.dtype != stored_dtype(local.tensor, where=local.name):
             problems.append(f"{what} {local.name!r} is {local.tensor.dtype}, saved as torch.{record.dtype}")
         else:
-            targets.append(_Target("model", name, record, local.interval, local.held, local.tiling))
+            targets.append(_Target("model", name, record, local.interval, local.held, local.chunking))
     problems += [f"{what} {name!r} of the checkpoint is not in the model" for name in saved if name not in used]
     return targets
 

@@ -31,11 +31,11 @@ from fullshard.checkpoint.sources import Match, TensorSource, are_equal, match, 
 from fullshard.checkpoint.tensors import LocalTensor, local_tensors, rest, stand_in
 from fullshard.checkpoint.tiles import fill_local, read_across
 from fullshard.checkpoint.weight_files import model_directory, stored_tensors
+from fullshard.core.chunking import UNCUT
 from fullshard.core.errors import CheckpointError, ConfigError
 from fullshard.core.imports import import_extra
 from fullshard.core.layout import Interval
 from fullshard.core.paths import local_path
-from fullshard.core.tiling import UNTILED
 from fullshard.engine.contexts import meta_parameters
 from fullshard.engine.materialize import WEIGHTS
 from fullshard.features.quantized_weights import dequantised, is_exact, outline, quantise, whole_shape
@@ -300,7 +300,7 @@ class PretrainedWeights:
             functools.partial(self._read_rows, slot),
             out,
             shape=tuple(slot.parameter.shape),
-            source=UNTILED,
+            source=UNCUT,
             target=shard.chunking,
             wanted=interval.shift(shard.start),
         )

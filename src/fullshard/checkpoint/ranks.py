@@ -31,7 +31,7 @@ _MESSAGE_NBYTES = 256 * 2**20
 
 def _spread(parameter: ShardedParameter) -> int:
     """Return the number of ranks that share or copy it, tensor parallelism included."""
-    outer = parameter.span.outer_group
+    outer = parameter.spec.outer_group
     return parameter.mesh.world_size * (1 if outer is None else outer.size())
 
 
@@ -71,7 +71,7 @@ class Ranks:
                 "is destroyed",
                 hint="save before accelerator.end_training(), or whatever else destroys it",
             )
-        ranks = cls(first.mesh.control_group if first.span.outer_group is None else None)
+        ranks = cls(first.mesh.control_group if first.spec.outer_group is None else None)
         if _spread(first) != ranks.world_size:
             raise CheckpointError(
                 f"{first.name} is sharded over {_spread(first)} of {ranks.world_size} ranks",

@@ -15,9 +15,9 @@ from fullshard.checkpoint.resharding import plan_reads
 from fullshard.checkpoint.tensor_file import Bytes, TensorFileReader
 from fullshard.checkpoint.tiles import read_across
 from fullshard.checkpoint.verify import pieces_of
+from fullshard.core.chunking import UNCUT, Chunking
 from fullshard.core.dtypes import itemsize
 from fullshard.core.layout import Interval
-from fullshard.core.tiling import UNTILED, Tiling
 from fullshard.engine.precision import torch_dtype
 from fullshard.engine.step.coded import decode
 
@@ -71,7 +71,7 @@ class Readers:
         record: TensorRecord,
         interval: Interval,
         *,
-        tiling: Tiling = UNTILED,
+        chunking: Chunking = UNCUT,
         streams: bool = False,
     ) -> None:
         """Read elements `interval` of a tensor that lies in pieces in files of one kind.
@@ -81,17 +81,17 @@ class Readers:
             kind: of the files.
             name: of the tensor in them.
             record: where its pieces are.
-            interval: elements of the flattened whole, counted as `tiling` says.
-            tiling: not cut, or as tensor parallelism has cut it.
+            interval: elements of the flattened whole, counted as `chunking` says.
+            chunking: not cut, or as tensor parallelism has cut it.
             streams: calls follow the order of the files, and `settle` the last of them; only then all is proved.
         """
-        if record.tiling != tiling and not (tiling.is_row_by_row and record.tiling.is_row_by_row):
+        if record.chunking != chunking and not (chunking.is_row_by_row and record.chunking.is_row_by_row):
 
             def read_tiles(part: Interval, into: torch.Tensor) -> None:
-                self.fill(tensor_bytes(into), kind, name, record, part, tiling=record.tiling)
+                self.fill(tensor_bytes(into), kind, name, record, part, chunking=record.chunking)
 
             out = torch.from_numpy(data).view(dtype_of(record)) if len(data) else torch.empty(0)
-            read_across(read_tiles, out, shape=record.shape, source=record.tiling, target=tiling, wanted=interval)
+            read_across(read_tiles, out, shape=record.shape, source=record.chunking, target=chunking, wanted=interval)
             return
         width = itemsize(record.dtype)
         pieces = {piece.rank: piece for piece in record.pieces}
@@ -105,9 +105,11 @@ class Readers:
             stored = reader.find(name, record.dtype, piece.interval.numel)
             (reader.stream_into if streams else reader.read_into)(stored.start + read.source.start * width, part)
 
-    def fill_coded(self, out: CodedTensor, name: str, record: TensorRecord, interval: Interval, tiling: Tiling) -> None:
+    def fill_coded(
+        self, out: CodedTensor, name: str, record: TensorRecord, interval: Interval, chunking: Chunking
+    ) -> None:
         """Read optimizer state that is held as codes: as it was saved if it is the same piece, else coded anew."""
-        pieces = record.pieces if record.tiling == tiling else ()
+        pieces = record.pieces if record.chunking == chunking else ()
         same = [p for p in pieces if p.interval == interval and getattr(p, "coding", None) == out.record]
         if same and isinstance(same[0], CodedPieceRecord):
             parts = self._coded_parts("optimizer", name, record.dtype, same[0], Interval(0, interval.numel))
@@ -117,7 +119,7 @@ class Readers:
                     mine[part].copy_(parts[part])
                 return
         values = torch.empty(interval.numel, dtype=dtype_of(record))
-        self.fill(tensor_bytes(values), "optimizer", name, record, interval, tiling=tiling)
+        self.fill(tensor_bytes(values), "optimizer", name, record, interval, chunking=chunking)
         out.write(values)
 
     def _decoded(self, kind: str, name: str, dtype: str, piece: CodedPieceRecord, wanted: Interval) -> torch.Tensor:

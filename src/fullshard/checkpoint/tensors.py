@@ -11,9 +11,9 @@ from torch import nn
 
 from fullshard.checkpoint.elements import wraps_others
 from fullshard.comm import torch_private
+from fullshard.core.chunking import UNCUT, Chunking
 from fullshard.core.errors import CheckpointError
 from fullshard.core.layout import Interval
-from fullshard.core.tiling import UNTILED, Tiling
 from fullshard.engine.lookup import clean_name, units_of
 from fullshard.engine.shard_spec import ShardSpec
 from fullshard.features import ShardedParameter, ShardedTensor
@@ -27,9 +27,9 @@ class LocalTensor:
         names: qualified names without those of wrappers; several if it is tied. The first one identifies it.
         tensor: the parameter or buffer itself.
         shape: global shape.
-        interval: elements of the flattened whole, counted as `tiling` says, that this rank holds.
+        interval: elements of the flattened whole, counted as `chunking` says, that this rank holds.
         is_writer: whether this rank saves them; of several ranks that hold the same elements exactly one does.
-        tiling: how tensor parallelism has cut it.
+        chunking: how tensor parallelism has cut it.
     """
 
     names: tuple[str, ...]
@@ -37,7 +37,7 @@ class LocalTensor:
     shape: tuple[int, ...]
     interval: Interval
     is_writer: bool
-    tiling: Tiling = UNTILED
+    chunking: Chunking = UNCUT
 
     @property
     def name(self) -> str:
@@ -105,14 +105,14 @@ def local_parameters(model: nn.Module, *, rank: int = 0, on_meta: bool = False) 
     for path, parameter in model.named_parameters(remove_duplicate=False):
         found.setdefault(id(parameter), (parameter, []))[1].append(clean_name(path))
     result = []
-    specs = [parameter.span for parameter, _ in found.values() if isinstance(parameter, ShardedParameter)]
+    specs = [parameter.spec for parameter, _ in found.values() if isinstance(parameter, ShardedParameter)]
     beneath = next((spec.outer_group for spec in specs if spec.outer_group is not None), None)
     for parameter, names in found.values():
         if parameter.is_meta and not on_meta:
             raise CheckpointError(f"parameter {names[0]!r} is on the meta device", hint="initialise it first")
         unique = tuple(dict.fromkeys(names))
         if isinstance(parameter, ShardedParameter):
-            spec = parameter.span
+            spec = parameter.spec
             is_writer = parameter.mesh.replicate_rank == 0 and _is_first_of_copies(spec, beneath)
             result.append(
                 LocalTensor(

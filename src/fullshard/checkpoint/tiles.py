@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 
 from fullshard.checkpoint.tensors import LocalTensor
+from fullshard.core.chunking import UNCUT, Chunking, patches
 from fullshard.core.layout import Interval
-from fullshard.core.tiling import UNTILED, Tiling, patches
 
 
 def fill_local(local: LocalTensor, read: Callable[[Interval, torch.Tensor], None]) -> None:
@@ -19,7 +19,7 @@ def fill_local(local: LocalTensor, read: Callable[[Interval, torch.Tensor], None
         read: fills a tensor, shape (m,), with an interval of the whole one, flattened row by row.
     """
     plain = local.held.contiguous()  # a copy if its memory is in another order
-    read_across(read, plain.view(-1), shape=local.shape, source=UNTILED, target=local.tiling, wanted=local.interval)
+    read_across(read, plain.view(-1), shape=local.shape, source=UNCUT, target=local.chunking, wanted=local.interval)
     if plain.data_ptr() != local.held.data_ptr():
         local.held.copy_(plain)
 
@@ -29,8 +29,8 @@ def read_across(
     out: torch.Tensor,
     *,
     shape: tuple[int, ...],
-    source: Tiling,
-    target: Tiling,
+    source: Chunking,
+    target: Chunking,
     wanted: Interval,
 ) -> None:
     """Fill `out`, shape (n,), with elements `wanted` of a tensor flattened as `target` says.

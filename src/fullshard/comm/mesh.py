@@ -171,7 +171,7 @@ class Mesh:
         self.agree_on_shardings()
 
     def joined(self, axis: DeviceMesh) -> DeviceMesh:
-        """Return `device_mesh` with one more axis, tensor parallelism's, say. Raises `RuntimeError` if it cannot."""
+        """Return `device_mesh` with one more axis beside its own. Raises `RuntimeError` if it cannot."""
         if axis not in self._joined:
             self._joined[axis] = torch_private.joined([self.device_mesh, axis])
         return self._joined[axis]

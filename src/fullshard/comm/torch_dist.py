@@ -50,7 +50,7 @@ def dividing(work: dist.Work, total: torch.Tensor, how: Reduction) -> Work:
 
 
 def as_sent(flat: torch.Tensor) -> torch.Tensor:
-    """Return the same memory, 1-D, in a dtype that every backend sends: NCCL knows no int16, and Gloo no float8."""
+    """Return the same memory, 1-D, in a dtype that every backend sends: NCCL knows no int16, Gloo none of 8 bits."""
     return flat if flat.dtype in _SENT_AS_THEY_ARE else flat.view(torch.uint8)
 
 

@@ -286,7 +286,7 @@ def made_as(kind: type[Any], data: torch.Tensor, *, requires_grad: bool) -> Any:
 
 
 parse_to = torch._C._nn._parse_to
-"""Device and dtype in the arguments of a `to()`. Without it bitsandbytes would quantise twice. Since 2.0."""
+"""Device and dtype in the arguments of a `to()`. Some subclasses convert data in their own. Since 2.0."""
 
 
 def has_own_dispatch(kind: type[torch.Tensor]) -> bool:

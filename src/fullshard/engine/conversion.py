@@ -48,7 +48,7 @@ def convert(units: Sequence[UnitParameters], fn: Function) -> set[ShardSpec]:
         unit.make_real(is_filled=False)
     made = [p for unit in on_meta for _, p in unit.entries]
     on_host = [p for u in units if u.stand_ins is None for b in u.buckets if b.main_is_on_host for _, p in u.entries]
-    return {parameter.span for parameter in made + on_host}
+    return {parameter.spec for parameter in made + on_host}
 
 
 def _applied(unit: UnitParameters, fn: Function) -> _Applied:

@@ -41,7 +41,7 @@ class StandIns:
 
     def __init__(self, entries: Iterable[tuple[Slot, ShardedTensor]]) -> None:
         self.entries = list(entries)
-        self._specs = {id(slot): stand_in.span for slot, stand_in in self.entries}
+        self._specs = {id(slot): stand_in.spec for slot, stand_in in self.entries}
         for slot, stand_in in self.entries:
             stand_in._is_param = True
             for module, attribute in slot.owners:
@@ -65,9 +65,9 @@ class StandIns:
         for slot, held in entries:
             local = fn(held.local.detach())
             slot.replaced += [slot.parameter, held]  # type: ignore[list-item]
-            plain = torch.empty(held.span.sharded_shape, dtype=local.dtype, device="meta")
+            plain = torch.empty(held.spec.sharded_shape, dtype=local.dtype, device="meta")
             slot.parameter = nn.Parameter(kind_of(slot.parameter).like(slot.parameter, plain), held.requires_grad)
-            changed.append((slot, ShardedTensor(local, held.span, requires_grad=held.requires_grad)))
+            changed.append((slot, ShardedTensor(local, held.spec, requires_grad=held.requires_grad)))
         return cls(changed)
 
     @property

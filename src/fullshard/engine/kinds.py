@@ -194,7 +194,7 @@ def check_types(plans: Sequence[UnitPlan], roots: Sequence[nn.Module]) -> None:
         first = next(iter(wrong.values()))
         raise WrapError(
             f"{names_in(roots, wrong)}: a parameter of type {', '.join(types)} {kind_of(first).why_not(first)}",
-            hint="convert or quantise the model after training, or leave frozen ones out with ignored_params",
+            hint="convert the model after training, or leave frozen ones out with ignored_params",
         )
 
 

@@ -262,9 +262,9 @@ def assemble(modules: list[nn.Module], schedule: Schedule) -> None:
         )
         for slot, parameter in unit.entries:
             names = [qualified(path, attribute) for m, attribute in slot.owners for path in paths[id(m)]]
-            parameter.span.name.names = tuple(dict.fromkeys(names))
+            parameter.spec.name.names = tuple(dict.fromkeys(names))
 
 
 def _except(specs: set[ShardSpec], fn: Function) -> Function:
     """Return `fn` for all tensors except those with one of these specs."""
-    return (lambda tensor: tensor if getattr(tensor, "span", None) in specs else fn(tensor)) if specs else fn
+    return (lambda tensor: tensor if getattr(tensor, "spec", None) in specs else fn(tensor)) if specs else fn

@@ -75,7 +75,7 @@ class ShardedParameter(ShardedTensor):
     @property
     def mesh(self) -> Mesh:
         """Return the mesh the parameter is sharded over."""
-        return self.span.mesh
+        return self.spec.mesh
 
     @property
     def grad(self) -> ShardedTensor | None:
@@ -119,12 +119,12 @@ class ShardedParameter(ShardedTensor):
                 f"DTensor of shape {tuple(self.shape)}",
                 hint="torch.zeros_like(p) makes one; p.wrap(local) does, of this rank's interval",
             )
-        own = part_of(value, self.span)
-        return self.span.cut(value.full_tensor()).clone() if own is None else own
+        own = part_of(value, self.spec)
+        return self.spec.cut(value.full_tensor()).clone() if own is None else own
 
     def wrap(self, local: torch.Tensor) -> ShardedTensor:
         """Return a tensor laid out as the parameter, around this rank's interval `local`, shape (n,)."""
-        return ShardedTensor(local, self.span)
+        return ShardedTensor(local, self.spec)
 
     @property
     def grad_dtype(self) -> torch.dtype:

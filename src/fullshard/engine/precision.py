@@ -30,7 +30,7 @@ class MixedPrecisionPolicy:
         buffer_dtype: dtype floating-point buffers are cast to, once, when the unit is made.
         gather_as: `torch.int8` or `torch.bfloat16`: the format in which parameters are sent to unshard. Every rank
             then computes with what was sent; sharded parameters stay exact, and so does whatever is saved. See
-            `comm.packing` for the error. No effect on quantised weights, nor where ranks share memory.
+            `comm.packing` for the error. No effect on weights that are never cast, nor where ranks share memory.
         reduce_as: the same for gradients on the shard axis, which are still added up in `reduce_dtype`.
         param_dtype_override_fn: asked for each parameter; what it returns is its `param_dtype`, None leaves that.
 

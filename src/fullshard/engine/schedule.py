@@ -402,7 +402,7 @@ class Schedule:
     def outer_groups(self) -> list[dist.ProcessGroup]:
         """Return the groups of ranks that share the model along axes beside the mesh's."""
         if self._outer_groups is None:
-            groups = (parameter.span.outer_group for parameter in self.parameters())
+            groups = (parameter.spec.outer_group for parameter in self.parameters())
             self._outer_groups = list(dict.fromkeys(group for group in groups if group is not None))
         return self._outer_groups
 

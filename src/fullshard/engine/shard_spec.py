@@ -15,9 +15,9 @@ from fullshard.comm.mesh import Mesh
 from fullshard.comm.stalls import STALLS, all_reduce
 from fullshard.comm.torch_dist import as_sent
 from fullshard.core.boxes import IntervalBox, boxes
+from fullshard.core.chunking import UNCUT, Chunking
 from fullshard.core.errors import LifecycleError
 from fullshard.core.layout import Interval
-from fullshard.core.tiling import UNTILED, Tiling
 from fullshard.engine.reduction_settings import ReductionSettings
 
 
@@ -92,7 +92,7 @@ class ShardSpec:
 
     beside: Placement | None = None
     outer_group: dist.ProcessGroup | None = None
-    chunking: Tiling = UNTILED
+    chunking: Chunking = UNCUT
     start = 0
     note = ""
 
@@ -164,7 +164,7 @@ class ShardSpec:
     @property
     def is_chunked(self) -> bool:
         """Return whether ranks beside the mesh's, too, have other elements."""
-        return self.chunking is not UNTILED
+        return self.chunking is not UNCUT
 
     @property
     def is_whole(self) -> bool:

@@ -27,13 +27,13 @@ WAY_OUT = (
 
 
 class SpreadTensor(DTensor):
-    """A DTensor over a span's ranks, each of which has a part of it or all.
+    """A DTensor over a spec's ranks, each of which has a part of it or all.
 
     Attributes:
-        span: the span of the parameter that it is, or was computed from.
+        spec: the spec of the parameter that it is, or was computed from.
     """
 
-    span: ShardSpec
+    spec: ShardSpec
 
     def __init__(self, *_args: object, **_options: object) -> None:
         """Do nothing: torch's own takes as long as making the tensor."""
@@ -41,7 +41,7 @@ class SpreadTensor(DTensor):
     @property
     def name(self) -> str:
         """Return the name of the parameter these values belong to or come from; all names if it is tied."""
-        return str(self.span.name)
+        return str(self.spec.name)
 
     @property
     def __tensor_flatten__(self) -> NoReturn:
@@ -55,7 +55,7 @@ class ShardedTensor(SpreadTensor):
 
     Args:
         local: this rank's interval.
-        span: the place of that interval.
+        spec: the place of that interval.
         requires_grad: whether autograd makes a gradient of it.
 
     Attributes:
@@ -66,11 +66,11 @@ class ShardedTensor(SpreadTensor):
     """Runs a kernel on sharded tensors; set by `features.dtensor_ops`."""
     __hash__ = object.__hash__  # by identity like a tensor's, but in C: every look-up of optimizer state calls it
 
-    def __new__(cls, local: torch.Tensor, span: ShardSpec, *, requires_grad: bool = False) -> ShardedTensor:
+    def __new__(cls, local: torch.Tensor, spec: ShardSpec, *, requires_grad: bool = False) -> ShardedTensor:
         """Wrap `local`."""
-        cls = RowTensor if cls is ShardedTensor and isinstance(span, RowSpec) else cls
-        self: ShardedTensor = torch_private.wrap(cls, local, span.layout(local.dtype), requires_grad=requires_grad)
-        self.span = span
+        cls = RowTensor if cls is ShardedTensor and isinstance(spec, RowSpec) else cls
+        self: ShardedTensor = torch_private.wrap(cls, local, spec.layout(local.dtype), requires_grad=requires_grad)
+        self.spec = spec
         return self
 
     @property
@@ -81,12 +81,12 @@ class ShardedTensor(SpreadTensor):
     @property
     def names(self) -> tuple[str, ...]:
         """Return the names of the parameter, those of a tied one separately."""
-        return self.span.name.names
+        return self.spec.name.names
 
     @property
     def interval(self) -> Interval:
         """Return the elements of the flattened whole, or of `ShardSpec.sharded_shape`, that this rank has."""
-        return self.span.interval
+        return self.spec.interval
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """Return this rank's interval, shape (n,), or the whole's shape if it has everything. Differentiable.
@@ -96,8 +96,8 @@ class ShardedTensor(SpreadTensor):
         """
         is_own = grad_placements is None and self._wants_gradient
         local: torch.Tensor = _ToLocal.apply(self) if is_own else super().to_local(grad_placements=grad_placements)
-        is_whole = self.span.mesh.shard_size == 1 and not self.span.is_by_rows
-        return local.view(self.span.sharded_shape) if is_whole else local
+        is_whole = self.spec.mesh.shard_size == 1 and not self.spec.is_by_rows
+        return local.view(self.spec.sharded_shape) if is_whole else local
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """Return the whole as a new tensor on this rank's device. A collective, in the same order on every rank.
@@ -144,14 +144,14 @@ class ShardedTensor(SpreadTensor):
         return copied
 
     def _like(self, local: torch.Tensor) -> ShardedTensor:
-        like = ShardedTensor(local, self.span, requires_grad=self.requires_grad)
+        like = ShardedTensor(local, self.spec, requires_grad=self.requires_grad)
         like._is_param = isinstance(self, torch.nn.Parameter)
         return like
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise LifecycleError(
             f"cannot pickle {self.name}: this rank has elements {self.interval.start} to {self.interval.stop} of "
-            f"{self.span.numel}",
+            f"{self.spec.numel}",
             hint=WAY_OUT,
         )
 
@@ -163,7 +163,7 @@ class ShardedTensor(SpreadTensor):
         """Refuse: the tensor has no memory as a whole, and callers do not ask for this rank's interval."""
         raise LifecycleError(
             f"{self.name} has no memory of its own: this rank has elements {self.interval.start} to "
-            f"{self.interval.stop} of {self.span.numel}",
+            f"{self.interval.stop} of {self.spec.numel}",
             hint=f"take .to_local() for this rank's elements; {WAY_OUT}",
         )
 
@@ -186,7 +186,7 @@ class ShardedTensor(SpreadTensor):
 
     def boxes(self) -> list[IntervalBox]:
         """Return this rank's interval as boxes of the whole."""
-        return list(self.span.boxes())
+        return list(self.spec.boxes())
 
     def __create_write_items__(self, fqn: str, _object: object) -> list[Any]:
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
@@ -209,7 +209,7 @@ class ShardedTensor(SpreadTensor):
         return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in self.boxes()]
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
-        if self.span.is_by_rows:
+        if self.spec.is_by_rows:
             return self.local  # its one box
         for box in self.boxes():
             if torch.Size(box.offsets) == index.offset:
@@ -225,21 +225,21 @@ class RowTensor(ShardedTensor):
 
     @property
     def _local_tensor(self) -> torch.Tensor:
-        return self.local.view(self.span.row_shape)
+        return self.local.view(self.spec.row_shape)
 
     @_local_tensor.setter
     def _local_tensor(self, value: torch.Tensor) -> None:
         torch_private.put_local(self, value if value.dim() == 1 else value.view(-1))
 
 
-def part_of(tensor: DTensor, span: ShardSpec) -> torch.Tensor | None:
-    """Return this rank's part, shape (n,), of any DTensor that is laid out as `span`; None if it is not."""
+def part_of(tensor: DTensor, spec: ShardSpec) -> torch.Tensor | None:
+    """Return this rank's part, shape (n,), of any DTensor that is laid out as `spec`; None if it is not."""
     if isinstance(tensor, ShardedTensor):
-        return tensor.local if span.is_like(tensor.span) else None
-    layout, expected = torch_private.layout_from(tensor), span.layout(tensor.dtype)
+        return tensor.local if spec.is_like(tensor.spec) else None
+    layout, expected = torch_private.layout_from(tensor), spec.layout(tensor.dtype)
     is_alike = (layout.mesh, layout.placements, layout.shape) == (expected.mesh, expected.placements, expected.shape)
     local = torch_private.local_of(tensor)
-    return local.view(-1) if isinstance(span, RowSpec) and is_alike and local.is_contiguous() else None
+    return local.view(-1) if isinstance(spec, RowSpec) and is_alike and local.is_contiguous() else None
 
 
 class _Replicate(torch.autograd.Function):
@@ -250,13 +250,13 @@ class _Replicate(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: ShardedTensor, reduces: bool) -> DTensor:
-        ctx.span, ctx.reduces = tensor.span, reduces
+        ctx.spec, ctx.reduces = tensor.spec, reduces
         return replicated_of(tensor)
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> tuple[ShardedTensor, None]:
-        whole = reduced(grad, ctx.span) if ctx.reduces else grad.full_tensor()
-        return ShardedTensor(ctx.span.cut(whole).clone(), ctx.span), None
+        whole = reduced(grad, ctx.spec) if ctx.reduces else grad.full_tensor()
+        return ShardedTensor(ctx.spec.cut(whole).clone(), ctx.spec), None
 
 
 class _ToLocal(torch.autograd.Function):
@@ -264,43 +264,43 @@ class _ToLocal(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: ShardedTensor) -> torch.Tensor:
-        ctx.span, ctx.shape = tensor.span, tensor.local.shape
-        own = tensor.local.view(tensor.span.row_shape) if isinstance(tensor, RowTensor) else tensor.local
+        ctx.spec, ctx.shape = tensor.spec, tensor.local.shape
+        own = tensor.local.view(tensor.spec.row_shape) if isinstance(tensor, RowTensor) else tensor.local
         return own.view_as(own)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> ShardedTensor:
         own = grad.reshape(ctx.shape)
-        shares = ctx.span.mesh.replicate_size > 1
-        return ShardedTensor(ctx.span.reduce(own, of_interval=True) if shares else own, ctx.span)
+        shares = ctx.spec.mesh.replicate_size > 1
+        return ShardedTensor(ctx.spec.reduce(own, of_interval=True) if shares else own, ctx.spec)
 
 
-def reduced(gradient: torch.Tensor, span: ShardSpec) -> torch.Tensor:
+def reduced(gradient: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
     """Return the gradient of a tensor that every rank has whole; each rank gives its own gradient. A collective.
 
     A partial gradient says that each rank has a part of the sum, so that sum is the result.
     """
     if not isinstance(gradient, DTensor):
-        return span.reduce(gradient)
+        return spec.reduce(gradient)
     is_own = all(placement.is_replicate() for placement in gradient.placements)
     detached: Any = gradient.detach()
     whole: torch.Tensor = detached.full_tensor()
-    return span.reduce(whole) if is_own else whole
+    return spec.reduce(whole) if is_own else whole
 
 
 def replicated_of(tensor: ShardedTensor) -> DTensor:
     """Return the whole as a DTensor that every rank has; no part of autograd's graph."""
-    return dtensor_of(tensor.span.gather(tensor.local), tensor.span)
+    return dtensor_of(tensor.spec.gather(tensor.local), tensor.spec)
 
 
-def dtensor_of(local: torch.Tensor, span: ShardSpec, placement: Placement | None = None) -> DTensor:
-    """Return torch's own DTensor over a span's ranks.
+def dtensor_of(local: torch.Tensor, spec: ShardSpec, placement: Placement | None = None) -> DTensor:
+    """Return torch's own DTensor over a spec's ranks.
 
     It is replicated along all axes, or along those that it is not cut along.
     """
-    placements = span.placements(
-        placement if span.mesh.shard_size > 1 else None, placement if span.is_chunked else None
+    placements = spec.placements(
+        placement if spec.mesh.shard_size > 1 else None, placement if spec.is_chunked else None
     )
-    layout = torch_private.layout_of(span.device_mesh, placements, local.shape, local.dtype)
+    layout = torch_private.layout_of(spec.device_mesh, placements, local.shape, local.dtype)
     dtensor: DTensor = torch_private.wrap(DTensor, local, layout)
     return dtensor

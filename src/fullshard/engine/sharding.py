@@ -80,7 +80,7 @@ class Sharding:
             largest_unit=largest.name,
             largest_unit_nbytes=largest.full_nbytes,
             padding=1 - numel / full_numel if full_numel else 0.0,
-            beneath=next((p.span.note for b in buckets for p in b.sharded_parameters if p.span.note), ""),
+            beneath=next((p.spec.note for b in buckets for p in b.sharded_parameters if p.spec.note), ""),
             world_size=mesh.world_size,
             shard_size=mesh.shard_size,
             replicate_size=mesh.replicate_size,

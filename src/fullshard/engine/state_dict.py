@@ -97,11 +97,11 @@ def _before_load_state_dict(
         if value is None or value.shape != parameter.shape:
             continue  # torch reports it
         if isinstance(value, DTensor) and value.placements == parameter.placements:
-            # PEFT takes sharded parameters for those of tensor parallelism, and puts whole tensors for intervals.
+            # PEFT takes every DTensor for one that was split before, and puts whole tensors for intervals.
             local = value.to_local()
             value = local if local.shape == value.shape else value
         if not isinstance(value, DTensor):
-            value = state_dict[prefix + attribute] = ShardedTensor(parameter.span.cut(value.detach()), parameter.span)
+            value = state_dict[prefix + attribute] = ShardedTensor(parameter.spec.cut(value.detach()), parameter.spec)
         if replaces:
             _take(parameter, value)
             state_dict[prefix + attribute] = parameter

@@ -182,7 +182,7 @@ class UnitParameters(abc.ABC):
         self.stand_ins, self.is_filled = None, is_filled
         names = {id(slot): stand_in.names for slot, stand_in in stand_ins.entries}
         for slot, sharded in self.entries:
-            sharded.span.name.names = names[id(slot)]
+            sharded.spec.name.names = names[id(slot)]
         self.schedule.know_buckets()
 
     def warn_of_empty(self) -> None:

@@ -307,7 +307,7 @@ class _Updated:
             return None
         if gradient.is_sparse or parameter.is_complex():
             raise OptimizerError(f"Adafactor: {_name(parameter)} has a sparse gradient, or is complex")
-        if sharded is not None and sharded.span.is_chunked:
+        if sharded is not None and sharded.spec.is_chunked:
             raise OptimizerError(
                 f"Adafactor: {_name(parameter)} {tuple(parameter.shape)} is split by tensor parallelism, so no rank "
                 "has whole sums of its rows and columns",
@@ -331,7 +331,7 @@ class _Updated:
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
         """The ranks that have its other elements."""
-        return self.parameter.span.groups if isinstance(self.parameter, ShardedParameter) else ()
+        return self.parameter.spec.groups if isinstance(self.parameter, ShardedParameter) else ()
 
     @property
     def size(self) -> float:

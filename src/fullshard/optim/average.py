@@ -130,7 +130,7 @@ class EMA:
         """Return the number of updates, and the averages by parameter name; torch's checkpoints take them."""
         self._check_model()
         averages = {
-            name: ShardedTensor(average, parameter.span) if isinstance(parameter, ShardedParameter) else average
+            name: ShardedTensor(average, parameter.spec) if isinstance(parameter, ShardedParameter) else average
             for name, parameter, average in zip(self._names, self._parameters, self._averages, strict=True)
         }
         return {"updates": self.updates, "averages": averages}
@@ -222,4 +222,4 @@ def _own(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
         return value.full_tensor() if isinstance(value, DTensor) else value
     if isinstance(value, DTensor):
         return parameter.interval_of(value, "average")
-    return parameter.span.cut(value)
+    return parameter.spec.cut(value)

@@ -45,7 +45,7 @@ def local_parameter(parameter: ShardedParameter) -> nn.Parameter:
         setattr(parameter, _PLAIN, plain)
     # An empty parameter has nothing to update, and CUDA refuses to launch a kernel for it.
     gradient = parameter.local_grad if plain.numel() else None
-    plain.grad = None if gradient is None else gradient.view(parameter.span.local_shape)
+    plain.grad = None if gradient is None else gradient.view(parameter.spec.local_shape)
     return plain
 
 

@@ -120,11 +120,11 @@ class WholeMatrices:
     """
 
     def __init__(self, parameters: Sequence[ShardedParameter], flattened: set[int]) -> None:
-        split = next((p for p in parameters if p.span.is_chunked), None)
+        split = next((p for p in parameters if p.spec.is_chunked), None)
         if split is not None:
             raise OptimizerError(
                 f"{split.name} {tuple(split.shape)} is split by tensor parallelism, and the ranks that shard it have "
-                f"{tuple(split.span.sharded_shape)} of it: no whole matrix to compute with",
+                f"{tuple(split.spec.sharded_shape)} of it: no whole matrix to compute with",
                 hint="use AdamW with tensor parallelism, or more ranks to shard over in its place",
             )
         self.mesh = mesh = parameters[0].mesh

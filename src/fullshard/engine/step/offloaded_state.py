@@ -58,7 +58,7 @@ def _move(optimizer: torch.optim.Optimizer, buckets: Iterable[Bucket], way: Even
 
 
 def _plain_tensors(value: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors in a state's value; a quantised one is made of several. Step counts stay."""
+    """Yield the tensors in a state's value; one of a wrapper class is made of several. Step counts stay."""
     if isinstance(value, ShardedTensor):
         yield value.local
     elif isinstance(value, torch.Tensor) and hasattr(value, "__tensor_flatten__"):

@@ -58,7 +58,7 @@ class _InitGroup:
         assert optimizer is not None  # noqa: S101 -- it is calling
         state, tensors, listed = optimizer.state, list(group["params"]), []
         for index, parameter in enumerate(tensors):
-            if isinstance(parameter, ShardedParameter) and not parameter.span.is_by_rows:
+            if isinstance(parameter, ShardedParameter) and not parameter.spec.is_by_rows:
                 gradient = parameter.local_grad
                 if gradient is not None:
                     tensors[index] = plain = parameter.local
@@ -89,4 +89,4 @@ class _InitGroup:
                 before = entry.get(key)
                 if value is not (before.local if isinstance(before, ShardedTensor) else before):
                     is_per_element = isinstance(value, torch.Tensor) and value.dim()
-                    entry[key] = ShardedTensor(value, parameter.span) if is_per_element else value
+                    entry[key] = ShardedTensor(value, parameter.spec) if is_per_element else value

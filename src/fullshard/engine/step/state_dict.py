@@ -64,13 +64,13 @@ def as_sharded(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, state:
 
 def _wrapped(state: dict[str, Any], parameter: ShardedParameter) -> dict[str, Any]:
     return {
-        key: ShardedTensor(value, parameter.span) if _is_interval(value, parameter) else value
+        key: ShardedTensor(value, parameter.spec) if _is_interval(value, parameter) else value
         for key, value in state.items()
     }
 
 
 def _is_interval(value: Any, parameter: ShardedParameter) -> bool:
-    return type(value) is torch.Tensor and value.dim() > 0 and value.shape == parameter.span.local_shape
+    return type(value) is torch.Tensor and value.dim() > 0 and value.shape == parameter.spec.local_shape
 
 
 @functools.wraps(torch_private.load_state_dict.torchs)
@@ -115,7 +115,7 @@ def cut_state(state: dict[str, Any], sharded: ShardedParameter, *, optimizer: to
         if isinstance(value, DTensor) and value.shape == sharded.shape:
             cut[key] = sharded.wrap(sharded.interval_of(value, f"optimizer state {key!r}"))
         elif per_element and value.shape == sharded.shape:
-            cut[key] = ShardedTensor(sharded.span.cut(value).clone(), sharded.span)
+            cut[key] = ShardedTensor(sharded.spec.cut(value).clone(), sharded.spec)
         elif isinstance(value, DTensor):
             raise OptimizerError(
                 f"rank {sharded.mesh.rank}: state {key!r} of {sharded.name} {tuple(sharded.shape)} has the shape "

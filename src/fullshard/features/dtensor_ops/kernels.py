@@ -88,7 +88,7 @@ def _alike(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, An
             hint="give the model inputs in that format, x.to(memory_format=...): convolutions compute as theirs is",
         )
     target = target_of(args, kwargs) if torch_private.writes(func) else first_sharded((args, kwargs))
-    if not isinstance(target, ShardedTensor) or not all(_fits(t, target.span) for t in tensors_in((args, kwargs))):
+    if not isinstance(target, ShardedTensor) or not all(_fits(t, target.spec) for t in tensors_in((args, kwargs))):
         return _gathered(func, args, kwargs)
     made = _Locals(target, func)
     result = call_with(func, args, kwargs, torch.Tensor, made.of)
@@ -103,26 +103,26 @@ def _count_changes(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict
         torch.autograd.graph.increment_version(locals_)
 
 
-def _fits(tensor: torch.Tensor, span: ShardSpec) -> bool:
-    """Return whether broadcasting makes it a tensor of the span's shape."""
-    sizes = zip(reversed(tensor.shape), reversed(span.shape), strict=False)
-    return tensor.dim() <= len(span.shape) and all(size in (1, wanted) for size, wanted in sizes)
+def _fits(tensor: torch.Tensor, spec: ShardSpec) -> bool:
+    """Return whether broadcasting makes it a tensor of the spec's shape."""
+    sizes = zip(reversed(tensor.shape), reversed(spec.shape), strict=False)
+    return tensor.dim() <= len(spec.shape) and all(size in (1, wanted) for size, wanted in sizes)
 
 
 class _Locals:
     """A rank's intervals of a kernel's arguments, and the way back from its results."""
 
     def __init__(self, target: ShardedTensor, func: torch_private.Kernel) -> None:
-        self.target, self._span, self._func = target, target.span, func
+        self.target, self._spec, self._func = target, target.spec, func
         self._wrapped: dict[int, ShardedTensor] = {}
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor that the kernel takes in place of an argument."""
-        if isinstance(tensor, ShardedTensor) and self._span.is_like(tensor.span):
+        if isinstance(tensor, ShardedTensor) and self._spec.is_like(tensor.spec):
             self._wrapped[id(tensor.local)] = tensor
             return tensor.local
         if isinstance(tensor, DTensor):
-            own = part_of(tensor, self._span)
+            own = part_of(tensor, self._spec)
             if own is not None:
                 return own
             tensor = _plain_whole(tensor)
@@ -131,13 +131,13 @@ class _Locals:
         if tensor.dim() == 0:
             return tensor
         if tensor.numel() == 1:  # spread, or a kernel with `out` would make that longer, which may be empty
-            return tensor.reshape([1] * len(self._span.local_shape)).expand(self._span.local_shape)
-        return self._span.cut(tensor)
+            return tensor.reshape([1] * len(self._spec.local_shape)).expand(self._spec.local_shape)
+        return self._spec.cut(tensor)
 
     def wrap(self, result: torch.Tensor) -> torch.Tensor:
         """Return the tensor that the caller gets in place of a result."""
         known = self._wrapped.get(id(result))
-        return ShardedTensor(result, self._span) if known is None else known
+        return ShardedTensor(result, self._spec) if known is None else known
 
 
 def _many(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -153,7 +153,7 @@ def _many(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any
         if one is None and isinstance(first[position], torch.Tensor):
             at_once = [value[position] for value in lists if len(value) == len(first)]
             like, changed = first_sharded(at_once), first[position]
-            if like is not None and isinstance(changed, DTensor) and part_of(changed, like.span) is not None:
+            if like is not None and isinstance(changed, DTensor) and part_of(changed, like.spec) is not None:
                 made[position] = _Locals(like, func)  # one of torch's own that has the same rows
             elif any(isinstance(tensor, DTensor) for tensor in at_once):
                 refuse_plain(func, at_once, {})
@@ -177,7 +177,7 @@ def _many(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any
     def wrapped(one: _Locals | None, of: Any, made: torch.Tensor) -> torch.Tensor:
         if one is not None:
             return one.wrap(made)
-        return WholeTensor.of(made, held.span) if isinstance(of, DTensor) else made
+        return WholeTensor.of(made, held.spec) if isinstance(of, DTensor) else made
 
     return list(map(wrapped, made, first, result))
 
@@ -190,7 +190,7 @@ def _check_laid_out(
         if not isinstance(tensor, DTensor):
             continue
         beside = held if like is None else like
-        is_its_memory = isinstance(tensor, WholeTensor) if like is None else part_of(tensor, like.span) is not None
+        is_its_memory = isinstance(tensor, WholeTensor) if like is None else part_of(tensor, like.spec) is not None
         if not is_its_memory:
             raise LifecycleError(
                 f"`{func.overloadpacket.__name__}` would change a {type(tensor).__name__} {tuple(tensor.shape)} placed "
@@ -215,7 +215,7 @@ def _view(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any
         views = func(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), *args[1:], **kwargs)
         parts = views if isinstance(views, (list, tuple)) else [views]
         is_whole = all(part.shape == tensor.shape for part in parts)
-        is_row_by_row = is_whole or not (tensor.span.is_chunked or tensor.span.is_by_rows)
+        is_row_by_row = is_whole or not (tensor.spec.is_chunked or tensor.spec.is_by_rows)
         if is_row_by_row and all(part.is_contiguous() and part.dtype == tensor.dtype for part in parts):
             made = [_part_of(tensor, part) for part in parts]
             return made if isinstance(views, (list, tuple)) else made[0]
@@ -225,11 +225,11 @@ def _view(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any
 
 
 def _part_of(tensor: ShardedTensor, view: torch.Tensor) -> ShardedTensor:
-    if tensor.span.is_by_rows:
-        return ShardedTensor(tensor.local, tensor.span)
-    start, span = int(view.storage_offset()), tensor.span
-    part = span.part(view.shape, start)
-    own = part.interval.shift(start - span.interval.start)
+    if tensor.spec.is_by_rows:
+        return ShardedTensor(tensor.local, tensor.spec)
+    start, spec = int(view.storage_offset()), tensor.spec
+    part = spec.part(view.shape, start)
+    own = part.interval.shift(start - spec.interval.start)
     return ShardedTensor(tensor.local[own.start : own.stop] if own.numel else tensor.local[:0], part)
 
 
@@ -239,25 +239,25 @@ def _random(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, A
     is_fresh = torch_private.writes(func) or func.overloadpacket.__name__.endswith("_like")
     if not isinstance(tensor, ShardedTensor):
         return _gathered(func, args, kwargs)
-    span, local = tensor.span, tensor.local
-    whole = torch.empty(span.shape, dtype=local.dtype, device=local.device) if is_fresh else tensor.full_tensor()
+    spec, local = tensor.spec, tensor.local
+    whole = torch.empty(spec.shape, dtype=local.dtype, device=local.device) if is_fresh else tensor.full_tensor()
     result = call_with(func, (whole, *args[1:]), kwargs, DTensor, _plain_whole)
     if torch_private.writes(func):
-        local.copy_(span.cut(whole))
+        local.copy_(spec.cut(whole))
         _count_changes(func, args, kwargs)
         return tensor
     return map_arguments(
         result,
         torch.Tensor,
         lambda made: (
-            ShardedTensor(span.cut(made).clone(), span) if made.shape == span.shape else WholeTensor.of(made, span)
+            ShardedTensor(spec.cut(made).clone(), spec) if made.shape == spec.shape else WholeTensor.of(made, spec)
         ),
     )
 
 
 def _plain_whole(tensor: DTensor) -> torch.Tensor:
     if isinstance(tensor, ShardedTensor):
-        return tensor.span.gather(tensor.local)
+        return tensor.spec.gather(tensor.local)
     detached: Any = tensor.detach()  # else torch does it in place, which it could not before 2.12
     whole: torch.Tensor = detached.full_tensor()
     return whole
@@ -277,7 +277,7 @@ def _gathered(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str,
     assert held is not None  # noqa: S101 -- else this would not have been asked
     result = call_with(func, args, kwargs, DTensor, whole)
     if not torch_private.writes(func):
-        return map_arguments(result, torch.Tensor, lambda made: WholeTensor.of(made, held.span))
+        return map_arguments(result, torch.Tensor, lambda made: WholeTensor.of(made, held.spec))
     target = target_of(args, kwargs)
     if not isinstance(target, DTensor) or whole(target).shape != target.shape:
         raise LifecycleError(
@@ -285,10 +285,10 @@ def _gathered(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str,
             hint="compute with .full_tensor() of it",
         )
     if isinstance(target, ShardedTensor):
-        target.local.copy_(target.span.cut(whole(target)))
+        target.local.copy_(target.spec.cut(whole(target)))
         _count_changes(func, args, kwargs)
     else:
-        target.copy_(dtensor_of(whole(target), held.span))
+        target.copy_(dtensor_of(whole(target), held.spec))
     return target
 
 
@@ -300,11 +300,11 @@ def _all_dims(tensor: ShardedTensor, dim: Any, keepdim: bool) -> bool:
     return not keepdim and (not dims or len(dims) == tensor.dim())
 
 
-def _reduced(local: torch.Tensor, span: ShardSpec, placement: Placement) -> torch.Tensor:
+def _reduced(local: torch.Tensor, spec: ShardSpec, placement: Placement) -> torch.Tensor:
     """Reduce the ranks' parts to the whole, at once: `item()` of a tensor that torch left partial is one part."""
-    parts = dtensor_of(local, span, placement)
-    if span.is_chunked:  # torch warns of both axes in one go
-        parts = parts.redistribute(placements=span.placements(None, placement))
+    parts = dtensor_of(local, spec, placement)
+    if spec.is_chunked:  # torch warns of both axes in one go
+        parts = parts.redistribute(placements=spec.placements(None, placement))
     whole: torch.Tensor = parts.full_tensor()
     return whole
 
@@ -312,7 +312,7 @@ def _reduced(local: torch.Tensor, span: ShardSpec, placement: Placement) -> torc
 def _sum(func: torch_private.Kernel, tensor: Any, dim: Any = None, keepdim: bool = False, **options: Any) -> Any:
     if not isinstance(tensor, ShardedTensor) or "out" in options or not _all_dims(tensor, dim, keepdim):
         return NotImplemented
-    return WholeTensor.of(_reduced(tensor.local.sum(**options), tensor.span, Partial()), tensor.span)
+    return WholeTensor.of(_reduced(tensor.local.sum(**options), tensor.spec, Partial()), tensor.spec)
 
 
 def _mean(func: torch_private.Kernel, tensor: Any, dim: Any = None, keepdim: bool = False, **options: Any) -> Any:
@@ -325,8 +325,8 @@ def _norm(
 ) -> Any:
     if not isinstance(tensor, ShardedTensor) or "out" in options or not _all_dims(tensor, dim, keepdim):
         return NotImplemented
-    span = tensor.span
-    return WholeTensor.of(_reduced(_local_norm(tensor, order, **options), span, _placement_of_norm(order)), span)
+    spec = tensor.spec
+    return WholeTensor.of(_reduced(_local_norm(tensor, order, **options), spec, _placement_of_norm(order)), spec)
 
 
 def _local_norm(tensor: ShardedTensor, order: float, **options: Any) -> torch.Tensor:
@@ -344,30 +344,30 @@ def _placement_of_norm(order: float) -> Placement:
 
 
 def _norms(func: torch_private.Kernel, tensors: Sequence[torch.Tensor], order: float = 2, dtype: Any = None) -> Any:
-    spans = [tensor.span for tensor in tensors if isinstance(tensor, ShardedTensor)]
+    specs = [tensor.spec for tensor in tensors if isinstance(tensor, ShardedTensor)]
     if (
-        len(spans) < len(tensors)
-        or len({(span.groups, tensor.dtype) for span, tensor in zip(spans, tensors, strict=True)}) > 1
+        len(specs) < len(tensors)
+        or len({(spec.groups, tensor.dtype) for spec, tensor in zip(specs, tensors, strict=True)}) > 1
     ):
         return [torch.linalg.vector_norm(tensor, order, dtype=dtype) for tensor in tensors]
     locals_ = [_local_norm(tensor, order, dtype=dtype) for tensor in tensors]  # type: ignore[arg-type]
-    norms = _reduced(torch.stack(locals_), spans[0], _placement_of_norm(order))
-    return [WholeTensor.of(norm, span) for norm, span in zip(norms.unbind(), spans, strict=True)]
+    norms = _reduced(torch.stack(locals_), specs[0], _placement_of_norm(order))
+    return [WholeTensor.of(norm, spec) for norm, spec in zip(norms.unbind(), specs, strict=True)]
 
 
 def _equal(_func: torch_private.Kernel, left: Any, right: Any) -> Any:
     are_both = isinstance(left, ShardedTensor) and isinstance(right, ShardedTensor)
-    if left.shape != right.shape or not are_both or not left.span.is_like(right.span):
+    if left.shape != right.shape or not are_both or not left.spec.is_like(right.spec):
         return NotImplemented if left.shape == right.shape else False
-    differ = torch.tensor(int(not torch.equal(left.local, right.local)), device=left.span.mesh.device)
-    return not _reduced(differ, left.span, Partial()).item()
+    differ = torch.tensor(int(not torch.equal(left.local, right.local)), device=left.spec.mesh.device)
+    return not _reduced(differ, left.spec, Partial()).item()
 
 
 def _new(func: torch_private.Kernel, tensor: ShardedTensor, size: Sequence[int], *args: Any, **options: Any) -> Any:
     """Make a new tensor: one of the same shape is sharded like the tensor, any other is whole on every rank."""
     if tuple(size) == tuple(tensor.shape) and not func.overloadpacket.__name__.endswith("strided"):
-        return ShardedTensor(func(tensor.local, tensor.local.shape, *args, **options), tensor.span)
-    return dtensor_of(func(tensor.local, size, *args, **options), tensor.span)
+        return ShardedTensor(func(tensor.local, tensor.local.shape, *args, **options), tensor.spec)
+    return dtensor_of(func(tensor.local, size, *args, **options), tensor.spec)
 
 
 _SPECIAL: dict[str, Callable[..., Any]] = {
@@ -377,7 +377,7 @@ _SPECIAL: dict[str, Callable[..., Any]] = {
     torch_private.MAX_OF_MANY: lambda _, tensors: [tensor.max() for tensor in tensors],
     torch_private.NORM_OF_MANY: _norms,
     "equal": _equal,
-    torch_private.ITEM: lambda _, tensor: tensor.span.gather(tensor.local).item(),
+    torch_private.ITEM: lambda _, tensor: tensor.spec.gather(tensor.local).item(),
     "is_same_size": lambda _, left, right: left.shape == right.shape,
     **dict.fromkeys(("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"), _new),
 }

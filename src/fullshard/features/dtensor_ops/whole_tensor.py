@@ -51,11 +51,11 @@ class WholeTensor(_Whole):
     """
 
     @classmethod
-    def of(cls, whole: torch.Tensor, span: ShardSpec) -> WholeTensor:
-        """Return `whole`, a result computed from tensors with that span."""
-        layout = torch_private.layout_as(torch_private.layout_from(dtensor_of(whole, span)), whole)
+    def of(cls, whole: torch.Tensor, spec: ShardSpec) -> WholeTensor:
+        """Return `whole`, a result computed from tensors with that spec."""
+        layout = torch_private.layout_as(torch_private.layout_from(dtensor_of(whole, spec)), whole)
         self: WholeTensor = torch_private.wrap(cls, whole, layout)
-        self.span = span
+        self.spec = spec
         return self
 
     def tolist(self) -> Any:
@@ -66,7 +66,7 @@ class WholeTensor(_Whole):
         """Return `whole`, a result computed from this one."""
         layout = torch_private.layout_as(torch_private.layout_from(self), whole)
         made: WholeTensor = torch_private.wrap(WholeTensor, whole, layout)
-        made.span = self.span
+        made.spec = self.spec
         return made
 
     def plain(self) -> DTensor:
@@ -130,12 +130,12 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, whole: _Whole, is_plain: bool) -> torch.Tensor:
-        ctx.span, local = whole.span, torch_private.local_of(whole).clone()  # which may be changed
+        ctx.spec, local = whole.spec, torch_private.local_of(whole).clone()  # which may be changed
         return local if is_plain else torch_private.wrap(DTensor, local, torch_private.layout_from(whole))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[WholeTensor, None]:
-        return WholeTensor.of(reduced(grad, ctx.span), ctx.span), None
+        return WholeTensor.of(reduced(grad, ctx.spec), ctx.spec), None
 
 
 def _leave(whole: _Whole, *, is_plain: bool) -> torch.Tensor:
@@ -156,7 +156,7 @@ class WholeCopy(_Whole):
     def of(cls, dtensor: DTensor, held: ShardedTensor | WholeCopy) -> WholeCopy:
         """Return a copy for a view of `held`."""
         self: WholeCopy = torch_private.wrap(cls, torch_private.local_of(dtensor), torch_private.layout_from(dtensor))
-        self.span = held.span
+        self.spec = held.spec
         if isinstance(held, WholeCopy):
             self._source, self._source_version = held._source, held._source_version
         else:
@@ -165,7 +165,7 @@ class WholeCopy(_Whole):
 
     def plain(self) -> WholeTensor:
         """Return the same tensor without the guard."""
-        return WholeTensor.of(torch_private.local_of(self), self.span)
+        return WholeTensor.of(torch_private.local_of(self), self.spec)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -81,7 +81,7 @@ class ComposedParameter(ShardedParameter):
 
     def wrap(self, local: torch.Tensor) -> ShardedTensor:
         """Return a tensor laid out as the parameter, around this rank's rows, which may be flat."""
-        return ShardedTensor(local.view(self.span.local_shape) if local.dim() == 1 else local, self.span)
+        return ShardedTensor(local.view(self.spec.local_shape) if local.dim() == 1 else local, self.spec)
 
     def publish(self, local_grad: torch.Tensor | None) -> None:
         """Publish a gradient, which is flat within the engine."""
@@ -115,8 +115,8 @@ class ComposedBucket(ExtendedBucket):
 
     def _make_rows(self, slot: Slot, weights: Values | None) -> torch.Tensor:
         extended = slot.parameter
-        self._spec = span = super().shard_spec(0)
-        count, (own, *_) = self.layout.shard_numel // span.placement.row_numel, span.local_shape
+        spec = self._spec = super().shard_spec(0)
+        count, (own, *_) = self.layout.shard_numel // spec.placement.row_numel, spec.local_shape
         rows = new_rows(extended, (count, *extended.shape[1:]), self.mesh.device)
         on_meta = [name for name, inner in inner_tensors(rows).items() if inner.is_meta]
         if on_meta:
@@ -127,9 +127,9 @@ class ComposedBucket(ExtendedBucket):
         self.main = torch.empty(0, dtype=self.dtype, device=self.mesh.device)
         self._own = rows if own == count else rows.narrow(0, 0, own)
         if extended.is_meta and weights is not None:
-            values = torch.empty(span.interval.numel, dtype=self.dtype, device=self.mesh.device)
-            weights.read(slot, span.interval, values)
-            self._own.copy_(values.view(span.local_shape))
+            values = torch.empty(spec.interval.numel, dtype=self.dtype, device=self.mesh.device)
+            weights.read(slot, spec.interval, values)
+            self._own.copy_(values.view(spec.local_shape))
         elif own:
-            self._own.copy_(span.cut(extended.detach()))
+            self._own.copy_(spec.cut(extended.detach()))
         return rows

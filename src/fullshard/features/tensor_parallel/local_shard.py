@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fullshard.comm import torch_private
-from fullshard.core.tiling import UNTILED, Tiling
+from fullshard.core.chunking import UNCUT, Chunking
 from fullshard.wrap.partition import Slot
 
 
@@ -34,7 +34,7 @@ class LocalShard:
         is_beneath: whether such an axis exists. If not, the whole tensor is to be sharded; `mesh` is the one for data.
 
     Attributes:
-        chunking: the dim of the cut and the number of parts; `UNTILED` if every rank of the axis has the whole.
+        chunking: the dim of the cut and the number of parts; `UNCUT` if every rank of the axis has the whole.
         shape: shape of this rank's part.
     """
 
@@ -52,7 +52,7 @@ class LocalShard:
         self.mesh, self.placement, self.whole_shape = mesh, placement, torch.Size(shape)
         self._data_axes, self.is_beneath = data_axes, is_beneath
         self.rank = mesh.get_local_rank() if is_beneath else 0
-        self.chunking = _chunking(placement, mesh.size()) if is_beneath and mesh.size() > 1 else UNTILED
+        self.chunking = _chunking(placement, mesh.size()) if is_beneath and mesh.size() > 1 else UNCUT
         self.shape = self.whole_shape
         if self.is_chunked:
             self.shape = torch.Size(self.chunking.sizes(tuple(self.whole_shape), self.rank))
@@ -71,7 +71,7 @@ class LocalShard:
     @property
     def is_chunked(self) -> bool:
         """Return whether the ranks of the axis have different elements."""
-        return self.chunking is not UNTILED
+        return self.chunking is not UNCUT
 
     @property
     def start(self) -> int:
@@ -107,11 +107,11 @@ class LocalShard:
         return torch_private.local_of(gradient)
 
 
-def _chunking(placement: Placement, parts: int) -> Tiling:
+def _chunking(placement: Placement, parts: int) -> Chunking:
     groups = torch_private.groups_of(placement)
     if groups is not None:
-        return Tiling(groups[0], parts, groups[1])
-    return Tiling(placement.dim, parts) if isinstance(placement, Shard) else UNTILED
+        return Chunking(groups[0], parts, groups[1])
+    return Chunking(placement.dim, parts) if isinstance(placement, Shard) else UNCUT
 
 
 def local_shard_of(slot: Slot) -> LocalShard | None:

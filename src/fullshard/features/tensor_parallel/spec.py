@@ -11,7 +11,7 @@ from torch.distributed.tensor import Placement
 from fullshard.comm import torch_private
 from fullshard.comm.mesh import Mesh
 from fullshard.core.boxes import IntervalBox, boxes
-from fullshard.core.tiling import in_whole
+from fullshard.core.chunking import in_whole
 from fullshard.engine.shard_spec import RaggedShard, RowSpec, ShardSpec
 from fullshard.features.tensor_parallel.local_shard import LocalShard
 

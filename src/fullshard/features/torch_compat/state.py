@@ -196,7 +196,7 @@ class TorchParameter(_OfUnit):
     @property
     def _orig_size(self) -> torch.Size:
         """Return the shape of what this rank's shard group shares."""
-        return self.sharded_param.span.sharded_shape
+        return self.sharded_param.spec.sharded_shape
 
 
 class _Axis(_OfUnit):

@@ -29,5 +29,5 @@ def _with_wholes(get: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, 
 
 def _plain(value: Any) -> Any:
     """Return a whole tensor if this rank has every element, so that nothing is gathered; else the value as it is."""
-    is_whole = isinstance(value, ShardedTensor) and value.span.is_whole
+    is_whole = isinstance(value, ShardedTensor) and value.spec.is_whole
     return value.detach().full_tensor() if is_whole else value

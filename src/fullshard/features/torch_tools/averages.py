@@ -44,7 +44,7 @@ def _with_own_parts(method: Callable[..., Any]) -> Callable[..., Any]:
 def _own_part(copy: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     if isinstance(copy, DTensor) or not isinstance(parameter, ShardedParameter) or copy.shape != parameter.shape:
         return copy
-    return ShardedTensor(parameter.span.cut(copy).clone(), parameter.span)
+    return ShardedTensor(parameter.spec.cut(copy).clone(), parameter.spec)
 
 
 def _with_wholes(save: Callable[..., Any]) -> Callable[..., Any]:
@@ -53,7 +53,7 @@ def _with_wholes(save: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(save)
     def save_pretrained(ema: Any, *args: Any, **options: Any) -> Any:
         own = ema.shadow_params
-        if any(isinstance(copy, ShardedTensor) and not copy.span.is_whole for copy in own):
+        if any(isinstance(copy, ShardedTensor) and not copy.spec.is_whole for copy in own):
             raise LifecycleError(
                 "EMAModel.save_pretrained, and each rank has a part of the averages",
                 hint="on every rank: ema.store(model.parameters()); ema.copy_to(model.parameters()); unwrapped.save_"

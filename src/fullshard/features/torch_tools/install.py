@@ -62,7 +62,7 @@ def clip_grad_norm_(
     """
     norm_type = float(norm_type)  # torch takes "inf", too
     clipped = [each for p in _current(parameters) if (each := _Clipped.of(p)).grad is not None]
-    norm = _norm_of([(each.span, each.grad) for each in clipped], norm_type, error_if_nonfinite, None)
+    norm = _norm_of([(each.spec, each.grad) for each in clipped], norm_type, error_if_nonfinite, None)
     nn.utils.clip_grads_with_norm_(clipped, max_norm, norm)  # type: ignore[arg-type]
     return norm
 
@@ -72,12 +72,12 @@ class _Clipped:
     """A parameter as torch's clipping sees it; a sharded one shows its plain gradient, which is quicker to use."""
 
     grad: Any
-    span: ShardSpec | None
+    spec: ShardSpec | None
 
     @classmethod
     def of(cls, parameter: torch.Tensor) -> _Clipped:
         if isinstance(parameter, ShardedParameter) and not parameter.is_used_up:
-            return cls(parameter.local_grad, parameter.span)
+            return cls(parameter.local_grad, parameter.spec)
         return cls(parameter.grad, None)
 
 
@@ -111,13 +111,13 @@ def _total_norm(
     """Return torch's total norm, with the sharded gradients' part summed over the ranks that share them."""
     norm_type = float(norm_type)  # torch takes "inf", too
     tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    spans = [tensor.span if isinstance(tensor, ShardedTensor) else None for tensor in tensors]
-    span = next((span for span in spans if span is not None), None)
-    if span is None:
+    specs = [tensor.spec if isinstance(tensor, ShardedTensor) else None for tensor in tensors]
+    spec = next((spec for spec in specs if spec is not None), None)
+    if spec is None:
         return _local_norm(tensors, norm_type, error_if_nonfinite, foreach)
     locals_ = (tensor.local if isinstance(tensor, ShardedTensor) else tensor for tensor in tensors)
-    norm = _norm_of(list(zip(spans, locals_, strict=True)), norm_type, error_if_nonfinite, foreach)
-    return dtensor_of(norm, span)  # as torch has it for its own sharded parameters
+    norm = _norm_of(list(zip(specs, locals_, strict=True)), norm_type, error_if_nonfinite, foreach)
+    return dtensor_of(norm, spec)  # as torch has it for its own sharded parameters
 
 
 def _norm_of(
@@ -126,14 +126,14 @@ def _norm_of(
     error_if_nonfinite: bool,
     foreach: bool | None,
 ) -> torch.Tensor:
-    """Return the total norm of tensors of which each rank has a part, with its span, and of whole ones."""
+    """Return the total norm of tensors of which each rank has a part, with its spec, and of whole ones."""
     sharded: dict[tuple[Mesh, tuple[dist.ProcessGroup, ...]], list[torch.Tensor]] = {}
     ordinary = []
-    for span, tensor in parts:
-        if span is None:
+    for spec, tensor in parts:
+        if spec is None:
             ordinary.append(tensor)
         else:
-            sharded.setdefault((span.mesh, span.groups), []).append(tensor)
+            sharded.setdefault((spec.mesh, spec.groups), []).append(tensor)
     tell_before_clipping({mesh for mesh, _ in sharded})
     norms = [_group_norm(mesh, groups, part, norm_type, foreach) for (mesh, groups), part in sharded.items()]
     if ordinary or not norms:
@@ -194,7 +194,7 @@ def _unscale_grads(
         self, optimizer, inv_scale, found_inf, allow_fp16
     )
     groups = {p.mesh.world_group: p.mesh.device for p in parameters}  # in the same order on every rank
-    groups |= {p.span.outer_group: p.mesh.device for p in parameters}
+    groups |= {p.spec.outer_group: p.mesh.device for p in parameters}
     for group, device in groups.items():
         if group is None:
             continue
@@ -221,9 +221,9 @@ def _check_sent_list(param: object, param_name: str) -> None:
 
 
 def _refuse_to_send(tensor: object) -> None:
-    if isinstance(tensor, ShardedTensor) and tensor.span.mesh.shard_size > 1:
+    if isinstance(tensor, ShardedTensor) and tensor.spec.mesh.shard_size > 1:
         raise LifecycleError(
-            f"rank {tensor.span.mesh.rank}: a collective of {tensor.name}, of which every rank has other elements",
+            f"rank {tensor.spec.mesh.rank}: a collective of {tensor.name}, of which every rank has other elements",
             hint="leave it out: gradients are averaged over all ranks already; the whole is .full_tensor()",
         )
 
@@ -271,18 +271,18 @@ def _from_local(
             f"{local_tensor.numel()} elements of an interval do not tell the shape of the whole",
             hint="DTensor.from_local(local, p.device_mesh, p.placements, shape=p.shape, stride=p.stride())",
         )
-    span = _span_of(device_mesh, shape, ragged)
+    spec = _spec_of(device_mesh, shape, ragged)
     if local_tensor.shape == shape:  # PEFT gives the whole, for it takes every placement for tensor parallelism's
-        local_tensor = span.cut(local_tensor)
-    if local_tensor.numel() != span.interval.numel:
+        local_tensor = spec.cut(local_tensor)
+    if local_tensor.numel() != spec.interval.numel:
         raise LifecycleError(
-            f"rank {span.mesh.rank} has {span.interval.numel} elements of a tensor {tuple(shape)} with the placement "
+            f"rank {spec.mesh.rank} has {spec.interval.numel} elements of a tensor {tuple(shape)} with the placement "
             f"{ragged}, not {local_tensor.numel()}",
             hint="give as many as the parameter's own to_local() has; or distribute_tensor(whole, p.device_mesh, "
             "p.placements)",
         )
     _check_no_graph(local_tensor)
-    return ShardedTensor(local_tensor.detach().reshape(span.local_shape), span)
+    return ShardedTensor(local_tensor.detach().reshape(spec.local_shape), spec)
 
 
 def _make_dtensor(
@@ -305,16 +305,16 @@ def _made(torchs: torch_private.Replaced, *args: Any, **options: Any) -> DTensor
         return made
     whole: DTensor = torchs.torchs(*given, device_mesh, [Replicate()] * device_mesh.ndim, **options)
     _check_no_graph(whole)
-    span = _span_of(whole.device_mesh, whole.shape, ragged)
-    own = span.cut(whole.to_local().detach()).clone()
-    return ShardedTensor(own, span, requires_grad=whole.requires_grad)
+    spec = _spec_of(whole.device_mesh, whole.shape, ragged)
+    own = spec.cut(whole.to_local().detach()).clone()
+    return ShardedTensor(own, spec, requires_grad=whole.requires_grad)
 
 
 def _ragged_of(placements: Sequence[Placement] | None) -> RaggedShard | None:
     return next((p for p in placements or () if isinstance(p, RaggedShard)), None)
 
 
-def _span_of(device_mesh: DeviceMesh, shape: torch.Size, ragged: RaggedShard) -> ShardSpec:
+def _spec_of(device_mesh: DeviceMesh, shape: torch.Size, ragged: RaggedShard) -> ShardSpec:
     mesh = mesh_of(device_mesh)
     if mesh is None:
         raise LifecycleError(f"nothing is sharded over {device_mesh}", hint="give the parameter's own device_mesh")
@@ -337,8 +337,8 @@ def _distribute_tensors(local_state_dict: dict[str, Any], keys: Iterable[str], *
         pair = local_state_dict.get(key)
         if isinstance(pair, tuple) and isinstance(pair[0], ShardedTensor):
             sharded, whole = pair
-            own = sharded.span.cut(whole)
-            local_state_dict[key] = ShardedTensor(own.clone(), sharded.span) if sharded.is_meta else sharded
+            own = sharded.spec.cut(whole)
+            local_state_dict[key] = ShardedTensor(own.clone(), sharded.spec) if sharded.is_meta else sharded
             sharded.local.copy_(own)
         else:
             others.append(key)

@@ -24,20 +24,20 @@ class SentPart(torch.Tensor):
         whole: shape of the tensor.
         parts: this rank's interval as boxes of it.
         label: the name of the tensor that the values belong to.
-        span: whether it is by rows.
+        spec: whether it is by rows.
     """
 
     whole: torch.Size
     parts: list[IntervalBox]
     label: str
-    span: types.SimpleNamespace
+    spec: types.SimpleNamespace
 
     @classmethod
     def of(cls, local: torch.Tensor, parts: list[IntervalBox], whole: torch.Size, name: str, is_by_rows: bool) -> Self:
         """Put one around the sent value."""
         made = local.as_subclass(cls)
         made.whole, made.parts, made.label = whole, parts, name
-        made.span = types.SimpleNamespace(is_by_rows=is_by_rows)
+        made.spec = types.SimpleNamespace(is_by_rows=is_by_rows)
         return made
 
     @property
@@ -72,4 +72,4 @@ def send_parts() -> None:
 def _reduce(tensor: ShardedTensor) -> Any:
     if torch_private.has_own_dispatch(type(tensor.local)):
         tensor.__reduce_ex__(2)  # an error: it is composed of several
-    return SentPart.of, (tensor.local, tensor.boxes(), tensor.shape, tensor.name, tensor.span.is_by_rows)
+    return SentPart.of, (tensor.local, tensor.boxes(), tensor.shape, tensor.name, tensor.spec.is_by_rows)

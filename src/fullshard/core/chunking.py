@@ -1,9 +1,9 @@
-"""Tensor parallelism's cuts of a tensor, and where one rank's part lies in another cut. Pure arithmetic.
+"""Cuts of a tensor along a dim, and where a part of one cut lies in another. Pure arithmetic.
 
 A tensor that is cut along its first dim, or not at all, is flattened row by row. A tensor that is cut along another dim
-is flattened tile by tile, so that a rank's part is always one interval:
+is flattened chunk by chunk, so that a rank's part is always one interval:
 
-    row by row    0 1 2 3 | 4 5 6 7           in two tiles    0 1 4 5 | 2 3 6 7
+    row by row    0 1 2 3 | 4 5 6 7           in two chunks    0 1 4 5 | 2 3 6 7
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fullshard.core.layout import Interval
 
 
 @dataclass(frozen=True, slots=True)
-class Tiling:
+class Chunking:
     """One way to cut a tensor.
 
     Attributes:
@@ -54,7 +54,7 @@ class Tiling:
         return self.parts == 1 or (self.dim == 0 and self.groups == 1)
 
 
-UNTILED = Tiling(0, 1)
+UNCUT = Chunking(0, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Patch:
     target_strides: tuple[int, ...]
 
 
-def patches(shape: tuple[int, ...], source: Tiling, target: Tiling, wanted: Interval) -> Iterator[Patch]:
+def patches(shape: tuple[int, ...], source: Chunking, target: Chunking, wanted: Interval) -> Iterator[Patch]:
     """Yield what to read of a tensor of `shape`, flattened by `source`, for `wanted` of it flattened by `target`."""
     start = 0
     for part in range(target.parts):
@@ -89,11 +89,11 @@ def patches(shape: tuple[int, ...], source: Tiling, target: Tiling, wanted: Inte
         start += math.prod(sizes)
 
 
-def in_whole(box: IntervalBox, tiling: Tiling, shape: tuple[int, ...], part: int) -> Iterator[IntervalBox]:
+def in_whole(box: IntervalBox, chunking: Chunking, shape: tuple[int, ...], part: int) -> Iterator[IntervalBox]:
     """Convert a box of a part to boxes of the whole tensor: one per piece of the part that it touches."""
-    dim = tiling.dim
+    dim = chunking.dim
     low, high = box.offsets[dim], box.offsets[dim] + box.sizes[dim]
-    for whole, inner, length in tiling.pieces(shape, part):
+    for whole, inner, length in chunking.pieces(shape, part):
         first, last = max(low, inner), min(high, inner + length)
         if first < last:
             yield IntervalBox(
@@ -108,7 +108,7 @@ def _with(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
     return (*values[:dim], value, *values[dim + 1 :])
 
 
-def _from(shape: tuple[int, ...], source: Tiling, wanted: IntervalBox, offset: int) -> Iterator[Patch]:
+def _from(shape: tuple[int, ...], source: Chunking, wanted: IntervalBox, offset: int) -> Iterator[Patch]:
     """Yield what to read of the source's parts for a box of the whole, `offset` elements into the wanted interval."""
     dim, start = source.dim, 0
     first, last = wanted.offsets[dim], wanted.offsets[dim] + wanted.sizes[dim]
@@ -120,7 +120,7 @@ def _from(shape: tuple[int, ...], source: Tiling, wanted: IntervalBox, offset: i
                 continue
             sizes = _with(wanted.sizes, dim, high - low)
             inside = _with(wanted.offsets, dim, low - whole + inner)
-            # The least that is contiguous in the tile: whole slices of all dims after the first of several elements.
+            # The least that is contiguous in the chunk: whole slices of all dims after the first of several elements.
             split = next((d for d, size in enumerate(sizes) if size > 1), len(sizes) - 1)
             covering = (*sizes[: split + 1], *held[split + 1 :])
             corner = (*inside[: split + 1], *(0 for _ in held[split + 1 :]))
