@@ -18,12 +18,10 @@ from tests.distributed import run_ranks
 from tests.launching import environment, launch, run_python
 
 HELPERS = """
-import sys
 import torch
 from fullshard import Accelerator
 
 accelerator = Accelerator(mixed_precision="bf16")
-assert "accelerate" not in sys.modules
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import broadcast, gather, gather_object, reduce, set_seed

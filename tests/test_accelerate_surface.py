@@ -260,17 +260,17 @@ def test_accelerates_plugin_means_what_it_says(version: int) -> None:
     assert sharding.forward_prefetch and sharding.sync_module_states
 
 
-def test_what_accelerates_plugin_is_told_counts_though_it_be_its_default(
+def test_what_accelerates_plugin_leaves_at_its_default_is_left_to_the_launcher(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "False")  # as Accelerate's plugin does, which leaves it there
-    config = RunConfig.of({"sharding": {"activation_checkpointing": True, "cpu_offload": True}})
+    config = RunConfig.of({"sharding": {"strategy": "SHARD_GRAD_OP", "cpu_offload": True}})
     for name, value in hand_over(config, tmp_path / "config.json").items():
         monkeypatch.setenv(name, value)
-    for fields, expected in ({}, (True, True)), ({"activation_checkpointing": False}, (False, True)):
-        theirs = _their_plugin(fsdp_version=2, cpu_offload=None, **fields)  # None is what the environment says
-        sharding = Accelerator(cpu=True, fsdp_plugin=theirs).setup.sharding
-        assert (sharding.activation_checkpointing, sharding.cpu_offload) == expected
+    theirs = _their_plugin(fsdp_version=2, activation_checkpointing=True)
+    sharding = Accelerator(cpu=True, fsdp_plugin=theirs).setup.sharding
+    assert sharding.activation_checkpointing and sharding.cpu_offload
+    assert not sharding.resolved_strategy().reshard_after_forward
     replaced = dataclasses.replace(_their_plugin(fsdp_version=2), transformer_cls_names_to_wrap=["Linear"])
     assert Accelerator(cpu=True, fsdp_plugin=replaced).setup.sharding.cpu_offload
 

@@ -26,11 +26,11 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from fullshard.api.accelerate_loaders import teach_accelerate_to_skip
 from fullshard.api.data import ShardedDataLoader, skip_first_batches
 from fullshard.api.dealing import Deal
 from fullshard.api.optimizer import AcceleratedOptimizer
 from fullshard.api.state import GradientState
+from fullshard.api.teaching import teach_libraries
 from fullshard.core.errors import ConfigError, DataError
 
 Draw = Callable[[int], list[int]]
@@ -530,7 +530,7 @@ def test_a_script_that_skips_for_itself_after_loading_skips_once() -> None:
 @pytest.mark.parametrize("bound_before", [False, True])
 def test_accelerates_function_that_skips_never_reads_in_another_order(bound_before: bool) -> None:
     accelerate = pytest.importorskip("accelerate")
-    teach_accelerate_to_skip()
+    teach_libraries()
     loader = ShardedDataLoader(DataLoader(numbers(24), batch_size=4, shuffle=True), data_seed=5)
     first = epoch(ShardedDataLoader(DataLoader(numbers(24), batch_size=4, shuffle=True), data_seed=5))
     if not bound_before:

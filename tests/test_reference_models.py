@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from fullshard.api import Accelerator, reference_models
+from fullshard.api import Accelerator
 from fullshard.features import FSDPModule
 
 FUNCTIONS = [("accelerate.utils.fsdp_utils", "fsdp2_prepare_model"), ("trl.models.utils", "prepare_fsdp")]
@@ -21,10 +21,9 @@ FUNCTIONS = [("accelerate.utils.fsdp_utils", "fsdp2_prepare_model"), ("trl.model
 
 @pytest.fixture(autouse=True)
 def _as_in_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reference_models, "_awaited", set())
-    for home, _ in FUNCTIONS:
-        importlib.import_module(home)
-        monkeypatch.delitem(sys.modules, home)
+    for home, name in FUNCTIONS:
+        function = getattr(importlib.import_module(home), name)
+        monkeypatch.setattr(sys.modules[home], name, getattr(function, "__wrapped__", function))
 
 
 @pytest.mark.parametrize(("home", "name"), FUNCTIONS)
@@ -34,14 +33,19 @@ def test_a_reference_model_comes_to_this_engine(
 ) -> None:
     holder = ModuleType("holder")  # of a trainer that imported the function under a name of its own
     monkeypatch.setitem(sys.modules, "holder", holder)
-    if order.startswith("before"):
-        holder.shard = getattr(importlib.import_module(home), name)  # type: ignore[attr-defined]
+    found = sys.modules[home]
+    if order.startswith("after"):
+        monkeypatch.delitem(sys.modules, home)
+    else:
+        holder.shard = getattr(found, name)  # type: ignore[attr-defined]
     accelerator = Accelerator(cpu=True)
     if order.endswith("second one"):
         accelerator = Accelerator(cpu=True)
-    if order.startswith("after"):
-        holder.shard = getattr(importlib.import_module(home), name)  # type: ignore[attr-defined]
-    assert holder.shard is getattr(sys.modules[home], name)
+    if order.startswith("after"):  # as a trainer's module, which goes on to prepare its model
+        monkeypatch.setitem(sys.modules, home, found)
+        holder.shard = getattr(found, name)  # type: ignore[attr-defined]
+        accelerator.prepare(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    assert holder.shard is getattr(found, name)
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     arguments = {"accelerator": accelerator, "model": model}
     prepared = holder.shard(**arguments) if name == "prepare_fsdp" else holder.shard(accelerator, model)

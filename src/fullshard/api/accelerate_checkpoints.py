@@ -6,19 +6,14 @@ and read the same files by fullshard's own means; for any other they are Acceler
 
 from __future__ import annotations
 
-import functools
 import shutil
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 
 from fullshard import checkpoint
 from fullshard.api import saving
-from fullshard.api.sharding import is_sharded
 from fullshard.checkpoint.adapters import is_adapted
 from fullshard.checkpoint.full_state import match_names
 from fullshard.checkpoint.offline import open_source
@@ -29,7 +24,6 @@ from fullshard.checkpoint.tiles import fill_local
 from fullshard.checkpoint.torch_files import load_torch_file
 from fullshard.checkpoint.torch_format import write_torch_format
 from fullshard.core.errors import CheckpointError, ConfigError
-from fullshard.core.imports import after_import
 from fullshard.core.layout import Interval
 from fullshard.core.paths import local_path
 from fullshard.launch.environment import run_on_main
@@ -114,7 +108,7 @@ def _read(path: Path, model: torch.nn.Module) -> None:
             fill_local(local, fill)
 
 
-def _refuse_optimizer(fsdp_plugin: Any, accelerator: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+def refuse_optimizer(fsdp_plugin: Any, accelerator: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
     """Refuse to save optimizer state apart from its model: it is a part of a checkpoint.
 
     Raises:
@@ -146,34 +140,3 @@ def _existing(path: Path) -> Path:
     if not path.exists():
         raise CheckpointError(f"there are no weights at {path}")
     return path
-
-
-def _or_theirs(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls `ours` if a model that is sharded here is among the arguments, else `theirs`."""
-
-    @functools.wraps(theirs)
-    def chosen(*args: Any, **kwargs: Any) -> Any:
-        given = [*args, *kwargs.values()]
-        is_ours = any(isinstance(value, torch.nn.Module) and is_sharded(value) for value in given)
-        return (ours if is_ours else theirs)(*args, **kwargs)
-
-    return chosen
-
-
-def _replace(module: ModuleType) -> None:
-    replacements: dict[str, Callable[..., Any]] = {
-        "save_fsdp_model": save_fsdp_model,
-        "load_fsdp_model": load_fsdp_model,
-        "save_fsdp_optimizer": _refuse_optimizer,
-        "load_fsdp_optimizer": _refuse_optimizer,
-    }
-    for name, ours in replacements.items():
-        chosen = _or_theirs(ours, getattr(module, name))
-        for home in (module, sys.modules.get("accelerate.utils")):
-            if hasattr(home, name):
-                setattr(home, name, chosen)
-
-
-def teach_accelerate() -> None:
-    """Teach Accelerate's functions models that are sharded here, as soon as a script imports them."""
-    after_import("accelerate.utils.fsdp_utils", _replace)

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import inspect
-import sys
 from typing import Any
 
 from fullshard.api.options import ParallelismConfig
-from fullshard.api.plugin import SETTINGS, FullyShardedDataParallelPlugin
+from fullshard.api.plugin import FullyShardedDataParallelPlugin
 from fullshard.config.dialect import Reading, Setting
 from fullshard.config.handover import handed_over
 from fullshard.config.origin import Origin
 from fullshard.core.errors import ConfigError
-from fullshard.core.imports import after_import
 from fullshard.core.strategy import Axis, parse_strategy
 from fullshard.launch.environment import read_rank_environment
 
@@ -25,44 +21,21 @@ def is_accelerates(value: Any, name: str) -> bool:
 
 
 def own_plugin(plugin: Any) -> FullyShardedDataParallelPlugin:
-    """Return Accelerate's plugin as fullshard's: with its maker's choices, without those that Accelerate filled in.
+    """Return Accelerate's plugin as fullshard's. A field that has Accelerate's own default counts as left open.
 
     Raises:
         ConfigError: a value that is unknown or cannot be honoured.
     """
     untouched, chosen = type(plugin)(fsdp_version=plugin.fsdp_version), {}
-    said = vars(plugin).get(_SAID, set()).intersection(SETTINGS)
     for field in dataclasses.fields(FullyShardedDataParallelPlugin):
         value = _translated(plugin, field.name)
         # Whole or sharded depends on the version there, so without a launcher's word a default counts, too.
         counts = field.name == "state_dict_type" and handed_over() is None
-        if value is not None and (counts or field.name in said or value != _translated(untouched, field.name)):
+        if value is not None and (counts or value != _translated(untouched, field.name)):
             chosen[field.name] = value
     for name in ("state_dict_config", "optim_state_dict_config"):  # Accelerate's own, made from the type
         chosen.pop(name, None)
     return FullyShardedDataParallelPlugin(**chosen)
-
-
-def teach_accelerates_plugin() -> None:
-    """Make Accelerate's plugin remember its maker's values, also those that are its defaults, once it is imported."""
-    after_import("accelerate.utils.dataclasses", _remember_arguments)
-
-
-def _remember_arguments(module: Any) -> None:
-    cls = module.FullyShardedDataParallelPlugin
-    init, signature = cls.__init__, inspect.signature(cls)
-
-    @functools.wraps(init)
-    def remembering(self: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        if sys._getframe(1).f_globals.get("__name__") != dataclasses.__name__:  # `replace` says every field
-            said = signature.bind(*args, **kwargs).arguments
-            vars(self)[_SAID] = {name for name, value in said.items() if value is not None}  # which leaves it open
-
-    cls.__init__ = remembering
-
-
-_SAID = "_said_to_fullshard"
 
 
 def _translated(plugin: Any, name: str) -> Any:

@@ -29,9 +29,7 @@ from torch.utils.data import DataLoader
 
 from fullshard import checkpoint
 from fullshard.api import saving
-from fullshard.api.accelerate_checkpoints import teach_accelerate
-from fullshard.api.accelerate_loaders import teach_accelerate_to_skip
-from fullshard.api.accelerates import Followed, compilation, is_accelerates, teach_accelerates_plugin
+from fullshard.api.accelerates import Followed, compilation, is_accelerates
 from fullshard.api.accelerator_state import AcceleratorState, earlier_gradient_state
 from fullshard.api.configure import changed_config, of_accelerator, run_config
 from fullshard.api.elastic import accumulation_steps
@@ -44,12 +42,12 @@ from fullshard.api.options import (
     ProjectConfiguration,
 )
 from fullshard.api.plugin import FullyShardedDataParallelPlugin
-from fullshard.api.reference_models import shard_reference_models
 from fullshard.api.refused import METHODS, refuse_arguments
 from fullshard.api.reporting import Reporting, wanted_trackers
 from fullshard.api.scheduler import AcceleratedScheduler
 from fullshard.api.sharding import Setup, is_sharded, remove_autocast, shard
 from fullshard.api.state import GradientState, ProcessState
+from fullshard.api.teaching import teach_libraries
 from fullshard.checkpoint.lease import let_go
 from fullshard.comm import cuda, torch_private
 from fullshard.comm import device as devices
@@ -70,10 +68,6 @@ from fullshard.launch.journal import record_events
 
 if TYPE_CHECKING:
     from fullshard.api.plan_check import PlanWatch
-
-teach_accelerate()
-teach_accelerates_plugin()
-teach_accelerate_to_skip()
 
 _RNG_TYPES = {"generator", "torch", "cuda"}
 
@@ -151,7 +145,7 @@ class Accelerator(Loaders, Reporting):
             megatron_lm_plugin=megatron_lm_plugin,
             torch_tp_plugin=torch_tp_plugin,
         )
-        shard_reference_models(Accelerator)
+        teach_libraries()
         self.handlers = handlers = Handlers.of(kwargs_handlers)
         self._notes: list[str] = []
         said = {
@@ -256,6 +250,7 @@ class Accelerator(Loaders, Reporting):
         if len(placement) != len(objects):
             raise ConfigError(f"device_placement has {len(placement)} entries for {len(objects)} objects")
         self.state.check_current()
+        teach_libraries()  # a script may have imported TRL since
         prepared = list(objects)
         # Models first: an optimizer is re-pointed to the sharded ones. Then optimizers, on which schedulers depend.
         for index, value in enumerate(objects):

@@ -2,7 +2,7 @@
 
 `accelerate.utils.gather`, `get_logger`, `set_seed(device_specific=True)`, `PartialState()` and more read one state per
 process, in `accelerate.state`. Without being told they would see one process, on every rank, wherever Accelerate finds
-no accelerator; so they are told, as soon as a script imports them.
+no accelerator.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import sys
 from datetime import timedelta
+from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +23,10 @@ from fullshard.api.options import DistributedType
 from fullshard.api.processes import Processes
 from fullshard.api.refused import ONE_ENGINE
 from fullshard.api.state import GradientState, ProcessState, launched_device
-from fullshard.core.imports import after_import, import_extra
+from fullshard.core.imports import import_extra
 
 _TOLD: list[PartialState] = []
-"""The state that was made last, for when Accelerate is imported after it."""
+"""The state that was made last."""
 
 
 def _flag(name: str) -> bool:
@@ -103,14 +105,10 @@ class PartialState(Processes):
             dist.destroy_process_group(group)
 
     def tell_accelerate(self) -> None:
-        """Show this state to Accelerate's helpers, whether Accelerate is imported already, later or never."""
-        is_awaited = bool(_TOLD)
+        """Show this state to Accelerate's helpers, if Accelerate is installed."""
         _TOLD[:] = [self]
-        module = sys.modules.get("accelerate.state")
-        if module is not None:
-            _tell(module)
-        elif not is_awaited:
-            after_import("accelerate.state", _tell)
+        if find_spec("accelerate") is not None:
+            _tell(import_module("accelerate.state"), self)
 
 
 class AcceleratorState(PartialState):
@@ -202,11 +200,8 @@ def _arrived(fields: dict[str, Any]) -> AcceleratorState:
     return state
 
 
-def _tell(module: ModuleType) -> None:
+def _tell(module: ModuleType, state: PartialState) -> None:
     """Write the state where the instances of Accelerate's two classes, made or to be made, all look."""
-    if not _TOLD:  # it was reset before Accelerate was imported
-        return
-    state = _TOLD[0]
     # Without a process group its collectives must do nothing.
     kind = "FSDP" if dist.is_initialized() else "NO"
     partial = {

@@ -5,14 +5,14 @@ Every field is used, refused with the reason, or named once in a warning that sa
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
 import re
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from enum import Enum
 from typing import Any
 
@@ -142,32 +142,38 @@ class FullyShardedDataParallelPlugin:
     min_num_params: int | None = None
     activation_checkpointing_mode: str | None = None
 
+    # What the fields were set to and read as, for `dataclasses.replace`: the copy is set to what this one was.
+    read_as: InitVar[tuple[dict[str, Any], dict[str, Any]] | None] = None
+    _is_made = False
+
     def __setattr__(self, name: str, value: Any) -> None:
+        if name not in _FIELDS:
+            super().__setattr__(name, value)
+            return
+        self._set(name, value)
+        if self._is_made:
+            self._show()
+
+    def _set(self, name: str, value: Any) -> None:
         if name == "ignored_modules" and value is not None and not isinstance(value, str):
             value = _modules(value)
         if name == "mixed_precision_policy":
             value = _precision_settings(value)
             PrecisionConfig.of(value)
-        super().__setattr__(name, _shown(name, value))
+        vars(self).setdefault("_said", {})[name] = vars(self)[name] = _shown(name, value)
 
-    def __getattribute__(self, name: str) -> Any:
-        value = super().__getattribute__(name)
-        is_policy = name == "mixed_precision_policy"
-        if not is_policy and (value is not None or name not in _IN_EFFECT):
-            return value
-        if sys._getframe(1).f_globals.get("__name__") == dataclasses.__name__:
-            return value  # `dataclasses.replace` makes another of what it reads: of what was set, that is
-        if is_policy:
-            return self._precision_in_effect(value)
-        if name == "fsdp_version":
-            return 2  # a model is sharded in place
-        if self._filled is not None:
-            return None
-        try:
-            config = resolve([launched(), self.reading()]).config
-        except ConfigError:  # an Accelerator will say so, unless it is told what is missing
-            return None
-        return _shown(name, self._in_effect(config).get(name))
+    def _show(self) -> None:
+        """Let the fields read as the values in effect, those that were left open too."""
+        said: dict[str, Any] = vars(self)["_said"]
+        effective: dict[str, Any] = {}
+        if self._filled is None:
+            with contextlib.suppress(ConfigError):  # an Accelerator will say so, unless it is told what is missing
+                effective = self._in_effect(resolve([launched(), self.reading()]).config)
+        shown = {name: _shown(name, effective.get(name)) if v is None else v for name, v in said.items()}
+        shown["mixed_precision_policy"] = self._precision_in_effect(self.said("mixed_precision_policy"))
+        if shown["fsdp_version"] is None:
+            shown["fsdp_version"] = 2  # a model is sharded in place
+        vars(self).update(shown, read_as=(dict(said), shown))
 
     def _precision_in_effect(self, said: Mapping[str, Any] | None) -> MixedPrecisionPolicy | None:
         """Return the policy that models are sharded with; None if no dtype is changed."""
@@ -178,7 +184,11 @@ class FullyShardedDataParallelPlugin:
         policy = dataclasses.replace(policy_of(precision), output_dtype=dtype_or_none(precision.output_dtype))
         return None if policy == MixedPrecisionPolicy() else policy
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, read_as: tuple[dict[str, Any], dict[str, Any]] | None) -> None:
+        said, shown = read_as or ({}, {})
+        for name, value in shown.items():
+            if getattr(self, name) == (_precision_settings(value) if name == "mixed_precision_policy" else value):
+                self._set(name, said[name])
         self._filled: RunConfig | None = None
         self._launched: Reading | None = None  # instead of the launcher's own words
         self._arguments = Reading()
@@ -190,6 +200,8 @@ class FullyShardedDataParallelPlugin:
         self.wrap_policy()
         if resolved.config.sharding.cpu_ram_efficient_loading:
             tell_transformers()
+        self._is_made = True
+        self._show()
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> FullyShardedDataParallelPlugin:
@@ -205,7 +217,8 @@ class FullyShardedDataParallelPlugin:
 
     def said(self, name: str) -> Any:
         """Return the value that a field was set to; None if it was left to the launcher, whatever it reads as."""
-        return vars(self)[name]
+        said: dict[str, Any] = vars(self)["_said"]
+        return said[name]
 
     def settings(self) -> dict[str, Any]:
         """Return the values set, of the fields that are settings of a run."""
@@ -262,18 +275,20 @@ class FullyShardedDataParallelPlugin:
         """
         for name, value in self._in_effect(config).items():
             if self.said(name) is None:
-                setattr(self, name, value)
+                self._set(name, value)
         self._filled = config
         if arguments is None:
             self._launched = whole(config, Origin(Precedence.ENVIRONMENT, "launched"))
         self._arguments = arguments or Reading()
+        self._show()
 
     def refill(self, config: RunConfig) -> None:
         """Give the fields that are settings of a run its values; the others stay as they were set."""
         for name, value in self._in_effect(config).items():
             if name in SETTINGS:
-                setattr(self, name, value)
+                self._set(name, value)
         self._filled = config
+        self._show()
 
     def _in_effect(self, config: RunConfig) -> dict[str, Any]:
         """Return the values that fields of None stand for with a configuration."""
@@ -369,7 +384,7 @@ class FullyShardedDataParallelPlugin:
             self.state_dict_type = resolve([self.reading()]).config.checkpoint.state_dict_type
 
 
-_IN_EFFECT = frozenset(field.name for field in dataclasses.fields(FullyShardedDataParallelPlugin)) - set(_OBJECTS)
+_FIELDS = frozenset(field.name for field in dataclasses.fields(FullyShardedDataParallelPlugin))
 
 
 class _Name(str):
@@ -517,7 +532,8 @@ def _precision_settings(policy: Any) -> dict[str, Any] | None:
     values.pop("cast_root_forward_inputs", None)
     if "cast_forward_inputs" in values:
         values["cast_inputs"] = values.pop("cast_forward_inputs")
-    return {name: str(v) if name.endswith("_dtype") else v for name, v in values.items() if v is not None}
+    names = {name: str(v).removeprefix("torch.") if isinstance(v, torch.dtype) else v for name, v in values.items()}
+    return {name: value for name, value in names.items() if value is not None}
 
 
 def _precision_reading(settings: Mapping[str, Any] | None) -> Reading:

@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -29,7 +28,6 @@ from typing import Any
 import torch
 
 from fullshard import checkpoint
-from fullshard.api.accelerate_loaders import teach_to_skip
 from fullshard.api.elastic import accumulation_steps
 from fullshard.api.options import DataLoaderConfiguration
 from fullshard.api.plugin import say_once
@@ -78,7 +76,6 @@ class ShardedTraining:
         if args.output_dir is not None:
             local_path(args.output_dir)  # Transformers itself would make a folder `s3:`
         join_accelerate()
-        teach_to_skip(sys.modules["transformers.trainer"])  # which may have been imported before
         stream_into_engines()
         resolved = resolved_configuration(args)
         say_once(resolved.notes)

@@ -1,0 +1,82 @@
+"""Functions of Accelerate and TRL that a script may call with what is sharded here.
+
+They know torch's engine alone: they would shard a reference model with it, ask it for the state of a model, or read a
+prepared loader in an order of no epoch. Once there is an Accelerator, they call fullshard's function for what is
+fullshard's, wherever a module holds them, and do as they did for anything else.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from torch import nn
+
+from fullshard.api.accelerate_checkpoints import load_fsdp_model, refuse_optimizer, save_fsdp_model
+from fullshard.api.data import ShardedDataLoader, skip_first_batches
+from fullshard.api.processes import Processes
+from fullshard.api.sharding import is_sharded
+
+
+def _with_model(given: list[Any]) -> bool:
+    return any(isinstance(value, nn.Module) and is_sharded(value) for value in given)
+
+
+def _with_loader(given: list[Any]) -> bool:
+    return any(isinstance(value, ShardedDataLoader) for value in given)
+
+
+def _accelerators(given: list[Any]) -> list[Any]:
+    return [value for value in given if isinstance(value, Processes) and hasattr(value, "prepare_model")]
+
+
+def _prepare(*args: Any, **kwargs: Any) -> nn.Module:
+    """Shard a model that is not trained: a reference, a teacher, a reward model."""
+    given = [*args, *kwargs.values()]
+    model = next(value for value in given if isinstance(value, nn.Module))
+    prepared: nn.Module = _accelerators(given)[0].prepare_model(model, evaluation_mode=True)
+    return prepared
+
+
+def _prepare_for_inference(*args: Any, **kwargs: Any) -> nn.Module:
+    return _prepare(*args, **kwargs).eval()
+
+
+_FUNCTIONS: tuple[tuple[str, str, Callable[[list[Any]], object], Callable[..., Any]], ...] = (
+    ("accelerate.utils.fsdp_utils", "save_fsdp_model", _with_model, save_fsdp_model),
+    ("accelerate.utils.fsdp_utils", "load_fsdp_model", _with_model, load_fsdp_model),
+    ("accelerate.utils.fsdp_utils", "save_fsdp_optimizer", _with_model, refuse_optimizer),
+    ("accelerate.utils.fsdp_utils", "load_fsdp_optimizer", _with_model, refuse_optimizer),
+    ("accelerate.utils.fsdp_utils", "fsdp2_prepare_model", _accelerators, _prepare),
+    ("accelerate.data_loader", "skip_first_batches", _with_loader, skip_first_batches),
+    ("trl.models.utils", "prepare_fsdp", _accelerators, _prepare_for_inference),
+)
+"""Where a function is, its name, whether its arguments are ours, and what is called then."""
+
+
+def teach_libraries() -> None:
+    """Replace these functions wherever a module holds them. Accelerate is imported for it, TRL is not."""
+    if find_spec("accelerate") is not None:
+        import_module("accelerate")
+    for home, name, is_ours, ours in _FUNCTIONS:
+        theirs = getattr(sys.modules.get(home), name, None)  # None: not imported, or another version's is elsewhere
+        if theirs is not None and not hasattr(theirs, "knows_fullshard"):
+            chosen = _or_theirs(is_ours, ours, theirs)
+            for holder in list(sys.modules.values()):
+                for key in [key for key, value in list(getattr(holder, "__dict__", {}).items()) if value is theirs]:
+                    setattr(holder, key, chosen)
+
+
+def _or_theirs(
+    is_ours: Callable[[list[Any]], object], ours: Callable[..., Any], theirs: Callable[..., Any]
+) -> Callable[..., Any]:
+    @functools.wraps(theirs)
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        return (ours if is_ours([*args, *kwargs.values()]) else theirs)(*args, **kwargs)
+
+    chosen.knows_fullshard = True  # type: ignore[attr-defined]
+    return chosen
