@@ -28,10 +28,10 @@ from benchmarks.models import blocks, build_batches, build_model
 from benchmarks.record import RESULTS, Job, describe_machine, git_state
 from fullshard.core.place import PLACE
 from fullshard.engine import waiting
-from fullshard.engine.end_of_backward import DIGEST_NBYTES
-from fullshard.engine.lockstep import Lockstep
+from fullshard.engine.extension import Extension, Extensions
 from fullshard.engine.lookup import units_of
 from fullshard.features import shard_model
+from fullshard.features.watchdog import DesyncDetection
 
 RESULT = RESULTS / "guards.json"
 WARMUP = 3
@@ -52,24 +52,10 @@ class Nowhere:
 NOWHERE = Nowhere()
 
 
-class Unchecked(Lockstep):
-    """That of a rank which notes nothing of what it does, and tells the others nothing."""
-
-    def note_gather(self, unit: Any, *, in_backward: bool = False) -> None:
-        """Nothing."""
-
-    def note_end_of_forward(self) -> None:
-        """Nothing."""
-
-    def note_end_of_backward(self) -> None:
-        """Nothing."""
-
-    def note_step(self) -> None:
-        """Nothing."""
-
-    def digest(self, units: Any, steps: int) -> bytes:
-        """The same on every rank."""
-        return bytes(DIGEST_NBYTES)
+def _without(kind: type[Extension], extensions: Extensions) -> dict[str, Any]:
+    """The moments of a step as a model has them without this extension."""
+    tuples = {name: methods for name, methods in vars(extensions).items() if isinstance(methods, tuple)}
+    return {name: tuple(m for m in methods if not isinstance(m.__self__, kind)) for name, methods in tuples.items()}
 
 
 def play(arguments: argparse.Namespace, rank: int) -> list[dict[str, float]]:
@@ -81,12 +67,13 @@ def play(arguments: argparse.Namespace, rank: int) -> list[dict[str, float]]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     batches = build_batches(job, rank)
     losses: list[float] = []
-    schedule, locksteps = units_of(model)[-1].schedule, dict[bool, Lockstep]()
+    schedule = units_of(model)[-1].schedule
+    moments = {True: dict(vars(schedule.extensions)), False: _without(DesyncDetection, schedule.extensions)}
     clock = time.perf_counter
 
     def step(number: int, is_guarded: bool) -> tuple[float, float]:
         model.set_nonfinite_gradients("raise" if is_guarded else "off")
-        schedule.lockstep = locksteps.get(is_guarded, schedule.lockstep)
+        vars(schedule.extensions).update(moments[is_guarded])
         vars(waiting)["PLACE"] = PLACE if is_guarded else NOWHERE
         dist.barrier()
         cpu, wall = time.process_time(), clock()
@@ -104,8 +91,6 @@ def play(arguments: argparse.Namespace, rank: int) -> list[dict[str, float]]:
 
     for number in range(WARMUP):
         step(number, True)
-    locksteps |= {True: schedule.lockstep, False: Unchecked(schedule.mesh)}
-    vars(locksteps[False]).update(vars(schedule.lockstep))
     turns = []
     for turn in range(arguments.turns):
         order = (True, False) if turn % 2 else (False, True)

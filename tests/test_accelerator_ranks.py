@@ -34,8 +34,8 @@ from fullshard.checkpoint import full_state_dict, verify_checkpoint
 from fullshard.config.handover import hand_over
 from fullshard.config.schema import CheckpointConfig, RunConfig
 from fullshard.core.errors import CheckpointError, CommunicationError, ConfigError, DataError, OptimizerError
-from fullshard.engine.lockstep import Lockstep
 from fullshard.features import ShardedParameter, describe, units_of
+from fullshard.features.watchdog import DesyncDetection
 from tests.differential import CLOSE, EPS, TOLERANCE, own_part
 from tests.distributed import run_ranks
 
@@ -206,11 +206,11 @@ def _rightly_apart() -> tuple[int, list[str]]:
     other = Accelerator(cpu=True).prepare(DataLoader(data, batch_size=2, shuffle=True))
     left_lying = iter(other)
     compared: list[int] = []
-    whole = Lockstep.compare
+    whole = DesyncDetection.compare
 
-    def counted(lockstep: Lockstep, units: Any, steps: int) -> None:
-        compared.append(steps)
-        whole(lockstep, units, steps)
+    def counted(detection: DesyncDetection) -> None:
+        compared.append(detection.model.steps)
+        whole(detection)
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -219,7 +219,7 @@ def _rightly_apart() -> tuple[int, list[str]]:
         for several in (itertools.chain(loader, loader), itertools.chain(own, own)):
             for (values,) in itertools.islice(several, 4):
                 model(values[:1, None]).sum().backward()
-        patch.setattr(Lockstep, "compare", counted)
+        patch.setattr(DesyncDetection, "compare", counted)
         if uneven.process_index == 0:
             next(left_lying)
         for _ in range(20):

@@ -19,12 +19,13 @@ from fullshard.features.consistency import ConsistencyCheck
 from fullshard.features.late_registration import LateRegistration
 from fullshard.features.nonfinite import NonFiniteGuard
 from fullshard.features.submodule_entry import SubmoduleEntry
+from fullshard.features.watchdog import DesyncDetection
 from tests.distributed import run_ranks
 
 
 def test_the_order_of_the_features() -> None:
-    """Late registration refuses before anything is saved or gathered for a forward."""
-    order = (LateRegistration, SubmoduleEntry, ActivationOffload, ConsistencyCheck, NonFiniteGuard)
+    """Late registration refuses before anything is saved or gathered; a save is logged before replicas are compared."""
+    order = (LateRegistration, SubmoduleEntry, ActivationOffload, DesyncDetection, ConsistencyCheck, NonFiniteGuard)
     assert [feature for feature in FEATURES if feature in order] == list(order)
 
 
@@ -37,9 +38,10 @@ class Recorder(Extension):
 
 
 def _recording(name: str) -> Any:
-    def method(self: Recorder, *args: Any, **options: Any) -> None:
+    def method(self: Recorder, *args: Any, **options: Any) -> bytes:
         names = [arg.name or "model" for arg in args if hasattr(arg, "modules")]
         Recorder.said.append(" ".join([name, *names, *(key for key, value in options.items() if value is True)]))
+        return b"said"
 
     return method
 
@@ -80,9 +82,13 @@ call_ends 0
 call_ends model
 forward_ends
 backward_begins
+before_unshard_in_backward model
 before_gather 0
 call_backward_begins model
+before_unshard_in_backward 0
 call_backward_begins 0
+message
+heard
 backward_ends
 before_clipping
 before_step"""
@@ -91,7 +97,7 @@ before_step"""
 def test_the_moments_of_a_step() -> None:
     for said in run_ranks(moments, 2):
         first, _, rest = "\n".join(said).partition("\nstep_begins\n")
-        assert first == STEP
+        assert first == f"before_first_use in_forward\n{STEP}"
         ahead = STEP.replace("forward_begins 0\nbefore_gather 0", "before_gather 0\nforward_begins 0")
         assert rest == f"{ahead}\nbefore_save", "the second forward knows what comes next"
 

@@ -24,6 +24,7 @@ from fullshard.engine.contexts import unsharded
 from fullshard.engine.fully_shard import shard_model
 from fullshard.engine.lookup import units_of
 from fullshard.engine.precision import MixedPrecisionPolicy
+from fullshard.features.watchdog import DesyncDetection
 from tests.distributed import run_ranks
 from tests.traps import (
     BLOCKS,
@@ -718,7 +719,7 @@ def check_failure(place: str, first: bool) -> None:
     assert_trains_alike(model, reference, run_squared, steps=2, first=2, optimizers=optimizers)
     schedule = units_of(model)[0].schedule
     # An order that is not agreed on would be one that ranks may see differently.
-    assert schedule.lockstep.is_order_verified
+    assert DesyncDetection.of(schedule).is_order_verified
     # A forward that would be taken for one inside another would neither count nor begin a step.
     assert not schedule.is_in_forward
     assert schedule.steps == (1 if first else 3)

@@ -28,7 +28,7 @@ from fullshard.api.state import GradientState
 from fullshard.comm import torch_private
 from fullshard.comm.device import traits_of
 from fullshard.core.errors import ConfigError, DataError
-from fullshard.core.orders import ORDERS
+from fullshard.features.watchdog import ORDERS
 
 _END = object()
 _NUMBERS = itertools.count()

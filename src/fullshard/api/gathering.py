@@ -11,7 +11,7 @@ from fullshard.api import collectives
 from fullshard.api.data import ShardedDataLoader
 from fullshard.api.processes import Processes
 from fullshard.api.state import GradientState, ProcessState
-from fullshard.core.orders import check_orders
+from fullshard.features.watchdog import check_orders
 
 
 class Gathering(Processes):

@@ -1,6 +1,6 @@
 """Agreement of the ranks to stop: one wants to, and all learn of it at the end of the same backward.
 
-The request travels in the message that ends every backward (`engine.end_of_backward`), so it costs nothing.
+The request travels in the message that ends every backward (`features.preemption`), so it costs nothing.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def unsharded(model: nn.Module, *, writeback: bool = False, recurse: bool = True
         raise LifecycleError("unsharded() inside a forward or backward pass", hint="call it between steps")
     for schedule in dict.fromkeys(unit.schedule for unit in units):
         schedule.recover()
-        schedule.lockstep.compare_unless_begun(schedule.units)
+        schedule.begin_use()
     for unit in units:
         if any(bucket.gather_packing is not None for bucket in unit.buckets):
             unit.reshard()  # kept values are not exact

@@ -83,7 +83,7 @@ def _check_cast(unit: UnitParameters) -> None:
         LifecycleError: there are gradients, or an optimizer has stepped and so has state.
     """
     is_real = unit.stand_ins is None
-    if is_real and (unit.schedule.has_stepped or any(p.grad is not None for _, p in unit.entries)):
+    if is_real and (unit.schedule.optimizer_steps or any(p.grad is not None for _, p in unit.entries)):
         raise LifecycleError(
             f"rank {unit.mesh.rank}, unit {unit.name!r}: cannot cast sharded parameters with gradients or optimizer "
             "state",

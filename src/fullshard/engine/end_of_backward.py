@@ -1,14 +1,12 @@
 """The message that ends every backward: facts a rank needs from the others before it publishes gradients.
 
     bytes                                                                          the largest of all ranks says
-    loads of weights, what they lack to 255                                        whether all have loaded the same
-    a wish to stop                                                                 whether one has it
-    a digest of the rank's actions, what it lacks to 255                           whether all have done the same
+    per note of an extension: its bytes, what each lacks to 255                    the largest and the smallest
     per bucket: reduced, not reduced                                               whether all or none have reduced it
                 collected more than it reduced                                     whether one has
                 used, for each parameter                                           which of them one has used
 
-A byte and what it lacks to 255 add up to that where all ranks have the same. One all-reduce on the host carries it all.
+One all-reduce on the host carries it all.
 """
 
 from __future__ import annotations
@@ -21,9 +19,7 @@ import torch.distributed as dist
 
 from fullshard.comm import torch_private
 
-DIGEST_NBYTES = 8
-_STOP, _DIGEST = 2, 3
-_BUCKETS = _DIGEST + 2 * DIGEST_NBYTES
+_COMPLEMENT = bytes(range(255, -1, -1))
 
 
 class BucketEnd(NamedTuple):
@@ -46,16 +42,14 @@ class EndOfBackward:
     """One rank's message; after `exchange`, that of all ranks.
 
     Args:
-        loads: how often weights have been loaded.
-        wants_to_stop: whether this rank wants to stop (`core.stopping`).
-        digest: digest of the rank's actions (`engine.lockstep`), `DIGEST_NBYTES`.
+        notes: what extensions say, each in as many bytes on every rank.
         buckets: ends of buckets, in the same order on every rank.
     """
 
-    def __init__(self, loads: int, wants_to_stop: bool, digest: bytes, buckets: Sequence[BucketEnd]) -> None:
-        loads %= 256
-        self._bytes = bytearray((loads, 255 - loads, wants_to_stop, *digest, *(255 - byte for byte in digest)))
-        self._sizes = [len(bucket.used) for bucket in buckets]
+    def __init__(self, notes: Sequence[bytes], buckets: Sequence[BucketEnd]) -> None:
+        self._note_sizes, self._sizes = [len(note) for note in notes], [len(bucket.used) for bucket in buckets]
+        self._bytes = bytearray().join(note + note.translate(_COMPLEMENT) for note in notes)
+        self._first_bucket = len(self._bytes)
         for bucket in buckets:
             self._bytes += bytes(bucket[:3]) + bucket.used
 
@@ -65,26 +59,17 @@ class EndOfBackward:
         with torch_private.uncounted():
             dist.all_reduce(message, op=dist.ReduceOp.MAX, group=group)
 
-    @property
-    def wants_to_stop(self) -> bool:
-        """Return whether any rank wants to stop."""
-        return bool(self._bytes[_STOP])
-
-    @property
-    def agrees_on_loads(self) -> bool:
-        """Return whether all ranks have loaded weights equally often."""
-        return sum(self._bytes[:_STOP]) == 255
-
-    @property
-    def agrees_on_steps(self) -> bool:
-        """Return whether all ranks have the same digest."""
-        middle = _DIGEST + DIGEST_NBYTES
-        pairs = zip(self._bytes[_DIGEST:middle], self._bytes[middle:_BUCKETS], strict=True)
-        return all(byte + rest == 255 for byte, rest in pairs)
+    def notes(self) -> Iterator[tuple[bytes, bytes]]:
+        """Yield for each note the largest and the smallest values that ranks have, byte by byte."""
+        position = 0
+        for size in self._note_sizes:
+            middle, end = position + size, position + 2 * size
+            yield bytes(self._bytes[position:middle]), bytes(self._bytes[middle:end]).translate(_COMPLEMENT)
+            position = end
 
     def buckets(self) -> Iterator[BucketEnd]:
         """Yield the end of each bucket, in order."""
-        position = _BUCKETS
+        position = self._first_bucket
         for size in self._sizes:
             reduced, not_reduced, more = self._bytes[position : position + 3]
             position += 3

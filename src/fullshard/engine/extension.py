@@ -64,6 +64,12 @@ class Extension:
     def absorbed(self, earlier: Extension) -> None:
         """Take over the state of the same extension of a part that is now part of this model."""
 
+    def before_first_use(self, *, in_forward: bool) -> None:
+        """Learn that the model is about to be gathered: by its first forward, or otherwise and before that one."""
+
+    def loaded(self, unit: Unit) -> None:
+        """Learn that `load_state_dict` has come to a unit."""
+
     # -- forward ------------------------------------------------------------------------------------------------
 
     def step_begins(self) -> None:
@@ -80,8 +86,8 @@ class Extension:
     def call_ends(self, unit: Unit, call: Call[Unit]) -> None:
         """Learn that a forward which backward may come back to has ended."""
 
-    def forward_ends(self) -> None:
-        """Learn that a forward of the model is over, has failed, or was interrupted."""
+    def forward_ends(self, *, failed: bool) -> None:
+        """Learn that a forward of the model is over; `failed`: by an error, or an interrupt."""
 
     def before_gather(self, unit: UnitParameters) -> None:
         """Learn that the gathers of a unit's parameters are about to be launched, in forward, backward or elsewhere."""
@@ -91,11 +97,29 @@ class Extension:
     def backward_begins(self) -> None:
         """Learn that backward has come to the model."""
 
+    def before_unshard_in_backward(self, unit: Unit) -> None:
+        """Learn that backward, or a forward that is run again in it, is about to wait for a unit's parameters."""
+
     def call_backward_begins(self, unit: Unit, call: Call[Unit]) -> None:
         """Learn that backward has come to one forward of a unit, whose parameters are whole now."""
 
     def reduced(self, part: torch.Tensor, terms: Mapping[int, torch.Tensor]) -> None:
         """Look at a part of a reduced gradient while the cache has it; see `comm.base.Watch`."""
+
+    def message(self) -> bytes:
+        """Return bytes for the message that ends a backward: as many on every rank. Override `heard`, too."""
+        return b""
+
+    def heard(self, largest: bytes, smallest: bytes) -> None:
+        """Learn what the ranks' messages say, before any gradient is published; raise an error on all ranks, or none.
+
+        Args:
+            largest: the largest that any rank has, byte by byte.
+            smallest: the smallest.
+        """
+
+    def backward_fails(self) -> None:
+        """Learn that autograd has dropped a backward before its end."""
 
     def backward_ends(self, used: Mapping[Bucket, bytearray], *, has_stepped: bool) -> None:
         """Learn that a backward is over and its gradients are published.

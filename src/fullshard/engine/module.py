@@ -61,7 +61,7 @@ class FSDPModule(TorchFSDPModule):
         """
         unit = require_unit(self)
         schedule = unit.schedule
-        schedule.lockstep.compare_unless_begun(schedule.units)
+        schedule.begin_use()
         if not async_op:
             unit.unshard()
             return None

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -20,16 +19,13 @@ import torch.distributed as dist
 
 from fullshard.comm import torch_private
 from fullshard.comm.mesh import Mesh
-from fullshard.comm.stalls import all_reduce
 from fullshard.core.errors import CommunicationError, LifecycleError
 from fullshard.core.events import EventSink
-from fullshard.core.place import PLACE
 from fullshard.core.schedule import BackwardPrefetch, gathered_ahead
-from fullshard.core.stopping import STOPPING
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.call import Call
+from fullshard.engine.end_of_backward import EndOfBackward
 from fullshard.engine.extension import Extensions
-from fullshard.engine.lockstep import Lockstep
 from fullshard.engine.model_settings import settings_of, take_settings
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.reducer import BucketStepper, Reducer, call_gradient_hooks
@@ -64,7 +60,6 @@ class Schedule:
         keeps_gradients: whether every backward but the last leaves gradients whole and unreduced.
         extensions: capabilities beside the kernel.
         reducer: launches reductions, and publishes their results.
-        lockstep: checks that all ranks do the same.
         unannounced: calls that backward leaves without a sign.
     """
 
@@ -76,13 +71,12 @@ class Schedule:
         self.backward_prefetch = BackwardPrefetch.BACKWARD_PRE
         self.steps = 0
         self.after_step: Callable[[int], None] | None = None
-        self.lockstep = Lockstep(mesh)
         self.extensions = Extensions(self)
         self.reducer = Reducer(self.extensions)
         self.steppers: weakref.WeakSet[StepsInBackward] = weakref.WeakSet()
         self.is_last_backward = True
         self.keeps_parameters = self.keeps_gradients = False
-        self._is_on_meta = False
+        self._has_begun = self._is_on_meta = False
         self._stepped_since_forward = False
         self._depth = 0
         # The order of the last whole forward; empty until it was verified on all ranks. A rank that gathers ahead in
@@ -106,7 +100,6 @@ class Schedule:
             take_settings(self, earlier, defaults)
             self.extensions.absorb(earlier.extensions)
             self.steppers |= earlier.steppers
-            self.lockstep.loads += earlier.lockstep.loads
         self.units = list(units)
         self.unannounced.units = self.units
         for number, unit in enumerate(units):
@@ -140,10 +133,6 @@ class Schedule:
             self._begin_outermost()
         for tell in self.extensions.forward_begins:
             tell(unit, is_outermost=self._depth == 1)
-        if not self.lockstep.is_order_verified:  # before this rank could wait for the others in vain
-            self.lockstep.compare_first(len(self._forward), unit)
-        elif _waits(unit):
-            self.lockstep.note_gather(unit)
         self._forward.append(unit)
         return self._depth == 1
 
@@ -151,14 +140,12 @@ class Schedule:
         """Abandon a forward that ended in an interrupt from the keyboard, after which torch calls no hooks."""
         self._depth = 0
         for tell in self.extensions.forward_ends:
-            tell()
+            tell(failed=True)
         for unit in self.units:
             unit.abandon_forward()
-        self.lockstep.end_track()
 
     def note_save(self) -> None:
         """Learn that all ranks are about to save the model."""
-        self.lockstep.note_save()
         for tell in self.extensions.before_save:
             tell()
 
@@ -171,13 +158,13 @@ class Schedule:
         self._thread = threading.get_ident()
         if self._stepped_since_forward and torch.is_grad_enabled():
             self.steps, self._stepped_since_forward = self.steps + 1, False
-            PLACE.begin_step(time.monotonic())
             for tell in self.extensions.step_begins:
                 tell()
             if self.after_step is not None:
                 self.after_step(self.steps)
-        if not self.lockstep.has_begun:
-            self.lockstep.begin(self.units)
+        if not self._has_begun:
+            self.begin_use(in_forward=True)
+            self._has_begun = True
             self._number_buckets(self.mesh.take_tags(len(self._buckets())))  # tags of no other model
             for unit in self.units:
                 unit.warn_of_empty()
@@ -187,6 +174,12 @@ class Schedule:
             unit.reshard_if_outdated()
         self._last_ended = None
         self._forward = []
+
+    def begin_use(self, *, in_forward: bool = False) -> None:
+        """Tell the extensions that the model is about to be gathered, unless a forward has begun before."""
+        if not self._has_begun:
+            for tell in self.extensions.before_first_use:
+                tell(in_forward=in_forward)
 
     def begin_call(self, unit: Unit) -> None:
         """Learn that a forward has begun that backward may come back to."""
@@ -213,13 +206,13 @@ class Schedule:
         """Return whether a forward is under way."""
         return self._depth > 0
 
-    def leave_forward(self) -> bool:
+    def leave_forward(self, *, failed: bool) -> bool:
         """Learn that a unit's forward is over, before its memory is freed; return whether it was the outermost."""
         self._depth = max(0, self._depth - 1)
         if self._depth:
             return False
         for tell in self.extensions.forward_ends:
-            tell()
+            tell(failed=failed)
         return True
 
     def end_forward(self, unit: Unit, *, failed: bool) -> None:
@@ -228,17 +221,12 @@ class Schedule:
         After a failure nothing is communicated: the other ranks may be elsewhere, and waiting for them would hide the
         error.
         """
-        if not self.leave_forward():
+        if not self.leave_forward(failed=failed):
             return
-        if failed:
-            self.lockstep.note_failed_forward()
-        elif self.lockstep.is_order_verified:
-            self.lockstep.note_end_of_forward()
-        else:
-            self.lockstep.compare_first(len(self._forward), None)
-            ran = dict.fromkeys([*self._forward, *reversed(self.units)])
-            self._reduce_order = {unit: -position for position, unit in enumerate(ran)}  # the last forward comes first
         if not failed:
+            if not self._reduce_order:
+                ran = dict.fromkeys([*self._forward, *reversed(self.units)])
+                self._reduce_order = {unit: -position for position, unit in enumerate(ran)}  # the last one comes first
             self._order = self._forward  # a forward that failed half-way would lack the rest
         for other in self.units:
             # Prefetched and not used, or kept for a backward that will not come.
@@ -267,7 +255,6 @@ class Schedule:
             self.unannounced.begin()
             for tell in self.extensions.backward_begins:
                 tell()
-            self.lockstep.note_begin_of_backward()
             for each in self.units:
                 each.take_requires_grad()  # a module may have changed it within its forward
             # Use an order verified on all ranks, not the units that happened to run or be alive on this one. Without
@@ -278,18 +265,16 @@ class Schedule:
             finish = functools.partial(self._finish_backward)
             torch_private.call_after_backward(finish)
             # Autograd frees it with the backward.
-            self._end_of_backward = weakref.ref(finish, self.lockstep.note_left_backward)
+            self._end_of_backward = weakref.ref(finish, self._note_dropped_backward)
             del finish
         if unit not in self._queued:
             self._enqueue(unit)
 
-    def note_gather_in_backward(self, unit: Unit) -> None:
-        """Learn that a unit is about to be unsharded in backward.
-
-        Replicas, and groups of neighbours, may differ there.
-        """
-        if _waits(unit) and unit.neighbours is None and self.mesh.gather.size == self.mesh.world_size:
-            self.lockstep.note_gather(unit, in_backward=True)
+    def _note_dropped_backward(self, _: object) -> None:
+        """Learn that autograd has dropped a backward: it has failed unless it has come to its end."""
+        if self._in_backward:
+            for tell in self.extensions.backward_fails:
+                tell()
 
     def _steppers_at_work(self) -> list[StepsInBackward]:
         return [each for each in self.steppers if each.begin(self, is_last=self.is_last_backward)]
@@ -368,7 +353,6 @@ class Schedule:
             self._finish()
 
     def _finish(self) -> None:
-        self.lockstep.note_end_of_backward()
         self.unannounced.leave(after=-1)  # of other models too: the backward is over for them
         self.unannounced.finish_others()
         if self.reducer.steppers:  # other ranks wait for it before they step
@@ -382,7 +366,6 @@ class Schedule:
         self.reducer.publish(used)
         for bucket in self.reducer.published:  # not when published: the message may have needed it until here
             bucket.gradient.unsharded.forget_used()
-        self.lockstep.count_backward()
         for unit in self.units:
             unit.finish_backward()
         self._has_kept = not all(map(self._reduces, self.units))
@@ -406,14 +389,6 @@ class Schedule:
             self._outer_groups = list(dict.fromkeys(group for group in groups if group is not None))
         return self._outer_groups
 
-    def _is_wanted_outside(self, is_wanted: bool) -> bool:
-        """Return whether any rank along those outer axes wants it too. A collective if there are such axes."""
-        for outer in self.outer_groups():
-            message = torch.tensor([is_wanted], dtype=torch.uint8, device=self.mesh.device)
-            all_reduce(message, "the end of backward", [outer], dist.ReduceOp.MAX)
-            is_wanted = bool(message)
-        return is_wanted
-
     def _buckets(self) -> list[Bucket]:
         return [bucket for unit in self.units for bucket in unit.buckets]
 
@@ -434,22 +409,19 @@ class Schedule:
         A parameter that no rank used must keep `.grad = None`, or weight decay would still move it. The same message
         says whether any rank has collected more than it reduced (through reentrant checkpointing, or a unit that ran
         under `no_sync` only); if so, all ranks reduce that bucket once more. It also says whether all ranks reduced the
-        same buckets and loaded the same weights, and whether one wants to stop.
+        same buckets, and carries what extensions have to say.
 
         Raises:
             CommunicationError: the ranks disagree; nothing has been published yet.
         """
         trainable = [bucket for bucket in self._buckets() if bucket.has_gradient]
         launched = set(self.reducer.order.launched)
-        ran = [u for u in dict.fromkeys(self._forward) if any(bucket in launched for bucket in u.buckets)]
-        steps = self.steps + self._stepped_since_forward
         ends = [bucket.gradient.unsharded.end(is_reduced=bucket in launched) for bucket in trainable]
-        message = self.lockstep.exchange(ends, ran, steps, last=self._forward[-1] if self._forward else self.units[-1])
-        is_wanted = message.wants_to_stop
-        if STOPPING.is_listened_to:  # on ranks of other axes too
-            is_wanted = self._is_wanted_outside(is_wanted)
-        STOPPING.is_agreed |= is_wanted
-        self.lockstep.check_loads(message)
+        message = EndOfBackward([say() for say in self.extensions.message], ends)
+        if self.mesh.control_group is not None and ends:
+            last = self._forward[-1] if self._forward else self.units[-1]
+            with last.waiting("end of backward (the last unit that ran forward)"):
+                message.exchange(self.mesh.control_group)
         used: dict[Bucket, bytearray] = {}
         for bucket, anywhere in zip(trainable, message.buckets(), strict=True):
             if anywhere.is_reduced and anywhere.is_not_reduced:
@@ -462,8 +434,8 @@ class Schedule:
             if anywhere.has_more:
                 self._launch(bucket)
             used[bucket] = anywhere.used
-        if not message.agrees_on_steps:
-            self.lockstep.compare(ran, steps)
+        for hear, (largest, smallest) in zip(self.extensions.heard, message.notes(), strict=True):
+            hear(largest, smallest)
         return used
 
     # -- whole model --------------------------------------------------------------------------------------------
@@ -487,7 +459,6 @@ class Schedule:
         for unit in self.units:
             unit.give_up_backward()  # first: wait for reductions, which write into memory dropped next
         self._has_kept = False
-        self.lockstep.end_track()
         participants = self._participants.copy()
         self._end_backward()
         self._participants = participants
@@ -501,9 +472,9 @@ class Schedule:
             self.reset()
 
     @property
-    def has_stepped(self) -> bool:
-        """Return whether an optimizer has stepped."""
-        return self._stepped_since_forward or self.steps > 0
+    def optimizer_steps(self) -> int:
+        """Return the optimizer steps so far, with one that no forward has followed yet."""
+        return self.steps + self._stepped_since_forward
 
     def before_optimizer_step(self) -> None:
         """Drop everything gathered from the old main weights, which are about to change.
@@ -523,7 +494,6 @@ class Schedule:
             if bucket.has_gradient:
                 bucket.gradient.main.check_whole()
         self._stepped_since_forward = True  # once for several optimizers
-        self.lockstep.note_step()
         for unit in self.units:
             unit.reshard()
         self.settle()  # a peer may still be reading main weights where they are
@@ -543,8 +513,3 @@ class Schedule:
         for mesh in dict.fromkeys(unit.mesh for unit in self.units):
             with self.units[-1].waiting("after the last reshard"):
                 mesh.gather.wait_for_readers()
-
-
-def _waits(unit: Unit) -> bool:
-    """Return whether unsharding a unit waits for other ranks."""
-    return unit.state is UnitState.SHARDED or unit.state is UnitState.GATHERING

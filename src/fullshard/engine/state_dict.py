@@ -28,7 +28,7 @@ def watch_state_dicts(unit: Unit) -> None:
         holder.register_state_dict_post_hook(functools.partial(_after_state_dict, own))
         holder.register_load_state_dict_pre_hook(functools.partial(_before_load_state_dict, own))
     for module in unit.modules:
-        module.register_load_state_dict_pre_hook(_count_load)
+        module.register_load_state_dict_pre_hook(_tell_load)
         module.register_load_state_dict_post_hook(_settle)
 
 
@@ -54,10 +54,10 @@ def _after_state_dict(
             state_dict[prefix + attribute] = parameter if is_kept else parameter.data
 
 
-def _count_load(module: nn.Module, *_arguments: object) -> None:
-    """Have the ranks compare how often weights were loaded."""
+def _tell_load(module: nn.Module, *_arguments: object) -> None:
     unit = require_unit(module)
-    unit.schedule.lockstep.loads += 1
+    for tell in unit.schedule.extensions.loaded:
+        tell(unit)
 
 
 def _settle(module: nn.Module, _incompatible: object) -> None:

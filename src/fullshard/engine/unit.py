@@ -156,7 +156,8 @@ class Unit(UnitParameters):
         in_backward = torch_private.backward_under_way() != -1
         if in_backward:  # a recompute is no forward of the model: it changes neither order nor depth
             self.schedule.unannounced.leave_before_recompute()
-            self.schedule.note_gather_in_backward(self)
+            for tell in self.schedule.extensions.before_unshard_in_backward:
+                tell(self)
         else:
             self._is_outermost = self.schedule.begin_forward(self)
         if self._is_outermost:  # as in torch, move inputs left on the host; for a recompute too
@@ -201,7 +202,7 @@ class Unit(UnitParameters):
                     self.reshard(is_after_forward=torch.is_grad_enabled() and not (failed or in_backward))
         except BaseException:  # another rank has ended, so memory that it shares cannot be freed
             if not in_backward:
-                self.schedule.leave_forward()
+                self.schedule.leave_forward(failed=True)
             raise
         if not in_backward:
             self.schedule.end_forward(self, failed=failed)
@@ -244,7 +245,8 @@ class Unit(UnitParameters):
         call.begin()
         self._gradient_hooks.stay_last()
         if self.unshard_in_backward:
-            self.schedule.note_gather_in_backward(self)
+            for tell in self.schedule.extensions.before_unshard_in_backward:
+                tell(self)
             self.unshard()
         self.schedule.prefetch_backward(self, call)
         self.emit(EventKind.BACKWARD_BEGIN)

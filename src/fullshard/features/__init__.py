@@ -19,12 +19,14 @@ from fullshard.features.consistency import ConsistencyCheck, ConsistencyMethods
 from fullshard.features.extended import Composed, Extended, LateProtocol
 from fullshard.features.late_registration import LateRegistration
 from fullshard.features.nonfinite import NonFiniteGuard, NonFiniteMethods
+from fullshard.features.preemption import StopTogether
 from fullshard.features.quantized_weights import QuantizedWeight
 from fullshard.features.shared_memory import shared_memory
 from fullshard.features.submodule_entry import SubmoduleEntry
 from fullshard.features.tensor_parallel import TensorParallel
 from fullshard.features.torch_compat import TorchCompat, TorchMethods, check_data_parallel, state_of
 from fullshard.features.torch_tools import clip_grad_norm_, clip_grad_value_, install
+from fullshard.features.watchdog import DesyncDetection
 
 __all__ = [
     *engine.__all__,
@@ -38,7 +40,8 @@ __all__ = [
 ]
 
 FEATURES: tuple[type[Extension], ...] = (
-    *(TorchCompat, LateRegistration, LateProtocol, SubmoduleEntry, ActivationOffload, ConsistencyCheck, NonFiniteGuard),
+    *(TorchCompat, LateRegistration, LateProtocol, SubmoduleEntry, ActivationOffload, StopTogether),
+    *(DesyncDetection, ConsistencyCheck, NonFiniteGuard),
 )
 KINDS: tuple[ParameterKind, ...] = (TensorParallel(), QuantizedWeight(), Composed(), Extended())
 

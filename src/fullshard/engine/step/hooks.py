@@ -187,7 +187,6 @@ def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs:
         bucket.touch()  # before the step: a step that fails half-way has changed weights too
     schedules = dict.fromkeys(bucket.owner.schedule for bucket in buckets)
     for schedule in schedules:
-        schedule.lockstep.add_optimizer(optimizer)
         schedule.before_optimizer_step()
         refuse_pinned(schedule.units, "optimizer step", "step outside `with unsharded(model)`")
     if any(bucket.main_is_on_host for bucket in buckets):

@@ -51,7 +51,7 @@ class ActivationOffload(Extension):
         if self._pages is not None and (page := self._page_of.get(call)) is not None:
             self._pages.want(page)
 
-    def forward_ends(self) -> None:
+    def forward_ends(self, *, failed: bool) -> None:
         """Begin no more pages."""
         if self._pages is not None:
             self._pages.end()

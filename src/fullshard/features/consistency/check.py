@@ -81,7 +81,7 @@ class ConsistencyCheck(Extension):
             if torch.is_grad_enabled():
                 self._pace.resume()
 
-    def forward_ends(self) -> None:
+    def forward_ends(self, *, failed: bool) -> None:
         """Count what follows as something else."""
         self._pace.pause()
 

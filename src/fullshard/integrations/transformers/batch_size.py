@@ -14,6 +14,7 @@ from fullshard.api import collectives
 from fullshard.comm import torch_private
 from fullshard.core.errors import CommunicationError
 from fullshard.engine.module import units_of
+from fullshard.features.watchdog import DesyncDetection
 
 WAIT = timedelta(seconds=30)
 """The time that ranks which ran out of memory wait for each other."""
@@ -50,4 +51,4 @@ def agree_to_start_again(error: Exception, batch_size: int, model: Any) -> None:
             hint=f"start with per_device_train_batch_size={max(1, int(batch_size * 0.9))}",
         ) from error
     for schedule in dict.fromkeys(unit.schedule for unit in units_of(model)):
-        schedule.lockstep.forget_failures()
+        DesyncDetection.of(schedule).forget_failures()

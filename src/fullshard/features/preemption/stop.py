@@ -1,0 +1,27 @@
+"""One rank wants to stop, and all learn of it at the end of the same backward (`core.stopping`)."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from fullshard.comm.stalls import all_reduce
+from fullshard.core.stopping import STOPPING
+from fullshard.engine.extension import Extension
+
+
+class StopTogether(Extension):
+    """Carries the wish to stop in the message that ends a backward."""
+
+    def message(self) -> bytes:
+        """Return a byte: whether this rank wants to stop."""
+        return bytes([STOPPING.is_wanted])
+
+    def heard(self, largest: bytes, smallest: bytes) -> None:
+        """Agree to stop if any rank wants to, along the axes of tensor parallelism too. A collective along those."""
+        is_wanted = bool(largest[0])
+        for outer in self.model.outer_groups() if STOPPING.is_listened_to else ():
+            flag = torch.tensor([is_wanted], dtype=torch.uint8, device=self.model.mesh.device)
+            all_reduce(flag, "the end of backward", [outer], dist.ReduceOp.MAX)
+            is_wanted = bool(flag)
+        STOPPING.is_agreed |= is_wanted

@@ -1,0 +1,294 @@
+"""Check that all ranks do the same in each step, or report the rank that does not.
+
+Before the first forward the ranks compare the model and the loaded weights. During that forward they compare, before
+each unit is unsharded, which unit they are at. Later each rank logs the gathers of its forwards and backwards; ranks
+that wait for long compare their logs (`comm.track`). The message that ends a backward carries a digest of what the rank
+has done since the step before: loads, units in order, backwards, failed ones, optimizer steps, the run's step, learning
+rates, data orders. A failure is reported to waiting ranks (`comm.stalls`), because the rank that has caught the error
+goes on elsewhere.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+import time
+import warnings
+import weakref
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+
+from fullshard.comm.stalls import STALLS
+from fullshard.comm.track import Track
+from fullshard.core.errors import CommunicationError
+from fullshard.core.journal import JOURNAL
+from fullshard.core.place import PLACE
+from fullshard.engine.bucket import Bucket
+from fullshard.engine.extension import Extension
+from fullshard.engine.schedule import Schedule
+from fullshard.engine.unit import Unit
+from fullshard.engine.unit_parameters import UnitState
+from fullshard.features.watchdog.data_order import HINT, ORDERS, difference
+
+_END_OF_FORWARD, _END_OF_BACKWARD, _STEP, _SAVE, _BACKWARD = -1, -2, -3, -4, -5
+_WORDS = {
+    _END_OF_FORWARD: "the end of a forward",
+    _BACKWARD: "a backward",
+    _END_OF_BACKWARD: "the end of a backward",
+    _STEP: "an optimizer step",
+    _SAVE: "a checkpoint",
+}
+"""Entries of the log other than units."""
+_HINT = "give every rank as many batches, and have all of them run the same units, steps and learning rates"
+_MODEL_HINT = (
+    "build the same model from the same configuration, and load the same weights, on every rank; after a sharding that "
+    "some ranks failed in, make a new process group"
+)
+_ORDER_HINT = (
+    "every rank runs the same units in the same order: make no unit of what runs for some inputs only (experts: their "
+    "block is the unit), and build the same model"
+)
+
+
+class DesyncDetection(Extension):
+    """Compares what the ranks of one model do.
+
+    Attributes:
+        is_order_verified: whether the order of the units in a whole forward was the same on all ranks.
+    """
+
+    def __init__(self, model: Schedule) -> None:
+        super().__init__(model)
+        self._mesh, self._log = model.mesh, cast("Track | None", None)
+        self._loads = self._backwards = self._failures = 0  # a rank with fewer loads has other weights
+        self._has_gathered = self.is_order_verified = False
+        self._forward: list[Unit] = []
+        self._ran: list[Unit] = []
+        self._compared: set[tuple[int, int]] = set()  # loader orders that were compared; they are not compared again
+        self._told: set[tuple[int, int | None]] = set()
+        self._stepped: list[tuple[weakref.ref[torch.optim.Optimizer], list[dict[str, Any]]]] = []
+
+    def absorbed(self, earlier: Extension) -> None:
+        """Count the loads of a part, too."""
+        self._loads += cast("DesyncDetection", earlier)._loads
+
+    def loaded(self, unit: Unit) -> None:
+        """Count a load."""
+        self._loads += 1
+
+    def before_first_use(self, *, in_forward: bool) -> None:
+        """Check that the model is the same on every rank. A collective.
+
+        Raises:
+            CommunicationError: the models differ.
+        """
+        if in_forward:
+            self._compare_model([f"weights loaded into {self._loads} units"])
+            self._mesh.forget_failures()
+            self._mesh.agree_on_shardings()
+            if self._mesh.gather.size > 1 and self._mesh.control_group is not None:
+                self._log = Track(self._words)
+                STALLS.tell(self._log, self._mesh.control_group)
+        elif self._mesh.gather.size > 1:
+            self._compare_model([])
+
+    def _compare_model(self, further: Sequence[str]) -> None:
+        units = self.model.units[::-1]
+        lines = [*_describe_structure(units), *further]
+        placed = self._mesh.gather.placed
+        if placed:  # last: if the models themselves differ, report that
+            lines += [f"{placed} buckets in shared memory, those of earlier models included"]
+            real = [unit for unit in units if unit.stand_ins is None and unit.buckets]
+            lines += [f"unit {unit.name!r} was made real after {unit.placed} of them" for unit in real]
+        self._mesh.check_agreement(lines, what="the sharded model", hint=_MODEL_HINT)
+
+    # -- the log ------------------------------------------------------------------------------------------------
+
+    def step_begins(self) -> None:
+        """Know how long steps take."""
+        PLACE.begin_step(time.monotonic())
+
+    def forward_begins(self, unit: Unit, *, is_outermost: bool) -> None:
+        """Log a gather; in the first forward compare, before this rank waits for the others, that all are at it."""
+        if is_outermost:
+            self._forward = []
+        if not self.is_order_verified:
+            self._compare_first(f"unit {unit.name!r}")
+        elif _waits(unit):
+            self._has_gathered |= self._mesh.gather.size > 1
+            self._note(unit.number)
+        self._forward.append(unit)
+
+    def _compare_first(self, at: str) -> None:
+        line = f"forward {len(self._forward)}: {at}"
+        self._mesh.check_agreement([line], what="the order in which units run", hint=_ORDER_HINT)
+
+    def forward_ends(self, *, failed: bool) -> None:
+        """Log the end of a forward. If it waited for no rank, the others need not know of it."""
+        if failed:
+            error = sys.exc_info()[1]  # None: it was interrupted long ago
+            if error is not None and (self._has_gathered or not self.is_order_verified):
+                self._fail("a forward", error)
+            self._end_log()
+        elif not self.is_order_verified:
+            self._compare_first("its end")
+            self.is_order_verified = True
+        elif self._has_gathered:
+            self._note(_END_OF_FORWARD)
+        self._has_gathered = False
+
+    def backward_begins(self) -> None:
+        """Log a backward."""
+        self._note(_BACKWARD)
+
+    def before_unshard_in_backward(self, unit: Unit) -> None:
+        """Log a gather, unless replicas or groups of neighbours may differ there."""
+        if _waits(unit) and unit.neighbours is None and self._mesh.gather.size == self._mesh.world_size:
+            self._note(unit.number)
+
+    def backward_fails(self) -> None:
+        """Count it. `features.torch_tools` learns of the error a moment later."""
+        self._fail("a backward", None)
+        self._end_log()
+
+    def backward_ends(self, used: Mapping[Bucket, bytearray], *, has_stepped: bool) -> None:
+        """Count a backward that all ranks have completed."""
+        self._backwards += 1
+
+    def before_step(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
+        """Log an optimizer's step, and know the optimizer."""
+        if self._backwards:
+            self._stepped.clear()
+        if all(groups is not optimizer.param_groups for _, groups in self._stepped):
+            # Keep its groups: a dropped optimizer would otherwise have a learning rate until garbage collection.
+            self._stepped.append((weakref.ref(optimizer), optimizer.param_groups))
+        self._backwards = 0
+        self._note(_STEP)
+
+    def before_save(self) -> None:
+        """Log a save."""
+        self._note(_SAVE)
+
+    def _note(self, number: int) -> None:
+        if self._log is not None:
+            self._log.note(number)
+
+    def _end_log(self) -> None:
+        """End the log after a failure: the ranks may go on elsewhere, and find each other again."""
+        if self._log is not None:
+            self._log.end()
+
+    def _fail(self, what: str, error: BaseException | None) -> None:
+        self._failures += 1
+        self._mesh.note_failure(what, error)
+
+    def forget_failures(self) -> None:
+        """Forget failures on any rank: all ranks begin anew."""
+        self._failures = 0
+        self._mesh.forget_failures()
+
+    def _words(self, here: int, there: int, rank: int) -> str:
+        at, other = self._name(here), self._name(there)
+        return f"ranks are out of step: this rank has come to [{at}], rank {rank} to [{other}]"
+
+    def _name(self, number: int) -> str:
+        return _WORDS.get(number) or f"unit {self.model.units[number].name!r}"
+
+    # -- end of backward ----------------------------------------------------------------------------------------
+
+    def message(self) -> bytes:
+        """Log the end of a backward; return nine bytes of what this rank has done since the step before.
+
+        For the last forward, the digest covers those units, in their order, whose gradients are reduced.
+        """
+        self._note(_END_OF_BACKWARD)
+        launched = set(self.model.reducer.order.launched)
+        self._ran = [u for u in dict.fromkeys(self._forward) if any(bucket in launched for bucket in u.buckets)]
+        entered = zlib.crc32(struct.pack(f"={len(self._ran)}I", *[unit.number for unit in self._ran]))
+        rates = sum(zlib.crc32(struct.pack(f"={len(r)}d", *r)) for r in self._rates()) & 0xFFFFFFFF
+        read = sorted({(number, order) for (number, _), order in list(ORDERS.items())} - self._compared)
+        orders = zlib.crc32(repr(read).encode())
+        steps = self.model.optimizer_steps
+        done = struct.pack("=QQQqII", steps, self._backwards, self._failures, _run_step(), rates, orders)
+        return struct.pack("=BII", self._loads % 256, entered, zlib.crc32(done))
+
+    def heard(self, largest: bytes, smallest: bytes) -> None:
+        """Find and report the difference, if there is one. A collective then.
+
+        Raises:
+            CommunicationError: on every rank: the ranks have loaded other weights, or not done the same.
+        """
+        if largest[0] != smallest[0]:
+            raise CommunicationError(
+                f"rank {self._mesh.rank}: load_state_dict has come to {self._loads} units on this rank, which is not "
+                "so on all others: the model is loaded in parts",
+                hint="call load_state_dict on every rank, or fullshard.checkpoint.load_full_state_dict, which sends "
+                "what one rank has",
+            )
+        if largest != smallest:
+            self.compare()
+
+    def compare(self) -> None:
+        """Compare what the ranks have done since the step before. A collective.
+
+        Ranks that read a loader in different orders get one warning only, because some scripts intend that.
+
+        Raises:
+            CommunicationError: on every rank, with the values of rank 0 and of the first rank that differs.
+        """
+        steps = self.model.optimizer_steps
+        lines = [f"errors in forward or backward: {self._failures}", f"{steps} optimizer steps of this process"]
+        lines += [f"backward {self._backwards + 1} since the last of them"]
+        lines += [f"step {_run_step()} of the run"] * JOURNAL.is_told
+        lines += [f"learning rates {rates}" for rates in sorted(self._rates())]
+        lines += [f"forward {number}: unit {unit.name!r}" for number, unit in enumerate(self._ran)]
+        self._mesh.check_agreement(lines, what=f"step {steps + 1} of this process", hint=_HINT)
+        own = dict(ORDERS)  # a script's threads may read loaders too
+        of_all = dict(zip(self._mesh.ranks, self._mesh.all_gather_object(own), strict=True))
+        self._compared = {(number, order) for (number, _), order in own.items()}
+        for loader in sorted(set().union(*of_all.values()) - self._told, key=str):
+            found = difference((rank, orders.get(loader)) for rank, orders in of_all.items())
+            if found is not None:
+                self._told.add(loader)
+                warnings.warn(f"{found}\nhint: {HINT}", stacklevel=2)
+
+    def _rates(self) -> list[list[float]]:
+        """Return the current rates of each optimizer that stepped last, without waiting for those on a device."""
+        found = []
+        for _, groups in self._stepped:
+            rates = [group.get("lr") for group in groups]
+            on_host = [r for r in rates if not isinstance(r, torch.Tensor) or r.device.type == "cpu"]
+            found.append([0.0 if rate is None else float(rate) for rate in on_host])  # None: the optimizer's own rule
+        return found
+
+
+def _waits(unit: Unit) -> bool:
+    """Return whether unsharding a unit waits for other ranks."""
+    return unit.state is UnitState.SHARDED or unit.state is UnitState.GATHERING
+
+
+def _run_step() -> int:
+    return -1 if JOURNAL.step is None or not JOURNAL.is_told else JOURNAL.step
+
+
+def _describe_structure(units: Sequence[Unit]) -> list[str]:
+    """Return one line per parameter with everything that the layout and the communication depend on."""
+    lines = []
+    for unit in units:
+        if unit.stand_ins is not None:
+            lines.append(f"unit {unit.name!r} is on the meta device")
+            continue
+        for number, bucket in enumerate(unit.buckets):
+            reduce = bucket.gradient.dtype if bucket.has_gradient else "frozen"
+            where = (
+                f"unit {unit.name!r}, bucket {number} ({bucket.dtype}, compute {bucket.compute_dtype}, reduce {reduce}"
+            )
+            if unit.policy.gather_as is not None or unit.policy.reduce_as is not None:
+                where += f", gather as {unit.policy.gather_as}, reduce as {unit.policy.reduce_as}"
+            for parameter in bucket.sharded_parameters:
+                shape, grad = tuple(parameter.shape), parameter.requires_grad
+                lines.append(f"{where}): {parameter.name} {shape} requires_grad={grad}")
+    return lines
