@@ -139,9 +139,9 @@ def _is_first_of_copies(spec: ShardSpec, beneath: dist.ProcessGroup | None) -> b
     """
     if spec.is_chunked:
         return True
-    if spec.outer_group is None and spec.mesh.world_size == dist.get_world_size():
-        return True
-    group = spec.outer_group or beneath
+    group = spec.outer_group
+    if group is None and beneath is not None and spec.mesh.world_size < dist.get_world_size():
+        group = beneath
     return group is None or group.rank() == 0
 
 
