@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.distributed.tensor import DTensor
 
-from fullshard.comm import torch_private
+from fullshard.api import torch_private
 from fullshard.core.boxes import boxes
 from fullshard.core.layout import Interval
 from fullshard.features import ShardedTensor, fully_shard

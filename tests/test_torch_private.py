@@ -37,11 +37,15 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils
 from torch.utils.data import DataLoader
 
-from fullshard.comm import torch_private
+from fullshard.api import torch_private
+from fullshard.comm import torch_private as kernel
+from fullshard.features import torch_private as features
 from fullshard.launch import torch_private as launcher
 
 Check = Callable[[], None]
 CHECKS: dict[str, Check] = {}
+FILES = (kernel, features, torch_private, launcher)
+"""`api`'s file has the names of the first two, too."""
 
 
 def check(*names: str) -> Callable[[Check], Check]:
@@ -60,7 +64,7 @@ def body_of(module: ModuleType) -> list[ast.stmt]:
 
 def names_in_the_files() -> list[str]:
     names: list[str] = []
-    for node in (*body_of(torch_private), *body_of(launcher)):
+    for node in (node for module in FILES for node in body_of(module)):
         targets = [*getattr(node, "targets", ()), getattr(node, "target", None)]
         names += [target.id for target in targets if isinstance(target, ast.Name)]
         names += [node.name] if isinstance(node, (ast.FunctionDef, ast.ClassDef)) else []
@@ -76,7 +80,7 @@ def test_torch_still_does_what_is_needed(name: str) -> None:
         pytest.fail(f"torch {torch.__version__} has changed what torch_private.{name} needs: {error!r}")
 
 
-@pytest.mark.parametrize("module", [torch_private, launcher])
+@pytest.mark.parametrize("module", FILES)
 def test_each_says_since_when(module: ModuleType) -> None:
     """What the file promises of each name: a docstring, with a release of torch."""
     body = body_of(module)
@@ -513,17 +517,17 @@ def foreach() -> None:
     class Kind(nn.Parameter):
         pass
 
-    before = [list(kinds) for kinds in torch_private._FOREACH_TYPES]
+    before = [list(kinds) for kinds in features._FOREACH_TYPES]
     tensors: list[torch.Tensor] = [Kind(torch.ones(1))]
     assert torch_optimizer._default_to_fused_or_foreach(tensors, False, use_fused=True) == (False, False)
     try:
         torch_private.allow_foreach(Kind)
         torch_private.allow_foreach(Kind)
-        assert all(kinds.count(Kind) == 1 for kinds in torch_private._FOREACH_TYPES)
+        assert all(kinds.count(Kind) == 1 for kinds in features._FOREACH_TYPES)
         assert torch_optimizer._default_to_fused_or_foreach(tensors, False, use_fused=True) == (True, False)
         assert _foreach_utils._has_foreach_support(tensors, torch.device("cuda"))
     finally:
-        for kinds, was in zip(torch_private._FOREACH_TYPES, before, strict=True):
+        for kinds, was in zip(features._FOREACH_TYPES, before, strict=True):
             kinds[:] = was
 
 
@@ -797,7 +801,7 @@ def other_ways_to_a_placement() -> None:
 
 @check("keep_every_box")
 def boxes_in_files() -> None:
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint import hf_storage
     from torch.distributed.checkpoint.metadata import MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
@@ -805,8 +809,8 @@ def boxes_in_files() -> None:
         WriteItem(MetadataIndex(name, torch.Size([row])), WriteItemType.SHARD)
         for name, row in (("a", 0), ("b", 0), ("a", 1), ("a", 2))
     ]
-    torch_private.keep_every_box()
-    writer = HuggingFaceStorageWriter("nowhere", save_distributed=True)
+    torch_private.keep_every_box(hf_storage)
+    writer = hf_storage.HuggingFaceStorageWriter("nowhere", save_distributed=True)
     found = writer._split_by_storage_plan({"a": 1, "b": 2}, items)
     assert found == {1: items[:1], 2: items[1:2], 3: items[2:3], 5: items[3:]}
     assert writer._split_by_storage_plan(None, items) == {1: items[:2], 2: items[2:3], 3: items[3:]}

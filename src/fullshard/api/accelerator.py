@@ -28,7 +28,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from fullshard import checkpoint
-from fullshard.api import saving
+from fullshard.api import saving, torch_private
 from fullshard.api.accelerates import Followed, compilation, is_accelerates
 from fullshard.api.accelerator_state import AcceleratorState, earlier_gradient_state
 from fullshard.api.configure import changed_config, of_accelerator, run_config
@@ -49,7 +49,7 @@ from fullshard.api.sharding import Setup, is_sharded, remove_autocast, shard
 from fullshard.api.state import GradientState, ProcessState
 from fullshard.api.teaching import teach_libraries
 from fullshard.checkpoint.lease import let_go
-from fullshard.comm import cuda, torch_private
+from fullshard.comm import cuda
 from fullshard.comm import device as devices
 from fullshard.config.schema import RunConfig, ShardingConfig
 from fullshard.core.errors import ConfigError, OptimizerError

@@ -19,13 +19,13 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
+from fullshard.api import torch_private
 from fullshard.api.collectives import broadcast_object, send_to_device
 from fullshard.api.dealing import Real
 from fullshard.api.dispatching import dispatched
 from fullshard.api.forwarding import forwarded
 from fullshard.api.shares import Share
 from fullshard.api.state import GradientState
-from fullshard.comm import torch_private
 from fullshard.comm.device import traits_of
 from fullshard.core.errors import ConfigError, DataError
 from fullshard.features.watchdog import ORDERS

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.comm import torch_private
+from fullshard.api import torch_private
 from fullshard.config.accelerate import INSTEAD_OF_FP8
 from fullshard.config.dialect import Dialect, Key, Note, Reading, Setting, Status
 from fullshard.config.fsdp import DEFAULT_MIN_NUM_PARAMS, finish_fsdp, renamed

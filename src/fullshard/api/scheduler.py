@@ -12,9 +12,9 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from fullshard.api import torch_private
 from fullshard.api.optimizer import AcceleratedOptimizer
 from fullshard.api.state import GradientState
-from fullshard.comm import torch_private
 from fullshard.core.errors import OptimizerError
 from fullshard.engine.parameter import sharded_parameters
 

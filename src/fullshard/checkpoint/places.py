@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.comm import torch_private
 from fullshard.core.user_class import user_class
 from fullshard.engine.contexts import meta_parameters
 from fullshard.engine.lookup import clean_name, qualified
+from fullshard.features import torch_private
 
 
 @dataclass(frozen=True, slots=True)

@@ -192,7 +192,6 @@ class ShardedTensor(SpreadTensor):
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-        torch_private.keep_every_box()
         properties = TensorProperties.create_from_tensor(self.local)
         return [
             WriteItem(

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fullshard.comm import torch_private
+from fullshard.api import torch_private
 from fullshard.core.imports import import_extra
 from fullshard.plan.attention import what_runs
 from fullshard.plan.hardware import Device

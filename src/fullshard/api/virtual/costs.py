@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from fullshard.comm import torch_private
+from fullshard.api import torch_private
 from fullshard.plan.attention import part_of_size
 from fullshard.plan.hardware import Device
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
+from fullshard.api import torch_private
 from fullshard.api.virtual import costs
 from fullshard.api.virtual.allocator import Allocator, SegmentPart
 from fullshard.api.virtual.clock import DEVICE, Clock, Stream, Task
-from fullshard.comm import torch_private
 from fullshard.comm.device import answered
 from fullshard.core.events import Event, EventKind
 from fullshard.plan.hardware import Cluster

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from fullshard.api import torch_private
 from fullshard.api.virtual.device import VirtualDevice
 from fullshard.api.virtual.group import VirtualGroup
-from fullshard.comm import torch_private
 from fullshard.comm.mesh import Mesh
 
 _NAME = "virtual"

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from fullshard.api import torch_private
 from fullshard.api.virtual.clock import DEVICE
 from fullshard.api.virtual.device import VirtualDevice
 from fullshard.api.virtual.timeline import Slice, Timeline, joined, length
-from fullshard.comm import torch_private
 from fullshard.core.errors import ConfigError, FullshardError
 
 STEPS = 2

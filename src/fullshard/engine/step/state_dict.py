@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from fullshard.comm import torch_private
 from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import OptimizerError
 from fullshard.engine.parameter import ShardedParameter
@@ -24,8 +23,10 @@ from fullshard.engine.step.coded import as_torchao_keeps, as_values, values_of
 from fullshard.engine.step.local_parameters import is_of, take_back, takes_local
 from fullshard.engine.step.matrices import MatrixOptimizer, is_owned
 
+_TORCHS = (torch.optim.Optimizer.state_dict, torch.optim.Optimizer.load_state_dict)
 
-@functools.wraps(torch_private.state_dict.torchs)
+
+@functools.wraps(_TORCHS[0])
 def state_dict(self: torch.optim.Optimizer) -> dict[str, Any]:
     """Return torch's state dict, with a `ShardedTensor` in place of each of this rank's intervals.
 
@@ -38,7 +39,7 @@ def state_dict(self: torch.optim.Optimizer) -> dict[str, Any]:
         _check_is_whole(self, "kept as codes of this rank's interval, if it has one", lambda mesh: mesh.shard_size)
     if isinstance(self, MatrixOptimizer) and self.keeps_matrices:
         _check_is_whole(self, "kept by the owners of its matrices", lambda mesh: mesh.world_size)
-    kept = torch_private.state_dict.torchs(self)
+    kept = _TORCHS[0](self)
     if is_of(self, "torchao"):
         kept = _map_states(self, kept, as_values)
     return _map_states(self, kept, _wrapped)
@@ -73,7 +74,7 @@ def _is_interval(value: Any, parameter: ShardedParameter) -> bool:
     return type(value) is torch.Tensor and value.dim() > 0 and value.shape == parameter.spec.local_shape
 
 
-@functools.wraps(torch_private.load_state_dict.torchs)
+@functools.wraps(_TORCHS[1])
 def load_state_dict(self: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
     """Load as torch does, after whole tensors are cut to this rank's intervals.
 
@@ -81,7 +82,7 @@ def load_state_dict(self: torch.optim.Optimizer, state_dict: dict[str, Any]) -> 
         OptimizerError: state has another shape than its parameter.
     """
     take_back(self)
-    torch_private.load_state_dict.torchs(self, _map_states(self, state_dict, partial(cut_state, optimizer=self)))
+    _TORCHS[1](self, _map_states(self, state_dict, partial(cut_state, optimizer=self)))
 
 
 def _map_states(

@@ -26,11 +26,11 @@ from dataclasses import dataclass
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from fullshard.comm import torch_private
 from fullshard.core.errors import LifecycleError
 from fullshard.core.events import EventKind
 from fullshard.engine.offload import Copied, Host, StorageView, bytes_of
 from fullshard.engine.unit import Unit
+from fullshard.features import torch_private
 
 SMALLEST_NBYTES = 2**16
 """Smaller storages stay: a copy of any size takes some microseconds, in which PCIe moves as much. Those are the

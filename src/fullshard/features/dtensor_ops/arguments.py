@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from fullshard.comm import torch_private
 from fullshard.core.errors import LifecycleError
 from fullshard.engine.sharded_tensor import ShardedTensor, SpreadTensor
+from fullshard.features import torch_private
 
 
 def map_arguments(value: Any, kind: type[torch.Tensor], function: Callable[[Any], Any]) -> Any:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Placement
 
-from fullshard.comm import torch_private
 from fullshard.core.errors import LifecycleError
 from fullshard.engine.shard_spec import ShardSpec
 from fullshard.engine.sharded_tensor import ShardedTensor, SpreadTensor, dtensor_of, reduced
+from fullshard.features import torch_private
 from fullshard.features.dtensor_ops.arguments import (
     call_with,
     map_arguments,

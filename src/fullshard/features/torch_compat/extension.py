@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from fullshard.comm import torch_private
 from fullshard.engine.extension import Extension
 from fullshard.engine.unit import Unit
+from fullshard.features import torch_private
 from fullshard.features.torch_compat.library_methods import replace_methods
 from fullshard.features.torch_compat.state import TorchState
 

@@ -2,7 +2,7 @@
 
 Clipping, loss scaling, optimizers' steps and state dicts, DTensors that are given a parameter's placements, a script's
 collectives, and gradients that autograd hands to its caller would otherwise run and be wrong without a word. torch
-offers no hook in most of these places, so the one function each goes through (`comm.torch_private.Replaced`) is
+offers no hook in most of these places, so the one function each goes through (`features.torch_private.Replaced`) is
 replaced by one that behaves the same for everything but sharded parameters, or refuses. That is done when something is
 sharded for the first time; until then torch is as it was.
 """
@@ -23,7 +23,6 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.nn.utils import clip_grad as torch_clip
 from torch.optim import optimizer as torch_optimizer
 
-from fullshard.comm import torch_private
 from fullshard.comm.device import require_dtype
 from fullshard.comm.mesh import Mesh, mesh_of
 from fullshard.comm.stalls import STALLS, all_reduce
@@ -35,6 +34,7 @@ from fullshard.engine.shard_spec import Name, RaggedShard, ShardSpec
 from fullshard.engine.sharded_tensor import RowTensor, ShardedTensor, dtensor_of
 from fullshard.engine.step import hooks
 from fullshard.engine.step import state_dict as state_dicts
+from fullshard.features import torch_private
 from fullshard.features.torch_tools import adapters, averages
 from fullshard.features.torch_tools.sent import send_parts
 
@@ -409,6 +409,7 @@ def install() -> None:
         }
     )
     torch_private.redirect(torch_private.distribute_tensor, _distribute_tensor)
+    after_import("torch.distributed.checkpoint.hf_storage", torch_private.keep_every_box)
     after_import(averages.MODULE, averages.shard_averages)
     after_import(adapters.MODULE, adapters.give_wholes)
     send_parts()

@@ -26,10 +26,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from fullshard.api import torch_private
 from fullshard.api.collectives import all_gather_object
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.torch_files import load_torch_file
-from fullshard.comm import torch_private
 from fullshard.core.errors import CheckpointError
 from fullshard.core.files import whole_file
 from fullshard.core.paths import local_path

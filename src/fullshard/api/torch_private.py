@@ -1,0 +1,116 @@
+"""The private names of torch that `api` uses, and integrations, beside those below; see `comm.torch_private`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from operator import attrgetter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import _op_schema
+from torch.optim import optimizer as torch_optimizer
+from torch.utils import _python_dispatch, _pytree
+
+from fullshard.features.torch_private import *  # noqa: F403 -- the names below, for who has this file
+from fullshard.features.torch_private import Replaced
+
+# -- compiled code ----------------------------------------------------------------------------------------------
+
+
+def inside_compiled(module: nn.Module) -> nn.Module:
+    """Return the module that `torch.compile` has wrapped as a whole; `module` if it wraps none. Since 2.0."""
+    return getattr(module, "_orig_mod", module)
+
+
+# -- modules, optimizers, loaders -------------------------------------------------------------------------------
+
+
+def copy_module_versions(source: Any, target: Any) -> None:
+    """Give a state dict another one's data beside tensors: the versions of its modules. Since 2.0."""
+    if hasattr(source, "_metadata"):
+        target._metadata = source._metadata
+
+
+def steps_of(scheduler: Any) -> int:
+    """Return how often a learning rate schedule has stepped; 0 if it does not count. Since 2.0."""
+    return getattr(scheduler, "_step_count", 0)
+
+
+def forget_iteration(loader: torch.utils.data.DataLoader[Any]) -> None:
+    """Drop a copied data loader's iterator, which would go on with the original's workers. Since 2.0."""
+    object.__setattr__(loader, "_iterator", None)
+
+
+classes_to_wrap: Callable[[Any], Iterable[type[nn.Module]]] = attrgetter("_module_classes")
+"""The classes of torch's `ModuleWrapPolicy`. Since 2.0."""
+
+wrap_function: Callable[[Any], Callable[[nn.Module], Any]] = attrgetter("_lambda_fn")
+"""The function of torch's `CustomPolicy`. Since 2.1."""
+
+
+# -- a device that is not there ---------------------------------------------------------------------------------
+
+DispatchMode = _python_dispatch.TorchDispatchMode
+"""A context that sees every operation, for a class to derive from. Since 2.0."""
+
+leaves_of: Callable[[Any], list[Any]] = _pytree.tree_leaves
+"""The leaves of lists, tuples and dicts of arguments. Without it, memory that an operation takes in a list would not be
+counted. Since 2.0."""
+
+schema_of: Callable[[Any], Any] = attrgetter("_schema")
+"""An operation's arguments, and which of them it returns. Without it a view would cost as much as a copy. Since 2.0."""
+
+read_item = torch.ops.aten._local_scalar_dense
+"""Reads a number, for which the host waits. Since 2.0."""
+
+copy_all, zero_all = torch.ops.aten._foreach_copy_, torch.ops.aten._foreach_zero_
+"""Write their first argument, and do not read it. Since 2.0."""
+
+view_of_a_product = torch.ops.aten._unsafe_view
+"""Another shape of a product's fresh result; its schema does not say so, and it launches nothing. Since 2.0."""
+
+softmaxes = (torch.ops.aten._softmax, torch.ops.aten._log_softmax, torch.ops.aten._log_softmax_backward_data)
+"""Compute an exponential for each element. Since 2.0."""
+
+grouped_matmul = torch.ops.aten._grouped_mm
+"""Multiplies rows by the weights of experts; the counter of FLOP does not know it. Since 2.8."""
+
+shapes_learnt = (
+    Replaced.of(FakeTensorMode, "__torch_dispatch__"),
+    Replaced.of(_op_schema, "_rebuild_tensor_from_dtensor_meta"),
+)
+"""Under these torch makes tensors to learn a shape, which take no memory. Since 2.0, and 2.5 for DTensor."""
+
+fused_devices = Replaced.of(torch_optimizer, "_get_fused_kernels_supported_devices")
+"""The devices that have fused optimizers. Since 2.3."""
+
+
+def is_for_shapes(kind: type) -> bool:
+    """Return whether tensors of this type are made to learn a shape. Since 2.0."""
+    return issubclass(kind, FakeTensor)
+
+
+def attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Compute attention, causal or by a mask, in one kernel that keeps no scores, where a device has only one.
+
+    Since 2.0. The kernel that reads a mask computes every score.
+    """
+    aten = torch.ops.aten
+    if mask is None:
+        mixed: torch.Tensor = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True)[0]
+    else:
+        mixed = aten._scaled_dot_product_efficient_attention(query, key, value, mask, True)[0]
+    return mixed
+
+
+def store_of_nobody() -> dist.Store:
+    """Return a store with which one process alone can start any number of ranks. Since 2.0."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    store: dist.Store = FakeStore()
+    return store
