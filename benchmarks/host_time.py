@@ -115,7 +115,7 @@ def shard(model: nn.Module, engine: str) -> None:
             unit.set_custom_reduce_scatter(AtOnce())  # type: ignore[arg-type]
     if engine == "fullshard":
         from fullshard import shard_model
-        from fullshard.comm.simulated import simulated_mesh
+        from fullshard.api.simulated import simulated_mesh
 
         mesh = simulated_mesh(rank=0, replicate_size=1, shard_size=dist.get_world_size(), device=torch.device("cpu"))
         shard_model(model, unit_modules=layers_of(model), mesh=mesh)

@@ -16,13 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.api.plan_check import PlanCheck
 from fullshard.comm.base import BufferSpec
-from fullshard.comm.packing import packing_for
 from fullshard.comm.resized_buffer import ResizedBuffer
 from fullshard.comm.torch_dist import Alone, completed
 from fullshard.core.events import Event, EventKind
 from fullshard.core.sizes import GIB, many_page_locked_nbytes, page_locked_nbytes
 from fullshard.engine.offload import Host
 from fullshard.features import units_of, unsharded
+from fullshard.features.packed_messages import PACKINGS
 from fullshard.plan.evaluate import evaluate
 from fullshard.plan.hardware import parse_cluster
 from fullshard.plan.job import Job
@@ -232,7 +232,7 @@ def test_page_locked_memory_is_read_beside_the_host(
     """The copy does not block. Packed, it is the weights that are copied, once, and packed on the device."""
     main = torch.arange(512.0)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda *_: pins)  # without an accelerator nothing is
-    packs = None if packing is None else packing_for(packing)
+    packs = None if packing is None else PACKINGS[packing]
     buffer = ResizedBuffer(
         Alone(), BufferSpec(512, torch.float32, torch.device("meta"), holds_main=False, packing=packs)
     )

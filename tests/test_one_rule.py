@@ -14,7 +14,6 @@ import pytest
 from torch import optim
 
 from fullshard.checkpoint.format import DTYPES
-from fullshard.comm import packing
 from fullshard.config import fsdp, schema, sharding
 from fullshard.config.settings import About
 from fullshard.core.dtypes import COMPUTE, ITEMSIZES
@@ -26,6 +25,7 @@ from fullshard.engine.precision import dtype_name
 from fullshard.engine.step.hooks import NEEDS_WHOLE_TENSORS
 from fullshard.engine.step.in_backward import STEPS_IN_PARTS
 from fullshard.engine.step.plain_tensors import ELEMENT_WISE
+from fullshard.features.packed_messages import PACKINGS
 from fullshard.plan import job
 from fullshard.plan.evaluate import evaluate
 from fullshard.plan.hardware import DEVICES, Cluster
@@ -42,7 +42,7 @@ def test_names_that_types_spell_out() -> None:
     assert set(get_args(job.Optimizer)) == set(OPTIMIZERS)
     assert set(About.of(schema.SETTINGS["sharding.strategy"]).answers) == set(STRATEGIES)
     assert set(DTYPES) <= set(ITEMSIZES), "a checkpoint's dtype of unknown size"
-    assert set(get_args(schema.Packing)) == {dtype_name(dtype) for dtype in packing._PACKINGS}
+    assert set(get_args(schema.Packing)) == {dtype_name(dtype) for dtype in PACKINGS}
 
 
 def test_the_oldest_torch_is_that_of_the_package() -> None:

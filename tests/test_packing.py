@@ -14,17 +14,17 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm.base import Collectives, own_interval
-from fullshard.comm.packing import BLOCK_NUMEL, packing_for
 from fullshard.comm.select import collectives_for
 from fullshard.config.switches import COMM
 from fullshard.core.errors import CommunicationError, ConfigError
 from fullshard.features import MixedPrecisionPolicy, ShardedParameter, describe, fully_shard, unsharded
+from fullshard.features.packed_messages.packings import BLOCK_NUMEL, PACKINGS
 from tests.differential import CLOSE
 from tests.distributed import run_ranks
 from tests.hosts import are_possible, run_hosts
 from tests.test_shared_memory import CPU, fill
 
-INT8, BF16 = packing_for(torch.int8), packing_for(torch.bfloat16)
+INT8, BF16 = PACKINGS[torch.int8], PACKINGS[torch.bfloat16]
 NUMELS = (0, 1, 16, 255, 256, 257, 5000, 300_016)
 
 

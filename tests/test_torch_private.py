@@ -317,7 +317,6 @@ def recording(local: torch.Tensor, shape: tuple[int, ...] | None = None) -> Reco
     "Layout",
     "layout_of",
     "layout_from",
-    "layout_as",
     "wrap",
     "local_of",
     "put_local",
@@ -326,7 +325,8 @@ def recording(local: torch.Tensor, shape: tuple[int, ...] | None = None) -> Reco
 def subclasses() -> None:
     torch_private.let_dtensors_compute()
     local = torch.arange(6.0)
-    spread = torch_private.layout_as(torch_private.layout_from(recording(local)), torch.ones(1).expand(3))
+    of_local = torch_private.layout_from(recording(local))
+    spread = torch_private.layout_of(of_local.mesh, of_local.placements, torch.Size([3]), local.dtype, (0,))
     assert spread.shape == (3,) and spread.tensor_meta is not None and spread.tensor_meta.stride == (0,)
     tensor = recording(local, (3, 4))
     assert isinstance(tensor, DTensor) and tensor.shape == (3, 4) and tensor.stride() == (4, 1)

@@ -17,8 +17,8 @@ from torch import nn
 from fullshard.api.counting import as_numbers
 from fullshard.api.planning import model_shape
 from fullshard.api.plugin import dtype_or_none
+from fullshard.api.simulated import SimulatedCollectives, simulated_mesh
 from fullshard.comm.mesh import Mesh
-from fullshard.comm.simulated import SimulatedCollectives, simulated_mesh
 from fullshard.core.errors import ConfigError
 from fullshard.core.events import Event, EventKind, EventSink
 from fullshard.core.imports import import_extra

@@ -12,8 +12,6 @@ from typing import Protocol
 
 import torch
 
-from fullshard.comm.packing import Packing
-
 MAX_TAGS = 2**16
 """Tags are below this number."""
 
@@ -32,6 +30,23 @@ class WorkOf:
     wait: Callable[[], torch.Tensor]
 
 
+class Packing(Protocol):
+    """How elements are written into a message."""
+
+    def nbytes(self, numel: int) -> int:
+        """Return the length of the message, a multiple of 16 bytes."""
+
+    def pack(self, values: torch.Tensor, into: torch.Tensor) -> None:
+        """Write `values`, shape (n,) and floating point, into a message, shape (nbytes(n),) and uint8."""
+
+    def unpack(self, message: torch.Tensor, into: torch.Tensor) -> None:
+        """Read n elements into `into`, shape (n,) and of any floating-point dtype."""
+
+
+PACKINGS: dict[torch.dtype, Packing] = {}
+"""How elements can be sent with fewer bytes than they have, by the dtype that they are sent as. Features fill it."""
+
+
 class FullBuffer(Protocol):
     """Memory for an unsharded bucket: whole from `gather` to `free`, on every rank of the group.
 
@@ -39,15 +54,12 @@ class FullBuffer(Protocol):
         full: shape (size x S,); its data are there, and at the same address, whenever the buffer is whole.
         is_zeroed: whether `full` reads as zeros after `free`, in part, where others keep the data or have none to read.
         is_persistent: whether its memory is there all the time, so that staying whole costs nothing.
-        keeps_memory: `free` keeps it, so that it is at the same address when it is whole again; as it is by itself
-            where it is persistent.
         main: shape (S,); this rank's interval, if it outlasts `free`, so that main weights can live there.
     """
 
     full: torch.Tensor
     is_zeroed: bool = False
     is_persistent: bool = False
-    keeps_memory: bool = False
     main: torch.Tensor | None = None
 
     @property
@@ -67,8 +79,12 @@ class FullBuffer(Protocol):
             is_unchanged: `main` has not changed since the last gather; a buffer that still holds it makes no copy.
         """
 
-    def free(self) -> None:
-        """End the gather. Changes made in `full` are lost, unless `main` and `full` are one."""
+    def free(self, *, keeps_memory: bool = False) -> None:
+        """End the gather. Changes made in `full` are lost, unless `main` and `full` are one.
+
+        Args:
+            keeps_memory: whether the memory stays, so that `full` is at the same address when it is whole again.
+        """
 
     def wait_for_readers(self) -> None:
         """Wait until no other rank reads what this rank has freed of it: its main weights may change after that."""

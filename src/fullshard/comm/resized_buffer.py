@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from fullshard.comm.base import BufferSpec, Collectives, FullBuffer, Work, WorkOf, own_interval
-from fullshard.comm.packing import Packing
+from fullshard.comm.base import BufferSpec, Collectives, FullBuffer, Packing, Work, WorkOf, own_interval
 
 
 class ResizedBuffer(FullBuffer):
@@ -68,7 +67,7 @@ class ResizedBuffer(FullBuffer):
 
         return WorkOf(wait)
 
-    def free(self) -> None:
+    def free(self, *, keeps_memory: bool = False) -> None:
         """Resize to nothing."""
-        if not self.keeps_memory:
+        if not keeps_memory:
             self._storage.resize_(0)

@@ -10,13 +10,13 @@ from fullshard.comm.base import (
     BufferSpec,
     Collectives,
     FullBuffer,
+    Packing,
     Parts,
     Reduction,
     Work,
     WorkOf,
     own_interval,
 )
-from fullshard.comm.packing import Packing
 from fullshard.comm.resized_buffer import ResizedBuffer
 
 
@@ -67,7 +67,7 @@ class PersistentBuffer(FullBuffer):
         """Return at once: there is nothing to gather."""
         return completed(self.full)
 
-    def free(self) -> None:
+    def free(self, *, keeps_memory: bool = False) -> None:
         """Do nothing: there is nothing to free."""
 
 

@@ -136,9 +136,15 @@ Layout = DTensorSpec
 """The layout that makes a DTensor: its mesh, placements and global shape. Since 2.5."""
 
 
-def layout_of(mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, dtype: torch.dtype) -> DTensorSpec:
-    """Return the layout of a contiguous tensor. Since 2.5."""
-    return DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, strides_of(shape), dtype))
+def layout_of(
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: torch.Size,
+    dtype: torch.dtype,
+    stride: tuple[int, ...] | None = None,
+) -> DTensorSpec:
+    """Return the layout of a tensor, contiguous unless it has a `stride`. Since 2.5."""
+    return DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, stride or strides_of(shape), dtype))
 
 
 def wrap(kind: type[DTensor], local: torch.Tensor, layout: DTensorSpec, *, requires_grad: bool = False) -> Any:

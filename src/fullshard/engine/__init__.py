@@ -3,7 +3,6 @@
 # Import our own module first: it reports a torch that is too old before an import of a missing name fails.
 # isort: off
 from fullshard.comm.mesh import Mesh, init_mesh
-from fullshard.comm.older_torch import DataParallelMeshDims
 # isort: on
 
 from fullshard.core.schedule import BackwardPrefetch
@@ -28,7 +27,6 @@ from fullshard.engine.step.in_backward import step_in_backward
 __all__ = [
     "BackwardPrefetch",
     "CPUOffloadPolicy",
-    "DataParallelMeshDims",
     "Mesh",
     "MixedPrecisionPolicy",
     "OffloadPolicy",

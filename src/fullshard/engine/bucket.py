@@ -277,7 +277,7 @@ class Bucket(BucketSpec):
             self._kept = own_interval(self.full, kept_by.rank, kept_by.size).clone(), kept_by
         if self.buffer.is_zeroed:
             self.originals.invalidate()
-        self.buffer.free()
+        self.buffer.free(keeps_memory=self.owner.keeps_memory)
 
     def write_back(self) -> None:
         """Copy changes in this rank's interval of the unsharded parameters into `main`.

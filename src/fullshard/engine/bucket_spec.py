@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
+from fullshard.comm.base import PACKINGS, Packing
 from fullshard.comm.device import require_dtype
 from fullshard.comm.mesh import Mesh
-from fullshard.comm.packing import Packing, packing_for
 from fullshard.core.bucket import BucketKey, BucketPlan
 from fullshard.engine.kinds import kind_of
 from fullshard.engine.offload import Storage
@@ -97,4 +97,4 @@ class BucketSpec:
 
 
 def _packing(sent_as: str | None) -> Packing | None:
-    return None if sent_as is None else packing_for(torch_dtype(sent_as))
+    return None if sent_as is None else PACKINGS[torch_dtype(sent_as)]

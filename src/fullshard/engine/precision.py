@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from fullshard.comm.packing import packing_for
+from fullshard.comm.base import PACKINGS
 from fullshard.core.dtypes import Dtypes, saves
 from fullshard.core.errors import ConfigError
 
@@ -30,7 +30,8 @@ class MixedPrecisionPolicy:
         buffer_dtype: dtype floating-point buffers are cast to, once, when the unit is made.
         gather_as: `torch.int8` or `torch.bfloat16`: the format in which parameters are sent to unshard. Every rank
             then computes with what was sent; sharded parameters stay exact, and so does whatever is saved. See
-            `comm.packing` for the error. No effect on weights that are never cast, nor where ranks share memory.
+            the feature that registers packings for the error. No effect on weights that are never cast, nor where ranks
+            share memory.
         reduce_as: the same for gradients on the shard axis, which are still added up in `reduce_dtype`.
         param_dtype_override_fn: asked for each parameter; what it returns is its `param_dtype`, None leaves that.
 
@@ -54,10 +55,12 @@ class MixedPrecisionPolicy:
         ):
             if dtype is None:
                 continue
-            try:
-                packing_for(dtype)
-            except ValueError as error:
-                raise ConfigError(f"{name} = {dtype}: {error}", hint="leave it out to send what there is") from error
+            if dtype not in PACKINGS:
+                known = " or ".join(map(str, PACKINGS))
+                raise ConfigError(
+                    f"{name} = {dtype}: nothing is sent as {dtype}: only as {known}",
+                    hint="leave it out to send what there is",
+                )
             if sent is not None and not saves(dtype_name(dtype), dtype_name(sent)):
                 raise ConfigError(
                     f"{name} = {dtype} saves nothing: {sent} is sent without it", hint=f"leave {name} out"

@@ -119,7 +119,6 @@ class UnitParameters(abc.ABC):
             self.make_bucket(slots, number, values) for number, slots in enumerate(by_bucket(self.slots, self.policy))
         ]
         self.full_nbytes = sum(bucket.full_nbytes for bucket in self.buckets)
-        self.take_keeps_memory()
         for bucket in self.buckets:
             for slot, sharded in zip(bucket.slots, bucket.sharded_parameters, strict=True):
                 # An optimizer made before holds these, and learns which parameters replace them.
@@ -133,11 +132,6 @@ class UnitParameters(abc.ABC):
     @abc.abstractmethod
     def make_bucket(self, slots: Sequence[Slot], number: int, values: Values | None) -> Bucket:
         """Return the unit's bucket of these parameters."""
-
-    def take_keeps_memory(self) -> None:
-        """Tell the buckets of `keeps_memory`."""
-        for bucket in self.buckets:
-            bucket.buffer.keeps_memory = self.keeps_memory
 
     def __getattr__(self, name: str) -> Any:
         # Called for attributes that the unit lacks: its buckets, until they have been given memory.

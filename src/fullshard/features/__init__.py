@@ -8,6 +8,7 @@ from fullshard.engine import *  # noqa: F403 -- first: it says when torch is too
 # isort: on
 
 from fullshard import engine
+from fullshard.comm import base
 from fullshard.comm.select import register_backend
 from fullshard.engine import module
 from fullshard.engine.extension import Extension, at_first_sharding, register
@@ -19,12 +20,19 @@ from fullshard.features.consistency import ConsistencyCheck, ConsistencyMethods
 from fullshard.features.extended import Composed, Extended, LateProtocol
 from fullshard.features.late_registration import LateRegistration
 from fullshard.features.nonfinite import NonFiniteGuard, NonFiniteMethods
+from fullshard.features.packed_messages import PACKINGS
 from fullshard.features.preemption import StopTogether
 from fullshard.features.quantized_weights import QuantizedWeight
 from fullshard.features.shared_memory import shared_memory
 from fullshard.features.submodule_entry import SubmoduleEntry
 from fullshard.features.tensor_parallel import TensorParallel
-from fullshard.features.torch_compat import TorchCompat, TorchMethods, check_data_parallel, state_of
+from fullshard.features.torch_compat import (
+    DataParallelMeshDims,
+    TorchCompat,
+    TorchMethods,
+    check_data_parallel,
+    state_of,
+)
 from fullshard.features.torch_tools import clip_grad_norm_, clip_grad_value_, install
 from fullshard.features.watchdog import DesyncDetection
 
@@ -32,6 +40,7 @@ __all__ = [
     *engine.__all__,
     "FEATURES",
     "KINDS",
+    "DataParallelMeshDims",
     "FSDPModule",
     "clip_grad_norm_",
     "clip_grad_value_",
@@ -54,6 +63,7 @@ FSDPModule = ShardedModule
 register(*FEATURES)
 register_backend(shared_memory)
 register_kinds(*KINDS)
+base.PACKINGS.update(PACKINGS)
 at_first_sharding(install)
 at_first_sharding(check_data_parallel)
 module.use_module_class(FSDPModule)

@@ -16,20 +16,19 @@ from typing import Any
 import torch
 from torch import nn
 from torch._library.simple_registry import GenericTorchDispatchRuleHolder
-from torch._ops import OpOverload
 from torch.distributed import _state_dict_utils as state_dict_utils
 from torch.distributed import distributed_c10d
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor import _api as tensor_api
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.nn.utils import clip_grad
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils
 
 from fullshard.comm.torch_private import *  # noqa: F403 -- the kernel's names, for who has this file
+from fullshard.comm.torch_private import Kernel
 
 # -- autograd ---------------------------------------------------------------------------------------------------
 
@@ -46,11 +45,6 @@ def are_saved_elsewhere() -> bool:
 # -- tensors of another kind ------------------------------------------------------------------------------------
 
 
-def layout_as(layout: DTensorSpec, whole: torch.Tensor) -> DTensorSpec:
-    """Return the layout of `whole`, which every rank has all of, on the ranks of another layout. Since 2.5."""
-    return DTensorSpec(layout.mesh, layout.placements, tensor_meta=TensorMeta(whole.shape, whole.stride(), whole.dtype))
-
-
 def takes_plain_as_replicated() -> bool:
     """Return whether torch's public `implicit_replication()` is active, which no public function tells. Since 2.5."""
     return bool(DTensor._op_dispatcher._allow_implicit_replication)
@@ -60,13 +54,13 @@ norm_partial: Callable[[float], Placement] = _NormPartial
 """The placement of a norm: every rank has the norm of its own elements. Since 2.2."""
 
 
-def writes(kernel: OpOverload) -> bool:
+def writes(kernel: Kernel) -> bool:
     """Return whether a kernel changes its arguments. Since 2.0."""
     return bool(kernel._schema.is_mutable)
 
 
 @cache
-def written(kernel: OpOverload) -> tuple[tuple[int, str], ...]:
+def written(kernel: Kernel) -> tuple[tuple[int, str], ...]:
     """Return position and name of each argument that a kernel changes. Since 2.0."""
     arguments = enumerate(kernel._schema.arguments)
     return tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
@@ -76,7 +70,7 @@ without_functions: Callable[[], AbstractContextManager[None]] = torch._C.Disable
 """Inside, torch calls no `__torch_function__` of a subclass. Since 2.0."""
 
 
-def is_view(kernel: OpOverload) -> bool:
+def is_view(kernel: Kernel) -> bool:
     """Return whether a kernel returns memory that it was given. Since 2.0."""
     return not kernel._schema.is_mutable and any(value.alias_info is not None for value in kernel._schema.returns)
 

@@ -44,6 +44,11 @@ class _Whole(SpreadTensor):
         return own.redistribute(device_mesh, placements, **options)  # type: ignore[no-any-return]
 
 
+def _layout_as(layout: torch_private.Layout, whole: torch.Tensor) -> torch_private.Layout:
+    """Return the layout of `whole`, which every rank has all of, on the ranks of another layout."""
+    return torch_private.layout_of(layout.mesh, layout.placements, whole.shape, whole.dtype, whole.stride())
+
+
 class WholeTensor(_Whole):
     """A result computed from sharded tensors that every rank has whole: a norm, a penalty, a product of matrices.
 
@@ -53,7 +58,7 @@ class WholeTensor(_Whole):
     @classmethod
     def of(cls, whole: torch.Tensor, spec: ShardSpec) -> WholeTensor:
         """Return `whole`, a result computed from tensors with that spec."""
-        layout = torch_private.layout_as(torch_private.layout_from(dtensor_of(whole, spec)), whole)
+        layout = _layout_as(torch_private.layout_from(dtensor_of(whole, spec)), whole)
         self: WholeTensor = torch_private.wrap(cls, whole, layout)
         self.spec = spec
         return self
@@ -64,7 +69,7 @@ class WholeTensor(_Whole):
 
     def like(self, whole: torch.Tensor) -> WholeTensor:
         """Return `whole`, a result computed from this one."""
-        layout = torch_private.layout_as(torch_private.layout_from(self), whole)
+        layout = _layout_as(torch_private.layout_from(self), whole)
         made: WholeTensor = torch_private.wrap(WholeTensor, whole, layout)
         made.spec = self.spec
         return made

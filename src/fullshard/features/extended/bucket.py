@@ -217,12 +217,11 @@ class ExtendedBuffer(FullBuffer):
             rows.fsdp_post_all_gather(outputs, metadata, self._dtype, out=self.unsharded)
         return self.unsharded
 
-    def free(self) -> None:
+    def free(self, *, keeps_memory: bool = False) -> None:
         """Free the memory, that of tensors made beside the outputs too."""
         for buffer, _ in self._outputs:
-            buffer.keeps_memory = self.keeps_memory
-            buffer.free()
-        for storage, _ in self._beside if not self.keeps_memory else ():
+            buffer.free(keeps_memory=keeps_memory)
+        for storage, _ in self._beside if not keeps_memory else ():
             storage.resize_(0)
 
     def wait_for_readers(self) -> None:

@@ -189,7 +189,7 @@ class MappedBuffer(FullBuffer):
             self._buffers.pending.append(offer)
         return WorkOf(partial(self.wait, self._offers))
 
-    def free(self) -> None:
+    def free(self, *, keeps_memory: bool = False) -> None:
         """Drop this rank's view of the pages, and say that it reads no more."""
         if self._is_gathered:
             self._buffers.own.madvise(mmap.MADV_DONTNEED, self._start, self.full.nbytes)

@@ -27,9 +27,8 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm import torch_private
-from fullshard.comm.base import BufferSpec, Parts, Reduction, Watch, Work, WorkOf
+from fullshard.comm.base import BufferSpec, Packing, Parts, Reduction, Watch, Work, WorkOf
 from fullshard.comm.gloo import GlooCollectives, average, end_waits, receive, send
-from fullshard.comm.packing import Packing
 from fullshard.core.place import PLACE
 from fullshard.core.sizes import round_up
 from fullshard.features.shared_memory.buffer_pool import BufferPool
@@ -165,7 +164,7 @@ class TwoLevelBuffer(MappedBuffer):
         self._bringing = self._channel.progress.submit(partial(self._bring, own_main, self._offers, tag, packing))
         return WorkOf(partial(self.wait, self._offers))
 
-    def free(self) -> None:
+    def free(self, *, keeps_memory: bool = False) -> None:
         """See `MappedBuffer.free`. Received data read as zeros then."""
         if self._is_gathered:
             self._show(None)  # first: once this is known to be freed, the memory may be another bucket's

@@ -126,8 +126,6 @@ class TorchMethods(FSDPModule):
         """
         for unit in self._units(recurse):
             unit.keeps_memory = keep_unsharded_storage
-            if unit.stand_ins is None:
-                unit.take_keeps_memory()
 
     def _get_fsdp_state(self) -> Any:
         return TorchState(require_unit(self))

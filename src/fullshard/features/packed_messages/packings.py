@@ -12,10 +12,10 @@ A block with an element that is not finite arrives without a finite one, so that
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
 
 import torch
 
+from fullshard.comm.base import Packing
 from fullshard.core.sizes import PACKED_BLOCK_NUMEL as BLOCK_NUMEL
 from fullshard.core.sizes import packed_nbytes, round_up
 
@@ -26,31 +26,7 @@ _SMALLEST = torch.finfo(torch.float32).tiny
 """Scale: one over less would be infinite. Blocks of magnitudes below 127 times that, 1.5e-36, are off by more."""
 
 
-class Packing(Protocol):
-    """How elements are written into a message."""
-
-    def nbytes(self, numel: int) -> int:
-        """Return the length of the message, a multiple of 16 bytes."""
-
-    def pack(self, values: torch.Tensor, into: torch.Tensor) -> None:
-        """Write `values`, shape (n,) and floating point, into a message, shape (nbytes(n),) and uint8."""
-
-    def unpack(self, message: torch.Tensor, into: torch.Tensor) -> None:
-        """Read n elements into `into`, shape (n,) and of any floating-point dtype."""
-
-
-def packing_for(dtype: torch.dtype) -> Packing:
-    """Return the packing that sends elements as `dtype`.
-
-    Raises:
-        ValueError: There is none.
-    """
-    if dtype not in _PACKINGS:
-        raise ValueError(f"nothing is sent as {dtype}: only as {' or '.join(map(str, _PACKINGS))}")
-    return _PACKINGS[dtype]
-
-
-class _Bfloat16:
+class _Bfloat16(Packing):
     """The upper half of each float32, rounded."""
 
     def nbytes(self, numel: int) -> int:
@@ -65,7 +41,7 @@ class _Bfloat16:
         into.copy_(message[: 2 * into.numel()].view(torch.bfloat16))
 
 
-class _Int8Blocks:
+class _Int8Blocks(Packing):
     """Each block of elements as multiples, -127 to 127, of a scale in float32. All multiples first, then all scales."""
 
     def nbytes(self, numel: int) -> int:
@@ -107,4 +83,4 @@ class _Int8Blocks:
                 blocks.copy_(room.resize_(multiples.shape).copy_(multiples).mul_(scales))
 
 
-_PACKINGS: dict[torch.dtype, Packing] = {torch.bfloat16: _Bfloat16(), torch.int8: _Int8Blocks()}
+PACKINGS: dict[torch.dtype, Packing] = {torch.bfloat16: _Bfloat16(), torch.int8: _Int8Blocks()}

@@ -1,0 +1,5 @@
+"""Weights and gradients sent in fewer bytes than they have (`gather_as`, `reduce_as`)."""
+
+from fullshard.features.packed_messages.packings import PACKINGS
+
+__all__ = ["PACKINGS"]
