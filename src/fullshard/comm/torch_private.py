@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from operator import attrgetter, methodcaller
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,6 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _python_dispatch
 
@@ -163,16 +162,6 @@ layout_from: Callable[[DTensor], DTensorSpec] = attrgetter("_spec")
 """The layout that a DTensor was made with. Since 2.0."""
 
 
-def groups_of(placement: Placement) -> tuple[int, int] | None:
-    """Return dim and number of groups if a placement cuts each of several groups along a dim; else None. Since 2.6."""
-    return (placement.dim, int(placement.split_factor)) if isinstance(placement, _StridedShard) else None
-
-
-def rows_of_chunks(chunks: int) -> Placement:
-    """Return the placement of rows that `Shard(0)` over another axis, of `chunks` ranks, has left here. Since 2.6."""
-    return _StridedShard(0, split_factor=chunks)
-
-
 def mesh_without_groups(device_type: str, ranks: Sequence[Any], rank: int) -> DeviceMesh:
     """Return a mesh as rank `rank` would see it, with no processes behind it. Since 2.3."""
     return DeviceMesh(device_type, ranks, _init_backend=False, _rank=rank)
@@ -193,22 +182,6 @@ def flattened(mesh: DeviceMesh, name: str | None = None) -> DeviceMesh:
     return mesh._flatten(name)
 
 
-def set_local(dtensor: DTensor, other: DTensor) -> None:
-    """Make a DTensor what another is, in place: torch's `.data` leaves behind the part that is in Python. Since 2.0."""
-    dtensor.data = other
-    dtensor._local_tensor, dtensor._spec = other._local_tensor, other._spec
-
-
-@contextmanager
-def version_kept(tensor: torch.Tensor) -> Iterator[None]:
-    """Keep a tensor's version while the block works on it: torch counts a change, but no value changes. Since 2.7."""
-    version = tensor._version
-    try:
-        yield
-    finally:
-        set_versions((tensor,), (version,))
-
-
 ATTENTION_KERNELS = frozenset(
     {
         torch.ops.aten._scaled_dot_product_flash_attention.default,
@@ -225,10 +198,6 @@ results; under another name attention would be computed twice. Since 2.5."""
 def made_as(kind: type[Any], data: torch.Tensor, *, requires_grad: bool) -> Any:
     """Return memory as a tensor of a subclass, past a constructor that may want more arguments. Since 2.0."""
     return torch.Tensor._make_subclass(kind, data, requires_grad)
-
-
-parse_to = torch._C._nn._parse_to
-"""Device and dtype in the arguments of a `to()`. Some subclasses convert data in their own. Since 2.0."""
 
 
 def has_own_dispatch(kind: type[torch.Tensor]) -> bool:

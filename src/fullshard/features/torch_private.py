@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache, wraps
 from operator import attrgetter
@@ -23,12 +23,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor import _api as tensor_api
 from torch.distributed.tensor._ops._math_ops import _NormPartial
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.utils import clip_grad
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils
 
 from fullshard.comm.torch_private import *  # noqa: F403 -- the kernel's names, for who has this file
-from fullshard.comm.torch_private import Kernel
+from fullshard.comm.torch_private import Kernel, set_versions
 
 # -- autograd ---------------------------------------------------------------------------------------------------
 
@@ -105,6 +106,36 @@ def let_dtensors_compute() -> None:
         return rule if is_own(kind) else find(self, kind)
 
     GenericTorchDispatchRuleHolder.find = find_own  # type: ignore[method-assign, assignment]
+
+
+def groups_of(placement: Placement) -> tuple[int, int] | None:
+    """Return dim and number of groups if a placement cuts each of several groups along a dim; else None. Since 2.6."""
+    return (placement.dim, int(placement.split_factor)) if isinstance(placement, _StridedShard) else None
+
+
+def rows_of_chunks(chunks: int) -> Placement:
+    """Return the placement of rows that `Shard(0)` over another axis, of `chunks` ranks, has left here. Since 2.6."""
+    return _StridedShard(0, split_factor=chunks)
+
+
+def set_local(dtensor: DTensor, other: DTensor) -> None:
+    """Make a DTensor what another is, in place: torch's `.data` leaves behind the part that is in Python. Since 2.0."""
+    dtensor.data = other
+    dtensor._local_tensor, dtensor._spec = other._local_tensor, other._spec
+
+
+@contextmanager
+def version_kept(tensor: torch.Tensor) -> Iterator[None]:
+    """Keep a tensor's version while the block works on it: torch counts a change, but no value changes. Since 2.7."""
+    version = tensor._version
+    try:
+        yield
+    finally:
+        set_versions((tensor,), (version,))
+
+
+parse_to = torch._C._nn._parse_to
+"""Device and dtype in the arguments of a `to()`. Without it bitsandbytes would quantise twice. Since 2.0."""
 
 
 # -- compiled code ----------------------------------------------------------------------------------------------

@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fullshard.comm import torch_private
 from fullshard.comm.base import FullBuffer, Work, WorkOf
 from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import ConfigError, LifecycleError
@@ -32,6 +31,7 @@ from fullshard.engine.gradient import Gradient
 from fullshard.engine.materialize import Values
 from fullshard.engine.parameter import ShardedParameter, mark_original
 from fullshard.engine.precision import MixedPrecisionPolicy, dtype_name
+from fullshard.features import torch_private
 from fullshard.features.extended.protocol import takes_options, wrapped_by
 from fullshard.wrap.partition import Slot
 

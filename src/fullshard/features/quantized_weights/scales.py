@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.comm import torch_private
 from fullshard.core.errors import WrapError
+from fullshard.features import torch_private
 
 _EXACT = "_fullshard_exact"
 _PIECE_NUMEL = 2**20

@@ -17,8 +17,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from fullshard.comm import torch_private
 from fullshard.core.chunking import UNCUT, Chunking
+from fullshard.features import torch_private
 from fullshard.wrap.partition import Slot
 
 

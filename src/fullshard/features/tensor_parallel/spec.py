@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Placement
 
-from fullshard.comm import torch_private
 from fullshard.comm.mesh import Mesh
 from fullshard.core.boxes import IntervalBox, boxes
 from fullshard.core.chunking import in_whole
 from fullshard.engine.shard_spec import RaggedShard, RowSpec, ShardSpec
+from fullshard.features import torch_private
 from fullshard.features.tensor_parallel.local_shard import LocalShard
 
 

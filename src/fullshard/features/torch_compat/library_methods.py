@@ -13,11 +13,11 @@ from typing import Any, cast
 
 from torch import nn
 
-from fullshard.comm import torch_private
 from fullshard.core.errors import LifecycleError
 from fullshard.engine.parameter import sharded_parameter_of
 from fullshard.engine.sharded_tensor import ShardedTensor
 from fullshard.engine.unit import Unit
+from fullshard.features import torch_private
 
 
 def replace_methods(module: nn.Module, unit: Unit) -> None:
