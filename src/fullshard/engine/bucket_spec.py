@@ -13,8 +13,9 @@ from fullshard.core.bucket import BucketKey, BucketPlan
 from fullshard.engine.kinds import kind_of
 from fullshard.engine.offload import Storage
 from fullshard.engine.precision import MixedPrecisionPolicy, dtype_name, torch_dtype
+from fullshard.engine.ragged_shard import RaggedShard
 from fullshard.engine.reduction_settings import ReductionSettings
-from fullshard.engine.shard_spec import RaggedShard, ShardSpec
+from fullshard.engine.shard_spec import ShardSpec
 from fullshard.wrap.partition import Slot
 
 

@@ -1,10 +1,9 @@
-"""The distribution of a tensor's elements over ranks, as torch and the engine see it."""
+"""Which elements of a tensor each rank has, as torch and the engine see it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -17,41 +16,8 @@ from fullshard.comm.torch_dist import as_sent
 from fullshard.core.boxes import IntervalBox, boxes
 from fullshard.core.chunking import UNCUT, Chunking
 from fullshard.core.errors import LifecycleError
-from fullshard.core.layout import Interval
+from fullshard.engine.ragged_shard import RaggedShard
 from fullshard.engine.reduction_settings import ReductionSettings
-
-
-@dataclass(frozen=True)
-class RaggedShard(Placement):
-    """A placement along the shard axis: the flattened elements lie in a bucket that is cut into equal shares.
-
-    Rank r has those of elements [r * shard_numel - offset, (r + 1) * shard_numel - offset) that exist.
-
-    `is_shard()` is False, as for torch's own `_StridedShard`: callers that get True cut along `.dim` (torch's
-    redistribution and `parallel.fsdp`, Transformers' reading of files), and an interval has no such dim. No other
-    code calls it: not DCP, clipping, optimizers, PEFT, nor Accelerate.
-
-    Attributes:
-        shard_numel: elements of the bucket that each rank owns.
-        offset: the tensor's start in the bucket.
-        row_numel: elements of a row, if a rank's part is shaped as rows; 0: the part is flat.
-    """
-
-    shard_numel: int
-    offset: int
-    row_numel: int = field(default=0, repr=False)
-
-    def __post_init__(self) -> None:
-        """Make the C++ half of the placement; without it, `is_shard()` and the like would end the process."""
-        super().__init__()
-
-    def __reduce__(self) -> tuple[type[RaggedShard], tuple[int, int, int]]:
-        return RaggedShard, (self.shard_numel, self.offset, self.row_numel)
-
-    def interval(self, rank: int, numel: int) -> Interval:
-        """Return the elements of a flattened tensor of `numel` elements that `rank` has; empty if none."""
-        own = Interval(rank * self.shard_numel, (rank + 1) * self.shard_numel).shift(-self.offset)
-        return Interval(0, numel).intersect(own)
 
 
 class Name:
@@ -83,6 +49,7 @@ class ShardSpec:
         device_mesh: the ranks that the tensor is spread over, under torch's name.
         numel: elements of `sharded_shape`.
         interval: elements of that, flattened, that this rank has.
+        along_shard: the placement that torch is told for the shard axis, if it is another than `placement`.
         beside: the placement along one more axis of `device_mesh` than those of `mesh`, if there is one.
         outer_group: the ranks along that axis.
         chunking: how ranks along it have cut the tensor.
@@ -90,6 +57,7 @@ class ShardSpec:
         note: what the line at start-up says of that.
     """
 
+    along_shard: Placement | None = None
     beside: Placement | None = None
     outer_group: dist.ProcessGroup | None = None
     chunking: Chunking = UNCUT
@@ -121,14 +89,9 @@ class ShardSpec:
         """Return the layout with which torch makes a DTensor of this dtype."""
         layout = self._layouts.get(dtype)
         if layout is None:
-            placements = self.placements(self.along_shard, self.beside)
+            placements = self.placements(self.along_shard or self.placement, self.beside)
             layout = self._layouts[dtype] = torch_private.layout_of(self.device_mesh, placements, self.shape, dtype)
         return layout
-
-    @property
-    def along_shard(self) -> Placement:
-        """Return the placement that torch is told for the shard axis."""
-        return self.placement
 
     def placements(self, along_shard: Placement | None, beside: Placement | None) -> list[Placement]:
         """Return placements for `device_mesh`: these along the axes of the cut, replicated along all others."""
@@ -263,10 +226,7 @@ class ShardSpec:
 class RowSpec(ShardSpec):
     """The spec of a tensor whose intervals are whole rows: torch sees them as rows, and the engine as flat."""
 
-    @property
-    def along_shard(self) -> Placement:
-        """Return the placement that torch is told for the shard axis."""
-        return Shard(0)
+    along_shard: Placement | None = Shard(0)
 
     def part(self, shape: Sequence[int], start: int) -> ShardSpec:
         """Return the spec of a tensor of `shape` whose elements are this one's from `start` on."""

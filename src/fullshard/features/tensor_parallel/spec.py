@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import Placement
 
 from fullshard.comm.mesh import Mesh
 from fullshard.core.boxes import IntervalBox, boxes
 from fullshard.core.chunking import in_whole
-from fullshard.engine.shard_spec import RaggedShard, RowSpec, ShardSpec
+from fullshard.engine.ragged_shard import RaggedShard
+from fullshard.engine.shard_spec import RowSpec, ShardSpec
 from fullshard.features import torch_private
 from fullshard.features.tensor_parallel.local_shard import LocalShard
 
@@ -58,9 +58,7 @@ class TensorParallelSpec(ShardSpec):
 class TensorParallelRowSpec(TensorParallelSpec, RowSpec):
     """The same for a tensor whose intervals are whole rows of the local shard."""
 
-    @property
-    def along_shard(self) -> Placement:
-        """Return the placement that torch is told for the shard axis."""
-        shard = self._local_shard
-        is_of_rows = shard.placement.is_shard(0)
-        return torch_private.rows_of_chunks(shard.mesh.size()) if is_of_rows else super().along_shard
+    def __init__(self, *args: Any, local_shard: LocalShard, **options: Any) -> None:
+        super().__init__(*args, local_shard=local_shard, **options)
+        if local_shard.placement.is_shard(0):
+            self.along_shard = torch_private.rows_of_chunks(local_shard.mesh.size())
