@@ -22,7 +22,7 @@ class CountGathers(Extension):
     def before_gather(self, unit):
         self.counts[unit.name or "the model"] += 1
 
-    def backward_ends(self, used, *, has_stepped):
+    def backward_ends(self, used):
         if self.model.mesh.is_first:
             print(", ".join(f"{name}: {count}" for name, count in self.counts.items()), flush=True)
         self.counts.clear()

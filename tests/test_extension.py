@@ -47,7 +47,7 @@ def _recording(name: str) -> Any:
 
 
 for moment in extension._MOMENTS:
-    if moment not in ("reduced", "forbids_step_in_backward", "find"):
+    if moment not in ("reduced", "doubts_gradients", "find"):
         setattr(Recorder, moment, _recording(moment))
 
 

@@ -23,9 +23,9 @@ from fullshard.core.sizes import all_reduce_nbytes
 from fullshard.core.strategy import STRATEGIES
 from fullshard.engine.precision import dtype_name
 from fullshard.engine.step.hooks import NEEDS_WHOLE_TENSORS
-from fullshard.engine.step.in_backward import STEPS_IN_PARTS
 from fullshard.engine.step.plain_tensors import ELEMENT_WISE
 from fullshard.features.packed_messages import PACKINGS
+from fullshard.features.steps_in_backward.stepper import STEPS_IN_PARTS
 from fullshard.plan import job
 from fullshard.plan.evaluate import evaluate
 from fullshard.plan.hardware import DEVICES, Cluster

@@ -243,6 +243,23 @@ def test_main_weights_change_when_nobody_reads_them(holds_main: bool) -> None:
     assert waited[0] > 0.4
 
 
+def check_late_reader() -> bool:
+    """Step while the other rank still reads the weights where they are; return whether they changed meanwhile."""
+    model: Any = fully_shard(torch.nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model(torch.ones(1, 8)).sum().backward()
+    model.unshard()
+    before = model.weight.detach().clone()
+    time.sleep(0.4 * dist.get_rank())
+    has_changed = not torch.equal(model.weight, before)
+    optimizer.step()
+    return has_changed
+
+
+def test_an_optimizer_waits_for_a_rank_that_still_reads_the_weights() -> None:
+    assert run_ranks(check_late_reader, 2) == [False, False]
+
+
 def check_dropped() -> None:
     """Both drop a model that waits for its backward; rank 1's is not collected before it has an answer of rank 0."""
     gc.collect()

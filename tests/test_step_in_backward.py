@@ -33,6 +33,7 @@ from tests.distributed import run_ranks
 from tests.hosts import are_possible, run_hosts
 from tests.optimizers import in_groups
 from tests.stepping import MAKE, make_model, run_backward, stepping
+from tests.traps import rank_and_size
 
 STEPS = 4
 
@@ -169,6 +170,50 @@ def test_a_bucket_steps_when_the_next_is_being_reduced() -> None:
     assert run_ranks(check_moments, 2) == [[*expected, stepped(""), ("optimizer_step", "")]] * 2
 
 
+class _ReadLate(torch.autograd.Function):
+    """On rank 1, read a weight in backward for longer than the other rank, and note whether it has changed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layer: nn.Linear, changed: list[bool]) -> torch.Tensor:
+        ctx.layer, ctx.changed = layer, changed
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        if rank_and_size()[0] == 1:
+            before = ctx.layer.weight.detach().clone()
+            time.sleep(0.4)
+            ctx.changed.append(not torch.equal(ctx.layer.weight, before))
+        return grads[0], None, None
+
+
+class ReadLate(nn.Module):
+    """Two layers; when backward has the gradients of both, rank 1 still reads the first one's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.changed = nn.Sequential(nn.Linear(6, 6)), nn.Linear(6, 6), list[bool]()
+        late = lambda _, args: _ReadLate.apply(*args, self.first[0], self.changed)  # noqa: E731
+        self.first[0].register_forward_pre_hook(late)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.last(self.first(x))
+        return y
+
+
+def read_late() -> list[bool]:
+    model = ReadLate()
+    shard_model(model, unit_modules=[model.first])
+    optimizer = optim.SGD(model.parameters(), lr=1.0)
+    step_in_backward(optimizer)
+    model(torch.ones(2, 6, requires_grad=True)).sum().backward()
+    return model.changed
+
+
+def test_a_step_in_backward_waits_for_a_rank_that_still_reads_the_weights() -> None:
+    assert run_ranks(read_late, 2) == [[], [False]]
+
+
 class Wide(nn.Module):
     """Layers whose gradients are most of its memory."""
 
@@ -270,7 +315,7 @@ def check_outer_unit_later() -> None:
     expected = optim.SGD(plain[0].parameters(), lr=0.1)
     for each in (model, plain):
         each(torch.ones(3, 6)).square().mean().backward()
-    assert all(p.is_used_up for p in inner.parameters())  # type: ignore[attr-defined]
+    assert all(p.used_up_by for p in inner.parameters())  # type: ignore[attr-defined]
     optimizer.step()
     expected.step()
     for own, other in zip(inner.parameters(), plain[0].parameters(), strict=True):

@@ -47,7 +47,8 @@ before = torch_as_it_is()
 import fullshard
 for name in fullshard.__all__:
     getattr(fullshard, name)
-import fullshard.engine.step.in_backward, fullshard.checkpoint.offline, fullshard.features.shared_memory.two_level
+import fullshard.features.steps_in_backward.stepper, fullshard.checkpoint.offline
+import fullshard.features.shared_memory.two_level
 print(*changed(before))
 """
 

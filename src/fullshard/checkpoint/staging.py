@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fullshard.core.errors import CheckpointError
-from fullshard.engine.step.in_backward import steps_in_backward
+from fullshard.features.steps_in_backward.stepper import steps_in_backward
 
 _ALIGNMENT = 64
 """Bytes: a cache line, and a multiple of every dtype's size."""

@@ -22,7 +22,6 @@ from fullshard.engine.precision import MixedPrecisionPolicy
 from fullshard.engine.sharded_tensor import ShardedTensor
 from fullshard.engine.sharding import Sharding
 from fullshard.engine.step.hooks import check_optimizer, repoint
-from fullshard.engine.step.in_backward import step_in_backward
 
 __all__ = [
     "BackwardPrefetch",
@@ -44,7 +43,6 @@ __all__ = [
     "repoint",
     "shard_model",
     "share_comm_ctx",
-    "step_in_backward",
     "units_of",
     "unsharded",
     "with_sync",

@@ -95,7 +95,10 @@ class Extension:
     # -- backward -----------------------------------------------------------------------------------------------
 
     def backward_begins(self) -> None:
-        """Learn that backward has come to the model."""
+        """Learn that backward has come to the model; raise to refuse it.
+
+        One that wants each gradient as soon as it is final sets `publishes_early` of the model's reducer.
+        """
 
     def before_unshard_in_backward(self, unit: Unit) -> None:
         """Learn that backward, or a forward that is run again in it, is about to wait for a unit's parameters."""
@@ -118,25 +121,24 @@ class Extension:
             smallest: the smallest.
         """
 
+    def doubts_gradients(self) -> bool:
+        """Return whether this rank has found a fault, so that no gradient may be used before the backward is over."""
+        return False
+
+    def bucket_is_final(self, bucket: Bucket) -> None:
+        """Learn that a bucket's gradients are published, in a backward that publishes early."""
+
     def backward_fails(self) -> None:
         """Learn that autograd has dropped a backward before its end."""
 
-    def backward_ends(self, used: Mapping[Bucket, bytearray], *, has_stepped: bool) -> None:
+    def backward_ends(self, used: Mapping[Bucket, bytearray]) -> None:
         """Learn that a backward is over and its gradients are published.
 
         Args:
             used: the reduced buckets: for each parameter, whether any rank has used it.
-            has_stepped: whether an optimizer has stepped within this backward.
         """
 
     # -- optimizer ----------------------------------------------------------------------------------------------
-
-    def before_steps_in_backward(self) -> None:
-        """Learn that optimizers are about to step within the backward that begins; raise to refuse it."""
-
-    def forbids_step_in_backward(self) -> bool:
-        """Return whether no optimizer may step within the backward under way any more."""
-        return False
 
     def before_clipping(self) -> None:
         """Learn that the norm of the gradients is about to be taken."""

@@ -120,8 +120,8 @@ class FSDPModule(TorchFSDPModule):
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Say whether the next backward ends an accumulation.
 
-        This holds for the whole model. Only in that backward does an optimizer step (`step_in_backward`), and are
-        gradients reduced that wait for the last micro-batch (SHARD_OPTIMIZER). Without either it has no effect.
+        This holds for the whole model. Only in that backward are gradients reduced that wait for the last micro-batch
+        (SHARD_OPTIMIZER), and do optimizers step that step in backward. Without either it has no effect.
         """
         require_unit(self).schedule.is_last_backward = is_last_backward
 

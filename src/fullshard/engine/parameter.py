@@ -39,11 +39,11 @@ class ShardedParameter(ShardedTensor):
         bucket: the bucket that the parameter is a part of.
         gradient_hooks: hooks given to `register_post_accumulate_grad_hook`, by number.
         local_grad: this rank's interval of the gradient, shape (n,); None if there is none.
-        is_used_up: whether the optimizer has used up the gradient in backward (`engine.step.in_backward`), while the
-            script has not reached `optimizer.step()` yet.
+        used_up_by: the option that has had the gradient used up within backward, while the script has not reached
+            `optimizer.step()` yet; empty: none.
     """
 
-    is_used_up = False
+    used_up_by = ""
     _is_param = True  # makes it an instance of nn.Parameter
     local_grad: torch.Tensor | None
     gradient_hooks: OrderedDict[int, Callable[[Any], object]]
@@ -82,13 +82,13 @@ class ShardedParameter(ShardedTensor):
         """Return the gradient, averaged over all ranks; None before the first backward.
 
         Raises:
-            LifecycleError: the optimizer has stepped with it in backward. Code that clips, unscales or logs gradients
-                then must learn that there are none.
+            LifecycleError: backward has used it up. Code that clips, unscales or logs gradients then must learn that
+                there are none.
         """
-        if self.is_used_up:
+        if self.used_up_by:
             raise LifecycleError(
-                f"sharded parameter {self.name}: the optimizer has stepped in backward and used its gradient up",
-                hint="leave step_in_backward out to clip, unscale or read gradients; call zero_grad() after step()",
+                f"sharded parameter {self.name}: the backward has used its gradient up",
+                hint=f"leave {self.used_up_by} out to clip, unscale or read gradients; call zero_grad() after step()",
             )
         local, known = self.local_grad, self._known_grad
         if local is None:
@@ -218,7 +218,7 @@ class ShardedParameter(ShardedTensor):
         """Call `hook(parameter)` at the end of each backward in which any rank has used it, its `.grad` being there.
 
         Gradients are all reduced then and nothing is under way, so it may step an optimizer. Not called where the
-        optimizer has stepped in backward and used the gradient up.
+        backward has used the gradient up.
         """
         handle = RemovableHandle(self.gradient_hooks)
         self.gradient_hooks[handle.id] = hook

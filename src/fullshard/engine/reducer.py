@@ -1,7 +1,7 @@
 """The reductions of a backward: launched in an order that all ranks share, and published when they have arrived.
 
     launch       reduce a bucket, and wait for the oldest under way: that bounds the memory of unsharded gradients
-    early        gradients that have arrived meanwhile are added to the main gradient, or the optimizer steps them
+    early        gradients that have arrived meanwhile are added to the main gradient, or published if they are wanted
     publish      the rest, at the end of backward
 
 `core.schedule` decides which bucket is next, `engine.schedule` when one is complete.
@@ -10,8 +10,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Mapping
 
 from fullshard.core.events import EventKind
 from fullshard.core.schedule import Reductions
@@ -19,13 +18,6 @@ from fullshard.engine.bucket import Bucket
 from fullshard.engine.extension import Extensions
 
 _NOTHING = contextlib.nullcontext()
-
-
-class BucketStepper(Protocol):
-    """Steps an optimizer bucket by bucket."""
-
-    def step(self, bucket: Bucket) -> bool:
-        """Update the optimizer's parameters in a bucket whose gradients are published; return whether it did."""
 
 
 class Reducer:
@@ -36,19 +28,15 @@ class Reducer:
 
     Attributes:
         order: buckets that are next, under way and waiting to be published.
-        steppers: step buckets that are published within this backward.
+        publishes_early: whether an extension wants each gradient of this backward as soon as it is final.
         published: buckets published in this backward.
     """
 
     def __init__(self, extensions: Extensions) -> None:
         self._extensions = extensions
         self.order: Reductions[Bucket] = Reductions()
-        self.steppers: Sequence[BucketStepper] = ()
+        self.publishes_early = False
         self.published: set[Bucket] = set()
-
-    def begin(self, steppers: Sequence[BucketStepper]) -> None:
-        """Begin a backward in which these steppers step."""
-        self.steppers = steppers
 
     def launch(self, bucket: Bucket) -> None:
         """Reduce the gradients of a bucket. Every rank does so in the same order."""
@@ -59,8 +47,8 @@ class Reducer:
         oldest = self.order.launch(bucket)
         if oldest is not None:  # the limit is reached: free the oldest one's memory before taking more
             self._advance(oldest)
-        if self.steppers:
-            self.step_when_final()
+        if self.publishes_early:
+            self.publish_when_final()
         else:
             for each in self.order.latest():
                 gradient = each.gradient
@@ -68,13 +56,13 @@ class Reducer:
                     with each.owner.waiting("reduce"):
                         gradient.accumulate_early()
 
-    def step_when_final(self) -> None:
-        """Have optimizers that step in backward step the buckets whose gradients are final.
+    def publish_when_final(self) -> None:
+        """Publish the buckets whose gradients are final, if they are wanted early.
 
         These are the buckets that backward has left for good, and of which this rank has used every parameter: which
         others the other ranks have used is not known before the end.
         """
-        if not self.steppers:
+        if not self.publishes_early:
             return
         for bucket in list(self.order.waiting):
             unit = bucket.owner
@@ -96,13 +84,13 @@ class Reducer:
         """End a backward, or give it up."""
         self.order.clear()
         self.published.clear()
-        self.steppers = ()
+        self.publishes_early = False
 
     def _is_over(self, bucket: Bucket) -> bool:
         return self.order.is_over(bucket, bucket.mesh.shard_size, bucket.mesh.replicate_size)
 
     def _publish(self, bucket: Bucket, used: bytearray) -> None:
-        """Publish a bucket's gradient, and step the bucket if optimizers step in backward."""
+        """Publish a bucket's gradient."""
         unit, gradient = bucket.owner, bucket.gradient
         del self.order.waiting[bucket]
         with unit.waiting("reduce") if gradient.is_arriving else _NOTHING:
@@ -111,14 +99,9 @@ class Reducer:
             return
         self.published.add(bucket)
         unit.emit(EventKind.REDUCE_DONE)
-        if not self.steppers or any(forbids() for forbids in self._extensions.forbids_step_in_backward):
-            return
-        with unit.waiting("step in backward"):
-            bucket.buffer.wait_for_readers()  # the step changes `main`, which others may gather from
-        nbytes = gradient.held_nbytes  # read before the step frees it
-        stepped = [stepper.step(bucket) for stepper in self.steppers]
-        if any(stepped):
-            unit.emit(EventKind.BUCKET_STEP, nbytes)
+        if self.publishes_early and not any(doubts() for doubts in self._extensions.doubts_gradients):
+            for tell in self._extensions.bucket_is_final:
+                tell(bucket)
 
     def _advance(self, bucket: Bucket) -> None:
         gradient = bucket.gradient

@@ -12,7 +12,6 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,20 +27,10 @@ from fullshard.engine.end_of_backward import EndOfBackward
 from fullshard.engine.extension import Extensions
 from fullshard.engine.model_settings import settings_of, take_settings
 from fullshard.engine.parameter import ShardedParameter
-from fullshard.engine.reducer import BucketStepper, Reducer, call_gradient_hooks
+from fullshard.engine.reducer import Reducer, call_gradient_hooks
 from fullshard.engine.unannounced import Unannounced
 from fullshard.engine.unit import Unit
 from fullshard.engine.unit_parameters import UnitState
-
-
-class StepsInBackward(BucketStepper, Protocol):
-    """Steps an optimizer within backward (`engine.step.in_backward`)."""
-
-    def begin(self, schedule: Schedule, *, is_last: bool) -> bool:
-        """Learn that a backward begins; return whether to step in it."""
-
-    def first_among(self, parameters: set[int]) -> str | None:
-        """Return the name of the first sharded parameter it holds that is among those with these ids."""
 
 
 class Schedule:
@@ -54,8 +43,7 @@ class Schedule:
         units: inner units before the units around them; none until it is assembled.
         steps: optimizer steps so far.
         after_step: called with the number of steps before the first forward after a step.
-        steppers: step their optimizers in backward.
-        is_last_backward: whether the next backward ends an accumulation, so that steppers may step.
+        is_last_backward: whether the next backward ends an accumulation.
         keeps_parameters: whether unsharded parameters stay so until a step, where freeing them would free memory.
         keeps_gradients: whether every backward but the last leaves gradients whole and unreduced.
         extensions: capabilities beside the kernel.
@@ -73,7 +61,6 @@ class Schedule:
         self.after_step: Callable[[int], None] | None = None
         self.extensions = Extensions(self)
         self.reducer = Reducer(self.extensions)
-        self.steppers: weakref.WeakSet[StepsInBackward] = weakref.WeakSet()
         self.is_last_backward = True
         self.keeps_parameters = self.keeps_gradients = False
         self._has_begun = self._is_on_meta = False
@@ -99,7 +86,6 @@ class Schedule:
         for earlier in dict.fromkeys(other for unit in units if (other := unit.schedule) is not self):
             take_settings(self, earlier, defaults)
             self.extensions.absorb(earlier.extensions)
-            self.steppers |= earlier.steppers
         self.units = list(units)
         self.unannounced.units = self.units
         for number, unit in enumerate(units):
@@ -251,10 +237,7 @@ class Schedule:
         if self._in_backward and self._end_of_backward() is None:
             self._give_up_backward()  # the last one has raised, and nothing has noticed since
         if not self._in_backward:
-            self.reducer.begin(self._steppers_at_work())
-            self.unannounced.begin()
-            for tell in self.extensions.backward_begins:
-                tell()
+            self._tell_of_backward()
             for each in self.units:
                 each.take_requires_grad()  # a module may have changed it within its forward
             # Use an order verified on all ranks, not the units that happened to run or be alive on this one. Without
@@ -276,8 +259,10 @@ class Schedule:
             for tell in self.extensions.backward_fails:
                 tell()
 
-    def _steppers_at_work(self) -> list[StepsInBackward]:
-        return [each for each in self.steppers if each.begin(self, is_last=self.is_last_backward)]
+    def _tell_of_backward(self) -> None:
+        for tell in self.extensions.backward_begins:  # first, because it may refuse it
+            tell()
+        self.unannounced.begin()
 
     def _enqueue(self, unit: Unit) -> None:
         self._queued.add(unit)
@@ -294,8 +279,7 @@ class Schedule:
                 f"rank {self.mesh.rank}: gradients are to be reduced within a backward that has not ended",
                 hint="call it between backwards, on every rank; after one that failed call reset_iter_state() first",
             )
-        self.reducer.begin(self._steppers_at_work())
-        self.unannounced.begin()
+        self._tell_of_backward()
         for unit in sorted(self.units_by_backward(), key=lambda unit: self._reduce_order.get(unit, 0)):
             self._enqueue(unit)
         self._finish_backward()
@@ -342,10 +326,6 @@ class Schedule:
     def _reduces(self, unit: Unit) -> bool:
         return unit.reduce_gradients and (self.is_last_backward or not self.keeps_gradients)
 
-    def step_when_final(self) -> None:
-        """Call `Reducer.step_when_final`."""
-        self.reducer.step_when_final()
-
     @torch.no_grad()
     def _finish_backward(self) -> None:
         """Finish the outermost backward; autograd calls this when it is over."""
@@ -355,7 +335,7 @@ class Schedule:
     def _finish(self) -> None:
         self.unannounced.leave(after=-1)  # of other models too: the backward is over for them
         self.unannounced.finish_others()
-        if self.reducer.steppers:  # other ranks wait for it before they step
+        if self.reducer.publishes_early:  # other ranks may wait for it before they use gradients
             for unit in self.units:
                 unit.finish_backward()
                 unit.reshard()
@@ -369,12 +349,11 @@ class Schedule:
         for unit in self.units:
             unit.finish_backward()
         self._has_kept = not all(map(self._reduces, self.units))
-        stepped_early = bool(self.reducer.steppers)  # `_end_backward` forgets it
         hooked = [bucket for bucket in used if bucket.has_gradient_hooks and bucket in self.reducer.published]
         self._end_backward()
         self.settle()
         for tell in self.extensions.backward_ends:
-            tell(used, has_stepped=stepped_early)
+            tell(used)
         for bucket in hooked:  # at rest, because hooks may do anything
             call_gradient_hooks(bucket, used[bucket])
 

@@ -272,7 +272,7 @@ class Unit(UnitParameters):
             self._reduce()
         if is_over:  # after the reductions, which other ranks may have launched at the last gradient
             self.schedule.prefetch_after_backward(call.previous)
-        self.schedule.step_when_final()
+        self.schedule.reducer.publish_when_final()
 
     def reduce_if_left(self) -> None:
         """Reduce the unit's gradients, unless backward is still to come back to a call, which adds to them."""
@@ -291,7 +291,7 @@ class Unit(UnitParameters):
         self.schedule.reduce_when_due(bucket)
         if all(each is bucket or each.is_complete for each in self.buckets):
             self._reshard_if_passed(calls)
-        self.schedule.step_when_final()
+        self.schedule.reducer.publish_when_final()
 
     def _reshard_if_passed(self, calls: Sequence[Call[Unit]]) -> None:
         """Reshard when all gradients are there, if nothing else shows that backward has left `calls`.

@@ -38,7 +38,7 @@ class UnshardedGradient:
         fired: indices of the parameters whose gradient has appeared in this backward.
         used: for each parameter, whether it has appeared since the last one was published, maybe under `no_sync`.
         is_kept: some of it is from backwards before the one under way, whether that has reduced it or not.
-        is_used_up: an optimizer has used it up within this backward (`engine.step.in_backward`).
+        used_up_by: the option that has had the reduced gradient used up within this backward; empty: none.
     """
 
     def __init__(self, spec: BucketSpec, parameters: Sequence[ShardedParameter], *, storage_id: int | None) -> None:
@@ -49,7 +49,7 @@ class UnshardedGradient:
         self.expected = len(parameters)
         self.fired: set[int] = set()
         self.used = bytearray(len(spec.slots))
-        self.is_kept = self.is_used_up = False
+        self.is_kept, self.used_up_by = False, ""
         self._full: torch.Tensor | None = None
         plan, widens = spec.plan, spec.mesh.reduce.widens
         self._first_dtype = torch_dtype(collected(plan.compute_dtype, plan.reduce_dtype, widens=widens))
@@ -85,7 +85,7 @@ class UnshardedGradient:
             grad = reader(grad)
         piece = self._fresh.pop(index, None)
         try:
-            if piece is None or self.is_used_up or grad.requires_grad or grad.is_sparse:
+            if piece is None or self.used_up_by or grad.requires_grad or grad.is_sparse:
                 self._add(index, grad, piece)
             else:  # the usual case, without a call
                 self.used[index] = True
@@ -106,11 +106,12 @@ class UnshardedGradient:
 
     def _add(self, index: int, grad: torch.Tensor, piece: torch.Tensor | None) -> None:
         """Collect `grad` in the fresh `piece`. None: the gradient has no piece, or had none before."""
-        if self.is_used_up:
+        if self.used_up_by:
             raise LifecycleError(
                 f"rank {self._spec.mesh.rank}, parameter {self._parameters[index].name}: "
-                "another part of its gradient appeared after the optimizer had stepped in backward",
-                hint="do not share parameters between parts under reentrant checkpointing, or leave step_in_backward",
+                "another part of its gradient appeared in a backward that had used it up already",
+                hint=f"do not share parameters between parts under reentrant checkpointing, or leave {self.used_up_by} "
+                "out",
             )
         if self._full is None:
             self._begin()

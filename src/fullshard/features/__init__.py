@@ -24,6 +24,7 @@ from fullshard.features.packed_messages import PACKINGS
 from fullshard.features.preemption import StopTogether
 from fullshard.features.quantized_weights import QuantizedWeight
 from fullshard.features.shared_memory import shared_memory
+from fullshard.features.steps_in_backward import StepsInBackward, step_in_backward
 from fullshard.features.submodule_entry import SubmoduleEntry
 from fullshard.features.tensor_parallel import TensorParallel
 from fullshard.features.torch_compat import (
@@ -46,11 +47,12 @@ __all__ = [
     "clip_grad_value_",
     "keep_head",
     "keep_unsharded",
+    "step_in_backward",
 ]
 
 FEATURES: tuple[type[Extension], ...] = (
     *(TorchCompat, LateRegistration, LateProtocol, SubmoduleEntry, ActivationOffload, StopTogether),
-    *(DesyncDetection, ConsistencyCheck, NonFiniteGuard),
+    *(DesyncDetection, ConsistencyCheck, StepsInBackward, NonFiniteGuard),
 )
 KINDS: tuple[ParameterKind, ...] = (TensorParallel(), QuantizedWeight(), Composed(), Extended())
 

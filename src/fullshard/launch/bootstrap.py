@@ -269,7 +269,7 @@ def _say_if_nothing_was_sharded() -> None:
                 "fullshard: max_lost_steps had no effect: the script keeps no copies of its state\n"
                 "hint: call accelerator.keep_copy(step) after each step, or use fullshard.checkpoint.MemoryCopies\n"
             )
-        stepping = sys.modules.get("fullshard.engine.step.in_backward")
+        stepping = sys.modules.get("fullshard.features.steps_in_backward.stepper")
         if STEP_IN_BACKWARD in os.environ and not (stepping and stepping.anything_steps_in_backward()):
             sys.stderr.write(
                 "fullshard: step_in_backward had no effect: no optimizer was prepared for it\n"

@@ -4,7 +4,6 @@ hooks             before and after every step; which optimizers may work on inte
 plain_tensors     torch's element-wise optimizers update plain tensors
 matrices          whole matrices for optimizers that need them
 local_parameters  give plain tensors to optimizers that use addresses
-in_backward       update a bucket within backward, as soon as its gradient is final
 state_dict        make an optimizer's state dict of intervals
 offloaded_state   move optimizer state between host and device
 """

@@ -90,7 +90,7 @@ def _check_whole(kind: type) -> None:
     if any(cls.__name__ in NEEDS_WHOLE_TENSORS.get(cls.__module__.partition(".")[0], ()) for cls in kind.__mro__):
         instead = "use an element-wise optimizer such as AdamW, SGD or Lion"
         if names & _STEPS_IN_BACKWARD:
-            instead = "use AdamW or SGD with fullshard.step_in_backward (training.step_in_backward)"
+            instead = "use AdamW or SGD, which may step in backward, too"
         elif kind.__module__.startswith(_OF_ONE_PARAMETER) and not kind.__name__.startswith("Distributed"):
             instead = _on_owners(kind)
         raise OptimizerError(f"{name} needs whole tensors, of which each rank has a part", hint=ours or instead)

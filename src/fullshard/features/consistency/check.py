@@ -89,7 +89,7 @@ class ConsistencyCheck(Extension):
         """Count what follows as computing."""
         self._pace.resume()
 
-    def backward_ends(self, used: Mapping[Bucket, bytearray], *, has_stepped: bool) -> None:
+    def backward_ends(self, used: Mapping[Bucket, bytearray]) -> None:
         """Compare the ranks at the end of the first backward after every `every` steps. A collective then.
 
         Raises:

@@ -68,7 +68,7 @@ class NonFiniteGuard(Extension):
     def __init__(self, model: Schedule) -> None:
         super().__init__(model)
         self._mesh = model.mesh
-        self.skipped = self._in_a_row = 0
+        self.skipped, self._in_a_row, self._is_early = 0, 0, False
         self._forget()
 
     def _forget(self) -> None:
@@ -111,7 +111,21 @@ class NonFiniteGuard(Extension):
         # The sum is where the term of a rank was; it is that one's fault if it is no other's.
         self._ranks |= {self._mesh.rank_at(rank) for rank in ranks or terms.keys() - others.keys()}
 
-    def forbids_step_in_backward(self) -> bool:
+    def backward_begins(self) -> None:
+        """Refuse that gradients are used as soon as each is final where steps are to be left out.
+
+        Raises:
+            LifecycleError: Whether to leave one out is known only when all gradients are there.
+        """
+        self._is_early = self.model.reducer.publishes_early
+        if self._is_early and self.policy == "skip":
+            raise LifecycleError(
+                "steps whose gradients are not finite are to be left out, and the optimizer steps in backward, before "
+                "all gradients are known",
+                hint="leave step_in_backward out, or set_nonfinite_gradients('raise')",
+            )
+
+    def doubts_gradients(self) -> bool:
         """Return whether this rank has seen any since the last step."""
         if self._squares or self._seen is not None:
             self._is_bad, self._seen = bool(self._flag()), None
@@ -129,7 +143,7 @@ class NonFiniteGuard(Extension):
             self._seen = flag.clone()  # the flag itself becomes all ranks'
         return flag
 
-    def backward_ends(self, used: Mapping[Bucket, bytearray], *, has_stepped: bool) -> None:
+    def backward_ends(self, used: Mapping[Bucket, bytearray]) -> None:
         """Tell the other ranks whether this one has seen any, without waiting.
 
         It does not wait for an earlier message either: this one includes that, and arrives after it.
@@ -139,7 +153,7 @@ class NonFiniteGuard(Extension):
         """
         if used:
             self._announce()
-        if has_stepped and (finding := self._find(p.name for p in self.model.parameters())):
+        if self._is_early and (finding := self._find(p.name for p in self.model.parameters())):
             raise NonFiniteError(
                 f"rank {self._mesh.rank}, step {self.model.steps + 1} of this process: {finding}; parameters whose "
                 "gradients came earlier in this backward have been updated already, and the non-finite ones have not",
@@ -217,19 +231,6 @@ class NonFiniteGuard(Extension):
             return None  # those of another optimizer
         self._forget()
         return NonFinite({name: kind for name, kind in known.items() if name in names} or names, ranks)
-
-    def before_steps_in_backward(self) -> None:
-        """Refuse steps in backward where steps are to be left out.
-
-        Raises:
-            LifecycleError: Whether to leave one out is known only when all gradients are there.
-        """
-        if self.policy == "skip":
-            raise LifecycleError(
-                "steps whose gradients are not finite are to be left out, and the optimizer steps in backward, before "
-                "all gradients are known",
-                hint="leave step_in_backward out, or set_nonfinite_gradients('raise')",
-            )
 
     def before_step(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
         """Raise an error if gradients are not finite, the same on all ranks; or drop them, if steps may be left out.

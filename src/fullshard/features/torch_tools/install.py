@@ -77,7 +77,7 @@ class _Clipped:
 
     @classmethod
     def of(cls, parameter: torch.Tensor) -> _Clipped:
-        if isinstance(parameter, ShardedParameter) and not parameter.is_used_up:
+        if isinstance(parameter, ShardedParameter) and not parameter.used_up_by:
             return cls(parameter.local_grad, parameter.spec)
         return cls(parameter.grad, None)
 

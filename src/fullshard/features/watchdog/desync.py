@@ -154,7 +154,7 @@ class DesyncDetection(Extension):
         self._fail("a backward", None)
         self._end_log()
 
-    def backward_ends(self, used: Mapping[Bucket, bytearray], *, has_stepped: bool) -> None:
+    def backward_ends(self, used: Mapping[Bucket, bytearray]) -> None:
         """Count a backward that all ranks have completed."""
         self._backwards += 1
 

@@ -2,7 +2,7 @@
 
 So the gradients of the whole model never exist at once. `step_in_backward` requests it for an optimizer:
 
-    backward              the schedule finishes one bucket's reduction after the other; `Stepper.step` updates those
+    backward              the engine finishes one bucket's reduction after the other; `Stepper.step` updates those
                           parameters of it that the optimizer holds, and frees their gradients
     optimizer.step()      counts the step, and updates what is left (parameters that no unit owns)
 
@@ -20,14 +20,16 @@ import itertools
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import optim
 
 from fullshard.comm import torch_private
 from fullshard.core.errors import LifecycleError, OptimizerError
+from fullshard.core.events import EventKind
 from fullshard.engine.bucket import Bucket
+from fullshard.engine.extension import Extension
 from fullshard.engine.lookup import refuse_pinned
 from fullshard.engine.parameter import ShardedParameter, are_same, sharded_parameters
 from fullshard.engine.schedule import Schedule
@@ -37,6 +39,8 @@ from fullshard.engine.step.plain_tensors import ELEMENT_WISE, finish_step, use_p
 STEPS_IN_PARTS = ELEMENT_WISE
 """Optimizers whose step changes state per parameter only, so that parts of them may step one after the other. Others
 may count steps per group or on the optimizer."""
+
+_NAME = "step_in_backward"
 
 _was_asked_for = [False]
 """Whether any optimizer was set to step in backward in this process."""
@@ -91,23 +95,23 @@ def step_in_backward(optimizer: optim.Optimizer) -> None:
             hint="offload compute shards alone, or leave step_in_backward out",
         )
     stepper = _stepper_of(optimizer)
-    schedules = dict.fromkeys(p.bucket.owner.schedule for p in sharded)
+    models = [StepsInBackward.of(model) for model in dict.fromkeys(p.bucket.owner.schedule for p in sharded)]
     held = {id(p) for p in sharded}
-    if _first_shared(schedules, held, stepper) is not None:
+    if _first_shared(models, held, stepper) is not None:
         gc.collect()  # an optimizer that was dropped may be part of a cycle
-        if (shared := _first_shared(schedules, held, stepper)) is not None:
+        if (shared := _first_shared(models, held, stepper)) is not None:
             raise OptimizerError(
                 f"{name} shares parameter {shared} with another optimizer that steps in backward",
                 hint="give each parameter to one optimizer",
             )
     stepper = stepper or Stepper(optimizer)
-    for schedule in schedules:
-        schedule.steppers.add(stepper)
+    for model in models:
+        model.steppers.add(stepper)
 
 
-def _first_shared(schedules: Iterable[Schedule], held: set[int], stepper: Stepper | None) -> str | None:
+def _first_shared(models: Iterable[StepsInBackward], held: set[int], stepper: Stepper | None) -> str | None:
     """Return the name of the first of these parameters that another stepper has."""
-    others = [other for schedule in schedules for other in schedule.steppers if other is not stepper]
+    others = [other for model in models for other in model.steppers if other is not stepper]
     return next((name for other in others if (name := other.first_among(held)) is not None), None)
 
 
@@ -166,7 +170,7 @@ class Stepper:
 
     # -- in backward --------------------------------------------------------------------------------------------
 
-    def begin(self, schedule: Schedule, *, is_last: bool) -> bool:
+    def begin(self, model: Schedule) -> bool:
         """Begin a backward; return whether to step in it.
 
         Raises:
@@ -176,11 +180,11 @@ class Stepper:
         if optimizer is None:
             return False
         name = type(optimizer).__name__
-        if schedule in self._stepped:
+        if model in self._stepped:
             raise LifecycleError(
                 f"a second backward before optimizer.step(): {name} has stepped in the first already", hint=_HALF_DONE
             )
-        if not is_last:
+        if not model.is_last_backward:
             return False
         if torch.is_grad_enabled():
             raise LifecycleError(f"backward with create_graph=True, and {name} would step in it")
@@ -189,9 +193,7 @@ class Stepper:
                 f"{name} steps in backward and has a step pre-hook, which would come too late",
                 hint="remove the hook, or leave step_in_backward out",
             )
-        for refuse in schedule.extensions.before_steps_in_backward:
-            refuse()
-        refuse_pinned(schedule.units, "backward steps the optimizer", "train outside `with unsharded(model)`")
+        refuse_pinned(model.units, "backward steps the optimizer", "train outside `with unsharded(model)`")
         self._prepare(optimizer)
         return True
 
@@ -241,8 +243,8 @@ class Stepper:
         # From here on a second backward is an error: it would begin from weights that are half of the next step's.
         self._stepped[bucket.owner.schedule] = None
         for parameter in parameters:
-            parameter.grad, parameter.is_used_up = None, True
-        bucket.gradient.unsharded.is_used_up = True
+            parameter.grad, parameter.used_up_by = None, _NAME
+        bucket.gradient.unsharded.used_up_by = _NAME
         return True
 
     # -- after it -----------------------------------------------------------------------------------------------
@@ -260,10 +262,10 @@ class Stepper:
             )
         for part in self._parts.values():
             for parameter in part.parameters:
-                parameter.is_used_up = False
+                parameter.used_up_by = ""
         for bucket in self._parts:
             if bucket.has_gradient:
-                bucket.gradient.unsharded.is_used_up = False
+                bucket.gradient.unsharded.used_up_by = ""
         stepped_early = bool(self._stepped)
         self._stepped.clear()
         if stepped_early:  # last: if it raises, code that catches it may read gradients and go on
@@ -280,6 +282,36 @@ class Stepper:
                         "in which the optimizer has stepped already",
                         hint=f"set {key} before backward, or after optimizer.step()",
                     )
+
+
+class StepsInBackward(Extension):
+    """Step the optimizers of one model that step in backward.
+
+    Attributes:
+        steppers: those of the optimizers, which own them.
+    """
+
+    def __init__(self, model: Schedule) -> None:
+        super().__init__(model)
+        self.steppers: weakref.WeakSet[Stepper] = weakref.WeakSet()
+
+    def absorbed(self, earlier: Extension) -> None:
+        """Go on with the optimizers of a part."""
+        self.steppers |= cast("StepsInBackward", earlier).steppers
+
+    def backward_begins(self) -> None:
+        """Want gradients as soon as they are final, if an optimizer is to step with them."""
+        begun = [stepper.begin(self.model) for stepper in self.steppers]
+        self.model.reducer.publishes_early = any(begun)
+
+    def bucket_is_final(self, bucket: Bucket) -> None:
+        """Step the bucket, and free its gradients."""
+        with bucket.owner.waiting("step in backward"):
+            bucket.buffer.wait_for_readers()  # the step changes `main`, which others may gather from
+        nbytes = bucket.gradient.held_nbytes  # read before the step frees it
+        stepped = [stepper.step(bucket) for stepper in self.steppers]
+        if any(stepped):
+            bucket.owner.emit(EventKind.BUCKET_STEP, nbytes)
 
 
 def _part_of(optimizer: optim.Optimizer) -> optim.Optimizer:
