@@ -91,8 +91,7 @@ BEFORE: dict[str, list[str]] = {
         LLAMA
         + "shard_model(model, unit_modules=list(model.model.layers))\nevaluate = lambda model: model(ids)\n"
         + OPTIMIZER,
-        "",
-        "",
+        LLAMA,
     ],
     "docs/reliability.md": [
         "accelerator = Accelerator()\n" + OPTIMIZER,
@@ -119,8 +118,9 @@ HERE = {
     '"cuda"': '"cpu"',
     "dp_shard_size=4": "dp_shard_size=1",
     "fsdp.size = 4": "fsdp.size = 2",
+    "from pytorch_optimizer import SOAP": "SOAP = lambda p, lr, **_: torch.optim.Adafactor(p, lr=lr)",
 }
-"""What a page says of many GPUs, for the ranks of this test."""
+"""What a page says of many GPUs and of packages that tests do without, for the ranks of this test."""
 ELSEWHERE = {
     "docs/tour.md": "test_tour.py",
     "docs/tutorials/your-loop.md": "below",

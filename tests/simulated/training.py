@@ -218,7 +218,7 @@ def whole_parameters(model: nn.Module) -> list[torch.Tensor]:
 
 MATRICES: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "Muon": lambda model: Muon(model, lr=0.01),
-    "on owners": lambda model: OnOwners(model, torch.optim.Adafactor, lr=0.01),
+    "on owners": lambda model: OnOwners(model, torch.optim.Muon, lr=0.01),
 }
 
 _PRECISION = {

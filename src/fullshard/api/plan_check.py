@@ -206,7 +206,7 @@ class PlanCheck:
         sizes = {"replicate_size": layout.replicate_size, "shard_size": layout.shard_size}
         mesh = self._units[-1].mesh
         there, *others = sent_numel(deal(layouts, matrices, **sizes), mesh.replicate_rank, mesh.shard_rank)
-        planned = there * optimizer.given_as.itemsize + sum(others) * optimizer.made_as.itemsize
+        planned = (there * optimizer.width + sum(others)) * optimizer.sent_as.itemsize
         return [Deviation("pieces of matrices sent", planned, found)] if planned or found else []
 
     def _state_nbytes(self, parameter: ShardedParameter) -> float:

@@ -50,7 +50,7 @@ class Muon(MatricesWithAdamW):
     """
 
     name, algorithm = "Muon", "muon"
-    given_as = made_as = DTYPE
+    sent_as = DTYPE
 
     def __init__(
         self,

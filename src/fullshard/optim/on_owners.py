@@ -19,7 +19,6 @@ from torch import nn
 
 from fullshard.optim.with_adamw import AdamWOptions, MatricesWithAdamW, local_gradient, local_of
 
-_COMPLEX = {torch.float32: torch.complex64, torch.float64: torch.complex128}
 _REST = "rest"
 """All that an optimizer keeps for a matrix but tensors: numbers, and where in lists and dicts the tensors are."""
 
@@ -47,6 +46,7 @@ class OnOwners(MatricesWithAdamW):
     """
 
     keeps_matrices = True
+    width = 2  # a weight and its gradient
 
     def __init__(
         self, params: nn.Module | Iterable[Any], optimizer: type[torch.optim.Optimizer], **options: Any
@@ -59,15 +59,10 @@ class OnOwners(MatricesWithAdamW):
         super().__init__(params, {"weight_decay": 0.0, **shared}, **adamw)
 
     @property
-    def made_as(self) -> torch.dtype:  # type: ignore[override]
-        """The dtype of the owner's work: float32, or float64 if any matrix is."""
+    def sent_as(self) -> torch.dtype:  # type: ignore[override]
+        """The dtype of messages and of the owner's work: float32, or float64 if any matrix is."""
         is_double = any(parameter.dtype == torch.float64 for parameter in self._members())
         return torch.float64 if is_double else torch.float32
-
-    @property
-    def given_as(self) -> torch.dtype:  # type: ignore[override]
-        """The dtype of what owners get: pairs of a weight and its gradient, which travel as one complex number."""
-        return _COMPLEX[self.made_as]
 
     def _made_with(self, weights: torch.Tensor, group: dict[str, Any]) -> torch.optim.Optimizer:
         """Return the optimizer of one matrix, with the present values of its group."""
@@ -82,15 +77,16 @@ class OnOwners(MatricesWithAdamW):
         self._class([nn.Parameter(torch.empty(1, 1))], **{**self._options, **options})
 
     def _given(self, parameter: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-        gradient, dtype = local_gradient(parameter), self.made_as
+        gradient, dtype = local_gradient(parameter), self.sent_as
         assert gradient is not None  # noqa: S101 -- of those that have one
-        return torch.complex(local_of(parameter).detach().to(gradient.device, dtype), gradient.to(dtype))
+        return torch.stack([local_of(parameter).detach().to(gradient.device, dtype), gradient.to(dtype)], dim=-1)
 
     def _made(self, parameter: torch.Tensor, number: int, matrix: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-        made = self._made_with(matrix.real.contiguous(), group)
+        given, gradient = matrix.unbind(-1)
+        made = self._made_with(given.contiguous(), group)
         own = made.param_groups[0]
         [weights] = own["params"]
-        weights.grad = matrix.imag.contiguous()
+        weights.grad = gradient.contiguous()
         kept, ending = self.state[parameter], f".{number}"
         if (rest := kept.get(_REST + ending)) is not None:
             saved = _with_tensors(rest, lambda name: _on(weights.device, kept[name + ending]))

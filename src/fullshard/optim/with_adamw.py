@@ -52,7 +52,8 @@ class MatricesWithAdamW(MatrixOptimizer):
     Attributes:
         rule: what became of the model's parameters; None if it was not given one.
         name, algorithm: of what updates matrices, in words and in their groups.
-        given_as, made_as: the dtypes in which matrices are sent to owners and back.
+        sent_as: the dtype in which matrices are sent to owners and back.
+        width: how many values owners get for each element.
 
     Raises:
         ConfigError: a value that cannot be.
@@ -61,8 +62,8 @@ class MatricesWithAdamW(MatrixOptimizer):
 
     name: str
     algorithm: str
-    given_as: torch.dtype
-    made_as: torch.dtype
+    sent_as: torch.dtype
+    width = 1
 
     def __init__(
         self, params: nn.Module | Iterable[Any], defaults: dict[str, Any], **adamw: Unpack[AdamWOptions]
@@ -132,8 +133,8 @@ class MatricesWithAdamW(MatrixOptimizer):
         for whole in self._deal(members):
             whole.update(
                 [p for p in given if isinstance(p, ShardedParameter) and p.mesh is whole.mesh],
-                given_as=self.given_as,
-                made_as=self.made_as,
+                self.sent_as,
+                width=self.width,
                 give=lambda p: self._given(p, members[p]),
                 compute=lambda p, number, matrix: self._made(p, number, matrix, members[p]),
                 take=lambda p, made: self._apply(p, made, members[p]),
@@ -144,10 +145,11 @@ class MatricesWithAdamW(MatrixOptimizer):
     def _made_of_all(self, parameter: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
         """Return what is made of all matrices of a whole parameter."""
         given = self._given(parameter, group)
-        matrices = given.reshape(matrix_shape(given.shape, flatten=group["flatten"])) if given.numel() else ()
+        shape = *matrix_shape(parameter.shape, flatten=group["flatten"]), *given.shape[parameter.dim() :]
+        matrices = given.reshape(shape) if given.numel() else ()
         # Copies, because a product's bits may depend on where its operands lie: as an owner's, at the start of memory.
         made = [self._made(parameter, n, matrix.clone(), group).reshape(-1) for n, matrix in enumerate(matrices)]
-        return torch.cat(made).view(given.shape) if made else parameter
+        return torch.cat(made).view(parameter.shape) if made else parameter
 
     def _step_adamw(self) -> None:
         """Run AdamW's own step on its groups, with this optimizer's state."""

@@ -101,9 +101,9 @@ def sent_numel(dealing: Dealing, row: int, rank: int) -> tuple[int, int, int]:
 
 
 Give = Callable[[ShardedParameter], torch.Tensor]
-"""Gives this rank's interval, shape (n,), of the values that a parameter's owner is to get whole."""
+"""Gives this rank's interval, shape (n,) or (n, width), of the values that a parameter's owner is to get whole."""
 Compute = Callable[[ShardedParameter, int, torch.Tensor], torch.Tensor]
-"""Computes the result of one matrix, given the parameter, the matrix's number and the matrix (rows, columns)."""
+"""Computes the result of one matrix, given the parameter, the matrix's number and its values (rows, columns, ...)."""
 Take = Callable[[ShardedParameter, torch.Tensor], None]
 """Takes this rank's interval, shape (n,), of the results of a parameter's matrices."""
 
@@ -155,9 +155,9 @@ class WholeMatrices:
     def update(
         self,
         given: Sequence[ShardedParameter],
+        dtype: torch.dtype,
         *,
-        given_as: torch.dtype,
-        made_as: torch.dtype,
+        width: int = 1,
         give: Give,
         compute: Compute,
         take: Take,
@@ -166,8 +166,8 @@ class WholeMatrices:
 
         Args:
             given: the parameters to update, the same on every rank: those that have gradients.
-            given_as: the dtype of what owners get.
-            made_as: the dtype of what they send back.
+            dtype: the dtype in which matrices are sent and computed.
+            width: how many values owners get for each element.
             give: called on every rank for each of `given`.
             compute: called for each matrix that this rank owns.
             take: called on every rank for each of `given` of which it has elements.
@@ -178,13 +178,13 @@ class WholeMatrices:
         if not self._is_agreed:
             self.mesh.check_agreement(self._lines, what="the parameters of an optimizer that needs whole matrices")
             self._is_agreed = True
-        travel = _Travel(self, given, given_as, made_as)
+        travel = _Travel(self, given, dtype, width)
         turns = range(len(travel))
         here, gone = deque(travel.to_owners(turn, give) for turn in turns[:1]), deque[_Coming]()
         for turn in turns:
             # Every rank starts the next exchange before it waits for this one's matrices and computes them.
             here.extend(travel.to_owners(after, give) for after in turns[turn + 1 : turn + 2])
-            gone.append(travel.back(turn, self._made(travel.whole(here.popleft()), made_as, compute)))
+            gone.append(travel.back(turn, self._made(travel.whole(here.popleft()), dtype, compute)))
             if turn:  # one behind: its way back overlapped with the computation just done
                 travel.take(turn - 1, gone.popleft(), take)
         for last in turns[-1:]:
@@ -209,6 +209,7 @@ class _Coming:
         leaving: the buffer that this rank sends from, which must stay alive meanwhile.
         bucket: the bucket that names the exchange.
         what: the receivers, in words.
+        width: how many values there are for each element.
     """
 
     pieces: list[MatrixPiece]
@@ -216,22 +217,22 @@ class _Coming:
     leaving: torch.Tensor
     bucket: Bucket
     what: str
+    width: int
 
     def wait(self) -> list[tuple[MatrixPiece, torch.Tensor]]:
         """Return the pieces, once they are here."""
         with self.bucket.owner.waiting(f"pieces of matrices {self.what}"):
             received = self.work.wait()
-        return list(zip(self.pieces, cut(received, [piece.interval.numel for piece in self.pieces]), strict=True))
+        sizes = [piece.interval.numel * self.width for piece in self.pieces]
+        return list(zip(self.pieces, cut(received, sizes), strict=True))
 
 
 class _Travel:
     """The exchanges of one step."""
 
-    def __init__(
-        self, whole: WholeMatrices, given: Sequence[ShardedParameter], given_as: torch.dtype, made_as: torch.dtype
-    ) -> None:
+    def __init__(self, whole: WholeMatrices, given: Sequence[ShardedParameter], dtype: torch.dtype, width: int) -> None:
         self._whole, self._given = whole, {id(parameter) for parameter in given}
-        self._given_as, self._made_as = given_as, made_as
+        self._dtype, self._width = dtype, width
         self._mesh, self._dealing = whole.mesh, whole.dealing
         by_bucket: dict[Bucket, list[ShardedParameter]] = {bucket: [] for bucket in whole._buckets}
         for parameter in given:
@@ -251,7 +252,7 @@ class _Travel:
         local = {id(p): give(p) for p in parameters}
         leaving, arriving = self._sent(numbers), self._gathered(numbers)
         sent = [self._part_of(local, piece) for pieces in leaving for piece in pieces]
-        return self._exchange(self._mesh.reduce, numbers[0], sent, leaving, arriving, "to owners", self._given_as)
+        return self._exchange(self._mesh.reduce, numbers[0], sent, leaving, arriving, "to owners", self._width)
 
     def whole(self, arriving: _Coming) -> dict[int, torch.Tensor]:
         """Return this rank's matrices of an exchange, by number."""
@@ -259,14 +260,15 @@ class _Travel:
         for piece, part in arriving.wait():
             pieces_of.setdefault(piece.matrix, []).append(part)
         known = self._dealing.matrices
-        return {n: torch.cat(parts).view(known[n].rows, known[n].columns) for n, parts in pieces_of.items()}
+        wide = [] if self._width == 1 else [self._width]
+        return {n: torch.cat(parts).view(known[n].rows, known[n].columns, *wide) for n, parts in pieces_of.items()}
 
     def back(self, turn: int, results: dict[int, torch.Tensor]) -> _Coming:
         """Begin to send the results back to the ranks that have the pieces."""
         numbers, _ = self._exchanges[turn]
         leaving, arriving = self._gathered(numbers), self._sent(numbers)
         made = [self._part_of_matrix(results, piece) for pieces in leaving for piece in pieces]
-        return self._exchange(self._mesh.reduce, numbers[0], made, leaving, arriving, "from owners", self._made_as)
+        return self._exchange(self._mesh.reduce, numbers[0], made, leaving, arriving, "from owners")
 
     def take(self, turn: int, arriving: _Coming, take: Take) -> None:
         """Have this rank's intervals of an exchange's parameters updated."""
@@ -295,8 +297,7 @@ class _Travel:
             [] if row == mesh.replicate_rank else [p for ps in self._sent(numbers, row) for p in ps] for row in rows
         ]
         sent = [part for pieces in leaving if pieces for _, part in own]
-        dtype = self._made_as
-        return self._exchange(mesh.replicate, numbers[0], sent, leaving, arriving, "to replicas", dtype).wait()
+        return self._exchange(mesh.replicate, numbers[0], sent, leaving, arriving, "to replicas").wait()
 
     def _exchange(
         self,
@@ -306,20 +307,20 @@ class _Travel:
         leaving: Sequence[Sequence[MatrixPiece]],
         arriving: Sequence[Sequence[MatrixPiece]],
         what: str,
-        dtype: torch.dtype,
+        width: int = 1,
     ) -> _Coming:
         """Send pieces to ranks, and receive theirs; the exchange is named after the `first` of its buckets."""
         bucket = self._whole._buckets[first]
-        sizes = [[sum(piece.interval.numel for piece in pieces) for pieces in each] for each in (leaving, arriving)]
+        sizes = [[width * sum(p.interval.numel for p in pieces) for pieces in each] for each in (leaving, arriving)]
         parts, device = Parts(*sizes), self._mesh.device
-        buffer = collectives.staging(sum(parts.leaving), dtype, device)
+        buffer = collectives.staging(sum(parts.leaving), self._dtype, device)
         for place, part in zip(cut(buffer, [part.numel() for part in sent]), sent, strict=True):
-            place.copy_(part)
-        received = torch.empty(sum(parts.arriving), dtype=dtype, device=device)
-        nbytes = (sum(parts.leaving) - parts.leaving[collectives.rank]) * dtype.itemsize
+            place.copy_(part.reshape(-1))
+        received = torch.empty(sum(parts.arriving), dtype=self._dtype, device=device)
+        nbytes = (sum(parts.leaving) - parts.leaving[collectives.rank]) * self._dtype.itemsize
         bucket.emit(EventKind.PIECES_SENT, nbytes, what)
         work = collectives.exchange(buffer, received, parts, tag=bucket.tag)
-        return _Coming([piece for each in arriving for piece in each], work, buffer, bucket, what)
+        return _Coming([piece for each in arriving for piece in each], work, buffer, bucket, what, width)
 
     def _sent(self, numbers: Sequence[int], row: int | None = None) -> list[list[MatrixPiece]]:
         """Return this rank's pieces of matrices dealt to this row, or another, by owner."""
