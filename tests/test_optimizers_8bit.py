@@ -30,8 +30,8 @@ from fullshard.checkpoint.format import CodedPieceRecord, CodeRecord, StateTenso
 from fullshard.checkpoint.offline.native import NativeSource
 from fullshard.core.errors import CheckpointError, OptimizerError
 from fullshard.core.layout import Interval
-from fullshard.engine.step.coded import decode, encode
 from fullshard.features import ShardedParameter, shard_model
+from fullshard.features.local_optimizers import decode, encode
 from tests.differential import TOLERANCE
 from tests.distributed import run_ranks
 

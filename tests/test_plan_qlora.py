@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fullshard.engine.offload import Host
-from fullshard.engine.step.local_parameters import as_local
+from fullshard.engine.step.plain_tensors import as_local
 from fullshard.features import MixedPrecisionPolicy, OffloadPolicy, shard_model
 from fullshard.features.quantized_weights import expose_scales
 from fullshard.plan.families import from_config

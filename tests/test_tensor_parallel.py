@@ -43,8 +43,8 @@ from fullshard.checkpoint.coded_state import coded_tensors
 from fullshard.checkpoint.pretrained import load_pretrained
 from fullshard.cli.main import app
 from fullshard.core.errors import ConfigError, NonFiniteError, WrapError
-from fullshard.engine.step.coded import decode
-from fullshard.engine.step.local_parameters import as_local
+from fullshard.engine.step.plain_tensors import as_local
+from fullshard.features.local_optimizers import decode
 from tests.distributed import end_workers, preload, run_ranks
 
 preload("typer")

@@ -23,7 +23,7 @@ from fullshard.core.errors import ConfigError
 from fullshard.core.events import Event, EventKind
 from fullshard.core.sizes import format_nbytes
 from fullshard.engine.lookup import require_units
-from fullshard.engine.step.local_parameters import as_local
+from fullshard.engine.step.plain_tensors import as_local
 from fullshard.plan.memory import Moment
 from fullshard.plan.pictures import draw_moments
 

@@ -16,9 +16,8 @@ import torch
 from fullshard.checkpoint.elements import stored_dtype
 from fullshard.checkpoint.format import CodeRecord
 from fullshard.core.errors import CheckpointError
-from fullshard.engine.step.coded import TORCHAO_BITS, encode
-from fullshard.engine.step.local_parameters import TORCHAO_SIGNED, is_of, local_parameter
 from fullshard.features import ShardedParameter
+from fullshard.features.local_optimizers import TORCHAO_BITS, TORCHAO_SIGNED, encode, is_of, local_parameter
 
 _BITSANDBYTES_BLOCK = 256
 

@@ -14,8 +14,8 @@ from fullshard.checkpoint.format import GroupRecord
 from fullshard.checkpoint.tensors import LocalTensor
 from fullshard.checkpoint.values import encode_value
 from fullshard.core.errors import CheckpointError
-from fullshard.engine.step.local_parameters import as_local
 from fullshard.engine.step.matrices import MatrixOptimizer, is_owned
+from fullshard.engine.step.plain_tensors import as_local
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,12 +13,14 @@ from fullshard.comm.select import register_backend
 from fullshard.engine import module
 from fullshard.engine.extension import Extension, at_first_sharding, register
 from fullshard.engine.kinds import ParameterKind, register_kinds
+from fullshard.engine.step.adapters import register_adapters
 from fullshard.features import dtensor_ops  # noqa: F401 -- what torch computes with a ShardedTensor
 from fullshard.features.activation_offload import ActivationOffload
 from fullshard.features.auto_reshard import keep_head, keep_unsharded
 from fullshard.features.consistency import ConsistencyCheck, ConsistencyMethods
 from fullshard.features.extended import Composed, Extended, LateProtocol
 from fullshard.features.late_registration import LateRegistration
+from fullshard.features.local_optimizers import Bitsandbytes, Torchao
 from fullshard.features.nonfinite import NonFiniteGuard, NonFiniteMethods
 from fullshard.features.packed_messages import PACKINGS
 from fullshard.features.preemption import StopTogether
@@ -65,6 +67,7 @@ FSDPModule = ShardedModule
 register(*FEATURES)
 register_backend(shared_memory)
 register_kinds(*KINDS)
+register_adapters(Bitsandbytes(), Torchao())
 base.PACKINGS.update(PACKINGS)
 at_first_sharding(install)
 at_first_sharding(check_data_parallel)

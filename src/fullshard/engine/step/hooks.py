@@ -18,7 +18,7 @@ from fullshard.engine.bucket import Bucket
 from fullshard.engine.lookup import refuse_pinned, units_of
 from fullshard.engine.parameter import are_same, sharded_parameter_of, sharded_parameters
 from fullshard.engine.schedule import Schedule
-from fullshard.engine.step.local_parameters import lend, take_back, takes_local
+from fullshard.engine.step.adapters import adapter_of
 from fullshard.engine.step.matrices import MatrixOptimizer
 from fullshard.engine.step.offloaded_state import bring_state, send_state
 from fullshard.engine.step.plain_tensors import finish_step, use_plain_tensors
@@ -27,7 +27,6 @@ from fullshard.engine.step.state_dict import cut_state
 NEEDS_WHOLE_TENSORS: dict[str, frozenset[str]] = {
     "torch": frozenset({"Adafactor", "LBFGS", "Muon", "SparseAdam"}),
     "transformers": frozenset({"Adafactor"}),
-    "bitsandbytes": frozenset({"LAMB", "LAMB8bit", "LAMB32bit", "LARS", "LARS8bit", "LARS32bit", "PytorchLARS"}),
     "apex": frozenset({"FusedLAMB", "FusedLARS", "FusedMixedPrecisionLamb", "FusedNovoGrad"}),
     "came_pytorch": frozenset({"CAME"}),
     "dion": frozenset({"Dion", "Dion2", "Muon", "NorMuon"}),
@@ -51,9 +50,6 @@ _STEPS_IN_BACKWARD = frozenset({"Lomo", "AdaLomo", "LOMO", "AdaLOMO"})
 _OF_ONE_PARAMETER = ("came_pytorch.", "pytorch_optimizer.", "torch_optimizer.")
 """Packages whose optimizers update a parameter by itself."""
 
-_PAST_CLASSES = ("bitsandbytes.", "fullshard.")
-"""Packages whose optimizers use a tensor's memory directly."""
-
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer that cannot work on sharded parameters.
@@ -66,11 +62,12 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         _check_whole(type(optimizer))
     wrappers = (p for p in sharded_parameters(optimizer) if torch_private.has_own_dispatch(type(p.local)))
     wrapper = next(wrappers, None)
-    if wrapper is not None and any(cls.__module__.startswith(_PAST_CLASSES) for cls in type(optimizer).__mro__):
+    is_ours = any(cls.__module__.startswith("fullshard.") for cls in type(optimizer).__mro__)
+    if wrapper is not None and (is_ours or adapter_of(optimizer).needs_plain_memory):
         raise OptimizerError(
             f"{type(optimizer).__module__}.{name} computes with memory, of which {wrapper.name}, a "
             f"{type(wrapper.local).__name__}, has several pieces",
-            hint="use an optimizer of torch's or torchao's, which compute by the operations of the class",
+            hint="use an optimizer of torch's, which computes by the operations of the class",
         )
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
@@ -197,8 +194,8 @@ def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs:
     for schedule in schedules:
         if schedule.event_sink is not None:
             schedule.units[-1].emit(EventKind.OPTIMIZER_STEP)
-    if takes_local(optimizer):  # last: after an error above, nothing would take them back
-        args, kwargs = lend(optimizer, args, kwargs)
+    # Last: after an error above, nothing would undo it.
+    args, kwargs = adapter_of(optimizer).before_step(optimizer, args, kwargs)
     return own + args, kwargs
 
 
@@ -229,8 +226,9 @@ def _tell_after_closure(
 
 
 def after_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-    """Take back what was lent, and send state, after every optimizer's step."""
+    """Undo what was done for the step, and send state, after every optimizer's step."""
     finish_step(optimizer)
-    take_back(optimizer, has_stepped=True)  # before state is sent, which is looked for under the sharded parameters
+    # Before state is sent, which is looked for under the sharded parameters.
+    adapter_of(optimizer).rest(optimizer, has_stepped=True)
     if optimizer in _held:  # otherwise the step began before anything was sharded
         send_state(optimizer, _held[optimizer][1])

@@ -7,6 +7,7 @@ keep their sharded tensors, whose memory the loop updates.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ from torch import optim
 from fullshard.comm import torch_private
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.sharded_tensor import ShardedTensor
-from fullshard.engine.step.local_parameters import as_local
 
 ELEMENT_WISE = (
     optim.Adadelta,
@@ -90,3 +90,8 @@ class _InitGroup:
                 if value is not (before.local if isinstance(before, ShardedTensor) else before):
                     is_per_element = isinstance(value, torch.Tensor) and value.dim()
                     entry[key] = ShardedTensor(value, parameter.spec) if is_per_element else value
+
+
+def as_local(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return state with this rank's interval, a plain tensor, in place of each sharded one."""
+    return {key: value.local if isinstance(value, ShardedTensor) else value for key, value in state.items()}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -19,8 +19,7 @@ from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import OptimizerError
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.sharded_tensor import ShardedTensor
-from fullshard.engine.step.coded import as_torchao_keeps, as_values, values_of
-from fullshard.engine.step.local_parameters import is_of, take_back, takes_local
+from fullshard.engine.step.adapters import adapter_of, values_of
 from fullshard.engine.step.matrices import MatrixOptimizer, is_owned
 
 _TORCHS = (torch.optim.Optimizer.state_dict, torch.optim.Optimizer.load_state_dict)
@@ -31,18 +30,17 @@ def state_dict(self: torch.optim.Optimizer) -> dict[str, Any]:
     """Return torch's state dict, with a `ShardedTensor` in place of each of this rank's intervals.
 
     Raises:
-        OptimizerError: state that cannot be whole: bitsandbytes' codes, of which a rank without elements has none; or
-            that of matrices that other ranks own.
+        OptimizerError: state that cannot be whole: see `OptimizerAdapter.why_not_whole`; or that of matrices that other
+            ranks own.
     """
-    take_back(self)
-    if is_of(self, "bitsandbytes"):
-        _check_is_whole(self, "kept as codes of this rank's interval, if it has one", lambda mesh: mesh.shard_size)
+    adapter = adapter_of(self)
+    adapter.rest(self)
+    if adapter.why_not_whole:
+        _check_is_whole(self, adapter.why_not_whole, lambda mesh: mesh.shard_size)
     if isinstance(self, MatrixOptimizer) and self.keeps_matrices:
         _check_is_whole(self, "kept by the owners of its matrices", lambda mesh: mesh.world_size)
     kept = _TORCHS[0](self)
-    if is_of(self, "torchao"):
-        kept = _map_states(self, kept, as_values)
-    return _map_states(self, kept, _wrapped)
+    return _map_states(self, kept, lambda state, parameter: _wrapped(adapter.saved(state), parameter))
 
 
 def _check_is_whole(optimizer: torch.optim.Optimizer, how: str, ranks: Callable[[Mesh], int]) -> None:
@@ -58,7 +56,7 @@ def _check_is_whole(optimizer: torch.optim.Optimizer, how: str, ranks: Callable[
 
 def as_sharded(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
     """Return state of plain tensors as the optimizer keeps it: laid out as the parameter, unless that is plain."""
-    if isinstance(parameter, ShardedParameter) and not takes_local(optimizer):
+    if isinstance(parameter, ShardedParameter) and not adapter_of(optimizer).keeps_plain_state:
         return _wrapped(state, parameter)
     return state
 
@@ -81,14 +79,14 @@ def load_state_dict(self: torch.optim.Optimizer, state_dict: dict[str, Any]) -> 
     Raises:
         OptimizerError: state has another shape than its parameter.
     """
-    take_back(self)
+    adapter_of(self).rest(self)
     _TORCHS[1](self, _map_states(self, state_dict, partial(cut_state, optimizer=self)))
 
 
 def _map_states(
     optimizer: torch.optim.Optimizer,
     state_dict: dict[str, Any],
-    function: Callable[[dict[str, Any], ShardedParameter], dict[str, Any]],
+    function: Callable[[dict[str, Any], ShardedParameter], Mapping[str, Any]],
 ) -> dict[str, Any]:
     """Return `state_dict` with `function` applied to the state of each sharded parameter."""
     saved = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
@@ -100,7 +98,9 @@ def _map_states(
     return {**state_dict, "state": state}
 
 
-def cut_state(state: dict[str, Any], sharded: ShardedParameter, *, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def cut_state(
+    state: dict[str, Any], sharded: ShardedParameter, *, optimizer: torch.optim.Optimizer
+) -> Mapping[str, Any]:
     """Return the state of a whole parameter, cut to this rank's interval; state that is cut must be this rank's.
 
     State that the owner of a matrix keeps stays as it is; the optimizer drops state that is not this rank's.
@@ -125,4 +125,4 @@ def cut_state(state: dict[str, Any], sharded: ShardedParameter, *, optimizer: to
             )
         else:
             cut[key] = kept
-    return as_torchao_keeps(optimizer, sharded, cut) if is_of(optimizer, "torchao") else cut
+    return adapter_of(optimizer).kept(optimizer, sharded, cut)

@@ -6,14 +6,7 @@ parameter, so that any number of ranks and any optimizer can load it. Coding it 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
-
-from fullshard.engine.parameter import ShardedParameter
-from fullshard.engine.sharded_tensor import ShardedTensor
-from fullshard.engine.step.local_parameters import TORCHAO_SIGNED, local_parameter
 
 TORCHAO_BITS = {"OptimState8bit": 8, "OptimState4bit": 4, "OptimStateFp8": 8}
 
@@ -69,30 +62,3 @@ def _nearest(blocks: torch.Tensor, scales: torch.Tensor, book: torch.Tensor | No
     if book is None:
         return normal.to(torch.float8_e4m3fn)
     return torch.bucketize(normal, (book[1:] + book[:-1]) / 2, out_int32=True).to(torch.uint8)
-
-
-def values_of(value: Any) -> Any:
-    """Return the values of torchao's codes, and everything else as it is."""
-    return value.dequantize() if type(value).__name__ in TORCHAO_BITS else value
-
-
-def as_values(state: Mapping[str, Any], _parameter: object) -> dict[str, Any]:
-    """Return a torchao optimizer's state of one parameter as values: float32, whether a rank has codes or not."""
-    return {key: values_of(value).float() if key in TORCHAO_SIGNED else value for key, value in state.items()}
-
-
-@torch.no_grad()
-def as_torchao_keeps(optimizer: Any, parameter: ShardedParameter, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return state with this rank's intervals as the optimizer keeps them: codes where it would make codes."""
-    kept = dict(state)
-    for key in state.keys() & TORCHAO_SIGNED.keys():
-        if isinstance(value := state[key], ShardedTensor):
-            kept[key] = fresh = optimizer._new_buffer(local_parameter(parameter), TORCHAO_SIGNED[key])
-            if (bits := TORCHAO_BITS.get(type(fresh).__name__)) is None:
-                fresh.copy_(value.local)
-                continue
-            book = getattr(fresh, "qmap", None)
-            codes, scales = encode(value.local.float(), book, bits=bits, block=fresh.block_size)
-            fresh.codes.view(-1).copy_(codes)
-            fresh.scale.copy_(scales)
-    return kept

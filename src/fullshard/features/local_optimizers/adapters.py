@@ -1,0 +1,91 @@
+"""The optimizers of bitsandbytes and torchao update plain tensors: this rank's intervals.
+
+bitsandbytes' kernels take addresses; torchao's optimizers are compiled, and count blocks within what a rank has.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fullshard.engine.parameter import ShardedParameter
+from fullshard.engine.sharded_tensor import ShardedTensor
+from fullshard.engine.step.adapters import OptimizerAdapter
+from fullshard.features.local_optimizers.coded import encode
+from fullshard.features.local_optimizers.lent import lend, local_parameter, take_back
+
+TORCHAO_BITS = {"OptimState8bit": 8, "OptimState4bit": 4, "OptimStateFp8": 8}
+TORCHAO_SIGNED = {"exp_avg": True, "exp_avg_sq": False, "max_exp_avg_sq": False}
+"""The state that torchao's optimizers may keep as codes, and whether it may be negative; the last one for AMSGrad."""
+
+
+def is_of(optimizer: torch.optim.Optimizer, package: str) -> bool:
+    """Return whether the optimizer's class, or one that it derives from, is of this package."""
+    return any(cls.__module__.partition(".")[0] == package for cls in type(optimizer).__mro__)
+
+
+class Bitsandbytes(OptimizerAdapter):
+    """Optimizers of bitsandbytes."""
+
+    needs_plain_memory = keeps_plain_state = True
+    why_not_whole = "kept as codes of this rank's interval, if it has one"
+
+    def takes(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether the optimizer is one of bitsandbytes'."""
+        return is_of(optimizer, "bitsandbytes")
+
+    def before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Lend the optimizer plain parameters."""
+        return lend(optimizer, args, kwargs)
+
+    def rest(self, optimizer: Any, *, has_stepped: bool = False) -> None:
+        """Take them back."""
+        take_back(optimizer)
+
+
+class Torchao(OptimizerAdapter):
+    """Optimizers of torchao, whose state dicts are whole."""
+
+    keeps_plain_state = True
+
+    def takes(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether the optimizer is one of torchao's."""
+        return is_of(optimizer, "torchao")
+
+    def before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Lend the optimizer plain parameters."""
+        return lend(optimizer, args, kwargs)
+
+    def rest(self, optimizer: Any, *, has_stepped: bool = False) -> None:
+        """Take them back. Count the step of one without elements here, which was not updated, as elsewhere."""
+        for plain, parameter in take_back(optimizer):
+            if has_stepped and not plain.numel() and parameter.local_grad is not None:
+                keys = list(TORCHAO_SIGNED)[: 3 if optimizer.param_groups[0].get("amsgrad") else 2]
+                fresh = {"step": torch.tensor(0.0)} | {key: torch.zeros_like(parameter.local) for key in keys}
+                optimizer.state[parameter] = optimizer.state.get(parameter) or fresh
+                optimizer.state[parameter]["step"] += 1
+
+    def values(self, kept: Any) -> Any:
+        """Return the values of codes, and everything else as it is."""
+        return kept.dequantize() if type(kept).__name__ in TORCHAO_BITS else kept
+
+    def saved(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return state as values: float32, whether a rank has codes or not."""
+        return {key: self.values(kept).float() if key in TORCHAO_SIGNED else kept for key, kept in state.items()}
+
+    @torch.no_grad()
+    def kept(self, optimizer: Any, parameter: ShardedParameter, state: dict[str, Any]) -> dict[str, Any]:
+        """Return state with this rank's intervals as the optimizer keeps them: codes where it would make codes."""
+        kept = dict(state)
+        for key in state.keys() & TORCHAO_SIGNED.keys():
+            if isinstance(value := state[key], ShardedTensor):
+                kept[key] = fresh = optimizer._new_buffer(local_parameter(parameter), TORCHAO_SIGNED[key])
+                if (bits := TORCHAO_BITS.get(type(fresh).__name__)) is None:
+                    fresh.copy_(value.local)
+                    continue
+                book = getattr(fresh, "qmap", None)
+                codes, scales = encode(value.local.float(), book, bits=bits, block=fresh.block_size)
+                fresh.codes.view(-1).copy_(codes)
+                fresh.scale.copy_(scales)
+        return kept
