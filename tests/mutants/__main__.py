@@ -34,7 +34,7 @@ from typing import Any
 from tests.mutants.reached import FOLDER, Reached, environment_of, measure
 from tests.mutants.sites import Mutant, mutants
 
-TARGETS = ("engine/**/*", "comm/**/*", "features/shared_memory/*", "core/*", "checkpoint/storage",
+TARGETS = ("engine/**/*", "comm/**/*", "features/**/*", "core/*", "checkpoint/storage",
            "checkpoint/tensor_file", "checkpoint/load", "checkpoint/readers", "checkpoint/save",
            "checkpoint/resharding", "plan/memory", "plan/setting")  # fmt: skip
 SOURCE = Path("src/fullshard")
