@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn, optim
 
 from fullshard.comm.stalls import all_reduce
@@ -36,59 +36,75 @@ class _Window:
 
     Attributes:
         batch, rows, columns: of the parameter.
-        first: the row that it begins in, counted over all matrices.
-        lead: elements of that row that are another rank's.
-        numel: elements of this rank.
+        start, stop: of the elements.
     """
 
     batch: int
     rows: int
     columns: int
-    first: int
-    lead: int
-    numel: int
-
-    @classmethod
-    def of(cls, parameter: torch.Tensor) -> _Window:
-        """Return the window of a parameter of two dims or more, sharded or not."""
-        shape = parameter.shape
-        start, stop = 0, parameter.numel()
-        if isinstance(parameter, ShardedParameter):
-            start, stop = parameter.interval.start, parameter.interval.stop
-        return cls(math.prod(shape[:-2]), shape[-2], shape[-1], start // shape[-1], start % shape[-1], stop - start)
+    start: int
+    stop: int
 
     @property
-    def count(self) -> int:
-        """Rows that it touches."""
-        return -(-(self.lead + self.numel) // self.columns)
+    def _lines(self) -> slice:
+        """The rows that it touches, counted over all matrices."""
+        return slice(self.start // self.columns, -(-self.stop // self.columns))
+
+    def _matrices(self) -> Iterable[tuple[int, slice]]:
+        """Yield each matrix that the window has a part of, and its slice of the window's lines."""
+        first, last = self._lines.start, self._lines.stop
+        for matrix in range(first // self.rows, -(-last // self.rows)):
+            begin, end = matrix * self.rows, (matrix + 1) * self.rows
+            yield matrix, slice(max(first, begin) - first, min(last, end) - first)
 
     def sums(self, values: torch.Tensor) -> list[torch.Tensor]:
         """Return sums by row, shape (batch * rows,), and column, (batch * columns,), of this rank's elements, (n,)."""
-        by_row = values.new_zeros(self.batch * self.rows)
-        by_column = values.new_zeros(self.batch, self.columns)
-        if self.numel:
-            lines = values.new_zeros(self.count, self.columns)
-            lines.view(-1)[self.lead : self.lead + self.numel] = values
-            by_row[self.first : self.first + self.count] = lines.sum(1)
-            for matrix, own in self._matrices():
-                by_column[matrix] = lines[own].sum(0)
+        by_row, by_column = values.new_zeros(self.batch * self.rows), values.new_zeros(self.batch, self.columns)
+        around = self.start - self._lines.start * self.columns, self._lines.stop * self.columns - self.stop
+        lines = F.pad(values, around).view(-1, self.columns)
+        by_row[self._lines] = lines.sum(1)
+        for matrix, own in self._matrices():
+            by_column[matrix] = lines[own].sum(0)
         return [by_row, by_column.view(-1)]
 
     def products(self, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
         """Return this rank's elements, (n,), of the product of rows (batch, rows, 1) and columns (batch, 1, cols)."""
-        if not self.numel:
-            return row.new_empty(0)
-        lines = row.new_empty(self.count, self.columns)
-        by_row, by_column = row.reshape(-1), column.reshape(self.batch, self.columns)
+        by_row, by_column = row.reshape(-1)[self._lines], column.reshape(self.batch, self.columns)
+        lines = row.new_empty(len(by_row), self.columns)
         for matrix, own in self._matrices():
-            torch.outer(by_row[self.first + own.start : self.first + own.stop], by_column[matrix], out=lines[own])
-        return lines.view(-1)[self.lead : self.lead + self.numel]
+            torch.outer(by_row[own], by_column[matrix], out=lines[own])
+        lead = self.start - self._lines.start * self.columns
+        return lines.view(-1)[lead : lead + self.stop - self.start]
 
-    def _matrices(self) -> Iterable[tuple[int, slice]]:
-        """Yield each matrix that the window has a part of, and its slice of the window's lines."""
-        for matrix in range(self.first // self.rows, -(-(self.first + self.count) // self.rows)):
-            begin, end = matrix * self.rows - self.first, (matrix + 1) * self.rows - self.first
-            yield matrix, slice(max(0, begin), min(self.count, end))
+
+@dataclass(slots=True)
+class _Updated:
+    """A parameter in a step.
+
+    Attributes:
+        parameter, group, state: as the optimizer has them.
+        weights, gradient: this rank's elements, shape (n,), the gradient in float32 at least.
+        window: None of a vector, whose squares are averaged one by one.
+        sums: over all ranks, once they are: squared weights, and squared gradients by row and by column.
+    """
+
+    parameter: torch.Tensor
+    group: dict[str, Any]
+    state: dict[str, Any]
+    weights: torch.Tensor
+    gradient: torch.Tensor
+    window: _Window | None
+    sums: list[torch.Tensor]
+
+    @property
+    def step(self) -> float:
+        """The number of this step, from 1."""
+        return float(self.state["step"])
+
+    @property
+    def size(self) -> float:
+        """Root mean square of the weights."""
+        return math.sqrt(self.sums[0].item() / self.parameter.numel())
 
 
 class Adafactor(MatrixOptimizer):
@@ -137,12 +153,14 @@ class Adafactor(MatrixOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        members = [_Updated.of(p, group, self.state) for group in self.param_groups for p in group["params"]]
-        given = [member for member in members if member is not None]
-        _sum_over_ranks(given, [self._parts_of(member) for member in given])
         by_bucket: dict[int, list[_Updated]] = {}
-        for member in given:
-            by_bucket.setdefault(member.bucket, []).append(member)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if (gradient := _gradient(p)) is not None and p.numel():
+                    bucket = p.bucket if isinstance(p, ShardedParameter) else p
+                    by_bucket.setdefault(id(bucket), []).append(self._updated(p, gradient, group))
+        given = [member for own in by_bucket.values() for member in own]
+        _sum_over_ranks(given, [member.sums for member in given])
         for own in by_bucket.values():
             directions = [self._direction(member) for member in own]
             norms = [[direction.square().sum().view(1)] for direction in directions]
@@ -151,21 +169,32 @@ class Adafactor(MatrixOptimizer):
                 self._apply(member, direction, math.sqrt(square.item() / member.parameter.numel()))
         return loss
 
-    def _parts_of(self, member: _Updated) -> list[torch.Tensor]:
-        """Return the parts to sum over the ranks. Keeps them, so that the sums are there later."""
-        squares = member.gradient.square()
-        if eps := self._added(member):
-            squares = squares.add_(eps)
-        member.sums = [member.weights.float().square().sum().view(1)]
-        member.sums += member.window.sums(squares) if member.window is not None else []
-        return member.sums
+    def _updated(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> _Updated:
+        """Return a parameter in this step, with this rank's part of the sums."""
+        state, weights, shape = self.state[parameter], _flat(parameter), list(parameter.shape)
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            if len(shape) > 1 and shape[-1] > 1 and shape[-2] > 1:
+                state[_ROWS] = weights.new_zeros([*shape[:-1], 1])
+                state[_COLUMNS] = weights.new_zeros([*shape[:-2], 1, shape[-1]])
+            else:  # a matrix of one row or one column is a vector, which is equivalent
+                state[_EACH] = torch.zeros_like(parameter)
+        state["step"] += 1
+        gradient = gradient.detach().reshape(-1)
+        gradient = gradient.float() if gradient.dtype in (torch.float16, torch.bfloat16) else gradient
+        window, sums = None, [weights.float().square().sum().view(1)]
+        if _ROWS in state:
+            start = parameter.interval.start if isinstance(parameter, ShardedParameter) else 0
+            window = _Window(math.prod(shape[:-2]), shape[-2], shape[-1], start, start + len(weights))
+            sums += window.sums(gradient.square().add_(self._added(group)))
+        return _Updated(parameter, group, state, weights, gradient, window, sums)
 
     def _direction(self, member: _Updated) -> torch.Tensor:
         """Take the squares into the averages; this rank's elements of the direction, in float32."""
-        state, window, keeps = member.state, member.window, member.weight_of_new(self._exponent(member))
+        state, window, keeps = member.state, member.window, member.step ** self._exponent(member.group)
         if window is None:
-            squares = member.gradient.square()
-            variance = _flat(state[_EACH]).lerp_(squares.add_(self._added(member)).to(state[_EACH].dtype), keeps)
+            squares = member.gradient.square().add_(self._added(member.group))
+            variance = _flat(state[_EACH]).lerp_(squares.to(state[_EACH].dtype), keeps)
             return self._of_variance(member, variance.clone())
         by_row, by_column = member.sums[1:]
         rows, columns = state[_ROWS], state[_COLUMNS]
@@ -183,10 +212,10 @@ class Adafactor(MatrixOptimizer):
 
     # -- where torch's and Transformers' numbers differ -----------------------------------------------------------
 
-    def _exponent(self, member: _Updated) -> float:
-        return float(member.group["beta2_decay"])
+    def _exponent(self, group: dict[str, Any]) -> float:
+        return float(group["beta2_decay"])
 
-    def _added(self, member: _Updated) -> float:
+    def _added(self, group: dict[str, Any]) -> float:
         """Return the number that is added to each square."""
         return 0.0
 
@@ -263,11 +292,11 @@ class TransformersAdafactor(Adafactor):
             member.weights.mul_(1 - group["weight_decay"] * lr)
         member.weights.sub_(update.to(member.weights.dtype))
 
-    def _exponent(self, member: _Updated) -> float:
-        return float(member.group["decay_rate"])
+    def _exponent(self, group: dict[str, Any]) -> float:
+        return float(group["decay_rate"])
 
-    def _added(self, member: _Updated) -> float:
-        return float(member.group["eps"][0])
+    def _added(self, group: dict[str, Any]) -> float:
+        return float(group["eps"][0])
 
     def _of_factors(self, member: _Updated, window: _Window, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
         mean = rows.mean(dim=-2, keepdim=True)
@@ -277,88 +306,31 @@ class TransformersAdafactor(Adafactor):
         return variance.rsqrt_().mul_(member.gradient)
 
 
-@dataclass(slots=True)
-class _Updated:
-    """A parameter in a step.
+def _gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return the gradient of this rank's elements.
 
-    Attributes:
-        parameter, group, state: as the optimizer has them.
-        weights, gradient: this rank's elements, shape (n,), the gradient in float32 at least.
-        window: None of a vector, whose squares are averaged one by one.
-        step: number of this step, from 1.
-        sums: over all ranks, once they are: squared weights, and squared gradients by row and by column.
+    Raises:
+        OptimizerError: no sums of rows and columns can be made of it.
     """
-
-    parameter: torch.Tensor
-    group: dict[str, Any]
-    state: dict[str, Any]
-    weights: torch.Tensor
-    gradient: torch.Tensor
-    window: _Window | None
-    step: float
-    sums: list[torch.Tensor]
-
-    @classmethod
-    def of(cls, parameter: torch.Tensor, group: dict[str, Any], states: Any) -> _Updated | None:
-        """Return the parameter's update; None if it has no gradient, or no elements."""
-        sharded = parameter if isinstance(parameter, ShardedParameter) else None
-        gradient = parameter.grad if sharded is None else sharded.local_grad
-        if gradient is None or not parameter.numel():
-            return None
-        if gradient.is_sparse or parameter.is_complex():
-            raise OptimizerError(f"Adafactor: {_name(parameter)} has a sparse gradient, or is complex")
-        if sharded is not None and sharded.spec.is_chunked:
-            raise OptimizerError(
-                f"Adafactor: {_name(parameter)} {tuple(parameter.shape)} is split by tensor parallelism, so no rank "
-                "has whole sums of its rows and columns",
-                hint="use AdamW with tensor parallelism",
-            )
-        state = states[parameter]
-        if not state:
-            _begin(state, parameter)
-        state["step"] += 1
-        weights = _flat(parameter)
-        window = _Window.of(parameter) if _ROWS in state else None
-        grad = gradient.detach().reshape(-1)
-        grad = grad.float() if grad.dtype in (torch.float16, torch.bfloat16) else grad
-        return cls(parameter, group, state, weights, grad, window, float(state["step"]), [])
-
-    @property
-    def bucket(self) -> int:
-        """The key of its bucket: the bucket's id, or its own if it is in none."""
-        return id(self.parameter.bucket if isinstance(self.parameter, ShardedParameter) else self.parameter)
-
-    @property
-    def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """The ranks that have its other elements."""
-        return self.parameter.spec.groups if isinstance(self.parameter, ShardedParameter) else ()
-
-    @property
-    def size(self) -> float:
-        """Root mean square of the weights."""
-        return math.sqrt(self.sums[0].item() / self.parameter.numel())
-
-    def weight_of_new(self, exponent: float) -> float:
-        """Return the weight of a new square in an average."""
-        return float(self.step**exponent)
-
-
-def _begin(state: dict[str, Any], parameter: torch.Tensor) -> None:
-    """Make the state before the first step; a matrix of one row or one column is a vector, which is equivalent."""
-    state["step"] = torch.tensor(0.0)
-    shape, like = list(parameter.shape), _flat(parameter)
-    if len(shape) > 1 and parameter.numel() and shape[-1] > 1 and shape[-2] > 1:
-        state[_ROWS] = like.new_zeros([*shape[:-1], 1])
-        state[_COLUMNS] = like.new_zeros([*shape[:-2], 1, shape[-1]])
-    else:
-        state[_EACH] = torch.zeros_like(parameter.detach())
+    sharded = parameter if isinstance(parameter, ShardedParameter) else None
+    gradient = parameter.grad if sharded is None else sharded.local_grad
+    name = getattr(parameter, "name", None) or "a parameter"
+    if gradient is not None and (gradient.is_sparse or parameter.is_complex()):
+        raise OptimizerError(f"Adafactor: {name} has a sparse gradient, or is complex")
+    if gradient is not None and sharded is not None and sharded.spec.is_chunked:
+        raise OptimizerError(
+            f"Adafactor: {name} {tuple(parameter.shape)} is split by tensor parallelism, so no rank has whole sums of "
+            "its rows and columns",
+            hint="use AdamW with tensor parallelism",
+        )
+    return gradient
 
 
 def _sum_over_ranks(members: Sequence[_Updated], parts: Sequence[list[torch.Tensor]]) -> None:
     """Sum what each member's ranks have, in place: one collective per group of ranks and device."""
     together: dict[Any, list[torch.Tensor]] = {}
     for member, tensors in zip(members, parts, strict=True):
-        for group in member.groups:
+        for group in member.parameter.spec.groups if isinstance(member.parameter, ShardedParameter) else ():
             together.setdefault((group, member.weights.device), []).extend(tensors)
     for (group, _), held in together.items():
         flat = torch.cat(held)
@@ -370,7 +342,3 @@ def _sum_over_ranks(members: Sequence[_Updated], parts: Sequence[list[torch.Tens
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's elements as a view of shape (n,)."""
     return tensor.local if isinstance(tensor, ShardedTensor) else tensor.detach().view(-1)
-
-
-def _name(parameter: torch.Tensor) -> str:
-    return str(getattr(parameter, "name", None) or "a parameter")
