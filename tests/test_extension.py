@@ -74,9 +74,10 @@ def moments() -> list[str]:
 
 
 STEP = """\
-forward_begins model is_outermost
+forward_begins
+call_begins model
 before_gather model
-forward_begins 0
+call_begins 0
 before_gather 0
 call_ends 0
 call_ends model
@@ -98,7 +99,7 @@ def test_the_moments_of_a_step() -> None:
     for said in run_ranks(moments, 2):
         first, _, rest = "\n".join(said).partition("\nstep_begins\n")
         assert first == f"before_first_use in_forward\n{STEP}"
-        ahead = STEP.replace("forward_begins 0\nbefore_gather 0", "before_gather 0\nforward_begins 0")
+        ahead = STEP.replace("call_begins 0\nbefore_gather 0", "before_gather 0\ncall_begins 0")
         assert rest == f"{ahead}\nbefore_save", "the second forward knows what comes next"
 
 

@@ -75,13 +75,11 @@ class Extension:
     def step_begins(self) -> None:
         """Learn that the first forward after an optimizer's step begins."""
 
-    def forward_begins(self, unit: Unit, *, is_outermost: bool) -> None:
-        """Learn that a unit is about to run forward, before it is unsharded. Recomputes do not count.
+    def forward_begins(self) -> None:
+        """Learn that a forward of the model begins; `call_begins` of its outermost unit follows."""
 
-        Args:
-            unit: the unit.
-            is_outermost: whether a forward of the model begins with it.
-        """
+    def call_begins(self, unit: Unit) -> None:
+        """Learn that a unit is about to run forward, before it is unsharded. Recomputes do not count."""
 
     def call_ends(self, unit: Unit, call: Call[Unit]) -> None:
         """Learn that a forward which backward may come back to has ended."""

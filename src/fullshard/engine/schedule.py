@@ -117,8 +117,10 @@ class Schedule:
         self._depth += 1  # before code that may raise: end_forward is called even then
         if self._depth == 1:
             self._begin_outermost()
-        for tell in self.extensions.forward_begins:
-            tell(unit, is_outermost=self._depth == 1)
+            for tell in self.extensions.forward_begins:
+                tell()
+        for tell in self.extensions.call_begins:
+            tell(unit)
         self._forward.append(unit)
         return self._depth == 1
 

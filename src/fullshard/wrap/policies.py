@@ -340,8 +340,8 @@ def _repeated_blocks(model: nn.Module, candidates: dict[int, nn.Module]) -> set[
                     groups[type(child)][id(child)] = child
     least = _WORTH_A_UNIT * numel(model)
     repeated = {cls: group for cls, group in groups.items() if len(group) > 1 and numel(*group.values()) >= least}
-    composed = [group for cls, group in repeated.items() if not _is_single_layer(cls)]
-    return {key for group in composed or repeated.values() for key in group}
+    blocks = [group for cls, group in repeated.items() if not _is_single_layer(cls)]
+    return {key for group in blocks or repeated.values() for key in group}
 
 
 def _is_single_layer(cls: type[nn.Module]) -> bool:

@@ -26,20 +26,23 @@ class ActivationOffload(Extension):
         """Find out whether any unit has its activations on the host."""
         self._pages = Pages.of(self.model.units)
 
-    def forward_begins(self, unit: Unit, *, is_outermost: bool) -> None:
-        """Begin a page before the unit saves anything.
+    def forward_begins(self) -> None:
+        """Begin with the first page.
 
         Raises:
             ConfigError: the model is one unit, all of whose activations backward needs at once.
         """
         if self._pages is None:
             return
-        if is_outermost:
-            if not self._is_checked:
-                check_offloads_activations(len(self.model.units))
-                self._is_checked = True
-            self._pages.begin(ahead=self.model.backward_prefetch is BackwardPrefetch.BACKWARD_PRE)
-        self._pages.turn(unit)
+        if not self._is_checked:
+            check_offloads_activations(len(self.model.units))
+            self._is_checked = True
+        self._pages.begin(ahead=self.model.backward_prefetch is BackwardPrefetch.BACKWARD_PRE)
+
+    def call_begins(self, unit: Unit) -> None:
+        """Begin a page before the unit saves anything."""
+        if self._pages is not None:
+            self._pages.turn(unit)
 
     def call_ends(self, unit: Unit, call: Call[Unit]) -> None:
         """Remember which page backward needs when it comes to the outputs of this forward."""

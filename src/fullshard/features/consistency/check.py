@@ -22,7 +22,6 @@ from fullshard.core.place import this_process
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.extension import Extension
 from fullshard.engine.schedule import Schedule
-from fullshard.engine.unit import Unit
 from fullshard.features.consistency.pace import Pace, RankPace, slow_ranks, usual_computing
 from fullshard.features.consistency.replicas import Replicas
 
@@ -74,12 +73,11 @@ class ConsistencyCheck(Extension):
         """Begin to measure another step."""
         self._pace.begin_step(is_wanted=self.every > 0)
 
-    def forward_begins(self, unit: Unit, *, is_outermost: bool) -> None:
+    def forward_begins(self) -> None:
         """Count what follows as computing, if it is to be trained with."""
-        if is_outermost:
-            self._has_run = True
-            if torch.is_grad_enabled():
-                self._pace.resume()
+        self._has_run = True
+        if torch.is_grad_enabled():
+            self._pace.resume()
 
     def forward_ends(self, *, failed: bool) -> None:
         """Count what follows as something else."""

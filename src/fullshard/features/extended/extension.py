@@ -9,7 +9,6 @@ from fullshard.comm import torch_private
 from fullshard.core.errors import LifecycleError
 from fullshard.engine.extension import Extension
 from fullshard.engine.parameter import ShardedParameter
-from fullshard.engine.unit import Unit
 from fullshard.features.extended.bucket import ExtendedBucket
 from fullshard.features.extended.protocol import PRE
 
@@ -26,14 +25,12 @@ class LateProtocol(Extension):
         self._sharded = tuple(parameter for bucket in plain for parameter in bucket.sharded_parameters)
         self._attributes = list(map(vars, self._sharded))
 
-    def forward_begins(self, unit: Unit, *, is_outermost: bool) -> None:
+    def forward_begins(self) -> None:
         """Refuse a parameter that was told how it is to be gathered.
 
         Raises:
             LifecycleError: there is one.
         """
-        if not is_outermost:
-            return
         of_locals = map(vars, map(torch_private.local_of, self._sharded))  # every step asks: no loop but of those
         is_told = map(operator.contains, itertools.chain(self._attributes, of_locals), itertools.repeat(PRE))
         for parameter in itertools.compress(self._sharded * 2, is_told):

@@ -22,7 +22,6 @@ from fullshard.comm import torch_private
 from fullshard.core.errors import LifecycleError
 from fullshard.engine.extension import Extension
 from fullshard.engine.parameter import are_same, sharded_parameter_of
-from fullshard.engine.unit import Unit
 
 _registered = [0]
 """The number of registrations with modules of a sharded model."""
@@ -57,14 +56,12 @@ class LateRegistration(Extension):
         self._known_count = 0
         self._known_children: list[nn.Module | None] = []
 
-    def forward_begins(self, unit: Unit, *, is_outermost: bool) -> None:
+    def forward_begins(self) -> None:
         """Refuse parameters and modules that were put in since the last forward of the model.
 
         Raises:
             LifecycleError: A parameter that no unit owns, or a sharded one in a place that its unit does not know.
         """
-        if not is_outermost:
-            return
         children = list(itertools.chain.from_iterable(map(dict.values, self._children)))
         count = sum(map(len, self._parameters))
         is_known = self._known_count == count and are_same(children, self._known_children)

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from fullshard.engine.extension import Extension
-from fullshard.engine.unit import Unit
 from fullshard.features import torch_private
 from fullshard.features.torch_compat.library_methods import replace_methods
 from fullshard.features.torch_compat.state import TorchState
@@ -31,7 +30,7 @@ class TorchCompat(Extension):
                 for inner in module.modules():
                     replace_methods(inner, unit)
 
-    def forward_begins(self, unit: Unit, *, is_outermost: bool) -> None:
+    def forward_begins(self) -> None:
         """Wait for the event: gathers read main weights, which another stream may still be writing."""
         if self.post_optim_event is not None:
             self.post_optim_event.wait()

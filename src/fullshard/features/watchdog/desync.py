@@ -111,10 +111,12 @@ class DesyncDetection(Extension):
         """Know how long steps take."""
         PLACE.begin_step(time.monotonic())
 
-    def forward_begins(self, unit: Unit, *, is_outermost: bool) -> None:
+    def forward_begins(self) -> None:
+        """Forget which units the forward before has run."""
+        self._forward = []
+
+    def call_begins(self, unit: Unit) -> None:
         """Log a gather; in the first forward compare, before this rank waits for the others, that all are at it."""
-        if is_outermost:
-            self._forward = []
         if not self.is_order_verified:
             self._compare_first(f"unit {unit.name!r}")
         elif _waits(unit):
