@@ -25,8 +25,8 @@ from fullshard.checkpoint import load_checkpoint, save_checkpoint
 from fullshard.core.errors import ConfigError, OptimizerError
 from fullshard.core.events import Event, EventKind
 from fullshard.core.matrices import NEWTON_SCHULZ_STEPS
-from fullshard.engine.step.matrices import sent_numel
 from fullshard.features import ShardedParameter, fully_shard, init_mesh, shard_model, step_in_backward
+from fullshard.features.matrices.exchange import sent_numel
 from fullshard.optim import EMA, Adafactor, MatrixRule, Muon
 from fullshard.plan.matrices import MatrixWork
 from tests import optimizers

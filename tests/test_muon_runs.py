@@ -162,8 +162,8 @@ def test_sft(tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def planned_and_sent() -> tuple[MatrixWork, list[int], int]:
     """The plan's dealing, from shapes alone; the engine's owners, and what this rank has sent."""
     from fullshard.api.planning import model_shape
-    from fullshard.engine.step.matrices import sent_numel
     from fullshard.features import init_mesh, shard_model
+    from fullshard.features.matrices.exchange import sent_numel
     from fullshard.optim import Muon
     from fullshard.wrap.policies import Auto, unit_modules
 

@@ -18,8 +18,8 @@ import fullshard
 from fullshard.checkpoint import load_checkpoint, save_checkpoint
 from fullshard.core.errors import ConfigError, OptimizerError
 from fullshard.core.events import Event, EventKind
-from fullshard.engine.step.matrices import sent_numel
 from fullshard.features import ShardedParameter, init_mesh, repoint, shard_model
+from fullshard.features.matrices.exchange import sent_numel
 from fullshard.optim import MatrixRule, OnOwners
 from tests import optimizers, trainers
 from tests.differential import check, compare, parameters

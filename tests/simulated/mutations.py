@@ -238,7 +238,7 @@ MUTATIONS = (
     ),
     Mutation(
         "pieces of matrices are not waited for",
-        "engine/step/matrices.py",
+        "features/matrices/exchange.py",
         "            received = self.work.wait()\n",
         "            received = self.work.wait.__closure__[0].cell_contents\n",
         "matrices",

@@ -28,9 +28,9 @@ from fullshard.engine.bucket import Bucket
 from fullshard.engine.lookup import require_units, units_of
 from fullshard.engine.parameter import ShardedParameter, local_gradients
 from fullshard.engine.precision import dtype_name
-from fullshard.engine.step.matrices import sent_numel
 from fullshard.engine.step.plain_tensors import as_local
 from fullshard.engine.unit import Unit
+from fullshard.features.matrices import sent_numel
 from fullshard.optim import Muon
 from fullshard.optim.with_adamw import MatricesWithAdamW
 from fullshard.plan.job import Job

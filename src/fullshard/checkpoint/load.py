@@ -53,9 +53,9 @@ from fullshard.core.chunking import UNCUT, Chunking
 from fullshard.core.errors import CheckpointError, DamagedError
 from fullshard.core.journal import JOURNAL, Happening
 from fullshard.core.layout import Interval
-from fullshard.engine.step.matrices import MatrixOptimizer
 from fullshard.engine.step.plain_tensors import as_local
 from fullshard.engine.step.state_dict import as_sharded
+from fullshard.features.matrices import MatrixOptimizer
 from fullshard.optim import EMA
 
 logger = logging.getLogger(__name__)

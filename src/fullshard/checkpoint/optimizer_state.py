@@ -14,8 +14,8 @@ from fullshard.checkpoint.format import GroupRecord
 from fullshard.checkpoint.tensors import LocalTensor
 from fullshard.checkpoint.values import encode_value
 from fullshard.core.errors import CheckpointError
-from fullshard.engine.step.matrices import MatrixOptimizer, is_owned
 from fullshard.engine.step.plain_tensors import as_local
+from fullshard.features.matrices import MatrixOptimizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ def state_entries(optimizer: torch.optim.Optimizer, parameters: Sequence[LocalTe
     for members in group_parameters(optimizer, parameters):
         for parameter, local in members:
             state = as_local(optimizer.state.get(parameter, {}))
-            for key in [key for key in state if is_owned(optimizer, key)]:
+            for key in [key for key in state if isinstance(optimizer, MatrixOptimizer) and optimizer.is_owned(key)]:
                 if local.is_sharded or local.is_writer:
                     is_tensor = isinstance(state[key], torch.Tensor)
                     yield StateEntry(local, key, state[key], "replicated" if is_tensor else None, is_owned=True)

@@ -21,6 +21,7 @@ from fullshard.features.consistency import ConsistencyCheck, ConsistencyMethods
 from fullshard.features.extended import Composed, Extended, LateProtocol
 from fullshard.features.late_registration import LateRegistration
 from fullshard.features.local_optimizers import Bitsandbytes, Torchao
+from fullshard.features.matrices import MatrixAdapter
 from fullshard.features.nonfinite import NonFiniteGuard, NonFiniteMethods
 from fullshard.features.packed_messages import PACKINGS
 from fullshard.features.preemption import StopTogether
@@ -67,7 +68,7 @@ FSDPModule = ShardedModule
 register(*FEATURES)
 register_backend(shared_memory)
 register_kinds(*KINDS)
-register_adapters(Bitsandbytes(), Torchao())
+register_adapters(Bitsandbytes(), Torchao(), MatrixAdapter())
 base.PACKINGS.update(PACKINGS)
 at_first_sharding(install)
 at_first_sharding(check_data_parallel)

@@ -25,7 +25,7 @@ from fullshard.comm.stalls import all_reduce
 from fullshard.core.errors import ConfigError, OptimizerError
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.sharded_tensor import ShardedTensor
-from fullshard.engine.step.matrices import MatrixOptimizer
+from fullshard.features.matrices import MatrixOptimizer
 
 _ROWS, _COLUMNS, _EACH = "row_var", "col_var", "variance"
 

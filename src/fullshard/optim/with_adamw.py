@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor
 from fullshard.comm import torch_private
 from fullshard.core.errors import ConfigError, OptimizerError
 from fullshard.core.matrices import matrix_shape
-from fullshard.engine.parameter import ShardedParameter, are_same
+from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.sharded_tensor import ShardedTensor
-from fullshard.engine.step.matrices import MatrixOptimizer, WholeMatrices
 from fullshard.engine.step.plain_tensors import use_plain_tensors
+from fullshard.features.matrices import MatrixOptimizer
 from fullshard.optim.rule import MatrixRule
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class MatricesWithAdamW(MatrixOptimizer):
 
     Attributes:
         rule: what became of the model's parameters; None if it was not given one.
-        name, algorithm: of what updates matrices, in words and in their groups.
+        algorithm: what updates matrices, as their groups have it.
         sent_as: the dtype in which matrices are sent to owners and back.
         width: how many values owners get for each element.
 
@@ -60,7 +60,6 @@ class MatricesWithAdamW(MatrixOptimizer):
         OptimizerError: a vector in a group of matrices.
     """
 
-    name: str
     algorithm: str
     sent_as: torch.dtype
     width = 1
@@ -77,13 +76,11 @@ class MatricesWithAdamW(MatrixOptimizer):
             **{key: defaults[key] for key in ("lr", "weight_decay")},
             **own,
         }
-        self._whole: list[WholeMatrices] = []
-        self._dealt: list[ShardedParameter] = []
         self.rule = MatrixRule.of(params, self.name) if isinstance(params, nn.Module) else None
         if self.rule is not None:
             logger.info("%s", self.rule)
         super().__init__(
-            params if self.rule is None else self.rule.groups(),  # type: ignore[arg-type]
+            params if self.rule is None else self.rule.groups(),
             {**defaults, "algorithm": self.algorithm, "flatten": False},
         )
 
@@ -130,7 +127,7 @@ class MatricesWithAdamW(MatrixOptimizer):
         for parameter in given:
             if not isinstance(parameter, ShardedParameter):
                 self._apply(parameter, self._made_of_all(parameter, members[parameter]), members[parameter])
-        for whole in self._deal(members):
+        for whole in self._deal():
             whole.update(
                 [p for p in given if isinstance(p, ShardedParameter) and p.mesh is whole.mesh],
                 self.sent_as,
@@ -163,66 +160,8 @@ class MatricesWithAdamW(MatrixOptimizer):
         step: Any = optim.AdamW.step
         step.__wrapped__(self._adamw)  # without the hooks, which have run for this optimizer
 
-    # -- owners ---------------------------------------------------------------------------------------------------
-
-    def owned(self, parameter: torch.Tensor) -> list[int]:
-        """Return the numbers of the parameter's matrices that this rank owns."""
-        members = self._members()
-        if parameter not in members:
-            return []
-        if not isinstance(parameter, ShardedParameter):
-            return list(range(matrix_shape(parameter.shape, flatten=members[parameter]["flatten"])[0]))
-        own = parameter.mesh.replicate_rank, parameter.mesh.shard_rank
-        owners = [o for whole in self._deal(members) for o in whole.owners().get(id(parameter), ())]
-        return [number for number, owner in enumerate(owners) if owner == own]
-
     def _members(self) -> dict[torch.Tensor, dict[str, Any]]:
-        """Return the group of each parameter whose matrices are updated as such."""
         return {p: group for group in self.param_groups if group["algorithm"] != "adamw" for p in group["params"]}
-
-    def _deal(self, members: dict[torch.Tensor, dict[str, Any]]) -> list[WholeMatrices]:
-        """Deal the matrices of sharded parameters, again if they differ from those of the last step."""
-        parameters = [p for p in members if isinstance(p, ShardedParameter) and p.requires_grad]
-        if are_same(parameters, self._dealt):
-            return self._whole
-        flattened = {id(p) for p in parameters if members[p]["flatten"]}
-        meshes = list(dict.fromkeys(p.mesh for p in parameters))
-        dealt = [WholeMatrices([p for p in parameters if p.mesh is mesh], flattened) for mesh in meshes]
-        if self.keeps_matrices:
-            self._check_owners(dealt)
-        self._whole, self._dealt = dealt, parameters
-        if self.keeps_matrices:
-            self._keep_owned()
-        return dealt
-
-    def _keep_owned(self) -> None:
-        """Drop what another rank owns, of state that was whole on all: made before the model was sharded, or loaded."""
-        for parameter in self._dealt:
-            own, state = set(self.owned(parameter)), self.state.get(parameter, {})
-            for key in [key for key in state if self.is_owned(key) and int(key.rpartition(".")[2]) not in own]:
-                del state[key]
-
-    def _check_owners(self, dealt: list[WholeMatrices]) -> None:
-        """Refuse to leave state behind with owners that were; every rank comes to the same.
-
-        Raises:
-            OptimizerError: a matrix that has state would get another owner.
-        """
-        before = {key: owners for whole in self._whole for key, owners in whole.owners().items()}
-        after = {key: owners for whole in dealt for key, owners in whole.owners().items()}
-        moved = [p for p in self._dealt if after.get(id(p), before[id(p)]) != before[id(p)]]
-        if moved:
-            raise OptimizerError(
-                f"{self.name}: the parameters that train are others than in the last step, and {moved[0].name} "
-                f"{tuple(moved[0].shape)} would get another owner, without its state",
-                hint="save a checkpoint, make the optimizer anew with all parameters that train, and load it: that "
-                "brings state to its owners",
-            )
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore as torch does; `load_state_dict` ends with it."""
-        super().__setstate__(state)
-        self._whole, self._dealt = [], []
 
     # -- checks ---------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 hooks             before and after every step; which optimizers may work on intervals
 plain_tensors     torch's element-wise optimizers update plain tensors
-matrices          whole matrices for optimizers that need them
 adapters          what other libraries' optimizers need before and after a step
 state_dict        make an optimizer's state dict of intervals
 offloaded_state   move optimizer state between host and device

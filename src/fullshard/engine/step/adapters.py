@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from fullshard.comm.mesh import Mesh
 from fullshard.engine.parameter import ShardedParameter
 
 
@@ -16,12 +17,12 @@ class OptimizerAdapter:
     Attributes:
         needs_plain_memory: whether the optimizer uses a tensor's memory directly, and so takes no wrapper of several.
         keeps_plain_state: whether its state is plain tensors of this rank's intervals, also between steps.
-        why_not_whole: how state is kept that a state dict cannot hold with several ranks; empty if it can.
+        works_on_parts: whether the optimizer is made to work with each rank's part, whatever its update depends on.
     """
 
     needs_plain_memory: ClassVar[bool] = False
     keeps_plain_state: ClassVar[bool] = False
-    why_not_whole: ClassVar[str] = ""
+    works_on_parts: ClassVar[bool] = False
 
     def takes(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether the adapter is for this optimizer."""
@@ -33,6 +34,14 @@ class OptimizerAdapter:
 
     def rest(self, optimizer: Any, *, has_stepped: bool = False) -> None:
         """Undo what `before_step` has done, if it has done anything; it may be that no step was made."""
+
+    def why_not_whole(self, optimizer: Any, mesh: Mesh) -> str:
+        """Return how state is kept that a state dict cannot hold; empty if it can."""
+        return ""
+
+    def is_laid_out(self, optimizer: Any, key: str) -> bool:
+        """Return whether a tensor with this key that has a parameter's shape is to be laid out as the parameter."""
+        return True
 
     def values(self, kept: Any) -> Any:
         """Return the values of something in an optimizer's state, of whichever optimizer it is."""

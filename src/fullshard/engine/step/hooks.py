@@ -19,7 +19,6 @@ from fullshard.engine.lookup import refuse_pinned, units_of
 from fullshard.engine.parameter import are_same, sharded_parameter_of, sharded_parameters
 from fullshard.engine.schedule import Schedule
 from fullshard.engine.step.adapters import adapter_of
-from fullshard.engine.step.matrices import MatrixOptimizer
 from fullshard.engine.step.offloaded_state import bring_state, send_state
 from fullshard.engine.step.plain_tensors import finish_step, use_plain_tensors
 from fullshard.engine.step.state_dict import cut_state
@@ -58,7 +57,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         OptimizerError: it needs whole tensors, or holds original parameters, which never get a gradient.
     """
     name = type(optimizer).__name__
-    if sharded_parameters(optimizer) and not isinstance(optimizer, MatrixOptimizer):
+    if sharded_parameters(optimizer) and not adapter_of(optimizer).works_on_parts:
         _check_whole(type(optimizer))
     wrappers = (p for p in sharded_parameters(optimizer) if torch_private.has_own_dispatch(type(p.local)))
     wrapper = next(wrappers, None)

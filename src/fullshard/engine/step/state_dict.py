@@ -15,12 +15,10 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import OptimizerError
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.sharded_tensor import ShardedTensor
 from fullshard.engine.step.adapters import adapter_of, values_of
-from fullshard.engine.step.matrices import MatrixOptimizer, is_owned
 
 _TORCHS = (torch.optim.Optimizer.state_dict, torch.optim.Optimizer.load_state_dict)
 
@@ -30,28 +28,20 @@ def state_dict(self: torch.optim.Optimizer) -> dict[str, Any]:
     """Return torch's state dict, with a `ShardedTensor` in place of each of this rank's intervals.
 
     Raises:
-        OptimizerError: state that cannot be whole: see `OptimizerAdapter.why_not_whole`; or that of matrices that other
-            ranks own.
+        OptimizerError: state that cannot be whole: see `OptimizerAdapter.why_not_whole`.
     """
     adapter = adapter_of(self)
     adapter.rest(self)
-    if adapter.why_not_whole:
-        _check_is_whole(self, adapter.why_not_whole, lambda mesh: mesh.shard_size)
-    if isinstance(self, MatrixOptimizer) and self.keeps_matrices:
-        _check_is_whole(self, "kept by the owners of its matrices", lambda mesh: mesh.world_size)
-    kept = _TORCHS[0](self)
-    return _map_states(self, kept, lambda state, parameter: _wrapped(adapter.saved(state), parameter))
-
-
-def _check_is_whole(optimizer: torch.optim.Optimizer, how: str, ranks: Callable[[Mesh], int]) -> None:
-    for parameter in optimizer.state:
-        if isinstance(parameter, ShardedParameter) and ranks(parameter.mesh) > 1:
+    for parameter in (p for p in self.state if isinstance(p, ShardedParameter)):
+        if how := adapter.why_not_whole(self, parameter.mesh):
             raise OptimizerError(
-                f"rank {parameter.mesh.rank}: {type(optimizer).__name__}.state_dict(): the state of {parameter.name} "
-                f"is {how}",
+                f"rank {parameter.mesh.rank}: {type(self).__name__}.state_dict(): the state of {parameter.name} is "
+                f"{how}",
                 hint="call, on every rank, fullshard.checkpoint.save_checkpoint and load_checkpoint, or "
                 "Accelerator.save_state and load_state: they keep it at any number of ranks",
             )
+    kept = _TORCHS[0](self)
+    return _map_states(self, kept, lambda state, parameter: _wrapped(adapter.saved(state), parameter))
 
 
 def as_sharded(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
@@ -103,12 +93,12 @@ def cut_state(
 ) -> Mapping[str, Any]:
     """Return the state of a whole parameter, cut to this rank's interval; state that is cut must be this rank's.
 
-    State that the owner of a matrix keeps stays as it is; the optimizer drops state that is not this rank's.
+    State that is laid out in a way of its own stays as it is: see `OptimizerAdapter.is_laid_out`.
     """
     cut = {}
     for key, kept in state.items():
         value = values_of(kept)
-        if is_owned(optimizer, key):
+        if not adapter_of(optimizer).is_laid_out(optimizer, key):
             cut[key] = value
             continue
         # The step count is a 0-D tensor, and so is all state of a scalar parameter.

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fullshard.comm.mesh import Mesh
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.sharded_tensor import ShardedTensor
 from fullshard.engine.step.adapters import OptimizerAdapter
@@ -29,7 +30,6 @@ class Bitsandbytes(OptimizerAdapter):
     """Optimizers of bitsandbytes."""
 
     needs_plain_memory = keeps_plain_state = True
-    why_not_whole = "kept as codes of this rank's interval, if it has one"
 
     def takes(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether the optimizer is one of bitsandbytes'."""
@@ -42,6 +42,10 @@ class Bitsandbytes(OptimizerAdapter):
     def rest(self, optimizer: Any, *, has_stepped: bool = False) -> None:
         """Take them back."""
         take_back(optimizer)
+
+    def why_not_whole(self, optimizer: Any, mesh: Mesh) -> str:
+        """Refuse codes, of which a rank without elements has none."""
+        return "kept as codes of this rank's interval, if it has one" if mesh.shard_size > 1 else ""
 
 
 class Torchao(OptimizerAdapter):

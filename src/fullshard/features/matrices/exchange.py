@@ -25,34 +25,6 @@ from fullshard.engine.bucket import Bucket
 from fullshard.engine.parameter import ShardedParameter
 
 
-class MatrixOptimizer(torch.optim.Optimizer):
-    """An optimizer whose update of an element depends on the rest of its matrix, and that works on sharded parameters.
-
-    It computes element by element with each rank's part; `WholeMatrices` has matrices computed as a whole.
-
-    Attributes:
-        whole_state: keys of state that every rank has whole, the same.
-        keeps_matrices: whether owners keep state of their matrices. Its keys end with the matrix's number in the
-            parameter, as in `left.0`. All other tensors are laid out as the parameter.
-    """
-
-    whole_state: frozenset[str] = frozenset()
-    keeps_matrices = False
-
-    def is_owned(self, key: str) -> bool:
-        """Return whether state of this key belongs to a matrix; the matrix's owner has it."""
-        return self.keeps_matrices and key.rpartition(".")[2].isdigit()
-
-    def owned(self, parameter: torch.Tensor) -> Sequence[int]:
-        """Return numbers of the parameter's matrices that this rank owns; not called if owners keep no state."""
-        raise NotImplementedError
-
-
-def is_owned(optimizer: torch.optim.Optimizer, key: str) -> bool:
-    """Return whether state of this key is with the owner of a matrix, and laid out in no other way."""
-    return isinstance(optimizer, MatrixOptimizer) and optimizer.is_owned(key)
-
-
 @dataclass(frozen=True, slots=True)
 class MatrixPiece:
     """Neighbouring elements of a matrix, all of one rank.

@@ -1,0 +1,114 @@
+"""Optimizers that need whole matrices of sharded parameters: who owns which, and where their state is."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+from fullshard.comm.mesh import Mesh
+from fullshard.core.errors import OptimizerError
+from fullshard.core.matrices import matrix_shape
+from fullshard.engine.parameter import ShardedParameter, are_same
+from fullshard.engine.step.adapters import OptimizerAdapter
+from fullshard.features.matrices.exchange import WholeMatrices
+
+
+class MatrixOptimizer(torch.optim.Optimizer):
+    """An optimizer whose update of an element depends on the rest of its matrix, and that works on sharded parameters.
+
+    It computes element by element with each rank's part; `WholeMatrices` has matrices computed as a whole.
+
+    Attributes:
+        name: of what updates matrices.
+        whole_state: keys of state that every rank has whole, the same.
+        keeps_matrices: whether owners keep state of their matrices. Its keys end with the matrix's number in the
+            parameter, as in `left.0`. All other tensors are laid out as the parameter.
+    """
+
+    name: str
+    whole_state: ClassVar[frozenset[str]] = frozenset()
+    keeps_matrices: ClassVar[bool] = False
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        self._whole: list[WholeMatrices] = []
+        self._dealt: list[ShardedParameter] = []
+        super().__init__(params, defaults)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore as torch does; `load_state_dict` ends with it."""
+        super().__setstate__(state)
+        self._whole, self._dealt = [], []
+
+    def _members(self) -> dict[torch.Tensor, dict[str, Any]]:
+        """Return the group of each parameter whose matrices have owners."""
+        return {}
+
+    def is_owned(self, key: str) -> bool:
+        """Return whether state of this key belongs to a matrix; the matrix's owner has it."""
+        return self.keeps_matrices and key.rpartition(".")[2].isdigit()
+
+    def owned(self, parameter: torch.Tensor) -> list[int]:
+        """Return the numbers of the parameter's matrices that this rank owns."""
+        members = self._members()
+        if parameter not in members:
+            return []
+        if not isinstance(parameter, ShardedParameter):
+            return list(range(matrix_shape(parameter.shape, flatten=members[parameter]["flatten"])[0]))
+        own = parameter.mesh.replicate_rank, parameter.mesh.shard_rank
+        owners = [o for whole in self._deal() for o in whole.owners().get(id(parameter), ())]
+        return [number for number, owner in enumerate(owners) if owner == own]
+
+    def _deal(self) -> list[WholeMatrices]:
+        """Deal the matrices of sharded parameters, again if they differ from those of the last step."""
+        members = self._members()
+        parameters = [p for p in members if isinstance(p, ShardedParameter) and p.requires_grad]
+        if are_same(parameters, self._dealt):
+            return self._whole
+        flattened = {id(p) for p in parameters if members[p]["flatten"]}
+        meshes = list(dict.fromkeys(p.mesh for p in parameters))
+        dealt = [WholeMatrices([p for p in parameters if p.mesh is mesh], flattened) for mesh in meshes]
+        if self.keeps_matrices:
+            self._check_owners(dealt)
+        self._whole, self._dealt = dealt, parameters
+        for parameter in parameters if self.keeps_matrices else ():
+            # What was whole on all ranks: state made before the model was sharded, or loaded.
+            own, state = set(self.owned(parameter)), self.state.get(parameter, {})
+            for key in [key for key in state if self.is_owned(key) and int(key.rpartition(".")[2]) not in own]:
+                del state[key]
+        return dealt
+
+    def _check_owners(self, dealt: list[WholeMatrices]) -> None:
+        """Refuse to leave state behind with owners that were; every rank comes to the same.
+
+        Raises:
+            OptimizerError: a matrix that has state would get another owner.
+        """
+        before = {key: owners for whole in self._whole for key, owners in whole.owners().items()}
+        after = {key: owners for whole in dealt for key, owners in whole.owners().items()}
+        moved = [p for p in self._dealt if after.get(id(p), before[id(p)]) != before[id(p)]]
+        if moved:
+            raise OptimizerError(
+                f"{self.name}: the parameters that train are others than in the last step, and {moved[0].name} "
+                f"{tuple(moved[0].shape)} would get another owner, without its state",
+                hint="save a checkpoint, make the optimizer anew with all parameters that train, and load it: that "
+                "brings state to its owners",
+            )
+
+
+class MatrixAdapter(OptimizerAdapter):
+    """Tell the engine what it need not do for such optimizers."""
+
+    works_on_parts = True
+
+    def takes(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether the optimizer is a `MatrixOptimizer`."""
+        return isinstance(optimizer, MatrixOptimizer)
+
+    def why_not_whole(self, optimizer: Any, mesh: Mesh) -> str:
+        """Refuse state dicts where other ranks own matrices."""
+        return "kept by the owners of its matrices" if optimizer.keeps_matrices and mesh.world_size > 1 else ""
+
+    def is_laid_out(self, optimizer: Any, key: str) -> bool:
+        """Return whether it is no owner's."""
+        return not optimizer.is_owned(key)
