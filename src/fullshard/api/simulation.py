@@ -25,8 +25,8 @@ from fullshard.core.imports import import_extra
 from fullshard.core.layout import Interval
 from fullshard.engine.lookup import units_of
 from fullshard.engine.materialize import WEIGHTS
-from fullshard.engine.sharding import Sharding
 from fullshard.features import MixedPrecisionPolicy, OffloadPolicy, describe, keep_head, meta_parameters, shard_model
+from fullshard.features.summary import Sharding
 from fullshard.plan.activations import page_nbytes
 from fullshard.plan.hardware import DEVICES
 from fullshard.plan.job import Job

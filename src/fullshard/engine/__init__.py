@@ -8,7 +8,6 @@ from fullshard.comm.mesh import Mesh, init_mesh
 from fullshard.core.schedule import BackwardPrefetch
 from fullshard.engine.contexts import meta_parameters, no_sync, unsharded, with_sync
 from fullshard.engine.fully_shard import (
-    describe,
     fully_shard,
     register_fsdp_forward_method,
     shard_model,
@@ -20,7 +19,6 @@ from fullshard.engine.offload import CPUOffloadPolicy, OffloadPolicy
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.precision import MixedPrecisionPolicy
 from fullshard.engine.sharded_tensor import ShardedTensor
-from fullshard.engine.sharding import Sharding
 from fullshard.engine.step.hooks import check_optimizer, repoint
 
 __all__ = [
@@ -31,10 +29,8 @@ __all__ = [
     "OffloadPolicy",
     "ShardedParameter",
     "ShardedTensor",
-    "Sharding",
     "UnshardHandle",
     "check_optimizer",
-    "describe",
     "fully_shard",
     "init_mesh",
     "meta_parameters",

@@ -28,14 +28,13 @@ from fullshard.core.strategy import Strategy, parse_strategy
 from fullshard.core.user_class import user_class
 from fullshard.engine.extension import begin_sharding
 from fullshard.engine.kinds import DataAxes, check_kinds, check_types, kind_of, prepare
-from fullshard.engine.lookup import require_units, unit_of
+from fullshard.engine.lookup import unit_of
 from fullshard.engine.materialize import InitFunction, WeightSource, materialize, weight_source
 from fullshard.engine.module import assemble, make_fsdp_module
 from fullshard.engine.offload import Storage, check_offloads_activations, offload_of
 from fullshard.engine.parameter import stands_for
 from fullshard.engine.precision import MixedPrecisionPolicy
 from fullshard.engine.schedule import Schedule
-from fullshard.engine.sharding import Sharding
 from fullshard.engine.state_dict import watch_state_dicts
 from fullshard.engine.unit import Unit
 from fullshard.wrap.partition import UnitPlan, partition
@@ -451,12 +450,3 @@ def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
     for module in modules:
         if unit_of(module) is None:
             raise WrapError(f"share_comm_ctx: {type(module).__name__} is no unit", hint="call fully_shard on it first")
-
-
-def describe(model: nn.Module) -> Sharding:
-    """Return how `model` is sharded. Print it at start-up: it is the proof.
-
-    Raises:
-        LifecycleError: the model is not sharded.
-    """
-    return Sharding.of(require_units(model))

@@ -29,6 +29,7 @@ from fullshard.features.quantized_weights import QuantizedWeight
 from fullshard.features.shared_memory import shared_memory
 from fullshard.features.steps_in_backward import StepsInBackward, step_in_backward
 from fullshard.features.submodule_entry import SubmoduleEntry
+from fullshard.features.summary import Sharding, describe
 from fullshard.features.tensor_parallel import TensorParallel
 from fullshard.features.torch_compat import (
     DataParallelMeshDims,
@@ -46,8 +47,10 @@ __all__ = [
     "KINDS",
     "DataParallelMeshDims",
     "FSDPModule",
+    "Sharding",
     "clip_grad_norm_",
     "clip_grad_value_",
+    "describe",
     "keep_head",
     "keep_unsharded",
     "step_in_backward",

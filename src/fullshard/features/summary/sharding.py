@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch import nn
+
 from fullshard.core.offload import Offload
 from fullshard.core.sizes import format_count, format_nbytes
 from fullshard.core.strategy import STRATEGIES
+from fullshard.engine.lookup import require_units
 from fullshard.engine.precision import dtype_name
 from fullshard.engine.unit import Unit
 
@@ -112,6 +115,15 @@ class Sharding:
         how = "sharded over" if self.shard_size > 1 else "replicated on"
         beneath = f", beneath it {self.beneath}" if self.beneath else ""
         return f"{how} {self.world_size} ranks ({strategy}, {self.replicate_size} x {self.shard_size}){beneath}"
+
+
+def describe(model: nn.Module) -> Sharding:
+    """Return how `model` is sharded. Print it at start-up: it is the proof.
+
+    Raises:
+        LifecycleError: the model is not sharded.
+    """
+    return Sharding.of(require_units(model))
 
 
 def _packed(units: Sequence[Unit]) -> str:
