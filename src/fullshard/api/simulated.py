@@ -68,15 +68,10 @@ def simulated_mesh(*, rank: int, replicate_size: int, shard_size: int, device: t
     rows = [list(range(r * shard_size, (r + 1) * shard_size)) for r in range(replicate_size)]
     return Mesh(
         device,
+        SimulatedCollectives(shard_rank, shard_size),
+        SimulatedCollectives(shard_rank, shard_size),
+        SimulatedCollectives(replicate_rank, replicate_size),
+        torch_private.mesh_without_groups(device.type, rows, rank),
         rank=rank,
         ranks=tuple(range(replicate_size * shard_size)),
-        world_size=replicate_size * shard_size,
-        shard_rank=shard_rank,
-        shard_size=shard_size,
-        replicate_rank=replicate_rank,
-        replicate_size=replicate_size,
-        gather=SimulatedCollectives(shard_rank, shard_size),
-        reduce=SimulatedCollectives(shard_rank, shard_size),
-        replicate=SimulatedCollectives(replicate_rank, replicate_size),
-        device_mesh=torch_private.mesh_without_groups(device.type, rows, rank),
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -36,46 +36,51 @@ from fullshard.core.strategy import replicas
 _HINT = "build the same model from the same configuration, and load the same weights, on every rank"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Mesh:
     """A rank's place among all ranks. Get one from `init_mesh`, which caches them.
 
     Attributes:
         device: where this rank computes.
-        rank: as the job numbers it, which is how errors name it.
-        ranks, world_size: all ranks of the mesh in the order of its groups, numbered so, too; and how many they are.
-        shard_rank, shard_size: the same along the shard axis.
-        replicate_rank, replicate_size: the same along the replicate axis.
-        world_group, shard_group, replicate_group: process groups; None where the axis has one rank.
-        control_group: a group for small host-side messages; None with one rank.
         gather, reduce, replicate: collectives for unsharding, for gradients along the shard axis, and for gradients
             along the replicate axis, each on a communicator of its own so that none waits for another.
         device_mesh: torch's name for it: (shard,) or (replicate, shard).
+        rank: as the job numbers it, which is how errors name it.
+        ranks: all ranks of the mesh in the order of its groups, numbered so, too.
+        world_group, shard_group, replicate_group: process groups; None where the axis has one rank.
+        control_group: a group for small host-side messages; None with one rank.
         thread: that made it; ranks may be threads of one process.
+        world_size: how many ranks there are.
+        shard_rank, shard_size, replicate_rank, replicate_size: the same along each axis.
     """
 
     device: torch.device
+    gather: Collectives
+    reduce: Collectives
+    replicate: Collectives
+    device_mesh: DeviceMesh
     rank: int = 0
     ranks: tuple[int, ...] = (0,)
-    world_size: int = 1
-    shard_rank: int = 0
-    shard_size: int = 1
-    replicate_rank: int = 0
-    replicate_size: int = 1
     world_group: dist.ProcessGroup | None = None
     shard_group: dist.ProcessGroup | None = None
     replicate_group: dist.ProcessGroup | None = None
     control_group: dist.ProcessGroup | None = None
-    gather: Collectives = field(kw_only=True)
-    reduce: Collectives = field(kw_only=True)
-    replicate: Collectives = field(kw_only=True)
-    device_mesh: DeviceMesh = field(kw_only=True)
     thread: int = field(default_factory=get_ident)
     _joined: dict[DeviceMesh, DeviceMesh] = field(default_factory=dict)
     _neighbours: dict[int, Collectives] = field(default_factory=dict)
     _next_tag: list[int] = field(default_factory=lambda: [0])
     _shardings: list[int] = field(default_factory=lambda: [0, 0])
     _agreed: list[int] = field(default_factory=lambda: [0, 0])
+    world_size: int = field(init=False)
+    shard_rank: int = field(init=False)
+    shard_size: int = field(init=False)
+    replicate_rank: int = field(init=False)
+    replicate_size: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.world_size = len(self.ranks)
+        self.shard_rank, self.shard_size = self.gather.rank, self.gather.size
+        self.replicate_rank, self.replicate_size = self.replicate.rank, self.replicate.size
 
     @property
     def is_first(self) -> bool:
@@ -258,32 +263,24 @@ def init_mesh(
     ranks = joined_world_size()
     require_gloo(device, dist.group.WORLD if dist.is_initialized() else None)
     if device_mesh is not None:
-        only_replicates = shard_size == 1 and device_mesh.ndim == 1
-        if shard_size is not None and not only_replicates:
-            raise ConfigError(
-                f"shard_size={shard_size} with {device_mesh}: its axes say how many ranks share",
-                hint="leave shard_size out, or pass 1 with a mesh of one axis, along which every rank is to have all",
-            )
-        return _from_device_mesh(device_mesh, device, only_replicates=only_replicates)
+        return _from_device_mesh(device_mesh, device, shard_size)
     if not dist.is_initialized():
         alone = collectives_for(None, device)
-        device_mesh = torch_private.mesh_without_groups(device.type, [0], 0)
-        return Mesh(device, gather=alone, reduce=alone, replicate=alone, device_mesh=device_mesh)
-    shard_size = ranks if shard_size is None else shard_size
-    replicate_size = replicas(ranks, shard_size)
-    key = (dist.group.WORLD, device, shard_size)
+        return Mesh(device, alone, alone, alone, torch_private.mesh_without_groups(device.type, [0], 0))
+    size = ranks if shard_size is None else shard_size
+    replicate_size = replicas(ranks, size)
+    return _cached((device, size), lambda: _build(replicate_size, size, device))
+
+
+def _cached(key: tuple[object, ...], build: Callable[[], Mesh]) -> Mesh:
+    """Return the mesh of that key in the default group, and forget those of destroyed groups, which keep threads."""
+    key = (dist.group.WORLD, *key)
     if key not in _CACHE:
-        _forget_destroyed()
-        _CACHE[key] = _build(replicate_size, shard_size, device)
-        _CACHE[key].watch()
+        for other, mesh in list(_CACHE.items()):
+            if other[0] is not dist.group.WORLD and mesh.thread == get_ident():
+                del _CACHE[other]
+        _CACHE[key] = build()
     return _CACHE[key]
-
-
-def _forget_destroyed() -> None:
-    """Forget the meshes of destroyed groups, which would otherwise keep their threads."""
-    for key, mesh in list(_CACHE.items()):
-        if key[0] is not dist.group.WORLD and mesh.thread == get_ident():
-            del _CACHE[key]
 
 
 def data_parallel(device_mesh: Any, dims: Any) -> Mesh:
@@ -300,16 +297,12 @@ def data_parallel(device_mesh: Any, dims: Any) -> Mesh:
     wanted = [tuple(dims.replicate_names), tuple(dims.shard_names)]
     named = [name for part in wanted for name in part]
     unknown = [name for name in named if name not in names]
+    what = f"dp_mesh_dims = {dims} of a mesh with axes {names}"
     if unknown:
-        raise ConfigError(
-            f"dp_mesh_dims = {dims} of a mesh with axes {names}: {unknown} not found in mesh.mesh_dim_names",
-            hint="name axes of the mesh that fully_shard is given",
-        )
+        hint = "name axes of the mesh that fully_shard is given"
+        raise ConfigError(f"{what}: {unknown} not found in mesh.mesh_dim_names", hint=hint)
     if len(set(named)) < len(named) or any(list(part) != sorted(part, key=names.index) for part in wanted):
-        raise ConfigError(
-            f"dp_mesh_dims = {dims} of a mesh with axes {names}",
-            hint="name each axis once, in the order that they have in the mesh",
-        )
+        raise ConfigError(what, hint="name each axis once, in the order that they have in the mesh")
     parts = [device_mesh[part] if part else None for part in wanted]
     replicate, shard = (torch_private.flattened(p) if p is not None and p.ndim > 1 else p for p in parts)
     if shard is None:
@@ -327,70 +320,51 @@ def mesh_of(device_mesh: DeviceMesh) -> Mesh | None:
 
 
 def _build(replicate_size: int, shard_size: int, device: torch.device) -> Mesh:
-    rank = dist.get_rank()
-    replicate_rank, shard_rank = divmod(rank, shard_size)
-    rows = [list(range(r * shard_size, (r + 1) * shard_size)) for r in range(replicate_size)]
-    columns = [[row[s] for row in rows] for s in range(shard_size)]
-    world_size = dist.get_world_size()
-    timeout = _timeout(device)
-    control = None if world_size == 1 else dist.new_group(backend=_control_backend(device), timeout=timeout)
-    shard_group = _own_group(rows, timeout)
-    replicate_group = _own_group(columns, timeout)
-    return Mesh(
-        device,
-        rank=rank,
-        ranks=tuple(range(world_size)),
-        world_size=world_size,
-        shard_rank=shard_rank,
-        shard_size=shard_size,
-        replicate_rank=replicate_rank,
-        replicate_size=replicate_size,
-        world_group=dist.group.WORLD if world_size > 1 else None,
-        shard_group=shard_group,
-        replicate_group=replicate_group,
-        control_group=control,
-        gather=collectives_for(shard_group, device),
-        reduce=collectives_for(_own_group(rows, timeout), device),
-        replicate=collectives_for(replicate_group, device, only_all_reduce=True),
-        device_mesh=_device_mesh(replicate_group, shard_group, rows, device),
-    )
+    """Return a mesh of all ranks."""
+    ranks, timeout = range(replicate_size * shard_size), _timeout(device)
+    rows = [list(ranks[first : first + shard_size]) for first in ranks[::shard_size]]
+    columns = [list(ranks[first::shard_size]) for first in ranks[:shard_size]]
+    is_python = torch_private.backend_of(_world(), device) is None
+    sends_from_host = "cpu" in dist.Backend.backend_capability.get(dist.get_backend(), ())
+    # Python's own, if that sends from the host: ranks may be threads.
+    backend = None if is_python and sends_from_host else "gloo"
+    control = dist.new_group(backend=backend, timeout=timeout) if len(ranks) > 1 else None
+    shard, replicate, reduce = (_own_group(lists, timeout) for lists in (rows, columns, rows))
+    if replicate is not None and shard is not None:
+        axes = ("replicate", "shard")
+        device_mesh = DeviceMesh.from_group([replicate, shard], device.type, torch.tensor(rows), mesh_dim_names=axes)
+    else:  # Without names, as torch's own default has it. One rank has a group, too: torch's messages need one.
+        device_mesh = DeviceMesh.from_group(shard or replicate or _world(), device.type)
+    world = _world() if len(ranks) > 1 else None
+    return _of_groups(device, device_mesh, ranks, world, control, shard, reduce, replicate)
 
 
-def _device_mesh(
-    replicate_group: dist.ProcessGroup | None,
-    shard_group: dist.ProcessGroup | None,
-    rows: list[list[int]],
+def _of_groups(
     device: torch.device,
-) -> DeviceMesh:
-    """Return torch's mesh of the existing groups: each further group would have threads of its own."""
-    if replicate_group is not None and shard_group is not None:
-        groups = [replicate_group, shard_group]
-        return DeviceMesh.from_group(groups, device.type, torch.tensor(rows), mesh_dim_names=("replicate", "shard"))
-    group = shard_group or replicate_group or dist.group.WORLD  # of one rank; torch's messages over a mesh need one
-    assert group is not None  # noqa: S101 -- the default group is initialised
-    return DeviceMesh.from_group(group, device.type)  # without names, as torch's own default has it
+    device_mesh: DeviceMesh,
+    ranks: Sequence[int],
+    world_group: dist.ProcessGroup | None,
+    control_group: dist.ProcessGroup | None,
+    shard_group: dist.ProcessGroup | None,
+    reduce_group: dist.ProcessGroup | None,
+    replicate_group: dist.ProcessGroup | None,
+) -> Mesh:
+    gather, reduce = collectives_for(shard_group, device), collectives_for(reduce_group, device)
+    replicate = collectives_for(replicate_group, device, only_all_reduce=True)
+    groups = (world_group, shard_group, replicate_group, control_group)
+    mesh = Mesh(device, gather, reduce, replicate, device_mesh, dist.get_rank(), tuple(ranks), *groups)
+    mesh.watch()
+    return mesh
+
+
+def _world() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None  # noqa: S101 -- the default group is initialised
+    return dist.group.WORLD
 
 
 def _timeout(device: torch.device) -> timedelta:
     """Return a little more than the user's time-out, so that the watch over waits ends them first, and says more."""
-    assert dist.group.WORLD is not None  # noqa: S101 -- the default group is initialised
-    return torch_private.timeout_of(dist.group.WORLD, device) + _MARGIN
-
-
-def _control_backend(device: torch.device) -> str | None:
-    """Return Gloo; None for the ranks' own, if that is in Python and sends from the host: ranks may be threads."""
-    assert dist.group.WORLD is not None  # noqa: S101 -- the default group is initialised
-    is_python = torch_private.backend_of(dist.group.WORLD, device) is None
-    sends_from_host = "cpu" in dist.Backend.backend_capability.get(dist.get_backend(), ())
-    return None if is_python and sends_from_host else "gloo"
-
-
-def _messages_of(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """Return a group itself if it can send from the host; else a Gloo group that its ranks alone make."""
-    is_python = torch_private.backend_of(group, device) is None
-    if is_python or torch_private.backend_of(group, torch.device("cpu")) is not None:
-        return group
-    return _made_by(dist.get_process_group_ranks(group), device, backend="gloo")
+    return torch_private.timeout_of(_world(), device) + _MARGIN
 
 
 def _made_by(ranks: Sequence[int], device: torch.device, backend: str | None = None) -> dist.ProcessGroup:
@@ -399,13 +373,10 @@ def _made_by(ranks: Sequence[int], device: torch.device, backend: str | None = N
     If the default group is bound to a device, torch splits the new group off it. NCCL does that on all ranks of the
     default group, or hangs.
     """
-    world = dist.group.WORLD
-    assert world is not None  # noqa: S101 -- the default group is initialised
+    world, timeout = _world(), _timeout(device)
     bound, world.bound_device_id = world.bound_device_id, None
     try:
-        made: dist.ProcessGroup = dist.new_group(
-            list(ranks), timeout=_timeout(device), backend=backend, use_local_synchronization=True
-        )
+        made: dist.ProcessGroup = dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True)
     finally:
         world.bound_device_id = bound
     return made
@@ -416,22 +387,23 @@ def _own_group(rank_lists: list[list[int]], timeout: timedelta) -> dist.ProcessG
     return dist.new_subgroups_by_enumeration(rank_lists, timeout=timeout)[0] if len(rank_lists[0]) > 1 else None
 
 
-def _from_device_mesh(device_mesh: DeviceMesh, device: torch.device, *, only_replicates: bool) -> Mesh:
+def _from_device_mesh(device_mesh: DeviceMesh, device: torch.device, shard_size: int | None) -> Mesh:
+    only_replicates = shard_size == 1 and device_mesh.ndim == 1
+    if shard_size is not None and not only_replicates:
+        raise ConfigError(
+            f"shard_size={shard_size} with {device_mesh}: its axes say how many ranks share",
+            hint="leave shard_size out, or pass 1 with a mesh of one axis, along which every rank is to have all",
+        )
     if device_mesh.ndim not in (1, 2):
         raise ConfigError(
             f"fully_shard expects a 1D or 2D DeviceMesh but got {device_mesh} of {device_mesh.ndim} axes",
             hint="pass the part of it to shard over: mesh[SHARD] or mesh[REPLICATE, SHARD], by the names of its axes",
         )
-    ranks, key = device_mesh.mesh, (dist.group.WORLD, device, device_mesh, only_replicates)
+    ranks, key = device_mesh.mesh, (device, device_mesh, only_replicates)
     if ranks.flatten().tolist() == list(range(dist.get_world_size())):  # tensors might be made on the meta device
         known = init_mesh(shard_size=1 if only_replicates else ranks.shape[-1], device=device)
-        return _CACHE.setdefault(key, replace(known, device_mesh=device_mesh))
-    if key not in _CACHE:
-        _forget_destroyed()
-        _check_part(device_mesh)
-        _CACHE[key] = _part(device_mesh, device, only_replicates=only_replicates)
-        _CACHE[key].watch()
-    return _CACHE[key]
+        return _cached(key, lambda: replace(known, device_mesh=device_mesh))
+    return _cached(key, lambda: _part(device_mesh, device, only_replicates=only_replicates))
 
 
 def _check_part(device_mesh: DeviceMesh) -> None:
@@ -457,30 +429,19 @@ def _part(device_mesh: DeviceMesh, device: torch.device, *, only_replicates: boo
     """Return the mesh of a part of the world (tensor or pipeline parallelism owns the rest).
 
     It uses the part's own groups, because making new ones needs all ranks. For the one new group, that of a mesh of two
-    axes, all ranks call this together, each with its own part.
+    axes, all ranks call this together, each with its own part. A group sorts its ranks, whatever place the mesh gives
+    them.
     """
-    ranks = device_mesh.mesh.reshape(-1, 1 if only_replicates else device_mesh.mesh.shape[-1])
-    shard_group = None if only_replicates else device_mesh.get_group(device_mesh.ndim - 1)
-    replicate_group = device_mesh.get_group(0) if only_replicates or device_mesh.ndim == 2 else None
-    longest = device_mesh.ndim - 1 if ranks.shape[1] > 1 else 0
-    all_ranks = torch_private.flattened(device_mesh) if min(ranks.shape) > 1 else device_mesh
-    world_group = all_ranks.get_group(0 if all_ranks.ndim == 1 else longest)
-    return Mesh(
-        device,
-        rank=dist.get_rank(),
-        ranks=tuple(dist.get_process_group_ranks(world_group)),
-        world_size=ranks.numel(),
-        # A group sorts its ranks, whatever place the mesh gives them.
-        shard_rank=0 if shard_group is None else dist.get_rank(shard_group),
-        shard_size=ranks.shape[1],
-        replicate_rank=0 if replicate_group is None else dist.get_rank(replicate_group),
-        replicate_size=ranks.shape[0],
-        world_group=world_group,
-        shard_group=shard_group,
-        replicate_group=replicate_group,
-        control_group=_messages_of(world_group, device) if ranks.numel() > 1 else None,
-        gather=collectives_for(shard_group, device),
-        reduce=collectives_for(shard_group, device),
-        replicate=collectives_for(replicate_group, device, only_all_reduce=True),
-        device_mesh=device_mesh,
-    )
+    _check_part(device_mesh)
+    shard = None if only_replicates else device_mesh.get_group(device_mesh.ndim - 1)
+    replicate = device_mesh.get_group(0) if only_replicates or device_mesh.ndim == 2 else None
+    sizes = [1 if group is None else group.size() for group in (replicate, shard)]
+    all_ranks = torch_private.flattened(device_mesh) if min(sizes) > 1 else device_mesh
+    world = all_ranks.get_group(0 if all_ranks.ndim == 1 or sizes[1] == 1 else 1)
+    ranks = dist.get_process_group_ranks(world)
+    control = None
+    if len(ranks) > 1:
+        host = torch.device("cpu")
+        sends = torch_private.backend_of(world, device) is None or torch_private.backend_of(world, host) is not None
+        control = world if sends else _made_by(ranks, device, backend="gloo")  # the group itself if it can
+    return _of_groups(device, device_mesh, ranks, world, control, shard, shard, replicate)
