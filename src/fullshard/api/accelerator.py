@@ -49,7 +49,6 @@ from fullshard.api.sharding import Setup, is_sharded, remove_autocast, shard
 from fullshard.api.state import GradientState, ProcessState
 from fullshard.api.teaching import teach_libraries
 from fullshard.checkpoint.lease import let_go
-from fullshard.comm import cuda
 from fullshard.comm import device as devices
 from fullshard.config.schema import RunConfig, ShardingConfig
 from fullshard.core.errors import ConfigError, OptimizerError
@@ -63,7 +62,8 @@ from fullshard.features import (
     step_in_backward,
     with_sync,
 )
-from fullshard.launch import read_rank_environment
+from fullshard.launch import cuda, read_rank_environment
+from fullshard.launch.device import name_of
 from fullshard.launch.journal import record_events
 
 if TYPE_CHECKING:
@@ -577,7 +577,7 @@ def _check_precision(mode: str, device: torch.device) -> None:
         devices.require_dtype(device, torch.float16, "mixed_precision = fp16")
     if mode == "bf16" and device.type == "cuda" and not cuda.computes_bfloat16(device):
         raise ConfigError(
-            f"mixed_precision = bf16 on {devices.name_of(device)}, which has no bfloat16 arithmetic",
+            f"mixed_precision = bf16 on {name_of(device)}, which has no bfloat16 arithmetic",
             hint="use fp16, or no",
         )
 

@@ -15,13 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard.comm import cuda
-from fullshard.comm.device import current, name_of, synchronize
+from fullshard.comm.device import current
 from fullshard.comm.mesh import Mesh, init_mesh
 from fullshard.config.hardware import usable_memory_nbytes
 from fullshard.core.errors import CommunicationError, ConfigError
 from fullshard.core.paths import local_path
 from fullshard.features import shard_model
+from fullshard.launch import cuda
+from fullshard.launch.device import name_of, synchronize
 from fullshard.launch.local import launch_local
 from fullshard.launch.scratch import scratch_directory
 from fullshard.launch.worker import run_worker

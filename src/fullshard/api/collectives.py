@@ -15,9 +15,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
-from fullshard.comm.device import object_device
 from fullshard.comm.stalls import STALLS
 from fullshard.core.errors import CommunicationError, ConfigError
+from fullshard.launch.device import object_device
 
 T = TypeVar("T")
 Reduction = Literal["sum", "mean", "max", "none"]

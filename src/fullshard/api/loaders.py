@@ -18,8 +18,8 @@ from fullshard.api.data import ShardedDataLoader, sampler_of, skip_first_batches
 from fullshard.api.dealing import Deal
 from fullshard.api.sharding import is_sharded
 from fullshard.api.state import GradientState, ProcessState
-from fullshard.comm import cuda
 from fullshard.core.errors import ConfigError
+from fullshard.launch import cuda
 
 _EVEN_ANYWAY = (
     "even_batches=False is only supported for map-style datasets: an iterable one is divided into as many batches of "

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fullshard.comm import cuda
 from fullshard.comm import device as devices
 from fullshard.core.errors import ConfigError
 from fullshard.core.imports import import_extra
+from fullshard.launch import cuda
 
 
 def notebook_launcher(

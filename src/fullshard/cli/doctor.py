@@ -34,9 +34,9 @@ def doctor(
     """
     if nproc is not None and not run:
         raise ConfigError("-n is the number of ranks to start", hint="add --run")
-    from fullshard.comm import cuda
     from fullshard.comm import device as devices
     from fullshard.config.hardware import detect_hardware
+    from fullshard.launch import cuda
     from fullshard.launch.doctor import examine, judge, try_ranks
     from fullshard.launch.report import make_report
 

@@ -52,9 +52,9 @@ def train(
         raise ConfigError(f"--nproc must be at least 1, got {nproc}")
     kind: str = arguments.device
     if nproc is None or is_installed("torch_tpu"):  # else nothing here needs torch, whose import takes seconds
-        from fullshard.comm import device as devices
+        from fullshard.launch.device import kind_of
 
-        kind = devices.kind_of(kind)
+        kind = kind_of(kind)
     count = _default_nproc(kind) if nproc is None else nproc
     if count == 1 and not arguments.max_restarts:
         _take_part(arguments)

@@ -15,9 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fullshard.comm import cuda
 from fullshard.core.errors import ConfigError
-from fullshard.core.requirements import INSTALL_TPU, why_no_tpu
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,25 +59,6 @@ def accelerator() -> str | None:
     return None if found is None or found.type in _WITHOUT_RANKS else found.type
 
 
-def kind_of(wanted: str) -> str:
-    """Return the kind of device to compute on.
-
-    Args:
-        wanted: `auto`: the accelerator if there is one, else the CPU; or a kind by its name.
-
-    Raises:
-        ConfigError: The host has no such device. The error says what is missing.
-    """
-    if wanted in ("cpu", "cuda"):
-        return wanted
-    here = accelerator()
-    if wanted in ("auto", here):
-        return here or "cpu"
-    if wanted == "tpu":
-        raise ConfigError(f"device = tpu, and {why_no_tpu() or 'torch shows none'}", hint=INSTALL_TPU)
-    raise ConfigError(f"unknown device {wanted!r}", hint="use auto, cpu, cuda or tpu")
-
-
 def count(kind: str) -> int:
     """Return the number of devices of that kind on this host which this process may use."""
     return 0 if kind != accelerator() else int(torch.get_device_module(kind).device_count())
@@ -90,10 +69,8 @@ def select(kind: str, local_rank: int) -> torch.device:
     if _TRAITS.get(kind, _COMMON).is_one_per_process:
         return torch.device(kind, torch.accelerator.current_device_index())
     device = torch.device(kind, local_rank)
-    if kind == "cuda":
-        cuda.select(device)
-    else:
-        torch.accelerator.set_device_index(local_rank)
+    set_device = getattr(torch.get_device_module(kind), "set_device", torch.accelerator.set_device_index)
+    set_device(device)
     return device
 
 
@@ -129,16 +106,6 @@ def require_gloo(device: torch.device, group: dist.ProcessGroup | None) -> None:
         )
 
 
-def object_device() -> torch.device | None:
-    """Return the device from which the default group sends objects: the CPU if it can.
-
-    Returns:
-        None if the only backend sends from its own device alone.
-    """
-    sends_from_host = "gloo" in dist.get_backend() or "cpu" in str(dist.get_backend_config())
-    return torch.device("cpu") if sends_from_host else None
-
-
 def require_dtype(device: torch.device, dtype: torch.dtype, what: str) -> None:
     """Raise `ConfigError`, which begins with `what`, for float16 where it is of no use."""
     if dtype == torch.float16 and not traits_of(device).computes_float16:
@@ -156,18 +123,6 @@ def counts_memory(kind: str) -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for all that was issued there; a CPU has done it."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-
-
-def name_of(device: torch.device) -> str:
-    """Return the maker's name of a device, or its kind if the device does not tell a name."""
-    tell: Any = None if device.type == "cpu" else getattr(torch.get_device_module(device), "get_device_name", None)
-    return device.type if tell is None else str(tell(device))
 
 
 _answering: list[None] = []

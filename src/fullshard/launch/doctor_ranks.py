@@ -20,10 +20,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fullshard.comm.base import Collectives
-from fullshard.comm.device import synchronize
 from fullshard.comm.select import Candidate, choices_for
 from fullshard.core.sizes import KIB, MIB
 from fullshard.features import ShardedParameter, fully_shard
+from fullshard.launch.device import synchronize
 from fullshard.launch.doctor import BFLOAT16_TIME
 from fullshard.launch.environment import init_process_group_from_environment, rank_device, read_rank_environment
 from fullshard.launch.worker import run_worker

@@ -18,6 +18,7 @@ from fullshard.config.switches import ELASTIC, timeout_of_environment
 from fullshard.core.errors import ConfigError
 from fullshard.core.patience import FIRST_SECONDS, PATIENCE
 from fullshard.core.threads import rest_at_exit
+from fullshard.launch.device import kind_of, object_device
 from fullshard.launch.tpu import check_tpu_environment
 
 T = TypeVar("T")
@@ -101,7 +102,7 @@ def rank_device(environment: RankEnvironment, kind: str = "auto") -> torch.devic
     Raises:
         ConfigError: another kind, no such device at all, or fewer than this host's ranks.
     """
-    kind = devices.kind_of(kind)
+    kind = kind_of(kind)
     if kind == "cpu":
         return torch.device("cpu")
     count = devices.count(kind)
@@ -172,7 +173,7 @@ def run_on_main(environment: RankEnvironment, function: Callable[[], T]) -> T:
     from fullshard.comm.stalls import STALLS  # not before there are ranks: a launcher reads this file, too
 
     with STALLS.waiting_for_all("what rank 0 does"):
-        dist.broadcast_object_list(outcome, src=0, device=devices.object_device())
+        dist.broadcast_object_list(outcome, src=0, device=object_device())
     result, received = outcome[0]
     if (failure := raised or received) is not None:
         raise failure

@@ -245,8 +245,9 @@ def _devices(said: Resolved, environ: Mapping[str, str]) -> tuple[str, int]:
         kind = "cuda"
     else:
         from fullshard.comm import device as devices
+        from fullshard.launch.device import kind_of
 
-        kind = devices.kind_of(launch.device)
+        kind = kind_of(launch.device)
         count = 0 if kind == "cpu" else devices.count(kind)
     if count == 0 and launch.device == "cuda":
         raise ConfigError("device = cuda, and this host has no GPU that torch can use", hint="use --cpu")

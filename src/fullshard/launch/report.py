@@ -114,8 +114,8 @@ def _torch() -> dict[str, str]:
     import torch
     import torch.distributed as dist
 
-    from fullshard.comm import cuda
     from fullshard.comm import device as devices
+    from fullshard.launch import cuda
 
     lines = {
         "built for": f"CUDA {torch.version.cuda}" if torch.version.cuda else "processors only",

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from fullshard.api import Accelerator
-from fullshard.comm import device as devices
 from fullshard.core.version import __version__
 from fullshard.launch import RankEnvironment
+from fullshard.launch.device import name_of
 from fullshard.observe import (
     ConsoleSink,
     JsonlSink,
@@ -110,7 +110,7 @@ def _environment(accelerator: Accelerator) -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "host": socket.gethostname(),
-        "device": devices.name_of(device),
+        "device": name_of(device),
         "ranks": accelerator.num_processes,
     }
 

@@ -13,11 +13,10 @@ from torch import nn
 
 from fullshard.api.planning import plan_model
 from fullshard.api.plugin import configured_policy
-from fullshard.comm import cuda
-from fullshard.comm.device import name_of
 from fullshard.core.errors import ConfigError, WrapError
 from fullshard.core.sizes import format_nbytes
-from fullshard.launch import RankEnvironment
+from fullshard.launch import RankEnvironment, cuda
+from fullshard.launch.device import name_of
 from fullshard.plan.evaluate import Plan
 from fullshard.plan.hardware import find_device
 from fullshard.plan.job import Job

@@ -18,8 +18,8 @@ import torch
 
 from fullshard import checkpoint
 from fullshard.checkpoint.lease import lease
-from fullshard.comm import cuda
 from fullshard.core.errors import ConfigError, DataError
+from fullshard.launch import cuda
 from fullshard.launch.environment import (
     is_started_again,
     may_be_started_again,

@@ -37,11 +37,6 @@ def was_used() -> bool:
     return bool(torch.cuda.is_initialized())
 
 
-def select(device: torch.device) -> None:
-    """Make it this thread's current one."""
-    torch.cuda.set_device(device)
-
-
 def memory_nbytes(device: torch.device) -> int:
     """Return the bytes of memory of a device."""
     return int(torch.cuda.get_device_properties(device).total_memory)

@@ -1,0 +1,53 @@
+"""Facts about devices that launchers, scripts and reports ask for; the engine has no need of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fullshard.comm.device import accelerator
+from fullshard.core.errors import ConfigError
+from fullshard.core.requirements import INSTALL_TPU, why_no_tpu
+
+
+def kind_of(wanted: str) -> str:
+    """Return the kind of device to compute on.
+
+    Args:
+        wanted: `auto`: the accelerator if there is one, else the CPU; or a kind by its name.
+
+    Raises:
+        ConfigError: The host has no such device. The error says what is missing.
+    """
+    if wanted in ("cpu", "cuda"):
+        return wanted
+    here = accelerator()
+    if wanted in ("auto", here):
+        return here or "cpu"
+    if wanted == "tpu":
+        raise ConfigError(f"device = tpu, and {why_no_tpu() or 'torch shows none'}", hint=INSTALL_TPU)
+    raise ConfigError(f"unknown device {wanted!r}", hint="use auto, cpu, cuda or tpu")
+
+
+def object_device() -> torch.device | None:
+    """Return the device from which the default group sends objects: the CPU if it can.
+
+    Returns:
+        None if the only backend sends from its own device alone.
+    """
+    sends_from_host = "gloo" in dist.get_backend() or "cpu" in str(dist.get_backend_config())
+    return torch.device("cpu") if sends_from_host else None
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for all that was issued there; a CPU has done it."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def name_of(device: torch.device) -> str:
+    """Return the maker's name of a device, or its kind if the device does not tell a name."""
+    tell: Any = None if device.type == "cpu" else getattr(torch.get_device_module(device), "get_device_name", None)
+    return device.type if tell is None else str(tell(device))
