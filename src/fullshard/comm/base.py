@@ -52,15 +52,18 @@ class FullBuffer(Protocol):
 
     Attributes:
         full: shape (size x S,); its data are there, and at the same address, whenever the buffer is whole.
-        is_zeroed: whether `full` reads as zeros after `free`, in part, where others keep the data or have none to read.
-        is_persistent: whether its memory is there all the time, so that staying whole costs nothing.
         main: shape (S,); this rank's interval, if it outlasts `free`, so that main weights can live there.
+        is_persistent: whether its memory is there all the time, so that staying whole costs nothing.
+        is_zeroed: whether `full` reads as zeros after `free`, in part, where others keep the data or have none to read.
+        place: the number by which other ranks find it in memory that they share. Each rank counts by itself, so one
+            that has failed to shard a model finds no other's any more.
     """
 
     full: torch.Tensor
-    is_zeroed: bool = False
-    is_persistent: bool = False
     main: torch.Tensor | None = None
+    is_persistent: bool = False
+    is_zeroed: bool = False
+    place: int | None = None
 
     @property
     def nbytes(self) -> int:
@@ -153,15 +156,12 @@ class Collectives(Protocol):
         size: ranks in the group.
         sends: whether anything is sent at all, so that packing it makes a difference.
         widens: whether `reduce_scatter` sums in a wider dtype than that of `full` without a copy.
-        placed: how many buffers have a place where other ranks look for them. Each rank counts by itself, so a rank
-            that has placed fewer, because it failed to shard a model, finds no other's any more.
     """
 
     rank: int
     size: int
     sends: bool = True
     widens: bool = False
-    placed: int = 0
 
     def full_buffer(
         self,

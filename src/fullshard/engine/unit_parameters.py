@@ -76,12 +76,10 @@ class UnitParameters(abc.ABC):
         keeps_memory: whether resharding keeps the memory.
         kept_views: views of the parameters that forward leaves on modules.
         made: how many units this process had made before.
-        placed: how many buckets had their place in memory that ranks share before its own.
     """
 
     buckets: list[Bucket]
     full_nbytes: int
-    placed: int
 
     def __init__(
         self,
@@ -114,7 +112,6 @@ class UnitParameters(abc.ABC):
             self._allocate(weights)
 
     def _allocate(self, values: Values | None) -> None:
-        self.placed = self.mesh.gather.placed
         self.buckets = [
             self.make_bucket(slots, number, values) for number, slots in enumerate(by_bucket(self.slots, self.policy))
         ]

@@ -26,7 +26,7 @@ from fullshard.features.nonfinite import NonFiniteGuard, NonFiniteMethods
 from fullshard.features.packed_messages import PACKINGS
 from fullshard.features.preemption import StopTogether
 from fullshard.features.quantized_weights import QuantizedWeight
-from fullshard.features.shared_memory import shared_memory
+from fullshard.features.shared_memory import share_memory
 from fullshard.features.steps_in_backward import StepsInBackward, step_in_backward
 from fullshard.features.submodule_entry import SubmoduleEntry
 from fullshard.features.summary import Sharding, describe
@@ -69,7 +69,7 @@ class ShardedModule(ConsistencyMethods, NonFiniteMethods, TorchMethods):
 
 FSDPModule = ShardedModule
 register(*FEATURES)
-register_backend(shared_memory)
+register_backend(share_memory)
 register_kinds(*KINDS)
 register_adapters(Bitsandbytes(), Torchao(), MatrixAdapter())
 base.PACKINGS.update(PACKINGS)

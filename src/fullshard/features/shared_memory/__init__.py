@@ -15,10 +15,10 @@ from fullshard.features.shared_memory.peers import Peers, connect
 from fullshard.features.shared_memory.two_level import TwoLevelCollectives
 from fullshard.plan.route import Route
 
-__all__ = ["shared_memory"]
+__all__ = ["share_memory"]
 
 
-def shared_memory(group: dist.ProcessGroup, device: torch.device) -> Candidate | str:
+def share_memory(group: dist.ProcessGroup, device: torch.device) -> Candidate | str:
     """Return collectives over shared memory; see `Backend`. `FULLSHARD_COMM=gloo` on any rank forbids them."""
     if device.type != "cpu":
         return "only host memory is shared"

@@ -54,11 +54,6 @@ class SharedMemoryCollectives(GlooCollectives):
         # Mapped at once: a rank that has no room for it among its addresses raises OSError, and all keep to Gloo.
         self._buffers, self._queues = SharedBuckets(peers), SendQueues(peers)
 
-    @property
-    def placed(self) -> int:  # type: ignore[override]
-        """See `Collectives`."""
-        return self._buffers.placed
-
     def _buffer(self, spec: BufferSpec) -> FullBuffer:
         place = self._buffers.place(spec)
         return super()._buffer(spec) if place is None else self._mapped(place, spec)
@@ -156,6 +151,7 @@ class MappedBuffer(FullBuffer):
     def __init__(self, buffers: SharedBuckets, place: tuple[int, int], spec: BufferSpec) -> None:
         self._buffers = buffers
         self._number, self._start = place
+        self.place = self._number
         peers, dtype = buffers.peers, spec.dtype
         whole = slice(self._start, self._start + spec.numel * dtype.itemsize)
         shown = memoryview(buffers.own)[whole]

@@ -98,11 +98,10 @@ class DesyncDetection(Extension):
     def _compare_model(self, further: Sequence[str]) -> None:
         units = self.model.units[::-1]
         lines = [*_describe_structure(units), *further]
-        placed = self._mesh.gather.placed
-        if placed:  # last: if the models themselves differ, report that
-            lines += [f"{placed} buckets in shared memory, those of earlier models included"]
-            real = [unit for unit in units if unit.stand_ins is None and unit.buckets]
-            lines += [f"unit {unit.name!r} was made real after {unit.placed} of them" for unit in real]
+        for unit in units:  # last: if the models themselves differ, report that
+            places = [] if unit.stand_ins is not None else [bucket.buffer.place for bucket in unit.buckets]
+            if any(place is not None for place in places):  # they count those of earlier models, and failures
+                lines.append(f"unit {unit.name!r} has its buckets at {places} in the memory that ranks share")
         self._mesh.check_agreement(lines, what="the sharded model", hint=_MODEL_HINT)
 
     # -- the log ------------------------------------------------------------------------------------------------
