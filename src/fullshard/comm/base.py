@@ -31,7 +31,13 @@ class WorkOf:
 
 
 class Packing(Protocol):
-    """How elements are written into a message."""
+    """A way to send elements in fewer bytes than they have."""
+
+    def gather(self, collectives: Collectives, full: torch.Tensor, main: torch.Tensor, *, tag: int) -> Work:
+        """Fill `full` with the unpacked intervals of all ranks, this one's included, which is `main`."""
+
+    def reduce(self, collectives: Collectives, full: torch.Tensor, how: Reduction) -> Work:
+        """See `Collectives.reduce_scatter`: send the other ranks their intervals packed, and add up what arrives."""
 
     def nbytes(self, numel: int) -> int:
         """Return the length of the message, a multiple of 16 bytes."""
@@ -44,7 +50,7 @@ class Packing(Protocol):
 
 
 PACKINGS: dict[torch.dtype, Packing] = {}
-"""How elements can be sent with fewer bytes than they have, by the dtype that they are sent as. Features fill it."""
+"""The packings that there are, by the dtype that elements are sent as. Features fill it."""
 
 
 class FullBuffer(Protocol):

@@ -42,7 +42,7 @@ class GlooCollectives(NativeCollectives):
     def _reduce(self, full: torch.Tensor, how: Reduction) -> Work:
         """Send every peer its interval, receive theirs for this one, and sum locally."""
         if how.packing is not None:
-            return self._reduce_packed(full, how, how.packing)
+            return how.packing.reduce(self, full, how)
         own = own_interval(full, self.rank, self.size)
         contributions = [own if source == self.rank else torch.empty_like(own) for source in range(self.size)]
         works = []

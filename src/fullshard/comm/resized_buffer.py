@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from fullshard.comm.base import BufferSpec, Collectives, FullBuffer, Packing, Work, WorkOf, own_interval
+from fullshard.comm.base import BufferSpec, Collectives, FullBuffer, Work, own_interval
 
 
 class ResizedBuffer(FullBuffer):
@@ -37,7 +37,7 @@ class ResizedBuffer(FullBuffer):
         if self._packing is not None and not exactly:
             if is_apart:
                 main = main.to(self.full.device, non_blocking=main.is_pinned())  # packed where the messages are
-            return self._gather_packed(main, self._packing, tag)
+            return self._packing.gather(self._collectives, self.full, main, tag=tag)
         self._own.copy_(main, non_blocking=is_apart and main.is_pinned())
         return self._collectives.all_gather(self.full, tag=tag)
 
@@ -50,22 +50,6 @@ class ResizedBuffer(FullBuffer):
     def _allocate(self) -> None:
         if self._storage.nbytes() != self._whole_nbytes:  # else it would move
             self._storage.resize_(self._whole_nbytes)
-
-    def _gather_packed(self, main: torch.Tensor, packing: Packing, tag: int) -> Work:
-        rank, size = self._collectives.rank, self._collectives.size
-        messages = torch.empty(size * packing.nbytes(main.numel()), dtype=torch.uint8, device=self.full.device)
-        packing.pack(main, own_interval(messages, rank, size))
-        arriving = [self._collectives.all_gather(messages, tag=tag)]
-
-        def wait() -> torch.Tensor:
-            """Wait for the messages and unpack them all; the second time there are none."""
-            while arriving:
-                messages = arriving.pop().wait()
-                for source in range(size):
-                    packing.unpack(own_interval(messages, source, size), own_interval(self.full, source, size))
-            return self.full
-
-        return WorkOf(wait)
 
     def free(self, *, keeps_memory: bool = False) -> None:
         """Resize to nothing."""

@@ -10,7 +10,6 @@ from fullshard.comm.base import (
     BufferSpec,
     Collectives,
     FullBuffer,
-    Packing,
     Parts,
     Reduction,
     Work,
@@ -121,9 +120,9 @@ class NativeCollectives(Collectives):
         return filling(full, [all_gather_single(whole, own, group=self.group, async_op=True)])
 
     def _reduce(self, full: torch.Tensor, how: Reduction) -> Work:
-        """Reduce with one reduce-scatter into this rank's interval; packed, with one all-to-all and a sum."""
+        """Reduce with one reduce-scatter into this rank's interval."""
         if how.packing is not None:
-            return self._reduce_packed(full, how, how.packing)
+            return how.packing.reduce(self, full, how)
         own = own_interval(full, self.rank, self.size)
         is_python = torch_private.backend_of(self.group, full.device) is None
         if is_python and not getattr(self.group, "is_in_order", False):
@@ -133,30 +132,6 @@ class NativeCollectives(Collectives):
     def all_reduce(self, tensor: torch.Tensor, *, tag: int) -> Work:
         """Reduce with one all-reduce."""
         return filling(tensor, [dist.all_reduce(tensor, group=self.group, async_op=True)])
-
-    def _reduce_packed(self, full: torch.Tensor, how: Reduction, packing: Packing) -> Work:
-        own = own_interval(full, self.rank, self.size).clone()  # does not keep `full` alive
-        sizes = [packing.nbytes(own.numel())] * self.size
-        leaving = torch.empty(sum(sizes), dtype=torch.uint8, device=full.device)
-        for to in range(self.size):
-            if to != self.rank:
-                packing.pack(own_interval(full, to, self.size), own_interval(leaving, to, self.size))
-        exchange = self.exchange(leaving, torch.empty_like(leaving), Parts(sizes, sizes), tag=how.tag)
-
-        def wait() -> torch.Tensor:
-            """Wait, then unpack and add up in rank order, together with this rank's own."""
-            arriving = exchange.wait()
-            total, term = torch.zeros_like(own), torch.empty_like(own)
-            for source in range(self.size):
-                if source != self.rank:
-                    packing.unpack(own_interval(arriving, source, self.size), term)
-                total.add_(own if source == self.rank else term)
-            total.div_(how.divisor)
-            if how.watch is not None:
-                how.watch(total, {self.rank: own})
-            return total
-
-        return WorkOf(wait)
 
     def exchange(self, leaving: torch.Tensor, arriving: torch.Tensor, parts: Parts, *, tag: int) -> Work:
         """Exchange with one all-to-all."""

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import torch
 
-from fullshard.comm.base import Packing
+from fullshard.comm.base import Collectives, Packing, Parts, Reduction, Work, WorkOf, own_interval
 from fullshard.core.sizes import PACKED_BLOCK_NUMEL as BLOCK_NUMEL
 from fullshard.core.sizes import packed_nbytes, round_up
 
@@ -26,7 +26,52 @@ _SMALLEST = torch.finfo(torch.float32).tiny
 """Scale: one over less would be infinite. Blocks of magnitudes below 127 times that, 1.5e-36, are off by more."""
 
 
-class _Bfloat16(Packing):
+class _Packed(Packing):
+    """Collectives of packed messages, however elements are packed."""
+
+    def gather(self, collectives: Collectives, full: torch.Tensor, main: torch.Tensor, *, tag: int) -> Work:
+        rank, size = collectives.rank, collectives.size
+        messages = torch.empty(size * self.nbytes(main.numel()), dtype=torch.uint8, device=full.device)
+        self.pack(main, own_interval(messages, rank, size))
+        arriving = [collectives.all_gather(messages, tag=tag)]
+
+        def wait() -> torch.Tensor:
+            """Wait for the messages and unpack them all; the second time there are none."""
+            while arriving:
+                messages = arriving.pop().wait()
+                for source in range(size):
+                    self.unpack(own_interval(messages, source, size), own_interval(full, source, size))
+            return full
+
+        return WorkOf(wait)
+
+    def reduce(self, collectives: Collectives, full: torch.Tensor, how: Reduction) -> Work:
+        rank, size = collectives.rank, collectives.size
+        own = own_interval(full, rank, size).clone()  # does not keep `full` alive
+        sizes = [self.nbytes(own.numel())] * size
+        leaving = torch.empty(sum(sizes), dtype=torch.uint8, device=full.device)
+        for to in range(size):
+            if to != rank:
+                self.pack(own_interval(full, to, size), own_interval(leaving, to, size))
+        exchange = collectives.exchange(leaving, torch.empty_like(leaving), Parts(sizes, sizes), tag=how.tag)
+
+        def wait() -> torch.Tensor:
+            """Wait, then unpack and add up in rank order, together with this rank's own."""
+            arriving = exchange.wait()
+            total, term = torch.zeros_like(own), torch.empty_like(own)
+            for source in range(size):
+                if source != rank:
+                    self.unpack(own_interval(arriving, source, size), term)
+                total.add_(own if source == rank else term)
+            total.div_(how.divisor)
+            if how.watch is not None:
+                how.watch(total, {rank: own})
+            return total
+
+        return WorkOf(wait)
+
+
+class _Bfloat16(_Packed):
     """The upper half of each float32, rounded."""
 
     def nbytes(self, numel: int) -> int:
@@ -41,7 +86,7 @@ class _Bfloat16(Packing):
         into.copy_(message[: 2 * into.numel()].view(torch.bfloat16))
 
 
-class _Int8Blocks(Packing):
+class _Int8Blocks(_Packed):
     """Each block of elements as multiples, -127 to 127, of a scale in float32. All multiples first, then all scales."""
 
     def nbytes(self, numel: int) -> int:
