@@ -254,9 +254,6 @@ INIT_GROUP = "_init_group"
 """The method in which torch's optimizers list a group's tensors; plain tensors are put in there. Under another name
 sharded tensors would be updated, which is slower, and the same. Since 2.0."""
 
-step_pre_hooks: Callable[[torch.optim.Optimizer], Mapping[int, object]] = attrgetter("_optimizer_step_pre_hooks")
-"""The hooks that run before an optimizer's step: one of them steps in backward, and no other may. Since 2.0."""
-
 
 def may_hold(tensor: torch.Tensor, data: torch.Tensor) -> bool:
     """Return whether `tensor.data = data` is allowed; between devices it depends on both. Since 2.0."""

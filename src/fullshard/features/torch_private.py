@@ -138,6 +138,10 @@ parse_to = torch._C._nn._parse_to
 """Device and dtype in the arguments of a `to()`. Without it bitsandbytes would quantise twice. Since 2.0."""
 
 
+step_pre_hooks: Callable[[torch.optim.Optimizer], Mapping[int, object]] = attrgetter("_optimizer_step_pre_hooks")
+"""The hooks that run before an optimizer's step: one of them steps in backward, and no other may. Since 2.0."""
+
+
 # -- compiled code ----------------------------------------------------------------------------------------------
 
 
