@@ -19,6 +19,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[2] / "src"
 TORCH_DIST, RESIZED = "comm/torch_dist.py", "comm/resized_buffer.py"
+PACKINGS = "features/packed_messages/packings.py"
 OFFLOAD, ACTIVATIONS, STAGING = "engine/offload.py", "features/activation_offload/pages.py", "checkpoint/staging.py"
 _STAGED = "block = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)"
 
@@ -86,14 +87,14 @@ MUTATIONS = (
     ),
     Mutation(
         "packed gradients are not waited for",
-        TORCH_DIST,
+        PACKINGS,
         "            arriving = exchange.wait()\n",
         "            arriving = exchange.wait.__closure__[0].cell_contents\n",
         "packed",
     ),
     Mutation(
         "packed parameters are not waited for",
-        RESIZED,
+        PACKINGS,
         "                messages = arriving.pop().wait()\n",
         "                messages = arriving.pop().wait.__closure__[0].cell_contents\n",
         "packed",
