@@ -16,7 +16,7 @@ from fullshard.features import (
     shard_model,
     units_of,
 )
-from fullshard.features.activation_offload import ActivationOffload
+from fullshard.features.offload import ActivationOffload
 from fullshard.wrap.forwards import checkpoint_modules, compile_modules
 
 WIDTH, DEPTH, TOKENS, STEPS = 64, 4, 256, 2

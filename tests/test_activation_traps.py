@@ -24,7 +24,8 @@ from torch.utils.checkpoint import checkpoint
 from fullshard.core.errors import CommunicationError
 from fullshard.core.events import Event, EventKind
 from fullshard.features import OffloadPolicy, shard_model, units_of
-from fullshard.features.activation_offload import pages as activations
+from fullshard.features.offload import pages as activations
+from fullshard.features.offload.storage import HostStorage
 from tests.activations import (
     BFLOAT16,
     HIDDEN_NBYTES,
@@ -278,8 +279,9 @@ def test_streams_wait_for_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = [Function(torch.tanh) for _ in range(4)]
     model = nn.Sequential(*layers)
     shard_model(model, unit_modules=layers, offload_policy=ON_HOST, device=torch.device("cpu"))
-    host = units_of(model)[-1].storage.host
-    assert host is not None
+    storage = units_of(model)[-1].storage
+    assert isinstance(storage, HostStorage)
+    host = storage.host
     for name in ("_to_host", "_to_device"):
         monkeypatch.setattr(host, name, log.stream(name.strip("_").replace("_", " ")))
     for index, layer in enumerate(layers):

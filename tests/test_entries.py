@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from fullshard import MixedPrecisionPolicy, register_fsdp_forward_method
 from fullshard.core.errors import ConfigError, LifecycleError, WrapError
 from fullshard.core.events import Event, EventKind
-from fullshard.engine.offload import offload_of
 from fullshard.features import CPUOffloadPolicy, ShardedParameter, describe, fully_shard, units_of, unsharded
+from fullshard.features.offload.policy import offload_of
 from tests.distributed import run_ranks
 from tests.traps import (
     BLOCKS,
@@ -335,7 +335,9 @@ def test_policies_of_another_kind_are_refused() -> None:
     for other in (True, "cpu", {"pin_memory": True}):
         with pytest.raises(ConfigError, match="offload_policy: expected a CPUOffloadPolicy"):
             fully_shard(nn.Linear(2, 2), offload_policy=other)
-    assert all(offload_of(policy).is_everything for policy in (fsdp.CPUOffload(True), fsdp.CPUOffloadPolicy()))
+    for policy in (fsdp.CPUOffload(True), fsdp.CPUOffloadPolicy()):
+        offload = offload_of(policy)
+        assert offload is not None and offload.is_everything
     assert not any(offload_of(policy) for policy in (None, False, fsdp.CPUOffload(), fsdp.OffloadPolicy()))
 
 

@@ -14,10 +14,10 @@ from torch import nn
 from fullshard.engine import extension
 from fullshard.engine.extension import Extension, Extensions, register
 from fullshard.features import FEATURES, fully_shard, units_of
-from fullshard.features.activation_offload import ActivationOffload
 from fullshard.features.consistency import ConsistencyCheck
 from fullshard.features.late_registration import LateRegistration
 from fullshard.features.nonfinite import NonFiniteGuard
+from fullshard.features.offload import ActivationOffload
 from fullshard.features.submodule_entry import SubmoduleEntry
 from fullshard.features.watchdog import DesyncDetection
 from tests.distributed import run_ranks

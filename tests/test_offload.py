@@ -94,7 +94,7 @@ def bytes_per_element() -> dict[str, tuple[float, float]]:
         numel = sum(bucket.layout.shard_numel for bucket in buckets)
         found[name] = (
             sum(bucket.copies_nbytes for bucket in buckets) / numel,
-            sum(bucket.host_nbytes for bucket in buckets) / numel,
+            sum(sum(bucket.plan.host_buffers) for bucket in buckets) / numel,
         )
     return found
 

@@ -18,7 +18,7 @@ from fullshard.features import (
     shard_model,
     units_of,
 )
-from fullshard.features.activation_offload import ActivationOffload
+from fullshard.features.offload import ActivationOffload
 
 WIDTH = 1024
 

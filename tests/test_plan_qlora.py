@@ -17,9 +17,9 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fullshard.engine.offload import Host
 from fullshard.engine.step.plain_tensors import as_local
 from fullshard.features import MixedPrecisionPolicy, OffloadPolicy, shard_model
+from fullshard.features.offload.host import Host
 from fullshard.features.quantized_weights import expose_scales
 from fullshard.plan.families import from_config
 from fullshard.plan.hardware import DEVICES

@@ -20,7 +20,8 @@ from pathlib import Path
 SOURCE = Path(__file__).parents[2] / "src"
 TORCH_DIST, RESIZED = "comm/torch_dist.py", "comm/resized_buffer.py"
 PACKINGS = "features/packed_messages/packings.py"
-OFFLOAD, ACTIVATIONS, STAGING = "engine/offload.py", "features/activation_offload/pages.py", "checkpoint/staging.py"
+OFFLOAD, ACTIVATIONS = "features/offload/host.py", "features/offload/pages.py"
+STAGING = "checkpoint/staging.py"
 _STAGED = "block = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)"
 
 
@@ -167,9 +168,9 @@ MUTATIONS = (
     ),
     Mutation(
         "optimizer state is not waited for",
-        "engine/step/offloaded_state.py",
-        "            host.finish()\n",
-        "            pass\n",
+        "features/offload/state.py",
+        "        host.finish()\n",
+        "        pass\n",
         "state looked at",
         is_race=False,
     ),

@@ -25,9 +25,9 @@ from tests.simulated.training import MATRICES, Case, Model, batch, made, optimiz
 
 ALARM = "aten::_local_scalar_dense in nonfinite/guard.py:is_alarmed"
 """Whether gradients are finite decides whether the optimizer steps."""
-SETTLED = "event.synchronize in engine/offload.py:settle"
+SETTLED = "event.synchronize in offload/host.py:settle"
 """The script may change what was gathered from, on the host, after a forward and after a backward."""
-GRADIENT = "event.synchronize in engine/offload.py:wait"
+GRADIENT = "event.synchronize in offload/host.py:wait"
 """A gradient goes to the host, where anybody may read it: one for each unit."""
 NORM = {
     "copy to the device in torch_tools/install.py:_group_norm": 1,
@@ -42,7 +42,7 @@ WAITS: dict[Case, dict[str, int]] = {
     Case(): {ALARM: 1},
     Case(activations="on host"): {ALARM: 1},
     Case(reshard="auto", loss="in chunks"): {ALARM: 1},
-    Case(offload="optimizer state"): {ALARM: 1, "stream.synchronize in engine/offload.py:finish": 1},
+    Case(offload="optimizer state"): {ALARM: 1, "stream.synchronize in offload/host.py:finish": 1},
     Case(offload="main weights"): {ALARM: 1, SETTLED: 1, GRADIENT: 4, **NORM},
     Case(offload="main weights", precision="bf16"): {ALARM: 1, SETTLED: 1, GRADIENT: 4, **NORM},
     Case(offload="everything"): {ALARM: 1, SETTLED: 2, GRADIENT: 4, **NORM},

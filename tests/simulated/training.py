@@ -33,8 +33,8 @@ from fullshard.features import (
     shard_model,
     step_in_backward,
 )
-from fullshard.features.activation_offload import pages as activations
 from fullshard.features.chunked_loss.loss import chunked_cross_entropy
+from fullshard.features.offload import pages as activations
 from fullshard.optim import Muon, OnOwners
 from fullshard.wrap.forwards import checkpoint_modules
 from tests.distributed import place_of

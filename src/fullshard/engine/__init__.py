@@ -15,7 +15,6 @@ from fullshard.engine.fully_shard import (
 )
 from fullshard.engine.lookup import units_of
 from fullshard.engine.module import UnshardHandle
-from fullshard.engine.offload import CPUOffloadPolicy, OffloadPolicy
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.precision import MixedPrecisionPolicy
 from fullshard.engine.sharded_tensor import ShardedTensor
@@ -23,10 +22,8 @@ from fullshard.engine.step.hooks import check_optimizer, repoint
 
 __all__ = [
     "BackwardPrefetch",
-    "CPUOffloadPolicy",
     "Mesh",
     "MixedPrecisionPolicy",
-    "OffloadPolicy",
     "ShardedParameter",
     "ShardedTensor",
     "UnshardHandle",

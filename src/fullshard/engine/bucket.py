@@ -5,7 +5,7 @@ Six tensors, always named like this:
     original parameter   the user's `nn.Parameter` object; bound once to a view of `full`
     main                 this rank's interval, in the stored dtype; persistent; the optimizer updates it
     sharded parameter    a view of `main` for one parameter; `module.parameters()` yields it at rest
-    compute shard        the source of the gather into `full`; `main` itself, unless that is offloaded
+    compute shard        the source of the gather into `full`; `main` itself, unless `engine.storage` has it elsewhere
     full                 the unsharded bucket, in the compute dtype; whole only while it is needed
     gradient             see `engine.gradient`
 
@@ -49,6 +49,7 @@ class Bucket(BucketSpec):
 
     Attributes:
         main: shape (S,), stored dtype.
+        compute_shard: shape (S,); `full` is gathered from it.
         full: shape (W * S,), compute dtype.
         sharded_parameters: in the order of `slots`.
         originals: the original parameters, in the same order.
@@ -93,7 +94,7 @@ class Bucket(BucketSpec):
         self.has_gradient = True
 
     def _make_gradient(self) -> Gradient:
-        return Gradient(self, self.sharded_parameters, storage_id=min(self.storage_ids), emit=self.emit)
+        return Gradient(self, self.sharded_parameters, storage_id=min(self.storage_ids))
 
     def _allocate(self, weights: Values | None) -> None:
         """Copy this rank's interval out of the original parameters, then bind those to views of `full`."""
@@ -110,11 +111,9 @@ class Bucket(BucketSpec):
         self.storage_ids = frozenset({torch_private.storage_id(self.full.untyped_storage())})
         if self.buffer.main is not None:
             self.main = self.buffer.main
-        elif self.main_is_on_host:
-            self.main = self._host_empty(self.dtype).zero_()
         else:
-            self.main = torch.zeros(layout.shard_numel, dtype=self.dtype, device=mesh.device)
-        self._compute_shard, self._version = self._allocate_compute_shard(), -1
+            self.main = self.storage.make_main(self)
+        self.compute_shard, self._version = self.storage.make_compute_shard(self), -1
         for index, slot in enumerate(self.slots):
             interval = layout.interval(index, mesh.shard_rank)
             own = self.main[self.slices[index]]
@@ -130,18 +129,6 @@ class Bucket(BucketSpec):
             self.kinds[index].set_plain(slot.parameter, self._view(self.full, index))
         self.originals = Originals([slot.parameter for slot in self.slots])
         self.reshard()
-
-    def _allocate_compute_shard(self) -> torch.Tensor:
-        """Return the tensor that `full` is gathered from."""
-        if self.plan.compute_shard_is_main:
-            return self.main
-        if self.is_gathered_from_host:
-            return self._host_empty(self.compute_shard_dtype)
-        return torch.empty(self.layout.shard_numel, dtype=self.compute_shard_dtype, device=self.mesh.device)
-
-    def _host_empty(self, dtype: torch.dtype) -> torch.Tensor:
-        assert self.storage.host is not None  # noqa: S101 -- something is on the host
-        return self.storage.host.empty(self.layout.shard_numel, dtype)
 
     def _view(self, flat: torch.Tensor, index: int) -> torch.Tensor:
         spec = self.layout.specs[index]
@@ -177,20 +164,11 @@ class Bucket(BucketSpec):
         """Bytes on the device of persistent copies in the compute dtype, besides `main`."""
         if self.buffer.is_persistent and self.buffer.main is None:  # in memory that ranks share
             return self.layout.shard_numel * self.full.itemsize
-        is_apart = self._compute_shard is not self.main and not self.is_gathered_from_host
-        return self._compute_shard.nbytes if is_apart else 0
-
-    @property
-    def host_nbytes(self) -> int:
-        """Bytes of `main` and the compute shard that are on the host beside the device."""
-        tensors = [self.main] if self.main_is_on_host else []
-        if self.is_gathered_from_host and self._compute_shard is not self.main:
-            tensors.append(self._compute_shard)
-        return sum(tensor.nbytes for tensor in tensors)
+        is_apart = self.compute_shard is not self.main and not self.plan.is_gathered_from_host
+        return self.compute_shard.nbytes if is_apart else 0
 
     def issue_unshard(self, *, exactly: bool = False) -> None:
         """Launch the all-gather of all ranks' compute shards into `full`; `exactly`: without packing it."""
-        host = self.storage.host
         # Noted before the gather: a later change of `main` makes the gathered values outdated.
         before, self._version = self._version, self.main_version
         is_changed = before != self._version
@@ -198,30 +176,7 @@ class Bucket(BucketSpec):
         if kept is not None and isinstance(self.buffer, ResizedBuffer) and not (is_changed or exactly):
             self._gathering = self.buffer.gather_from(*kept, tag=self.tag)
             return
-        is_outdated = self._compute_shard is not self.main and is_changed
-        if host is None or not (self.is_gathered_from_host or is_outdated):
-            # Within a backward only: changes of memory past torch, between steps, are not counted.
-            is_unchanged = torch_private.backward_under_way() != -1 and not is_changed
-            self._gathering = self.buffer.gather(
-                self._compute_shard, tag=self.tag, exactly=exactly, is_unchanged=is_unchanged
-            )
-            return
-        with host.copying_to_device():
-            if is_outdated:
-                self._update_compute_shard()
-            self._gathering = self.buffer.gather(self._compute_shard, tag=self.tag, exactly=exactly)
-        self._gathering = host.arriving(self._gathering)
-        self.emit(EventKind.TO_DEVICE, self._compute_shard.nbytes, "compute shard")
-
-    @torch.no_grad()
-    def _update_compute_shard(self) -> None:
-        """Cast the changed `main` on the host; copy the result to a compute shard on the device."""
-        cast = self.main
-        if self.compute_shard_dtype != self.dtype:
-            cast = self._compute_shard if self.is_gathered_from_host else self._host_empty(self.compute_shard_dtype)
-            cast.copy_(self.main)
-        if cast is not self._compute_shard:
-            self._compute_shard.copy_(cast, non_blocking=cast.is_pinned())
+        self._gathering = self.storage.gather(self, exactly=exactly, is_changed=is_changed)
 
     @property
     def is_outdated(self) -> bool:
@@ -247,7 +202,7 @@ class Bucket(BucketSpec):
         self._version = -1
 
     def emit(self, kind: EventKind, nbytes: int, what: str) -> None:
-        """Tell the sink of a copy to or from the host."""
+        """Tell the sink of a copy between memories."""
         self.owner.emit(kind, nbytes, what=what, bucket=self._number)
 
     def wait_unshard(self) -> None:

@@ -11,11 +11,11 @@ from fullshard.comm.device import require_dtype
 from fullshard.comm.mesh import Mesh
 from fullshard.core.bucket import BucketKey, BucketPlan
 from fullshard.engine.kinds import kind_of
-from fullshard.engine.offload import Storage
 from fullshard.engine.precision import MixedPrecisionPolicy, dtype_name, torch_dtype
 from fullshard.engine.ragged_shard import RaggedShard
 from fullshard.engine.reduction_settings import ReductionSettings
 from fullshard.engine.shard_spec import ShardSpec
+from fullshard.engine.storage import Storage
 from fullshard.wrap.partition import Slot
 
 
@@ -84,9 +84,6 @@ class BucketSpec:
         require_dtype(mesh.device, self.compute_dtype, "param_dtype")
         require_dtype(mesh.device, self.reduce_dtype, "reduce_dtype")
         self.gather_packing, self.reduce_packing = _packing(plan.gather_as), _packing(plan.reduce_as)
-        self.main_is_on_host = plan.main_is_on_host
-        self.is_gathered_from_host = plan.is_gathered_from_host
-        self.state_visits_device = plan.state_visits_device
         self.slices = [self.layout.shard_slice(index, mesh.shard_rank) for index in range(len(slots))]
         self.reduction = ReductionSettings.of(mesh)
 

@@ -47,8 +47,8 @@ def convert(units: Sequence[UnitParameters], fn: Function) -> set[ShardSpec]:
     for unit in on_meta:
         unit.make_real(is_filled=False)
     made = [p for unit in on_meta for _, p in unit.entries]
-    on_host = [p for u in units if u.stand_ins is None for b in u.buckets if b.main_is_on_host for _, p in u.entries]
-    return {parameter.spec for parameter in made + on_host}
+    away = [b for unit in units if unit.stand_ins is None for b in unit.buckets if b.plan.main_is_on_host]
+    return {parameter.spec for parameter in (*made, *(p for bucket in away for p in bucket.sharded_parameters))}
 
 
 def _applied(unit: UnitParameters, fn: Function) -> _Applied:
@@ -65,7 +65,7 @@ def _applied(unit: UnitParameters, fn: Function) -> _Applied:
         if result.device == before:
             applied = "cast" if result.dtype != dtype else applied
             continue
-        is_own = result.device == unit.mesh.device or (unit.storage.host is not None and result.device.type == "cpu")
+        is_own = result.device == unit.mesh.device or unit.storage.is_home(result.device)
         if unit.stand_ins is None or not is_own or result.dtype != dtype:
             raise LifecycleError(
                 f"unit {unit.name!r}: cannot turn sharded parameters from {dtype} on {before} into {result.dtype} on "

@@ -20,10 +20,10 @@ from fullshard.core.errors import LifecycleError
 from fullshard.core.layout import Interval
 from fullshard.engine.bucket_spec import BucketSpec, by_bucket
 from fullshard.engine.kinds import kind_of
-from fullshard.engine.offload import Storage
 from fullshard.engine.precision import MixedPrecisionPolicy
 from fullshard.engine.shard_spec import ShardSpec
 from fullshard.engine.sharded_tensor import ShardedTensor, part_of
+from fullshard.engine.storage import Storage
 from fullshard.wrap.partition import Slot, UnitPlan
 
 HINT = (

@@ -22,7 +22,6 @@ from fullshard.comm.mesh import Mesh, data_parallel, init_mesh, joined_world_siz
 from fullshard.config.switches import check_switches
 from fullshard.core.errors import ConfigError, PlacementError, RepeatedError, WrapError
 from fullshard.core.events import EventSink
-from fullshard.core.offload import Offload
 from fullshard.core.schedule import BackwardPrefetch
 from fullshard.core.strategy import Strategy, parse_strategy
 from fullshard.core.user_class import user_class
@@ -31,11 +30,11 @@ from fullshard.engine.kinds import DataAxes, check_kinds, check_types, kind_of, 
 from fullshard.engine.lookup import unit_of
 from fullshard.engine.materialize import InitFunction, WeightSource, materialize, weight_source
 from fullshard.engine.module import assemble, make_fsdp_module
-from fullshard.engine.offload import Storage, check_offloads_activations, offload_of
 from fullshard.engine.parameter import stands_for
 from fullshard.engine.precision import MixedPrecisionPolicy
 from fullshard.engine.schedule import Schedule
 from fullshard.engine.state_dict import watch_state_dicts
+from fullshard.engine.storage import Storage, storage_of
 from fullshard.engine.unit import Unit
 from fullshard.wrap.partition import UnitPlan, partition
 
@@ -116,7 +115,7 @@ def fully_shard(
         plan,
         schedule=schedule,
         policy=MixedPrecisionPolicy.of(mp_policy),
-        storage=Storage.of(offload_policy, resolved.device),
+        storage=storage_of(offload_policy, resolved.device),
         reshard_after_forward=reshard,
         neighbours=neighbours,
     )
@@ -174,11 +173,11 @@ def shard_model(
         raise WrapError("part of the model is sharded already", hint="call shard_model once, on an unsharded model")
     _check_can_be_unsharded(model, [model, *unit_modules])
     reshard = row.reshard_after_forward if reshard_after_forward is None else reshard_after_forward
-    storage = Storage.of(offload_policy, mesh.device)
+    storage = storage_of(offload_policy, mesh.device)
     weights = weight_source(model)
     plans = _plan_units(model, unit_modules, weights, _ignored(ignored_params))
     check_kinds(plans, [model], mesh)
-    _check_offload(offload_of(offload_policy), plans)
+    storage.check(plans)
     # The model changes from here on; errors that the plans alone show were raised before.
     schedule = Schedule(mesh)
     for plan in plans:
@@ -405,18 +404,6 @@ def _reshard_after_forward(value: object, shard_size: int) -> tuple[bool | None,
             hint="leave it out",
         )
     return value != 1, None if value in (1, shard_size) else value
-
-
-def _check_offload(offload: Offload, plans: Sequence[UnitPlan]) -> None:
-    if offload.activations:
-        check_offloads_activations(len(plans))
-    parameters = [slot.parameter for plan in plans for slot in plan.slots]
-    if offload.compute_shards and not offload.main_weights and all(p.requires_grad for p in parameters):
-        raise ConfigError(
-            "compute shards on the host and main weights on the device: trainable parameters are gathered from main "
-            "weights, and none is frozen",
-            hint="offload main weights too, or leave compute shards on the device",
-        )
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

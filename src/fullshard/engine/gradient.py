@@ -3,7 +3,7 @@
 autograd      see `engine.unsharded_gradient`                                    per parameter, as it appears
 launch        reduce-scatter of that along the shard axis, and scale             once per backward
 advance       all-reduce of the shard along the replicate axis                   when the next bucket launches
-and its way to the host, if main weights are there
+and its way to main weights, if they are elsewhere
 early         add to the main gradient of the micro-batches before, if that      when it has arrived
 is all that is left to do
 finish        add to the main gradient, which is published as `.grad`            at the end of backward
@@ -11,16 +11,18 @@ finish        add to the main gradient, which is published as `.grad`           
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from fullshard.comm.base import Work
-from fullshard.core.events import EventKind
-from fullshard.engine.bucket_spec import BucketSpec
 from fullshard.engine.main_gradient import MainGradient
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.unsharded_gradient import UnshardedGradient
+
+if TYPE_CHECKING:
+    from fullshard.engine.bucket import Bucket
 
 
 class Gradient:
@@ -29,10 +31,9 @@ class Gradient:
     Callers of `launch`, `advance` and `finish` have turned autograd off.
 
     Args:
-        spec: the bucket's layout.
-        parameters: sharded ones, in the order of `spec.slots`.
+        bucket: the bucket.
+        parameters: sharded ones, in the order of `bucket.slots`.
         storage_id: the storage that the unsharded parameters are views of; None if it is not known.
-        emit: tells the sink of a copy to the host.
 
     Attributes:
         dtype: the dtype in which gradients are summed over backwards and ranks.
@@ -42,16 +43,15 @@ class Gradient:
 
     def __init__(
         self,
-        spec: BucketSpec,
+        bucket: Bucket,
         parameters: Sequence[ShardedParameter],
         *,
         storage_id: int | None,
-        emit: Callable[[EventKind, int, str], None],
     ) -> None:
-        self._spec, self.dtype = spec, spec.reduce_dtype
-        self._parameters, self._emit = parameters, emit
-        self.unsharded = UnshardedGradient(spec, parameters, storage_id=storage_id)
-        self.main = MainGradient(spec, parameters)
+        self._bucket, self.dtype = bucket, bucket.reduce_dtype
+        self._parameters = parameters
+        self.unsharded = UnshardedGradient(bucket, parameters, storage_id=storage_id)
+        self.main = MainGradient(bucket, parameters)
         self._reducing: Work | None = None
         self._replicating: Work | None = None
         self._earlier: torch.Tensor | None = None
@@ -60,7 +60,7 @@ class Gradient:
     @property
     def nbytes(self) -> int:
         """Return the bytes of the unsharded gradient in `dtype`; it may be collected in a narrower one."""
-        return self._spec.layout.full_numel * self.dtype.itemsize
+        return self._bucket.layout.full_numel * self.dtype.itemsize
 
     @property
     def held_nbytes(self) -> int:
@@ -76,8 +76,8 @@ class Gradient:
     def reduced_nbytes(self) -> int:
         """Bytes on the device of this rank's interval of reduced gradients, published or not."""
         found = (shard for shard in (self._held, self._earlier, self.main.tensor) if shard is not None)
-        shards = [shard for shard in found if shard.device.type == self._spec.mesh.device.type]
-        being_added = 0 if self._replicating is None else self._spec.layout.shard_numel * self.dtype.itemsize
+        shards = [shard for shard in found if shard.device.type == self._bucket.mesh.device.type]
+        being_added = 0 if self._replicating is None else self._bucket.layout.shard_numel * self.dtype.itemsize
         return being_added + sum(shard.nbytes for shard in shards)
 
     def launch(self) -> None:
@@ -90,13 +90,13 @@ class Gradient:
         """
         self.main.check_whole()
         full = self.unsharded.hand_over()
-        self._reducing = self._spec.mesh.reduce.reduce_scatter(
+        self._reducing = self._bucket.mesh.reduce.reduce_scatter(
             full,
-            tag=self._spec.tag,
-            divisor=self._spec.reduction.divisor,
-            packing=self._spec.reduce_packing,
+            tag=self._bucket.tag,
+            divisor=self._bucket.reduction.divisor,
+            packing=self._bucket.reduce_packing,
             dtype=self.dtype,
-            watch=self._spec.reduction.watch,
+            watch=self._bucket.reduction.watch,
         )
 
     @property
@@ -107,8 +107,8 @@ class Gradient:
     @property
     def is_arriving(self) -> bool:
         """Return whether `finish` will wait for ranks, a copy or a hook; if not, the advanced result is there."""
-        spec = self._spec
-        is_away = spec.mesh.replicate_size > 1 or spec.main_is_on_host or spec.reduction.hook is not None
+        bucket = self._bucket
+        is_away = bucket.mesh.replicate_size > 1 or bucket.plan.main_is_on_host or bucket.reduction.hook is not None
         return self._reducing is not None or (is_away and self._replicating is not None)
 
     def advance(self) -> None:
@@ -121,12 +121,11 @@ class Gradient:
         if self._held is not None:  # from backwards that skipped the replicate axis
             shard.add_(self._held)
             self._held = None
-        if self._spec.reduction.requires_all_reduce:
-            self._replicating = self._spec.mesh.replicate.all_reduce(shard, tag=self._spec.tag)
-            if self._spec.main_is_on_host and self._spec.storage.host is not None:
+        if self._bucket.reduction.requires_all_reduce:
+            self._replicating = self._bucket.mesh.replicate.all_reduce(shard, tag=self._bucket.tag)
+            if self._bucket.plan.main_is_on_host:
                 # Now, not in `finish`: the copy overlaps with the rest of backward.
-                self._replicating = self._spec.storage.host.send(self._replicating)
-                self._emit(EventKind.TO_HOST, shard.nbytes, "gradient")
+                self._replicating = self._bucket.storage.take_gradient(self._bucket, self._replicating, shard.nbytes)
         else:
             self._held = shard
 
@@ -139,7 +138,7 @@ class Gradient:
         """
         if self.main.tensor is None:
             return False
-        return self._spec.reduction.hook is None and not self._spec.main_is_on_host
+        return self._bucket.reduction.hook is None and not self._bucket.plan.main_is_on_host
 
     def accumulate_early(self) -> None:
         """Add gradients reduced along both axes to the main gradient, so that their memory is freed early.
@@ -172,7 +171,7 @@ class Gradient:
         if self._replicating is None:
             return False
         shard = self._arrive(self._replicating)
-        self._spec.reduction.call_hook(shard)  # sees this backward's sum alone, without earlier ones
+        self._bucket.reduction.call_hook(shard)  # sees this backward's sum alone, without earlier ones
         self.main.add(shard, used)
         return True
 

@@ -489,8 +489,8 @@ class Schedule:
         Raises:
             CommunicationError: another rank has ended, or did not get this far.
         """
-        for host in {unit.storage.host for unit in self.units if unit.storage.host is not None}:
-            host.settle()
+        for storage in {unit.storage for unit in self.units}:
+            storage.settle()
         for mesh in dict.fromkeys(unit.mesh for unit in self.units):
             with self.units[-1].waiting("after the last reshard"):
                 mesh.gather.wait_for_readers()

@@ -28,8 +28,8 @@ from fullshard.engine.call import Call, uncompiled
 from fullshard.engine.gradient_hooks import GradientHooks
 from fullshard.engine.kinds import kind_of
 from fullshard.engine.materialize import Values
-from fullshard.engine.offload import Storage
 from fullshard.engine.precision import MixedPrecisionPolicy, cast_floating, map_tensors, moved
+from fullshard.engine.storage import Storage
 from fullshard.engine.unit_parameters import UnitParameters, UnitState
 from fullshard.wrap.partition import Slot, UnitPlan
 

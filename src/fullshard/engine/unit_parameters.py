@@ -26,11 +26,11 @@ from fullshard.engine.bucket_spec import by_bucket
 from fullshard.engine.deferred import HINT, StandIns
 from fullshard.engine.kept_views import KeptViews
 from fullshard.engine.materialize import Values
-from fullshard.engine.offload import Storage
 from fullshard.engine.parameter import ShardedParameter, mark_original
 from fullshard.engine.precision import MixedPrecisionPolicy
 from fullshard.engine.reduction_settings import ReductionSettings
 from fullshard.engine.sharded_tensor import ShardedTensor
+from fullshard.engine.storage import Storage
 from fullshard.engine.waiting import Waiting
 from fullshard.wrap.partition import Slot, UnitPlan
 

@@ -14,8 +14,8 @@ from fullshard.engine import module
 from fullshard.engine.extension import Extension, at_first_sharding, register
 from fullshard.engine.kinds import ParameterKind, register_kinds
 from fullshard.engine.step.adapters import register_adapters
+from fullshard.engine.storage import register_storage
 from fullshard.features import dtensor_ops  # noqa: F401 -- what torch computes with a ShardedTensor
-from fullshard.features.activation_offload import ActivationOffload
 from fullshard.features.auto_reshard import keep_head, keep_unsharded
 from fullshard.features.consistency import ConsistencyCheck, ConsistencyMethods
 from fullshard.features.extended import Composed, Extended, LateProtocol
@@ -23,6 +23,7 @@ from fullshard.features.late_registration import LateRegistration
 from fullshard.features.local_optimizers import Bitsandbytes, Torchao
 from fullshard.features.matrices import MatrixAdapter
 from fullshard.features.nonfinite import NonFiniteGuard, NonFiniteMethods
+from fullshard.features.offload import ActivationOffload, CPUOffloadPolicy, OffloadPolicy, store_on_host
 from fullshard.features.packed_messages import PACKINGS
 from fullshard.features.preemption import StopTogether
 from fullshard.features.quantized_weights import QuantizedWeight
@@ -45,8 +46,10 @@ __all__ = [
     *engine.__all__,
     "FEATURES",
     "KINDS",
+    "CPUOffloadPolicy",
     "DataParallelMeshDims",
     "FSDPModule",
+    "OffloadPolicy",
     "Sharding",
     "clip_grad_norm_",
     "clip_grad_value_",
@@ -72,6 +75,7 @@ register(*FEATURES)
 register_backend(share_memory)
 register_kinds(*KINDS)
 register_adapters(Bitsandbytes(), Torchao(), MatrixAdapter())
+register_storage(store_on_host)
 base.PACKINGS.update(PACKINGS)
 at_first_sharding(install)
 at_first_sharding(check_data_parallel)

@@ -4,5 +4,4 @@ hooks             before and after every step; which optimizers may work on inte
 plain_tensors     torch's element-wise optimizers update plain tensors
 adapters          what other libraries' optimizers need before and after a step
 state_dict        make an optimizer's state dict of intervals
-offloaded_state   move optimizer state between host and device
 """

@@ -19,9 +19,9 @@ from fullshard.engine.lookup import refuse_pinned, units_of
 from fullshard.engine.parameter import are_same, sharded_parameter_of, sharded_parameters
 from fullshard.engine.schedule import Schedule
 from fullshard.engine.step.adapters import adapter_of
-from fullshard.engine.step.offloaded_state import bring_state, send_state
 from fullshard.engine.step.plain_tensors import finish_step, use_plain_tensors
 from fullshard.engine.step.state_dict import cut_state
+from fullshard.engine.storage import by_storage
 
 NEEDS_WHOLE_TENSORS: dict[str, frozenset[str]] = {
     "torch": frozenset({"Adafactor", "LBFGS", "Muon", "SparseAdam"}),
@@ -185,11 +185,8 @@ def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs:
     for schedule in schedules:
         schedule.before_optimizer_step()
         refuse_pinned(schedule.units, "optimizer step", "step outside `with unsharded(model)`")
-    if any(bucket.main_is_on_host for bucket in buckets):
-        for name in ("grad_scale", "found_inf"):  # GradScaler's, for fused optimizers, which would not wait for a copy
-            if isinstance(value := getattr(optimizer, name, None), torch.Tensor):
-                setattr(optimizer, name, value.cpu())
-    bring_state(optimizer, buckets)  # after unsharded parameters are freed, which makes room for it
+    for storage, own_buckets in by_storage(buckets).items():
+        storage.before_update(optimizer, own_buckets)  # after unsharded parameters are freed, which makes room
     for schedule in schedules:
         if schedule.event_sink is not None:
             schedule.units[-1].emit(EventKind.OPTIMIZER_STEP)
@@ -225,9 +222,9 @@ def _tell_after_closure(
 
 
 def after_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-    """Undo what was done for the step, and send state, after every optimizer's step."""
+    """Undo what was done for the step, and tell storages, after every optimizer's step."""
     finish_step(optimizer)
-    # Before state is sent, which is looked for under the sharded parameters.
-    adapter_of(optimizer).rest(optimizer, has_stepped=True)
+    adapter_of(optimizer).rest(optimizer, has_stepped=True)  # first: state is looked for under the sharded parameters
     if optimizer in _held:  # otherwise the step began before anything was sharded
-        send_state(optimizer, _held[optimizer][1])
+        for storage, buckets in by_storage(_held[optimizer][1]).items():
+            storage.after_update(optimizer, buckets)

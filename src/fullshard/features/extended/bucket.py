@@ -72,13 +72,13 @@ class ExtendedBucket(Bucket):
         """Copy this rank's rows, and gather once on every rank, to learn which tensors to bind."""
         [slot] = self.slots
         extended = slot.parameter
-        if self.main_is_on_host:
+        if self.plan.main_is_on_host:
             raise ConfigError(
                 f"a parameter of type {type(extended).__name__} says how it is gathered, which is done on the device",
                 hint="leave offload_policy out",
             )
         rows = self._make_rows(slot, weights)
-        self._compute_shard, self._version = self.main, -1
+        self.compute_shard, self._version = self.main, -1
         self.buffer = ExtendedBuffer(slot, rows, mesh=self.mesh, policy=self.owner.policy, dtype=self.compute_dtype)
         self.full = self.buffer.full
         slot.parameter = self.buffer.unsharded
@@ -120,7 +120,7 @@ class ExtendedBucket(Bucket):
 
     def _make_gradient(self) -> Gradient:
         # Wrappers have no storage that could tell whether forward has given them other data.
-        return Gradient(self, self.sharded_parameters, storage_id=None, emit=self.emit)
+        return Gradient(self, self.sharded_parameters, storage_id=None)
 
 
 class ExtendedBuffer(FullBuffer):

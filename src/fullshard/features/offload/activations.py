@@ -7,10 +7,10 @@ import weakref
 from fullshard.core.schedule import BackwardPrefetch
 from fullshard.engine.call import Call
 from fullshard.engine.extension import Extension
-from fullshard.engine.offload import check_offloads_activations
 from fullshard.engine.schedule import Schedule
 from fullshard.engine.unit import Unit
-from fullshard.features.activation_offload.pages import Page, Pages
+from fullshard.features.offload.pages import Page, Pages
+from fullshard.features.offload.storage import check_offloads_activations
 
 
 class ActivationOffload(Extension):

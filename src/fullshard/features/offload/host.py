@@ -1,7 +1,7 @@
 """Host memory beside a device: the buffers there, and the two ways between host and device.
 
     to the device    compute shards for a unit's gather, on a stream of their own, as early as that is issued; and
-                     activations, one unit ahead of backward (`features.activation_offload`)
+                     activations, one unit ahead of backward (`activations`)
     to the host      reduced gradients, on another stream, while backward goes on; and activations, during forward
 
 Each copy is waited for where its result is used: a gather's `wait` has the computing stream wait, a gradient's blocks
@@ -19,106 +19,15 @@ import functools
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
 from fullshard.comm.base import Work, WorkOf
 from fullshard.comm.device import traits_of
-from fullshard.config.switches import OFFLOAD
-from fullshard.core.errors import ConfigError
-from fullshard.core.offload import Offload
 
 LEAVING = 1
 """Gradients that may be on their way to the host before computing waits for the oldest; bounds their memory."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OffloadPolicy:
-    """Choose what lives in host memory. By default nothing does.
-
-    Attributes:
-        compute_shards, main_weights: see `core.offload.Offload`.
-        optimizer_state: the same; None: where the main weights are.
-        activations: the same; not a part of "everything", which means parameters.
-        pin_memory: page-lock host memory, without which copies wait for one another.
-
-    Raises:
-        ConfigError: an impossible combination.
-    """
-
-    compute_shards: bool = False
-    main_weights: bool = False
-    optimizer_state: bool | None = None
-    pin_memory: bool = True
-    activations: bool = False
-
-    def __post_init__(self) -> None:
-        _ = self.offload
-
-    @property
-    def offload(self) -> Offload:
-        """Return the four switches."""
-        return Offload.of(False, self.compute_shards, self.main_weights, self.optimizer_state, self.activations)
-
-
-@dataclass(frozen=True, slots=True)
-class CPUOffloadPolicy(OffloadPolicy):
-    """Offload everything that is sharded. On a CPU it is there anyway, and nothing is moved.
-
-    As in torch, `pin_memory` is the one argument that may be given without its name.
-    """
-
-    compute_shards: bool = field(default=True, kw_only=True)
-    main_weights: bool = field(default=True, kw_only=True)
-    pin_memory: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Storage:
-    """The place of a unit's shards, and of the tensors that its forward saves.
-
-    Attributes:
-        offload: the parts on the host; none where device and host are one.
-        host: makes buffers on the host and copies them; None if nothing is there.
-    """
-
-    offload: Offload
-    host: Host | None
-
-    @classmethod
-    def of(cls, policy: Any, device: torch.device) -> Storage:
-        """Make the storage of a policy, fullshard's or torch's (which has one switch), or of None.
-
-        Raises:
-            ConfigError: the policy is something else, or `FULLSHARD_OFFLOAD` is unknown.
-        """
-        mode = OFFLOAD.read()
-        offload = offload_of(policy)
-        if not offload or (device.type == "cpu" and mode != "rehearse"):
-            return cls(Offload(), None)
-        pins = getattr(policy, "pin_memory", True)  # FSDP1's policy has none
-        return cls(offload, host_of(device, pins=pins, overlaps=mode != "in-turn"))
-
-
-def offload_of(policy: Any) -> Offload:
-    """Return what a policy offloads, fullshard's or torch's (FSDP1 or FSDP2), or None.
-
-    Raises:
-        ConfigError: `policy` is something else, such as a truth value.
-    """
-    if isinstance(policy, OffloadPolicy):
-        return policy.offload
-    if hasattr(policy, "offload_params"):
-        return Offload.of(bool(policy.offload_params))
-    names = {cls.__name__ for cls in type(policy).__mro__}
-    if policy not in (None, False) and "OffloadPolicy" not in names:  # `switch and CPUOffloadPolicy()` may be False
-        raise ConfigError(
-            f"offload_policy: expected a CPUOffloadPolicy or an OffloadPolicy, got {policy!r}",
-            hint="for example CPUOffloadPolicy()",
-        )
-    return Offload.of("CPUOffloadPolicy" in names)
 
 
 class Host:
@@ -298,16 +207,3 @@ class _Leaving:
         if self.copied.event is not None:
             self.copied.event.synchronize()
         return self.home
-
-
-def check_offloads_activations(units: int) -> None:
-    """Refuse activations on the host for a model of one unit: backward would begin with all of them.
-
-    Raises:
-        ConfigError: it is one unit.
-    """
-    if units == 1:
-        raise ConfigError(
-            "activations on the host with the whole model as one unit: backward begins with all of them",
-            hint="make its layers units, too, or leave activations on the device",
-        )

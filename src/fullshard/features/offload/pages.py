@@ -28,9 +28,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from fullshard.core.errors import LifecycleError
 from fullshard.core.events import EventKind
-from fullshard.engine.offload import Copied, Host, StorageView, bytes_of
 from fullshard.engine.unit import Unit
 from fullshard.features import torch_private
+from fullshard.features.offload.host import Copied, Host, StorageView, bytes_of
+from fullshard.features.offload.storage import HostStorage
 
 SMALLEST_NBYTES = 2**16
 """Smaller storages stay: a copy of any size takes some microseconds, in which PCIe moves as much. Those are the
@@ -61,8 +62,8 @@ class Pages:
     @classmethod
     def of(cls, units: Sequence[Unit]) -> Pages | None:
         """Return the pages of units of which at least one has its activations on the host."""
-        host = next((unit.storage.host for unit in units if unit.storage.offload.activations), None)
-        return None if host is None else cls(units, host)
+        storages = (unit.storage for unit in units if isinstance(unit.storage, HostStorage))
+        return next((cls(units, storage.host) for storage in storages if storage.offload.activations), None)
 
     # -- forward ------------------------------------------------------------------------------------------------
 

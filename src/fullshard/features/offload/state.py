@@ -6,52 +6,38 @@ to them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from fullshard.comm import torch_private
 from fullshard.core.events import EventKind
 from fullshard.engine.bucket import Bucket
-from fullshard.engine.offload import Host, StorageView, bytes_of
 from fullshard.engine.parameter import sharded_parameters
 from fullshard.engine.sharded_tensor import ShardedTensor
+from fullshard.features.offload.host import Host, StorageView, bytes_of
 
 
-def bring_state(optimizer: torch.optim.Optimizer, buckets: Iterable[Bucket]) -> None:
-    """Copy state that is on the host to the device with the main weights, before a step on `buckets`."""
-    _move(optimizer, buckets, EventKind.TO_DEVICE)
-
-
-def send_state(optimizer: torch.optim.Optimizer, buckets: Iterable[Bucket]) -> None:
-    """Copy state that was made or loaded on the device to the host, after a step."""
-    _move(optimizer, buckets, EventKind.TO_HOST)
-
-
-def _move(optimizer: torch.optim.Optimizer, buckets: Iterable[Bucket], way: EventKind) -> None:
-    visiting = {bucket for bucket in buckets if bucket.state_visits_device}
+def move_state(optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], host: Host, way: EventKind) -> None:
+    """Copy the state of buckets whose state visits the device there before a step, or back after it."""
+    visiting = {bucket for bucket in buckets if bucket.plan.state_visits_device}
     if not visiting:
         return
-    moving = [parameter for parameter in sharded_parameters(optimizer) if parameter.bucket in visiting]
-    owners = {id(parameter): parameter.bucket for parameter in moving}
     memory: dict[int, tuple[Bucket, list[torch.Tensor]]] = {}
-    states = [(p, value) for p in moving for value in optimizer.state.get(p, {}).values()]
-    for parameter, value in states:
-        if id(parameter) in owners:
-            for tensor in _plain_tensors(value):
-                place = torch_private.storage_id(tensor.untyped_storage())
-                memory.setdefault(place, (owners[id(parameter)], []))[1].append(tensor)
+    for parameter in sharded_parameters(optimizer):
+        values = optimizer.state.get(parameter, {}).values() if parameter.bucket in visiting else ()
+        for tensor in itertools.chain.from_iterable(map(_plain_tensors, values)):
+            place = torch_private.storage_id(tensor.untyped_storage())
+            memory.setdefault(place, (parameter.bucket, []))[1].append(tensor)
     moved: dict[Bucket, int] = {}
     for bucket, tensors in memory.values():
         nbytes = tensors[0].untyped_storage().nbytes()
-        host = bucket.storage.host
-        assert host is not None  # noqa: S101 -- its state is on the host
         if host.is_there(tensors[0]) is (way is EventKind.TO_DEVICE) or host.is_here:
             _rebind(tensors, host, way)
             moved[bucket] = moved.get(bucket, 0) + nbytes
-    for host in {bucket.storage.host for bucket in moved if bucket.storage.host is not None}:
-        if way is EventKind.TO_HOST:  # any code may read it there; nothing changes state on its way to the device
-            host.finish()
+    if moved and way is EventKind.TO_HOST:  # any code may read it there; nothing changes state on its way to the device
+        host.finish()
     for bucket in sorted(moved, key=lambda bucket: bucket.tag):
         if moved[bucket]:
             bucket.emit(way, moved[bucket], "optimizer state")

@@ -88,7 +88,7 @@ def step_in_backward(optimizer: optim.Optimizer) -> None:
             "all of them together tell whether the step is to be left out",
             hint="use bf16, which needs no loss scale",
         )
-    moved = next((p for p in sharded if p.bucket.main_is_on_host or p.bucket.state_visits_device), None)
+    moved = next((p for p in sharded if p.bucket.plan.main_is_on_host or p.bucket.plan.state_visits_device), None)
     if moved is not None:
         raise OptimizerError(
             f"{name} cannot step in backward: the main weights or the optimizer state of {moved.name} are on the host",

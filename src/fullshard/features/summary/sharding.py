@@ -90,7 +90,7 @@ class Sharding:
             strategy=next(rows, ""),
             kept=kept if frees else 0,
             offload=next((unit.storage.offload for unit in units if unit.storage.offload), Offload()),
-            host_nbytes=sum(bucket.host_nbytes for bucket in buckets),
+            host_nbytes=sum(sum(bucket.plan.host_buffers) for bucket in buckets),
             packed=_packed(units),
         )
 

@@ -189,7 +189,7 @@ def _unscale_grads(
     parameters = sharded_parameters(optimizer)
     for parameter in parameters[:1]:
         require_dtype(parameter.mesh.device, torch.float16, "a GradScaler is for float16")
-    if any(p.bucket.main_is_on_host for p in parameters):  # gradients are there, and torch waits for no copy
+    if any(p.bucket.plan.main_is_on_host for p in parameters):  # gradients are there, and torch waits for no copy
         inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
     found: dict[torch.device, torch.Tensor] = torch_private.unscale.torchs(
         self, optimizer, inv_scale, found_inf, allow_fp16

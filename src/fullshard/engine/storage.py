@@ -1,0 +1,108 @@
+"""The place of a unit's shards: on the device that computes, or where a capability has them.
+
+A capability subclasses `Storage` and registers a function that makes one of an `offload_policy`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fullshard.comm import torch_private
+from fullshard.comm.base import Work
+from fullshard.core.errors import ConfigError
+from fullshard.core.offload import Offload
+from fullshard.wrap.partition import UnitPlan
+
+if TYPE_CHECKING:
+    from fullshard.engine.bucket import Bucket
+    from fullshard.engine.bucket_spec import BucketSpec
+
+
+class Storage:
+    """Shards on the device that computes. A subclass has some of them elsewhere.
+
+    Attributes:
+        offload: what is elsewhere; bucket plans follow from it.
+    """
+
+    offload: Offload = Offload()
+
+    def check(self, plans: Sequence[UnitPlan]) -> None:
+        """Refuse a model of these units that cannot be stored like this."""
+
+    def is_home(self, device: torch.device) -> bool:
+        """Return whether shards may be on a device other than the one that computes."""
+        return False
+
+    # -- a bucket -----------------------------------------------------------------------------------------------
+
+    def make_main(self, bucket: BucketSpec) -> torch.Tensor:
+        """Return zeros, shape (S,), for this rank's part of a bucket as it is stored."""
+        return torch.zeros(bucket.layout.shard_numel, dtype=bucket.dtype, device=bucket.mesh.device)
+
+    def make_compute_shard(self, bucket: Bucket) -> torch.Tensor:
+        """Return the tensor, shape (S,), that a bucket is gathered from."""
+        return bucket.main
+
+    def gather(self, bucket: Bucket, *, exactly: bool, is_changed: bool) -> Work:
+        """Launch the gather of a bucket.
+
+        Args:
+            bucket: the bucket.
+            exactly: without packing it.
+            is_changed: whether `main` has changed since the last gather.
+        """
+        # Within a backward only: changes of memory past torch, between steps, are not counted.
+        is_unchanged = not is_changed and torch_private.backward_under_way() != -1
+        return bucket.buffer.gather(bucket.compute_shard, tag=bucket.tag, exactly=exactly, is_unchanged=is_unchanged)
+
+    def take_gradient(self, bucket: Bucket, reduced: Work, nbytes: int) -> Work:
+        """Take a reduced gradient to where `main` is; called if that is not on the device that computes."""
+        return reduced
+
+    # -- a step -------------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Wait until no copy reads shards: after that they may change at any time."""
+
+    def before_update(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
+        """Learn that an optimizer is about to update these buckets; nothing is unsharded any more."""
+
+    def after_update(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
+        """Learn that it has."""
+
+
+_ON_DEVICE = Storage()
+Form = Callable[[Any, torch.device], Storage | None]
+_forms: list[Form] = []
+
+
+def register_storage(form: Form) -> None:
+    """Have a function make the storage of policies that it knows; it returns None for others."""
+    _forms.append(form)
+
+
+def storage_of(policy: Any, device: torch.device) -> Storage:
+    """Return the storage of an `offload_policy` for shards that a device computes with.
+
+    Raises:
+        ConfigError: no registered form knows the policy.
+    """
+    found = next((storage for form in _forms if (storage := form(policy, device)) is not None), None)
+    if found is None and policy not in (None, False):  # `switch and CPUOffloadPolicy()` may be False
+        raise ConfigError(
+            f"offload_policy: expected a CPUOffloadPolicy or an OffloadPolicy, got {policy!r}",
+            hint="for example CPUOffloadPolicy()",
+        )
+    return found or _ON_DEVICE
+
+
+def by_storage(buckets: Sequence[Bucket]) -> dict[Storage, list[Bucket]]:
+    """Group buckets by their storage."""
+    found: dict[Storage, list[Bucket]] = {}
+    for bucket in buckets:
+        found.setdefault(bucket.storage, []).append(bucket)
+    return found
