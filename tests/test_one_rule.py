@@ -22,8 +22,8 @@ from fullshard.core.schedule import SPENT, BackwardPrefetch, Reductions, count_k
 from fullshard.core.sizes import all_reduce_nbytes
 from fullshard.core.strategy import STRATEGIES
 from fullshard.engine.precision import dtype_name
-from fullshard.engine.step.hooks import NEEDS_WHOLE_TENSORS
 from fullshard.engine.step.plain_tensors import ELEMENT_WISE
+from fullshard.features.optimizer_checks import NEEDS_WHOLE_TENSORS
 from fullshard.features.packed_messages import PACKINGS
 from fullshard.features.steps_in_backward.stepper import STEPS_IN_PARTS
 from fullshard.plan import job

@@ -54,8 +54,8 @@ from fullshard.core.errors import CheckpointError, DamagedError
 from fullshard.core.journal import JOURNAL, Happening
 from fullshard.core.layout import Interval
 from fullshard.engine.step.plain_tensors import as_local
-from fullshard.engine.step.state_dict import as_sharded
 from fullshard.features.matrices import MatrixOptimizer
+from fullshard.features.optimizer_state import as_sharded
 from fullshard.optim import EMA
 
 logger = logging.getLogger(__name__)

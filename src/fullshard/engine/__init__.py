@@ -18,7 +18,7 @@ from fullshard.engine.module import UnshardHandle
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.precision import MixedPrecisionPolicy
 from fullshard.engine.sharded_tensor import ShardedTensor
-from fullshard.engine.step.hooks import check_optimizer, repoint
+from fullshard.engine.step.hooks import check_optimizer
 
 __all__ = [
     "BackwardPrefetch",
@@ -33,7 +33,6 @@ __all__ = [
     "meta_parameters",
     "no_sync",
     "register_fsdp_forward_method",
-    "repoint",
     "shard_model",
     "share_comm_ctx",
     "units_of",

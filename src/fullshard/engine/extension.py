@@ -138,6 +138,9 @@ class Extension:
 
     # -- optimizer ----------------------------------------------------------------------------------------------
 
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Learn that an optimizer of the model's parameters is about to be used; raise to refuse it."""
+
     def before_clipping(self) -> None:
         """Learn that the norm of the gradients is about to be taken."""
 

@@ -24,6 +24,9 @@ from fullshard.features.local_optimizers import Bitsandbytes, Torchao
 from fullshard.features.matrices import MatrixAdapter
 from fullshard.features.nonfinite import NonFiniteGuard, NonFiniteMethods
 from fullshard.features.offload import ActivationOffload, CPUOffloadPolicy, OffloadPolicy, store_on_host
+from fullshard.features.optimizer_checks import OptimizerCheck
+from fullshard.features.optimizer_state import install as keep_intervals_in_state_dicts
+from fullshard.features.optimizer_state import repoint
 from fullshard.features.packed_messages import PACKINGS
 from fullshard.features.preemption import StopTogether
 from fullshard.features.quantized_weights import QuantizedWeight
@@ -56,12 +59,13 @@ __all__ = [
     "describe",
     "keep_head",
     "keep_unsharded",
+    "repoint",
     "step_in_backward",
 ]
 
 FEATURES: tuple[type[Extension], ...] = (
     *(TorchCompat, LateRegistration, LateProtocol, SubmoduleEntry, ActivationOffload, StopTogether),
-    *(DesyncDetection, ConsistencyCheck, StepsInBackward, NonFiniteGuard),
+    *(DesyncDetection, ConsistencyCheck, StepsInBackward, OptimizerCheck, NonFiniteGuard),
 )
 KINDS: tuple[ParameterKind, ...] = (TensorParallel(), QuantizedWeight(), Composed(), Extended())
 
@@ -78,6 +82,7 @@ register_adapters(Bitsandbytes(), Torchao(), MatrixAdapter())
 register_storage(store_on_host)
 base.PACKINGS.update(PACKINGS)
 at_first_sharding(install)
+at_first_sharding(keep_intervals_in_state_dicts)
 at_first_sharding(check_data_parallel)
 module.use_module_class(FSDPModule)
 engine.fully_shard.state = state_of  # type: ignore[attr-defined]

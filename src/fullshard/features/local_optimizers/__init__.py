@@ -1,6 +1,5 @@
 """Optimizers of bitsandbytes and torchao, which update plain tensors and may keep their state in 4 or 8 bits."""
 
-from fullshard.engine.step.hooks import NEEDS_WHOLE_TENSORS
 from fullshard.features.local_optimizers.adapters import TORCHAO_BITS, TORCHAO_SIGNED, Bitsandbytes, Torchao, is_of
 from fullshard.features.local_optimizers.coded import decode, encode
 from fullshard.features.local_optimizers.lent import local_parameter
@@ -15,7 +14,3 @@ __all__ = [
     "is_of",
     "local_parameter",
 ]
-
-NEEDS_WHOLE_TENSORS["bitsandbytes"] = frozenset(
-    {"LAMB", "LAMB8bit", "LAMB32bit", "LARS", "LARS8bit", "LARS32bit", "PytorchLARS"}
-)

@@ -99,7 +99,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
 class MatrixAdapter(OptimizerAdapter):
     """Tell the engine what it need not do for such optimizers."""
 
-    works_on_parts = True
+    works_on_parts = needs_plain_memory = True
 
     def takes(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether the optimizer is a `MatrixOptimizer`."""

@@ -34,7 +34,6 @@ from fullshard.engine.ragged_shard import RaggedShard
 from fullshard.engine.shard_spec import Name, ShardSpec
 from fullshard.engine.sharded_tensor import RowTensor, ShardedTensor, dtensor_of
 from fullshard.engine.step import hooks
-from fullshard.engine.step import state_dict as state_dicts
 from fullshard.features import torch_private
 from fullshard.features.torch_tools import adapters, averages
 from fullshard.features.torch_tools.sent import send_parts
@@ -397,8 +396,6 @@ def install() -> None:
             torch_private.zero_grad: _zero_grad,
             torch_private.total_norm: _total_norm,
             torch_private.unscale: _unscale_grads,
-            torch_private.state_dict: state_dicts.state_dict,
-            torch_private.load_state_dict: state_dicts.load_state_dict,
             torch_private.check_sent: _check_sent,
             torch_private.distribute_tensor: _distribute_tensor,
             torch_private.redistribute: _redistribute,

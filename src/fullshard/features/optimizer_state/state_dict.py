@@ -19,11 +19,10 @@ from fullshard.core.errors import OptimizerError
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.sharded_tensor import ShardedTensor
 from fullshard.engine.step.adapters import adapter_of, values_of
+from fullshard.features import torch_private
 
-_TORCHS = (torch.optim.Optimizer.state_dict, torch.optim.Optimizer.load_state_dict)
 
-
-@functools.wraps(_TORCHS[0])
+@functools.wraps(torch_private.state_dict.torchs)
 def state_dict(self: torch.optim.Optimizer) -> dict[str, Any]:
     """Return torch's state dict, with a `ShardedTensor` in place of each of this rank's intervals.
 
@@ -40,7 +39,7 @@ def state_dict(self: torch.optim.Optimizer) -> dict[str, Any]:
                 hint="call, on every rank, fullshard.checkpoint.save_checkpoint and load_checkpoint, or "
                 "Accelerator.save_state and load_state: they keep it at any number of ranks",
             )
-    kept = _TORCHS[0](self)
+    kept = torch_private.state_dict.torchs(self)
     return _map_states(self, kept, lambda state, parameter: _wrapped(adapter.saved(state), parameter))
 
 
@@ -62,7 +61,7 @@ def _is_interval(value: Any, parameter: ShardedParameter) -> bool:
     return type(value) is torch.Tensor and value.dim() > 0 and value.shape == parameter.spec.local_shape
 
 
-@functools.wraps(_TORCHS[1])
+@functools.wraps(torch_private.load_state_dict.torchs)
 def load_state_dict(self: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
     """Load as torch does, after whole tensors are cut to this rank's intervals.
 
@@ -70,7 +69,7 @@ def load_state_dict(self: torch.optim.Optimizer, state_dict: dict[str, Any]) -> 
         OptimizerError: state has another shape than its parameter.
     """
     adapter_of(self).rest(self)
-    _TORCHS[1](self, _map_states(self, state_dict, partial(cut_state, optimizer=self)))
+    torch_private.load_state_dict.torchs(self, _map_states(self, state_dict, partial(cut_state, optimizer=self)))
 
 
 def _map_states(
@@ -116,3 +115,9 @@ def cut_state(
         else:
             cut[key] = kept
     return adapter_of(optimizer).kept(optimizer, sharded, cut)
+
+
+@functools.cache
+def install() -> None:
+    """Put them in the place of torch's methods."""
+    torch_private.replace({torch_private.state_dict: state_dict, torch_private.load_state_dict: load_state_dict})

@@ -1,0 +1,98 @@
+"""Refuse optimizers that would compute something else with a rank's part than with the whole."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+from fullshard.comm import torch_private
+from fullshard.core.errors import OptimizerError
+from fullshard.engine.extension import Extension
+from fullshard.engine.parameter import sharded_parameters
+from fullshard.engine.step.adapters import adapter_of
+
+NEEDS_WHOLE_TENSORS: dict[str, frozenset[str]] = {
+    "torch": frozenset({"Adafactor", "LBFGS", "Muon", "SparseAdam"}),
+    "transformers": frozenset({"Adafactor"}),
+    "bitsandbytes": frozenset({"LAMB", "LAMB8bit", "LAMB32bit", "LARS", "LARS8bit", "LARS32bit", "PytorchLARS"}),
+    "apex": frozenset({"FusedLAMB", "FusedLARS", "FusedMixedPrecisionLamb", "FusedNovoGrad"}),
+    "came_pytorch": frozenset({"CAME"}),
+    "dion": frozenset({"Dion", "Dion2", "Muon", "NorMuon"}),
+    "distributed_shampoo": frozenset({"DistributedShampoo"}),
+    "lomo_optim": frozenset({"AdaLomo", "Lomo"}),
+    "muon": frozenset({"Muon", "MuonWithAuxAdam"}),
+    "peft": frozenset({"LoraFAOptimizer", "RiemannianPreconditionedOptimizer"}),
+    "pytorch_optimizer": frozenset(
+        {"AdaFactor", "Alice", "CAME", "DASH", "DistributedMuon", "EmoFact", "Kron", "RACS", "Shampoo", "SM3", "SOAP"}
+        | {"SPAM", "SPlus", "StableSPAM", "LOMO", "AdaLOMO"}
+    ),
+    "torch_optimizer": frozenset({"Adafactor", "Shampoo"}),
+    **dict.fromkeys(("apollo_torch", "galore_torch"), frozenset({"Adafactor", "GaLoreAdafactor"})),
+}
+"""Optimizers whose update of an element depends on the rest of its tensor, and that neither compute it with torch's
+functions of the tensor alone nor divide it over the ranks: by package. Other such optimizers see the whole tensor."""
+
+_STEPS_IN_BACKWARD = frozenset({"Lomo", "AdaLomo", "LOMO", "AdaLOMO"})
+"""Those of them that update whole parameters as gradients appear, in hooks of their own."""
+
+_OF_ONE_PARAMETER = ("came_pytorch.", "pytorch_optimizer.", "torch_optimizer.")
+"""Packages whose optimizers update a parameter by itself."""
+
+
+class OptimizerCheck(Extension):
+    """Check optimizers of one model's parameters."""
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse an optimizer that needs whole tensors, or memory that a parameter's class does not have in one piece.
+
+        Raises:
+            OptimizerError: it does.
+        """
+        adapter = adapter_of(optimizer)
+        if not adapter.works_on_parts:
+            _check_whole(type(optimizer))
+        wrappers = (p for p in sharded_parameters(optimizer) if torch_private.has_own_dispatch(type(p.local)))
+        wrapper = next(wrappers, None)
+        if wrapper is not None and adapter.needs_plain_memory:
+            raise OptimizerError(
+                f"{type(optimizer).__module__}.{type(optimizer).__name__} computes with memory, of which "
+                f"{wrapper.name}, a {type(wrapper.local).__name__}, has several pieces",
+                hint="use an optimizer of torch's, which computes by the operations of the class",
+            )
+
+
+def _check_whole(kind: type) -> None:
+    """Refuse an optimizer that needs whole tensors; of one that may only be called like that, say what it costs."""
+    name, names = f"{kind.__module__}.{kind.__name__}", {cls.__name__ for cls in kind.__mro__}
+    ours = _in_place_of(kind, names)
+    if any(cls.__name__ in NEEDS_WHOLE_TENSORS.get(cls.__module__.partition(".")[0], ()) for cls in kind.__mro__):
+        instead = "use an element-wise optimizer such as AdamW, SGD or Lion"
+        if names & _STEPS_IN_BACKWARD:
+            instead = "use AdamW or SGD with fullshard.step_in_backward (training.step_in_backward)"
+        elif kind.__module__.startswith(_OF_ONE_PARAMETER) and not kind.__name__.startswith("Distributed"):
+            instead = _on_owners(kind)
+        raise OptimizerError(f"{name} needs whole tensors, of which each rank has a part", hint=ours or instead)
+    if ours:
+        warnings.warn(
+            f"{name}: what it computes of whole matrices, every rank computes of all of them, gathered each time. If "
+            f"it is what its name says, {ours}",
+            stacklevel=6,
+        )
+
+
+def _in_place_of(kind: type, names: set[str]) -> str:
+    """Return the line to write in place of an optimizer that needs whole tensors; empty if there is none."""
+    if "Adafactor" in names:
+        home = next(one.__module__ for one in kind.__mro__ if one.__name__ == "Adafactor")
+        ours = "TransformersAdafactor" if home.startswith("transformers.") else "Adafactor"
+        is_known = home.startswith(("torch.", "transformers."))
+        alike = "the same arguments and numbers" if is_known else "torch's arguments"
+        return f"write fullshard.optim.{ours}(model.parameters(), ...) instead: {alike}"
+    if "Muon" in names:
+        return "write fullshard.optim.Muon(model, lr=...) instead: the same numbers, each matrix computed by one rank"
+    return _on_owners(kind) if names & {"SOAP", "Shampoo"} else ""
+
+
+def _on_owners(kind: type) -> str:
+    return f"write fullshard.optim.OnOwners(model, {kind.__name__}, ...) instead: each matrix computed by one rank"
