@@ -163,7 +163,7 @@ def run_steps(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from fullshard import MixedPrecisionPolicy, shard_model
-    from fullshard.wrap.forwards import checkpoint_modules
+    from fullshard.features.recompute import checkpoint_modules
     from fullshard.wrap.policies import unit_modules
 
     torch.manual_seed(0)

@@ -17,7 +17,7 @@ from fullshard.features import (
     units_of,
 )
 from fullshard.features.offload import ActivationOffload
-from fullshard.wrap.forwards import checkpoint_modules, compile_modules
+from fullshard.features.recompute import checkpoint_modules, compile_modules
 
 WIDTH, DEPTH, TOKENS, STEPS = 64, 4, 256, 2
 HIDDEN_NBYTES = 4 * TOKENS * WIDTH

@@ -30,7 +30,7 @@ from fullshard.config.origin import Origin
 from fullshard.config.resolve import Resolved, resolve
 from fullshard.config.transformers import read_fsdp_words
 from fullshard.core.errors import ConfigError, WrapError
-from fullshard.wrap.forwards import is_unit
+from fullshard.core.user_class import is_unit
 
 Plugin = FullyShardedDataParallelPlugin
 

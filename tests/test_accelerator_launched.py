@@ -23,8 +23,7 @@ from fullshard.config.handover import hand_over
 from fullshard.config.schema import RunConfig
 from fullshard.core.errors import ConfigError
 from fullshard.features import describe
-from fullshard.wrap.forwards import is_unit
-from fullshard.wrap.policies import ByClass, BySize
+from fullshard.wrap.policies import ByClass, BySize, is_unit
 from tests.distributed import run_ranks
 
 Launch = Callable[..., None]

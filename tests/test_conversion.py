@@ -36,7 +36,7 @@ from fullshard.checkpoint.conversion import loading_rules, outline_of
 from fullshard.checkpoint.sources import match
 from fullshard.core.errors import CheckpointError, ConfigError
 from fullshard.core.layout import Interval
-from fullshard.engine.fully_shard import shard_model
+from fullshard.features import shard_model
 from tests.distributed import run_ranks
 from tests.tiny_models import build, class_names, model_class, model_types, why_not
 from tests.traps import rank_and_size

@@ -47,7 +47,7 @@ def _recording(name: str) -> Any:
 
 
 for moment in extension._MOMENTS:
-    if moment not in ("reduced", "doubts_gradients", "find"):
+    if moment not in ("postpones", "reduced", "doubts_gradients", "find"):
         setattr(Recorder, moment, _recording(moment))
 
 
@@ -77,17 +77,26 @@ STEP = """\
 forward_begins
 call_begins model
 before_gather model
+unsharded model
 call_begins 0
 before_gather 0
+unsharded 0
+unit_ran 0
 call_ends 0
+resharded 0
+unit_ran model
 call_ends model
 forward_ends
 backward_begins
 before_unshard_in_backward model
+unsharded model
 before_gather 0
 call_backward_begins model
+resharded model
 before_unshard_in_backward 0
+unsharded 0
 call_backward_begins 0
+resharded 0
 message
 heard
 backward_ends
@@ -97,8 +106,8 @@ before_step"""
 
 def test_the_moments_of_a_step() -> None:
     for said in run_ranks(moments, 2):
-        first, _, rest = "\n".join(said).partition("\nstep_begins\n")
-        assert first == f"before_first_use in_forward\n{STEP}"
+        first, _, rest = "\n".join(said).partition("\nbefore_forward\nstep_begins\n")
+        assert first == f"before_forward\nbefore_first_use in_forward\n{STEP}"
         ahead = STEP.replace("call_begins 0\nbefore_gather 0", "before_gather 0\ncall_begins 0")
         assert rest == f"{ahead}\nbefore_save", "the second forward knows what comes next"
 

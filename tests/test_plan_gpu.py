@@ -14,11 +14,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fullshard.features import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, shard_model
+from fullshard.features.recompute import checkpoint_modules
 from fullshard.plan.evaluate import evaluate
 from fullshard.plan.families import from_config
 from fullshard.plan.hardware import parse_cluster
 from fullshard.plan.job import Job
-from fullshard.wrap.forwards import checkpoint_modules
 from fullshard.wrap.policies import unit_modules
 
 MODEL: dict[str, Any] = {

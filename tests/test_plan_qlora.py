@@ -21,6 +21,7 @@ from fullshard.engine.step.plain_tensors import as_local
 from fullshard.features import MixedPrecisionPolicy, OffloadPolicy, shard_model
 from fullshard.features.offload.host import Host
 from fullshard.features.quantized_weights import expose_scales
+from fullshard.features.recompute import checkpoint_modules
 from fullshard.plan.families import from_config
 from fullshard.plan.hardware import DEVICES
 from fullshard.plan.job import Job
@@ -30,7 +31,6 @@ from fullshard.plan.methods import apply_method
 from fullshard.plan.route import Route
 from fullshard.plan.schedule import predict_step
 from fullshard.plan.setting import PlanSetting
-from fullshard.wrap.forwards import checkpoint_modules
 from fullshard.wrap.policies import unit_modules
 from tests.distributed import run_ranks
 

@@ -22,10 +22,10 @@ from fullshard.core.events import Event
 from fullshard.core.sizes import all_reduce_nbytes
 from fullshard.core.strategy import STRATEGIES
 from fullshard.features import FSDPModule, MixedPrecisionPolicy, no_sync, shard_model, step_in_backward
+from fullshard.features.recompute import checkpoint_modules
 from fullshard.plan.layout import ModelLayout, lay_out
 from fullshard.plan.schedule import ScheduleOptions, predict_step
 from fullshard.plan.traffic import traffic_of
-from fullshard.wrap.forwards import checkpoint_modules
 from tests.distributed import run_ranks
 from tests.traps import Block, batch
 

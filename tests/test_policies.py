@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 from fullshard.core.errors import WrapError
-from fullshard.wrap.forwards import checkpoint_modules, compile_modules
+from fullshard.features.recompute import checkpoint_modules, compile_modules
 from fullshard.wrap.policies import Auto, ByClass, ByPredicate, BySize, NoWrap, parse_policy, unit_modules
 
 

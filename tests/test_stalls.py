@@ -36,8 +36,8 @@ from fullshard.core import patience
 from fullshard.core.errors import CheckpointError, CommunicationError, ConfigError, LifecycleError
 from fullshard.core.patience import seconds_to_wait, stall_seconds
 from fullshard.core.place import PLACE, Whereabouts, read_place
-from fullshard.engine.materialize import _take_from_rank_0
 from fullshard.features import fully_shard
+from fullshard.features.meta_device.initialize import _take_from_rank_0
 from fullshard.launch import RankEnvironment, read_rank_environment, run_on_main
 from fullshard.optim import Adafactor
 from tests.distributed import run_ranks

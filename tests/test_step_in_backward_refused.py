@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fullshard.core.errors import LifecycleError, OptimizerError
 from fullshard.features import MixedPrecisionPolicy, shard_model, step_in_backward, unsharded
-from fullshard.wrap.forwards import checkpoint_modules
+from fullshard.features.recompute import checkpoint_modules
 from tests.distributed import run_ranks
 from tests.optimizers import Make
 from tests.stepping import make_model, run_backward, stepping

@@ -16,6 +16,7 @@ from fullshard.config.load import load_environment
 from fullshard.config.switches import CONFIG, SWITCHES, Switch, check_switches
 from fullshard.config.tables import switches_table
 from fullshard.core.errors import ConfigError
+from fullshard.engine import extension
 from fullshard.features import fully_shard
 
 ROOT = Path(fullshard.__file__).parent
@@ -82,9 +83,7 @@ def test_what_is_not_understood_is_an_error(
 
 def test_the_first_thing_sharded_looks_at_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """A script that is started without the launcher reads no other configuration."""
-    from fullshard.engine.fully_shard import _begin
-
-    _begin.cache_clear()
+    monkeypatch.setattr(extension, "_has_begun", [])
     monkeypatch.setenv("FULLSHARD_OFLOAD", "in-turn")
     with pytest.raises(ConfigError, match="did you mean FULLSHARD_OFFLOAD"):
         fully_shard(nn.Linear(1, 1))

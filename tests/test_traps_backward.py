@@ -21,9 +21,9 @@ from torch.utils.checkpoint import checkpoint
 from fullshard.core.errors import LifecycleError
 from fullshard.core.events import Event, EventKind
 from fullshard.engine.contexts import unsharded
-from fullshard.engine.fully_shard import shard_model
 from fullshard.engine.lookup import units_of
 from fullshard.engine.precision import MixedPrecisionPolicy
+from fullshard.features import shard_model
 from fullshard.features.watchdog import DesyncDetection
 from tests.distributed import run_ranks
 from tests.traps import (

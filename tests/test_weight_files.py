@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 import fullshard
 from fullshard.checkpoint import full_state_dict
 from fullshard.core.errors import CheckpointError
-from fullshard.engine.fully_shard import shard_model
+from fullshard.features import shard_model
 from fullshard.recipes.model import build_model
 from tests.distributed import run_ranks
 

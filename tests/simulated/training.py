@@ -35,8 +35,8 @@ from fullshard.features import (
 )
 from fullshard.features.chunked_loss.loss import chunked_cross_entropy
 from fullshard.features.offload import pages as activations
+from fullshard.features.recompute import checkpoint_modules
 from fullshard.optim import Muon, OnOwners
-from fullshard.wrap.forwards import checkpoint_modules
 from tests.distributed import place_of
 from tests.test_composed import Coded
 from tests.test_extended import Halved

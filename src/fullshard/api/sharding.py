@@ -46,8 +46,9 @@ from fullshard.features import (
     keep_unsharded,
     shard_model,
 )
-from fullshard.wrap.forwards import checkpoint_modules, compile_modules
-from fullshard.wrap.policies import WrapPolicy, embedding_modules, unit_modules
+from fullshard.features.embedding_units import embedding_modules
+from fullshard.features.recompute import checkpoint_modules, compile_modules
+from fullshard.wrap.policies import WrapPolicy, unit_modules
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 _OUTER = "_fullshard_outer_forward"
@@ -323,7 +324,7 @@ def _change_dtypes(model: nn.Module, setup: Setup, device: torch.device) -> None
         )
     elif output_dtype is None:
         return
-    # A bound method, as in `wrap.forwards`: no wrapper in the module tree, and a deep copy is bound to itself.
+    # A bound method, as in `features.recompute`: no wrapper in the module tree, and a deep copy is bound to itself.
     model.__dict__[_OUTER] = _Outer(autocast, output_dtype, model.__dict__.get("forward"))
     model.forward = MethodType(_outer_forward, model)
 

@@ -24,8 +24,10 @@ from fullshard.core.events import Event, EventKind, EventSink
 from fullshard.core.imports import import_extra
 from fullshard.core.layout import Interval
 from fullshard.engine.lookup import units_of
-from fullshard.engine.materialize import WEIGHTS
 from fullshard.features import MixedPrecisionPolicy, OffloadPolicy, describe, keep_head, meta_parameters, shard_model
+from fullshard.features.embedding_units import embedding_modules
+from fullshard.features.meta_device import WEIGHTS
+from fullshard.features.recompute import checkpoint_modules
 from fullshard.features.summary import Sharding
 from fullshard.plan.activations import page_nbytes
 from fullshard.plan.hardware import DEVICES
@@ -34,9 +36,8 @@ from fullshard.plan.layout import lay_out
 from fullshard.plan.optimizers import OPTIMIZERS
 from fullshard.plan.schedule import predict_step
 from fullshard.plan.traffic import Traffic, traffic_of
-from fullshard.wrap.forwards import checkpoint_modules
 from fullshard.wrap.partition import Slot
-from fullshard.wrap.policies import embedding_modules, unit_modules
+from fullshard.wrap.policies import unit_modules
 
 Step = Callable[[nn.Module], torch.Tensor]
 """Runs a forward and returns the loss."""

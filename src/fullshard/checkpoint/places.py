@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from fullshard.core.user_class import user_class
-from fullshard.engine.contexts import meta_parameters
 from fullshard.engine.lookup import clean_name, qualified
 from fullshard.features import torch_private
+from fullshard.features.meta_device import meta_parameters
 
 
 @dataclass(frozen=True, slots=True)

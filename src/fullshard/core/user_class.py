@@ -1,6 +1,10 @@
-"""A module's class before it became a unit, whose class is a subclass of it."""
+"""A module's class before it became a unit, whose class is a subclass of it, and its forward before it was replaced."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
 
 USER_CLASS = "_fullshard_user_class"
 
@@ -10,3 +14,17 @@ def user_class(module: object) -> type:
     cls = type(module)
     written: type = cls.__dict__.get(USER_CLASS, cls)
     return written
+
+
+def inner_forward(module: Any, key: str) -> Callable[..., Any]:
+    """Return the replaced forward, kept in the module's `__dict__` under `key`; None there stands for the class's.
+
+    So a deep copy, whose `__dict__` holds None too, runs the class's forward on itself.
+    """
+    replaced: Callable[..., Any] | None = module.__dict__[key]
+    return replaced if replaced is not None else MethodType(type(module).forward, module)
+
+
+def is_unit(module: object) -> bool:
+    """Return whether `fully_shard` (this library's or torch's) has made `module` a unit."""
+    return any(cls.__name__ == "FSDPModule" for cls in type(module).__mro__)

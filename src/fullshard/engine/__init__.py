@@ -6,13 +6,8 @@ from fullshard.comm.mesh import Mesh, init_mesh
 # isort: on
 
 from fullshard.core.schedule import BackwardPrefetch
-from fullshard.engine.contexts import meta_parameters, no_sync, unsharded, with_sync
-from fullshard.engine.fully_shard import (
-    fully_shard,
-    register_fsdp_forward_method,
-    shard_model,
-    share_comm_ctx,
-)
+from fullshard.engine.contexts import no_sync, unsharded, with_sync
+from fullshard.engine.fully_shard import fully_shard
 from fullshard.engine.lookup import units_of
 from fullshard.engine.module import UnshardHandle
 from fullshard.engine.parameter import ShardedParameter
@@ -30,11 +25,7 @@ __all__ = [
     "check_optimizer",
     "fully_shard",
     "init_mesh",
-    "meta_parameters",
     "no_sync",
-    "register_fsdp_forward_method",
-    "shard_model",
-    "share_comm_ctx",
     "units_of",
     "unsharded",
     "with_sync",

@@ -28,9 +28,8 @@ from fullshard.core.events import EventKind
 from fullshard.engine.binding import Originals
 from fullshard.engine.bucket_spec import BucketSpec
 from fullshard.engine.gradient import Gradient
-from fullshard.engine.materialize import Values
 from fullshard.engine.parameter import ShardedParameter
-from fullshard.wrap.partition import Slot
+from fullshard.wrap.partition import Slot, Values
 
 if TYPE_CHECKING:
     from fullshard.engine.unit import Unit

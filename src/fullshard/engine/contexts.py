@@ -1,4 +1,4 @@
-"""Context managers: gradients stay unreduced, parameters are whole, or made on the meta device."""
+"""Context managers: gradients stay unreduced, or parameters are whole."""
 
 from __future__ import annotations
 
@@ -109,24 +109,3 @@ def _owners(module: nn.Module) -> list[Unit]:
     """Return the units that hold the module's own parameters."""
     held = (sharded_parameter_of(parameter) for parameter in module.parameters(recurse=False))
     return list(dict.fromkeys(sharded.bucket.owner for sharded in held if sharded is not None))
-
-
-@contextlib.contextmanager
-def meta_parameters() -> Iterator[None]:
-    """Build a model inside with its parameters on the meta device and its buffers real.
-
-    No memory is allocated for the parameters until the model is sharded, unit by unit. Non-persistent buffers have
-    the values that constructors give them, not uninitialised memory.
-    """
-    original = nn.Module.register_parameter
-
-    def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and not param.is_meta:
-            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
-        original(module, name, param)
-
-    nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = original  # type: ignore[method-assign]

@@ -7,6 +7,7 @@ registration, and only those that a class overrides: a moment without listeners 
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -58,8 +59,12 @@ class Extension:
     def assembled(self) -> None:
         """Learn that the model's units are known; called again when a model around it is sharded."""
 
+    def postpones(self, unit: Unit) -> bool:
+        """Return whether a new unit gets its buckets later: its `stand_ins` are set now, `allocate` is called then."""
+        return False
+
     def materialized(self) -> None:
-        """Learn that every unit has its buckets: at once, or when the model has left the meta device."""
+        """Learn that every unit has its buckets: at once, or when the last one was given them."""
 
     def absorbed(self, earlier: Extension) -> None:
         """Take over the state of the same extension of a part that is now part of this model."""
@@ -72,6 +77,9 @@ class Extension:
 
     # -- forward ------------------------------------------------------------------------------------------------
 
+    def before_forward(self) -> None:
+        """Learn that a forward of the model is about to begin; all units must have their buckets after this."""
+
     def step_begins(self) -> None:
         """Learn that the first forward after an optimizer's step begins."""
 
@@ -83,6 +91,15 @@ class Extension:
 
     def call_ends(self, unit: Unit, call: Call[Unit]) -> None:
         """Learn that a forward which backward may come back to has ended."""
+
+    def unsharded(self, unit: UnitParameters) -> None:
+        """Learn that the modules of a unit hold whole parameters now."""
+
+    def unit_ran(self, unit: Unit) -> None:
+        """Learn that a module of a unit has run forward, or has recomputed, before the unit is resharded."""
+
+    def resharded(self, unit: UnitParameters) -> None:
+        """Learn that the whole parameters of a unit are gone."""
 
     def forward_ends(self, *, failed: bool) -> None:
         """Learn that a forward of the model is over; `failed`: by an error, or an interrupt."""
@@ -155,6 +172,9 @@ class Extension:
 
 _registered: list[type[Extension]] = []
 _beginnings: list[Callable[[], object]] = []
+_has_begun: list[bool] = []
+_BEGINNING = threading.Lock()
+"""Ranks may be threads of one process."""
 
 
 def register(*kinds: type[Extension]) -> None:
@@ -169,8 +189,16 @@ def at_first_sharding(begin: Callable[[], object]) -> None:
 
 def begin_sharding() -> None:
     """Call the functions that wait for something to be sharded."""
-    for begin in _beginnings:
-        begin()
+    with _BEGINNING:
+        if not _has_begun:
+            for begin in _beginnings:
+                begin()
+            _has_begun.append(True)
+
+
+def anything_was_sharded() -> bool:
+    """Return whether anything was sharded in this process; if not, the launcher warns at the end."""
+    return bool(_has_begun)
 
 
 class Extensions:
@@ -222,10 +250,15 @@ class Extensions:
         for old in earlier._all:
             new = next((one for one in self._all if type(one) is type(old)), None)
             if new is not None:
-                for name, default in old.settings.items():
-                    if (value := getattr(old, name)) != default:
-                        setattr(new, name, value)
+                take_settings(new, old, old.settings)
                 new.absorbed(old)
+
+
+def take_settings(new: object, old: object, defaults: Mapping[str, Any]) -> None:
+    """Give `new` the attributes of `old` that differ from their defaults."""
+    for name, default in defaults.items():
+        if (value := getattr(old, name)) != default:
+            setattr(new, name, value)
 
 
 _alive: weakref.WeakSet[Extensions] = weakref.WeakSet()

@@ -1,13 +1,7 @@
-"""The entry: turn modules into units, in place.
-
-`fully_shard` has torch's signature and is called on inner modules first. `shard_model` makes all units of a model in
-one call, from a strategy and a list of modules.
-"""
+"""The entry: turn modules into units, in place. `fully_shard` has torch's signature."""
 
 from __future__ import annotations
 
-import functools
-import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
@@ -18,29 +12,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from fullshard.comm.mesh import Mesh, data_parallel, init_mesh, joined_world_size
-from fullshard.config.switches import check_switches
+from fullshard.comm.mesh import Mesh, data_parallel, init_mesh
 from fullshard.core.errors import ConfigError, PlacementError, RepeatedError, WrapError
-from fullshard.core.events import EventSink
-from fullshard.core.schedule import BackwardPrefetch
-from fullshard.core.strategy import Strategy, parse_strategy
 from fullshard.core.user_class import user_class
 from fullshard.engine.extension import begin_sharding
 from fullshard.engine.kinds import DataAxes, check_kinds, check_types, kind_of, prepare
 from fullshard.engine.lookup import unit_of
-from fullshard.engine.materialize import InitFunction, WeightSource, materialize, weight_source
 from fullshard.engine.module import assemble, make_fsdp_module
 from fullshard.engine.parameter import stands_for
+from fullshard.engine.placing import move_to_device, own_modules
 from fullshard.engine.precision import MixedPrecisionPolicy
 from fullshard.engine.schedule import Schedule
 from fullshard.engine.state_dict import watch_state_dicts
 from fullshard.engine.storage import Storage, storage_of
 from fullshard.engine.unit import Unit
-from fullshard.wrap.partition import UnitPlan, partition
+from fullshard.wrap.partition import UnitPlan, Values, partition
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-_BEGINNING = threading.Lock()
-"""Guards `_begin`: ranks may be threads of one process."""
 
 
 def fully_shard(
@@ -87,7 +75,7 @@ def fully_shard(
     """
     modules: list[nn.Module] = list(module) if isinstance(module, (list, tuple)) else [module]
     _check_arguments(modules, mesh, shard_placement_fn)
-    ignored = _ignored(ignored_params)
+    ignored = ignored_parameters(ignored_params)
     if dp_mesh_dims is not None:
         resolved = data_parallel(mesh, dp_mesh_dims)
     else:
@@ -102,186 +90,60 @@ def fully_shard(
                 hint="call fully_shard once per module",
             )
     for one in modules:
-        _check_can_be_unsharded(one, [one])
+        check_can_be_unsharded(one, [one])
         prepare(one)
-    [plan] = partition(modules, ignored=ignored, stop_at=_units_in(modules))
-    _check_not_managed([plan])
+    [plan] = partition(modules, ignored=ignored, stop_at=units_in(modules))
+    check_not_managed([plan])
     check_types([plan], modules)
     check_kinds([plan], modules, resolved, _data_axes(mesh, dp_mesh_dims))
     if shard_placement_fn is not None:
         _take_placements(plan, shard_placement_fn)
-    schedule = Schedule(resolved)
-    _make_unit(
-        plan,
-        schedule=schedule,
-        policy=MixedPrecisionPolicy.of(mp_policy),
-        storage=storage_of(offload_policy, resolved.device),
-        reshard_after_forward=reshard,
-        neighbours=neighbours,
-    )
+    schedule, policy = Schedule(resolved), MixedPrecisionPolicy.of(mp_policy)
+    storage = storage_of(offload_policy, resolved.device)
+    begin_sharding()
+    for slot in plan.slots:
+        slot.compute_dtype = policy.override(slot.parameter)  # first: a place may make it another object
+    inside = own_modules(plan, units_in(modules))
+    move_to_device(plan, inside, device=resolved.device, buffer_dtype=policy.buffer_dtype)
+    unit = make_unit(plan, schedule=schedule, policy=policy, storage=storage, reshard_after_forward=reshard)
+    unit.neighbours = None if neighbours is None else resolved.neighbours(neighbours)
     assemble(modules, schedule)
     resolved.end_sharding()
     return module
 
 
-def shard_model(
-    model: ModuleT,
-    *,
-    unit_modules: Sequence[nn.Module],
-    strategy: str | int | Strategy = "FULL_SHARD",
-    shard_size: int | None = None,
-    reshard_after_forward: bool | None = None,
-    mp_policy: Any = None,
-    offload_policy: Any = None,
-    ignored_params: Iterable[nn.Parameter] | None = None,
-    forward_prefetch: bool = True,
-    backward_prefetch: str = BackwardPrefetch.BACKWARD_PRE,
-    sync_module_states: bool = False,
-    param_init_fn: InitFunction | None = None,
-    device: torch.device | None = None,
-    mesh: Mesh | None = None,
-    event_sink: EventSink | None = None,
-) -> ModuleT:
-    """Shard a whole model in one call. Tied parameters may lie in different units.
-
-    Args:
-        model: the model; it is the outermost unit.
-        unit_modules: modules below it that become units (see `fullshard.wrap.policies`).
-        strategy: a row of `core.strategy`, by name or code.
-        shard_size: ranks per shard group; needed by hybrid strategies only.
-        reshard_after_forward: overrides the strategy's column.
-        mp_policy: as for `fully_shard`.
-        offload_policy: as for `fully_shard`.
-        ignored_params: parameters to leave alone.
-        forward_prefetch: unshard the next unit while one runs forward.
-        backward_prefetch: a name of `BackwardPrefetch`.
-        sync_module_states: take rank 0's parameters and buffers on all ranks.
-        param_init_fn: initialises one module that is on the meta device.
-        device: where to compute; the accelerator if there is one.
-        mesh: the ranks, instead of all there are (`fullshard simulate` has one of its own).
-        event_sink: receives the engine's events.
-
-    Raises:
-        ConfigError, WrapError: as for `fully_shard`.
-    """
-    row = parse_strategy(strategy)
-    if mesh is None:
-        mesh = init_mesh(shard_size=row.mesh_shape(joined_world_size(), shard_size)[1], device=device)
-    mesh.begin_sharding()
-    prefetch = _backward_prefetch(backward_prefetch)
-    if _units_in([model]):
-        raise WrapError("part of the model is sharded already", hint="call shard_model once, on an unsharded model")
-    _check_can_be_unsharded(model, [model, *unit_modules])
-    reshard = row.reshard_after_forward if reshard_after_forward is None else reshard_after_forward
-    storage = storage_of(offload_policy, mesh.device)
-    weights = weight_source(model)
-    plans = _plan_units(model, unit_modules, weights, _ignored(ignored_params))
-    check_kinds(plans, [model], mesh)
-    storage.check(plans)
-    # The model changes from here on; errors that the plans alone show were raised before.
-    schedule = Schedule(mesh)
-    for plan in plans:
-        _make_unit(
-            plan,
-            schedule=schedule,
-            policy=MixedPrecisionPolicy.of(mp_policy),
-            storage=storage,
-            reshard_after_forward=None if reshard and plan.modules[0] is model else reshard,
-            model=model,
-            init=param_init_fn,
-            sync_module_states=sync_module_states,
-            weights=weights,
-        )
-    assemble([model], schedule)
-    schedule.forward_prefetch, schedule.backward_prefetch = forward_prefetch, prefetch
-    schedule.keeps_parameters, schedule.keeps_gradients = row.keeps_parameters, row.keeps_gradients
-    for unit in schedule.units:
-        # Even if resharding frees no memory, it tells the other ranks that the main weights they read may change.
-        unit.reshard_after_backward = not (row.keeps_parameters and unit.freed_nbytes)
-    schedule.event_sink = event_sink
-    mesh.end_sharding()
-    return model
-
-
-def _backward_prefetch(name: str) -> BackwardPrefetch:
-    try:
-        return BackwardPrefetch(str(name).upper())
-    except ValueError:
-        names = ", ".join(BackwardPrefetch)
-        raise ConfigError(f"unknown backward_prefetch {name!r}", hint=f"use one of {names}") from None
-
-
-def _plan_units(
-    model: nn.Module,
-    unit_modules: Sequence[nn.Module],
-    weights: WeightSource | None,
-    ignored: Iterable[nn.Parameter],
-) -> list[UnitPlan]:
-    """Assign every parameter to a unit, once each tensor that is to be sharded is a parameter."""
-    prepare(model, is_read_later=weights is not None)
-    if weights is not None:
-        weights.start(model)
-    plans = partition([model], unit_modules, ignored=ignored)
-    _check_not_managed(plans)
-    check_types(plans, [model])
-    return plans
-
-
-@functools.cache
-def _begin() -> None:
-    """Set up sharding once in a process, when something is sharded for the first time."""
-    check_switches()
-    begin_sharding()
-
-
-def _make_unit(
+def make_unit(
     plan: UnitPlan,
     *,
     schedule: Schedule,
     policy: MixedPrecisionPolicy,
     storage: Storage,
     reshard_after_forward: bool | None,
-    neighbours: int | None = None,
-    model: nn.Module | None = None,
-    init: InitFunction | None = None,
-    sync_module_states: bool = False,
-    weights: WeightSource | None = None,
-) -> None:
-    """Make a unit for `fully_shard`, or for the `model` that `shard_model` was given."""
-    with _BEGINNING:
-        _begin()
-    mesh = schedule.mesh
-    for slot in plan.slots:
-        slot.compute_dtype = policy.override(slot.parameter)
-    # Before the unit is made: its buckets copy the values that they find, and drop the rest.
-    materialize(
-        plan,
-        mesh=mesh,
-        stop_at=_units_in(plan.modules),
-        model=model,
-        init=init,
-        sync_module_states=sync_module_states,
-        buffer_dtype=policy.buffer_dtype,
-        weights=weights,
-    )
-    unit = Unit(
-        plan,
-        policy=policy,
-        storage=storage,
-        schedule=schedule,
-        reshard_after_forward=reshard_after_forward,
-        weights=weights,
-    )
-    if neighbours is not None:
-        unit.neighbours = mesh.neighbours(neighbours)
-    # Named as by torch, or unchanged: then class names in configs, and look-ups of Transformers and PEFT, still work.
-    prefix = "FSDP" if model is None else ""
+    values: Values | None = None,
+    prefix: str = "FSDP",
+) -> Unit:
+    """Make a unit of parameters that are where they are to be computed with.
+
+    Args:
+        plan: its modules and parameters.
+        schedule: the model that it is part of.
+        policy: dtypes per role.
+        storage: the place of its shards.
+        reshard_after_forward: see `Unit`.
+        values: gives those values that are not in the parameters.
+        prefix: goes before the names of the modules' classes.
+    """
+    unit = Unit(plan, policy=policy, storage=storage, schedule=schedule, reshard_after_forward=reshard_after_forward)
+    if values is not None or not any(postpones(unit) for postpones in schedule.extensions.postpones):
+        unit.allocate(values)
     for module in plan.modules:
         make_fsdp_module(module, unit, prefix=prefix)
     watch_state_dicts(unit)
+    return unit
 
 
-def _units_in(modules: Sequence[nn.Module]) -> list[nn.Module]:
+def units_in(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the modules in and below `modules` that are units."""
     return [inner for module in modules for inner in module.modules() if unit_of(inner) is not None]
 
 
@@ -300,7 +162,7 @@ def _check_arguments(modules: Sequence[object], mesh: object, placement_fn: obje
         )
 
 
-def _ignored(parameters: Any) -> list[nn.Parameter]:
+def ignored_parameters(parameters: Any) -> list[nn.Parameter]:
     """Return the parameters to leave alone; refuse names and a single parameter, whose rows would be taken."""
     if isinstance(parameters, torch.Tensor) or not isinstance(parameters, Iterable | None):
         what = f"one {type(parameters).__name__}"
@@ -313,7 +175,13 @@ def _ignored(parameters: Any) -> list[nn.Parameter]:
     raise ConfigError(f"ignored_params: expected parameters, got {what}", hint="set(m.parameters())")
 
 
-def _check_can_be_unsharded(root: nn.Module, units: Iterable[nn.Module]) -> None:
+def check_can_be_unsharded(root: nn.Module, units: Iterable[nn.Module]) -> None:
+    """Refuse modules whose parameters nothing would unshard; warn of gradients that will no longer be sparse.
+
+    Args:
+        root: the model, or a part of it.
+        units: the modules in it that are to be units.
+    """
     for module in units:
         is_container = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict))
         if is_container and type(module).forward is nn.Module.forward:
@@ -342,7 +210,8 @@ def _check_can_be_unsharded(root: nn.Module, units: Iterable[nn.Module]) -> None
             )
 
 
-def _check_not_managed(plans: Iterable[UnitPlan]) -> None:
+def check_not_managed(plans: Iterable[UnitPlan]) -> None:
+    """Refuse parameters that another unit owns."""
     for slot in (slot for plan in plans for slot in plan.slots):
         held: Any = slot.parameter
         sharded = stands_for(held)
@@ -404,36 +273,3 @@ def _reshard_after_forward(value: object, shard_size: int) -> tuple[bool | None,
             hint="leave it out",
         )
     return value != 1, None if value in (1, shard_size) else value
-
-
-def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Have a method of a unit unshard it as its `forward` does: `encode`, `generate`. The name is torch's.
-
-    Only what the method returns may be used for backward. On a module that is no unit this does nothing.
-
-    Raises:
-        WrapError: the module has no such method.
-    """
-    unit = unit_of(module)
-    if unit is None:
-        return
-    method = getattr(module, method_name, None)
-    if not callable(method):
-        raise WrapError(f"{type(module).__name__} has no method {method_name!r}", hint="name one that it has")
-
-    @functools.wraps(method)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return unit.run_method(module, method, *args, **kwargs)
-
-    setattr(module, method_name, run)
-
-
-def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
-    """Do nothing: models on the same ranks share communicators and streams anyway. The name is torch's.
-
-    Raises:
-        WrapError: one of the modules is no unit.
-    """
-    for module in modules:
-        if unit_of(module) is None:
-            raise WrapError(f"share_comm_ctx: {type(module).__name__} is no unit", hint="call fully_shard on it first")

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, NoReturn, Self, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
@@ -17,16 +16,12 @@ from fullshard.comm import torch_private
 from fullshard.core.errors import CopyError, LifecycleError
 from fullshard.core.user_class import USER_CLASS, user_class
 from fullshard.engine.contexts import no_sync
-from fullshard.engine.conversion import Function, convert
 from fullshard.engine.lookup import UNIT, clean_name, qualified, require_unit, unit_of, units_of
 from fullshard.engine.schedule import Schedule
-from fullshard.engine.shard_spec import ShardSpec
 from fullshard.engine.unit import Unit
 
-_MADE_FROM = "_fullshard_methods"
+_MADE_FROM = "_fullshard_forward"
 _module_class: list[type[TorchFSDPModule]] = []
-_was_sharded = [False]
-"""Whether anything was sharded in this process."""
 
 
 class UnshardHandle(TorchUnshardHandle):
@@ -140,16 +135,6 @@ class FSDPModule(TorchFSDPModule):
     def _units(self, recurse: bool) -> list[Unit]:
         return units_of(self) if recurse else [require_unit(self)]  # type: ignore[arg-type]
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        converted = convert(units_of(self), fn)  # type: ignore[arg-type]
-        swaps = torch.__future__.get_swap_module_params_on_conversion()
-        torch.__future__.set_swap_module_params_on_conversion(False)  # the parameters are converted already
-        try:
-            torch_private.apply_past_fsdp(self, _except(converted, fn), recurse)
-            return self
-        finally:
-            torch.__future__.set_swap_module_params_on_conversion(swaps)
-
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise CopyError(
             f"FSDP does not support deepcopy, copy or pickling of {user_class(self).__name__}, which is sharded: its "
@@ -167,15 +152,9 @@ def use_module_class(kind: type[FSDPModule]) -> None:
     _module_class[0] = kind
 
 
-def anything_was_sharded() -> bool:
-    """Return whether any module was ever a unit in this process; if not, the launcher warns at the end."""
-    return _was_sharded[0]
-
-
 def make_fsdp_module(module: nn.Module, unit: Unit, *, prefix: str) -> None:
     """Attach the unit, and swap in a class that has `FSDPModule`'s methods, its name behind `prefix`."""
     cls = type(module)
-    _was_sharded[0] = True
     module.__class__ = _unit_class(cls, prefix + cls.__name__)
     module.__dict__[UNIT] = unit
     # Tell dynamo that parameters are swapped without its knowledge; torch's own FSDP sets the same.
@@ -185,24 +164,12 @@ def make_fsdp_module(module: nn.Module, unit: Unit, *, prefix: str) -> None:
 
 
 def _unit_class(cls: type[nn.Module], name: str) -> type[nn.Module]:
-    """Return the class of units made of `cls`: one per name, as a compiler makes a graph for each class.
-
-    A new class is made if the methods of `cls` have changed since.
-    """
-    methods: dict[str, Callable[..., Any]] = {
-        name: member
-        for name, member in vars(cls).items()
-        # torch checks whether some methods (`get_extra_state`) are those of nn.Module
-        if inspect.isfunction(member) and not name.startswith("_") and not hasattr(nn.Module, name)
-    }
-    methods["forward"] = cls.forward
+    """Return the class of units made of `cls`: one per name and forward, as a compiler makes a graph for each class."""
     for made in cls.__subclasses__():
-        if made.__name__ == name and made.__dict__.get(_MADE_FROM) == methods:
+        if made.__name__ == name and made.__dict__.get(_MADE_FROM) == cls.forward:
             return made
     members: dict[str, Any] = {"__module__": cls.__module__, "__doc__": cls.__doc__}
-    members |= {USER_CLASS: cls, _MADE_FROM: methods}
-    members |= {name: _entered_past_forward(name, method) for name, method in methods.items()}
-    members["forward"] = _entered_directly(cls.forward)
+    members |= {USER_CLASS: cls, _MADE_FROM: cls.forward, "forward": _entered_directly(cls.forward)}
     return type(name, (_module_class[0], cls), members)
 
 
@@ -214,33 +181,6 @@ def _entered_directly(forward: Callable[..., Any]) -> Callable[..., Any]:
         if torch.compiler.is_compiling() or (unit := unit_of(self)) is None or not unit.is_at_rest:
             return forward(self, *args, **kwargs)
         return unit.run_method(self, functools.partial(forward, self), *args, **kwargs)
-
-    return entered
-
-
-def _entered_past_forward(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a method of the user's class to unshard within a forward or backward, where every rank calls it.
-
-    Elsewhere one rank may be the only one to call it, and would wait for the others; if the method fails there, the
-    error says so.
-    """
-
-    @functools.wraps(method)
-    def entered(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or (unit := unit_of(self)) is None or not unit.is_at_rest:
-            return method(self, *args, **kwargs)
-        if unit.schedule.is_in_forward or torch_private.backward_under_way() != -1:
-            return unit.run_method(self, functools.partial(method, self), *args, **kwargs)
-        try:
-            return method(self, *args, **kwargs)
-        except Exception as error:
-            if unit.is_at_rest:
-                error.add_note(
-                    f"fullshard: rank {unit.mesh.rank}, unit {unit.name!r}: {type(self).__name__}.{name} was called "
-                    f"past forward, where parameters are sharded\n"
-                    f"hint: call fullshard.register_fsdp_forward_method(module, {name!r}) after fully_shard"
-                )
-            raise
 
     return entered
 
@@ -263,8 +203,3 @@ def assemble(modules: list[nn.Module], schedule: Schedule) -> None:
         for slot, parameter in unit.entries:
             names = [qualified(path, attribute) for m, attribute in slot.owners for path in paths[id(m)]]
             parameter.spec.name.names = tuple(dict.fromkeys(names))
-
-
-def _except(specs: set[ShardSpec], fn: Function) -> Function:
-    """Return `fn` for all tensors except those with one of these specs."""
-    return (lambda tensor: tensor if getattr(tensor, "spec", None) in specs else fn(tensor)) if specs else fn

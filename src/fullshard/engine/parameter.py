@@ -6,7 +6,7 @@ import operator
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
@@ -18,7 +18,6 @@ from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import LifecycleError
 from fullshard.engine.shard_spec import RowSpec
 from fullshard.engine.sharded_tensor import RowTensor, ShardedTensor, part_of
-from fullshard.wrap.partition import other_gradient_dtype
 
 if TYPE_CHECKING:
     from fullshard.engine.bucket import Bucket
@@ -79,23 +78,15 @@ class ShardedParameter(ShardedTensor):
 
     @property
     def grad(self) -> ShardedTensor | None:
-        """Return the gradient, averaged over all ranks; None before the first backward.
-
-        Raises:
-            LifecycleError: backward has used it up. Code that clips, unscales or logs gradients then must learn that
-                there are none.
-        """
-        if self.used_up_by:
+        """Return the gradient, averaged over all ranks; None before the first backward."""
+        if self.used_up_by:  # code that clips, unscales or logs gradients must learn that there are none
             raise LifecycleError(
                 f"sharded parameter {self.name}: the backward has used its gradient up",
                 hint=f"leave {self.used_up_by} out to clip, unscale or read gradients; call zero_grad() after step()",
             )
-        local, known = self.local_grad, self._known_grad
-        if local is None:
-            return None
-        if known is None:
-            known = self._known_grad = self.wrap(local)
-        return known
+        if self._known_grad is None and self.local_grad is not None:
+            self._known_grad = self.wrap(self.local_grad)
+        return self._known_grad
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
@@ -125,16 +116,6 @@ class ShardedParameter(ShardedTensor):
     def wrap(self, local: torch.Tensor) -> ShardedTensor:
         """Return a tensor laid out as the parameter, around this rank's interval `local`, shape (n,)."""
         return ShardedTensor(local, self.spec)
-
-    @property
-    def grad_dtype(self) -> torch.dtype:
-        """Return the parameter's own dtype. Only that and None, which means any dtype to torch, can be set."""
-        return self.dtype
-
-    @grad_dtype.setter
-    def grad_dtype(self, value: torch.dtype | None) -> None:
-        if value not in (None, self.dtype):
-            raise other_gradient_dtype(self.name, self.dtype, value)
 
     @property
     def requires_grad(self) -> bool:
@@ -184,36 +165,6 @@ class ShardedParameter(ShardedTensor):
         self._detached[id(detached)] = detached
         return detached  # type: ignore[no-any-return]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
-        """Return a parameter of no unit, laid out as this one."""
-        return super().__deepcopy__(memo)
-
-    def register_hook(self, hook: object) -> NoReturn:
-        """Refuse hooks."""
-        raise LifecycleError(
-            f"register_hook on sharded parameter {self.name} would never fire: autograd sees the unsharded parameter",
-            hint="use register_post_accumulate_grad_hook, or register the hook before fully_shard",
-        )
-
-    def view_as(self, other: torch.Tensor) -> torch.Tensor:
-        """Return a view of the parameter itself, by which scripts look for the node that accumulates its gradient."""
-        self._check_is_other(other)
-        return super().view_as(other)
-
-    def expand_as(self, other: torch.Tensor) -> torch.Tensor:
-        """Return a view of the parameter itself, as `view_as` does."""
-        self._check_is_other(other)
-        return super().expand_as(other)
-
-    def _check_is_other(self, other: torch.Tensor) -> None:
-        if other is self and self.requires_grad and torch.is_grad_enabled():
-            raise LifecycleError(
-                f"rank {self.mesh.rank}: something looks for where autograd accumulates the gradient of sharded "
-                f"parameter {self.name}; forward computes with the whole one, whose place is another",
-                hint="of pipeline schedules take one that computes all gradients in one backward (Schedule1F1B, "
-                "ScheduleInterleaved1F1B); for a hook use p.register_post_accumulate_grad_hook",
-            )
-
     def register_post_accumulate_grad_hook(self, hook: Callable[[Any], object]) -> RemovableHandle:
         """Call `hook(parameter)` at the end of each backward in which any rank has used it, its `.grad` being there.
 
@@ -255,12 +206,9 @@ def are_same(left: Sequence[object], right: Sequence[object]) -> bool:
     return len(left) == len(right) and all(map(operator.is_, left, right))
 
 
-_local_grad = operator.attrgetter("local_grad")
-
-
 def local_gradients(parameters: Iterable[ShardedParameter]) -> list[torch.Tensor | None]:
     """Return this rank's intervals of gradients; None also where the optimizer has used one up in backward."""
-    return list(map(_local_grad, parameters))
+    return [parameter.local_grad for parameter in parameters]
 
 
 def sharded_parameter_of(parameter: torch.Tensor) -> ShardedParameter | None:
@@ -278,12 +226,6 @@ def stands_for(parameter: torch.Tensor) -> ShardedTensor | None:
     if reference is not None:
         return reference()  # type: ignore[no-any-return]
     return parameter if isinstance(parameter, ShardedTensor) else None
-
-
-def is_hooked(original: torch.Tensor) -> bool:
-    """Return whether a script has put hooks on an original parameter, beside the engine's one."""
-    after = torch_private.accumulated_hooks(original) or ()
-    return bool(torch_private.gradient_hooks(original)) or len(after) > 1
 
 
 def mark_original(parameter: nn.Parameter, sharded: ShardedTensor) -> None:

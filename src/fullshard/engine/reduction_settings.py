@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -20,14 +19,12 @@ class ReductionSettings:
         divisor: divides the sum of gradients over all ranks.
         requires_all_reduce: False leaves the replicate axis out and keeps the result aside until it is True again.
         hook: called with each reduced gradient of this rank's interval, before it is published.
-        stream: the stream on which `hook` is called; None: where the gradient is waited for.
         watch: see `comm.base.Reduction`.
     """
 
     divisor: float
     requires_all_reduce: bool = True
     hook: Callable[[torch.Tensor], object] | None = None
-    stream: Any = None
     watch: Watch | None = None
 
     @classmethod
@@ -36,18 +33,8 @@ class ReductionSettings:
         return cls(float(mesh.world_size))
 
     def call_hook(self, reduced: torch.Tensor) -> None:
-        """Call the hook, if there is one, in order with the work before and after it."""
-        if self.hook is None:
-            return
-        has_arrived = reduced.device.type == "cpu" and not isinstance(self.stream, torch.cpu.Stream)
-        if self.stream is None or has_arrived:  # nothing is under way on the host
+        """Call the hook, if there is one."""
+        if self.hook is not None:
             self.hook(reduced)
-        else:
-            device = torch.get_device_module(reduced.device)
-            current = device.current_stream()
-            self.stream.wait_stream(current)
-            with device.stream(self.stream):
-                self.hook(reduced)
-            current.wait_stream(self.stream)
-        if self.watch is not None:
-            self.watch(reduced, {})  # the hook may have changed it
+            if self.watch is not None:
+                self.watch(reduced, {})  # the hook may have changed it

@@ -11,7 +11,8 @@ import functools
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,13 +25,20 @@ from fullshard.core.schedule import BackwardPrefetch, gathered_ahead
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.call import Call
 from fullshard.engine.end_of_backward import EndOfBackward
-from fullshard.engine.extension import Extensions
-from fullshard.engine.model_settings import settings_of, take_settings
+from fullshard.engine.extension import Extensions, take_settings
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.reducer import Reducer, call_gradient_hooks
 from fullshard.engine.unannounced import Unannounced
 from fullshard.engine.unit import Unit
 from fullshard.engine.unit_parameters import UnitState
+
+_SETTINGS: Mapping[str, Any] = {
+    "event_sink": None,
+    "forward_prefetch": True,
+    "backward_prefetch": BackwardPrefetch.BACKWARD_PRE,
+    "is_last_backward": True,
+}
+"""Attributes that a script may set on any part of a model, with their defaults."""
 
 
 class Schedule:
@@ -63,7 +71,7 @@ class Schedule:
         self.reducer = Reducer(self.extensions)
         self.is_last_backward = True
         self.keeps_parameters = self.keeps_gradients = False
-        self._has_begun = self._is_on_meta = False
+        self._has_begun = False
         self._stepped_since_forward = False
         self._depth = 0
         # The order of the last whole forward; empty until it was verified on all ranks. A rank that gathers ahead in
@@ -82,9 +90,8 @@ class Schedule:
 
     def assemble(self, units: Sequence[Unit]) -> None:
         """Take over the units of a model, including those of schedules of its parts."""
-        defaults = settings_of(self)
         for earlier in dict.fromkeys(other for unit in units if (other := unit.schedule) is not self):
-            take_settings(self, earlier, defaults)
+            take_settings(self, earlier, _SETTINGS)
             self.extensions.absorb(earlier.extensions)
         self.units = list(units)
         self.unannounced.units = self.units
@@ -97,8 +104,7 @@ class Schedule:
 
     def know_buckets(self) -> None:
         """Learn that a unit has its buckets now; once all have, number them."""
-        self._is_on_meta = any(unit.stand_ins is not None for unit in self.units)
-        if self._is_on_meta:
+        if any(unit.stand_ins is not None for unit in self.units):
             return
         self._number_buckets(0)
         for tell in self.extensions.materialized:
@@ -140,9 +146,8 @@ class Schedule:
     def _begin_outermost(self) -> None:
         if self._in_backward:
             self.reset()  # the last backward ended in an exception
-        if self._is_on_meta:
-            for unit in reversed(self.units):  # in model order, so that an error names the first
-                unit.make_real()
+        for tell in self.extensions.before_forward:
+            tell()
         self._thread = threading.get_ident()
         if self._stepped_since_forward and torch.is_grad_enabled():
             self.steps, self._stepped_since_forward = self.steps + 1, False
@@ -154,8 +159,6 @@ class Schedule:
             self.begin_use(in_forward=True)
             self._has_begun = True
             self._number_buckets(self.mesh.take_tags(len(self._buckets())))  # tags of no other model
-            for unit in self.units:
-                unit.warn_of_empty()
         # The user may have changed things between steps: frozen parameters, loaded weights.
         for unit in self.units:
             unit.take_requires_grad()

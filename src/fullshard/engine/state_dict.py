@@ -29,7 +29,6 @@ def watch_state_dicts(unit: Unit) -> None:
         holder.register_load_state_dict_pre_hook(functools.partial(_before_load_state_dict, own))
     for module in unit.modules:
         module.register_load_state_dict_pre_hook(_tell_load)
-        module.register_load_state_dict_post_hook(_settle)
 
 
 def _held_by(module: nn.Module, unit: Unit) -> Iterator[tuple[str, ShardedTensor]]:
@@ -60,13 +59,6 @@ def _tell_load(module: nn.Module, *_arguments: object) -> None:
         tell(unit)
 
 
-def _settle(module: nn.Module, _incompatible: object) -> None:
-    """Make a unit real once all its parameters have values, so that later code keeps them."""
-    unit = require_unit(module)
-    if unit.stand_ins is not None and not unit.stand_ins.names_on_meta:
-        unit.make_real()
-
-
 def _before_load_state_dict(
     own: weakref.ref[Unit],
     module: nn.Module,
@@ -81,7 +73,6 @@ def _before_load_state_dict(
     given = {key: value for key, value in values.items() if isinstance(value, torch.Tensor) and not value.is_meta}
     if unit is None or not given or given.keys().isdisjoint(attribute for attribute, _ in _held_by(module, unit)):
         return
-    unit.make_real(is_filled=False)
     unit.reshard()
     unit.schedule.settle()
     replaces = bool(local_metadata.get("assign_to_params_buffers"))

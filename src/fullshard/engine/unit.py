@@ -27,11 +27,10 @@ from fullshard.engine.bucket import Bucket
 from fullshard.engine.call import Call, uncompiled
 from fullshard.engine.gradient_hooks import GradientHooks
 from fullshard.engine.kinds import kind_of
-from fullshard.engine.materialize import Values
 from fullshard.engine.precision import MixedPrecisionPolicy, cast_floating, map_tensors, moved
 from fullshard.engine.storage import Storage
 from fullshard.engine.unit_parameters import UnitParameters, UnitState
-from fullshard.wrap.partition import Slot, UnitPlan
+from fullshard.wrap.partition import Slot, UnitPlan, Values
 
 if TYPE_CHECKING:
     from fullshard.engine.schedule import Schedule
@@ -41,7 +40,7 @@ class Unit(UnitParameters):
     """The engine's state of one unit.
 
     Args:
-        plan, policy, storage, weights: see `UnitParameters`.
+        plan, policy, storage: see `UnitParameters`.
         schedule: the order of work in the unit's model.
         reshard_after_forward: free the unsharded parameters between forward and backward; None: unless this is the
             outermost unit.
@@ -55,7 +54,6 @@ class Unit(UnitParameters):
         storage: Storage,
         schedule: Schedule,
         reshard_after_forward: bool | None,
-        weights: Values | None = None,
     ) -> None:
         self.requested_reshard_after_forward = reshard_after_forward
         self.reshard_after_forward = reshard_after_forward is not False
@@ -69,7 +67,7 @@ class Unit(UnitParameters):
         self._ran: set[int] = set()
         self._running = 0
         self._is_in_method = self._is_outermost = False
-        super().__init__(plan, policy=policy, storage=storage, schedule=schedule, weights=weights)
+        super().__init__(plan, policy=policy, storage=storage, schedule=schedule)
         for module in self.modules:
             module.register_forward_pre_hook(uncompiled(self._pre_forward), prepend=True, with_kwargs=True)
             # always_call: an exception inside forward must not leave the unit unsharded
@@ -80,8 +78,9 @@ class Unit(UnitParameters):
         bucket_type = kind_of(slots[0].parameter).bucket_type or Bucket
         return bucket_type(slots, owner=self, number=number, weights=values)
 
-    def _allocate(self, values: Values | None) -> None:
-        super()._allocate(values)
+    def allocate(self, values: Values | None = None) -> None:
+        """Make the buckets, and collect their gradients."""
+        super().allocate(values)
         self._gradient_hooks = GradientHooks()
         for bucket in self.buckets:
             if bucket.has_gradient:
@@ -188,7 +187,8 @@ class Unit(UnitParameters):
         failed = output is None and sys.exc_info()[0] is not None
         if not failed:
             output = map_tensors(self._lasting, output)
-            self.kept_views.look()
+            for tell in self.schedule.extensions.unit_ran:
+                tell(self)
         call = self._current.pop() if self._current else None
         if call is not None and not failed:
             self.schedule.end_call(self, call)

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import abc
 import itertools
-import warnings
 from collections.abc import Sequence
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -23,16 +22,13 @@ from fullshard.core.events import Event, EventKind
 from fullshard.engine.binding import Binding
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.bucket_spec import by_bucket
-from fullshard.engine.deferred import HINT, StandIns
-from fullshard.engine.kept_views import KeptViews
-from fullshard.engine.materialize import Values
 from fullshard.engine.parameter import ShardedParameter, mark_original
 from fullshard.engine.precision import MixedPrecisionPolicy
 from fullshard.engine.reduction_settings import ReductionSettings
 from fullshard.engine.sharded_tensor import ShardedTensor
 from fullshard.engine.storage import Storage
 from fullshard.engine.waiting import Waiting
-from fullshard.wrap.partition import Slot, UnitPlan
+from fullshard.wrap.partition import Slot, UnitPlan, Values
 
 if TYPE_CHECKING:
     from fullshard.engine.schedule import Schedule
@@ -55,6 +51,15 @@ class UnitState(Enum):
     """whole, and the modules hold the original parameters"""
 
 
+class StandIns(Protocol):
+    """The tensors that the modules of a unit hold as long as it has no buckets."""
+
+    entries: list[tuple[Slot, ShardedTensor]]
+
+    def error(self, unit: UnitParameters) -> LifecycleError:
+        """Return the error for using the unit without buckets."""
+
+
 _made = itertools.count()
 
 
@@ -66,15 +71,12 @@ class UnitParameters(abc.ABC):
         policy: dtypes per role.
         storage: the place of its shards.
         schedule: the model that the unit is part of, whose ranks share it.
-        weights: gives the values of parameters that are still on the meta device. Without, the unit waits for them.
 
     Attributes:
         slots: its parameters and their places.
-        stand_ins: parameters that its modules hold while it is on the meta device; it has no buckets then.
-        is_filled: whether the unit was given values, and not only memory.
+        stand_ins: what its modules hold while it has no buckets.
         neighbours: ranks that share the parameters between forward and backward, instead of the whole shard axis.
         keeps_memory: whether resharding keeps the memory.
-        kept_views: views of the parameters that forward leaves on modules.
         made: how many units this process had made before.
     """
 
@@ -88,12 +90,11 @@ class UnitParameters(abc.ABC):
         policy: MixedPrecisionPolicy,
         storage: Storage,
         schedule: Schedule,
-        weights: Values | None = None,
     ) -> None:
         self.schedule, self.slots = schedule, plan.slots
         self.modules, self.policy, self.storage = plan.modules, policy, storage
-        self.mesh = mesh = schedule.mesh  # the model around it may have another mesh
-        self.reduction = ReductionSettings.of(mesh)
+        self.mesh = schedule.mesh  # the model around it may have another mesh
+        self.reduction = ReductionSettings.of(self.mesh)
         self._waits: dict[str, Waiting] = {}
         self.name, self.number = "", 0
         self.state = UnitState.SHARDED
@@ -101,17 +102,14 @@ class UnitParameters(abc.ABC):
         self.neighbours: Collectives | None = None
         self.keeps_memory = False
         self.stand_ins: StandIns | None = None
-        self.is_filled = True
-        self.kept_views = KeptViews(self.modules, self.has_view)
         self.made = next(_made)
-        if weights is None and any(slot.parameter.is_meta for slot in plan.slots):
-            self.stand_ins = StandIns.of_plan(plan, mesh=mesh, policy=policy, storage=storage)
-            for slot, stand_in in self.stand_ins.entries:
-                mark_original(slot.parameter, stand_in)
-        else:
-            self._allocate(weights)
 
-    def _allocate(self, values: Values | None) -> None:
+    def allocate(self, values: Values | None = None) -> None:
+        """Make the buckets.
+
+        Args:
+            values: gives the values that are not in the parameters.
+        """
         self.buckets = [
             self.make_bucket(slots, number, values) for number, slots in enumerate(by_bucket(self.slots, self.policy))
         ]
@@ -125,6 +123,7 @@ class UnitParameters(abc.ABC):
                     sharded.take_hooks(replaced)
         self._binding = Binding(self._real_entries())
         self._binding.bind(unsharded=False)
+        self.stand_ins = None
 
     @abc.abstractmethod
     def make_bucket(self, slots: Sequence[Slot], number: int, values: Values | None) -> Bucket:
@@ -132,16 +131,9 @@ class UnitParameters(abc.ABC):
 
     def __getattr__(self, name: str) -> Any:
         # Called for attributes that the unit lacks: its buckets, until they have been given memory.
-        if name in ("buckets", "full_nbytes"):
-            raise self._on_meta(getattr(self.stand_ins, "names_on_meta", []))
+        if name in ("buckets", "full_nbytes") and (stand_ins := vars(self).get("stand_ins")) is not None:
+            raise stand_ins.error(self)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-    def _on_meta(self, names: Sequence[str]) -> LifecycleError:
-        return LifecycleError(
-            "FSDP parameters should be materialized from meta device before training, but the following were still on "
-            f"meta device: {names} (rank {self.mesh.rank}, unit {self.name!r})",
-            hint=HINT,
-        )
 
     @property
     def entries(self) -> Sequence[tuple[Slot, ShardedTensor]]:
@@ -152,42 +144,6 @@ class UnitParameters(abc.ABC):
 
     def _real_entries(self) -> list[tuple[Slot, ShardedParameter]]:
         return [entry for b in self.buckets for entry in zip(b.slots, b.sharded_parameters, strict=True)]
-
-    def make_real(self, *, is_filled: bool = True) -> None:
-        """Leave the meta device, with the values that the modules hold by now.
-
-        Args:
-            is_filled: whether there must be values; if not, parameters without any are NaN, to be filled later.
-
-        Raises:
-            LifecycleError: some parameters have no values.
-        """
-        stand_ins = self.stand_ins
-        if stand_ins is None:
-            return
-        on_meta = stand_ins.names_on_meta
-        if is_filled and on_meta:
-            raise self._on_meta(on_meta)
-        stand_ins.settle()
-        self._allocate(stand_ins)
-        self.stand_ins, self.is_filled = None, is_filled
-        names = {id(slot): stand_in.names for slot, stand_in in stand_ins.entries}
-        for slot, sharded in self.entries:
-            sharded.spec.name.names = names[id(slot)]
-        self.schedule.know_buckets()
-
-    def warn_of_empty(self) -> None:
-        """Warn of parameters that got memory, but no values before the first forward."""
-        if self.is_filled:
-            return
-        self.is_filled = True
-        plain = [p for _, p in self.entries if not torch_private.has_own_dispatch(type(p.local))]
-        empty = [p.name for p in plain if p.local.numel() and bool(p.local.isnan().all())]
-        if empty:
-            warnings.warn(
-                f"rank {self.mesh.rank}, unit {self.name!r}: to_empty() and then nobody has filled {', '.join(empty)}",
-                stacklevel=2,
-            )
 
     def has_view(self, tensor: torch.Tensor) -> bool:
         """Return whether `tensor` is in memory that is freed when the parameters are resharded."""
@@ -229,7 +185,8 @@ class UnitParameters(abc.ABC):
             self.emit(EventKind.UNSHARD_READY, self.full_nbytes)
         if self.state is UnitState.GATHERED:
             self._bind(unsharded=True)
-            self.kept_views.show()
+            for tell in self.schedule.extensions.unsharded:
+                tell(self)
 
     def reshard(self, *, is_after_forward: bool = False) -> None:
         """Free the unsharded parameters, unless they are pinned by `unsharded()` or sharded already.
@@ -247,7 +204,8 @@ class UnitParameters(abc.ABC):
             self._bind(unsharded=False)  # first, because it may refuse
         for bucket in self.buckets:
             bucket.reshard(kept_by=self.neighbours if is_after_forward else None)
-        self.kept_views.hide(self.name)
+        for tell in self.schedule.extensions.resharded:
+            tell(self)
         self.state = UnitState.SHARDED
         self.emit(EventKind.RESHARDED, self.full_nbytes)
 

@@ -10,6 +10,7 @@ from fullshard.engine import *  # noqa: F403 -- first: it says when torch is too
 from fullshard import engine
 from fullshard.comm import base
 from fullshard.comm.select import register_backend
+from fullshard.config.switches import check_switches
 from fullshard.engine import module
 from fullshard.engine.extension import Extension, at_first_sharding, register
 from fullshard.engine.kinds import ParameterKind, register_kinds
@@ -19,9 +20,11 @@ from fullshard.features import dtensor_ops  # noqa: F401 -- what torch computes 
 from fullshard.features.auto_reshard import keep_head, keep_unsharded
 from fullshard.features.consistency import ConsistencyCheck, ConsistencyMethods
 from fullshard.features.extended import Composed, Extended, LateProtocol
+from fullshard.features.kept_views import KeptViews
 from fullshard.features.late_registration import LateRegistration
 from fullshard.features.local_optimizers import Bitsandbytes, Torchao
 from fullshard.features.matrices import MatrixAdapter
+from fullshard.features.meta_device import ConversionMethods, MetaDevice, meta_parameters, shard_model
 from fullshard.features.nonfinite import NonFiniteGuard, NonFiniteMethods
 from fullshard.features.offload import ActivationOffload, CPUOffloadPolicy, OffloadPolicy, store_on_host
 from fullshard.features.optimizer_checks import OptimizerCheck
@@ -40,6 +43,8 @@ from fullshard.features.torch_compat import (
     TorchCompat,
     TorchMethods,
     check_data_parallel,
+    register_fsdp_forward_method,
+    share_comm_ctx,
     state_of,
 )
 from fullshard.features.torch_tools import clip_grad_norm_, clip_grad_value_, install
@@ -59,18 +64,22 @@ __all__ = [
     "describe",
     "keep_head",
     "keep_unsharded",
+    "meta_parameters",
+    "register_fsdp_forward_method",
     "repoint",
+    "shard_model",
+    "share_comm_ctx",
     "step_in_backward",
 ]
 
 FEATURES: tuple[type[Extension], ...] = (
-    *(TorchCompat, LateRegistration, LateProtocol, SubmoduleEntry, ActivationOffload, StopTogether),
-    *(DesyncDetection, ConsistencyCheck, StepsInBackward, OptimizerCheck, NonFiniteGuard),
+    *(MetaDevice, TorchCompat, LateRegistration, LateProtocol, SubmoduleEntry, ActivationOffload, StopTogether),
+    *(DesyncDetection, ConsistencyCheck, StepsInBackward, OptimizerCheck, NonFiniteGuard, KeptViews),
 )
 KINDS: tuple[ParameterKind, ...] = (TensorParallel(), QuantizedWeight(), Composed(), Extended())
 
 
-class ShardedModule(ConsistencyMethods, NonFiniteMethods, TorchMethods):
+class ShardedModule(ConsistencyMethods, ConversionMethods, NonFiniteMethods, TorchMethods):
     """Mixed into the class of every module that is a unit: torch's methods, and those of the features."""
 
 
@@ -81,6 +90,7 @@ register_kinds(*KINDS)
 register_adapters(Bitsandbytes(), Torchao(), MatrixAdapter())
 register_storage(store_on_host)
 base.PACKINGS.update(PACKINGS)
+at_first_sharding(check_switches)
 at_first_sharding(install)
 at_first_sharding(keep_intervals_in_state_dicts)
 at_first_sharding(check_data_parallel)

@@ -257,7 +257,7 @@ def _end_if_failed() -> None:
 def _say_if_nothing_was_sharded() -> None:
     if os.environ.get("RANK") != "0" or "FULLSHARD_CONFIG" not in os.environ:
         return
-    engine = sys.modules.get("fullshard.engine.module")
+    engine = sys.modules.get("fullshard.engine.extension")
     if engine is not None and engine.anything_was_sharded():
         if CHECK_PLAN in os.environ and "fullshard.api.plan_check" not in sys.modules:
             sys.stderr.write(

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
+from typing import Protocol
 
 import torch
 from torch import nn
 
 from fullshard.core.errors import WrapError, first_of
+from fullshard.core.layout import Interval
 
 
 @dataclass(slots=True)
@@ -49,6 +51,13 @@ class Slot:
         self.replaced.append(meta)
         for module, attribute in self.owners:
             module._parameters[attribute] = self.parameter
+
+
+class Values(Protocol):
+    """Gives parameters without values theirs."""
+
+    def read(self, slot: Slot, interval: Interval, out: torch.Tensor) -> None:
+        """Fill `out` (1-D, any dtype and device) with elements `interval` of what this rank has to shard, flattened."""
 
 
 @dataclass(slots=True)

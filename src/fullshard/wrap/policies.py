@@ -16,8 +16,8 @@ import contextlib
 import difflib
 import inspect
 import warnings
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,7 +25,7 @@ from torch import nn
 
 from fullshard.core.errors import WrapError, first_of
 from fullshard.core.sizes import format_count, format_nbytes
-from fullshard.wrap.forwards import is_unit
+from fullshard.core.user_class import is_unit
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 """Containers of blocks that repeat."""
@@ -33,9 +33,7 @@ _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _OPAQUE = (nn.MultiheadAttention,)
 """Modules that read the weights of their children without calling them, so the children's hooks would never run."""
 
-_SHOWN_CANDIDATES = 12
-
-_SHOWN_MODULES = 3
+_SHOWN_CANDIDATES, _SHOWN_MODULES = 12, 3
 
 _FILLED = 0.5
 """A block of which named layers hold at least that share is a stage of layers; of less, a layer with named parts."""
@@ -49,11 +47,7 @@ _ROOT_SHARE = 0.25
 
 @dataclass(frozen=True, slots=True)
 class ByClass:
-    """Modules of the given classes.
-
-    Attributes:
-        classes: class names (compared exactly, blanks around them do not count) or classes (subclasses included).
-    """
+    """Modules of the given classes: exact names, without the blanks around them, or classes, with their subclasses."""
 
     classes: tuple[str | type[nn.Module], ...]
 
@@ -70,11 +64,7 @@ class ByClass:
 
 @dataclass(frozen=True, slots=True)
 class BySize:
-    """The smallest modules that have at least `min_numel` parameters outside the units within them.
-
-    Attributes:
-        min_numel: number of parameters a unit has at least.
-    """
+    """The smallest modules that have at least `min_numel` parameters outside the units within them."""
 
     min_numel: int
 
@@ -88,11 +78,7 @@ class BySize:
 
 @dataclass(frozen=True, slots=True)
 class ByPredicate:
-    """Modules for which a function of the module returns true.
-
-    Attributes:
-        predicate: asked once per module except the root.
-    """
+    """Modules for which a function returns true; it is asked once per module except the root."""
 
     predicate: Callable[[nn.Module], bool]
 
@@ -157,6 +143,10 @@ def parse_policy(value: object) -> WrapPolicy:
     )
 
 
+_Modules = Mapping[int, nn.Module]
+"""Modules by identity, in definition order."""
+
+
 def unit_modules(model: nn.Module, policy: object = None) -> list[nn.Module]:
     """Return the modules that `policy` makes units of, in definition order, each once, without the root.
 
@@ -174,41 +164,14 @@ def unit_modules(model: nn.Module, policy: object = None) -> list[nn.Module]:
             apart; the text has the share, the bytes and the largest modules of it.
     """
     policy = parse_policy(policy)
-    match policy:
-        case ByClass():
-            selected = _by_class(model, policy.classes)
-        case BySize():
-            selected = _by_size(model, policy.min_numel)
-        case ByPredicate():
-            selected = [m for m in _candidates(model) if policy.predicate(m)]
-        case NoWrap():
-            return []
-        case Auto():
-            selected = _automatic(model)
-    if any(True for _ in _candidates(model)):
+    if isinstance(policy, NoWrap):
+        return []
+    candidates = _candidates(model)
+    chosen = _SELECTED_BY[type(policy)](policy, model, candidates)
+    selected = [module for key, module in candidates.items() if key in chosen]
+    if candidates:
         _check_root(model, selected, policy)
-    return [m for m in selected if not is_unit(m)]
-
-
-def embedding_modules(model: nn.Module) -> tuple[nn.Module, nn.Module]:
-    """Return the input embedding and the head, which are to be units of their own, outside the outermost unit.
-
-    The outermost unit stays unsharded through a whole step, and so does its gradient through the whole backward. With a
-    large vocabulary these two are most of it.
-
-    Raises:
-        WrapError: The model does not say which modules they are, they share a weight (which the unit around both must
-            own), or they are units already.
-    """
-    embedding, head = _named_by(model, "input"), _named_by(model, "output")
-    name, hint = type(model).__name__, "leave wrap_embeddings out"
-    if embedding is None or head is None:
-        raise WrapError(f"{name} does not say which modules are its input embedding and its head", hint=hint)
-    if {id(p) for p in embedding.parameters()} & {id(p) for p in head.parameters()}:
-        raise WrapError(f"the input embedding and the head of {name} share a weight, so neither can own it", hint=hint)
-    if is_unit(embedding) or is_unit(head):
-        raise WrapError(f"the input embedding or the head of {name} is a unit already", hint=hint)
-    return embedding, head
+    return [module for module in selected if not is_unit(module)]
 
 
 def _asks_as_torch_does(function: Callable[..., object]) -> bool:
@@ -223,16 +186,18 @@ def _names_a_class(item: object) -> bool:
     return isinstance(item, str) or (isinstance(item, type) and issubclass(item, nn.Module))
 
 
-def _candidates(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield modules that can be units: called, with parameters, not the root. One that occurs twice comes once."""
-    hidden: set[int] = set()
-    for module in model.modules():
-        if isinstance(module, _OPAQUE):
-            hidden.update(id(inner) for inner in module.modules() if inner is not module)
-        if module is model or id(module) in hidden or not _has_forward(module):
-            continue
-        if next(module.parameters(), None) is not None:
-            yield module
+def _candidates(model: nn.Module) -> _Modules:
+    """Return the modules that can be units: called, with parameters, not the root."""
+    opaque = [module for module in model.modules() if isinstance(module, _OPAQUE)]
+    hidden = {id(inner) for module in opaque for inner in module.modules()} - {id(module) for module in opaque}
+    return {
+        id(module): module
+        for module in model.modules()
+        if module is not model
+        and id(module) not in hidden
+        and _has_forward(module)
+        and next(module.parameters(), None) is not None
+    }
 
 
 def _has_forward(module: nn.Module) -> bool:
@@ -244,70 +209,65 @@ def _matches(module: nn.Module, wanted: str | type[nn.Module]) -> bool:
     return type(module).__name__ == wanted if isinstance(wanted, str) else isinstance(module, wanted)
 
 
-def _by_class(model: nn.Module, classes: tuple[str | type[nn.Module], ...]) -> list[nn.Module]:
-    candidates = list(_candidates(model))
-    for wanted in classes:
-        if not any(_matches(module, wanted) for module in candidates):
-            _check_unmatched(model, wanted, candidates)
-    return [module for module in candidates if any(_matches(module, wanted) for wanted in classes)]
+def _by_class(policy: ByClass, model: nn.Module, candidates: _Modules) -> set[int]:
+    chosen: set[int] = set()
+    for wanted in policy.classes:
+        matching = {key for key, module in candidates.items() if _matches(module, wanted)}
+        if not matching and not _matches(model, wanted):  # the root is a unit anyway
+            raise _unmatched(model, wanted, candidates)
+        chosen |= matching
+    return chosen
 
 
-def _check_unmatched(model: nn.Module, wanted: str | type[nn.Module], candidates: list[nn.Module]) -> None:
-    """Say why no module can be a unit for `wanted`. Only the root matching is no error: it is a unit anyway."""
-    if _matches(model, wanted):
-        return
+def _unmatched(model: nn.Module, wanted: str | type[nn.Module], candidates: _Modules) -> WrapError:
+    """Return the error for a class of which no module can be a unit."""
     name = wanted if isinstance(wanted, str) else wanted.__name__
-    counts = Counter(type(module).__name__ for module in candidates)
-    sizes: defaultdict[str, int] = defaultdict(int)
-    for module in candidates:
-        sizes[type(module).__name__] = max(sizes[type(module).__name__], numel(module))
-    largest = sorted(counts, key=lambda cls: (-sizes[cls] * counts[cls], cls))
-    listed = first_of([f"{cls} ({counts[cls]} x {format_count(sizes[cls])})" for cls in largest], _SHOWN_CANDIDATES)
+    sizes: defaultdict[str, list[int]] = defaultdict(list)
+    for module in candidates.values():
+        sizes[type(module).__name__].append(numel(module))
+    largest = sorted(sizes, key=lambda cls: (-max(sizes[cls]) * len(sizes[cls]), cls))
+    listed = [f"{cls} ({len(sizes[cls])} x {format_count(max(sizes[cls]))})" for cls in largest]
     found = sum(_matches(module, wanted) for module in model.modules())
-    problem = (
-        f"has {found} modules of class {name!r}, but none that is called and has parameters of its own to shard"
-        if found
-        else f"has no module of class {name!r}"
-    )
-    lower = {cls.lower(): cls for cls in counts}
+    problem = f"has no module of class {name!r}"
+    if found:
+        problem = (
+            f"has {found} modules of class {name!r}, but none that is called and has parameters of its own to shard"
+        )
+    lower = {cls.lower(): cls for cls in sizes}
     close = difflib.get_close_matches(name.lower(), lower, n=1)
-    hint = f"did you mean {lower[close[0]]!r}?" if close else "name one of these classes, or use 'auto'"
-    raise WrapError(f"{type(model).__name__} {problem}; it has {listed or 'no module with parameters'}", hint=hint)
+    shown = first_of(listed, _SHOWN_CANDIDATES) or "no module with parameters"
+    return WrapError(
+        f"{type(model).__name__} {problem}; it has {shown}",
+        hint=f"did you mean {lower[close[0]]!r}?" if close else "name one of these classes, or use 'auto'",
+    )
 
 
-def _by_size(model: nn.Module, min_numel: int) -> list[nn.Module]:
-    candidates = list(_candidates(model))
-    allowed = {id(module) for module in candidates}
+def _by_size(policy: BySize, model: nn.Module, candidates: _Modules) -> set[int]:
     chosen: set[int] = set()
     taken: set[int] = set()
 
     def visit(module: nn.Module) -> None:
-        if not isinstance(module, _OPAQUE):
-            for child in module.children():
-                visit(child)
+        for child in module.children() if not isinstance(module, _OPAQUE) else ():
+            visit(child)
         own = [p for p in module.parameters() if id(p) not in taken]
-        if id(module) in allowed and sum(p.numel() for p in own) >= min_numel:
+        if id(module) in candidates and sum(p.numel() for p in own) >= policy.min_numel:
             chosen.add(id(module))
             taken.update(id(p) for p in own)
 
     visit(model)
-    return [module for module in candidates if id(module) in chosen]
+    return chosen
 
 
-def _no_split_names(model: nn.Module) -> list[str]:
-    present = {type(module).__name__ for module in _candidates(model)}
+def _by_predicate(policy: ByPredicate, _model: nn.Module, candidates: _Modules) -> set[int]:
+    return {key for key, module in candidates.items() if policy.predicate(module)}
+
+
+def _automatic(_policy: Auto, model: nn.Module, candidates: _Modules) -> set[int]:
     names: set[str] = set()
     for module in model.modules():
         # `nn.Module.__getattr__` raises for a missing name; some models set the attribute to None.
         declared = getattr(module, "_no_split_modules", None) or ()
         names.update((declared,) if isinstance(declared, str) else declared)
-    return sorted(names & present)
-
-
-def _automatic(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that `Auto` selects."""
-    candidates = {id(module): module for module in _candidates(model)}
-    names = _no_split_names(model)
     named = {key for key, module in candidates.items() if type(module).__name__ in names}
     blocks = _repeated_blocks(model, candidates)
     chosen: set[int] = set()
@@ -317,27 +277,27 @@ def _automatic(model: nn.Module) -> list[nn.Module]:
         if id(module) in visited:
             return
         visited.add(id(module))
+        inside = [inner for inner in module.modules() if id(inner) in named]
         if id(module) in named:
-            chosen.update(id(inner) for inner in module.modules() if id(inner) in named)
-        elif id(module) in blocks and _share(module, named) < _FILLED:
+            chosen.update(map(id, inside))
+        elif id(module) in blocks and numel(*inside) < _FILLED * numel(module):
             chosen.add(id(module))
         else:
             for child in module.children():
                 visit(child)
 
     visit(model)
-    return [module for key, module in candidates.items() if key in chosen]
+    return chosen
 
 
-def _repeated_blocks(model: nn.Module, candidates: dict[int, nn.Module]) -> set[int]:
-    """Return the modules that are blocks by `Auto`'s rule, those inside others included, by identity."""
+def _repeated_blocks(model: nn.Module, candidates: _Modules) -> set[int]:
+    """Return the modules that are blocks by `Auto`'s rule, those inside others included."""
     groups: defaultdict[type[nn.Module], dict[int, nn.Module]] = defaultdict(dict)
     for container in model.modules():
-        if isinstance(container, _LISTS):
-            for child in container.children():
-                # Sequential is a container that happens to have a forward; the blocks are inside it.
-                if id(child) in candidates and not isinstance(child, nn.Sequential):
-                    groups[type(child)][id(child)] = child
+        for child in container.children() if isinstance(container, _LISTS) else ():
+            # Sequential is a container that happens to have a forward; the blocks are inside it.
+            if id(child) in candidates and not isinstance(child, nn.Sequential):
+                groups[type(child)][id(child)] = child
     least = _WORTH_A_UNIT * numel(model)
     repeated = {cls: group for cls, group in groups.items() if len(group) > 1 and numel(*group.values()) >= least}
     blocks = [group for cls, group in repeated.items() if not _is_single_layer(cls)]
@@ -349,9 +309,13 @@ def _is_single_layer(cls: type[nn.Module]) -> bool:
     return cls.__module__.startswith("torch.nn.") and not cls.__module__.endswith((".transformer", ".activation"))
 
 
-def _share(module: nn.Module, parts: set[int]) -> float:
-    """Return the share of the parameters of `module` that the modules in `parts` hold."""
-    return numel(*(inner for inner in module.modules() if id(inner) in parts)) / numel(module)
+_SELECTED_BY: Mapping[type[Any], Callable[[Any, nn.Module, _Modules], set[int]]] = {
+    ByClass: _by_class,
+    BySize: _by_size,
+    ByPredicate: _by_predicate,
+    Auto: _automatic,
+}
+"""How each policy selects among the modules that can be units."""
 
 
 def numel(*modules: nn.Module) -> int:
@@ -372,16 +336,15 @@ def _check_root(model: nn.Module, units: list[nn.Module], policy: WrapPolicy) ->
     if units and share <= _ROOT_SHARE:
         return
     name, held = type(model).__name__, format_nbytes(sum(p.numel() * p.element_size() for p in root.values()))
+    problem = (
+        f"{share:.0%} of the parameters of {name} are in no unit but the root, beside embeddings and head (policy "
+        f"{policy!r}): every rank holds its {held} unsharded at once, through the whole step. The largest modules of "
+        f"it: {', '.join(_largest(model, rest, inside))}"
+    )
     if not units:
         problem = (
             f"only the root of {name} is wrapped (policy {policy!r} matches nothing inside it): every rank holds all "
             f"{held} of its parameters unsharded at once, and no communication is overlapped"
-        )
-    else:
-        problem = (
-            f"{share:.0%} of the parameters of {name} are in no unit but the root, beside embeddings and head (policy "
-            f"{policy!r}): every rank holds its {held} unsharded at once, through the whole step. The largest modules "
-            f"of it: {', '.join(_largest(model, rest, inside))}"
         )
     warnings.warn(
         f"{problem}. Name the class of the repeated block to avoid it, or ask for 'none' to accept it.", stacklevel=3
@@ -391,12 +354,12 @@ def _check_root(model: nn.Module, units: list[nn.Module], policy: WrapPolicy) ->
 def embeddings_of(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the embeddings, and the head if the model names it."""
     yield from (module for module in model.modules() if isinstance(module, nn.Embedding))
-    if (head := _named_by(model, "output")) is not None:
+    if (head := named_embedding(model, "output")) is not None:
         yield head
 
 
-def _named_by(model: Any, which: Literal["input", "output"]) -> nn.Module | None:
-    """Return the embedding of the input tokens, or that of the output (the head), if the model names it."""
+def named_embedding(model: Any, which: Literal["input", "output"]) -> nn.Module | None:
+    """Return the embedding of the input tokens, or the head, if the model names it."""
     with contextlib.suppress(AttributeError, NotImplementedError):  # models without one raise either
         found = model.get_input_embeddings() if which == "input" else model.get_output_embeddings()
         return found if isinstance(found, nn.Module) else None

@@ -12,7 +12,7 @@ from fullshard.checkpoint.offline.source import Contents, Kind, Source, tensor_r
 from fullshard.checkpoint.weight_files import INDEX_NAME, SINGLE_NAME, json_file, stored_tensors, tensors_of
 from fullshard.core.errors import CheckpointError
 from fullshard.core.layout import Interval
-from fullshard.engine.contexts import meta_parameters
+from fullshard.features.meta_device import meta_parameters
 
 CONFIG_NAME = "config.json"
 _MAX_CONFIG_NBYTES = 2**26

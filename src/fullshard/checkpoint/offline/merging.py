@@ -36,8 +36,8 @@ from fullshard.checkpoint.offline.source import Contents, Kind, Source, tensor_r
 from fullshard.core.errors import CheckpointError
 from fullshard.core.imports import import_extra
 from fullshard.core.layout import Interval
-from fullshard.engine.contexts import meta_parameters
 from fullshard.engine.lookup import clean_name
+from fullshard.features.meta_device import meta_parameters
 
 ADAPTER_CONFIG = "adapter_config.json"
 _COMPUTED_WITH = {torch.float16, torch.bfloat16, torch.float32, torch.float64}

@@ -24,8 +24,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from fullshard.core.errors import WrapError
-from fullshard.core.user_class import user_class
-from fullshard.wrap.forwards import inner_forward
+from fullshard.core.user_class import inner_forward, user_class
 
 IGNORED = -100
 """The label of a token that is no target."""

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from fullshard.core.errors import LifecycleError
 from fullshard.engine.shard_spec import ShardSpec
-from fullshard.engine.sharded_tensor import ShardedTensor, SpreadTensor, dtensor_of, reduced
+from fullshard.engine.sharded_tensor import ShardedTensor, SpreadTensor, dtensor_of
 from fullshard.features import torch_private
 from fullshard.features.dtensor_ops.arguments import (
     call_with,
@@ -21,6 +21,7 @@ from fullshard.features.dtensor_ops.arguments import (
     tensors_in,
     written_tensors,
 )
+from fullshard.features.dtensor_ops.methods import reduced
 
 
 class _Whole(SpreadTensor):

@@ -28,12 +28,11 @@ from fullshard.core.errors import ConfigError, LifecycleError
 from fullshard.engine.binding import Originals
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.gradient import Gradient
-from fullshard.engine.materialize import Values
 from fullshard.engine.parameter import ShardedParameter, mark_original
 from fullshard.engine.precision import MixedPrecisionPolicy, dtype_name
 from fullshard.features import torch_private
 from fullshard.features.extended.protocol import takes_options, wrapped_by
-from fullshard.wrap.partition import Slot
+from fullshard.wrap.partition import Slot, Values
 
 
 class ExtendedParameter(ShardedParameter):

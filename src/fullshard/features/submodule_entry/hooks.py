@@ -1,4 +1,4 @@
-"""Unshard a unit for modules that hold its parameters and are called past it: an encoder on its own, an embedding.
+"""Unshard a unit for modules that hold its parameters and are called past it (an encoder on its own), and for methods.
 
 Within the unit's forward their hooks do nothing. Outside they unshard the whole unit, and with gradients it stays so
 until the backward is over, because nothing announces that.
@@ -6,6 +6,8 @@ until the backward is over, because nothing announces that.
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -14,8 +16,10 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from fullshard.comm import torch_private
+from fullshard.core.user_class import USER_CLASS
 from fullshard.engine.call import uncompiled
 from fullshard.engine.extension import Extension
+from fullshard.engine.lookup import unit_of
 from fullshard.engine.schedule import Schedule
 from fullshard.engine.unit import Unit
 
@@ -28,8 +32,10 @@ class SubmoduleEntry(Extension):
         self._handles: list[RemovableHandle] = []
 
     def assembled(self) -> None:
-        """Watch the modules of every unit."""
+        """Watch the modules of every unit, and the methods of its class."""
         for unit in self.model.units:
+            for module in unit.modules:
+                _enter_methods(next(cls for cls in type(module).__mro__ if USER_CLASS in vars(cls)))
             self._handles += _watch(unit, is_outermost=unit is self.model.units[-1])
 
     def absorbed(self, earlier: Extension) -> None:
@@ -95,3 +101,39 @@ def _hooks_of(part: _WatchedPart) -> tuple[Callable[..., None], Callable[..., No
     torch_private.keep_compiler_out(before, is_in_graphs=True)
     torch_private.keep_compiler_out(after, is_in_graphs=True)
     return before, after
+
+
+def _enter_methods(cls: type) -> None:
+    """Wrap, in the class of a unit, the methods of the user's class that it was made of."""
+    for name, member in vars(vars(cls)[USER_CLASS]).items():
+        # torch checks whether some methods (`get_extra_state`) are those of nn.Module
+        is_own = inspect.isfunction(member) and not name.startswith("_") and not hasattr(nn.Module, name)
+        if is_own and getattr(vars(cls).get(name), "__wrapped__", None) is not member:
+            setattr(cls, name, _entered(name, member))
+
+
+def _entered(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a method of the user's class to unshard within a forward or backward, where every rank calls it.
+
+    Elsewhere one rank may be the only one to call it, and would wait for the others; if the method fails there, the
+    error says so.
+    """
+
+    @functools.wraps(method)
+    def entered(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or (unit := unit_of(self)) is None or not unit.is_at_rest:
+            return method(self, *args, **kwargs)
+        if unit.schedule.is_in_forward or torch_private.backward_under_way() != -1:
+            return unit.run_method(self, functools.partial(method, self), *args, **kwargs)
+        try:
+            return method(self, *args, **kwargs)
+        except Exception as error:
+            if unit.is_at_rest:
+                error.add_note(
+                    f"fullshard: rank {unit.mesh.rank}, unit {unit.name!r}: {type(self).__name__}.{name} was called "
+                    f"past forward, where parameters are sharded\n"
+                    f"hint: call fullshard.register_fsdp_forward_method(module, {name!r}) after fully_shard"
+                )
+            raise
+
+    return entered

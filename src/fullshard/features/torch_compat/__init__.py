@@ -2,8 +2,16 @@
 
 from fullshard.features.torch_compat.data_parallel import check_data_parallel
 from fullshard.features.torch_compat.extension import TorchCompat
-from fullshard.features.torch_compat.methods import TorchMethods
+from fullshard.features.torch_compat.methods import TorchMethods, register_fsdp_forward_method, share_comm_ctx
 from fullshard.features.torch_compat.older_torch import DataParallelMeshDims
 from fullshard.features.torch_compat.state import state_of
 
-__all__ = ["DataParallelMeshDims", "TorchCompat", "TorchMethods", "check_data_parallel", "state_of"]
+__all__ = [
+    "DataParallelMeshDims",
+    "TorchCompat",
+    "TorchMethods",
+    "check_data_parallel",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
+    "state_of",
+]

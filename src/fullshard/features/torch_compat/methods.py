@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from fullshard.core.errors import ConfigError, LifecycleError
-from fullshard.engine.lookup import require_unit
+from fullshard.core.errors import ConfigError, LifecycleError, WrapError
+from fullshard.engine.lookup import require_unit, unit_of
 from fullshard.engine.module import FSDPModule
 from fullshard.features.torch_compat.data_parallel import replicated
 from fullshard.features.torch_compat.extension import TorchCompat
@@ -60,6 +60,19 @@ def _fixed(name: str, is_so: Callable[..., object], why: str) -> Callable[..., N
     return method
 
 
+def _on_stream(hook: Callable[[torch.Tensor], object], stream: Any, reduced: torch.Tensor) -> None:
+    """Call a hook on a stream, in order with the work before and after it."""
+    if reduced.device.type == "cpu" and not isinstance(stream, torch.cpu.Stream):  # nothing is under way on the host
+        hook(reduced)
+        return
+    device = torch.get_device_module(reduced.device)
+    current = device.current_stream()
+    stream.wait_stream(current)
+    with device.stream(stream):
+        hook(reduced)
+    current.wait_stream(stream)
+
+
 class TorchMethods(FSDPModule):
     """`FSDPModule` with further methods, those of `_FIXED` besides. Their names and arguments are torch's."""
 
@@ -98,7 +111,7 @@ class TorchMethods(FSDPModule):
                 "hint: leave stream out, or shard over a 1-D mesh and reduce between replicas in the hook"
             )
             raise error
-        unit.reduction.hook, unit.reduction.stream = hook, stream
+        unit.reduction.hook = hook if hook is None or stream is None else functools.partial(_on_stream, hook, stream)
 
     def set_post_optim_event(self, event: Any) -> None:
         """Wait for `event` before the next forward gathers, once; the model's own steps need no event."""
@@ -116,7 +129,7 @@ class TorchMethods(FSDPModule):
             raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
         if max_input_buffers < 1:
             raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
-        require_unit(self).schedule.reducer.order.in_flight = max_input_buffers
+        TorchCompat.of(require_unit(self).schedule).set_reductions_in_flight(max_input_buffers)
 
     def set_keep_unsharded_storage(self, keep_unsharded_storage: bool, *, recurse: bool = True) -> None:
         """Choose whether resharding keeps the memory, so that parameters keep their addresses when unsharded.
@@ -136,3 +149,36 @@ class TorchMethods(FSDPModule):
 
 for _name, (_is_so, _why) in _FIXED.items():
     setattr(TorchMethods, _name, _fixed(_name, _is_so, _why))
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Have a method of a unit unshard it as its `forward` does: `encode`, `generate`. The name is torch's.
+
+    Only what the method returns may be used for backward. On a module that is no unit this does nothing.
+
+    Raises:
+        WrapError: the module has no such method.
+    """
+    unit = unit_of(module)
+    if unit is None:
+        return
+    method = getattr(module, method_name, None)
+    if not callable(method):
+        raise WrapError(f"{type(module).__name__} has no method {method_name!r}", hint="name one that it has")
+
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return unit.run_method(module, method, *args, **kwargs)
+
+    setattr(module, method_name, run)
+
+
+def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
+    """Do nothing: models on the same ranks share communicators and streams anyway. The name is torch's.
+
+    Raises:
+        WrapError: one of the modules is no unit.
+    """
+    for module in modules:
+        if unit_of(module) is None:
+            raise WrapError(f"share_comm_ctx: {type(module).__name__} is no unit", hint="call fully_shard on it first")

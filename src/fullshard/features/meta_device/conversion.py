@@ -7,26 +7,41 @@ another dtype casts the unit; the unit's own device makes a unit on the meta dev
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 
 from fullshard.comm import torch_private
 from fullshard.core.errors import LifecycleError
-from fullshard.engine.deferred import StandIns
 from fullshard.engine.kinds import kind_of
-from fullshard.engine.parameter import is_hooked
+from fullshard.engine.lookup import units_of
 from fullshard.engine.shard_spec import ShardSpec
-from fullshard.engine.unit_parameters import UnitParameters
+from fullshard.engine.unit import Unit
+from fullshard.features.meta_device.extension import MetaDevice
+from fullshard.features.meta_device.stand_ins import StandIns
 
 Function = Callable[[torch.Tensor], torch.Tensor]
+
+
+class ConversionMethods:
+    """`FSDPModule`, whose parameters are converted as a unit's."""
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        converted = convert(units_of(self), fn)  # type: ignore[arg-type]
+        swaps = torch.__future__.get_swap_module_params_on_conversion()
+        torch.__future__.set_swap_module_params_on_conversion(False)  # the parameters are converted already
+        try:
+            torch_private.apply_past_fsdp(self, _except(converted, fn), recurse)
+            return self
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(swaps)
 
 
 _Applied = Literal["same", "cast", "real"]
 """The effect of a function on a unit: none, a cast, or a move from the meta device to the unit's own."""
 
 
-def convert(units: Sequence[UnitParameters], fn: Function) -> set[ShardSpec]:
+def convert(units: Sequence[Unit], fn: Function) -> set[ShardSpec]:
     """Do to the parameters of units what `fn` would do to plain ones.
 
     Returns:
@@ -45,13 +60,13 @@ def convert(units: Sequence[UnitParameters], fn: Function) -> set[ShardSpec]:
     for unit in to_cast:
         _cast(unit, fn)
     for unit in on_meta:
-        unit.make_real(is_filled=False)
+        MetaDevice.of(unit.schedule).make_real(unit, is_filled=False)
     made = [p for unit in on_meta for _, p in unit.entries]
     away = [b for unit in units if unit.stand_ins is None for b in unit.buckets if b.plan.main_is_on_host]
     return {parameter.spec for parameter in (*made, *(p for bucket in away for p in bucket.sharded_parameters))}
 
 
-def _applied(unit: UnitParameters, fn: Function) -> _Applied:
+def _applied(unit: Unit, fn: Function) -> _Applied:
     """Return the effect of `fn` on a unit.
 
     Raises:
@@ -76,7 +91,7 @@ def _applied(unit: UnitParameters, fn: Function) -> _Applied:
     return applied
 
 
-def _check_cast(unit: UnitParameters) -> None:
+def _check_cast(unit: Unit) -> None:
     """Check that a cast would leave nothing behind.
 
     Raises:
@@ -89,7 +104,7 @@ def _check_cast(unit: UnitParameters) -> None:
             "state",
             hint="cast the model before the first step; for mixed precision use mp_policy",
         )
-    hooked = [p.name for slot, p in unit.entries if is_real and is_hooked(slot.parameter)]
+    hooked = [p.name for slot, p in unit.entries if is_real and _is_hooked(slot.parameter)]
     if hooked:
         raise LifecycleError(
             f"rank {unit.mesh.rank}, unit {unit.name!r}: cannot cast sharded parameters that were given hooks before "
@@ -106,13 +121,25 @@ def _check_cast(unit: UnitParameters) -> None:
         )
 
 
-def _cast(unit: UnitParameters, fn: Function) -> None:
+def _cast(unit: Unit, fn: Function) -> None:
     """Turn the parameters into what `fn` makes of them: of another dtype, on the same device."""
     is_real = unit.stand_ins is None
     if is_real:
         unit.reshard()  # stand-ins are made of this rank's intervals
         for slot in unit.slots:
             (torch_private.accumulated_hooks(slot.parameter) or {}).clear()  # the engine's hook, which collects no more
-    unit.stand_ins = StandIns.cast(unit.entries, fn)
+    meta_device = MetaDevice.of(unit.schedule)
+    meta_device.put(unit, StandIns.cast(unit.entries, fn))
     if is_real:
-        unit.make_real(is_filled=unit.is_filled)
+        meta_device.make_real(unit, is_filled=unit not in meta_device.unfilled)
+
+
+def _except(specs: set[ShardSpec], fn: Function) -> Function:
+    """Return `fn` for all tensors except those with one of these specs."""
+    return (lambda tensor: tensor if getattr(tensor, "spec", None) in specs else fn(tensor)) if specs else fn
+
+
+def _is_hooked(original: torch.Tensor) -> bool:
+    """Return whether a script has put hooks on an original parameter, beside the engine's one."""
+    after = torch_private.accumulated_hooks(original) or ()
+    return bool(torch_private.gradient_hooks(original)) or len(after) > 1

@@ -7,8 +7,9 @@ rank 0. So no rank ever holds more of the model unsharded than one unit. Buffers
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,43 +19,34 @@ from fullshard.comm.mesh import Mesh
 from fullshard.comm.stalls import STALLS
 from fullshard.comm.torch_dist import as_sent
 from fullshard.core.errors import WrapError
-from fullshard.core.layout import Interval
-from fullshard.engine.kinds import kind_of, place
-from fullshard.wrap.partition import Slot, UnitPlan
+from fullshard.engine.kinds import kind_of
+from fullshard.engine.placing import move_to_device, own_modules
+from fullshard.features.meta_device.weights import WeightSource
+from fullshard.wrap.partition import UnitPlan
 
 InitFunction = Callable[[nn.Module], Any]
 """Initialises the parameters and buffers that belong to one module directly, not to its children."""
 
-WEIGHTS = "_fullshard_weights"
-"""Attribute of a module in the model: the `WeightSource` its parameters on the meta device come from."""
 
+@contextlib.contextmanager
+def meta_parameters() -> Iterator[None]:
+    """Build a model inside with its parameters on the meta device and its buffers real.
 
-class Values(Protocol):
-    """Gives parameters on the meta device their values."""
+    No memory is allocated for the parameters until the model is sharded, unit by unit. Non-persistent buffers have
+    the values that constructors give them, not uninitialised memory.
+    """
+    original = nn.Module.register_parameter
 
-    def read(self, slot: Slot, interval: Interval, out: torch.Tensor) -> None:
-        """Fill `out` (1-D, any dtype and device) with elements `interval` of what this rank has to shard, flattened."""
+    def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+        original(module, name, param)
 
-
-class WeightSource(Values, Protocol):
-    """A source of values for parameters on the meta device, so that a rank reads only its own part."""
-
-    def start(self, model: nn.Module) -> None:
-        """Find the parameters of `model`, about to be divided, in the source; refuse those that do not fit."""
-
-    def make_whole(self, module: nn.Module, device: torch.device) -> None:
-        """Make real the tensors that must be whole: persistent buffers, weights that are converted on the way."""
-
-    def holds(self, slot: Slot) -> bool:
-        """Return whether `read` can give this parameter."""
-
-    def initialize(self, module: nn.Module) -> bool:
-        """Initialise a module that the source knows but does not hold; False if it leaves that to others."""
-
-
-def weight_source(model: nn.Module) -> WeightSource | None:
-    """Return the source of the weights of `model` or of a module in it, if there is one."""
-    return next((m.__dict__[WEIGHTS] for m in model.modules() if WEIGHTS in m.__dict__), None)
+    nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = original  # type: ignore[method-assign]
 
 
 @torch.no_grad()
@@ -63,7 +55,7 @@ def materialize(
     *,
     mesh: Mesh,
     stop_at: Iterable[nn.Module],
-    model: nn.Module | None,
+    model: nn.Module,
     init: InitFunction | None,
     sync_module_states: bool,
     buffer_dtype: torch.dtype | None,
@@ -75,7 +67,7 @@ def materialize(
         plan: the unit.
         mesh: gives the device and the ranks to agree with.
         stop_at: inner units, which have been made real before.
-        model: the whole model, if it is known; else tensors on the meta device stay there.
+        model: the whole model.
         init: for modules with something on the meta device. Default: their own `reset_parameters`, else the
             `_init_weights` of the Transformers model around them.
         sync_module_states: take rank 0's values even for tensors that were not on the meta device.
@@ -85,11 +77,7 @@ def materialize(
     Raises:
         WrapError: a parameter or buffer on the meta device that nothing initialises.
     """
-    inner = {id(module) for unit in stop_at for module in unit.modules()} - {id(m) for m in plan.modules}
-    owners = {id(module) for slot in plan.slots for module, _ in slot.owners}
-    modules = [
-        m for root in plan.modules for m in root.modules() if id(m) in owners or (m._buffers and id(m) not in inner)
-    ]
+    modules = own_modules(plan, stop_at)
     deferred: set[int] = set()
     init = init or _default_init(model, plan.modules)
     if weights is not None:
@@ -98,22 +86,8 @@ def materialize(
         deferred = {id(slot) for slot in plan.slots if weights.holds(slot)}
         init = _init_with(weights, init)
     own = {(id(m), attribute) for slot in plan.slots if id(slot) not in deferred for m, attribute in slot.owners}
-    is_made = [model is not None and _initialize(module, own, device=mesh.device, init=init) for module in modules]
-    # Allocating replaces parameter objects, so read the slots' parameters again.
-    for slot in plan.slots:
-        module, attribute = slot.owners[0]
-        current = module._parameters[attribute]
-        assert current is not None  # noqa: S101 -- it was a parameter before
-        if current.device != mesh.device and not current.is_meta:
-            current = kind_of(current).moved(current, mesh.device)
-        if current is not slot.parameter:
-            slot.replaced.append(slot.parameter)
-            slot.parameter = current
-        for owner, name in slot.owners:
-            owner._parameters[name] = current
-    for module in modules:
-        _place_buffers(module, mesh.device, buffer_dtype)
-        place(module, mesh.device)
+    is_made = [_initialize(module, own, device=mesh.device, init=init) for module in modules]
+    move_to_device(plan, modules, device=mesh.device, buffer_dtype=buffer_dtype)
     if any(is_made) or sync_module_states:
         buffers = [b for m in modules for b in m._buffers.values() if b is not None]
         real = [slot.parameter for slot in plan.slots if id(slot) not in deferred]
@@ -189,28 +163,19 @@ def _is_untouched(current: torch.Tensor | None, fresh: torch.Tensor, version: in
     return bool((current == _sentinel(fresh.dtype)).all())
 
 
-def _default_init(model: nn.Module | None, roots: list[nn.Module]) -> InitFunction:
+def _default_init(model: nn.Module, roots: Iterable[nn.Module]) -> InitFunction:
     """Return the default: `reset_parameters`, or in models of Transformers the model's `_init_weights`."""
-    around = [*([model] if model is not None else []), *(m for root in roots for m in root.modules())]
+    around: list[Any] = [model, *(m for root in roots for m in root.modules())]
     transformers_model = next((m for m in around if hasattr(m, "_init_weights")), None)
+    if transformers_model is not None:
+        return transformers_model._init_weights  # type: ignore[no-any-return]
 
     def init(module: nn.Module) -> None:
-        if transformers_model is not None:
-            method: Any = transformers_model._init_weights
-            method(module)
-        elif hasattr(module, "reset_parameters"):
-            method = module.reset_parameters
-            method()
-        # Otherwise the module's tensors keep their mark and are reported by name.
+        reset: Any = getattr(module, "reset_parameters", None)
+        if reset is not None:  # else the module's tensors keep their mark and are reported by name
+            reset()
 
     return init
-
-
-def _place_buffers(module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
-    for name, buffer in module._buffers.items():
-        if buffer is not None and not buffer.is_meta and not kind_of(buffer).is_exact:
-            to_dtype = dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype
-            module._buffers[name] = buffer.to(device=device, dtype=to_dtype)
 
 
 def _take_from_rank_0(tensors: list[torch.Tensor], mesh: Mesh) -> None:

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from fullshard.comm import torch_private
 from fullshard.core.errors import WrapError
+from fullshard.core.user_class import inner_forward, is_unit
 
 _CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past")
 """Names under which Transformers models hand a key/value cache to a layer."""
@@ -115,20 +116,6 @@ def outermost(modules: Iterable[nn.Module]) -> list[nn.Module]:
     unique = list({id(module): module for module in modules}.values())
     inner = {id(child) for module in unique for child in module.modules() if child is not module}
     return [module for module in unique if id(module) not in inner]
-
-
-def is_unit(module: nn.Module) -> bool:
-    """Return whether `fully_shard` (this library's or torch's) has made `module` a unit."""
-    return any(cls.__name__ == "FSDPModule" for cls in type(module).__mro__)
-
-
-def inner_forward(module: nn.Module, key: str) -> Callable[..., Any]:
-    """Return the replaced forward, kept in the module's `__dict__` under `key`; None there stands for the class's.
-
-    So a deep copy, whose `__dict__` holds None too, runs the class's forward on itself.
-    """
-    replaced: Callable[..., Any] | None = module.__dict__[key]
-    return replaced if replaced is not None else MethodType(type(module).forward, module)
 
 
 def _checkpointed_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -15,21 +15,16 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.comm import torch_private
-from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import LifecycleError
 from fullshard.core.layout import Interval
 from fullshard.engine.bucket_spec import BucketSpec, by_bucket
 from fullshard.engine.kinds import kind_of
-from fullshard.engine.precision import MixedPrecisionPolicy
+from fullshard.engine.parameter import mark_original
 from fullshard.engine.shard_spec import ShardSpec
 from fullshard.engine.sharded_tensor import ShardedTensor, part_of
-from fullshard.engine.storage import Storage
-from fullshard.wrap.partition import Slot, UnitPlan
-
-HINT = (
-    "call model.to_empty(device=...) and initialise it, or load_state_dict; fullshard.shard_model runs the model's own "
-    "initialisation, a unit at a time"
-)
+from fullshard.engine.unit import Unit
+from fullshard.engine.unit_parameters import UnitParameters
+from fullshard.wrap.partition import Slot
 
 
 class StandIns:
@@ -48,12 +43,14 @@ class StandIns:
                 module._parameters[attribute] = stand_in  # type: ignore[assignment]
 
     @classmethod
-    def of_plan(cls, plan: UnitPlan, *, mesh: Mesh, policy: MixedPrecisionPolicy, storage: Storage) -> StandIns:
+    def of(cls, unit: Unit) -> StandIns:
         """Make the stand-ins of a new unit, on the meta device. Parameters of it that are real keep their values."""
         entries = []
-        for slots in by_bucket(plan.slots, policy):
-            spec = BucketSpec(slots, mesh=mesh, policy=policy, storage=storage)
+        for slots in by_bucket(unit.slots, unit.policy):
+            spec = BucketSpec(slots, mesh=unit.mesh, policy=unit.policy, storage=unit.storage)
             entries += [(slot, _stand_in(slot.parameter, spec.shard_spec(index))) for index, slot in enumerate(slots)]
+        for slot, stand_in in entries:
+            mark_original(slot.parameter, stand_in)
         return cls(entries)
 
     @classmethod
@@ -74,6 +71,15 @@ class StandIns:
     def names_on_meta(self) -> list[str]:
         """Return the names of the parameters that have no values yet."""
         return [stand_in.names[0] for slot, stand_in in self.entries if _held(slot).is_meta]
+
+    def error(self, unit: UnitParameters) -> LifecycleError:
+        """Return the error for a unit that is used before its parameters have values."""
+        return LifecycleError(
+            "FSDP parameters should be materialized from meta device before training, but the following were still on "
+            f"meta device: {self.names_on_meta} (rank {unit.mesh.rank}, unit {unit.name!r})",
+            hint="call model.to_empty(device=...) and initialise it, or load_state_dict; fullshard.shard_model runs "
+            "the model's own initialisation, a unit at a time",
+        )
 
     def settle(self) -> None:
         """Take over the parameters that the modules hold now.

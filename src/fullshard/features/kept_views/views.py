@@ -7,50 +7,80 @@ stands in their place while the unit is sharded. Lists, tuples and dicts are sea
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NoReturn
+from collections.abc import Iterable, Iterator
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
 
 from fullshard.comm import torch_private
 from fullshard.core.errors import LifecycleError
+from fullshard.engine.extension import Extension
 from fullshard.engine.precision import map_tensors
+from fullshard.engine.schedule import Schedule
+from fullshard.engine.unit import Unit
+from fullshard.engine.unit_parameters import UnitParameters
 
 _EVERY_MODULES = frozenset(vars(nn.Module()))
 
 
-class KeptViews:
-    """The kept views of one unit.
+class KeptViews(Extension):
+    """Watch one model for views that forward leaves on modules."""
 
-    Args:
-        modules: the modules of the unit.
-        is_view: tells whether a tensor is a view of one of its parameters.
-    """
+    def __init__(self, model: Schedule) -> None:
+        super().__init__(model)
+        self._views: dict[UnitParameters, _Views] = {}
 
-    def __init__(self, modules: Iterable[nn.Module], is_view: Callable[[torch.Tensor], bool]) -> None:
-        self._modules, self._is_view = list(modules), is_view
+    def absorbed(self, earlier: Extension) -> None:
+        """Take over what is known of a part."""
+        self._views |= cast("KeptViews", earlier)._views
+
+    def unit_ran(self, unit: Unit) -> None:
+        """Find the views that a forward has left."""
+        views = self._views.get(unit)
+        if views is None:
+            views = self._views[unit] = _Views(unit)
+        views.look()
+
+    def unsharded(self, unit: UnitParameters) -> None:
+        """Put the views back."""
+        if (views := self._views.get(unit)) is not None:
+            views.show()
+
+    def resharded(self, unit: UnitParameters) -> None:
+        """Put an error in place of each view."""
+        if (views := self._views.get(unit)) is not None:
+            views.hide()
+
+
+class _Views:
+    """The kept views of one unit."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
         self._looked: set[tuple[bool, bool]] = set()
         self._places: dict[tuple[int, str], tuple[dict[str, Any], str, str]] = {}
         self._hidden: list[tuple[dict[str, Any], str, Any, Any]] = []
 
     def look(self) -> None:
         """Find views after the first forward of each kind: in training or not, with gradients or without."""
-        kind = self._modules[0].training, torch.is_grad_enabled()
+        kind = self._unit.modules[0].training, torch.is_grad_enabled()
         if kind not in self._looked:
             self._looked.add(kind)
-            for holder, attribute, path in _attributes(self._modules):
+            for holder, attribute, path in _attributes(self._unit.modules):
                 if any(map(self._is_kept, _tensors_in(holder[attribute]))):
                     self._places[id(holder), attribute] = holder, attribute, path
 
     def _is_kept(self, tensor: torch.Tensor) -> bool:
         # An LSTM has a list of its parameters themselves.
-        return not isinstance(tensor, (nn.Parameter, _Freed)) and self._is_view(tensor)
+        return not isinstance(tensor, (nn.Parameter, _Freed)) and self._unit.has_view(tensor)
 
-    def hide(self, unit: str) -> None:
+    def hide(self) -> None:
         """Put an error in place of each view, whose memory is about to be freed."""
         for holder, attribute, path in self._places.values():
-            freed = _Freed.of(f"unit {unit!r}: {path} is a view of one of its parameters, whose memory went with them")
+            freed = _Freed.of(
+                f"unit {self._unit.name!r}: {path} is a view of one of its parameters, whose memory went with them"
+            )
             value = holder.get(attribute)
             hidden = map_tensors(functools.partial(self._freed, freed), value)
             if hidden is not value:

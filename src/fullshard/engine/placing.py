@@ -1,0 +1,60 @@
+"""Put a unit's parameters, and the buffers of its modules, where the unit computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from fullshard.engine.kinds import kind_of, place
+from fullshard.wrap.partition import UnitPlan
+
+
+def own_modules(plan: UnitPlan, stop_at: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return the modules whose parameters or buffers belong to a unit.
+
+    Args:
+        plan: the unit.
+        stop_at: inner units, whose buffers are theirs.
+    """
+    inner = {id(module) for unit in stop_at for module in unit.modules()} - {id(m) for m in plan.modules}
+    owners = {id(module) for slot in plan.slots for module, _ in slot.owners}
+    return [
+        m for root in plan.modules for m in root.modules() if id(m) in owners or (m._buffers and id(m) not in inner)
+    ]
+
+
+@torch.no_grad()
+def move_to_device(
+    plan: UnitPlan, modules: Iterable[nn.Module], *, device: torch.device, buffer_dtype: torch.dtype | None
+) -> None:
+    """Move the unit's parameters and buffers to the device. Those on the meta device stay there.
+
+    Args:
+        plan: the unit. Its slots take over the parameters that the modules hold now.
+        modules: its `own_modules`.
+        device: the target.
+        buffer_dtype: cast floating-point buffers to this.
+    """
+    for slot in plan.slots:
+        module, attribute = slot.owners[0]
+        current = module._parameters[attribute]
+        assert current is not None  # noqa: S101 -- it was a parameter before
+        if current.device != device and not current.is_meta:
+            current = kind_of(current).moved(current, device)
+        if current is not slot.parameter:
+            slot.replaced.append(slot.parameter)
+            slot.parameter = current
+        for owner, name in slot.owners:
+            owner._parameters[name] = current
+    for module in modules:
+        _place_buffers(module, device, buffer_dtype)
+        place(module, device)
+
+
+def _place_buffers(module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
+    for name, buffer in module._buffers.items():
+        if buffer is not None and not buffer.is_meta and not kind_of(buffer).is_exact:
+            to_dtype = dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype
+            module._buffers[name] = buffer.to(device=device, dtype=to_dtype)

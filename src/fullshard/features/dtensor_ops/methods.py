@@ -1,0 +1,229 @@
+"""Methods of a `ShardedTensor` that DTensors have, or that torch.distributed.checkpoint asks for.
+
+What would show one rank's elements as if they were all (pickle, safetensors, a raw address) is an error that names the
+way out.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from types import FunctionType
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed.tensor import DTensor, Placement
+
+from fullshard.core.errors import LifecycleError
+from fullshard.engine.parameter import ShardedParameter
+from fullshard.engine.shard_spec import ShardSpec
+from fullshard.engine.sharded_tensor import RowTensor, ShardedTensor, dtensor_of
+from fullshard.wrap.partition import other_gradient_dtype
+
+WAY_OUT = (
+    "call, on every rank, fullshard.checkpoint.save_checkpoint or torch.distributed.checkpoint.save; whole tensors are "
+    "fullshard.checkpoint.full_state_dict(model) or Accelerator.get_state_dict(model), which PEFT's "
+    "get_peft_model_state_dict takes as state_dict, export_hf, or .full_tensor() of each"
+)
+
+
+class _Methods(ShardedTensor):
+    """Holds the methods until `add_methods`; there are no instances."""
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """Return this rank's interval, shape (n,), or the whole's shape if it has everything. Differentiable.
+
+        A gradient that comes back is averaged over the ranks that have the same elements, unless `grad_placements` says
+        otherwise.
+        """
+        is_own = grad_placements is None and _wants_gradient(self)
+        take: Any = _ToLocal.apply if is_own else functools.partial(DTensor.to_local, grad_placements=grad_placements)
+        local: torch.Tensor = take(self)
+        is_whole = self.spec.mesh.shard_size == 1 and not self.spec.is_by_rows
+        return local.view(self.spec.sharded_shape) if is_whole else local
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """Return the whole as a new tensor on this rank's device. A collective, in the same order on every rank.
+
+        Differentiable: gradients that come back are reduced over all ranks as those of the parameter are, by their
+        mean, unless `grad_placements` says otherwise. So backward is a collective, too.
+        """
+        whole: torch.Tensor = _replicate(self, grad_placements is None).to_local(grad_placements=grad_placements)
+        return whole
+
+    def redistribute(
+        self, device_mesh: Any = None, placements: Sequence[Placement] | None = None, **options: Any
+    ) -> DTensor:
+        """Redistribute as torch does: to replicated, to shards along a dim, to another mesh. A collective."""
+        own = self.placements
+        mesh = device_mesh or self.device_mesh
+        if mesh == self.device_mesh and placements is not None and tuple(placements) == own:
+            return self.view(self.shape)  # type: ignore[return-value]
+        redistributed: DTensor = _replicate(self).redistribute(device_mesh, placements, **options)
+        return redistributed
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise LifecycleError(
+            f"cannot pickle {self.name}: this rank has elements {self.interval.start} to {self.interval.stop} of "
+            f"{self.spec.numel}",
+            hint=WAY_OUT,
+        )
+
+    def data_ptr(self) -> int:
+        """Return 0, as torch's DTensor does: there is no address of the whole."""
+        return 0
+
+    def untyped_storage(self) -> NoReturn:
+        """Refuse: the tensor has no memory as a whole, and callers do not ask for this rank's interval."""
+        raise LifecycleError(
+            f"{self.name} has no memory of its own: this rank has elements {self.interval.start} to "
+            f"{self.interval.stop} of {self.spec.numel}",
+            hint=f"take .to_local() for this rank's elements; {WAY_OUT}",
+        )
+
+    def __dlpack__(self, *_args: object, **_options: object) -> NoReturn:
+        """Refuse for the same reason; torch's own would end the process."""
+        self.untyped_storage()
+
+    def tolist(self) -> Any:
+        """Return the elements of the whole. A collective."""
+        return self.full_tensor().tolist()
+
+    def __create_write_items__(self, fqn: str, _object: object) -> list[Any]:
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        properties = TensorProperties.create_from_tensor(self.local)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[Any]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata  # only when a checkpoint is saved
+
+        return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in self.boxes()]
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        if self.spec.is_by_rows:
+            return self.local  # its one box
+        for box in self.boxes():
+            if torch.Size(box.offsets) == index.offset:
+                start = int(self.local.storage_offset()) + box.start
+                return self.local.as_strided(box.sizes, box.strides, start)
+        raise LifecycleError(
+            f"{self.name}: this rank has no elements from {tuple(index.offset)} on, but {self}", hint="see its boxes()"
+        )
+
+
+class _ParameterMethods(ShardedParameter):
+    """Holds those of parameters."""
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        """Return the parameter's own dtype. Only that and None, which means any dtype to torch, can be set."""
+        return self.dtype
+
+    @grad_dtype.setter
+    def grad_dtype(self, value: torch.dtype | None) -> None:
+        if value not in (None, self.dtype):
+            raise other_gradient_dtype(self.name, self.dtype, value)
+
+    def register_hook(self, hook: object) -> NoReturn:
+        """Refuse hooks."""
+        raise LifecycleError(
+            f"register_hook on sharded parameter {self.name} would never fire: autograd sees the unsharded parameter",
+            hint="use register_post_accumulate_grad_hook, or register the hook before fully_shard",
+        )
+
+    def view_as(self, other: torch.Tensor) -> torch.Tensor:
+        """Return a view of the parameter itself, by which scripts look for the node that accumulates its gradient."""
+        _check_is_other(self, other)
+        return torch.Tensor.view_as(self, other)
+
+    def expand_as(self, other: torch.Tensor) -> torch.Tensor:
+        """Return a view of the parameter itself, as `view_as` does."""
+        _check_is_other(self, other)
+        return torch.Tensor.expand_as(self, other)
+
+
+def add_methods() -> None:
+    """Add the methods to `ShardedTensor` and `ShardedParameter`."""
+    for kind, holder in ((ShardedTensor, _Methods), (ShardedParameter, _ParameterMethods)):
+        for name, member in vars(holder).items():
+            if isinstance(member, FunctionType | property):
+                setattr(kind, name, member)
+
+
+def _check_is_other(parameter: ShardedParameter, other: torch.Tensor) -> None:
+    if other is parameter and parameter.requires_grad and torch.is_grad_enabled():
+        raise LifecycleError(
+            f"rank {parameter.mesh.rank}: something looks for where autograd accumulates the gradient of sharded "
+            f"parameter {parameter.name}; forward computes with the whole one, whose place is another",
+            hint="of pipeline schedules take one that computes all gradients in one backward (Schedule1F1B, "
+            "ScheduleInterleaved1F1B); for a hook use p.register_post_accumulate_grad_hook",
+        )
+
+
+def _wants_gradient(tensor: ShardedTensor) -> bool:
+    return torch.is_grad_enabled() and tensor.requires_grad
+
+
+def _replicate(tensor: ShardedTensor, reduces: bool = True) -> DTensor:
+    replicated: DTensor = _Replicate.apply(tensor, reduces) if _wants_gradient(tensor) else replicated_of(tensor)
+    return replicated
+
+
+class _Replicate(torch.autograd.Function):
+    """Make a tensor that every rank has whole; its gradient comes back as this rank's interval.
+
+    Each rank may compute with it as it likes, but torch takes all gradients to be the same. So this class reduces them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: ShardedTensor, reduces: bool) -> DTensor:
+        ctx.spec, ctx.reduces = tensor.spec, reduces
+        return replicated_of(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[ShardedTensor, None]:
+        whole = reduced(grad, ctx.spec) if ctx.reduces else grad.full_tensor()
+        return ShardedTensor(ctx.spec.cut(whole).clone(), ctx.spec), None
+
+
+class _ToLocal(torch.autograd.Function):
+    """Take this rank's interval. Torch's own would compute the whole's strides from it; replicas have one gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: ShardedTensor) -> torch.Tensor:
+        ctx.spec, ctx.shape = tensor.spec, tensor.local.shape
+        own = tensor.local.view(tensor.spec.row_shape) if isinstance(tensor, RowTensor) else tensor.local
+        return own.view_as(own)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> ShardedTensor:
+        own = grad.reshape(ctx.shape)
+        shares = ctx.spec.mesh.replicate_size > 1
+        return ShardedTensor(ctx.spec.reduce(own, of_interval=True) if shares else own, ctx.spec)
+
+
+def reduced(gradient: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
+    """Return the gradient of a tensor that every rank has whole; each rank gives its own gradient. A collective.
+
+    A partial gradient says that each rank has a part of the sum, so that sum is the result.
+    """
+    if not isinstance(gradient, DTensor):
+        return spec.reduce(gradient)
+    is_own = all(placement.is_replicate() for placement in gradient.placements)
+    detached: Any = gradient.detach()
+    whole: torch.Tensor = detached.full_tensor()
+    return spec.reduce(whole) if is_own else whole
+
+
+def replicated_of(tensor: ShardedTensor) -> DTensor:
+    """Return the whole as a DTensor that every rank has; no part of autograd's graph."""
+    return dtensor_of(tensor.spec.gather(tensor.local), tensor.spec)

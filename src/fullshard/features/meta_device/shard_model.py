@@ -1,0 +1,148 @@
+"""Shard a whole model in one call, from a strategy and a list of modules; parts of it may be on the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from fullshard.comm.mesh import Mesh, init_mesh, joined_world_size
+from fullshard.core.errors import ConfigError, WrapError
+from fullshard.core.events import EventSink
+from fullshard.core.schedule import BackwardPrefetch
+from fullshard.core.strategy import Strategy, parse_strategy
+from fullshard.engine.extension import begin_sharding
+from fullshard.engine.fully_shard import (
+    check_can_be_unsharded,
+    check_not_managed,
+    ignored_parameters,
+    make_unit,
+    units_in,
+)
+from fullshard.engine.kinds import check_kinds, check_types, prepare
+from fullshard.engine.module import assemble
+from fullshard.engine.precision import MixedPrecisionPolicy
+from fullshard.engine.schedule import Schedule
+from fullshard.engine.storage import storage_of
+from fullshard.features.meta_device.initialize import InitFunction, materialize
+from fullshard.features.meta_device.weights import WeightSource, weight_source
+from fullshard.wrap.partition import UnitPlan, partition
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+def shard_model(
+    model: ModuleT,
+    *,
+    unit_modules: Sequence[nn.Module],
+    strategy: str | int | Strategy = "FULL_SHARD",
+    shard_size: int | None = None,
+    reshard_after_forward: bool | None = None,
+    mp_policy: Any = None,
+    offload_policy: Any = None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    forward_prefetch: bool = True,
+    backward_prefetch: str = BackwardPrefetch.BACKWARD_PRE,
+    sync_module_states: bool = False,
+    param_init_fn: InitFunction | None = None,
+    device: torch.device | None = None,
+    mesh: Mesh | None = None,
+    event_sink: EventSink | None = None,
+) -> ModuleT:
+    """Shard a whole model in one call. Tied parameters may lie in different units.
+
+    Args:
+        model: the model; it is the outermost unit.
+        unit_modules: modules below it that become units (see `fullshard.wrap.policies`).
+        strategy: a row of `core.strategy`, by name or code.
+        shard_size: ranks per shard group; needed by hybrid strategies only.
+        reshard_after_forward: overrides the strategy's column.
+        mp_policy: as for `fully_shard`.
+        offload_policy: as for `fully_shard`.
+        ignored_params: parameters to leave alone.
+        forward_prefetch: unshard the next unit while one runs forward.
+        backward_prefetch: a name of `BackwardPrefetch`.
+        sync_module_states: take rank 0's parameters and buffers on all ranks.
+        param_init_fn: initialises one module that is on the meta device.
+        device: where to compute; the accelerator if there is one.
+        mesh: the ranks, instead of all there are (`fullshard simulate` has one of its own).
+        event_sink: receives the engine's events.
+
+    Raises:
+        ConfigError, WrapError: as for `fully_shard`.
+    """
+    row = parse_strategy(strategy)
+    if mesh is None:
+        mesh = init_mesh(shard_size=row.mesh_shape(joined_world_size(), shard_size)[1], device=device)
+    mesh.begin_sharding()
+    prefetch = _backward_prefetch(backward_prefetch)
+    if units_in([model]):
+        raise WrapError("part of the model is sharded already", hint="call shard_model once, on an unsharded model")
+    check_can_be_unsharded(model, [model, *unit_modules])
+    reshard = row.reshard_after_forward if reshard_after_forward is None else reshard_after_forward
+    storage = storage_of(offload_policy, mesh.device)
+    weights = weight_source(model)
+    plans = _plan_units(model, unit_modules, weights, ignored_parameters(ignored_params))
+    check_kinds(plans, [model], mesh)
+    storage.check(plans)
+    # The model changes from here on; errors that the plans alone show were raised before.
+    schedule, policy = Schedule(mesh), MixedPrecisionPolicy.of(mp_policy)
+    begin_sharding()
+    for plan in plans:
+        for slot in plan.slots:
+            slot.compute_dtype = policy.override(slot.parameter)
+        # Before the unit is made: its buckets copy the values that they find, and drop the rest.
+        materialize(
+            plan,
+            mesh=mesh,
+            stop_at=units_in(plan.modules),
+            model=model,
+            init=param_init_fn,
+            sync_module_states=sync_module_states,
+            buffer_dtype=policy.buffer_dtype,
+            weights=weights,
+        )
+        make_unit(
+            plan,
+            schedule=schedule,
+            policy=policy,
+            storage=storage,
+            reshard_after_forward=None if reshard and plan.modules[0] is model else reshard,
+            values=weights,
+            prefix="",  # so that class names in configs, and look-ups of Transformers and PEFT, still work
+        )
+    assemble([model], schedule)
+    schedule.forward_prefetch, schedule.backward_prefetch = forward_prefetch, prefetch
+    schedule.keeps_parameters, schedule.keeps_gradients = row.keeps_parameters, row.keeps_gradients
+    for unit in schedule.units:
+        # Even if resharding frees no memory, it tells the other ranks that the main weights they read may change.
+        unit.reshard_after_backward = not (row.keeps_parameters and unit.freed_nbytes)
+    schedule.event_sink = event_sink
+    mesh.end_sharding()
+    return model
+
+
+def _backward_prefetch(name: str) -> BackwardPrefetch:
+    try:
+        return BackwardPrefetch(str(name).upper())
+    except ValueError:
+        names = ", ".join(BackwardPrefetch)
+        raise ConfigError(f"unknown backward_prefetch {name!r}", hint=f"use one of {names}") from None
+
+
+def _plan_units(
+    model: nn.Module,
+    unit_modules: Sequence[nn.Module],
+    weights: WeightSource | None,
+    ignored: Iterable[nn.Parameter],
+) -> list[UnitPlan]:
+    """Assign every parameter to a unit, once each tensor that is to be sharded is a parameter."""
+    prepare(model, is_read_later=weights is not None)
+    if weights is not None:
+        weights.start(model)
+    plans = partition([model], unit_modules, ignored=ignored)
+    check_not_managed(plans)
+    check_types(plans, [model])
+    return plans
