@@ -34,8 +34,7 @@ from fullshard.observe import read_metrics
 from fullshard.plan.hardware import read_calibration
 from fullshard.plan.library import _read as read_model_file
 from fullshard.recipes.arguments import TrainArguments
-from fullshard.recipes.merging import RECORD_NAME, _recorded
-from fullshard.recipes.packing import _kept
+from fullshard.recipes.data import _kept
 
 NINE = ",".join(["*{}"] * 9)
 BOMBS = {
@@ -143,8 +142,7 @@ READERS: dict[str, tuple[str, Any, Any]] = {
     "job": ("job.json", TrainArguments.read, ConfigError),
     "metrics": ("metrics.jsonl", lambda path: list(read_metrics(path)), (DataError, OSError)),
     "events": ("events.jsonl", lambda path: list(read_journal(path)), OSError),
-    "record of a merge": (RECORD_NAME, lambda path: _recorded(path.parent), None),
-    "tokens": ("tokens.json", lambda path: _kept(path, path, "key"), None),
+    "tokens": ("tokens.json", lambda path: _kept(path.parent, "key"), None),
     "journal of a launcher": ("journal", lambda path: told_by_processes(path.parent), None),
 }
 """Of each: the name of the file, what reads it, and what it raises; None: it takes it for none."""

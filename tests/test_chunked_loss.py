@@ -249,4 +249,4 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(WrapError, match="not a plain linear layer"):
         use_chunked_loss(adapted, tokens=4)
     with pytest.raises(ConfigError, match="within the compiled graph"):
-        TrainArguments.parse({"loss_chunk": 64, "compile": True, "wrap": "none"})
+        TrainArguments.of({"loss_chunk": 64, "compile": True, "wrap": "none"})

@@ -158,7 +158,7 @@ def test_nproc_under_a_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_arguments_survive_the_file(tmp_path: Path) -> None:
     """What the launcher writes is what the workers read, every field of it."""
-    arguments = TrainArguments.parse({"lr": 3e-4, "resume": "never", "output_dir": tmp_path, "wrap": "A,B", "steps": 7})
+    arguments = TrainArguments.of({"lr": 3e-4, "resume": "never", "output_dir": tmp_path, "wrap": "A,B", "steps": 7})
     (tmp_path / "arguments.json").write_text(arguments.to_json())
     assert TrainArguments.read(tmp_path / "arguments.json") == arguments
     (tmp_path / "arguments.json").write_text('{"stpes": 3}')

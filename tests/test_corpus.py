@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from fullshard.core.errors import DataError, MissingExtraError
-from fullshard.recipes.corpus import open_corpus
+from fullshard.recipes.data import open_corpus
 
 
 def _documents(data: Path | str, *, text_field: str = "text", max_nbytes: int | None = None) -> list[str]:
@@ -43,7 +43,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
         (tmp_path / name).write_text(text, encoding="utf-8-sig")
         assert _documents(tmp_path / name) == ["one\ufeff"]
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\xff")
-    with pytest.raises(DataError, match="not UTF-8 text: invalid start byte at byte 6"):
+    with pytest.raises(DataError, match=r"cannot be read as UTF-8 text: .* position 6: invalid start byte"):
         _documents(tmp_path / "a.txt")
 
 
@@ -66,26 +66,28 @@ def test_parquet(tmp_path: Path) -> None:
     path = tmp_path / "rows.parquet"
     parquet.write_table(pyarrow.table({"body": ["a", "b"], "id": [1, 2]}), path)
     assert _documents(path, text_field="body") == ["a", "b"]
-    with pytest.raises(DataError, match=r"no column 'text' \(there are: 'body', 'id'\)\nhint: .*--text-field"):
+    with pytest.raises(DataError, match=r"row 1: .*'text', got .*'body', 'id'\)\nhint: .*--text-field"):
         _documents(path)
     parquet.write_table(pyarrow.table({"text": ["a", None]}), path)
-    with pytest.raises(DataError, match=r"rows.parquet, row 2: 'text' must be text, got NoneType"):
+    with pytest.raises(DataError, match=r"rows.parquet, row 2: expected text in 'text', got NoneType"):
         _documents(path)
     path.write_bytes(b"not parquet")
-    with pytest.raises(DataError, match="is not a Parquet file"):
+    with pytest.raises(DataError, match=r"rows.parquet cannot be read: Parquet magic"):
         _documents(path)
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{'text': 1}", r"rows.jsonl:2: not a line of JSON"),
-        ('{"body": "x", "id": 3}', r"rows.jsonl:2: no field 'text' \(there are: 'body', 'id'\)"),
-        ('{"text": 3}', r"rows.jsonl:2: 'text' must be text, got int"),
-        ('["text"]', r"rows.jsonl:2: expected an object with the field 'text', got list"),
+        ("{'text': 1}", r"rows.jsonl cannot be read after row 0: .*JSON"),
+        ('{"body": "x", "id": 3}', r"rows.jsonl, row 2: expected text in 'text', got NoneType .*'body', 'id'"),
+        ('{"text": 3}', r"rows.jsonl, row 2: expected text in 'text', got int"),
+        ('["text"]', r"rows.jsonl cannot be read after row 0"),
+        ('{"text": "a \\ud800 b"}', r"rows.jsonl cannot be read after row 0: .*surrogate"),
+        ('{"text": "a", "more": ' + "[" * 100_000, r"rows.jsonl cannot be read after row 0"),
     ],
 )
-def test_jsonl_faults_name_file_and_line(tmp_path: Path, line: str, message: str) -> None:
+def test_jsonl_faults_name_the_file_and_where_they_can_the_row(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"text": "fine"}) + "\n" + line + "\n")
     with pytest.raises(DataError, match=message):
@@ -100,10 +102,10 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="has no file that ends in one of"):
         open_corpus(str(tmp_path))
     (tmp_path / "latin.txt").write_bytes("caf\xe9".encode("latin-1"))
-    with pytest.raises(DataError, match=r"latin.txt is not UTF-8 text: .* at byte 3"):
+    with pytest.raises(DataError, match=r"latin.txt cannot be read as UTF-8 text: .* position 3"):
         _documents(tmp_path / "latin.txt")
     (tmp_path / "rows.json").write_text("[]")
-    with pytest.raises(DataError, match=r"rows.json: a .json file is not a list of documents"):
+    with pytest.raises(DataError, match=r"rows.json: a .json file is no list of documents"):
         _documents(tmp_path / "rows.json")
 
 
@@ -134,7 +136,7 @@ def test_hub_datasets_are_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _documents("owner/set:small", max_nbytes=10) == ["four", "four", "fo"]
     assert asked == [("owner/set", "small", {"split": "train", "streaming": True})]
     assert read == [0, 1, 2]
-    with pytest.raises(DataError, match=r"owner/set, row 50: no field 'text' \(there are: 'body'\)"):
+    with pytest.raises(DataError, match=r"owner/set, row 51: expected text in 'text', .*'body'\)"):
         _documents("owner/set")
     with pytest.raises(DataError, match=r"no file or directory 'missing', and no hub dataset .*: offline"):
         open_corpus("missing")
@@ -153,20 +155,6 @@ def test_fingerprint_follows_the_data(tmp_path: Path) -> None:
     assert open_corpus(str(path)).fingerprint != first
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        (b'{"text": "a \\ud800 b"}', r"f.jsonl:2: 'text' has \\ud800 alone at character 2"),
-        (b'{"text": "a", "more": ' + b"[" * 100_000, r"f.jsonl:2: not a line of JSON: .*recursion"),
-        (b'{"text": "a", "more": ' + b"9" * 5_000 + b"}", r"f.jsonl:2: not a line of JSON"),
-    ],
-)
-def test_jsonl_that_python_cannot_use_is_an_own_error(tmp_path: Path, line: bytes, message: str) -> None:
-    (tmp_path / "f.jsonl").write_bytes(b'{"text": "\\ud83d\\ude00 whole"}\n' + line + b"\n")
-    with pytest.raises(DataError, match=message):
-        _documents(tmp_path)
-
-
 def test_a_damaged_page_of_parquet_is_an_own_error(tmp_path: Path) -> None:
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "f.parquet"
@@ -174,12 +162,11 @@ def test_a_damaged_page_of_parquet_is_an_own_error(tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[50:1000] = bytes(byte ^ 0xA5 for byte in data[50:1000])
     path.write_bytes(data)
-    with pytest.raises(DataError, match=r"f.parquet is damaged: "):
+    with pytest.raises(DataError, match=r"f.parquet cannot be read after row "):
         _documents(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["f.txt", "f.jsonl"])
-def test_a_read_error_is_an_own_error(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).symlink_to("/proc/self/mem")  # whose first page nobody can read
-    with pytest.raises(DataError, match=rf"{name} cannot be read: Input/output error"):
+def test_a_read_error_is_an_own_error(tmp_path: Path) -> None:
+    (tmp_path / "f.txt").symlink_to("/proc/self/mem")  # whose first page nobody can read
+    with pytest.raises(DataError, match=r"f.txt cannot be read .*Input/output error"):
         _documents(tmp_path)

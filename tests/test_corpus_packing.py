@@ -12,57 +12,43 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.core.errors import DataError
-from fullshard.recipes.packing import (
-    IGNORED,
-    GlobalOrder,
-    PackedSequences,
-    TokenFile,
-    micro_batches,
-    rank_part,
-    split_held_out,
-    tokenise,
-    unigram_entropy,
-)
+from fullshard.recipes.data import IGNORED, GlobalOrder, PackedSequences, micro_batches, tokenise
 
 END = 0
 
 
-def _tokenise(path: Path, documents: list[str], *, key: str = "k", vocab_size: int = 1000) -> TokenFile:
-    return tokenise(
-        path,
-        documents,
-        lambda texts: [[ord(char) for char in text] for text in texts],
-        end_of_text=END,
-        vocab_size=vocab_size,
-        key=key,
-    )
+class _Letters:
+    """A tokenizer whose tokens are letters."""
+
+    eos_token_id = END
+
+    def __init__(self, vocab_size: int = 1000) -> None:
+        self._vocab_size = vocab_size
+
+    def __len__(self) -> int:
+        return self._vocab_size
+
+    def get_vocab(self) -> dict[str, int]:
+        return {"": END}
+
+    def __call__(self, texts: list[str], **options: object) -> dict[str, list[list[int]]]:
+        return {"input_ids": [[ord(char) for char in text] for text in texts]}
 
 
-def test_token_file_holds_documents_with_ends_between(tmp_path: Path) -> None:
-    file = _tokenise(tmp_path / "tokens.bin", ["ab", "", "c"])
-    assert file.open().tolist() == [97, 98, END, 99, END]
-    assert (file.count, file.documents, file.dtype) == (5, 2, "uint16")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["tokens.bin", "tokens.json"]
+def test_tokens_hold_documents_with_ends_between(tmp_path: Path) -> None:
+    made = tokenise(tmp_path / "tokens.bin", ["ab", "", "c"], _Letters())
+    assert np.fromfile(tmp_path / "tokens.bin", "<u2").tolist() == [97, 98, END, 99, END]
+    assert (made["count"], made["documents"], made["dtype"]) == (5, 2, "uint16")
 
 
 def test_large_vocabularies_take_four_bytes(tmp_path: Path) -> None:
-    file = _tokenise(tmp_path / "tokens.bin", ["\U0001f600"], vocab_size=2**16 + 1)
-    assert file.open().tolist() == [0x1F600, END]
-
-
-def test_token_file_is_kept_only_for_the_same_key(tmp_path: Path) -> None:
-    path = tmp_path / "tokens.bin"
-    first = _tokenise(path, ["ab"])
-    assert _tokenise(path, ["other text"]) == first
-    assert _tokenise(path, ["xyz"], key="other").open().tolist() == [120, 121, 122, END]
-    path.write_bytes(path.read_bytes()[:-2])
-    assert _tokenise(path, ["xyz"], key="other").count == 4, "a torn file is made again"
+    tokenise(tmp_path / "tokens.bin", ["\U0001f600"], _Letters(2**16 + 1))
+    assert np.fromfile(tmp_path / "tokens.bin", "<u4").tolist() == [0x1F600, END]
 
 
 def test_no_text_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="holds no text"):
-        _tokenise(tmp_path / "tokens.bin", ["", ""])
-    assert list(tmp_path.iterdir()) == []
+        tokenise(tmp_path / "tokens.bin", ["", ""], _Letters())
 
 
 def test_sequences_overlap_by_the_target() -> None:
@@ -74,20 +60,13 @@ def test_sequences_overlap_by_the_target() -> None:
     assert inputs.dtype == labels.dtype == torch.int64
 
 
-def test_held_out_part_is_the_end() -> None:
-    tokens = np.arange(100, dtype=np.uint16)
-    train, kept = split_held_out(tokens, 0.2, seq_len=5)
-    assert (train.tolist(), kept.tolist()) == (list(range(80)), list(range(80, 100)))
-    assert len(split_held_out(tokens, 0.0, seq_len=5)[1]) == 0
-    with pytest.raises(DataError, match=r"4.0% of 100 tokens is 4, less than one sequence of 5"):
-        split_held_out(tokens, 0.04, seq_len=5)
-
-
 def test_unigram_entropy_of_known_distributions() -> None:
-    assert unigram_entropy(np.array([1, 2, 3, 4] * 7, dtype=np.uint16), 10) == pytest.approx(math.log(4))
-    assert unigram_entropy(np.zeros(9, dtype=np.uint16), 10) == 0
-    expected = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25))
-    assert unigram_entropy(np.array([0, 0, 0, 1], dtype=np.uint16), 2) == pytest.approx(expected)
+    def entropy(tokens: list[int]) -> float:
+        return PackedSequences(np.array(tokens, dtype=np.uint16), seq_len=1).unigram_entropy()
+
+    assert entropy([1, 2, 3, 4] * 7) == pytest.approx(math.log(4))
+    assert entropy([0] * 9) == 0
+    assert entropy([0, 0, 0, 1]) == pytest.approx(-(0.75 * math.log(0.75) + 0.25 * math.log(0.25)))
 
 
 @given(count=st.integers(1, 40), batch=st.integers(1, 40), seed=st.integers(0, 5))
@@ -133,5 +112,3 @@ def test_ranks_split_a_batch_exactly(count: int, world_size: int, micro: int | N
             seen += inputs[real][:, 0].tolist()
     assert len(shapes) == 1
     assert seen == [2 * index + 1 for index in range(count)]
-    parts = [len(rank_part(indices, rank=rank, world_size=world_size)) for rank in range(world_size)]
-    assert max(parts) - min(parts) <= 1

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from fullshard.core.errors import ConfigError
-from fullshard.recipes.corpus import open_corpus
-from fullshard.recipes.tokenizer import (
-    END_OF_TEXT,
-    has_tokenizer,
-    load_tokenizer,
-    train_tokenizer,
-    trained_tokenizer,
-)
+from fullshard.launch import RankEnvironment
+from fullshard.recipes.arguments import TrainArguments
+from fullshard.recipes.data import END_OF_TEXT, load_tokenizer, prepare_data, train_tokenizer
 
 TEXTS = ["def f(x):\n    return x + 1\n", "for i in range(10):\n    print(i)\n", "class A:\n    pass\n"] * 20
 
@@ -34,44 +30,42 @@ def test_every_text_round_trips() -> None:
     assert len(tokenizer("def f(x):")["input_ids"]) < len("def f(x):"), "nothing was merged"
 
 
-def test_kept_while_corpus_and_size_are_the_same(tmp_path: Path) -> None:
-    data = tmp_path / "a.txt"
-    data.write_text("".join(TEXTS))
-    directory = tmp_path / "tokenizer"
+class _Refused(Exception):
+    """Of a check."""
 
-    def prepare(vocab_size: int) -> int:
-        with trained_tokenizer(directory, open_corpus(str(data)), vocab_size=vocab_size) as made:
-            assert len(load_tokenizer(made)) <= vocab_size
-        return (directory / "tokenizer.json").stat().st_mtime_ns
+
+def _refuse(checksum: int) -> None:
+    raise _Refused
+
+
+def test_data_is_kept_while_what_it_is_made_from_is_the_same(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(Path(__file__).read_bytes())
+
+    def prepare(vocab_size: int, check: Callable[[int], None] = lambda checksum: None) -> tuple[int, int]:
+        settings = {"data": str(tmp_path / "a.txt"), "output_dir": tmp_path / "out", "vocab_size": vocab_size}
+        data = prepare_data(TrainArguments.of(settings | {"seq_len": 8}), RankEnvironment(), check)
+        assert len(data.tokenizer) <= vocab_size
+        return data.checksum, (tmp_path / "out" / "data" / "tokens.bin").stat().st_mtime_ns
 
     first = prepare(310)
     assert prepare(310) == first
-    assert prepare(305) != first
-    assert has_tokenizer(directory)
-    with pytest.raises(ConfigError), trained_tokenizer(directory, open_corpus(str(data)), vocab_size=310) as made:
-        assert made != directory
-        raise ConfigError("what it is for fails")
-    assert len(load_tokenizer(directory)) <= 305
-    (directory / "trained_on.json").write_text("{")
-    assert prepare(305) != first
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "tokenizer"]
-
-
-def test_what_was_not_trained_here_is_not_replaced(tmp_path: Path) -> None:
-    data, directory = tmp_path / "a.txt", tmp_path / "tokenizer"
-    data.write_text("".join(TEXTS))
-    directory.mkdir()
-    (directory / "vocab.json").write_text("mine")
-    with (
-        pytest.raises(ConfigError, match="is no tokenizer that `fullshard train` has made"),
-        trained_tokenizer(directory, open_corpus(str(data)), vocab_size=310),
-    ):
-        pass
-    assert (directory / "vocab.json").read_text() == "mine"
+    other = prepare(300)
+    assert other[0] != first[0]
+    with pytest.raises(_Refused):
+        prepare(310, _refuse)
+    assert prepare(300) == other, "what a check refuses replaces nothing"
+    (tmp_path / "out" / "data" / "tokens.json").write_text("{")
+    assert prepare(300)[1] != other[1]
+    with (tmp_path / "out" / "data" / "tokens.bin").open("ab") as file:
+        file.truncate(7)
+    assert prepare(300)[0] == other[0], "a torn file is made again"
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["data"]
+    (tmp_path / "out" / "data" / "tokens.json").unlink()
+    with pytest.raises(ConfigError, match="is no data that `fullshard train` has made"):
+        prepare(300)
 
 
 def test_directory_without_tokenizer_is_refused(tmp_path: Path) -> None:
-    assert not has_tokenizer(tmp_path)
     with pytest.raises(ConfigError, match="cannot read a tokenizer"):
         load_tokenizer(tmp_path)
 

@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 import fullshard
 from fullshard.cli import launch
 from fullshard.cli.main import COMMANDS, app, load_command
-from fullshard.recipes.sft_arguments import flags
+from fullshard.recipes.sft_arguments import NO_EFFECT, RENAMED, make_parser
 from tests.launching import environment
 from tests.test_examples import make_place, run
 
@@ -83,7 +83,11 @@ def known_flags(words: list[str]) -> set[str]:
     if words[0] == "launch":
         return launching
     if words[0] == "sft":
-        return {*flags(), *launching}
+        return {
+            *make_parser()._option_string_actions,
+            *(f"--{n}" for n in {*RENAMED, *NO_EFFECT, "splits"}),
+            *launching,
+        }
     command = load_command(words[0])
     inner: Any = getattr(command, "commands", {}).get(words[1]) if len(words) > 1 else None
     return {flag.replace("-", "_").replace("__", "--", 1) for one in (command, inner) if one is not None

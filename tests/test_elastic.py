@@ -36,7 +36,7 @@ Host = subprocess.Popen[str]
 SLOW = """
 import os, time
 from fullshard.cli.main import main
-from fullshard.recipes.loop import Trainer
+from fullshard.recipes.train import Trainer
 
 step = Trainer.step
 Trainer.step = lambda *arguments: time.sleep(float(os.environ.get("PAUSE", 0.3))) or step(*arguments)
@@ -134,7 +134,7 @@ def check_same(output: Path, reference: list[StepMetrics], *, tolerance: float =
 
 @pytest.mark.full
 def test_a_host_is_killed_and_another_comes(inputs: Path) -> None:
-    train(TrainArguments.parse(settings(inputs, inputs / "alone")))
+    train(TrainArguments.of(settings(inputs, inputs / "alone")))
     output = inputs / "out"
     port = free_port()
     words = command(port, *trainer(settings(inputs, output)))
@@ -216,7 +216,7 @@ def test_hosts_are_lost_and_come_back_again_and_again(inputs: Path, count: int) 
 @pytest.mark.full
 def test_a_host_that_is_told_to_end_leaves_the_others_a_checkpoint(inputs: Path) -> None:
     exact = {"save_every": 0}
-    train(TrainArguments.parse(settings(inputs, inputs / "alone", **exact)))
+    train(TrainArguments.of(settings(inputs, inputs / "alone", **exact)))
     output = inputs / "out"
     port = free_port()
     words = command(port, *trainer(settings(inputs, output, **exact)))
@@ -326,6 +326,6 @@ def test_what_cannot_be_shared_is_an_error_before_the_start(monkeypatch: pytest.
         fullshard.Accelerator()
     values = {"batch_size": 2, "output_dir": tmp_path / "out"}
     with pytest.raises(ConfigError, match="--batch-size 2 on up to 3 ranks: some would have nothing to do"):
-        train(TrainArguments.parse(values))
-    assert for_any_size(TrainArguments.parse({"batch_size": 8})).micro_batch_size == 3
-    assert for_any_size(TrainArguments.parse({"batch_size": 8, "micro_batch_size": 2})).micro_batch_size == 2
+        train(TrainArguments.of(values))
+    assert for_any_size(TrainArguments.of({"batch_size": 8})).micro_batch_size == 3
+    assert for_any_size(TrainArguments.of({"batch_size": 8, "micro_batch_size": 2})).micro_batch_size == 2

@@ -209,7 +209,7 @@ def test_fine_tuning_with_adapters(device: str, base: str, place: Path, tmp_path
         pytest.importorskip("bitsandbytes", reason="needs the extra `quant`")
         own = ["--use_4bit_quantization", "True", "--use_nested_quant", "True", "--bnb_4bit_compute_dtype", "bfloat16"]
     else:
-        own = ["--merge_dir", str(tmp_path / "merged")]
+        own = []
     words = small_run(
         place, tmp_path / "out", "--max_steps", "8", "--save_steps", "8", "--logging_steps", "1",
         "--learning_rate", "0.02", "--lr_scheduler_type", "constant", *own,
@@ -221,7 +221,6 @@ def test_fine_tuning_with_adapters(device: str, base: str, place: Path, tmp_path
     assert len(found) == 8 and sum(found[-2:]) < 0.97 * sum(found[:2])
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"adapter_model.safetensors", "adapter_config.json"} <= names
-    assert base == "quantised" or (tmp_path / "merged" / "model.safetensors").is_file()
 
 
 LOGGING = ["--logging_steps", "1", "--report_to", "none", "--disable_tqdm", "True", "--learning_rate", "1e-2"]

@@ -41,7 +41,7 @@ def run(tmp_path: Path) -> Path:
 SLOW = """
 import time
 from fullshard.cli.main import main
-from fullshard.recipes.loop import Trainer
+from fullshard.recipes.train import Trainer
 
 step = Trainer.step
 Trainer.step = lambda *arguments: time.sleep(0.3) or step(*arguments)
@@ -93,28 +93,28 @@ def _check_run(output: Path, reference: Path) -> list[dict[str, Any]]:
 
 def test_what_a_run_has_saved_is_there_when_it_is_started_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = _settings(run, run / "out") | {"steps": 4, "save_every": 1, "keep_checkpoints": 3}
-    train(TrainArguments.parse(settings))
+    train(TrainArguments.of(settings))
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     saved = [run / "out" / "checkpoints" / f"step-00000{step}" for step in (4, 3, 2)]
     for further in ({"overwrite": True, "resume": "auto"}, {"overwrite": True, "resume": "never"}, {"resume": "never"}):
-        assert find_checkpoints(TrainArguments.parse(settings | further)) == saved, further
-    assert find_checkpoints(TrainArguments.parse(settings | {"resume": str(saved[1])})) == [saved[0], saved[1]]
+        assert find_checkpoints(TrainArguments.of(settings | further)) == saved, further
+    assert find_checkpoints(TrainArguments.of(settings | {"resume": str(saved[1])})) == [saved[0], saved[1]]
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     with pytest.raises(ConfigError, match="checkpoints of an earlier run"):
-        find_checkpoints(TrainArguments.parse(settings | {"resume": "never"}))
-    assert find_checkpoints(TrainArguments.parse(settings | {"overwrite": True})) == []
+        find_checkpoints(TrainArguments.of(settings | {"resume": "never"}))
+    assert find_checkpoints(TrainArguments.of(settings | {"overwrite": True})) == []
 
 
 def test_a_run_that_is_started_again_before_its_first_copy_begins_anew(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the weights of its seed: where a copy was expected, none were made at first."""
-    train(TrainArguments.parse(_settings(run, run / "alone") | {"steps": 3}))
+    train(TrainArguments.of(_settings(run, run / "alone") | {"steps": 3}))
     for name, value in (("TORCHELASTIC_MAX_RESTARTS", "1"), ("TORCHELASTIC_RESTART_COUNT", "1")):
         monkeypatch.setenv(name, value)
     (run / "copies").mkdir()
     monkeypatch.setenv("FULLSHARD_COPIES_DIR", str(run / "copies"))
-    train(TrainArguments.parse(_settings(run, run / "out") | {"steps": 3, "max_lost_steps": 2}))
+    train(TrainArguments.of(_settings(run, run / "out") | {"steps": 3, "max_lost_steps": 2}))
     found, right = (list(read_metrics(run / name / "metrics.jsonl")) for name in ("out", "alone"))
     assert [record.loss for record in found] == [record.loss for record in right]
 
@@ -122,9 +122,9 @@ def test_a_run_that_is_started_again_before_its_first_copy_begins_anew(
 @pytest.mark.full
 def test_overwrite_is_of_earlier_runs_alone(run: Path) -> None:
     """A rank is killed after a checkpoint, in a run that has removed another's."""
-    train(TrainArguments.parse(_settings(run, run / "alone")))
+    train(TrainArguments.of(_settings(run, run / "alone")))
     output = run / "out"
-    train(TrainArguments.parse(_settings(run, output) | {"steps": 30}))
+    train(TrainArguments.of(_settings(run, output) | {"steps": 30}))
     (output / "metrics.jsonl").unlink()
     words = _train_words(_settings(run, output) | {"overwrite": True, "max_restarts": 1, "nproc": 2, "save_every": 5})
     with started(sys.executable, *words, cwd=run) as process:
@@ -142,7 +142,7 @@ def test_overwrite_is_of_earlier_runs_alone(run: Path) -> None:
 @pytest.mark.full
 def test_fullshard_train_goes_on_from_memory(run: Path) -> None:
     """A rank of `fullshard train` is killed."""
-    train(TrainArguments.parse(_settings(run, run / "alone")))
+    train(TrainArguments.of(_settings(run, run / "alone")))
     output = run / "out"
     words = _train_words(_settings(run, output) | {"max_restarts": 1, "max_lost_steps": 6, "nproc": 2})
     with started(sys.executable, *words, cwd=run) as process:
@@ -172,7 +172,7 @@ needs_namespaces = pytest.mark.skipif(
 @pytest.mark.parametrize("comes_back", [False, True])
 def test_a_host_is_killed(run: Path, comes_back: bool) -> None:
     """Two hosts of two ranks each: one is killed, and the other goes on alone; or with another in its place."""
-    train(TrainArguments.parse(_settings(run, run / "alone")))
+    train(TrainArguments.of(_settings(run, run / "alone")))
     output = run / "out"
     hosts = ["--num_machines", "2", "--max_restarts", "1"] if comes_back else ["--nnodes", "1:2"]
     count = ["--num_processes", "4"] if comes_back else ["--nproc_per_node", "2"]

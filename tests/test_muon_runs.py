@@ -125,7 +125,7 @@ def test_train_does_not_step_in_backward_with_it() -> None:
     from fullshard.recipes.arguments import TrainArguments
 
     with pytest.raises(ConfigError, match="needs whole matrices"):
-        TrainArguments.parse({"optimizer": "muon", "step_in_backward": True, "max_grad_norm": 0.0})
+        TrainArguments.of({"optimizer": "muon", "step_in_backward": True, "max_grad_norm": 0.0})
 
 
 def tune(words: list[str]) -> list[str]:

@@ -145,10 +145,15 @@ def _flags_of(command: str) -> set[str]:
             names |= set(RunConfig.model_fields[group].annotation.model_fields)  # type: ignore[union-attr]
         return {name.replace("_", "-") for name in names} | {"h", "m", "standalone"}
     if command == "sft":
-        from fullshard.integrations.transformers import SFTConfig
-        from fullshard.recipes.sft_arguments import NO_EFFECT, RENAMED, DataArguments, ModelArguments
+        from trl import ModelConfig, ScriptArguments
 
-        known = {f.name for cls in (ModelArguments, DataArguments, SFTConfig) for f in fields(cls)}
+        from fullshard.integrations.transformers import SFTConfig
+        from fullshard.recipes.sft_arguments import NO_EFFECT, RENAMED, OwnArguments
+
+        known = {
+            "splits",
+            *(f.name for cls in (ModelConfig, ScriptArguments, OwnArguments, SFTConfig) for f in fields(cls)),
+        }
         return {
             n.replace("_", "-") for n in {*known, *NO_EFFECT, *RENAMED, "num_processes", "config_file", "check_plan"}
         }
@@ -225,5 +230,5 @@ def test_an_older_torch_is_one_line_at_import(module: str) -> None:
 
 def test_the_checkpoint_that_the_readme_verifies_is_where_train_puts_it() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    path = TrainArguments.parse({}).checkpoints / f"step-{TrainArguments.parse({}).steps:06d}"
+    path = TrainArguments.of({}).checkpoints / f"step-{TrainArguments.of({}).steps:06d}"
     assert f"fullshard ckpt verify {path} " in text

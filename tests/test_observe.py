@@ -3,35 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import math
 import os
 import resource
 import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from fullshard import observe
 from fullshard.config.write import save_text
 from fullshard.core.errors import ConfigError, DataError, MissingExtraError
+from fullshard.core.files import write_text
 from fullshard.observe import (
-    ConsoleSink,
     JsonlSink,
-    RateMeter,
     StepMetrics,
-    TensorboardSink,
     memory_nbytes,
     merge_traces,
     plot_losses,
     read_metrics,
     require_plots,
-    write_text,
 )
 
 
@@ -143,12 +136,6 @@ def test_a_file_is_written_where_it_is_if_it_cannot_be_replaced() -> None:
         assert (path.read_text(), other.read_text()) == ("text", "mounted")
 
 
-def test_the_module_of_files_is_found_where_it_was() -> None:
-    from fullshard.observe import files
-
-    assert (files.whole_file, files.write_text) == (observe.whole_file, observe.write_text)
-
-
 def test_json_keeps_every_bit() -> None:
     metrics = _metrics(3, loss=0.1 + 0.2)
     assert StepMetrics.from_json(metrics.to_json()) == metrics
@@ -174,48 +161,11 @@ def test_line_says_the_units() -> None:
     )
 
 
-def test_rate_is_of_the_window() -> None:
-    now = [0.0]
-    rate = RateMeter(clock=lambda: now[0])
-    now[0] = 2.0
-    assert rate.add(100) == 50
-    rate.restart()
-    now[0] = 3.0
-    assert rate.add(30) == 30
-    now[0] = 4.0
-    assert rate.add(30) == 30
-
-
 def test_memory_follows_an_allocation() -> None:
     before = memory_nbytes(torch.device("cpu"))
     block = torch.ones(1 << 24)
     grown = memory_nbytes(torch.device("cpu")) - before
     assert grown >= 0.9 * block.nbytes
-
-
-def test_console_prints_what_is_due_and_the_last() -> None:
-    stream = io.StringIO()
-    sink = ConsoleSink(total_steps=5, every=2, stream=stream)
-    for step in range(1, 6):
-        sink.write(_metrics(step))
-    sink.close()
-    assert [line.split(" | ")[0] for line in stream.getvalue().splitlines()] == ["step 2/5", "step 4/5", "step 5/5"]
-
-
-def test_console_draws_a_bar_only_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stdout", terminal)
-    monkeypatch.setenv("TERM", "xterm-256color")
-    sink = ConsoleSink(total_steps=4, every=1, first_step=2, stream=terminal)
-    sink.write(_metrics(3))
-    sink.print("[a note] with brackets")
-    sink.close()
-    assert "3/4 steps" in terminal.getvalue()
-    assert "[a note] with brackets" in terminal.getvalue()
 
 
 def test_jsonl_is_cut_to_the_resumed_step(tmp_path: Path) -> None:
@@ -280,26 +230,3 @@ def test_missing_extras_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"pip install 'fullshard\[plots\]'"):
         require_plots()
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'fullshard\[track\]'"):
-        TensorboardSink(tmp_path)
-
-
-@pytest.fixture
-def no_tensorflow(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "3")
-    yield
-
-
-@pytest.mark.usefixtures("no_tensorflow")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_tensorboard_gets_every_step(tmp_path: Path) -> None:
-    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    sink = TensorboardSink(tmp_path)
-    sink.write(_metrics(1))
-    sink.write(_metrics(2))
-    sink.close()
-    events = event_accumulator.EventAccumulator(str(tmp_path))
-    events.Reload()
-    losses = [(event.step, round(event.value, 4)) for event in events.Scalars("loss (nats per token)")]
-    assert losses == [(1, 1.3333), (2, 2.3333)]

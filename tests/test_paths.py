@@ -36,9 +36,10 @@ from fullshard.core.paths import local_name, local_path, require_there
 from fullshard.observe import JsonlSink
 from fullshard.plan.hardware import find_device
 from fullshard.recipes.arguments import TrainArguments
-from fullshard.recipes.sft_arguments import check_early
+from fullshard.recipes.sft_arguments import make_arguments
 
 URL = "s3://bucket/run"
+PLAIN = {"report_to": "none", "bf16": False}
 WEB = "https://host/run"  # no store, even for checkpoints
 
 
@@ -61,7 +62,7 @@ def test_what_can_only_be_a_path_is_not_asked_of_the_hub(written: str) -> None:
             TrainArguments.of({option: written})
     for name in ("model_name_or_path", "dataset_name"):
         with pytest.raises(ConfigError, match=f"--{name}: no file or directory"):
-            check_early({"model_name_or_path": "org/name", "dataset_name": "name", name: written})
+            make_arguments({"model_name_or_path": "org/name", "dataset_name": "name", name: written} | PLAIN, print)
     with pytest.raises(CheckpointError, match="there is no directory"):
         model_directory(written)
 
@@ -83,7 +84,7 @@ def test_everything_else_is_left_as_it_is(written: str | Path) -> None:
 def test_nothing_is_not_the_current_folder(written: str) -> None:
     for border in (
         local_path,
-        lambda text: TrainArguments.parse({"output_dir": text}),
+        lambda text: TrainArguments.of({"output_dir": text}),
         lambda text: checkpoint.save_checkpoint(text, model=_model()),
         lambda text: checkpoint.latest_checkpoint(text),
         lambda text: LaunchConfig(log_dir=text),
@@ -143,11 +144,11 @@ _LIBRARY: dict[str, Callable[[], Any]] = {
     "torchacc.Config": lambda: fullshard.torchacc.Config.of(URL),
     "torchacc.save": lambda: fullshard.torchacc.save({}, URL),
     "torchacc consolidate": lambda: fullshard.torchacc.dist.fsdp.consolidate_sharded_model_checkpoints(URL),
-    "train model": lambda: TrainArguments.parse({"model": URL}),
-    "train data": lambda: TrainArguments.parse({"data": URL}),
-    "train resume": lambda: TrainArguments.parse({"resume": WEB}),
-    "train checkpoint_dir": lambda: TrainArguments.parse({"checkpoint_dir": WEB}),
-    "train output_dir": lambda: TrainArguments.parse({"output_dir": Path(URL)}),
+    "train model": lambda: TrainArguments.of({"model": URL}),
+    "train data": lambda: TrainArguments.of({"data": URL}),
+    "train resume": lambda: TrainArguments.of({"resume": WEB}),
+    "train checkpoint_dir": lambda: TrainArguments.of({"checkpoint_dir": WEB}),
+    "train output_dir": lambda: TrainArguments.of({"output_dir": Path(URL)}),
 }
 
 
@@ -252,15 +253,11 @@ def test_every_path_of_a_command_is_parsed_by_the_rule() -> None:
 
 
 @pytest.mark.usefixtures("empty")
-@pytest.mark.parametrize(
-    "flag", ["model_name_or_path", "dataset_name", "merge_dir", "output_dir", "resume_from_checkpoint"]
-)
+@pytest.mark.parametrize("flag", ["model_name_or_path", "dataset_name", "output_dir", "resume_from_checkpoint"])
 def test_sft_refuses_a_url(flag: str) -> None:
-    from fullshard.recipes.sft_arguments import make_arguments
-
-    values = {"model_name_or_path": "m", "dataset_name": "d", "use_peft_lora": True, "output_dir": "o", flag: URL}
+    values = {"model_name_or_path": "m", "dataset_name": "d", "output_dir": "o", flag: URL}
     with pytest.raises(ConfigError, match="is a URL"):
-        make_arguments(values, lambda _: None)
+        make_arguments(PLAIN | values, lambda _: None)
 
 
 @pytest.mark.parametrize("where", ["output_dir", "save_model", "resume"])
@@ -293,5 +290,5 @@ def test_home_is_the_same_at_every_border(tmp_path: Path, monkeypatch: pytest.Mo
     assert CliRunner().invoke(app, ["ckpt", "verify", "~/state"]).exit_code == 0
     assert CliRunner().invoke(app, ["ckpt", "consolidate", "~/state", "~/whole"]).exit_code == 0
     assert (home / "whole" / "model.safetensors").is_file()
-    assert TrainArguments.parse({"output_dir": "~/run", "model": "~/whole"}).output_dir == home / "run"
+    assert TrainArguments.of({"output_dir": "~/run", "model": "~/whole"}).output_dir == home / "run"
     assert list(elsewhere.iterdir()) == []

@@ -21,9 +21,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from fullshard.api.planning import plan_run, planned_device
 from fullshard.cli.plan import OTHER_WORDS, _question
 from fullshard.config.load import load_file
 from fullshard.config.resolve import resolve
+from fullshard.config.schema import RunConfig
 from fullshard.core.errors import ConfigError
 from fullshard.launch.environment import read_rank_environment
 from fullshard.plan.alternatives import swept, with_settings
@@ -42,8 +44,6 @@ from fullshard.plan.search import pareto, search
 from fullshard.plan.setting import PlanSetting
 from fullshard.plan.time import time_of
 from fullshard.plan.traffic import traffic_of
-from fullshard.recipes.arguments import TrainArguments
-from fullshard.recipes.planned import plan_run, planned_device
 from tests.commands import run_here
 
 
@@ -264,8 +264,8 @@ def test_a_run_that_is_not_planned_says_why(
 ) -> None:
     _device_is(name, gb, monkeypatch)
     said: list[str] = []
-    run = TrainArguments(), read_rank_environment(), torch.device("cuda", 0)
-    assert plan_run(nn.Linear(2, 2), *run, said.append, before=0) is None
+    run = RunConfig(), read_rank_environment(), torch.device("cuda", 0)
+    assert plan_run(nn.Linear(2, 2), *run, said.append) is None
     assert len(said) == 1 and said[0].startswith(f"plan: none for this run: {message}")
 
 

@@ -59,7 +59,7 @@ def run(settings: dict[str, Any], tmp_path: Path) -> Run:
     """Train in this process into a directory of that name and return the steps; settings are given by name."""
 
     def run(output: str = "out", **changes: Any) -> list[StepMetrics]:
-        train(TrainArguments.parse(settings | {"output_dir": tmp_path / output} | changes))
+        train(TrainArguments.of(settings | {"output_dir": tmp_path / output} | changes))
         return list(read_metrics(tmp_path / output / "metrics.jsonl"))
 
     return run
@@ -88,7 +88,7 @@ def test_overwrite_in_an_object_store(settings: dict[str, Any]) -> None:
     there = location("memory://bucket/run")
     for name in ("step-000003/manifest.json", "step-000003/part", "mine/model", "step-by-step/1", "step-000004"):
         (there / name).write_bytes(b"")
-    arguments = TrainArguments.parse(settings | {"checkpoint_dir": "memory://bucket/run", "overwrite": True})
+    arguments = TrainArguments.of(settings | {"checkpoint_dir": "memory://bucket/run", "overwrite": True})
     assert find_checkpoints(arguments) == []
     assert sorted(cast("ObjectPath", there).beneath()) == ["mine/model", "step-000004", "step-by-step/1"]
 
@@ -114,10 +114,10 @@ def test_steps_are_compared_as_numbers(
     for path, written in ((older, "step-000001"), (newer, "step-000002")):
         path.with_name(written).rename(path)
     with pytest.raises(ConfigError, match=r"an earlier run .*: step-1000000\nhint"):
-        find_checkpoints(TrainArguments.parse(settings | {"resume": str(older)}))
-    assert find_checkpoints(TrainArguments.parse(settings | {"resume": str(newer)})) == [newer]
+        find_checkpoints(TrainArguments.of(settings | {"resume": str(older)}))
+    assert find_checkpoints(TrainArguments.of(settings | {"resume": str(newer)})) == [newer]
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert find_checkpoints(TrainArguments.parse(settings | {"resume": str(older)})) == [newer, older]
+    assert find_checkpoints(TrainArguments.of(settings | {"resume": str(older)})) == [newer, older]
 
 
 def test_the_newest_has_most_steps_behind_it(
@@ -129,9 +129,9 @@ def test_the_newest_has_most_steps_behind_it(
     for hours, path in enumerate(paths):
         later = read_manifest(path).model_copy(update={"saved_at": 3600.0 * (1 + hours)})
         (path / "manifest.json").write_bytes(encode_manifest(later))
-    assert find_checkpoints(TrainArguments.parse(settings | {"resume": "auto"})) == paths
+    assert find_checkpoints(TrainArguments.of(settings | {"resume": "auto"})) == paths
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert find_checkpoints(TrainArguments.parse(settings)) == paths
+    assert find_checkpoints(TrainArguments.of(settings)) == paths
 
 
 def test_a_resume_that_is_refused_leaves_the_run_as_it_was(run: Run, tmp_path: Path) -> None:

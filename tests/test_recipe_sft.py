@@ -133,11 +133,11 @@ def pefts_losses(words: list[str], adapter: str) -> list[float]:
     from fullshard.recipes import sft, sft_arguments
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sft_arguments, "_sft_config", lambda: trl.SFTConfig)
+        patch.setattr("fullshard.integrations.transformers.SFTConfig", trl.SFTConfig)
         arguments = sft_arguments.read_arguments(words, print)
     training = arguments.training
     training.packing_strategy, training.use_cpu = "wrapped", True
-    tokenizer, _ = sft.load_tokenizer(arguments.model)
+    tokenizer, _ = sft.load_tokenizer(arguments)
     quantized = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
@@ -146,13 +146,13 @@ def pefts_losses(words: list[str], adapter: str) -> list[float]:
     )
     model = AutoModelForCausalLM.from_pretrained(
         arguments.model.model_name_or_path, dtype=torch.float32,
-        quantization_config=quantized if arguments.model.use_4bit_quantization else None,
+        quantization_config=quantized if arguments.model.load_in_4bit else None,
     )  # fmt: skip
     model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=8, mean_resizing=False)
-    train, _ = sft.load_data(arguments.data, arguments.model, tokenizer, training)
+    train, _ = sft.load_data(arguments, tokenizer)
     trainer = trl.SFTTrainer(
         model, args=training, train_dataset=train, processing_class=tokenizer,
-        peft_config=sft.lora_config(arguments.model),
+        peft_config=trl.get_peft_config(arguments.model),
     )  # fmt: skip
     # reentrant checkpointing does not go with DDP otherwise, even of one rank
     trainer.accelerator.ddp_handler = accelerate.DistributedDataParallelKwargs(static_graph=True)
@@ -225,12 +225,12 @@ def check_merged(directory: Path, model: Path, adapter: str) -> None:
 
 
 def train_and_push(arguments: list[str]) -> list[str]:
-    """The calls that would reach the hub, and what was there at each."""
+    """The calls that would reach the hub."""
     import huggingface_hub
 
     from fullshard.recipes.sft import main
 
-    output, merged = Path(arguments[1]), Path(arguments[3])
+    output = Path(arguments[1])
     calls: list[str] = []
 
     class Url:
@@ -241,7 +241,7 @@ def train_and_push(arguments: list[str]) -> list[str]:
         return Url
 
     def upload(self: Any, **kwargs: Any) -> str:
-        calls.append(f"upload {kwargs['commit_message']}, merged: {(merged / 'config.json').is_file()}")
+        calls.append(f"upload {kwargs['commit_message']}")
         assert (output / "adapter_model.safetensors").is_file()
         return "url"
 
@@ -252,26 +252,11 @@ def train_and_push(arguments: list[str]) -> list[str]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("quantized", ["False", "True"])
-def test_merged_then_pushed(tmp_path: Path, place: Path, quantized: str) -> None:
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
-    words = [
-        "--output_dir", str(tmp_path / "out"), "--merge_dir", str(tmp_path / "merged"), "--push_to_hub", "True",
-        "--model_name_or_path", str(place / "model"), "--dataset_name", str(place / "data"), "--use_peft_lora", "True",
-        "--chat_template_format", "chatml", "--bf16", "False", "--max_steps", "1", "--report_to", "none",
-        "--learning_rate", "0.1", "--use_4bit_quantization", quantized, "--bnb_4bit_compute_dtype", "float32",
-        "--hub_strategy", "end",
-    ]  # fmt: skip
+def test_pushed_once_all_is_saved(tmp_path: Path, place: Path) -> None:
+    words = ["--output_dir", str(tmp_path / "out"), *small_run(place, tmp_path / "out")[6:], "--push_to_hub", "True"]
+    words += ["--max_steps", "1", "--model_name_or_path", str(place / "model"), "--dataset_name", str(place / "data")]
     first, second = run_ranks(train_and_push, 2, words)
-    assert first[0] == "create_repo" and first[-1] == "upload End of training, merged: True" and second == []
-    base = AutoModelForCausalLM.from_pretrained(place / "model")
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    base.resize_token_embeddings(merged.config.vocab_size, mean_resizing=False)
-    adapted = PeftModel.from_pretrained(base, tmp_path / "out").merge_and_unload()
-    for name, value in adapted.state_dict().items():
-        assert torch.equal(merged.state_dict()[name], value), name
+    assert first[0] == "create_repo" and first[-1] == "upload End of training" and second == []
 
 
 def run_here(words: list[str]) -> str:
@@ -298,64 +283,6 @@ def small_run(place: Path, output: Path, *words: str) -> list[str]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("merge_dir", "refused"),
-    [
-        ("out", "is or contains --output_dir"),
-        ("out/../link", "is or contains --output_dir"),
-        (".", "is or contains --output_dir"),
-        ("others", "is not empty, and the merged model would replace all of it: notes.txt"),
-        ("out/checkpoint-1", "is not empty"),
-        ("others/notes.txt", "is not empty, and the merged model would replace all of it: a file"),
-        ("empty", "no such model"),
-        ("out/merged", "no such model"),
-    ],
-)
-def test_merging_is_refused_before_training_where_it_would_replace_something(
-    tmp_path: Path, merge_dir: str, refused: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from fullshard.recipes import sft
-    from fullshard.recipes.merging import merge
-    from fullshard.recipes.sft_arguments import read_arguments
-
-    def begin(arguments: Any) -> None:
-        raise ConfigError("no such model")
-
-    monkeypatch.setattr(sft, "make_trainer", begin)
-    for name in ("out/checkpoint-1/weights", "others/notes.txt"):
-        (tmp_path / name).parent.mkdir(parents=True)
-        (tmp_path / name).touch()
-    for name in ("empty", "model", "data"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "link").symlink_to("out")
-    arguments = read_arguments(
-        small_run(tmp_path, tmp_path / "out", "--merge_dir", str(tmp_path / merge_dir), "--max_steps", "1"), print
-    )
-    with pytest.raises(ConfigError, match=refused):
-        sft.run(arguments)
-    if refused != "no such model":  # nor after training, when somebody may have put something there meanwhile
-        with pytest.raises(ConfigError, match=refused):
-            merge(arguments.model, SimpleNamespace(args=arguments.training, processing_class=None), goes_on=False)
-    assert (tmp_path / "out/checkpoint-1/weights").exists() and (tmp_path / "others/notes.txt").exists()
-
-
-def test_a_run_that_goes_on_replaces_what_it_has_merged_and_nothing_else(tmp_path: Path, place: Path) -> None:
-    output, merged = tmp_path / "out", tmp_path / "merged"
-    words = small_run(place, output, "--merge_dir", str(merged), "--save_steps", "1", *RATE)
-    short, long = [*words, "--max_steps", "1"], [*words, "--max_steps", "2", "--resume_from_checkpoint", "True"]
-    assert run_ranks(run_here, 1, short) == [""]
-    names, weights = sorted(path.name for path in merged.iterdir()), (merged / "model.safetensors").read_bytes()
-    assert {"config.json", "tokenizer.json"} <= set(names)
-    [refused] = run_ranks(run_here, 1, short)  # which begins anew, so that what is there is of another run
-    assert "is not empty" in refused and (merged / "model.safetensors").read_bytes() == weights
-    assert run_ranks(run_here, 1, long) == [""]
-    assert sorted(path.name for path in merged.iterdir()) == names
-    assert (merged / "model.safetensors").read_bytes() != weights
-    (merged / "README.md").touch()
-    [refused] = run_ranks(run_here, 1, long)
-    assert "is not empty" in refused and (merged / "README.md").exists()
-
-
 CHAT = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}
 
 
@@ -370,16 +297,18 @@ def loaded(data: Path, *words: str, chat_template_format: str = "chatml") -> tup
     from fullshard.recipes.sft import load_data
 
     form = ("--chat_template_format", chat_template_format)
-    arguments, _ = parsed("--dataset_name", str(data), *form, *words)
+    arguments, _ = parsed(*form, *words, data=str(data))
     tokenizer = SimpleNamespace(chat_template=None if chat_template_format == "none" else "of the format")
-    return load_data(arguments.data, arguments.model, tokenizer, arguments.training)
+    return load_data(arguments, tokenizer)
 
 
 def test_a_model_that_is_not_there_is_one_message(tmp_path: Path) -> None:
-    from fullshard.recipes import sft, sft_arguments
+    from fullshard.recipes import sft
 
+    arguments, _ = parsed()
+    arguments.model.model_name_or_path = str(tmp_path / "nothing")
     with pytest.raises(ConfigError, match=r"cannot read the tokenizer of '.*nothing'"):
-        sft.load_tokenizer(sft_arguments.ModelArguments(model_name_or_path=str(tmp_path / "nothing")))
+        sft.load_tokenizer(arguments)
 
 
 def test_one_file_is_trained_on_and_not_evaluated_on(tmp_path: Path) -> None:
@@ -390,14 +319,16 @@ def test_one_file_is_trained_on_and_not_evaluated_on(tmp_path: Path) -> None:
 
 
 def test_a_split_is_the_files_that_have_its_name(tmp_path: Path) -> None:
-    for name in ("test.jsonl", "test_old.jsonl", "train-00000-of-00002.jsonl", "train-00001-of-00002.jsonl"):
+    for name in ("test.jsonl", "train-00000-of-00002.jsonl", "train-00001-of-00002.jsonl"):
         write_rows(tmp_path / name, CHAT)
-    write_rows(tmp_path / "training_log.jsonl", {"loss": 1.0})
-    write_rows(tmp_path / "train-notes.json", {"note": "of 2024"})
+    write_rows(tmp_path / "notes.jsonl", {"loss": 1.0})
     train, test = loaded(tmp_path)
     assert (len(train), len(test)) == (2, 1)
-    with pytest.raises(ConfigError, match=r"holds no tes\.jsonl.*it holds test\.jsonl"):
-        loaded(tmp_path, "--splits", "train,tes")
+    assert loaded(tmp_path, "--splits", "train,tes")[1] is None
+    with pytest.raises(ConfigError, match=r"eval_strategy = .* no split 'tes' to evaluate on"):
+        loaded(tmp_path, "--splits", "train,tes", "--eval_strategy", "epoch")
+    with pytest.raises(ConfigError, match="no split 'training' to train on, but train, test"):
+        loaded(tmp_path, "--splits", "training")
 
 
 NOTHING: dict[str, Any] = {"messages": []}
@@ -407,21 +338,24 @@ MIXED = {"messages": [*CHAT["messages"], {"role": "user", "content": [{"type": "
 @pytest.mark.parametrize(
     ("rows", "wrong"),
     [
-        ([CHAT, CHAT, NOTHING], r"split train: row 3 has \[\] in the column messages, expected a list of m.*\nhint"),
+        (
+            [CHAT, CHAT, NOTHING],
+            r"split train: row 3 has \[\] in the column messages, expected a text or a list of m.*\nhint",
+        ),
         ([NOTHING], r"row 1 has \[\] in"),
         ([MIXED, NOTHING], r"row 2 has \[\] in"),
-        ([CHAT, {"messages": None}], "row 2 has null in"),
-        ([CHAT, {"messages": "hi"}], 'row 2 has "hi" in'),
-        ([{"messages": ["hi"]}], r'row 1 has \["hi"\] in'),
-        ([{"text": None}, {"text": "a"}], "row 1 has null in the column text, expected a text\nhint"),
-        ([{"text": None}], "row 1 has null in the column text"),
+        ([CHAT, {"messages": None}], "row 2 has None in"),
+        ([CHAT, {"messages": "hi"}], "row 2 has 'hi' in"),
+        ([{"messages": ["hi"]}], r"row 1 has \['hi'\] in"),
+        ([{"text": None}, {"text": "a"}], "row 1 has None in the column text, expected a text"),
+        ([{"text": None}], "row 1 has None in the column text"),
         ([{"text": "a"}, {"text": 5}], "row 2 has 5 in the column text"),
         ([{"text": 5}], "row 1 has 5 in the column text"),
-        ([{"text": ["a"]}], r'row 1 has \["a"\] in the column text'),
+        ([{"text": ["a"]}], r"row 1 has \['a'\] in the column text"),
         ([{"text": "2024-01-01T00:00:00"}], "row 1 has "),  # which the reader takes for a time
         (
             [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": None}],
-            "row 2 has null in the column completion, expected a text or a list of messages\nhint",
+            "row 2 has None in the column completion, expected a text or a list of messages\nhint",
         ),
         ([{"prompt": CHAT["messages"], "completion": []}], r"row 1 has \[\] in the column completion"),
     ],
@@ -524,7 +458,7 @@ KILLED_ONCE = """
 import os
 from pathlib import Path
 from transformers import TrainerCallback
-from fullshard.recipes import sft, merging
+from fullshard.recipes import sft
 
 class Watch(TrainerCallback):
     def on_step_begin(self, args, state, control, **kwargs):
@@ -539,29 +473,20 @@ def make(arguments):
     trainer.add_callback(Watch())
     return trainer
 
-def merge(*arguments, **options):
-    of_merging(*arguments, **options)
-    if not Path("failed").exists():
-        Path("failed").touch()
-        raise RuntimeError("after merging")
-
-of_sft, of_merging, sft.make_trainer, sft.merge = sft.make_trainer, merging.merge, make, merge
+of_sft, sft.make_trainer = sft.make_trainer, make
 sft.main()
 """
 
 
 @pytest.mark.full
-def test_a_launcher_starts_again_what_was_killed_and_what_had_merged(
-    tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_launcher_starts_again_what_was_killed(tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "script.py").write_text(KILLED_ONCE)
-    words = small_run(place, Path("out"), "--merge_dir", "out/merged", "--save_steps", "1", "--max_steps", "4")
-    launch = ["launch", "--num_processes", "2", "--max_restarts", "2", "--monitor_interval", "0.1", "script.py"]
+    words = small_run(place, Path("out"), "--save_steps", "1", "--max_steps", "4")
+    launch = ["launch", "--num_processes", "2", "--max_restarts", "1", "--monitor_interval", "0.1", "script.py"]
     said = run([*launch, *words])
     assert (tmp_path / "steps-1").read_text() == "12334"
-    assert said.count("started again: training goes on from the newest checkpoint in out") == 2
-    assert (tmp_path / "out/merged/config.json").is_file() and (tmp_path / "failed").exists()
+    assert said.count("started again: training goes on from the newest checkpoint in out") == 1
 
 
 @pytest.mark.parametrize(
@@ -657,11 +582,13 @@ sharding:
     assert not torch.equal(before["model.norm.weight"], after["model.norm.weight"])  # all weights are trained
 
 
-def parsed(*words: str) -> tuple[Any, list[str]]:
+def parsed(*words: str, data: str = "d") -> tuple[Any, list[str]]:
     from fullshard.recipes.sft_arguments import read_arguments
 
     said: list[str] = []
-    common = ("--model_name_or_path", "m", "--dataset_name", "d", "--output_dir", "o", "--report_to", "none")
+    common = ["--model_name_or_path", "m", "--output_dir", "o", "--bf16", "False"]
+    common += [] if "--dataset_name" in words else ["--dataset_name", data]
+    common += [] if "--report_to" in words or "--log_with" in words else ["--report_to", "none"]
     return read_arguments([*common, *words], said.append), said
 
 
@@ -673,18 +600,18 @@ def test_every_flag_of_the_page_is_understood() -> None:
         training = arguments.training
         assert (training.max_length, training.seed) == (int(written["--max_seq_len"]), int(written["--seed"]))
         assert arguments.model.lora_r == int(written["--lora_r"]) and training.packing
-        assert arguments.training.gradient_checkpointing_kwargs == {"use_reentrant": arguments.model.use_reentrant}
+        assert arguments.training.gradient_checkpointing_kwargs == {"use_reentrant": arguments.own.use_reentrant}
         assert len(said) >= 4
 
 
 def test_the_page_names_every_flag() -> None:
-    from fullshard.recipes.sft_arguments import NO_EFFECT, OWN, RENAMED
+    from fullshard.recipes.sft_arguments import NO_EFFECT, RENAMED, OwnArguments
 
     text = (Path(__file__).parent.parent / "docs" / "sft.md").read_text(encoding="utf-8")
     table = text.partition("## Flags")[2].partition("## Data")[0]
     named = {name for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
-    own = {f.name for cls in OWN for f in dataclasses.fields(cls)}
-    assert named == own | RENAMED.keys() | NO_EFFECT.keys()
+    own = {f.name for f in dataclasses.fields(OwnArguments)}
+    assert named >= own | RENAMED.keys() | NO_EFFECT.keys()
 
 
 def test_a_warmup_ratio_is_a_share_of_the_steps() -> None:
@@ -697,18 +624,19 @@ def test_a_warmup_ratio_is_a_share_of_the_steps() -> None:
     [
         (["--lora_dropot", "3"], "did you mean --lora_dropout"),
         (["--use_4bit_quantization", "True"], "nothing to train"),
-        (["--chat_template_format", "alpaca"], "chatml or zephyr"),
-        (["--use_unsloth", "True"], "engine of its own"),
+        (["--chat_template_format", "alpaca"], "invalid choice: 'alpaca'"),
+        (["--use_unsloth", "True"], "unknown flag --use_unsloth"),
+        (["--dataset_streaming", "True"], "is not supported"),
         (["--learning_rate", "fast"], "not accepted: argument --learning_rate/.*: invalid float value: 'fast'"),
-        (["--max_steps", "3", "stray"], "belongs to no flag"),
-        (["--merge_dir", "x"], "nothing to merge"),
+        (["--max_steps", "3", "stray"], "not used.*'stray'"),
         (["--warmup_ratio", "1.0"], "below 1"),
         (["--max_seq_length", "8", "--max_length", "9"], "keep the second"),
         (
             ["--report_to", "dvclive"],
             r"'dvclive' is not installed\nhint: pip install 'fullshard\[dvclive\]'",
         ),
-        (["--log_with", "tensorboard"], "--log_with and --report_to both say it"),
+        (["--log_with", "tensorboard", "--report_to", "none"], "--log_with and --report_to both say it"),
+        (["--splits", "test"], "names no split to train on"),
     ],
 )
 def test_refused(words: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -729,13 +657,13 @@ def test_null_in_a_file_says_nothing(tmp_path: Path) -> None:
     from fullshard.recipes.sft_arguments import make_arguments
 
     without = in_yaml(tmp_path / "run.yaml", "")
-    names = ("merge_dir", "splits", "seed", "report_to", "resume_from_checkpoint", "hub_model_id", "use_unsloth",
+    names = ("splits", "seed", "report_to", "resume_from_checkpoint", "hub_model_id", "use_unsloth",
              "gradient_checkpointing_kwargs", "run_name", "eos_token", "profile", "optim_args")  # fmt: skip
     arguments = in_yaml(tmp_path / "run.yaml", "".join(f"{name}: null\n" for name in names))
-    assert (arguments.model, arguments.data, arguments.watch) == (without.model, without.data, without.watch)
+    assert (arguments.model, arguments.script, arguments.own) == (without.model, without.script, without.own)
     assert arguments.training.to_dict() == without.training.to_dict()
     assert in_yaml(tmp_path / "run.yaml", "max_length: null\n").training.max_length is None  # TRL's for no limit
-    with pytest.raises(ConfigError, match="not accepted: the following arguments are required: --dataset_name"):
+    with pytest.raises(ConfigError, match="--dataset_name is missing"):
         make_arguments({"model_name_or_path": "m", "dataset_name": None}, print)
 
 
@@ -748,12 +676,14 @@ label_names: [a, b]
 lr_scheduler_kwargs: {x: [1, 2]}
 """
     arguments = in_yaml(tmp_path / "run.yaml", text)
-    assert (arguments.model.lora_target_modules, arguments.data.splits) == ("q_proj,v_proj", "train")
+    assert (arguments.model.lora_target_modules, arguments.script.dataset_train_split) == (
+        ["q_proj", "v_proj"],
+        "train",
+    )
     training = arguments.training
     assert (training.report_to, training.label_names) == (["tensorboard"], ["a", "b"])
     assert training.lr_scheduler_kwargs == {"x": [1, 2]}
-    assert in_yaml(tmp_path / "run.yaml", "report_to: []\n").training.report_to == []
-    with pytest.raises(ConfigError, match="--max_steps/--max-steps: invalid int value: '1,2'"):
+    with pytest.raises(ConfigError, match=r"not used.*'2'"):
         in_yaml(tmp_path / "run.yaml", "max_steps: [1, 2]\n")
     training = parsed("--report_to", "tensorboard", "x", "--label-names", "a", "b", "--max_steps", "1")[0].training
     assert (training.report_to, training.label_names) == (["tensorboard", "x"], ["a", "b"])

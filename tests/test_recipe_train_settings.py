@@ -29,9 +29,8 @@ from fullshard.features import describe
 from fullshard.launch.preemption import PREEMPTED, exit_code
 from fullshard.observe import StepMetrics, read_metrics
 from fullshard.recipes.arguments import TrainArguments
-from fullshard.recipes.loop import StepResult, Trainer, learning_rate
-from fullshard.recipes.tokenizer import train_tokenizer
-from fullshard.recipes.train import train
+from fullshard.recipes.data import train_tokenizer
+from fullshard.recipes.train import Trainer, learning_rate, train
 from tests.differential import TOLERANCE
 from tests.distributed import run_ranks
 
@@ -80,7 +79,7 @@ def _arguments(inputs: Path, output: Path, **changes: Any) -> TrainArguments:
         "plot": False,
         "device": "cpu",
     }
-    return TrainArguments.parse(settings | changes)
+    return TrainArguments.of(settings | changes)
 
 
 @pytest.fixture
@@ -112,7 +111,7 @@ def _watched(arguments: TrainArguments) -> tuple[str, int]:
     seen: list[tuple[str, int]] = []
     step = Trainer.step
 
-    def watched(trainer: Trainer, number: int) -> StepResult:
+    def watched(trainer: Trainer, number: int) -> Any:
         runs: list[int] = []
         part = trainer.model.get_submodule("model.layers.0.mlp")
         handle = part.register_forward_pre_hook(lambda *_: runs.append(number))
@@ -270,12 +269,12 @@ def test_what_lasts_between_steps_is_as_planned(inputs: Path, tmp_path: Path, wa
 def test_extras_are_written_when_wanted(run: Run, tmp_path: Path) -> None:
     run(profile=True, profile_steps="2-3", tensorboard=True, export=True, plot=True, sample_tokens=3, prompt="line 1")
     output = tmp_path / "out"
-    assert list((output / "tensorboard").glob("events.*"))
+    assert list((output / "tensorboard").rglob("events.*"))
     names = [entry["name"] for entry in json.loads((output / "profile" / "trace.json").read_text())["traceEvents"]]
     assert [names.count(f"backward {unit}") for unit in ("model.layers.0", "model.layers.1")] == [2, 2], "of two steps"
     run("named", log_with="tensorboard", memory_timeline=True)
     _check_timeline(tmp_path / "named" / "memory")
-    assert list((tmp_path / "named" / "tensorboard").glob("events.*"))
+    assert list((tmp_path / "named" / "tensorboard").rglob("events.*"))
     assert (output / "sample.txt").read_text().startswith("line 1")
     run("bare")
     present = {path.stem for path in (tmp_path / "bare").iterdir() if path.is_file()}
@@ -552,13 +551,13 @@ def test_a_signal_saves_and_ends(
 
 
 def test_learning_rate_rises_then_falls() -> None:
-    arguments = TrainArguments.parse({"steps": 100, "warmup_steps": 10, "lr": 1.0, "min_lr_ratio": 0.1})
+    arguments = TrainArguments.of({"steps": 100, "warmup_steps": 10, "lr": 1.0, "min_lr_ratio": 0.1})
     rates = [learning_rate(step, arguments) for step in range(100)]
     assert rates[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
     assert max(rates) == 1.0
     assert rates[10:] == sorted(rates[10:], reverse=True)
     assert rates[-1] == pytest.approx(0.1)
     assert rates[10 + 89 // 2] == pytest.approx(0.55, abs=0.02)
-    assert TrainArguments.parse({"steps": 50}).warmup == 5
-    single = TrainArguments.parse({"steps": 1})
+    assert TrainArguments.of({"steps": 50}).warmup == 5
+    single = TrainArguments.of({"steps": 1})
     assert learning_rate(0, single) == single.lr

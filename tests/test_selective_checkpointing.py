@@ -121,6 +121,6 @@ def test_what_cannot_be_selective_is_refused() -> None:
     with pytest.raises(ConfigError, match="activation_checkpointing is not"):
         ShardingConfig(activation_checkpointing_mode="selective")
     with pytest.raises(ConfigError, match="recomputes nothing"):
-        TrainArguments.parse({"activation_checkpointing_mode": "selective"})
+        TrainArguments.of({"activation_checkpointing_mode": "selective"})
     with pytest.raises(ConfigError, match="that --compile hides"):
-        TrainArguments.parse({**selective, "compile": True})
+        TrainArguments.of({**selective, "compile": True})

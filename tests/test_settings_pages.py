@@ -183,7 +183,7 @@ MADE = {
     "schema.json": lambda: json.dumps(json_schema(), indent=1) + "\n",
     "questions.txt": _questions,
     "accelerate.txt": _accelerate,
-    "train_arguments.json": lambda: TrainArguments.parse({}).to_json(),
+    "train_arguments.json": lambda: TrainArguments.of({}).to_json(),
     "train_flags.txt": lambda: _flags("train"),
     "plan_flags.txt": lambda: _flags("plan"),
 }

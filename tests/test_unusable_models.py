@@ -65,9 +65,11 @@ def test_pickled_weights_are_loaded_or_refused_never_made_up(tmp_path: Path) -> 
 def test_data_for_sft_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     import datasets
 
-    from fullshard.recipes.sft import _load_split
+    from fullshard.recipes.sft import load_data
+    from fullshard.recipes.sft_arguments import read_arguments
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     (tmp_path / name).write_bytes(b'{"text": "fine"}\n{"text": [[[\n' * 3)
+    words = ["--model_name_or_path", "m", "--dataset_name", str(tmp_path), "--report_to", "none", "--bf16", "False"]
     with pytest.raises(DataError, match=f"{tmp_path} cannot be read: "):
-        _load_split(str(tmp_path), "train")
+        load_data(read_arguments(words, print), None)

@@ -92,21 +92,6 @@ def test_a_configuration_alone_is_trained_from_random_weights_and_said(saved: An
     assert build_model(str(saved[0]), tokenizer=TOKENIZER, seq_len=16, seed=4)[1] == "random weights of seed 4"
 
 
-def test_what_is_loaded_later_is_not_drawn_before(saved: Any) -> None:
-    """Random weights of a large model take minutes, and a resumed run has no use for them."""
-    (saved[0] / "model.safetensors").unlink()
-    torch.manual_seed(4)
-    state = torch.get_rng_state()
-    model, _ = build_model(str(saved[0]), tokenizer=TOKENIZER, seq_len=16, seed=4, is_loaded_later=True)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert model.lm_head.weight is model.model.embed_tokens.weight  # type: ignore[union-attr]
-    drawn, _ = build_model(str(saved[0]), tokenizer=TOKENIZER, seq_len=16, seed=4)
-    assert not torch.equal(torch.get_rng_state(), state)
-    assert [(name, p.shape) for name, p in model.named_parameters()] == [
-        (name, p.shape) for name, p in drawn.named_parameters()
-    ]
-
-
 class Evil:
     def __reduce__(self) -> Any:
         return (Path.touch, (Path("evil"),))

@@ -110,7 +110,6 @@ class Accelerator(Loaders, Reporting):
 
     _gradient_state_class = GradientState
     _rolls_back = False
-    _records_events = True
     _accumulates = True
 
     def __init__(
@@ -183,7 +182,7 @@ class Accelerator(Loaders, Reporting):
         self.dataloader_config = dataloader_config or DataLoaderConfiguration(split_batches=split_batches)
         self.rng_types = _check_rng_types(rng_types)
         self.project_configuration = _project_configuration(project_config, project_dir)
-        if self.project_configuration.project_dir is not None and self._records_events:
+        if self.project_configuration.project_dir is not None:
             record_events(self.project_configuration.project_dir)
         self.log_with = wanted_trackers(log_with, self.logging_dir)
         self.trackers = []

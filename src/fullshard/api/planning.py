@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, get_args
 
+import torch
 from torch import nn
 
-from fullshard.config.schema import Dtype
+from fullshard.api.plugin import configured_policy
+from fullshard.comm import cuda
+from fullshard.comm.device import name_of
+from fullshard.config.schema import Dtype, RunConfig
 from fullshard.core.dtypes import main_dtype
-from fullshard.core.errors import ConfigError
+from fullshard.core.errors import ConfigError, WrapError
+from fullshard.core.sizes import format_nbytes
 from fullshard.engine.precision import dtype_name
 from fullshard.features.quantized_weights import is_exact
+from fullshard.launch import RankEnvironment
 from fullshard.plan.evaluate import Plan, evaluate
 from fullshard.plan.families import FAMILIES, from_config
-from fullshard.plan.hardware import parse_cluster
+from fullshard.plan.hardware import find_device, parse_cluster
 from fullshard.plan.job import Job
 from fullshard.plan.shapes import Block, ModelShape, ParameterShape, UnitShape
 from fullshard.wrap.partition import Slot, UnitPlan, partition
 from fullshard.wrap.policies import unit_modules
+
+_SAME_MEMORY = 0.15
+"""The fraction of a device's memory that its driver may keep to itself."""
 
 
 def model_shape(model: nn.Module, *, policy: object = None) -> ModelShape:
@@ -91,6 +102,56 @@ def plan_model(
         lambda _, p: [dataclasses.replace(p, dtype=main_dtype(p.dtype, trainable=p.trainable, mode=job.precision))]
     )
     return evaluate(shape, job, parse_cluster(str(devices), hosts))
+
+
+def plan_run(
+    model: nn.Module,
+    config: RunConfig,
+    environment: RankEnvironment,
+    device: torch.device,
+    say: Callable[[str], None],
+    **job: Any,
+) -> Plan | None:
+    """Predict a run of `model` that begins here and now, on this rank's hardware; None, said why, if it is unknown.
+
+    Args:
+        model: not sharded yet.
+        config: of the run.
+        environment: says how many ranks there are, on how many hosts.
+        device: of this rank.
+        say: takes a line for the user.
+        job: fields of a job that the configuration does not have.
+    """
+    hosts = max(1, environment.world_size // max(1, environment.local_world_size))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # sharding will say the same
+        try:
+            devices = f"{environment.world_size}x{planned_device(device)}"
+            settings = Job.from_run(config, **job).model_dump(exclude={"method", "base_dtype"})
+            settings = {name: value for name, value in settings.items() if not name.startswith("lora_")}
+            return plan_model(model, devices, hosts=hosts, policy=configured_policy(config.sharding), **settings)
+        except (ConfigError, WrapError) as error:  # no reason to stop; what sharding minds it says itself
+            say(f"plan: none for this run: {str(error).splitlines()[0]}")
+            return None
+
+
+def planned_device(device: torch.device) -> str:
+    """Return the planner's name for a device.
+
+    Raises:
+        ConfigError: it has none; or the device has not the memory that is planned with, as a part of a GPU has not.
+    """
+    if device.type == "cpu":
+        return "CPU"
+    if device.type != "cuda":
+        raise ConfigError(f"the planner has no numbers for a device of type {device.type}")
+    name, nbytes = name_of(device), cuda.memory_nbytes(device)
+    row = find_device(name)
+    if abs(row.memory / nbytes - 1) >= _SAME_MEMORY:
+        raise ConfigError(
+            f"{name} has {format_nbytes(nbytes)}, and plans for {row.name} are made with {format_nbytes(row.memory)}"
+        )
+    return row.name
 
 
 def _base_dtype(model: ModelShape) -> str:

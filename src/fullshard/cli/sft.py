@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-import textwrap
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import typer
 
@@ -31,13 +30,13 @@ _HELP = """Usage: fullshard sft [-n N] [--config_file FILE]
                      --model_name_or_path M --dataset_name D ...
        fullshard sft RUN.yaml
 
-Fine-tune a model on chats or texts: all weights, LoRA (--use_peft_lora True),
-or LoRA on a quantised model (--use_4bit_quantization True). The flags are those
-of PEFT's examples/sft/train.py and TRL's SFTConfig; docs/sft.md lists what is
-particular. RUN.yaml holds the same names, and fullshard's sections (launch,
-sharding, ...) beside them. --num_processes (-n), --config_file, --check_plan,
---max_restarts, --grace_period and --timeout are those of `fullshard launch`;
-its other flags go with
+Fine-tune a model on chats or texts: all weights, LoRA (--use_peft), or LoRA on
+a quantised model (--load_in_4bit). The flags are TRL's; those of PEFT's
+examples/sft/train.py are translated; docs/sft.md lists what is particular.
+RUN.yaml holds the same names, and fullshard's sections (launch, sharding, ...)
+beside them. --num_processes (-n), --config_file, --check_plan, --max_restarts,
+--grace_period and --timeout are those of `fullshard launch`; its other flags
+go with
   fullshard launch ... -m fullshard.recipes.sft --model_name_or_path ...
 """
 
@@ -49,14 +48,11 @@ def sft(context: typer.Context) -> None:
         sys.stdout.write(_HELP + _help_of_flags())
         raise typer.Exit(0 if words else 2)
     from fullshard.launch.scratch import scratch_directory
-    from fullshard.recipes.sft_arguments import check_early
 
     launch_words = _take_launch_flags(words)
     with scratch_directory("fullshard-sft-") as directory:
         if len(words) == 1 and not words[0].startswith("-"):
             words = _split_file(local_path(words[0]), directory, launch_words)
-        else:
-            check_early(_values(words))
         if "RANK" in os.environ:
             if launch_words:
                 raise ConfigError(f"{launch_words[0]} has no effect here: a launcher has started the processes already")
@@ -70,34 +66,21 @@ def sft(context: typer.Context) -> None:
 
 
 def _help_of_flags() -> str:
-    """Return the help on every flag: its own with their meaning, then TRL's and Transformers' names."""
-    from fullshard.recipes.sft_arguments import flags
+    """Return the help on every flag, by TRL's parser."""
+    from fullshard.recipes.sft_arguments import make_parser
 
-    found = flags()
-    layout: dict[str, Any] = {"width": 80, "subsequent_indent": " " * 28, "break_on_hyphens": False}
-    own = [textwrap.fill(f"  {flag:<26}{text}", **layout) for flag, text in found.items() if text]
-    others = " ".join(flag for flag, text in found.items() if not text)
-    theirs = textwrap.fill(others, 80, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
-    return "\n".join(["", "Flags:", *own, "", "Of TRL's SFTConfig:", theirs, ""])
-
-
-def _values(words: Sequence[str]) -> dict[str, str]:
-    """Return the flags of a command line, each with the first word of its value."""
-    found = {}
-    for word, after in zip(words, [*words[1:], ""], strict=True):
-        name, sign, value = word.removeprefix("--").partition("=")
-        if word.startswith("--"):
-            found[name] = value if sign else after
-    return found
+    return "\n" + str(make_parser().format_help()).partition("\n\n")[2]
 
 
 def completions(words: Sequence[str]) -> dict[str, str]:
     """Return possible next words; see `RawCommand`."""
-    from fullshard.recipes.sft_arguments import flags
-
     if words and not words[0].startswith("-"):  # a file, which holds everything
         return {}
-    return dict.fromkeys(_LAUNCH, "") | flags()
+    from fullshard.recipes.sft_arguments import RENAMED, OwnArguments  # TRL's own would take seconds to import
+
+    own = {f"--{field.name}": str(field.metadata["help"]) for field in fields(OwnArguments)}
+    theirs = ("model_name_or_path", "dataset_name", "output_dir", *RENAMED.values())
+    return dict.fromkeys([*_LAUNCH, *(f"--{name}" for name in theirs)], "") | own
 
 
 def _take_launch_flags(words: list[str]) -> list[str]:
@@ -129,13 +112,11 @@ def _split_file(path: Path, directory: Path, launch_words: list[str]) -> list[st
     from fullshard.config.document import read_document
     from fullshard.config.native import NATIVE
     from fullshard.config.resolve import resolve
-    from fullshard.recipes.sft_arguments import check_early
 
     entries = read_document(path)
     resolve([NATIVE.read(entry for entry in entries if entry.key in GROUPS)])  # errors name this file, not its parts
     values = {entry.key: entry.plain for entry in entries}
     shared = {name: values.pop(name) for name in list(values) if name in GROUPS}
-    check_early(values, {entry.key: entry.origin for entry in entries})
     yaml = YAML(typ="safe")
     if shared:
         if any(word.startswith(("--config_file", "--config-file")) for word in launch_words):

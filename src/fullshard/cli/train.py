@@ -35,7 +35,7 @@ def train(
 
     Under torchrun (or anything else that sets RANK) no processes are started: each takes part in the run.
     """
-    arguments = TrainArguments.parse(settings)
+    arguments = TrainArguments.of(settings)
     if "RANK" in os.environ:
         for flag, is_given in (
             ("--nproc", nproc is not None),

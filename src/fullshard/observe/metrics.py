@@ -8,8 +8,6 @@ import math
 import os
 import resource
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -57,22 +55,12 @@ class StepMetrics:
     checkpoint_seconds: float = 0.0
     skipped_steps: int = 0
 
-    def scalars(self) -> list[tuple[str, str, float]]:
-        """Return the scalars to plot: a name that every tracker takes, the words with the unit, and the value."""
-        found: list[tuple[str, str, float | None]] = [
-            ("loss", "loss (nats per token)", self.loss),
-            ("learning_rate", "learning rate", self.learning_rate),
-            ("grad_norm", "gradient norm", self.grad_norm),
-            ("tokens_per_second", "tokens per second", self.tokens_per_second),
-            ("mfu", "model FLOP utilisation", self.mfu),
-            ("memory_bytes", "memory (bytes per rank)", max(self.memory_nbytes)),
-            ("planned_memory_bytes", "planned memory (bytes per rank)", self.planned_nbytes),
-            ("step_seconds", "time of a step (seconds)", self.step_seconds),
-            ("data_wait_seconds", "wait for data (seconds)", self.data_wait_seconds),
-            ("checkpoint_seconds", "wait for a checkpoint (seconds)", self.checkpoint_seconds),
-            ("skipped_steps", "skipped steps", self.skipped_steps),
-        ]
-        return [(name, words, value) for name, words, value in found if value is not None]
+    def scalars(self) -> dict[str, float]:
+        """Return the scalars to plot, by a name that every tracker takes."""
+        memory = {"memory_bytes": max(self.memory_nbytes), "planned_memory_bytes": self.planned_nbytes}
+        unplotted = ("step", "tokens", "tokens_seen", "memory_nbytes", "planned_nbytes")
+        values = dataclasses.asdict(self) | memory
+        return {name: value for name, value in values.items() if name not in unplotted and value is not None}
 
     def to_json(self) -> str:
         """Return one line of JSON. Floats keep all their digits; "nan" and "inf", not numbers in JSON, become text."""
@@ -103,29 +91,6 @@ class StepMetrics:
 
 
 _RECORD = TypeAdapter(StepMetrics)
-
-
-class RateMeter:
-    """Tokens per second over a window of steps.
-
-    Args:
-        clock: seconds that only grow; tests hand in their own.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
-        self._start = clock()
-        self._tokens = 0
-
-    def add(self, tokens: int) -> float:
-        """Count the tokens of a step that has just ended; the rate since the window began, tokens per second."""
-        self._tokens += tokens
-        return self._tokens / max(self._clock() - self._start, 1e-9)
-
-    def restart(self) -> None:
-        """Begin a new window now."""
-        self._start = self._clock()
-        self._tokens = 0
 
 
 def memory_nbytes(device: torch.device) -> int:

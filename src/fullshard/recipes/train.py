@@ -8,176 +8,253 @@ is what each process of a launched run executes; the file is written by the laun
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
+import platform
+import socket
 import sys
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn import functional
 
-from fullshard.api import Accelerator, AutocastKwargs, InitProcessGroupKwargs
-from fullshard.api.plan_check import PlanWatch
+from fullshard.api import Accelerator, AutocastKwargs, InitProcessGroupKwargs, ProjectConfiguration
+from fullshard.api.planning import plan_run
 from fullshard.api.room import check_room, checkpoint_nbytes
-from fullshard.checkpoint import AsyncSaver, MemoryCopies, export_hf
+from fullshard.checkpoint import AsyncSaver, MemoryCopies, export_hf, save_checkpoint
 from fullshard.checkpoint.lease import lease
 from fullshard.checkpoint.objects import Location
+from fullshard.comm.device import name_of
 from fullshard.config.switches import elastic_ranks
 from fullshard.config.trackers import require_trackers
 from fullshard.core.errors import ConfigError, NonFiniteError
+from fullshard.core.files import write_text
 from fullshard.core.journal import JOURNAL, Happening
+from fullshard.core.version import __version__
+from fullshard.features import unsharded
 from fullshard.features.chunked_loss.loss import use_chunked_loss
 from fullshard.launch import RankEnvironment, read_rank_environment, run_on_main
-from fullshard.launch.environment import is_started_again
 from fullshard.launch.journal import record_events
 from fullshard.launch.preemption import listening, should_stop
 from fullshard.launch.worker import run_worker
 from fullshard.observe import (
-    RateMeter,
+    JsonlSink,
     StepMetrics,
     memory_nbytes,
+    plot_losses,
+    read_metrics,
     require_plots,
     reset_memory_peak,
-    write_text,
 )
 from fullshard.observe.report import write_report
-from fullshard.plan.job import Job
+from fullshard.optim import EMA
+from fullshard.plan.evaluate import Plan
+from fullshard.plan.report import as_dict
 from fullshard.recipes.arguments import TrainArguments
-from fullshard.recipes.artifacts import draw_losses, final_loss, sample_text
-from fullshard.recipes.console import Console, metrics_path, open_console
-from fullshard.recipes.data import TrainingData, prepare_data
-from fullshard.recipes.loop import StepResult, Trainer, learning_rate
+from fullshard.recipes.data import IGNORED, GlobalOrder, PackedSequences, TrainingData, micro_batches, prepare_data
 from fullshard.recipes.model import build_model, read_config
-from fullshard.recipes.optimizers import muon
-from fullshard.recipes.planned import RunPlan, job_values, plan_run
-from fullshard.recipes.profiling import StepMemory, StepProfile
-from fullshard.recipes.resume import (
-    find_checkpoints,
-    load_copy,
-    load_newest,
-    require_same_run,
-    roll_back,
-    save,
-    state_after,
-)
+from fullshard.recipes.optimizers import matrix_optimizer
+from fullshard.recipes.profiling import Recorder
+from fullshard.recipes.resume import find_checkpoints, go_on, load_newest, require_same_run, whole_in
 
 _ADAM_BETAS = (0.9, 0.95)
-
-
-def train(arguments: TrainArguments) -> None:
-    """Run the whole job on this rank. Every rank of the job calls it with the same arguments.
-
-    Raises:
-        FullshardError: a fault of the settings, the data, a checkpoint or the run.
-    """
-    joined_before = dist.is_initialized()
-    with open_console(read_rank_environment()) as console, contextlib.ExitStack() as held:
-        accelerator = RunAccelerator(arguments, console)
-        environment = accelerator.process.environment
-        # Ranks per shard group are told here, and not taken from the host.
-        sharding = arguments.run_config().sharding
-        sharding.resolved_strategy().mesh_shape(environment.world_size, sharding.shard_size)
-        run_on_main(environment, lambda: held.enter_context(lease(arguments.output_dir)))
-        if arguments.checkpoint_dir is not None:
-            run_on_main(environment, lambda: held.enter_context(lease(arguments.checkpoints)))
-        arguments = for_any_size(arguments)
-        checkpoints = run_on_main(environment, lambda: _prepare_output(arguments))
-        record_events(arguments.output_dir)
-        held.callback(JOURNAL.close)
-        data = prepare_data(
-            arguments, environment, lambda checksum: require_same_run(checkpoints, arguments, checksum=checksum)
-        )
-        console.say(f"data: {data.description}")
-        copies = None
-        if arguments.max_lost_steps is not None:
-            copies = held.enter_context(MemoryCopies(arguments.max_lost_steps, say=console.say))
-        # Rank 0's launcher is there from the beginning; that of a host that has come later knows of no attempt before.
-        is_again = run_on_main(environment, is_started_again)
-        is_loaded = bool(checkpoints) or (copies is not None and is_again)
-        trainer = _make_trainer(arguments, data, accelerator, console, is_loaded=is_loaded)
-        first_step = _go_on(checkpoints, copies, trainer, console)
-        if is_loaded and not first_step:  # it was started again before there was a copy
-            accelerator.free_memory()
-            trainer = _make_trainer(arguments, data, accelerator, console)
-        count = arguments.keep_checkpoints + 1 - min(len(checkpoints), arguments.keep_checkpoints)
-        nbytes = checkpoint_nbytes(trainer.model, trainer.optimizer)
-        run_on_main(environment, lambda: check_room(arguments.checkpoints, nbytes, count, console.say))
-        run_on_main(environment, lambda: console.open(accelerator, arguments))
-        held.callback(accelerator.finish_trackers)
-        with listening():
-            with _checked_plan(trainer, console), _memory_watched(trainer, console):
-                stopped_at = _train_steps(trainer, copies, first_step=first_step, console=console)
-            if stopped_at is None:
-                with trainer.averaged():
-                    _finish(trainer, data, console)
-                _note_on_main(environment, Happening.END)
-            else:
-                _note_on_main(environment, Happening.PREEMPTION, "saved and stopped because of a signal")
-                console.say(f"stopped by a signal after step {stopped_at}; the same command goes on from there")
-            if arguments.plot:
-                path = arguments.output_dir / "report.html"
-                run_on_main(environment, lambda: write_report([arguments.output_dir], path))
-                console.say(f"report: {path}")
-    if dist.is_initialized() and not joined_before:
-        dist.destroy_process_group()
-
-
-def run(arguments: TrainArguments) -> None:
-    """Run the job in this process, reporting a failure to the launcher if there is one."""
-    run_worker(lambda: train(arguments))
+MicroBatch = tuple[torch.Tensor, torch.Tensor]
 
 
 class RunAccelerator(Accelerator):
-    """The Accelerator of a run, which says what it has to say where the run says the rest.
-
-    Args:
-        arguments: of the run.
-        console: of this rank.
-    """
+    """The Accelerator of a run, which says what it has to say where the run says the rest."""
 
     _rolls_back = True
     _accumulates = False
-    _records_events = False  # the run does, once the directory is its own
 
-    def __init__(self, arguments: TrainArguments, console: Console) -> None:
-        self._console = console
+    def __init__(self, arguments: TrainArguments) -> None:
+        self._arguments = arguments
         timeout = None if arguments.timeout is None else timedelta(seconds=arguments.timeout)
         super().__init__(
-            # What micro-batches there are only the run knows: it watches the plan itself.
-            fsdp_plugin=arguments.run_config(check_plan=False),
-            log_with=[name for name in arguments.trackers if name != "tensorboard"] or None,
-            project_dir=arguments.output_dir,
+            fsdp_plugin=arguments.run_config(),
+            log_with=arguments.trackers or None,
+            project_config=ProjectConfiguration(logging_dir=str(arguments.output_dir / "tensorboard")),
             # The loop takes its loss in float32, so the dtypes of the precision are enough.
-            kwargs_handlers=[
-                AutocastKwargs(enabled=False),
-                InitProcessGroupKwargs(timeout),
-            ],
+            kwargs_handlers=[AutocastKwargs(enabled=False), InitProcessGroupKwargs(timeout)],
         )
 
     def _say(self, message: str) -> None:
-        self._console.say(message)
+        if self.is_main_process:
+            sys.stdout.write(message + "\n")
+            sys.stdout.flush()
 
-    def finish_trackers(self) -> None:
-        """End what `init_trackers` has started; the process group stays."""
-        self._finish_trackers()
+    @property
+    def _micro_batches_per_step(self) -> int:
+        return int(job_values(self._arguments, read_rank_environment().world_size)["accumulation"])
+
+    say = _say
 
 
-def _prepare_output(arguments: TrainArguments) -> list[Location]:
-    """Find what to resume from, and refuse now what would fail only at the end."""
-    if arguments.plot:
-        require_plots()
-    require_trackers(arguments.trackers, "--log-with")
-    if arguments.model is not None:
-        read_config(arguments.model)
-    if not os.access(arguments.output_dir, os.W_OK):
-        raise ConfigError(f"cannot write to {arguments.output_dir}", hint="use another --output-dir")
-    checkpoints = find_checkpoints(arguments)
-    require_same_run(checkpoints, arguments)
-    return checkpoints
+class Trainer:
+    """Model, optimizer and data of one rank, and how a step uses them.
+
+    Args:
+        arguments: of the run.
+        accelerator: of the run.
+        data: all of it; this class reads the rank's part.
+
+    Attributes:
+        ema: the average of the weights, if it is wanted.
+        plan: of the run, if the planner knows enough.
+        process_nbytes: what a process has on a CPU before there is a model; what is measured there is all of it.
+        skipped_batches: how many batches of the data have been passed over, because gradients were not finite.
+    """
+
+    def __init__(self, arguments: TrainArguments, accelerator: RunAccelerator, data: TrainingData) -> None:
+        self.arguments, self.accelerator, self._sequences = arguments, accelerator, data.train
+        self.environment, self.device = accelerator.process.environment, accelerator.device
+        self.checksum, self.skipped_batches = data.checksum, 0
+        self._order = GlobalOrder(len(data.train), batch_size=arguments.batch_size, seed=arguments.seed)
+        self.process_nbytes = memory_nbytes(self.device) if self.device.type == "cpu" else 0
+        model, origin = build_model(
+            arguments.model, tokenizer=data.tokenizer, seq_len=arguments.seq_len, seed=arguments.seed
+        )
+        model.train()
+        accelerator.say(f"model: {type(model).__name__}, {origin}")
+        job = job_values(arguments, self.environment.world_size) | {"optimizer": arguments.optimizer}
+        config = arguments.run_config()
+        self.plan: Plan | None = plan_run(model, config, self.environment, self.device, accelerator.say, **job)
+        if arguments.loss_chunk is not None:
+            use_chunked_loss(model, tokens=arguments.loss_chunk)
+        self.model: nn.Module = accelerator.prepare(model)
+        # From here on only dropout draws random numbers, and ranks must not draw the same ones.
+        torch.manual_seed(arguments.seed + accelerator.process_index)
+        self.optimizer: Any = accelerator.prepare(self._make_optimizer())
+        self.ema = None if arguments.ema_decay is None else EMA(self.model, arguments.ema_decay)
+
+    def _make_optimizer(self) -> torch.optim.Optimizer:
+        """Return an optimizer that decays matrices, not biases and norms; `ndim` is that of the whole parameter."""
+        arguments = self.arguments
+        lr, decay = learning_rate(0, arguments), arguments.weight_decay
+        if (name := arguments.optimizer) != "adamw":
+            say, options = self.accelerator.say, {"lr": lr, "weight_decay": decay, "adamw_betas": _ADAM_BETAS}
+            return matrix_optimizer(name, self.model, say, **options)
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        groups = [
+            {"params": [p for p in trained if p.ndim >= 2], "weight_decay": decay},
+            {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        return torch.optim.AdamW(groups, lr=lr, betas=_ADAM_BETAS)
+
+    def step(self, step: int) -> tuple[float, float | None, float]:
+        """Make optimizer step `step`, counted from 0. Collective.
+
+        Returns:
+            This rank's loss, summed over target tokens, nats; the global norm of the gradient before clipping, None
+            where the optimizer steps in backward; and the seconds that this rank waited for its batch.
+        """
+        arguments, begin = self.arguments, time.perf_counter()
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(step, arguments)
+        batch = self._read(self._sequences, self._order.indices(step + self.skipped_batches))
+        waited = time.perf_counter() - begin
+        # Gradients are averaged over the ranks; the mean wanted is over the tokens of all of them together.
+        weight = self.environment.world_size / (arguments.batch_size * arguments.seq_len)
+        loss_sum, norm = 0.0, None
+        for number, micro_batch in enumerate(batch, start=1):
+            self.accelerator.sync_gradients = number == len(batch)
+            loss = self._loss_sum(micro_batch)
+            self.accelerator.backward(loss * weight)
+            loss_sum += float(loss.detach())
+        if not arguments.step_in_backward:
+            limit = arguments.max_grad_norm or math.inf
+            norm = float(self.accelerator.clip_grad_norm_(self.model.parameters(), limit))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.ema is not None and not self.optimizer.step_was_skipped:
+            self.ema.update()
+        return loss_sum, norm, waited
+
+    @torch.no_grad()
+    def evaluate(self, sequences: PackedSequences, *, limit: int) -> float:
+        """Return the mean loss over the first `limit` sequences at most, nats per token. Collective."""
+        indices = np.arange(min(limit, len(sequences)))
+        self.model.eval()
+        total = torch.zeros(1, dtype=torch.float64)
+        for chunk in np.array_split(indices, math.ceil(len(indices) / self.arguments.batch_size)):
+            for micro_batch in self._read(sequences, chunk):
+                total += self._loss_sum(micro_batch).double().cpu()
+        self.model.train()
+        return float(self.gather(total).sum()) / (len(indices) * self.arguments.seq_len)
+
+    def gather(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the values of all ranks, on the CPU, one row per rank. Collective."""
+        gathered: torch.Tensor = self.accelerator.gather(values[None].to(self.device))
+        return gathered.cpu()
+
+    @torch.no_grad()
+    def sample(self, tokenizer: Any) -> str:
+        """Return the prompt and the model's continuation, always the likeliest token. Collective."""
+        ids = tokenizer(self.arguments.prompt or tokenizer.eos_token, return_tensors="pt", add_special_tokens=False)
+        self.model.eval()
+        with unsharded(self.model):
+            generate: Any = self.model.generate
+            options = {"max_new_tokens": self.arguments.sample_tokens, "pad_token_id": tokenizer.eos_token_id}
+            output = generate(**ids.to(self.device), do_sample=False, **options)
+        self.model.train()
+        return str(tokenizer.decode(output[0], skip_special_tokens=True))
+
+    def state(self) -> dict[str, Any]:
+        """Return the objects that a checkpoint holds."""
+        # A checkpoint has a scaler whatever the precision is, so that a run may go on in another one.
+        scaler = self.accelerator.scaler or torch.amp.GradScaler(self.device.type, enabled=False)
+        objects = [] if self.ema is None else [self.ema]
+        return {"model": self.model, "optimizer": self.optimizer.optimizer, "scaler": scaler, "objects": objects}
+
+    def state_after(self, step: int) -> dict[str, Any]:
+        """Return everything that a checkpoint holds of a run that has made `step` steps."""
+        extra = {"step": step, "skipped_batches": self.skipped_batches, "data_crc32c": self.checksum}
+        return {**self.state(), "extra": extra | {"arguments": self.arguments.model_dump(mode="json")}}
+
+    def _read(self, sequences: PackedSequences, indices: Any) -> list[MicroBatch]:
+        """Return this rank's micro-batches of a batch."""
+        place = {"rank": self.environment.rank, "world_size": self.environment.world_size}
+        batch = micro_batches(sequences, indices, **place, micro_batch_size=self.arguments.micro_batch_size)
+        return [(inputs.to(self.device), labels.to(self.device)) for inputs, labels in batch]
+
+    def _loss_sum(self, micro_batch: MicroBatch) -> torch.Tensor:
+        """Return the cross-entropy summed over the targets, nats, in fp32 whatever the model computes in."""
+        inputs, labels = micro_batch
+        if self.arguments.loss_chunk is not None:
+            output = self.model(input_ids=inputs, shift_labels=labels, num_items_in_batch=1, use_cache=False)
+            return output.loss  # type: ignore[no-any-return]
+        logits = self.model(input_ids=inputs, use_cache=False).logits.float().flatten(0, 1)
+        return functional.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def learning_rate(step: int, arguments: TrainArguments) -> float:
+    """Return the rate of step `step`, counted from 0: linear warm-up, then half a cosine down to the lowest rate."""
+    warmup = arguments.warmup
+    if step < warmup:
+        return arguments.lr * (step + 1) / warmup
+    done = (step - warmup) / max(1, arguments.steps - 1 - warmup)
+    lowest = arguments.lr * arguments.min_lr_ratio
+    return lowest + (arguments.lr - lowest) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+
+
+def job_values(arguments: TrainArguments, world_size: int) -> dict[str, Any]:
+    """Return the values that a plan needs and a run's configuration does not have."""
+    rows = math.ceil(arguments.batch_size / world_size)
+    micro_batch = min(arguments.micro_batch_size or rows, rows)
+    return {
+        "loss": "eager" if arguments.loss_chunk is None else "fused",
+        "loss_chunk": arguments.loss_chunk,
+        "accumulation": math.ceil(rows / micro_batch),
+        "micro_batch": micro_batch,
+        "seq_len": arguments.seq_len,
+    }
 
 
 def for_any_size(arguments: TrainArguments) -> TrainArguments:
@@ -198,304 +275,284 @@ def for_any_size(arguments: TrainArguments) -> TrainArguments:
     return arguments.model_copy(update={"micro_batch_size": min(arguments.micro_batch_size or most, most)})
 
 
-def _go_on(checkpoints: list[Location], copies: MemoryCopies | None, trainer: Trainer, console: Console) -> int:
-    """Load what is newest, in host memory or on a disk, and say what it is; the number of steps behind it."""
-    if copies is not None:
-        step = load_copy(copies, checkpoints, trainer)
-        if step is not None:
-            console.say(f"resume: from copies in host memory, after step {step}")
-            return step
-    checkpoint, step = load_newest(checkpoints, trainer, console.say)
-    console.say(_resume_line(trainer.arguments, checkpoint, step))
-    return step
-
-
-def _resume_line(arguments: TrainArguments, checkpoint: Location | None, first_step: int) -> str:
-    if checkpoint is not None:
-        return f"resume: from {checkpoint}, after step {first_step}"
-    if arguments.resume == "never":
-        return "resume: not wanted, starting at step 1"
-    return f"resume: no complete checkpoint in {arguments.checkpoints}, starting at step 1"
-
-
-def _make_trainer(
-    arguments: TrainArguments,
-    data: TrainingData,
-    accelerator: Accelerator,
-    console: Console,
-    *,
-    is_loaded: bool = False,
-) -> Trainer:
-    """Return the sharded model with its optimizer; with `is_loaded` its weights are loaded afterwards."""
-    before = memory_nbytes(accelerator.device)
-    model, origin = build_model(
-        arguments.model,
-        tokenizer=data.tokenizer,
-        seq_len=arguments.seq_len,
-        seed=arguments.seed,
-        is_loaded_later=is_loaded,
-    )
-    model.train()
-    console.say(f"model: {type(model).__name__}, {origin}")
-    environment = accelerator.process.environment
-    console.plan = plan_run(model, arguments, environment, accelerator.device, console.say, before=before)
-    if arguments.loss_chunk is not None:
-        use_chunked_loss(model, tokens=arguments.loss_chunk)
-    model = accelerator.prepare(model)
-    # From here on only dropout draws random numbers, and ranks must not draw the same ones.
-    torch.manual_seed(arguments.seed + accelerator.process_index)
-    optimizer = _make_optimizer(model, arguments, console)
-    return Trainer(
-        accelerator,
-        model=model,
-        optimizer=accelerator.prepare(optimizer),
-        sequences=data.train,
-        checksum=data.checksum,
-        arguments=arguments,
-    )
-
-
-@contextlib.contextmanager
-def _checked_plan(trainer: Trainer, console: Console) -> Iterator[None]:
-    """Compare the third step inside with its plan, if that is wanted."""
-    arguments = trainer.arguments
-    if not arguments.check_plan:
-        yield
-        return
-    further = job_values(arguments, trainer.environment.world_size)
-    watch = PlanWatch(Job.from_run(arguments.run_config(), **further), console.say)
-    watch.watch([trainer.model], [trainer.optimizer.optimizer])
-    yield
-    watch.close()
-
-
-@contextlib.contextmanager
-def _memory_watched(trainer: Trainer, console: Console) -> Iterator[None]:
-    """Write what memory holds through the third step inside, if that is wanted."""
-    if not trainer.arguments.memory_timeline:
-        yield
-        return
-    planned = () if console.plan is None else console.plan.plan.memory.timeline
-    memory = StepMemory(trainer.accelerator, trainer.arguments.output_dir, console.say, planned)
-    memory.begin(trainer.model, trainer.optimizer.optimizer)
-    yield
-    memory.close()
-
-
-def _make_optimizer(model: nn.Module, arguments: TrainArguments, console: Console) -> torch.optim.Optimizer:
-    lr = learning_rate(0, arguments)
-    if arguments.optimizer == "adamw":
-        return torch.optim.AdamW(_parameter_groups(model, arguments.weight_decay), lr=lr, betas=_ADAM_BETAS)
-    return muon(model, console.say, lr=lr, weight_decay=arguments.weight_decay, adamw_betas=_ADAM_BETAS)
-
-
-def _parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
-    """Return groups that decay matrices, not biases and norms. `ndim` of a sharded parameter is the whole one's."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-
-
-def _train_steps(trainer: Trainer, copies: MemoryCopies | None, *, first_step: int, console: Console) -> int | None:
-    """Run steps `first_step` + 1 to the last, with a checkpoint wherever one is due.
-
-    Returns:
-        The step after which a signal has stopped them, with a checkpoint; None if none has.
+def train(arguments: TrainArguments) -> None:
+    """Run the whole job on this rank. Every rank of the job calls it with the same arguments.
 
     Raises:
-        FullshardError: the loss or the gradient is not finite.
+        FullshardError: a fault of the settings, the data, a checkpoint or the run.
     """
-    arguments = trainer.arguments
-    console.start(arguments, first_step=first_step)
-    meter = _StepMeter(trainer, console.plan)
-    with _profile(trainer, console) as profile, AsyncSaver() as saver:
-        if arguments.async_save:
-            saver.reserve([(trainer.model, trainer.optimizer.optimizer)])
-        step, rollbacks = first_step, 0
-        while step < arguments.steps:
-            step += 1
-            JOURNAL.tell(step)
-            if (written := saver.check()) is not None:
-                console.say(f"checkpoint: {written}")
-            meter.begin()
-            profile.begin_step()
-            try:
-                result = trainer.step(step - 1)
-            except NonFiniteError as error:
-                rollbacks += 1
-                error.add_note(f"fullshard: this was step {step} of the run")
-                if arguments.nonfinite_gradients != "rollback" or rollbacks > arguments.nonfinite_limit:
-                    raise
-                step = _roll_back(error, trainer, saver, step=step, console=console)
-                if copies is not None:
-                    copies.go_on_from(step)
-                continue
-            profile.end_step()
-            metrics = meter.end(step, result)
-            for sink in console.sinks:
-                sink.write(metrics)
-            if not trainer.optimizer.step_was_skipped:
-                _check_finite(metrics, arguments)
-            due = arguments.save_every and step % arguments.save_every == 0
-            stops = should_stop() and step < arguments.steps
-            meter.stood_still = 0.0
-            if due or stops or step == arguments.steps:
-                meter.stood_still = _save(trainer, saver, step=step, console=console)
-                rollbacks = 0
-            if due or step % arguments.log_every == 0:
-                meter.restart_rate()
-            if stops:
-                break
-            if copies is not None and step < arguments.steps:
-                copies.after_step(step, **state_after(trainer, step))
-        if (written := saver.wait()) is not None:
-            console.say(f"checkpoint: {written}")
-    return step if step < arguments.steps else None
+    joined_before = dist.is_initialized()
+    with contextlib.ExitStack() as held:
+        accelerator = RunAccelerator(arguments)
+        environment, say = accelerator.process.environment, accelerator.say
+        # Ranks per shard group are told here, and not taken from the host.
+        sharding = arguments.run_config().sharding
+        sharding.resolved_strategy().mesh_shape(environment.world_size, sharding.shard_size)
+        # Nothing is looked at, written or removed before the directories are this job's alone.
+        run_on_main(environment, lambda: held.enter_context(lease(arguments.output_dir)))
+        if arguments.checkpoint_dir is not None:
+            run_on_main(environment, lambda: held.enter_context(lease(arguments.checkpoints)))
+        arguments = for_any_size(arguments)
+        checkpoints = run_on_main(environment, lambda: _look_ahead(arguments))
+        record_events(arguments.output_dir)
+        held.callback(JOURNAL.close)
+        data = prepare_data(
+            arguments, environment, lambda checksum: require_same_run(checkpoints, arguments, checksum=checksum)
+        )
+        say(f"data: {data.description}")
+        copies = None
+        if (most := arguments.max_lost_steps) is not None:
+            copies = held.enter_context(MemoryCopies(most, say=say))
+        trainer = Trainer(arguments, accelerator, data)
+        first_step = go_on(checkpoints, copies, trainer, say)
+        count = arguments.keep_checkpoints + 1 - min(len(checkpoints), arguments.keep_checkpoints)
+        nbytes = checkpoint_nbytes(trainer.model, trainer.optimizer)
+        run_on_main(environment, lambda: check_room(arguments.checkpoints, nbytes, count, say))
+        run_on_main(environment, lambda: _write_down(trainer))
+        held.callback(lambda: [tracker.finish() for tracker in accelerator.trackers])
+        with listening():
+            stopped_at = Loop(trainer, copies).run(first_step)
+            if stopped_at is None:
+                with contextlib.nullcontext() if trainer.ema is None else trainer.ema.swapped():
+                    _finish(trainer, data)
+                note(environment, Happening.END)
+            else:
+                note(environment, Happening.PREEMPTION, "saved and stopped because of a signal")
+                say(f"stopped by a signal after step {stopped_at}; the same command goes on from there")
+            if arguments.plot:
+                path = arguments.output_dir / "report.html"
+                run_on_main(environment, lambda: write_report([arguments.output_dir], path))
+                say(f"report: {path}")
+    if dist.is_initialized() and not joined_before:
+        dist.destroy_process_group()
 
 
-class _StepMeter:
-    """Measures steps.
+class Loop:
+    """The steps of a run, each reported, with a checkpoint wherever one is due."""
 
-    Attributes:
-        stood_still: seconds for which a checkpoint after the last step has held training up.
-    """
-
-    def __init__(self, trainer: Trainer, plan: RunPlan | None) -> None:
-        self._trainer, self._plan = trainer, plan
-        self._rate, self._begin, self._skipped = RateMeter(), 0.0, 0
-        self.stood_still = 0.0
+    def __init__(self, trainer: Trainer, copies: MemoryCopies | None) -> None:
+        self._trainer, self._copies, self._saver = trainer, copies, AsyncSaver()
+        self._arguments, self._say = trainer.arguments, trainer.accelerator.say
+        self._metrics: JsonlSink | None = None
+        self._window, self._tokens = time.perf_counter(), 0  # over which tokens per second are counted
+        self._skipped, self._stood_still = 0, 0.0
         reset_memory_peak(trainer.device)
 
-    def begin(self) -> None:
-        """Begin a step."""
-        self._begin = time.perf_counter()
+    def run(self, first_step: int) -> int | None:
+        """Run steps `first_step` + 1 to the last.
 
-    def end(self, step: int, result: StepResult) -> StepMetrics:
-        """Return the metrics of the step, over all ranks. A collective."""
-        trainer, arguments, plan = self._trainer, self._trainer.arguments, self._plan
-        self._skipped += trainer.optimizer.step_was_skipped
+        Returns:
+            The step after which a signal has stopped them, with a checkpoint; None if none has.
+
+        Raises:
+            FullshardError: the loss or the gradient is not finite.
+        """
+        trainer, arguments = self._trainer, self._arguments
+        steps = arguments.profile_steps if arguments.profile else None
+        recorder = Recorder(
+            trainer.accelerator, arguments.output_dir, self._say, steps=steps, memory=arguments.memory_timeline
+        )
+        planned = () if trainer.plan is None else trainer.plan.memory.timeline
+        recorder.begin(trainer.model, trainer.optimizer.optimizer, planned)
+        self._open_metrics(first_step)
+        with self._saver, contextlib.closing(self):
+            if arguments.async_save:
+                self._saver.reserve([(trainer.model, trainer.optimizer.optimizer)])
+            step, rollbacks, stops = first_step, 0, False
+            while step < arguments.steps and not stops:
+                step += 1
+                JOURNAL.tell(step)
+                self._tell_saved(self._saver.check())
+                recorder.begin_step()
+                try:
+                    metrics = self._step(step)
+                except NonFiniteError as error:
+                    rollbacks += 1
+                    error.add_note(f"fullshard: this was step {step} of the run")
+                    if arguments.nonfinite_gradients != "rollback" or rollbacks > arguments.nonfinite_limit:
+                        raise
+                    step = self._roll_back(error, step)
+                    continue
+                recorder.end_step()
+                self._report(metrics)
+                due = bool(arguments.save_every) and step % arguments.save_every == 0
+                stops = should_stop() and step < arguments.steps
+                self._stood_still = 0.0
+                if due or stops or step == arguments.steps:
+                    self._save(step)
+                    rollbacks = 0
+                if due or step % arguments.log_every == 0:  # a line's rate is of its own steps, without saving
+                    self._window, self._tokens = time.perf_counter(), 0
+                if self._copies is not None and step < arguments.steps and not stops:
+                    self._copies.after_step(step, **trainer.state_after(step))
+            self._tell_saved(self._saver.wait())
+        recorder.close()
+        return step if step < arguments.steps else None
+
+    def close(self) -> None:
+        """Close the metrics file."""
+        if self._metrics is not None:
+            self._metrics.close()
+
+    def _open_metrics(self, last_step: int) -> None:
+        if self._trainer.environment.is_main:
+            self.close()
+            self._metrics = JsonlSink(self._arguments.output_dir / "metrics.jsonl", last_step=last_step)
+
+    def _step(self, step: int) -> StepMetrics:
+        """Make a step; return its metrics over all ranks. Collective."""
+        trainer, arguments, begin = self._trainer, self._arguments, time.perf_counter()
+        loss_sum, norm, waited = trainer.step(step - 1)
+        rows = trainer.gather(torch.tensor([loss_sum, waited, memory_nbytes(trainer.device)], dtype=torch.float64))
         tokens = arguments.batch_size * arguments.seq_len
-        loss_sum, data_wait, memory = trainer.sum_over_ranks(result, memory_nbytes(trainer.device))
+        self._tokens += tokens
+        self._skipped += trainer.optimizer.step_was_skipped
+        speed, plan = self._tokens / max(time.perf_counter() - self._window, 1e-9), trainer.plan
+        time_of = None if plan is None or plan.cluster.device.is_cpu else plan.time  # a CPU's peak is unmeasured
         return StepMetrics(
             step=step,
-            loss=loss_sum / tokens,
+            loss=float(rows[:, 0].sum()) / tokens,
             learning_rate=learning_rate(step - 1, arguments),
-            grad_norm=result.grad_norm,
+            grad_norm=norm,
             tokens=tokens,
             tokens_seen=step * tokens,
-            step_seconds=time.perf_counter() - self._begin,
-            tokens_per_second=(speed := self._rate.add(tokens)),
-            data_wait_seconds=data_wait,
-            memory_nbytes=memory,
-            planned_nbytes=None if plan is None else plan.nbytes,
-            mfu=None if plan is None else plan.mfu(speed),
-            checkpoint_seconds=self.stood_still,
+            step_seconds=time.perf_counter() - begin,
+            tokens_per_second=speed,
+            data_wait_seconds=float(rows[:, 1].mean()),
+            memory_nbytes=tuple(map(int, rows[:, 2].tolist())),
+            planned_nbytes=None if plan is None else plan.memory.needed + trainer.process_nbytes,
+            mfu=None if time_of is None else time_of.mfu * speed / time_of.tokens_per_second,
+            checkpoint_seconds=self._stood_still,
             skipped_steps=self._skipped,
         )
 
-    def restart_rate(self) -> None:
-        """Measure the rate from here on, so that a line's rate is of its own steps, without the time of a save."""
-        self._rate.restart()
+    def _report(self, metrics: StepMetrics) -> None:
+        """Report a step, and stop before a checkpoint holds what is no number."""
+        trainer, arguments = self._trainer, self._arguments
+        if self._metrics is not None:
+            self._metrics.write(metrics)
+            trainer.accelerator.log(metrics.scalars(), metrics.step)
+        if metrics.step % arguments.log_every == 0 or metrics.step == arguments.steps:
+            self._say(metrics.line(arguments.steps))
+        norm = metrics.grad_norm if metrics.grad_norm is not None and arguments.precision != "fp16" else 0.0
+        # In fp16 the scaler passes over gradients that overflow.
+        if not (trainer.optimizer.step_was_skipped or math.isfinite(metrics.loss + norm)):
+            raise NonFiniteError(
+                f"step {metrics.step} has loss {metrics.loss} and gradient norm {metrics.grad_norm}; "
+                "the run has stopped, and its last checkpoint is from before",
+                hint="lower --lr, or compute in bf16 or fp32",
+            )
+
+    def _save(self, step: int) -> None:
+        """Save after `step` steps; what is written in the background is reported when it is complete. Collective."""
+        arguments, begin = self._arguments, time.perf_counter()
+        self._tell_saved(self._saver.wait())
+        (self._saver.save if arguments.async_save else save_checkpoint)(
+            path := arguments.checkpoints / f"step-{step:06d}",
+            **self._trainer.state_after(step),
+            total_limit=arguments.keep_checkpoints,
+            # Only an incomplete or damaged one can be there: `find_checkpoints` refuses to begin before a whole one.
+            overwrite=True,
+        )
+        self._stood_still = time.perf_counter() - begin
+        self._tell_saved(None if self._saver.is_saving else path)
+
+    def _tell_saved(self, path: Location | None) -> None:
+        if path is not None:
+            self._say(f"checkpoint: {path}")
+
+    def _roll_back(self, error: NonFiniteError, step: int) -> int:
+        """Go back to the newest checkpoint because of `error` in step `step`, and past the data since; its step."""
+        trainer, why = self._trainer, str(error).partition("\n")[0]
+        self._saver.wait()
+        batches = step + trainer.skipped_batches
+        paths = run_on_main(trainer.environment, lambda: whole_in(self._arguments.checkpoints))
+        if not paths:
+            error.add_note("fullshard: there is no checkpoint to go back to")
+            raise error
+        trainer.optimizer.zero_grad()
+        _, back = load_newest(paths, trainer, self._say)
+        trainer.skipped_batches = batches - back
+        note(trainer.environment, Happening.ROLLBACK, why, to_step=back, passed_over=step - back)
+        self._open_metrics(back)
+        self._say(f"step {step}: {why}")
+        self._say(f"rollback: to the checkpoint after step {back}; {step - back} batches are passed over")
+        if self._copies is not None:
+            self._copies.go_on_from(back)
+        return back
 
 
-@contextlib.contextmanager
-def _profile(trainer: Trainer, console: Console) -> Iterator[StepProfile]:
-    """Give the profile that records the steps to be profiled within the block."""
-    arguments = trainer.arguments
-    steps = arguments.profile_steps if arguments.profile else None
-    profile = StepProfile(trainer.accelerator, steps, arguments.output_dir / "profile", console.say)
-    yield profile
-    profile.close()
-
-
-def _roll_back(error: NonFiniteError, trainer: Trainer, saver: AsyncSaver, *, step: int, console: Console) -> int:
-    """Go back to the newest checkpoint because of `error` in step `step`; return the step it was written after."""
-    saver.wait()
-    back = roll_back(trainer, step, console.say)
-    if back is None:
-        error.add_note("fullshard: there is no checkpoint to go back to")
-        raise error
-    _note_on_main(
-        trainer.environment, Happening.ROLLBACK, str(error).partition("\n")[0], to_step=back, passed_over=step - back
-    )
-    console.close()
-    console.start(trainer.arguments, first_step=back)
-    console.say(f"step {step}: {str(error).partition(chr(10))[0]}")
-    console.say(f"rollback: to the checkpoint after step {back}; {step - back} batches are passed over")
-    return back
-
-
-def _note_on_main(environment: RankEnvironment, kind: Happening, message: str = "", **details: int) -> None:
+def note(environment: RankEnvironment, kind: Happening, message: str = "", **details: int) -> None:
+    """Note an event in the run's journal, on rank 0."""
     if environment.is_main:
         JOURNAL.note(kind, message, **details)
 
 
-def _save(trainer: Trainer, saver: AsyncSaver, *, step: int, console: Console) -> float:
-    """Save after `step` steps; what is written in the background is reported when it is complete.
-
-    Returns:
-        Seconds that training stood still.
-    """
-    begin = time.perf_counter()
-    if (earlier := saver.wait()) is not None:
-        console.say(f"checkpoint: {earlier}")
-    written = save(trainer, step, saver)
-    seconds = time.perf_counter() - begin
-    if not saver.is_saving:
-        console.say(f"checkpoint: {written}")
-    return seconds
+def _look_ahead(arguments: TrainArguments) -> list[Location]:
+    """Find what to resume from, and refuse now what would fail only at the end. On rank 0."""
+    if arguments.plot:
+        require_plots()
+    require_trackers(arguments.trackers, "--log-with")
+    if arguments.model is not None:
+        read_config(arguments.model)
+    if not os.access(arguments.output_dir, os.W_OK):
+        raise ConfigError(f"cannot write to {arguments.output_dir}", hint="use another --output-dir")
+    checkpoints = find_checkpoints(arguments)
+    require_same_run(checkpoints, arguments)
+    return checkpoints
 
 
-def _check_finite(metrics: StepMetrics, arguments: TrainArguments) -> None:
-    """Stop before a checkpoint holds what is no number. In fp16 the scaler passes over gradients that overflow."""
-    norm = 0.0 if metrics.grad_norm is None else metrics.grad_norm
-    if math.isfinite(metrics.loss) and (math.isfinite(norm) or arguments.precision == "fp16"):
-        return
-    raise NonFiniteError(
-        f"step {metrics.step} has loss {metrics.loss} and gradient norm {metrics.grad_norm}; "
-        "the run has stopped, and its last checkpoint is from before",
-        hint="lower --lr, or compute in bf16 or fp32",
-    )
+def _write_down(trainer: Trainer) -> None:
+    """Write down what the run is, now that it will go on, and start its trackers. On rank 0."""
+    arguments, accelerator = trainer.arguments, trainer.accelerator
+    values, defaults = arguments.model_dump(mode="json"), type(arguments)().model_dump(mode="json")
+    settings = {
+        arguments.spelled(name): {"value": value, "origin": "default" if value == defaults[name] else "given"}
+        for name, value in values.items()
+    }
+    versions = {"fullshard": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    place = {"host": socket.gethostname(), "device": name_of(trainer.device), "ranks": accelerator.num_processes}
+    files: dict[str, Any] = {"settings": settings, "environment": versions | place}
+    if trainer.plan is not None:
+        files["plan"] = as_dict(trainer.plan) | {"process": trainer.process_nbytes}
+    for name, content in files.items():
+        write_text(arguments.output_dir / f"{name}.json", json.dumps(content, indent=2) + "\n")
+    write_text(arguments.output_dir / "arguments.json", arguments.to_json())
+    accelerator.init_trackers(arguments.output_dir.name, values, {"wandb": {"dir": str(arguments.output_dir)}})
 
 
-def _finish(trainer: Trainer, data: TrainingData, console: Console) -> None:
-    """Evaluate, and write the run's results; say where each is."""
-    arguments, environment = trainer.arguments, trainer.environment
-    output = arguments.output_dir
-    console.say(run_on_main(environment, lambda: final_loss(metrics_path(arguments))))
-    held_out = None
+def _finish(trainer: Trainer, data: TrainingData) -> None:
+    """Evaluate, and write the run's results; say where each is. Collective."""
+    arguments, environment, say = trainer.arguments, trainer.environment, trainer.accelerator.say
+    output, metrics = arguments.output_dir, arguments.output_dir / "metrics.jsonl"
+    records = list(read_metrics(metrics)) if environment.is_main else []
+    losses = [record.loss for record in records]
+    if last := losses[-max(1, len(losses) // 10) :]:  # single batches scatter widely
+        say(f"training loss: {sum(last) / len(last):.4f} nats/token (mean of the last {len(last)} steps)")
+    held_out, entropy = None, run_on_main(environment, data.train.unigram_entropy)
     if len(data.held_out):
         held_out = trainer.evaluate(data.held_out, limit=arguments.eval_sequences)
-        console.say(f"held-out loss: {held_out:.4f} nats/token")
-    console.say(f"unigram entropy: {data.unigram_entropy:.4f} nats/token (what token frequencies alone would reach)")
+        say(f"held-out loss: {held_out:.4f} nats/token")
+    say(f"unigram entropy: {entropy:.4f} nats/token (what token frequencies alone would reach)")
     if arguments.sample_tokens:
-        text = sample_text(
-            trainer.model,
-            data.tokenizer,
-            prompt=arguments.prompt,
-            tokens=arguments.sample_tokens,
-            device=trainer.device,
-        )
+        text = trainer.sample(data.tokenizer)
         run_on_main(environment, lambda: write_text(output / "sample.txt", text + "\n"))
-        console.say(f"sample: {output / 'sample.txt'}")
+        say(f"sample: {output / 'sample.txt'}")
     if arguments.export:
         export_hf(output / "export", model=trainer.model, tokenizer=data.tokenizer, overwrite=True)
-        console.say(f"export: {output / 'export'}")
+        say(f"export: {output / 'export'}")
     if arguments.plot:
-        run_on_main(
-            environment,
-            lambda: draw_losses(
-                output / "loss.png",
-                metrics_path(arguments),
-                unigram_entropy=data.unigram_entropy,
-                held_out_loss=held_out,
-            ),
-        )
-        console.say(f"loss curve: {output / 'loss.png'}")
-    console.say(f"metrics: {metrics_path(arguments)}")
+        lines = {"unigram_entropy": entropy, "held_out_loss": held_out}
+        steps = [record.step for record in records]
+        run_on_main(environment, lambda: plot_losses(output / "loss.png", steps=steps, losses=losses, **lines))
+        say(f"loss curve: {output / 'loss.png'}")
+    say(f"metrics: {metrics}")
+
+
+def run(arguments: TrainArguments) -> None:
+    """Run the job in this process, reporting a failure to the launcher if there is one."""
+    run_worker(lambda: train(arguments))
 
 
 if __name__ == "__main__":
-    run_worker(lambda: train(TrainArguments.read(Path(sys.argv[1]))))
+    run(TrainArguments.read(Path(sys.argv[1])))
