@@ -36,7 +36,7 @@ Host = subprocess.Popen[str]
 SLOW = """
 import os, time
 from fullshard.cli.main import main
-from fullshard.recipes.train import Trainer
+from fullshard.recipes.trainer import Trainer
 
 step = Trainer.step
 Trainer.step = lambda *arguments: time.sleep(float(os.environ.get("PAUSE", 0.3))) or step(*arguments)

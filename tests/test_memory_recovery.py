@@ -41,7 +41,7 @@ def run(tmp_path: Path) -> Path:
 SLOW = """
 import time
 from fullshard.cli.main import main
-from fullshard.recipes.train import Trainer
+from fullshard.recipes.trainer import Trainer
 
 step = Trainer.step
 Trainer.step = lambda *arguments: time.sleep(0.3) or step(*arguments)

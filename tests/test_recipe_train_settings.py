@@ -30,7 +30,8 @@ from fullshard.launch.preemption import PREEMPTED, exit_code
 from fullshard.observe import StepMetrics, read_metrics
 from fullshard.recipes.arguments import TrainArguments
 from fullshard.recipes.data import train_tokenizer
-from fullshard.recipes.train import Trainer, learning_rate, train
+from fullshard.recipes.train import train
+from fullshard.recipes.trainer import Trainer, learning_rate
 from tests.differential import TOLERANCE
 from tests.distributed import run_ranks
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -66,10 +68,15 @@ def sft(context: typer.Context) -> None:
 
 
 def _help_of_flags() -> str:
-    """Return the help on every flag, by TRL's parser."""
-    from fullshard.recipes.sft_arguments import make_parser
+    """Return the help on our own flags, and the names of TRL's."""
+    from fullshard.recipes.sft_arguments import OwnArguments, make_parser
 
-    return "\n" + str(make_parser().format_help()).partition("\n\n")[2]
+    own = {field.name: str(field.metadata["help"]) for field in fields(OwnArguments)}
+    theirs = " ".join(f"--{action.dest}" for action in make_parser()._actions if action.dest not in (*own, "help"))
+    layout: dict[str, Any] = {"width": 80, "break_on_hyphens": False}
+    lines = [textwrap.fill(f"  --{name:<24}{text}", subsequent_indent=" " * 28, **layout) for name, text in own.items()]
+    page = textwrap.fill(theirs, initial_indent="  ", subsequent_indent="  ", **layout)
+    return "\n".join(["", "Flags:", *lines, "", "Of TRL's SFTConfig, ModelConfig and ScriptArguments:", page, ""])
 
 
 def completions(words: Sequence[str]) -> dict[str, str]:

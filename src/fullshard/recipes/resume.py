@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fullshard.checkpoint import MemoryCopies, load_checkpoint, whole_checkpoints
 from fullshard.checkpoint.decoding import decode_value
@@ -16,9 +16,7 @@ from fullshard.core.errors import ConfigError, DamagedError
 from fullshard.launch import run_on_main
 from fullshard.launch.environment import is_started_again
 from fullshard.recipes.arguments import TrainArguments
-
-if TYPE_CHECKING:
-    from fullshard.recipes.train import Trainer
+from fullshard.recipes.trainer import Trainer
 
 _STREAM = ("batch_size", "seq_len", "seed", "held_out")
 """Settings that fix which sequences each step sees; a resumed run must keep them."""
