@@ -23,7 +23,7 @@ from fullshard.launch.preemption import should_stop
 from fullshard.launch.worker import run_worker
 from fullshard.observe.report import write_report
 from fullshard.recipes.model import own_errors
-from fullshard.recipes.optimizers import matrix_optimizer
+from fullshard.recipes.optimizers import muon
 from fullshard.recipes.profiling import Recorder, recorded
 from fullshard.recipes.sft_arguments import SFTArguments, read_arguments
 
@@ -101,7 +101,7 @@ def make_trainer(arguments: SFTArguments) -> Any:
 
     from fullshard.integrations.transformers import SFTTrainer
 
-    training, name = arguments.training, arguments.matrix_optimizer
+    training = arguments.training
     tokenizer, is_extended = load_tokenizer(arguments)
     model = load_model(arguments)
     # A table that is longer than the vocabulary has room already, and is not to be made shorter.
@@ -119,15 +119,15 @@ def make_trainer(arguments: SFTArguments) -> Any:
         eval_dataset=test,
         processing_class=tokenizer,
         peft_config=trl.get_peft_config(arguments.model),
-        optimizer_cls_and_kwargs=None if name is None else _of_matrices(name, training),
+        optimizer_cls_and_kwargs=_muon(training) if arguments.uses_muon else None,
     )
 
 
-def _of_matrices(name: str, training: Any) -> tuple[Any, dict[str, Any]]:
+def _muon(training: Any) -> tuple[Any, dict[str, Any]]:
     """Return a function that gives the maker of the optimizer, called once there are adapters, and its options."""
 
     def make(model: Any, **options: Any) -> torch.optim.Optimizer:
-        return matrix_optimizer(name, model, say, **options)
+        return muon(model, say, **options)
 
     betas = (training.adam_beta1, training.adam_beta2)
     options = {"lr": training.learning_rate, "weight_decay": training.weight_decay, "adamw_betas": betas}

@@ -16,7 +16,6 @@ from fullshard.config.trackers import require_trackers
 from fullshard.config.values import step_range
 from fullshard.core.errors import ConfigError, MissingExtraError
 from fullshard.core.paths import local_name, require_there
-from fullshard.plan.optimizers import OPTIMIZERS
 
 
 @dataclass
@@ -64,13 +63,13 @@ _LISTS = ("lora_target_modules", "splits")
 
 @dataclass(frozen=True, slots=True)
 class SFTArguments:
-    """Everything a run is told: TRL's three groups, ours, and an optimizer that Transformers does not name."""
+    """Everything a run is told: TRL's three groups, ours, and whether `--optim` is muon, which they lack."""
 
     script: Any
     own: OwnArguments
     training: Any
     model: Any
-    matrix_optimizer: str | None = None
+    uses_muon: bool = False
 
 
 def read_arguments(words: Sequence[str], say: Callable[[str], None]) -> SFTArguments:
@@ -113,13 +112,10 @@ def make_arguments(values: Mapping[str, Any], say: Callable[[str], None]) -> SFT
     if len(trackers := _words(given.get("report_to", "none"))) > 1:  # which the parser takes for one word
         parser.set_defaults(report_to=trackers)
         del given["report_to"]
-    matrices = None
-    (name,) = _words(given.get("optim", "")) or [""]
-    if name.lower() in OPTIMIZERS and OPTIMIZERS[name.lower()].owner is not None:
-        matrices = name.lower()
+    if uses_muon := _words(given.get("optim", "")) == ["muon"]:
         del given["optim"]
-        if given.get("optim_args") is not None:
-            raise ConfigError(f"--optim_args with --optim {name}: they are for Transformers' own optimizers")
+        if "optim_args" in given:
+            raise ConfigError("--optim_args with --optim muon: they are for Transformers' own optimizers")
     given.setdefault("gradient_checkpointing_kwargs", {"use_reentrant": _is_true(given.get("use_reentrant", False))})
     try:
         script, own, training, model = parser.read(
@@ -153,7 +149,7 @@ def make_arguments(values: Mapping[str, Any], say: Callable[[str], None]) -> SFT
     if "dtype" not in given:  # what is trained has float32 main weights, a frozen model is kept in what is computed in
         half = "bfloat16" if training.bf16 else "float16" if training.fp16 else "float32"
         model.dtype = half if model.use_peft else "float32"
-    return SFTArguments(script, own, training, model, matrices)
+    return SFTArguments(script, own, training, model, uses_muon)
 
 
 def _translated(values: Mapping[str, Any], say: Callable[[str], None]) -> Iterator[tuple[str, Any]]:

@@ -24,7 +24,7 @@ from fullshard.plan.evaluate import Plan
 from fullshard.recipes.arguments import TrainArguments
 from fullshard.recipes.data import IGNORED, GlobalOrder, PackedSequences, TrainingData, micro_batches
 from fullshard.recipes.model import build_model
-from fullshard.recipes.optimizers import matrix_optimizer
+from fullshard.recipes.optimizers import muon
 
 _ADAM_BETAS = (0.9, 0.95)
 MicroBatch = tuple[torch.Tensor, torch.Tensor]
@@ -100,9 +100,8 @@ class Trainer:
         """Return an optimizer that decays matrices, not biases and norms; `ndim` is that of the whole parameter."""
         arguments = self.arguments
         lr, decay = learning_rate(0, arguments), arguments.weight_decay
-        if (name := arguments.optimizer) != "adamw":
-            say, options = self.accelerator.say, {"lr": lr, "weight_decay": decay, "adamw_betas": _ADAM_BETAS}
-            return matrix_optimizer(name, self.model, say, **options)
+        if arguments.optimizer == "muon":
+            return muon(self.model, self.accelerator.say, lr=lr, weight_decay=decay, adamw_betas=_ADAM_BETAS)
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         groups = [
             {"params": [p for p in trained if p.ndim >= 2], "weight_decay": decay},
