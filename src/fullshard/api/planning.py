@@ -12,15 +12,14 @@ import torch
 from torch import nn
 
 from fullshard.api.plugin import configured_policy
-from fullshard.comm import cuda
-from fullshard.comm.device import name_of
 from fullshard.config.schema import Dtype, RunConfig
 from fullshard.core.dtypes import main_dtype
 from fullshard.core.errors import ConfigError, WrapError
 from fullshard.core.sizes import format_nbytes
 from fullshard.engine.precision import dtype_name
 from fullshard.features.quantized_weights import is_exact
-from fullshard.launch import RankEnvironment
+from fullshard.launch import RankEnvironment, cuda
+from fullshard.launch.device import name_of
 from fullshard.plan.evaluate import Plan, evaluate
 from fullshard.plan.families import FAMILIES, from_config
 from fullshard.plan.hardware import find_device, parse_cluster

@@ -10,12 +10,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fullshard.comm import cuda
 from fullshard.config.settings import closest, plain_message
 from fullshard.config.trackers import require_trackers
 from fullshard.config.values import step_range
 from fullshard.core.errors import ConfigError, MissingExtraError
 from fullshard.core.paths import local_name, require_there
+from fullshard.launch import cuda
 
 
 @dataclass

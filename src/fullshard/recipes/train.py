@@ -25,7 +25,6 @@ from fullshard.api.room import check_room, checkpoint_nbytes
 from fullshard.checkpoint import AsyncSaver, MemoryCopies, export_hf, save_checkpoint
 from fullshard.checkpoint.lease import lease
 from fullshard.checkpoint.objects import Location
-from fullshard.comm.device import name_of
 from fullshard.config.switches import elastic_ranks
 from fullshard.config.trackers import require_trackers
 from fullshard.core.errors import ConfigError, NonFiniteError
@@ -33,6 +32,7 @@ from fullshard.core.files import write_text
 from fullshard.core.journal import JOURNAL, Happening
 from fullshard.core.version import __version__
 from fullshard.launch import RankEnvironment, run_on_main
+from fullshard.launch.device import name_of
 from fullshard.launch.journal import record_events
 from fullshard.launch.preemption import listening, should_stop
 from fullshard.launch.worker import run_worker
