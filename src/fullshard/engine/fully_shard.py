@@ -257,7 +257,7 @@ def _take_placements(plan: UnitPlan, shard_placement_fn: Callable[[nn.Parameter]
         slot.by_rows = is_dim and wanted.dim % slot.parameter.ndim == 0 and not kind.is_alone
         if slot.by_rows and (why := kind.why_no_rows(slot)):
             raise PlacementError(
-                f"shard_placement_fn gives {wanted!r} for a parameter {tuple(slot.parameter.shape)}: {why}",
+                f"shard_placement_fn gives {wanted!r} for a parameter that cannot be cut so: {why}",
                 hint="give None for it",
             )
 

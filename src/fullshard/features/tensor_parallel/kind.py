@@ -63,8 +63,8 @@ class TensorParallel(ParameterKind):
         if not shard.is_beneath or torch_private.groups_of(shard.placement) is None:
             return ""
         return (
-            f"tensor parallelism has placed its packed matrices as {shard.placement}: no placement of torch's would "
-            "say which rows a rank has"
+            f"tensor parallelism has placed its packed matrices {tuple(shard.whole_shape)} as {shard.placement}: no "
+            "placement of torch's would say which rows a rank has"
         )
 
     def plain(self, parameter: Any) -> torch.Tensor:
