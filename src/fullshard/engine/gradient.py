@@ -49,7 +49,7 @@ class Gradient:
         storage_id: int | None,
     ) -> None:
         self._bucket, self.dtype = bucket, bucket.reduce_dtype
-        self._parameters = parameters
+        self._parameters, self._is_away = parameters, bucket.plan.main_is_on_host
         self.unsharded = UnshardedGradient(bucket, parameters, storage_id=storage_id)
         self.main = MainGradient(bucket, parameters)
         self._reducing: Work | None = None
@@ -108,7 +108,7 @@ class Gradient:
     def is_arriving(self) -> bool:
         """Return whether `finish` will wait for ranks, a copy or a hook; if not, the advanced result is there."""
         bucket = self._bucket
-        is_away = bucket.mesh.replicate_size > 1 or bucket.plan.main_is_on_host or bucket.reduction.hook is not None
+        is_away = bucket.mesh.replicate_size > 1 or self._is_away or bucket.reduction.hook is not None
         return self._reducing is not None or (is_away and self._replicating is not None)
 
     def advance(self) -> None:
@@ -123,7 +123,7 @@ class Gradient:
             self._held = None
         if self._bucket.reduction.requires_all_reduce:
             self._replicating = self._bucket.mesh.replicate.all_reduce(shard, tag=self._bucket.tag)
-            if self._bucket.plan.main_is_on_host:
+            if self._is_away:
                 # Now, not in `finish`: the copy overlaps with the rest of backward.
                 self._replicating = self._bucket.storage.take_gradient(self._bucket, self._replicating, shard.nbytes)
         else:
@@ -138,7 +138,7 @@ class Gradient:
         """
         if self.main.tensor is None:
             return False
-        return self._bucket.reduction.hook is None and not self._bucket.plan.main_is_on_host
+        return self._bucket.reduction.hook is None and not self._is_away
 
     def accumulate_early(self) -> None:
         """Add gradients reduced along both axes to the main gradient, so that their memory is freed early.
