@@ -22,6 +22,7 @@ from fullshard.comm.device import counts_memory
 from fullshard.core.errors import ConfigError
 from fullshard.core.events import Event, EventKind
 from fullshard.core.sizes import format_nbytes
+from fullshard.engine.bucket import Bucket
 from fullshard.engine.lookup import require_units
 from fullshard.engine.step.plain_tensors import as_local
 from fullshard.plan.memory import Moment
@@ -100,13 +101,21 @@ class MemoryTimeline:
         here = [bucket for bucket in buckets if bucket.main.device.type == self._device.type]
         frozen = storage_nbytes(t for bucket in here if not bucket.has_gradient for t in bucket.stored)
         return {
-            "sharded parameters": frozen + sum(bucket.copies_nbytes for bucket in buckets),
+            "sharded parameters": frozen + sum(map(copies_nbytes, buckets)),
             "main weights": storage_nbytes(t for bucket in here if bucket.has_gradient for t in bucket.stored),
             "optimizer state": storage_nbytes(state),
             "gradients": sum(gradient.reduced_nbytes for gradient in gradients),
             "gathered units": sum(b.buffer.nbytes for b in buckets if not b.buffer.is_persistent),
             "reduce buffers": sum(gradient.collected_nbytes for gradient in gradients),
         }
+
+
+def copies_nbytes(bucket: Bucket) -> int:
+    """Return the bytes on the device of persistent copies in the compute dtype, besides `main`."""
+    if bucket.buffer.is_persistent and bucket.buffer.main is None:  # in memory that ranks share
+        return bucket.layout.shard_numel * bucket.full.itemsize
+    is_apart = bucket.compute_shard is not bucket.main and not bucket.plan.is_gathered_from_host
+    return bucket.compute_shard.nbytes if is_apart else 0
 
 
 def check_is_counted(device: torch.device) -> None:

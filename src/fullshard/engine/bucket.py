@@ -153,19 +153,6 @@ class Bucket(BucketSpec):
         """Bytes of the unsharded bucket."""
         return self.full.nbytes
 
-    @property
-    def kept_nbytes(self) -> int:
-        """Bytes of this rank's part of a bucket that was resharded to neighbours."""
-        return 0 if self._kept is None else self._kept[0].nbytes
-
-    @property
-    def copies_nbytes(self) -> int:
-        """Bytes on the device of persistent copies in the compute dtype, besides `main`."""
-        if self.buffer.is_persistent and self.buffer.main is None:  # in memory that ranks share
-            return self.layout.shard_numel * self.full.itemsize
-        is_apart = self.compute_shard is not self.main and not self.plan.is_gathered_from_host
-        return self.compute_shard.nbytes if is_apart else 0
-
     def issue_unshard(self, *, exactly: bool = False) -> None:
         """Launch the all-gather of all ranks' compute shards into `full`; `exactly`: without packing it."""
         # Noted before the gather: a later change of `main` makes the gathered values outdated.

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from fullshard.comm import torch_private
 from fullshard.comm.mesh import Mesh
-from fullshard.comm.stalls import STALLS, all_reduce
+from fullshard.comm.stalls import STALLS
 from fullshard.comm.torch_dist import as_sent
 from fullshard.core.boxes import IntervalBox, boxes
 from fullshard.core.chunking import UNCUT, Chunking
@@ -177,24 +177,6 @@ class ShardSpec:
             rows = spread.split(self.placement.shard_numel // self.placement.row_numel)
             return rows[self.mesh.shard_rank] if self.mesh.shard_rank < len(rows) else spread[:0]
         return self.to_sharded(spread).reshape(-1)[self.interval.start : self.interval.stop]
-
-    def reduce(self, gradient: torch.Tensor, *, of_interval: bool = False) -> torch.Tensor:
-        """Return the gradient over all ranks; each rank gives the gradient of its own loss. A collective.
-
-        The result is that of the unit's reduction: the mean, unless the script has set another divisor.
-
-        Args:
-            gradient: the gradient of the whole.
-            of_interval: whether it is of this rank's elements alone; then take the mean over the replicas.
-        """
-        mesh, group = self.mesh, self.mesh.world_group
-        divisor = float(mesh.world_size) if self.reduction is None else self.reduction.divisor
-        if of_interval and mesh.shard_size > 1:
-            group, divisor = mesh.replicate_group, float(mesh.replicate_size)
-        total = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True).contiguous()
-        if group is not None:
-            all_reduce(total, f"the gradient of {self.name}", [group])
-        return total.div_(divisor).to(gradient.dtype)
 
     def gather(self, local: torch.Tensor) -> torch.Tensor:
         """Return the whole, of shape `shape`, a new tensor on the device, from each rank's elements. A collective.

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch.distributed.tensor import DTensor, Placement
 
+from fullshard.comm.stalls import all_reduce
 from fullshard.core.errors import LifecycleError
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.shard_spec import ShardSpec
@@ -208,7 +209,7 @@ class _ToLocal(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> ShardedTensor:
         own = grad.reshape(ctx.shape)
         shares = ctx.spec.mesh.replicate_size > 1
-        return ShardedTensor(ctx.spec.reduce(own, of_interval=True) if shares else own, ctx.spec)
+        return ShardedTensor(_reduce(own, ctx.spec, of_interval=True) if shares else own, ctx.spec)
 
 
 def reduced(gradient: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
@@ -217,11 +218,31 @@ def reduced(gradient: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
     A partial gradient says that each rank has a part of the sum, so that sum is the result.
     """
     if not isinstance(gradient, DTensor):
-        return spec.reduce(gradient)
+        return _reduce(gradient, spec)
     is_own = all(placement.is_replicate() for placement in gradient.placements)
     detached: Any = gradient.detach()
     whole: torch.Tensor = detached.full_tensor()
-    return spec.reduce(whole) if is_own else whole
+    return _reduce(whole, spec) if is_own else whole
+
+
+def _reduce(gradient: torch.Tensor, spec: ShardSpec, *, of_interval: bool = False) -> torch.Tensor:
+    """Return the gradient over all ranks; each rank gives the gradient of its own loss. A collective.
+
+    The result is that of the unit's reduction: the mean, unless the script has set another divisor.
+
+    Args:
+        gradient: the gradient of the whole.
+        spec: the spec of the parameter.
+        of_interval: whether it is of this rank's elements alone; then take the mean over the replicas.
+    """
+    mesh, group = spec.mesh, spec.mesh.world_group
+    divisor = float(mesh.world_size) if spec.reduction is None else spec.reduction.divisor
+    if of_interval and mesh.shard_size > 1:
+        group, divisor = mesh.replicate_group, float(mesh.replicate_size)
+    total = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True).contiguous()
+    if group is not None:
+        all_reduce(total, f"the gradient of {spec.name}", [group])
+    return total.div_(divisor).to(gradient.dtype)
 
 
 def replicated_of(tensor: ShardedTensor) -> DTensor:
