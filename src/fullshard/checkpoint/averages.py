@@ -11,7 +11,7 @@ from fullshard.checkpoint.format import Manifest, StateTensorRecord
 from fullshard.checkpoint.optimizer_state import StateEntry
 from fullshard.checkpoint.tensors import LocalTensor
 from fullshard.core.errors import CheckpointError
-from fullshard.optim import EMA
+from fullshard.features.averages import EMA
 
 AVERAGES = "averages"
 """Among the states of a manifest: the keys of those that it has."""

@@ -48,7 +48,7 @@ from fullshard.core.errors import CheckpointError
 from fullshard.core.version import __version__
 from fullshard.engine.precision import dtype_name
 from fullshard.features import ShardedParameter, ShardedTensor
-from fullshard.optim import EMA
+from fullshard.features.averages import EMA
 
 
 class LoadArguments(TypedDict, total=False):

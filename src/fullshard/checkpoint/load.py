@@ -54,9 +54,9 @@ from fullshard.core.errors import CheckpointError, DamagedError
 from fullshard.core.journal import JOURNAL, Happening
 from fullshard.core.layout import Interval
 from fullshard.engine.step.plain_tensors import as_local
+from fullshard.features.averages import EMA
 from fullshard.features.matrices import MatrixOptimizer
 from fullshard.features.optimizer_state import as_sharded
-from fullshard.optim import EMA
 
 logger = logging.getLogger(__name__)
 

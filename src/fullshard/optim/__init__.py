@@ -1,7 +1,7 @@
-"""Optimizers that need whole matrices, and averages of weights: sharded as the model is."""
+"""Optimizers that need whole matrices, sharded as the model is; averages of weights are here, too."""
 
+from fullshard.features.averages import EMA
 from fullshard.optim.adafactor import Adafactor, TransformersAdafactor
-from fullshard.optim.average import EMA
 from fullshard.optim.muon import Muon
 from fullshard.optim.on_owners import OnOwners
 from fullshard.optim.rule import MatrixRule
