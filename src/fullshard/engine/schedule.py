@@ -26,9 +26,9 @@ from fullshard.engine.bucket import Bucket
 from fullshard.engine.call import Call
 from fullshard.engine.end_of_backward import EndOfBackward
 from fullshard.engine.extension import Extensions, take_settings
+from fullshard.engine.hookless_calls import HooklessCalls
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.reducer import Reducer, call_gradient_hooks
-from fullshard.engine.unannounced import Unannounced
 from fullshard.engine.unit import Unit
 from fullshard.engine.unit_parameters import UnitState
 
@@ -56,7 +56,7 @@ class Schedule:
         keeps_gradients: whether every backward but the last leaves gradients whole and unreduced.
         extensions: capabilities beside the kernel.
         reducer: launches reductions, and publishes their results.
-        unannounced: calls that backward leaves without a sign.
+        hookless_calls: calls that backward leaves without a hook.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -81,7 +81,7 @@ class Schedule:
         self._forward: list[Unit] = []
         self._last_ended: Unit | None = None
         self._participants: dict[Unit, None] = {}
-        self.unannounced = Unannounced()
+        self.hookless_calls = HooklessCalls()
         self._end_of_backward: Callable[[], object] = lambda: None  # the callback; None once it can no longer be called
         self._thread = threading.get_ident()
         self._queued: set[Unit] = set()
@@ -94,7 +94,7 @@ class Schedule:
             take_settings(self, earlier, _SETTINGS)
             self.extensions.absorb(earlier.extensions)
         self.units = list(units)
-        self.unannounced.units = self.units
+        self.hookless_calls.units = self.units
         for number, unit in enumerate(units):
             unit.schedule, unit.number = self, number
             unit.reduction.watch = self.extensions.watch
@@ -232,7 +232,7 @@ class Schedule:
 
     @property
     def _in_backward(self) -> bool:
-        return self.unannounced.backward is not None
+        return self.hookless_calls.backward is not None
 
     def begin_backward(self, unit: Unit) -> None:
         """Learn that backward has reached `unit`; the first time, order the reductions.
@@ -267,7 +267,7 @@ class Schedule:
     def _tell_of_backward(self) -> None:
         for tell in self.extensions.backward_begins:  # first, because it may refuse it
             tell()
-        self.unannounced.begin()
+        self.hookless_calls.begin()
 
     def _enqueue(self, unit: Unit) -> None:
         self._queued.add(unit)
@@ -338,8 +338,8 @@ class Schedule:
             self._finish()
 
     def _finish(self) -> None:
-        self.unannounced.leave(after=-1)  # of other models too: the backward is over for them
-        self.unannounced.finish_others()
+        self.hookless_calls.leave(after=-1)  # of other models too: the backward is over for them
+        self.hookless_calls.finish_others()
         if self.reducer.publishes_early:  # other ranks may wait for it before they use gradients
             for unit in self.units:
                 unit.finish_backward()
@@ -384,7 +384,7 @@ class Schedule:
         self._participants.clear()
         self._last_ended = None
         self._queued.clear()
-        self.unannounced.end()
+        self.hookless_calls.end()
         self.reducer.clear()
 
     def _agree_on_used(self) -> dict[Bucket, bytearray]:

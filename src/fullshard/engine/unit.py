@@ -154,7 +154,7 @@ class Unit(UnitParameters):
             return args, kwargs
         in_backward = torch_private.backward_under_way() != -1
         if in_backward:  # a recompute is no forward of the model: it changes neither order nor depth
-            self.schedule.unannounced.leave_before_recompute()
+            self.schedule.hookless_calls.leave_before_recompute()
             for tell in self.schedule.extensions.before_unshard_in_backward:
                 tell(self)
         else:
@@ -241,7 +241,7 @@ class Unit(UnitParameters):
         self.schedule.begin_backward(self)
         if call.is_active:  # another output came first
             return
-        self.schedule.unannounced.reach(self, call)
+        self.schedule.hookless_calls.reach(self, call)
         call.begin()
         self._gradient_hooks.stay_last()
         if self.unshard_in_backward:
@@ -261,7 +261,7 @@ class Unit(UnitParameters):
 
     def post_backward(self, call: Call[Unit]) -> None:
         """Learn that backward has passed all inputs of `call`."""
-        self.schedule.unannounced.leave(after=call.number)
+        self.schedule.hookless_calls.leave(after=call.number)
         call.end()
         self.emit(EventKind.BACKWARD_END)
         pending = _pending(self._live_calls())

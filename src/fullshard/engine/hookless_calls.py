@@ -1,4 +1,4 @@
-"""Track calls that backward leaves without a sign, and which models have a part in the backward under way.
+"""Track calls without a post-backward hook, and which models have a part in the backward under way.
 
 If backward makes a gradient for none of a call's inputs, nothing shows that it has left the call, and that may be so on
 some ranks only. The other ranks free the unit there, reduce its gradients and gather again for an earlier call; they
@@ -17,8 +17,8 @@ from fullshard.comm import torch_private
 from fullshard.engine.call import Call, HookedUnit
 
 
-class Unannounced:
-    """The unannounced calls of one model.
+class HooklessCalls:
+    """The calls of one model that have no post-backward hook.
 
     Attributes:
         units: the units of the model.
@@ -65,10 +65,10 @@ class Unannounced:
         node, backward = torch_private.node_under_way(), torch_private.backward_under_way()
         if node is not None:
             models = [model for model in _all_models() if model.backward == backward]
-            Unannounced._leave({call: model for model in models for call in model._calls if call.node > node})
+            HooklessCalls._leave({call: model for model in models for call in model._calls if call.node > node})
 
     @staticmethod
-    def _leave(left: dict[Call[Any], Unannounced], *, is_over: bool = False) -> None:
+    def _leave(left: dict[Call[Any], HooklessCalls], *, is_over: bool = False) -> None:
         for call in sorted(left, key=lambda call: call.number, reverse=True):
             unit = left[call]._calls.pop(call)
             if call.is_active and not is_over:
@@ -83,14 +83,14 @@ class Unannounced:
             for unit in other.units:
                 unit.finish_backward()
 
-    def _others(self) -> list[Unannounced]:
+    def _others(self) -> list[HooklessCalls]:
         if len(_models) == 1:
             return []
         return [o for o in _all_models() if o is not self and o.backward is not None and o.backward == self.backward]
 
 
-_models: set[weakref.ref[Unannounced]] = set()  # not a `WeakSet`, whose length takes an interpreter step
+_models: set[weakref.ref[HooklessCalls]] = set()  # not a `WeakSet`, whose length takes an interpreter step
 
 
-def _all_models() -> list[Unannounced]:
+def _all_models() -> list[HooklessCalls]:
     return list(filter(None, map(operator.call, _models.copy())))  # any may die at any moment, and is removed then
