@@ -26,12 +26,13 @@ import torch.distributed as dist
 from benchmarks.catalog import SHAPES, Row
 from benchmarks.models import blocks, build_batches, build_model
 from benchmarks.record import RESULTS, Job, describe_machine, git_state
-from fullshard.core.place import PLACE
-from fullshard.engine import waiting
+from fullshard.comm import waiting
+from fullshard.comm.waiting import PROGRESS
 from fullshard.engine.extension import Extension, Extensions
 from fullshard.engine.lookup import units_of
 from fullshard.features import shard_model
 from fullshard.features.watchdog import DesyncDetection
+from fullshard.features.watchdog.watchdog import keep_status_in
 
 RESULT = RESULTS / "guards.json"
 WARMUP = 3
@@ -42,7 +43,7 @@ class Nowhere:
 
     given_up = ""
 
-    def enter(self, what: str, step: int | None = None) -> None:
+    def enter(self, what: str, step: int | None = None, groups: Any = ()) -> None:
         """Nothing."""
 
     def leave(self) -> None:
@@ -74,7 +75,7 @@ def play(arguments: argparse.Namespace, rank: int) -> list[dict[str, float]]:
     def step(number: int, is_guarded: bool) -> tuple[float, float]:
         model.set_nonfinite_gradients("raise" if is_guarded else "off")
         vars(schedule.extensions).update(moments[is_guarded])
-        vars(waiting)["PLACE"] = PLACE if is_guarded else NOWHERE
+        vars(waiting)["PROGRESS"] = PROGRESS if is_guarded else NOWHERE
         dist.barrier()
         cpu, wall = time.process_time(), clock()
         tokens = batches[number % len(batches)]
@@ -105,7 +106,7 @@ def play(arguments: argparse.Namespace, rank: int) -> list[dict[str, float]]:
 
 def _rank(rank: int, arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    PLACE.keep_in(Path(f"{arguments.output}.place{rank}"))
+    keep_status_in(Path(f"{arguments.output}.status{rank}"))
     store = dist.FileStore(str(arguments.output) + ".store", arguments.ranks)
     dist.init_process_group("gloo", rank=rank, world_size=arguments.ranks, store=store)
     repeats = [play(arguments, rank) for _ in range(arguments.repeats)]
@@ -141,7 +142,7 @@ def main() -> None:
     arguments = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.multiprocessing.spawn(_rank, (arguments,), nprocs=arguments.ranks)
-    for name in ("store", *(f"place{rank}" for rank in range(arguments.ranks))):
+    for name in ("store", *(f"status{rank}" for rank in range(arguments.ranks))):
         Path(f"{arguments.output}.{name}").unlink(missing_ok=True)
 
 

@@ -15,9 +15,9 @@ from torch import nn
 
 from fullshard.checkpoint import export_hf
 from fullshard.checkpoint.export import parse_size
-from fullshard.comm.stalls import STALLS
 from fullshard.core.errors import CheckpointError, ConfigError
 from fullshard.features import shard_model
+from fullshard.features.watchdog import WATCHDOG
 from tests.differential import is_same_product
 from tests.distributed import run_ranks
 from tests.test_stalls import until
@@ -186,7 +186,7 @@ def _gather_error(directory: str) -> str:
     rank, done = dist.get_rank(), Path(directory) / "done"
     model = shard_model(nn.Linear(4096, 4096), unit_modules=[])
     dist.barrier()
-    STALLS._asked = 6.0
+    WATCHDOG._asked = 6.0
     limits = resource.getrlimit(resource.RLIMIT_AS)
     if rank == 1:
         pages = int(Path("/proc/self/statm").read_text().split()[0])

@@ -24,9 +24,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fullshard
 from fullshard.comm.mesh import init_mesh
+from fullshard.comm.waiting import PROGRESS
 from fullshard.core.errors import ConfigError, LifecycleError, WrapError
 from fullshard.core.events import Event, EventKind
-from fullshard.core.place import PLACE
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.sharded_tensor import ShardedTensor
 from fullshard.features import FSDPModule, fully_shard, units_of
@@ -288,7 +288,7 @@ def check_hook() -> None:
     seen: list[int] = []
 
     def double(gradient: torch.Tensor) -> None:
-        assert PLACE.is_waiting and PLACE.what == "unit 'blocks.0', reduce"  # it may communicate
+        assert PROGRESS.is_waiting and PROGRESS.what == "unit 'blocks.0', reduce"  # it may communicate
         seen.append(gradient.numel())
         gradient.mul_(2)
 

@@ -26,13 +26,12 @@ from fullshard import fully_shard
 from fullshard.api import collectives
 from fullshard.api.state import ProcessState
 from fullshard.checkpoint import save_checkpoint
-from fullshard.comm.stalls import STALLS
-from fullshard.comm.track import Track
 from fullshard.config.switches import COMM
-from fullshard.core import patience
 from fullshard.core.errors import CommunicationError, FullshardError
 from fullshard.core.journal import JOURNAL
 from fullshard.features import shard_model
+from fullshard.features.watchdog import WATCHDOG, limits
+from fullshard.features.watchdog.sequence_log import SequenceLog
 from tests.distributed import run_ranks
 from tests.test_stalls import until
 from tests.traps import rank_and_size
@@ -140,7 +139,7 @@ def have_one_more(comm: str, after: str) -> str:
         for _ in range(2):
             model(torch.ones(2, WIDTH)).sum().backward()
         dist.barrier()
-    patience._STALL_SECONDS = 2.0  # the time-out stays two minutes
+    limits._STALL_SECONDS = 2.0  # the time-out stays two minutes
     try:
         if rank == 1:
             model(torch.ones(2, WIDTH))
@@ -151,7 +150,7 @@ def have_one_more(comm: str, after: str) -> str:
     except RuntimeError as error:
         return str(error)
     finally:
-        patience._STALL_SECONDS = 30.0
+        limits._STALL_SECONDS = 30.0
     return ""
 
 
@@ -191,7 +190,7 @@ def test_lost_step_anywhere(kind: str, seed: int, strategy: str, tmp_path: Path)
 
 def test_a_log_is_as_long_as_it_takes() -> None:
     """What was written over is not compared, and neither is what one rank has not come to, or after an error."""
-    one, other = (Track("{} here, {} on rank {}".format) for _ in range(2))
+    one, other = (SequenceLog("{} here, {} on rank {}".format) for _ in range(2))
     one.next_rank, other.next_rank = 1, 0
     for number in range(700):
         one.note(number)
@@ -204,7 +203,7 @@ def test_a_log_is_as_long_as_it_takes() -> None:
     other.end()
     other.note(5)
     assert one.difference(*other.told()) == other.difference(*one.told()) == ""
-    assert one.difference(*Track("".format).told()) == ""
+    assert one.difference(*SequenceLog("".format).told()) == ""
 
 
 class OwnRates(torch.optim.SGD):
@@ -418,7 +417,7 @@ def go_on_alone(where: str, strategy: str, directory: str, slow_rank: int | None
             model.where = where if odd else ""
             if step == 2:
                 dist.barrier()
-                STALLS._asked = 6.0  # not before: a busy machine takes longer for the first steps
+                WATCHDOG._asked = 6.0  # not before: a busy machine takes longer for the first steps
                 Fails.after = 2.5 if rank == slow_rank else 0.0
             with contextlib.suppress(ArithmeticError):
                 loss = model(torch.ones(2, WIDTH), list(range(LAYERS))).square().mean()
@@ -496,7 +495,7 @@ def begin_anew() -> float:
                 if (attempt, step) == (0, 1):
                     raise ArithmeticError("no memory for the loss")
                 loss.backward()
-        STALLS._asked = 6.0
+        WATCHDOG._asked = 6.0
     return float(loss.detach())
 
 

@@ -25,19 +25,20 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard.api.state import ProcessState
-from fullshard.checkpoint.ranks import Ranks
+from fullshard.checkpoint.ranks import Ranks, all_come
 from fullshard.comm import join, torch_private
 from fullshard.comm.gloo import end_waits, receive
 from fullshard.comm.mesh import init_mesh
-from fullshard.comm.progress import read_words
-from fullshard.comm.stalls import STALLS, Stalls, all_come
+from fullshard.comm.waiting import PROGRESS, ProgressRecord, Waiting
 from fullshard.config.switches import COMM, timeout_of_environment
-from fullshard.core import patience
 from fullshard.core.errors import CheckpointError, CommunicationError, ConfigError, LifecycleError
-from fullshard.core.patience import seconds_to_wait, stall_seconds
-from fullshard.core.place import PLACE, Whereabouts, read_place
+from fullshard.core.process import read_status
 from fullshard.features import fully_shard
 from fullshard.features.meta_device.initialize import _take_from_rank_0
+from fullshard.features.watchdog import WATCHDOG, limits
+from fullshard.features.watchdog.limits import seconds_to_wait, stall_seconds
+from fullshard.features.watchdog.status import read_statuses
+from fullshard.features.watchdog.watchdog import Watchdog, keep_status_in
 from fullshard.launch import RankEnvironment, read_rank_environment, run_on_main
 from fullshard.optim import Adafactor
 from tests.distributed import run_ranks
@@ -60,23 +61,25 @@ def test_a_timeout_that_is_none(text: str, monkeypatch: pytest.MonkeyPatch) -> N
         timeout_of_environment()
 
 
-def test_what_a_process_did_last_outlasts_it(tmp_path: Path) -> None:
-    place = Whereabouts()
-    place.keep_in(tmp_path / "place")
-    assert read_place(tmp_path / "place") == "" == read_place(tmp_path / "nowhere")
+def test_what_a_process_did_last_outlasts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PROGRESS, "tell", None)
+    monkeypatch.setattr(PROGRESS, "step", 0)
+    keep_status_in(tmp_path / "place")
+    place = PROGRESS
+    assert read_status(tmp_path / "place") == "" == read_status(tmp_path / "nowhere")
     place.enter("unit 'a name that is long', unshard", 3)
-    assert read_place(tmp_path / "place") == "step 3 of this process, waiting in unit 'a name that is long', unshard"
+    assert read_status(tmp_path / "place") == "step 3 of this process, waiting in unit 'a name that is long', unshard"
     place.enter("unit 'b', reduce", 4)
     place.leave()
-    assert read_place(tmp_path / "place") == "step 4 of this process, after unit 'b', reduce"
+    assert read_status(tmp_path / "place") == "step 4 of this process, after unit 'b', reduce"
     place.enter("x" * 5000, 5)
-    assert len(read_place(tmp_path / "place")) == 512
+    assert len(read_status(tmp_path / "place")) == 512
 
 
 def test_how_long_was_waited(monkeypatch: pytest.MonkeyPatch) -> None:
     """From the first of waits in one another to the end of it; what is not waited for does not count."""
-    place, now = Whereabouts(), iter((10.0, 13.0, 20.0, 24.5))
-    monkeypatch.setattr("fullshard.core.place.time.monotonic", lambda: next(now))
+    place, now = ProgressRecord(), iter((10.0, 13.0, 20.0, 24.5))
+    monkeypatch.setattr("fullshard.comm.waiting.time.monotonic", lambda: next(now))
     place.enter("a gather", 1)
     place.enter("its last part", 1)
     place.leave()
@@ -116,11 +119,11 @@ def wait_for_a_dawdler(comm: str, where: str, directory: str) -> tuple[str, str]
     if where == "the norm of gradients":
         model(torch.ones(2, 8)).sum().backward()
     dist.barrier()
-    STALLS._asked = 3.0  # not before: a busy machine takes longer for what was before
+    WATCHDOG._asked = 3.0  # not before: a busy machine takes longer for what was before
     if rank == 1:
         until(done.exists)
         return "", ""
-    until(lambda: read_words(own=0)[1])
+    until(lambda: read_statuses(own=0)[1])
     sys.stderr = lines
     try:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) if where == "the norm of gradients" else step()
@@ -164,11 +167,11 @@ def meet_alone(directory: str) -> list[str]:
         replace(init_mesh(), device=cuda).compare_shardings,
     ]
     dist.barrier()
-    STALLS._asked = 2.0
+    WATCHDOG._asked = 2.0
     if rank == 1:
         until(done.exists)
         return errors
-    until(lambda: read_words(own=0)[1])
+    until(lambda: read_statuses(own=0)[1])
     barrier, dist.barrier = dist.barrier, lambda: time.sleep(20)  # type: ignore[assignment, misc]
     for place in places:
         try:
@@ -194,7 +197,7 @@ def save_alone(directory: str) -> str:
     fully_shard(nn.Linear(8, 8))
     done = Path(directory) / "done"
     dist.barrier()
-    STALLS._asked = 2.0
+    WATCHDOG._asked = 2.0
     if rank == 1:
         until(done.exists)
         return ""
@@ -218,14 +221,14 @@ def test_a_checkpoint_of_several_axes_does_not_wait_for_ever(tmp_path: Path) -> 
 def waits_of_a_step() -> list[str]:
     """What this rank said that it waits in, where it is no unit's."""
     said = list[str]()
-    enter = Whereabouts.enter
+    enter = ProgressRecord.enter
 
-    def note(place: Whereabouts, what: str, step: int | None = None) -> None:
+    def note(place: ProgressRecord, what: str, step: int | None = None, groups: Any = ()) -> None:
         said.append(what)
-        enter(place, what, step)
+        enter(place, what, step, groups)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Whereabouts, "enter", note)
+        patch.setattr(ProgressRecord, "enter", note)
         model: Any = nn.Linear(8, 8)
         fully_shard(model)
         _take_from_rank_0([torch.ones(2), torch.ones(3)], init_mesh())  # a wait each: it may take long
@@ -261,7 +264,7 @@ class Blocking(io.BytesIO):
 
     def write(self, data: Any) -> int:
         """Until the watcher of this rank has left word often enough for the other's time to be over twice."""
-        until(lambda: STALLS._beat > 60)
+        until(lambda: WATCHDOG._beat > 60)
         return super().write(data)
 
 
@@ -276,13 +279,13 @@ def wait_for_a_save() -> tuple[str, float]:
         model(torch.ones(2, 8)).sum().backward()
         optimizer.step()
     dist.barrier()
-    patience.LATER_SECONDS, STALLS._asked = 6.0, None
+    limits.LATER_SECONDS, WATCHDOG._asked = 6.0, None
     if rank == 1:
         torch.save(torch.ones(4), Blocking())
     for _ in range(2):
         loss = model(torch.ones(2, 8)).sum()
         loss.backward()
-    patience.LATER_SECONDS = 120.0
+    limits.LATER_SECONDS = 120.0
     return lines.getvalue(), float(loss.detach())
 
 
@@ -302,14 +305,14 @@ def wait_for_one_another(directory: str) -> str:
     outputs = [model(torch.ones(2, 8)) for model in models]
     message, here, there = "", Path(directory) / str(rank), Path(directory) / str(1 - rank)
     dist.barrier()
-    patience._STALL_SECONDS, patience.LATER_SECONDS, STALLS._asked, PLACE.slowest = 1.0, 2.0, None, 0.0
+    limits._STALL_SECONDS, limits.LATER_SECONDS, WATCHDOG._asked, WATCHDOG.slowest = 1.0, 2.0, None, 0.0
     try:
         outputs[rank].sum().backward()
     except CommunicationError as error:
         message = str(error)
     here.touch()
     until(there.exists)
-    patience._STALL_SECONDS, patience.LATER_SECONDS = 30.0, 120.0
+    limits._STALL_SECONDS, limits.LATER_SECONDS = 30.0, 120.0
     return message
 
 
@@ -323,14 +326,14 @@ def generate_unevenly() -> str:
     rank, ranks = rank_and_size()
     model, message, found = fully_shard(nn.Linear(8, 8)), "", [None] * ranks
     dist.barrier()
-    patience._STALL_SECONDS, patience.LATER_SECONDS, STALLS._asked, PLACE.slowest = 1.0, 2.0, None, 0.0
+    limits._STALL_SECONDS, limits.LATER_SECONDS, WATCHDOG._asked, WATCHDOG.slowest = 1.0, 2.0, None, 0.0
     try:
         if rank == 0:
             model(torch.ones(2, 8))
     except CommunicationError as error:
         message = str(error)
     dist.all_gather_object(found, rank)
-    patience._STALL_SECONDS, patience.LATER_SECONDS = 30.0, 120.0
+    limits._STALL_SECONDS, limits.LATER_SECONDS = 30.0, 120.0
     return message
 
 
@@ -345,17 +348,17 @@ def end_early() -> str:
     rank, _ = rank_and_size()
     fully_shard(nn.Linear(8, 8))
     if rank == 0:
-        PLACE.enter("unit 'a', reduce", 7)
-        PLACE.leave()
-        thread = Stalls()
-        thread._world = STALLS._world
+        PROGRESS.enter("unit 'a', reduce", 7)
+        PROGRESS.leave()
+        thread = Watchdog()
+        thread._world = WATCHDOG._world
         thread._is_over.set()
         threading.Thread(target=thread._run).start()
-    PLACE.given_up = ""  # by a test before
+    PROGRESS.given_up = ""  # by a test before
     error, reason = RuntimeError("[pair.cc:1] Connection closed by peer [::1]:1"), ""
     if rank == 1:
-        until(lambda: "has ended; it did" in str(STALLS.reason(error)), 20)
-        reason = str(STALLS.reason(error))
+        until(lambda: "has ended; it did" in str(WATCHDOG.reason(error)), 20)
+        reason = str(WATCHDOG.reason(error))
     dist.barrier()
     return reason
 
@@ -367,12 +370,12 @@ def test_who_has_ended_is_named_to_those_that_wait() -> None:
 
 def leave_word() -> list[bool]:
     """Whether there is a word of this rank in the store: at first, when it has not moved for long, when it has."""
-    stalls, found = Stalls(), []
+    stalls, found = Watchdog(), []
     for now in (0.0, 10.0, 11.0):
         if now > 10:
-            PLACE.moves += 1
+            PROGRESS.moves += 1
         stalls._look(2.0, now)
-        found.append(bool(read_words(own=1)[0]))
+        found.append(bool(read_statuses(own=1)[0]))
     return found
 
 
@@ -423,7 +426,7 @@ def look_for_errors() -> list[str]:
     init_mesh(shard_size=1)  # of more groups than one
     torch_private.default_store, own = Counting, torch_private.default_store  # type: ignore[assignment]
     try:
-        assert STALLS._failure() == ""
+        assert WATCHDOG._failure() == ""
         return asked
     finally:
         torch_private.default_store = own
@@ -440,18 +443,18 @@ def fail_in_a_wait() -> tuple[str, str]:
     group = mesh.shard_group
     assert group is not None
     if dist.get_rank() == 0:
-        with pytest.raises(CommunicationError, match="rank 0, sums: broken"), STALLS.waiting_in([group], "sums"):
+        with pytest.raises(CommunicationError, match="rank 0, sums: broken"), Waiting("sums", [group]):
             raise RuntimeError("broken")
         until(lambda: int(torch_private.default_store().get("fullshard/failures")) > 0)
     dist.barrier()
-    until(lambda: dist.get_rank() == 0 or STALLS._failure() != "", 10)
-    said = STALLS._failure()
+    until(lambda: dist.get_rank() == 0 or WATCHDOG._failure() != "", 10)
+    said = WATCHDOG._failure()
     dist.barrier()
-    mesh.forget_failures()
-    STALLS.note_failure(group, "another")  # on all ranks
+    WATCHDOG.forget_failures(mesh.groups)
+    WATCHDOG.failed([group], "another", None)  # on all ranks
     until(lambda: int(torch_private.default_store().get("fullshard/failures")) > 2)
     dist.barrier()
-    return said, STALLS._failure()
+    return said, WATCHDOG._failure()
 
 
 def test_an_error_in_a_wait_is_explained_and_forgotten() -> None:
@@ -461,13 +464,13 @@ def test_an_error_in_a_wait_is_explained_and_forgotten() -> None:
 
 
 def test_an_error_of_its_own_is_not_taken_for_a_wait_that_failed() -> None:
-    with pytest.raises(LifecycleError, match=r"^of its own$"), STALLS.explaining("sums"):
+    with pytest.raises(LifecycleError, match=r"^of its own$"), Waiting("sums", []):
         raise LifecycleError("of its own")
 
 
 def test_what_was_given_up_is_not_given_up_for_the_next_wait() -> None:
     """Who catches the error and waits again, in a new group say, is to wait."""
-    place = Whereabouts()
+    place = ProgressRecord()
     place.enter("unit 'a', unshard", 3)
     place.given_up = "no answer"
     place.leave()
@@ -502,13 +505,13 @@ def waits(replicas: int) -> list[str]:
     fully_shard(model[0], mesh=mesh)
     model[0](torch.ones(1, 4))
     fully_shard(model, mesh=mesh)
-    enter = Whereabouts.enter
+    enter = ProgressRecord.enter
 
-    def note(self: Whereabouts, what: str, step: int | None = None) -> None:
+    def note(self: ProgressRecord, what: str, step: int | None = None, groups: Any = ()) -> None:
         found.append(what)
-        enter(self, what, step)
+        enter(self, what, step, groups)
 
-    with mock.patch.object(Whereabouts, "enter", note):
+    with mock.patch.object(ProgressRecord, "enter", note):
         model(torch.ones(1, 4)).sum().backward()
     return found
 

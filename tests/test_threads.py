@@ -131,16 +131,16 @@ ENDS = """
 import os, sys, threading, time
 import torch, torch.distributed as dist, torch._dynamo
 from fullshard import fully_shard
-from fullshard.comm import stalls
 from fullshard.features.shared_memory.progress_thread import ProgressThread
 from fullshard.core.errors import CommunicationError
-from fullshard.core.place import PLACE
+from fullshard.comm.waiting import PROGRESS
+from fullshard.features.watchdog import watchdog
 
 def start(kind, rank):
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=os.environ[kind])
     dist.init_process_group("gloo")
     if kind == "looks":  # the thread reads the job's store all the time, as it does twice a second in a wait
-        stalls._pause, stalls._SOON = lambda stall: 0.0, 0.0
+        watchdog._pause, watchdog._SOON = lambda stall: 0.0, 0.0
     model = fully_shard(torch.nn.Linear(4, 4))
     model(torch.ones(2, 4)).sum().backward()
     if kind == "batches" and rank:  # one more than the other, which ends
@@ -149,7 +149,7 @@ def start(kind, rank):
         except CommunicationError as error:
             print(error, flush=True)
     if kind == "looks":
-        PLACE.enter("a test")
+        PROGRESS.enter("a test")
     if kind == "computes":
         thread = ProgressThread(list, list)
         for _ in range(60):

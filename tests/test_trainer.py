@@ -23,10 +23,10 @@ import torch.distributed as dist
 
 from fullshard.api import plugin as plugins
 from fullshard.checkpoint import full_state_dict
-from fullshard.comm.stalls import STALLS
 from fullshard.config.handover import hand_over
 from fullshard.config.schema import CheckpointConfig, RunConfig
 from fullshard.core.errors import CheckpointError, CommunicationError, ConfigError, LifecycleError
+from fullshard.features.watchdog import WATCHDOG
 from tests.differential import CLOSE, TOLERANCE
 from tests.distributed import run_ranks
 from tests.launching import LAUNCH, run_python
@@ -342,7 +342,7 @@ def fail_in_a_callback(output: str) -> str:
         """To where rank 1 may not."""
 
         def on_save(self, *_: Any, **further: Any) -> None:
-            STALLS._asked = 6.0
+            WATCHDOG._asked = 6.0
             if dist.get_rank() == 1:
                 raise OSError("forbidden")
 

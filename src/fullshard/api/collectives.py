@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
-from fullshard.comm.stalls import STALLS
+from fullshard.comm.waiting import waiting_for_all
 from fullshard.core.errors import CommunicationError, ConfigError
 from fullshard.launch.device import object_device
 
@@ -83,7 +83,7 @@ def broadcast_object(value: T) -> T:
     if world_size() == 1:
         return value
     box = [value]
-    with STALLS.waiting_for_all("an object of rank 0's"):
+    with waiting_for_all("an object of rank 0's"):
         dist.broadcast_object_list(box, src=0, device=object_device())
     return box[0]
 
@@ -94,7 +94,7 @@ def scatter_objects(values: list[T] | None) -> T:
         assert values is not None  # noqa: S101 -- this is rank 0
         return values[0]
     box: list[Any] = [None]
-    with STALLS.waiting_for_all("an object of rank 0's"):
+    with waiting_for_all("an object of rank 0's"):
         dist.scatter_object_list(box, values, src=0)
     return cast("T", box[0])
 
@@ -104,7 +104,7 @@ def all_gather_object(value: T) -> list[T]:
     if world_size() == 1:
         return [value]
     values: list[Any] = [None] * world_size()
-    with STALLS.waiting_for_all("gathering objects"):
+    with waiting_for_all("gathering objects"):
         dist.all_gather_object(values, value)
     return values
 
@@ -192,7 +192,7 @@ def _gather_tensor(tensor: torch.Tensor) -> torch.Tensor:
     rows = (tensor.reshape(1) if tensor.ndim == 0 else tensor).detach().contiguous()
     raw = rows.reshape(-1).view(torch.uint8)
     gathered = raw.new_empty(world_size() * raw.numel())
-    with STALLS.waiting_for_all("gathering tensors"):
+    with waiting_for_all("gathering tensors"):
         dist.all_gather(list(gathered.chunk(world_size())) if raw.numel() else [raw] * world_size(), raw)
     return gathered.view(rows.dtype).reshape(world_size() * rows.shape[0], *rows.shape[1:])
 
@@ -204,7 +204,7 @@ def _reduce_tensor(tensor: torch.Tensor, reduction: Reduction, scale: float) -> 
     # Half precision is summed in float32: some backends cannot, and none should.
     is_half = tensor.is_floating_point() and tensor.element_size() < 4
     total = tensor.detach().float() if is_half else tensor.detach().clone()
-    with STALLS.waiting_for_all("reducing tensors"):
+    with waiting_for_all("reducing tensors"):
         dist.all_reduce(total, op=dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM)
     if reduction == "mean":
         total = total / world_size()

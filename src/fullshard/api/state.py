@@ -9,7 +9,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.stalls import STALLS, meet
+from fullshard.comm.torch_dist import meet
+from fullshard.comm.waiting import waiting_for_all
 from fullshard.config.handover import launched
 from fullshard.core.errors import ConfigError
 from fullshard.launch.environment import (
@@ -208,5 +209,5 @@ class ProcessState:
         if dist.is_initialized() and dist.get_world_size() > 1:
             assert dist.group.WORLD is not None  # noqa: S101 -- it is initialised
             meet(dist.group.WORLD, self.device, "the end of a barrier")
-            with STALLS.waiting_for_all("the end of a barrier"):
+            with waiting_for_all("the end of a barrier"):
                 dist.barrier()

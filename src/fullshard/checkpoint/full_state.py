@@ -16,10 +16,9 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard.checkpoint.decoding import decode_value
-from fullshard.checkpoint.ranks import Ranks
+from fullshard.checkpoint.ranks import Ranks, all_come
 from fullshard.checkpoint.tensors import LocalTensor, local_tensors, modules_with_extra_state, rest
 from fullshard.checkpoint.values import encode_value
-from fullshard.comm.stalls import all_come
 from fullshard.core.errors import CheckpointError, LifecycleError
 from fullshard.core.user_class import user_class
 from fullshard.engine.lookup import clean_name, unit_of

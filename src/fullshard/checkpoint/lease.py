@@ -27,7 +27,7 @@ from typing import Any
 from fullshard.checkpoint.objects import Location, ObjectPath, at_exit, read_small
 from fullshard.core.errors import ConfigError, StoreError, cut, printable
 from fullshard.core.files import parse_object
-from fullshard.core.place import this_machine
+from fullshard.core.process import this_machine
 
 LEASE_NAME = ".lease.json"
 _LONGEST_NBYTES = 1 << 16

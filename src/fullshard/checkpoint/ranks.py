@@ -7,6 +7,7 @@ on alone and hangs.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -18,8 +19,8 @@ from torch import nn
 
 from fullshard.checkpoint.tensor_file import Bytes
 from fullshard.comm import torch_private
-from fullshard.comm.stalls import STALLS
 from fullshard.comm.torch_dist import all_gather_single, as_sent
+from fullshard.comm.waiting import PROGRESS, Waiting
 from fullshard.core.errors import CheckpointError, CommunicationError, FullshardError, StoreError
 from fullshard.engine.lookup import require_module
 from fullshard.features import ShardedParameter
@@ -208,13 +209,41 @@ class Ranks:
         """Say what a failed collective means: another rank is gone or stuck."""
         group = self._group or dist.group.WORLD
         try:
-            with STALLS.waiting_in([] if group is None else [group], f"a checkpoint, {doing}"):
+            with Waiting(f"a checkpoint, {doing}", [group]):
                 yield
         except CommunicationError as error:
-            why = STALLS.reason(error.__cause__) if isinstance(error.__cause__, RuntimeError) else error
+            why = PROGRESS.watcher.reason(error.__cause__) if isinstance(error.__cause__, RuntimeError) else error
             raise CheckpointError(
                 f"lost the other ranks while {doing}: {why}", hint="see the log of the rank that stopped first"
             ) from error
+
+
+def all_come(where: str, seconds: float) -> bool:
+    """Return whether all ranks of the job come to a place in time. A rank alone there goes on, unlike in a collective.
+
+    Args:
+        where: the place's name. Ranks come there equally often, but for those that were alone.
+        seconds: to wait.
+    """
+    number = _COME.get(where, 0)
+    key, store, size = f"fullshard/come/{where}/{number}", torch_private.default_store(), dist.get_world_size()
+    come, until = store.add(key, 1), time.monotonic() + seconds
+    try:
+        while come < size and time.monotonic() < until:
+            time.sleep(0.02)
+            come = store.add(key, 0)
+    finally:  # a rank that is interrupted has not come, either
+        if come < size:
+            come = store.add(key, -1) + 1
+            if come == size:  # the last one has come at this very moment
+                store.add(key, 1)
+        if come == size:
+            _COME[where] = number + 1
+    return come == size
+
+
+_COME: dict[str, int] = {}
+"""How often all ranks have come to a place."""
 
 
 def _as_tensor(data: bytes) -> torch.Tensor:

@@ -11,6 +11,8 @@ import torch.distributed as dist
 
 from fullshard.core.errors import ConfigError
 
+TIMEOUT_SECONDS = 1800.0
+"""The time-out of a process group if nobody asks for another: before the first step ends, ranks load and compile."""
 BY_HAND_SECONDS, LAUNCHED_SECONDS = 8.0, 60.0
 """Seconds before a line is printed: a launcher starts all ranks, and may take long on a busy host."""
 

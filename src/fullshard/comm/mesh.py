@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import zip_longest
@@ -28,9 +27,9 @@ from fullshard.comm.base import MAX_TAGS, Collectives
 from fullshard.comm.device import current, require_gloo
 from fullshard.comm.join import join_process_group
 from fullshard.comm.select import collectives_for
-from fullshard.comm.stalls import STALLS, meet
+from fullshard.comm.torch_dist import meet
+from fullshard.comm.waiting import PROGRESS, Waiting
 from fullshard.core.errors import CommunicationError, ConfigError
-from fullshard.core.place import PLACE
 from fullshard.core.strategy import replicas
 
 _HINT = "build the same model from the same configuration, and load the same weights, on every rank"
@@ -114,35 +113,13 @@ class Mesh:
 
     def watch(self) -> None:
         """Have waits in its groups watched."""
-        STALLS.watch(self._groups, self.device)
+        PROGRESS.watcher.watch(self.groups, self.device)
 
     @property
-    def _groups(self) -> list[dist.ProcessGroup | None]:
+    def groups(self) -> list[dist.ProcessGroup | None]:
+        """Return all groups that its ranks may wait in; None for a rank alone."""
         own = (getattr(collectives, "group", None) for collectives in (self.gather, self.reduce, self.replicate))
         return [self.control_group, self.shard_group, self.replicate_group, *own]
-
-    def note_failure(self, what: str, error: BaseException | None) -> None:
-        """Note that an error on this rank has ended what all ranks of the mesh do together: a backward, say."""
-        if self.control_group is not None:
-            STALLS.note_failure(self.control_group, what)
-            if error is not None:
-                STALLS.explain_failures(error)
-
-    def forget_failures(self) -> None:
-        """Forget earlier failures of some ranks: all ranks of the mesh are at the same place."""
-        for group in self._groups:
-            if group is not None:
-                STALLS.forget_failures(group)
-
-    @contextmanager
-    def doing_alike(self, what: str) -> Iterator[None]:
-        """Let all ranks of the mesh do the same, and wait for one another; a rank that fails tells the others."""
-        try:
-            with PLACE.waiting(what):
-                yield
-        except BaseException as error:
-            self.note_failure(what, error)
-            raise
 
     def begin_sharding(self) -> None:
         """Note that a model, or a part of it, is about to be sharded."""
@@ -192,12 +169,7 @@ class Mesh:
             return [value]
         values: list[Any] = [None] * group.size()
         without = torch_private.without_transforms()  # those have no message's memory
-        with (
-            PLACE.waiting("comparing notes"),
-            without,
-            torch_private.uncounted(),
-            STALLS.explaining("comparing notes with the other ranks"),
-        ):
+        with Waiting("comparing notes", [group]), without, torch_private.uncounted():
             dist.all_gather_object(values, value, group=group)
         return values
 

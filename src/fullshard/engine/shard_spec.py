@@ -11,8 +11,8 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from fullshard.comm import torch_private
 from fullshard.comm.mesh import Mesh
-from fullshard.comm.stalls import STALLS
 from fullshard.comm.torch_dist import as_sent
+from fullshard.comm.waiting import Waiting
 from fullshard.core.boxes import IntervalBox, boxes
 from fullshard.core.chunking import UNCUT, Chunking
 from fullshard.core.errors import LifecycleError
@@ -193,15 +193,14 @@ class ShardSpec:
                 hint="compute in forward, or inside `with fullshard.unsharded(model)`",
             )
         self.mesh.compare_shardings()
-        with self.mesh.doing_alike(f"gathering {self.name}"):
+        with Waiting(f"gathering {self.name}", [self.mesh.control_group, self.mesh.shard_group]):
             full = torch.empty(self.numel, dtype=local.dtype, device=self.mesh.device)
             full[self.interval.start : self.interval.stop] = local.reshape(-1)
-            with STALLS.explaining(f"gathering {self.name}"):
-                for owner in range(self.mesh.shard_size if self.mesh.shard_group is not None else 0):
-                    interval = self.placement.interval(owner, self.numel)
-                    if interval.numel:
-                        part = as_sent(full[interval.start : interval.stop])
-                        dist.broadcast(part, group=self.mesh.shard_group, group_src=owner)
+            for owner in range(self.mesh.shard_size if self.mesh.shard_group is not None else 0):
+                interval = self.placement.interval(owner, self.numel)
+                if interval.numel:
+                    part = as_sent(full[interval.start : interval.stop])
+                    dist.broadcast(part, group=self.mesh.shard_group, group_src=owner)
             return self.to_whole(full.view(self.sharded_shape))
 
 

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.comm import torch_private
 from fullshard.comm.base import Collectives
+from fullshard.comm.waiting import Waiting
 from fullshard.core.errors import LifecycleError
 from fullshard.core.events import Event, EventKind
 from fullshard.engine.binding import Binding
@@ -27,7 +28,6 @@ from fullshard.engine.precision import MixedPrecisionPolicy
 from fullshard.engine.reduction_settings import ReductionSettings
 from fullshard.engine.sharded_tensor import ShardedTensor
 from fullshard.engine.storage import Storage
-from fullshard.engine.waiting import Waiting
 from fullshard.wrap.partition import Slot, UnitPlan, Values
 
 if TYPE_CHECKING:
@@ -265,6 +265,6 @@ class UnitParameters(abc.ABC):
         """Return a context within which this rank waits for others in that phase."""
         wait = self._waits.get(phase)
         if wait is None:
-            wait = self._waits[phase] = Waiting(self.mesh, f"unit {self.name!r}, {phase}")
+            wait = self._waits[phase] = Waiting(f"unit {self.name!r}, {phase}", [self.mesh.control_group])
         wait.step = self.schedule.steps + 1
         return wait

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm import device as devices
-from fullshard.comm.join import join_process_group
+from fullshard.comm.join import TIMEOUT_SECONDS, join_process_group
+from fullshard.comm.waiting import PROGRESS, waiting_for_all
 from fullshard.config.switches import ELASTIC, timeout_of_environment
 from fullshard.core.errors import ConfigError
-from fullshard.core.patience import FIRST_SECONDS, PATIENCE
 from fullshard.core.threads import rest_at_exit
 from fullshard.launch.device import kind_of, object_device
 from fullshard.launch.tpu import check_tpu_environment
@@ -123,7 +123,7 @@ def init_process_group_from_environment(
         device: where this rank computes; `rank_device(...)` by default. An accelerator gets its own backend (CUDA:
             NCCL) and, for tensors in host memory, Gloo; a CPU gets Gloo.
         timeout_seconds: how long a rank waits for the others. None: as `FULLSHARD_TIMEOUT` and the launcher's
-            `--timeout` say, else as `core.patience` says.
+            `--timeout` say, else `TIMEOUT_SECONDS`.
 
     Returns:
         The place of this process.
@@ -137,8 +137,8 @@ def init_process_group_from_environment(
     device = device or rank_device(environment)
     if device.type == "tpu":
         check_tpu_environment(environment.world_size)
-    PATIENCE.asked = timeout_seconds
-    timeout_seconds = timeout_seconds or timeout_of_environment() or FIRST_SECONDS
+    PROGRESS.limit = timeout_seconds
+    timeout_seconds = timeout_seconds or timeout_of_environment() or TIMEOUT_SECONDS
     join_process_group(
         backend=devices.backends_of(device.type),
         rank=environment.rank,
@@ -170,9 +170,7 @@ def run_on_main(environment: RankEnvironment, function: Callable[[], T]) -> T:
         except Exception as error:
             raised = error
             outcome = [(None, _picklable(error))]
-    from fullshard.comm.stalls import STALLS  # not before there are ranks: a launcher reads this file, too
-
-    with STALLS.waiting_for_all("what rank 0 does"):
+    with waiting_for_all("what rank 0 does"):
         dist.broadcast_object_list(outcome, src=0, device=object_device())
     result, received = outcome[0]
     if (failure := raised or received) is not None:

@@ -28,7 +28,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from fullshard.config.switches import ELASTIC, TOKEN
 from fullshard.core.errors import ConfigError
 from fullshard.core.journal import JOURNAL, Happening
-from fullshard.core.place import read_place
+from fullshard.core.process import read_status
 from fullshard.launch import torch_private
 from fullshard.launch.bootstrap import LAUNCHER_PID, PREEMPTION_DIR
 from fullshard.launch.copies import copies_directory
@@ -318,7 +318,7 @@ class Agent(LocalElasticAgent):
         self._note(Happening.FAILURE, message or "", rank=rank, pid=failure.pid, how=how_it_ended(failure))
 
     def _report(self, rank: int, failure: ProcessFailure, failures: Mapping[int, ProcessFailure]) -> str:
-        last = read_place(self._preemption / f"place-{failure.pid}")
+        last = read_status(self._preemption / f"status-{failure.pid}")
         text = failure_report(rank, failure, world_size=self._world_size, last=last)
         if left_report(failure)[1] is None:
             return text + what_others_said(rank, failures)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from fullshard.core.place import read_place
+from fullshard.core.process import read_status
 from fullshard.launch.bootstrap import STACK_SIGNAL
 
 _NOTICE_SECONDS = 1.0
@@ -100,7 +100,7 @@ class Scene:
                 f"\nrank {ranks.get(pid)} of {world_size} (process {pid} on {socket.gethostname()}) had ended before, "
             )
             text += "with exit code 0: it made fewer steps than the others, or left its loop\n"
-            last = read_place(self._directory / f"place-{pid}")
+            last = read_status(self._directory / f"status-{pid}")
             text += f"it did last: {last}\n" if last else ""
         return text
 

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn, optim
 
-from fullshard.comm.stalls import all_reduce
+from fullshard.comm.torch_dist import all_reduce
 from fullshard.core.errors import ConfigError, OptimizerError
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.sharded_tensor import ShardedTensor

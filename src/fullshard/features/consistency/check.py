@@ -18,7 +18,7 @@ from fullshard.comm import torch_private
 from fullshard.comm.device import has_values
 from fullshard.core.errors import ConfigError
 from fullshard.core.journal import JOURNAL, Happening
-from fullshard.core.place import this_process
+from fullshard.core.process import this_process
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.extension import Extension
 from fullshard.engine.schedule import Schedule

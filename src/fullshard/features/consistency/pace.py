@@ -7,7 +7,7 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from fullshard.core.place import PLACE
+from fullshard.comm.waiting import PROGRESS
 
 SLOW, SLOW_NO_MORE = 0.7, 0.85
 """A rank whose speed is below this part of the median is worth a line, once, until it is faster than that part."""
@@ -61,7 +61,7 @@ class Pace:
 
     def begin_step(self, *, is_wanted: bool) -> None:
         """Begin a step after another, which counts if that is wanted."""
-        now, waited = time.monotonic(), PLACE.waited
+        now, waited = time.monotonic(), PROGRESS.waited
         if self._began is not None and is_wanted:
             begin, before = self._began
             waiting = waited - before
@@ -70,12 +70,12 @@ class Pace:
 
     def resume(self) -> None:
         """Begin a forward or backward."""
-        self._resumed = time.monotonic() - PLACE.waited
+        self._resumed = time.monotonic() - PROGRESS.waited
 
     def pause(self) -> None:
         """End it, if one has begun."""
         if self._resumed is not None:
-            self._computing += time.monotonic() - PLACE.waited - self._resumed
+            self._computing += time.monotonic() - PROGRESS.waited - self._resumed
             self._resumed = None
 
     def take(self) -> list[float]:

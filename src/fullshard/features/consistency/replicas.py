@@ -18,7 +18,7 @@ import torch.distributed as dist
 from fullshard.comm import torch_private
 from fullshard.core.errors import ConfigError, ReplicaError, first_of
 from fullshard.core.journal import JOURNAL, Happening
-from fullshard.core.place import this_process
+from fullshard.core.process import this_process
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.kinds import inner_tensors
 from fullshard.engine.schedule import Schedule

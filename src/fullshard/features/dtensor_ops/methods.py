@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch.distributed.tensor import DTensor, Placement
 
-from fullshard.comm.stalls import all_reduce
+from fullshard.comm.torch_dist import all_reduce
 from fullshard.core.errors import LifecycleError
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.shard_spec import ShardSpec

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard.comm.mesh import Mesh
-from fullshard.comm.stalls import STALLS
 from fullshard.comm.torch_dist import as_sent
+from fullshard.comm.waiting import Waiting
 from fullshard.core.errors import WrapError
 from fullshard.engine.kinds import kind_of
 from fullshard.engine.placing import move_to_device, own_modules
@@ -185,7 +185,7 @@ def _take_from_rank_0(tensors: list[torch.Tensor], mesh: Mesh) -> None:
     mesh.check_agreement(lines, what="the parameters and buffers to take from rank 0")
     for tensor in tensors:
         whole = tensor.contiguous()
-        with STALLS.waiting_in([mesh.world_group], "weights of rank 0's"):  # each may take as long as a wait may
+        with Waiting("weights of rank 0's", [mesh.world_group]):  # each may take as long as a wait may
             dist.broadcast(as_sent(whole.reshape(-1)), group=mesh.world_group, group_src=0)
         if whole is not tensor:
             tensor.copy_(whole)

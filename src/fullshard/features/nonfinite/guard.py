@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from fullshard.comm import torch_private
 from fullshard.comm.device import has_values
-from fullshard.comm.stalls import STALLS
+from fullshard.comm.waiting import waiting_in_step
 from fullshard.core.errors import ConfigError, LifecycleError, NonFiniteError, first_of
 from fullshard.core.journal import JOURNAL, Happening
 from fullshard.engine.bucket import Bucket
@@ -217,7 +217,7 @@ class NonFiniteGuard(Extension):
         found = self._mesh.all_gather_object((now, self._names or {}, self._ranks))
         for outer in self.model.outer_groups():
             everything = [found] * dist.get_world_size(outer)
-            with STALLS.waiting_in([outer], "the names of gradients that are not finite", in_step=True):
+            with waiting_in_step("the names of gradients that are not finite", [outer]):
                 dist.all_gather_object(everything, found, group=outer)
             found = list(itertools.chain.from_iterable(everything))
         for there, before, sources in found:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.stalls import all_reduce
+from fullshard.comm.torch_dist import all_reduce
 from fullshard.core.stopping import STOPPING
 from fullshard.engine.extension import Extension
 

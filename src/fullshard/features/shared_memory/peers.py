@@ -27,8 +27,9 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm import torch_private
+from fullshard.comm.waiting import PROGRESS
 from fullshard.config.switches import COMM
-from fullshard.core.place import PLACE, this_machine
+from fullshard.core.process import this_machine
 
 FILE_NBYTES = 2**46
 """More than a host has, and little enough for every rank to map some of each."""
@@ -116,8 +117,8 @@ class Peers:
                 what = "ended" if _has_ended(pid) else "failed" if self._failures[rank] else ""
                 if what and not is_done():  # it may have done all that was wanted before
                     raise RuntimeError(f"rank {self.group_rank(rank)} of the group (process {pid}) has {what}")
-            if PLACE.given_up:
-                raise RuntimeError(PLACE.given_up)
+            if PROGRESS.given_up:
+                raise RuntimeError(PROGRESS.given_up)
             if now - start > self._timeout_seconds:
                 raise RuntimeError(f"no answer from another rank of the group for {self._timeout_seconds:g} s")
 

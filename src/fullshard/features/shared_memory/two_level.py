@@ -29,7 +29,7 @@ import torch.distributed as dist
 from fullshard.comm import torch_private
 from fullshard.comm.base import BufferSpec, Packing, Parts, Reduction, Watch, Work, WorkOf
 from fullshard.comm.gloo import GlooCollectives, average, end_waits, receive, send
-from fullshard.core.place import PLACE
+from fullshard.comm.waiting import PROGRESS
 from fullshard.core.sizes import round_up
 from fullshard.features.shared_memory.buffer_pool import BufferPool
 from fullshard.features.shared_memory.collectives import (
@@ -111,7 +111,7 @@ class _Channel:
 
 def _give_up(group: dist.ProcessGroup) -> None:
     """Have everything fail that the threads of this process wait for, in shared memory or from other hosts."""
-    PLACE.given_up = PLACE.given_up or "this process ends"
+    PROGRESS.given_up = PROGRESS.given_up or "this process ends"
     end_waits(group)
 
 

@@ -25,7 +25,8 @@ from torch.optim import optimizer as torch_optimizer
 
 from fullshard.comm.device import require_dtype
 from fullshard.comm.mesh import Mesh, mesh_of
-from fullshard.comm.stalls import STALLS, all_reduce
+from fullshard.comm.torch_dist import all_reduce
+from fullshard.comm.waiting import PROGRESS
 from fullshard.core.errors import LifecycleError
 from fullshard.core.imports import after_import
 from fullshard.engine.extension import tell_before_clipping
@@ -368,7 +369,7 @@ def _run_backward_to(t_outputs: Any, *args: Any, **options: Any) -> Any:
     try:
         found = torch_private.run_backward.torchs(t_outputs, *args, **options)
     except Exception as error:
-        STALLS.explain_failures(error)
+        PROGRESS.watcher.explain(error)
         if wanted and "not have been used in the graph" in str(error):
             raise _no_graph_has(wanted[0][1]) from error
         raise

@@ -2,10 +2,10 @@
 
 Before the first forward the ranks compare the model and the loaded weights. During that forward they compare, before
 each unit is unsharded, which unit they are at. Later each rank logs the gathers of its forwards and backwards; ranks
-that wait for long compare their logs (`comm.track`). The message that ends a backward carries a digest of what the rank
-has done since the step before: loads, units in order, backwards, failed ones, optimizer steps, the run's step, learning
-rates, data orders. A failure is reported to waiting ranks (`comm.stalls`), because the rank that has caught the error
-goes on elsewhere.
+that wait for long compare their logs (`sequence_log`). The message that ends a backward carries a digest of what the
+rank has done since the step before: loads, units in order, backwards, failed ones, optimizer steps, the run's step,
+learning rates, data orders. A failure is reported to waiting ranks (`watchdog`), because the rank that has caught the
+error goes on elsewhere.
 """
 
 from __future__ import annotations
@@ -21,17 +21,16 @@ from typing import Any, cast
 
 import torch
 
-from fullshard.comm.stalls import STALLS
-from fullshard.comm.track import Track
 from fullshard.core.errors import CommunicationError
 from fullshard.core.journal import JOURNAL
-from fullshard.core.place import PLACE
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.extension import Extension
 from fullshard.engine.schedule import Schedule
 from fullshard.engine.unit import Unit
 from fullshard.engine.unit_parameters import UnitState
 from fullshard.features.watchdog.data_order import HINT, ORDERS, difference
+from fullshard.features.watchdog.sequence_log import SequenceLog
+from fullshard.features.watchdog.watchdog import WATCHDOG
 
 _END_OF_FORWARD, _END_OF_BACKWARD, _STEP, _SAVE, _BACKWARD = -1, -2, -3, -4, -5
 _WORDS = {
@@ -62,7 +61,7 @@ class DesyncDetection(Extension):
 
     def __init__(self, model: Schedule) -> None:
         super().__init__(model)
-        self._mesh, self._log = model.mesh, cast("Track | None", None)
+        self._mesh, self._log = model.mesh, cast("SequenceLog | None", None)
         self._loads = self._backwards = self._failures = 0  # a rank with fewer loads has other weights
         self._has_gathered = self.is_order_verified = False
         self._forward: list[Unit] = []
@@ -87,11 +86,11 @@ class DesyncDetection(Extension):
         """
         if in_forward:
             self._compare_model([f"weights loaded into {self._loads} units"])
-            self._mesh.forget_failures()
+            WATCHDOG.forget_failures(self._mesh.groups)
             self._mesh.agree_on_shardings()
             if self._mesh.gather.size > 1 and self._mesh.control_group is not None:
-                self._log = Track(self._words)
-                STALLS.tell(self._log, self._mesh.control_group)
+                self._log = SequenceLog(self._words)
+                WATCHDOG.follow(self._log, self._mesh.control_group)
         elif self._mesh.gather.size > 1:
             self._compare_model([])
 
@@ -108,7 +107,7 @@ class DesyncDetection(Extension):
 
     def step_begins(self) -> None:
         """Know how long steps take."""
-        PLACE.begin_step(time.monotonic())
+        WATCHDOG.begin_step(time.monotonic())
 
     def forward_begins(self) -> None:
         """Forget which units the forward before has run."""
@@ -184,12 +183,12 @@ class DesyncDetection(Extension):
 
     def _fail(self, what: str, error: BaseException | None) -> None:
         self._failures += 1
-        self._mesh.note_failure(what, error)
+        WATCHDOG.failed([self._mesh.control_group], what, error)
 
     def forget_failures(self) -> None:
         """Forget failures on any rank: all ranks begin anew."""
         self._failures = 0
-        self._mesh.forget_failures()
+        WATCHDOG.forget_failures(self._mesh.groups)
 
     def _words(self, here: int, there: int, rank: int) -> str:
         at, other = self._name(here), self._name(there)

@@ -18,6 +18,7 @@ import torch
 
 from fullshard.api.accelerates import parallelism
 from fullshard.api.state import ProcessState, launched_device
+from fullshard.comm.join import TIMEOUT_SECONDS
 from fullshard.config.dialect import Reading, refuse
 from fullshard.config.handover import launched, set_variables
 from fullshard.config.load import load_fsdp_config
@@ -25,7 +26,6 @@ from fullshard.config.origin import Origin
 from fullshard.config.resolve import Resolved, resolve
 from fullshard.config.transformers import read_fsdp_words
 from fullshard.core.errors import ConfigError
-from fullshard.core.patience import FIRST_SECONDS
 from fullshard.launch.environment import read_rank_environment
 
 NO_DEEPSPEED = "there is one engine here; write its settings as fsdp_config, or launch with the file"
@@ -139,4 +139,4 @@ def _plain(reading: Reading) -> dict[str, Any]:
 def asked_timeout(args: Any) -> float | None:
     """Return the seconds that `ddp_timeout` lets a rank wait for another; None for its default, if nothing was set."""
     seconds = float(args.ddp_timeout)
-    return None if seconds == FIRST_SECONDS else seconds
+    return None if seconds == TIMEOUT_SECONDS else seconds

@@ -39,6 +39,7 @@ from fullshard.checkpoint.lease import lease
 from fullshard.checkpoint.offline.huggingface import has_safetensors
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.torch_format import write_torch_format
+from fullshard.comm.waiting import PROGRESS
 from fullshard.core.errors import CheckpointError, ConfigError, DamagedError
 from fullshard.core.paths import local_name, local_path
 from fullshard.core.user_class import user_class
@@ -158,7 +159,7 @@ class ShardedTraining:
             if self.args.auto_find_batch_size:
                 agree_to_start_again(error, self._train_batch_size, self.model)
             for unit in units_of(self.model)[-1:]:  # a callback's, say, after which others go on with the next step
-                unit.mesh.note_failure("Trainer's loop", error)
+                PROGRESS.watcher.failed([unit.mesh.control_group], "Trainer's loop", error)
             raise
 
     def get_batch_samples(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,7 @@
 """The log of what a rank has waited for in a model, as numbers that must be the same on all ranks.
 
 A rank that has waited for a while tells its log in the job's store, and compares it with that of the next rank
-(`comm.stalls`). So two ranks that went different ways find each other, long before their time-out.
+(`watchdog`). So two ranks that went different ways find each other, long before their time-out.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 _KEPT = 512
 
 
-class Track:
+class SequenceLog:
     """One model's log on this rank, of which the last numbers are kept.
 
     Args:

@@ -6,34 +6,17 @@ life are long, unless steps themselves take that long.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from fullshard.comm.join import TIMEOUT_SECONDS
 
-FIRST_SECONDS = 1800.0
-"""Until the end of the first step, in a save, and for a rank that is known to save or compile."""
 LATER_SECONDS = 120.0
 _STEPS = 3
 """A rank may be as late as this many of the slowest steps."""
 _STALL_SECONDS = 30.0
 
 
-@dataclass(slots=True)
-class Patience:
-    """The patience of this process.
-
-    Attributes:
-        asked: the time-out in seconds that the script has asked for, which always applies; None: it has not.
-    """
-
-    asked: float | None = None
-
-
-PATIENCE = Patience()
-"""The patience of this process."""
-
-
 def seconds_to_wait(steps: int, slowest: float) -> float:
     """Return how long a wait may take after that many steps, if the script has asked for no time-out."""
-    return FIRST_SECONDS if steps < 1 else min(FIRST_SECONDS, max(LATER_SECONDS, _STEPS * slowest))
+    return TIMEOUT_SECONDS if steps < 1 else min(TIMEOUT_SECONDS, max(LATER_SECONDS, _STEPS * slowest))
 
 
 def stall_seconds(limit: float) -> float:

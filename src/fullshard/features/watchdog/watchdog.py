@@ -1,0 +1,371 @@
+"""Watch how long this process waits for others: name the ranks it waits for, and end the wait at its time-out.
+
+A thread looks twice a second. If a rank has not moved for some seconds, whether it waits or computes, its thread
+leaves its status in the job's store. So a rank that waits for long can read which others do not wait, and what they do
+instead. As long as steps follow one another nothing is sent.
+
+If a script catches an error on one rank, in a backward say, the others wait where this rank does not come any more.
+The store counts errors, too: ranks that wait, and see that others had more errors than they, wait in vain. While the
+job has had no error, a look for errors reads a single number.
+
+A waiting rank also tells the log of what it has waited for (`SequenceLog`), and compares it with that of one other, the
+next rank. So two ranks that went different ways find each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fullshard.comm import torch_private
+from fullshard.comm.gloo import end_waits
+from fullshard.comm.join import TIMEOUT_SECONDS
+from fullshard.comm.waiting import PROGRESS, Watcher
+from fullshard.config.switches import PREEMPTION_DIR, timeout_of_environment
+from fullshard.core.errors import cut
+from fullshard.core.process import StatusFile, this_process
+from fullshard.core.threads import start_thread
+from fullshard.features.watchdog import status
+from fullshard.features.watchdog.limits import seconds_to_wait, stall_seconds
+from fullshard.features.watchdog.sequence_log import SequenceLog
+from fullshard.features.watchdog.status import PROCESS, STATUS, Status
+
+_FAILURES, _FAILED = "fullshard/failures", "fullshard/failed/{}"
+"""Keys in the store: the number of errors of all ranks together; by rank, its own by group and how often the group was
+in step again."""
+_LOGS = "fullshard/logs/{}"
+"""Key in the store, by rank: its logs, by name; see `SequenceLog.told`."""
+_GIVEN_UP = "fullshard/given-up"
+"""Key in the store: why a rank has closed its groups, for the ranks that find them closed."""
+_SOON = 2.0
+"""Seconds of a wait after which the thread looks for errors."""
+_LOOKS = 15
+"""Looks before a wait is worth a line; after the first five the other ranks leave word."""
+_QUOTED = 300
+_FRAMES = 3
+_BUSY = {
+    "compiles": ("/torch/_dynamo/convert_frame.py", "/torch/_inductor/compile_fx.py"),
+    "saves": ("/fullshard/checkpoint/", "/torch/serialization.py", "/torch/distributed/checkpoint/"),
+}
+"""Work that may take long and is no fault, by the files that are on the stack then."""
+_LIBRARIES = ("/fullshard/", "/torch/", "/contextlib.py", "<frozen")
+_CLOSED = re.compile("closed by peer|reset by peer|broken pipe|socket closed|(read|write) error", re.IGNORECASE)
+"""Gloo's messages about a rank that is gone."""
+_NCCL_SECONDS = 600.0
+"""Torch's default time-out for NCCL; else it is `default_pg_timeout`."""
+
+
+class Watchdog(Watcher):
+    """The watchdog of this process.
+
+    Attributes:
+        groups: the groups that this process may wait in.
+        slowest: seconds of the slowest step, without the first.
+    """
+
+    def __init__(self) -> None:
+        self.groups: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+        self.slowest, self._step_began = 0.0, 0.0
+        self._pid, self._is_over = 0, threading.Event()
+        self._world: weakref.ref[dist.ProcessGroup] | None = None
+        self._asked: float | None = None
+        self._trainer = threading.main_thread().ident
+        self._moves, self._since, self._next_line, self._beat = -1, 0.0, 0.0, 0
+        self._logs: weakref.WeakSet[SequenceLog] = weakref.WeakSet()
+        self._forget_world()
+
+    def _forget_world(self) -> None:
+        self.groups.clear()  # of the last one, under names that are given again
+        self._logs.clear()
+        self._opened, self._rallies = dict[str, int](), dict[str, int]()
+        self._failures: dict[str, tuple[int, str]] = {}
+        self._unexplained: set[str] = set()
+        self._told: dict[str, str] = {}
+        self._untold = 0
+        self._found: tuple[int, dict[int, dict[str, Any]]] = (0, {})
+
+    def watch(self, groups: Iterable[dist.ProcessGroup | None], device: torch.device) -> None:
+        """Watch waits in these groups, too; None stands for a rank alone. All are parts of the default group."""
+        world = dist.group.WORLD
+        if world is None or world.size() == 1 or torch_private.backend_of(world, device) is None:
+            return  # a group that is written in Python may have threads for ranks
+        if self._world is None or self._world() is not world:
+            self._forget_world()
+        self.groups.update(group for group in groups if group is not None)
+        self._asked = _asked_seconds(torch_private.timeout_of(world, device).total_seconds(), device)
+        self._trainer, self._world, self._moves = threading.get_ident(), weakref.ref(world), -1
+        with contextlib.suppress(RuntimeError):
+            store, own = torch_private.default_store(), dist.get_rank()
+            store.set(PROCESS.format(own), this_process())
+            for key in {STATUS, _LOGS, _FAILED} - self._told.keys():  # from here on they can be read
+                self._tell(key, "{}")
+            store.set(_GIVEN_UP, "")
+            store.add(_FAILURES, 0)
+        if self._pid != os.getpid():  # a forked process has none of its parent's threads
+            self._pid = os.getpid()
+            if directory := PREEMPTION_DIR.read():
+                with contextlib.suppress(OSError):  # of a job that is over
+                    keep_status_in(Path(directory) / f"status-{os.getpid()}")
+            self._is_over = threading.Event()
+            start_thread("fullshard watchdog", self._run, (), self._is_over.set)
+
+    def begin_step(self, now: float) -> None:
+        """Begin a step after another, and note how long the one before took."""
+        if self._step_began:
+            self.slowest = max(self.slowest, now - self._step_began)
+        self._step_began = now
+
+    def follow(self, log: SequenceLog, group: dist.ProcessGroup) -> None:
+        """Tell from now on the log of a model that the ranks of a group share. The same on every rank."""
+        number = self._opened[group.group_name] = self._opened.get(group.group_name, 0) + 1
+        log.name = f"{group.group_name}/{number}"
+        log.next_rank = dist.get_global_rank(group, (group.rank() + 1) % group.size())
+        self._logs.add(log)
+
+    # -- failures -----------------------------------------------------------------------------------------------
+
+    def failed(self, groups: Iterable[dist.ProcessGroup | None], what: str, error: BaseException | None) -> None:
+        """Tell the ranks of these groups that an error on this rank has ended what they do together."""
+        for name in [self._name(group) for group in groups if group is not None and group in self.groups]:
+            self._failures[name] = self._failures.get(name, (0, ""))[0] + 1, what
+            self._unexplained.add(name)
+            self._untold += 1
+        if error is not None:
+            self.explain(error)
+
+    def explain(self, error: BaseException) -> None:
+        """Name the error that caused the failures which have no explanation yet."""
+        while self._unexplained:
+            count, what = self._failures[name := self._unexplained.pop()]
+            self._failures[name] = count, f"{what} ({cut(repr(error), _QUOTED)})"
+
+    def forget_failures(self, groups: Iterable[dist.ProcessGroup | None]) -> None:
+        """Forget earlier failures of some ranks: all ranks of these groups are at the same place."""
+        for group in groups:
+            if group is not None:
+                self._rallies[group.group_name] = self._rallies.get(group.group_name, 0) + 1
+
+    def _name(self, group: dist.ProcessGroup) -> str:
+        return f"{group.group_name}/{self._rallies.get(group.group_name, 0)}"
+
+    def reason(self, error: RuntimeError) -> object:
+        """Return why a wait has ended in a torch error, which names only a socket, if the reason is known."""
+        why, is_closed = PROGRESS.given_up, _CLOSED.search(str(error)) is not None
+        with contextlib.suppress(Exception):  # the store is gone, too
+            if not why and self._is_in_its_world:
+                why = self._other_way(0.0 if is_closed else _SOON) or self._failure()
+                why = why or torch_private.default_store().get(_GIVEN_UP).decode() or status.ended()
+        if not why and is_closed:
+            other = f"rank {1 - dist.get_rank()}" if dist.is_initialized() and dist.get_world_size() == 2 else "a rank"
+            why = f"{other} has ended, or left its process group, while this one waits for it"
+        return why or error
+
+    # -- the thread ---------------------------------------------------------------------------------------------
+
+    @property
+    def limit(self) -> float:
+        """Seconds that the wait which is under way may take."""
+        return self._asked or seconds_to_wait(0 if PROGRESS.is_patient else PROGRESS.step - 1, self.slowest)
+
+    @property
+    def _is_in_its_world(self) -> bool:
+        """Return whether the default group is the watched one, without keeping that group alive."""
+        return self._world is not None and self._world() is dist.group.WORLD is not None
+
+    def _run(self) -> None:
+        """Run the thread's loop. It leaves signals to other threads: the launcher's asks what the main one does."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        while not self._is_over.wait(_pause(stall_seconds(limit := self.limit))):
+            with contextlib.suppress(Exception):  # a group or store that is just going: the waiting thread notices that
+                if self._is_in_its_world:
+                    self._look(limit, time.monotonic())
+        with contextlib.suppress(Exception):  # it is gone, or the store is
+            if self._is_in_its_world:
+                self._tell(STATUS, json.dumps({"what": PROGRESS.what, "step": PROGRESS.step, "has_ended": True}))
+
+    def _look(self, limit: float, now: float) -> None:
+        stall = stall_seconds(limit)
+        self._tell(_FAILED, json.dumps(dict(self._failures)))  # before others look for it
+        if count := self._untold:
+            self._untold -= count
+            torch_private.default_store().add(_FAILURES, count)
+        if self._moves != PROGRESS.moves:
+            if self._beat:
+                self._tell(STATUS, "{}")
+            self._moves, self._since, self._next_line, self._beat = PROGRESS.moves, now, stall / 2, 0
+            return
+        idle = now - self._since
+        is_long = PROGRESS.is_waiting and idle >= min(_SOON, stall / 3)
+        if is_long and self._end_waits(self._other_way()):
+            return
+        is_in_vain = is_long and bool(self._failure())
+        if idle < stall / 3 and not is_in_vain:
+            return
+        own = self._tell_status()
+        reading = 2.5 * _pause(stall)  # so long before the end, or it would come as much later
+        if is_in_vain and self._end_waits(self._failure(self._statuses(reading))):
+            return
+        if not PROGRESS.is_waiting or idle < min(self._next_line, limit - reading):
+            return
+        others = self._statuses(reading)
+        if self._moves != PROGRESS.moves:
+            return  # a rank has come meanwhile
+        if why := status.parted({dist.get_rank(): own, **others}):
+            if all(other["is_alive"] for other in others.values()):
+                self._end_waits(why)
+                return
+            if idle < limit - reading:
+                return  # on a busy machine a rank says rarely that it is still there: look again
+        self._next_line = 2 * max(idle, stall / 2)
+        if self._asked is None and others and all(status.waits(other) for other in others.values()):
+            limit = min(limit, seconds_to_wait(1, self.slowest))  # none loads, compiles or saves
+        if idle >= limit - reading:
+            is_late = time.monotonic() - self._since >= TIMEOUT_SECONDS
+            if self._asked is not None or is_late or not status.are_busy(status.missing(others)):
+                self._end_waits(f"no answer from another rank for {limit:g} s: {status.named(others)}")
+        elif idle >= stall and all(rank > dist.get_rank() for rank in others.keys() - status.missing(others).keys()):
+            self._say(idle, others)
+
+    def _tell_status(self) -> Status:
+        here, busy = list[str](), ""
+        frame: FrameType | None = sys._current_frames().get(self._trainer or 0)
+        collective = status.collective(frame)
+        groups = [] if PROGRESS.is_waiting and not PROGRESS.is_patient else PROGRESS.groups
+        if collective and frame is not None and not PROGRESS.is_waiting:
+            group = frame.f_locals.get("group") or dist.group.WORLD  # torch has one name for it everywhere
+            groups = [group] if isinstance(group, dist.ProcessGroup) else []
+        while frame is not None and not PROGRESS.is_waiting:
+            file = frame.f_code.co_filename
+            busy = next((what for what, files in _BUSY.items() if any(name in file for name in files)), busy)
+            if len(here) < _FRAMES and not any(name in file for name in _LIBRARIES):
+                here.append(f"{Path(file).name}:{frame.f_lineno} in {frame.f_code.co_name}")
+            frame = frame.f_back
+        self._beat += 1
+        own: Status = {"what": PROGRESS.what, "step": PROGRESS.step, "is_waiting": PROGRESS.is_waiting, "here": here}
+        own |= {"busy": busy, "collective": "" if busy else collective, "beat": self._beat}
+        own["is_for_all"] = any(group.size() == dist.get_world_size() for group in groups)
+        own["come_to"] = {log.name: log.told()[0] for log in list(self._logs)}
+        self._tell(STATUS, json.dumps(own))
+        return own
+
+    def _statuses(self, seconds: float) -> dict[int, Status]:
+        """Return the statuses that other ranks have left, by rank. `is_alive`: left again some seconds later."""
+        try:
+            before = status.read_statuses(dist.get_rank())
+            self._is_over.wait(seconds / 2)
+            self._tell_status()  # others may look at the same moments, and would take this rank for dead each time
+            self._is_over.wait(seconds / 2)
+            now = status.read_statuses(dist.get_rank())
+        except RuntimeError:  # the store is gone: its rank has ended
+            return {}
+        return {
+            rank: other | {"is_alive": other.get("beat") != before.get(rank, {}).get("beat") or not other}
+            for rank, other in now.items()
+        }
+
+    def _end_waits(self, why: str) -> bool:
+        """End the wait under way for this reason, unless it is empty or the wait has ended; return whether it did."""
+        if not why or self._moves != PROGRESS.moves:
+            return False
+        PROGRESS.given_up = why
+        with contextlib.suppress(RuntimeError):  # the store is gone: its rank has ended
+            torch_private.default_store().set(_GIVEN_UP, f"rank {dist.get_rank()} has given up: {why}")
+        for group in [*self.groups, *PROGRESS.groups]:
+            end_waits(group)
+        return True
+
+    def _tell(self, key: str, text: str) -> None:
+        """Leave it in the store for others, unless it is there."""
+        if self._told.get(key) != text:
+            torch_private.default_store().set(key.format(dist.get_rank()), text)
+            self._told[key] = text
+
+    def _other_way(self, seconds: float = 0.0) -> str:
+        """Return where the next rank of a group has gone another way than this one, if both have told their logs.
+
+        Args:
+            seconds: to look again and again: a rank tells its log when it has waited for long, or has had an error.
+        """
+        until, logs = time.monotonic() + seconds, list(self._logs)
+        ranks = sorted({log.next_rank for log in logs})
+        while logs:
+            self._tell(_LOGS, json.dumps({log.name: log.told() for log in logs}))
+            theirs = dict(zip(ranks, status.read([_LOGS.format(rank) for rank in ranks]), strict=True))
+            found = (log.difference(*theirs[log.next_rank].get(log.name, (0, ()))) for log in logs)
+            if (why := next(filter(None, found), "")) or time.monotonic() >= until:
+                return why
+            time.sleep(_SOON / 10)
+        return ""
+
+    def _failure(self, others: dict[int, Status] | None = None) -> str:
+        """Return which rank has had an error that others of a group did not have; empty if all had the same.
+
+        Args:
+            others: statuses of the other ranks. Those that had fewer errors must all wait: one that has not come so far
+                may have the same error later. None: they are not looked at.
+        """
+        own, total = dist.get_rank(), int(torch_private.default_store().get(_FAILURES))
+        if total and (total != self._found[0] or others is not None):  # the explanation may have come later
+            ranks = sorted({rank for group in self.groups for rank in dist.get_process_group_ranks(group)})
+            self._found = total, dict(zip(ranks, status.read([_FAILED.format(rank) for rank in ranks]), strict=True))
+        for group in list(self.groups) if total else []:
+            name, had = self._name(group), dict[int, tuple[int, str]]()
+            for rank in dist.get_process_group_ranks(group):
+                had[rank] = self._found[1].get(rank, {}).get(name, (0, ""))
+            had[own] = self._failures.get(name, (0, ""))
+            fewest, most = min(had, key=lambda rank: had[rank][0]), max(had, key=lambda rank: had[rank][0])
+            behind = [rank for rank, (count, _) in had.items() if rank != own and count == had[fewest][0]]
+            are_stuck = others is None or all(others.get(rank, {}).get("is_waiting") for rank in behind)
+            if had[fewest][0] < had[most][0] and are_stuck:
+                what = had[most][1]
+                return f"rank {most} had an error in {what} that rank {fewest} did not have: they are out of step"
+        return ""
+
+    def _say(self, seconds: float, others: dict[int, Status]) -> None:
+        """Say on stderr who is waited for."""
+        if status.are_busy(status.missing(others)):
+            return
+        step = f" (step {PROGRESS.step} of this process)" if PROGRESS.step else ""
+        who = f"fullshard: rank {dist.get_rank()} has waited {seconds:.0f} s, in {PROGRESS.what}{step}"
+        sys.stderr.write(f"{who}: {status.named(others)}\n")
+        sys.stderr.flush()
+
+
+def keep_status_in(path: Path) -> None:
+    """Write what this process waits for, or did last, to a file from now on."""
+    file = StatusFile(path)
+
+    def tell() -> None:
+        step = f"step {PROGRESS.step} of this process, " if PROGRESS.step else ""
+        file.write(f"{step}{'waiting in' if PROGRESS.is_waiting else 'after'} {PROGRESS.what}")
+
+    PROGRESS.tell = tell
+
+
+def _pause(stall: float) -> float:
+    """Return the seconds between two looks."""
+    return min(0.5, stall / _LOOKS)
+
+
+def _asked_seconds(group: float, device: torch.device) -> float | None:
+    """Return the time-out set in fullshard, in the environment or for the default group; None if none was set."""
+    default = _NCCL_SECONDS if device.type == "cuda" else dist.default_pg_timeout.total_seconds()
+    return PROGRESS.limit or timeout_of_environment() or (None if group in (default, TIMEOUT_SECONDS) else group)
+
+
+WATCHDOG = Watchdog()
+"""The watchdog of this process."""
