@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fullshard.checkpoint.tiles import read_across
+from fullshard.checkpoint.chunks import read_across
 from fullshard.core.chunking import Chunking
 from fullshard.core.layout import Interval
 

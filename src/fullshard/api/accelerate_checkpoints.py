@@ -15,12 +15,12 @@ import torch
 from fullshard import checkpoint
 from fullshard.api import saving
 from fullshard.checkpoint.adapters import is_adapted
+from fullshard.checkpoint.chunks import fill_local
 from fullshard.checkpoint.full_state import match_names
 from fullshard.checkpoint.offline import open_source
 from fullshard.checkpoint.offline.source import require_values
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.tensors import check_is_plain, local_tensors, rest
-from fullshard.checkpoint.tiles import fill_local
 from fullshard.checkpoint.torch_files import load_torch_file
 from fullshard.checkpoint.torch_format import write_torch_format
 from fullshard.core.errors import CheckpointError, ConfigError

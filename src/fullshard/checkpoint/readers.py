@@ -7,13 +7,13 @@ from typing import Self
 
 import torch
 
+from fullshard.checkpoint.chunks import read_across
 from fullshard.checkpoint.coded_state import CodedTensor
 from fullshard.checkpoint.elements import dtype_called, dtype_of, tensor_bytes
 from fullshard.checkpoint.format import CodedPieceRecord, Manifest, TensorRecord, stored_as
 from fullshard.checkpoint.objects import Location
 from fullshard.checkpoint.resharding import plan_reads
 from fullshard.checkpoint.tensor_file import Bytes, TensorFileReader
-from fullshard.checkpoint.tiles import read_across
 from fullshard.checkpoint.verify import pieces_of
 from fullshard.core.chunking import UNCUT, Chunking
 from fullshard.core.dtypes import itemsize

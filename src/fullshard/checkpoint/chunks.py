@@ -1,0 +1,121 @@
+"""Read a tensor that is stored cut one way on a rank that has it cut another way, because of tensor parallelism."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from fullshard.checkpoint.tensors import LocalTensor
+from fullshard.core.boxes import IntervalBox, boxes, strides_of
+from fullshard.core.chunking import UNCUT, Chunking, in_whole, replaced
+from fullshard.core.layout import Interval
+
+
+def fill_local(local: LocalTensor, read: Callable[[Interval, torch.Tensor], None]) -> None:
+    """Fill what this rank holds of a tensor, in whatever order its memory is.
+
+    Args:
+        local: see `LocalTensor`.
+        read: fills a tensor, shape (m,), with an interval of the whole one, flattened row by row.
+    """
+    plain = local.held.contiguous()  # a copy if its memory is in another order
+    read_across(read, plain.view(-1), shape=local.shape, source=UNCUT, target=local.chunking, wanted=local.interval)
+    if plain.data_ptr() != local.held.data_ptr():
+        local.held.copy_(plain)
+
+
+def read_across(
+    read: Callable[[Interval, torch.Tensor], None],
+    out: torch.Tensor,
+    *,
+    shape: tuple[int, ...],
+    source: Chunking,
+    target: Chunking,
+    wanted: Interval,
+) -> None:
+    """Fill `out`, shape (n,), with elements `wanted` of a tensor flattened as `target` says.
+
+    Where the cuts differ, whole rows of the source's chunks are read, and what was asked for taken out of them.
+
+    Args:
+        read: fills a tensor, shape (m,), with an interval of the tensor flattened as `source` says.
+        out: on any device.
+        shape: of the whole tensor.
+        source: how what is read is cut.
+        target: how what is wanted is.
+        wanted: an interval of it.
+    """
+    if source == target or (source.is_row_by_row and target.is_row_by_row):
+        read(wanted, out)
+        return
+    for patch in patches(shape, source, target, wanted):
+        rows = torch.empty(patch.source.numel, dtype=out.dtype)
+        read(patch.source, rows)
+        block = rows.view(patch.source_sizes)
+        for dim, (offset, size) in enumerate(zip(patch.source_offsets, patch.sizes, strict=True)):
+            block = block.narrow(dim, offset, size)
+        start = int(out.storage_offset()) + patch.target
+        out.as_strided(patch.sizes, patch.target_strides, start).copy_(block)
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """The elements that two cuts of a tensor share, as a box in each.
+
+    Attributes:
+        source: where to read: an interval of the tensor as its source flattens it.
+        source_sizes, source_offsets: the same as a box, and the start of the patch in it.
+        sizes: of the patch.
+        target: its start in the wanted elements.
+        target_strides: its strides in the wanted elements, along each dim.
+    """
+
+    source: Interval
+    source_sizes: tuple[int, ...]
+    source_offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    target: int
+    target_strides: tuple[int, ...]
+
+
+def patches(shape: tuple[int, ...], source: Chunking, target: Chunking, wanted: Interval) -> Iterator[Patch]:
+    """Yield what to read of a tensor of `shape`, flattened by `source`, for `wanted` of it flattened by `target`."""
+    start = 0
+    for part in range(target.parts):
+        sizes = target.sizes(shape, part)
+        own = wanted.intersect(Interval(start, start + math.prod(sizes)))
+        for box in boxes(sizes, own.shift(-start)) if own.numel else ():
+            for piece in in_whole(box, target, shape, part):
+                yield from _from(shape, source, piece, own.start - wanted.start)
+        start += math.prod(sizes)
+
+
+def _from(shape: tuple[int, ...], source: Chunking, wanted: IntervalBox, offset: int) -> Iterator[Patch]:
+    """Yield what to read of the source's parts for a box of the whole, `offset` elements into the wanted interval."""
+    dim, start = source.dim, 0
+    first, last = wanted.offsets[dim], wanted.offsets[dim] + wanted.sizes[dim]
+    for part in range(source.parts):
+        held = source.sizes(shape, part)
+        for whole, inner, length in source.pieces(shape, part):
+            low, high = max(first, whole), min(last, whole + length)
+            if low >= high:
+                continue
+            sizes = replaced(wanted.sizes, dim, high - low)
+            inside = replaced(wanted.offsets, dim, low - whole + inner)
+            # The least that is contiguous in the chunk: whole slices of all dims after the first of several elements.
+            split = next((d for d, size in enumerate(sizes) if size > 1), len(sizes) - 1)
+            covering = (*sizes[: split + 1], *held[split + 1 :])
+            corner = (*inside[: split + 1], *(0 for _ in held[split + 1 :]))
+            begin = start + sum(a * b for a, b in zip(corner, strides_of(held), strict=True))
+            yield Patch(
+                source=Interval(begin, begin + math.prod(covering)),
+                source_sizes=covering,
+                source_offsets=tuple(a - b for a, b in zip(inside, corner, strict=True)),
+                sizes=sizes,
+                target=offset + wanted.start + (low - first) * wanted.strides[dim],
+                target_strides=wanted.strides,
+            )
+        start += math.prod(held)
