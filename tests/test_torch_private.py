@@ -37,15 +37,17 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils
 from torch.utils.data import DataLoader
 
-from fullshard.api import torch_private
-from fullshard.comm import torch_private as kernel
-from fullshard.features import torch_private as features
 from fullshard.launch import torch_private as launcher
 
 Check = Callable[[], None]
 CHECKS: dict[str, Check] = {}
-FILES = (kernel, features, torch_private, launcher)
-"""`api`'s file has the names of the first two, too."""
+SOURCE = Path(__file__).parents[1] / "src"
+FILES = [
+    importlib.import_module(".".join(path.relative_to(SOURCE).with_suffix("").parts))
+    for path in sorted(SOURCE.rglob("torch_private.py"))
+]
+torch_private: Any = SimpleNamespace(**{k: v for file in FILES if file is not launcher for k, v in vars(file).items()})
+"""The names of all files but the launcher's."""
 
 
 def check(*names: str) -> Callable[[Check], Check]:
@@ -452,7 +454,7 @@ def compiled() -> None:
     assert torch_private.is_compiled_function(made)
     assert not torch_private.is_compiled_function(function)
     module = nn.Linear(1, 1)
-    assert torch_private.inside_compiled(torch.compile(module)) is module  # type: ignore[arg-type]
+    assert torch_private.inside_compiled(torch.compile(module)) is module
     assert torch_private.inside_compiled(module) is module
     read = inspect.getsource(importlib.import_module("torch._dynamo.variables.builder"))
     assert torch_private.MANAGED in read, "the compiler does not ask for it"
@@ -517,17 +519,17 @@ def foreach() -> None:
     class Kind(nn.Parameter):
         pass
 
-    before = [list(kinds) for kinds in features._FOREACH_TYPES]
+    before = [list(kinds) for kinds in torch_private._FOREACH_TYPES]
     tensors: list[torch.Tensor] = [Kind(torch.ones(1))]
     assert torch_optimizer._default_to_fused_or_foreach(tensors, False, use_fused=True) == (False, False)
     try:
         torch_private.allow_foreach(Kind)
         torch_private.allow_foreach(Kind)
-        assert all(kinds.count(Kind) == 1 for kinds in features._FOREACH_TYPES)
+        assert all(kinds.count(Kind) == 1 for kinds in torch_private._FOREACH_TYPES)
         assert torch_optimizer._default_to_fused_or_foreach(tensors, False, use_fused=True) == (True, False)
         assert _foreach_utils._has_foreach_support(tensors, torch.device("cuda"))
     finally:
-        for kinds, was in zip(features._FOREACH_TYPES, before, strict=True):
+        for kinds, was in zip(torch_private._FOREACH_TYPES, before, strict=True):
             kinds[:] = was
 
 
@@ -677,16 +679,6 @@ def functions_of_subclasses() -> None:
     assert Asked.calls
 
 
-@check("version_kept")
-def versions() -> None:
-    tensor = torch.zeros(2)
-    with torch_private.version_kept(tensor):
-        tensor.set_(tensor)  # type: ignore[call-overload]
-    assert tensor._version == 0
-    tensor.add_(1)
-    assert tensor._version == 1
-
-
 @check("stream_of")
 def streams(folder: Path = Path("/dev")) -> None:
     handler = SubprocessHandler("true", (), {}, str(folder / "null"), None, 0, None)
@@ -701,7 +693,7 @@ def streams(folder: Path = Path("/dev")) -> None:
 # -- functions that are replaced --------------------------------------------------------------------------------
 
 
-def calls_of(place: torch_private.Replaced, run: Callable[[], object]) -> int:
+def calls_of(place: Any, run: Callable[[], object]) -> int:
     """How often `run` calls the function in that place."""
     calls = 0
     was = getattr(place.owner, place.name)
@@ -855,7 +847,7 @@ def meshes_of_several_axes() -> None:
         assert whole.mesh_dim_names == ("all",) and dist.get_process_group_ranks(whole.get_group()) == [0]
         parameter = nn.Parameter(distribute_tensor(torch.zeros(2, 3), mesh["tp"], [Shard(1)]))
         halves = distribute_tensor(torch.ones(2, 3, dtype=torch.bfloat16), mesh["tp"], [Shard(1)])
-        torch_private.set_local(parameter, halves)  # type: ignore[arg-type]
+        torch_private.set_local(parameter, halves)
         assert parameter.dtype == torch.bfloat16 and parameter.is_leaf and parameter.requires_grad
         assert torch.equal(parameter.full_tensor().detach(), torch.ones(2, 3, dtype=torch.bfloat16))  # type: ignore[attr-defined]
         (parameter * 2).sum().backward()

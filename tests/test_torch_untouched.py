@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from torch.nn.utils import get_total_norm
 
-from fullshard.features import ShardedTensor, fully_shard, repoint, torch_private
+from fullshard.features import ShardedTensor, fully_shard, repoint
+from fullshard.features.torch_tools import torch_private
 from tests.distributed import run_ranks
 
 SEE = """

@@ -14,8 +14,9 @@ from torch.distributed.tensor import _op_schema
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _python_dispatch, _pytree
 
-from fullshard.features.torch_private import *  # noqa: F403 -- the names below, for who has this file
-from fullshard.features.torch_private import Replaced
+from fullshard.comm.torch_private import *  # noqa: F403 -- for who has this file
+from fullshard.features.dtensor_ops.torch_private import written as written
+from fullshard.features.torch_tools.torch_private import Replaced
 
 # -- compiled code ----------------------------------------------------------------------------------------------
 

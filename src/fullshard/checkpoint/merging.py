@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from fullshard.checkpoint import torch_private
 from fullshard.checkpoint.tensors import LocalTensor, local_tensors
 from fullshard.core.errors import CheckpointError
 from fullshard.core.layout import Interval
 from fullshard.core.user_class import user_class
 from fullshard.engine.lookup import clean_name
-from fullshard.features import torch_private
 from fullshard.features.quantized_weights import is_exact
 
 Whole = Callable[[torch.Tensor], torch.Tensor]

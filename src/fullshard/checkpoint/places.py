@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from fullshard.checkpoint import torch_private
 from fullshard.core.user_class import user_class
 from fullshard.engine.lookup import clean_name, qualified
-from fullshard.features import torch_private
 from fullshard.features.meta_device import meta_parameters
 
 

@@ -9,13 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fullshard.checkpoint import torch_private
 from fullshard.checkpoint.elements import wraps_others
 from fullshard.core.chunking import UNCUT, Chunking
 from fullshard.core.errors import CheckpointError
 from fullshard.core.layout import Interval
 from fullshard.engine.lookup import clean_name, units_of
 from fullshard.engine.shard_spec import ShardSpec
-from fullshard.features import ShardedParameter, ShardedTensor, torch_private
+from fullshard.features import ShardedParameter, ShardedTensor
 
 
 @dataclass(frozen=True, slots=True)

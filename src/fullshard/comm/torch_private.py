@@ -1,9 +1,9 @@
-"""The private names of torch that the kernel uses, or more layers than one.
+"""The private names of torch that the kernel uses, or more than one folder above it.
 
-`features.torch_private`, `api.torch_private` and `launch.torch_private` have those of one layer. No other file has one;
-`tests/test_architecture` ensures that. torch may rename any of these in any release without notice. So each entry says
-its purpose, what goes wrong if torch changes it, and since which release torch has it ("2.0" is the oldest that was
-examined). `tests/test_torch_private` uses each of them for just that purpose, and fails with its name.
+A folder that needs others has a `torch_private.py` of its own. No other file has one; `tests/test_architecture` ensures
+that. torch may rename any of these in any release without notice. So each entry says its purpose, what goes wrong if
+torch changes it, and since which release torch has it ("2.0" is the oldest that was examined).
+`tests/test_torch_private` uses each of them for just that purpose, and fails with its name.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils import _python_dispatch
+from torch.optim import optimizer as torch_optimizer
+from torch.utils import _foreach_utils, _python_dispatch
 
 from fullshard.core.boxes import strides_of
 
@@ -258,6 +259,19 @@ sharded tensors would be updated, which is slower, and the same. Since 2.0."""
 def may_hold(tensor: torch.Tensor, data: torch.Tensor) -> bool:
     """Return whether `tensor.data = data` is allowed; between devices it depends on both. Since 2.0."""
     return torch._has_compatible_shallow_copy_type(tensor, data)
+
+
+_FOREACH_TYPES: tuple[list[Any], ...] = (
+    torch_optimizer._foreach_supported_types,
+    _foreach_utils._foreach_supported_types,
+)
+
+
+def allow_foreach(kind: type[torch.Tensor]) -> None:
+    """Have optimizers update tensors of `kind` many at a time, as torch does for its own DTensor. Since 2.4."""
+    for kinds in _FOREACH_TYPES:
+        if kind not in kinds:
+            kinds.append(kind)
 
 
 # -- processes --------------------------------------------------------------------------------------------------

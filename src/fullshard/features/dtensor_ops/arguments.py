@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.core.errors import LifecycleError
 from fullshard.engine.sharded_tensor import ShardedTensor, SpreadTensor
-from fullshard.features import torch_private
+from fullshard.features.dtensor_ops import torch_private
 
 
 def map_arguments(value: Any, kind: type[torch.Tensor], function: Callable[[Any], Any]) -> Any:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Placement
 from fullshard.core.errors import LifecycleError
 from fullshard.engine.shard_spec import ShardSpec
 from fullshard.engine.sharded_tensor import ShardedTensor, SpreadTensor, dtensor_of
-from fullshard.features import torch_private
+from fullshard.features.dtensor_ops import torch_private
 from fullshard.features.dtensor_ops.arguments import (
     call_with,
     map_arguments,

@@ -2,8 +2,8 @@
 
 from functools import partial
 
+from fullshard.comm import torch_private
 from fullshard.engine.extension import at_first_sharding
-from fullshard.features import torch_private
 from fullshard.features.extended.bucket import ExtendedBucket, ExtendedParameter
 from fullshard.features.extended.extension import LateProtocol
 from fullshard.features.extended.kinds import Composed, Extended

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fullshard.comm import torch_private
 from fullshard.comm.base import FullBuffer, Work, WorkOf
 from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import ConfigError, LifecycleError
@@ -30,7 +31,6 @@ from fullshard.engine.bucket import Bucket
 from fullshard.engine.gradient import Gradient
 from fullshard.engine.parameter import ShardedParameter, mark_original
 from fullshard.engine.precision import MixedPrecisionPolicy, dtype_name
-from fullshard.features import torch_private
 from fullshard.features.extended.protocol import takes_options, wrapped_by
 from fullshard.wrap.partition import Slot, Values
 
@@ -213,8 +213,9 @@ class ExtendedBuffer(FullBuffer):
             if storage.nbytes() != nbytes:  # otherwise it would move
                 storage.resize_(nbytes)
         # Autograd may have saved views of it, and must not count a refill as a change.
-        with torch_private.version_kept(self.unsharded):
-            rows.fsdp_post_all_gather(outputs, metadata, self._dtype, out=self.unsharded)
+        version = self.unsharded._version
+        rows.fsdp_post_all_gather(outputs, metadata, self._dtype, out=self.unsharded)
+        torch_private.set_versions((self.unsharded,), (version,))
         return self.unsharded
 
     def free(self, *, keeps_memory: bool = False) -> None:

@@ -29,7 +29,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from fullshard.core.errors import LifecycleError
 from fullshard.core.events import EventKind
 from fullshard.engine.unit import Unit
-from fullshard.features import torch_private
+from fullshard.features.offload import torch_private
 from fullshard.features.offload.host import Copied, Host, StorageView, bytes_of
 from fullshard.features.offload.storage import HostStorage
 

@@ -19,7 +19,7 @@ from fullshard.core.errors import OptimizerError
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.sharded_tensor import ShardedTensor
 from fullshard.engine.step.adapters import adapter_of, values_of
-from fullshard.features import torch_private
+from fullshard.features.torch_tools import torch_private
 
 
 @functools.wraps(torch_private.state_dict.torchs)

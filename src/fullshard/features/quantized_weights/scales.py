@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from fullshard.core.errors import WrapError
-from fullshard.features import torch_private
+from fullshard.features.quantized_weights import torch_private
 
 _EXACT = "_fullshard_exact"
 _PIECE_NUMEL = 2**20

@@ -34,7 +34,7 @@ from fullshard.engine.parameter import ShardedParameter, are_same, sharded_param
 from fullshard.engine.schedule import Schedule
 from fullshard.engine.step.hooks import check_optimizer
 from fullshard.engine.step.plain_tensors import ELEMENT_WISE, finish_step, use_plain_tensors
-from fullshard.features import torch_private
+from fullshard.features.steps_in_backward import torch_private
 
 STEPS_IN_PARTS = ELEMENT_WISE
 """Optimizers whose step changes state per parameter only, so that parts of them may step one after the other. Others

@@ -15,7 +15,7 @@ from fullshard.engine.kinds import DataAxes, ParameterKind
 from fullshard.engine.ragged_shard import RaggedShard
 from fullshard.engine.reduction_settings import ReductionSettings
 from fullshard.engine.shard_spec import Name, ShardSpec
-from fullshard.features import torch_private
+from fullshard.features.tensor_parallel import torch_private
 from fullshard.features.tensor_parallel.local_shard import LocalShard, wrapped
 from fullshard.features.tensor_parallel.spec import TensorParallelRowSpec, TensorParallelSpec
 from fullshard.wrap.partition import Slot, names_in

@@ -12,7 +12,7 @@ from fullshard.core.boxes import IntervalBox, boxes
 from fullshard.core.chunking import in_whole
 from fullshard.engine.ragged_shard import RaggedShard
 from fullshard.engine.shard_spec import RowSpec, ShardSpec
-from fullshard.features import torch_private
+from fullshard.features.tensor_parallel import torch_private
 from fullshard.features.tensor_parallel.local_shard import LocalShard
 
 

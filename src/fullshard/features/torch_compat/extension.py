@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from fullshard.core.schedule import REDUCTIONS_IN_FLIGHT
 from fullshard.engine.extension import Extension
-from fullshard.features import torch_private
+from fullshard.features.torch_compat import torch_private
 from fullshard.features.torch_compat.library_methods import replace_methods
 from fullshard.features.torch_compat.state import TorchState
 

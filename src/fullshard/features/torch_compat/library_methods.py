@@ -13,11 +13,11 @@ from typing import Any, cast
 
 from torch import nn
 
+from fullshard.comm import torch_private
 from fullshard.core.errors import LifecycleError
 from fullshard.engine.parameter import sharded_parameter_of
 from fullshard.engine.sharded_tensor import ShardedTensor
 from fullshard.engine.unit import Unit
-from fullshard.features import torch_private
 
 
 def replace_methods(module: nn.Module, unit: Unit) -> None:
@@ -65,8 +65,9 @@ def _counts_no_change(module: nn.Module) -> Callable[..., Any]:
     def activate_lora(*args: Any, **kwargs: Any) -> Iterator[None]:
         parameter = cast("Any", module).get_param()
         with contextlib.ExitStack() as active:
-            with torch_private.version_kept(parameter):
-                active.enter_context(activate(*args, **kwargs))
+            version = parameter._version
+            active.enter_context(activate(*args, **kwargs))
+            torch_private.set_versions((parameter,), (version,))  # no value has changed
             yield
 
     return activate_lora

@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from fullshard.engine.sharded_tensor import ShardedTensor
-from fullshard.features import torch_private
+from fullshard.features.torch_tools import torch_private
 
 MODULE = "peft.utils.save_and_load"
 

@@ -2,7 +2,7 @@
 
 Clipping, loss scaling, optimizers' steps and state dicts, DTensors that are given a parameter's placements, a script's
 collectives, and gradients that autograd hands to its caller would otherwise run and be wrong without a word. torch
-offers no hook in most of these places, so the one function each goes through (`features.torch_private.Replaced`) is
+offers no hook in most of these places, so the one function each goes through (`torch_private.Replaced`) is
 replaced by one that behaves the same for everything but sharded parameters, or refuses. That is done when something is
 sharded for the first time; until then torch is as it was.
 """
@@ -35,8 +35,7 @@ from fullshard.engine.ragged_shard import RaggedShard
 from fullshard.engine.shard_spec import Name, ShardSpec
 from fullshard.engine.sharded_tensor import RowTensor, ShardedTensor, dtensor_of
 from fullshard.engine.step import hooks
-from fullshard.features import torch_private
-from fullshard.features.torch_tools import adapters, averages
+from fullshard.features.torch_tools import adapters, averages, torch_private
 from fullshard.features.torch_tools.sent import send_parts
 
 # -- clipping ---------------------------------------------------------------------------------------------------

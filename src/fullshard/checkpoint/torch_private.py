@@ -1,0 +1,16 @@
+"""Private names of torch that checkpoints use, beside those of `comm.torch_private`; see there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import attrgetter
+
+from torch import nn
+
+from fullshard.comm.torch_private import *  # noqa: F403 -- for who has this file
+
+non_persistent_buffers: Callable[[nn.Module], set[str]] = attrgetter("_non_persistent_buffers_set")
+"""The names of a module's buffers that are in no state dict, and so in no checkpoint. Since 2.0."""
+
+HOOK_NAMES = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
+"""How the attributes of a module end that hold its hooks, which a copy for merging must not run. Since 2.1."""

@@ -1,0 +1,52 @@
+"""Private names of torch that only this feature uses, beside those of `comm.torch_private`; see there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import cache
+
+import torch
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._ops._math_ops import _NormPartial
+
+from fullshard.comm.torch_private import *  # noqa: F403 -- for who has this file
+from fullshard.comm.torch_private import Kernel
+
+
+def takes_plain_as_replicated() -> bool:
+    """Return whether torch's public `implicit_replication()` is active, which no public function tells. Since 2.5."""
+    return bool(DTensor._op_dispatcher._allow_implicit_replication)
+
+
+norm_partial: Callable[[float], Placement] = _NormPartial
+"""The placement of a norm: every rank has the norm of its own elements. Since 2.2."""
+
+
+def writes(kernel: Kernel) -> bool:
+    """Return whether a kernel changes its arguments. Since 2.0."""
+    return bool(kernel._schema.is_mutable)
+
+
+@cache
+def written(kernel: Kernel) -> tuple[tuple[int, str], ...]:
+    """Return position and name of each argument that a kernel changes. Since 2.0."""
+    arguments = enumerate(kernel._schema.arguments)
+    return tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
+
+
+without_functions: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
+"""Inside, torch calls no `__torch_function__` of a subclass. Since 2.0."""
+
+
+def is_view(kernel: Kernel) -> bool:
+    """Return whether a kernel returns memory that it was given. Since 2.0."""
+    return not kernel._schema.is_mutable and any(value.alias_info is not None for value in kernel._schema.returns)
+
+
+COPY_KERNELS = frozenset({"_to_copy"})
+MANY_KERNELS = ("_foreach_", "_fused_", "_amp_foreach_")
+ITEM, MAX_OF_MANY, NORM_OF_MANY = "_local_scalar_dense", "_foreach_max", "_foreach_norm"
+"""How the kernel of `to()` is called, how those begin that take lists of tensors, the kernel of `item()`, and the
+reductions of lists. Under other names they would be run on gathered tensors, which is slow, or as if they treated
+elements alike, which is an error. Since 2.5."""

@@ -1,0 +1,18 @@
+"""Private names of torch that only this feature uses, beside those of `comm.torch_private`; see there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from fullshard.comm.torch_private import *  # noqa: F403 -- for who has this file
+
+storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
+"""The number of holders of a storage, by its `storage_id`. Without it, memory that forward still computes with would be
+sent to the host. Since 2.8."""
+
+
+def are_saved_elsewhere() -> bool:
+    """Return whether `saved_tensors_hooks` are active here: a checkpoint has its own. Since 2.8."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None

@@ -1,0 +1,13 @@
+"""Private names of torch that only this feature uses, beside those of `comm.torch_private`; see there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from operator import attrgetter
+
+import torch
+
+from fullshard.comm.torch_private import *  # noqa: F403 -- for who has this file
+
+step_pre_hooks: Callable[[torch.optim.Optimizer], Mapping[int, object]] = attrgetter("_optimizer_step_pre_hooks")
+"""The hooks that run before an optimizer's step: one of them steps in backward, and no other may. Since 2.0."""

@@ -1,0 +1,27 @@
+"""Private names of torch that only this feature uses, beside those of `comm.torch_private`; see there."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
+from torch.distributed.fsdp import fully_shard
+
+from fullshard.comm.torch_private import *  # noqa: F403 -- for who has this file
+
+
+def mark_fully_sharded(module: nn.Module) -> None:
+    """Have torch's composable functions, `replicate` among them, leave its parameters alone. Since 2.0."""
+    registry: dict[str, Any] = module.__dict__.setdefault(REGISTRY_KEY, {})
+    registry["fully_shard"] = RegistryItem()
+
+
+def leave_state(module: nn.Module, state: object) -> None:
+    """Have `fully_shard.state(module)` of torch's own give `state`. Since 2.6.
+
+    Its pipeline schedules take that, to have gradients reduced once a step's backwards are over. It would be None.
+    """
+    states: dict[Any, Any] = module.__dict__.setdefault(STATE_KEY, {})
+    states[inspect.unwrap(fully_shard)] = state

@@ -1,0 +1,154 @@
+"""Private names of torch that only this feature uses, beside those of `comm.torch_private`; see there."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache, wraps
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch._library.simple_registry import GenericTorchDispatchRuleHolder
+from torch.distributed import _state_dict_utils as state_dict_utils
+from torch.distributed import distributed_c10d
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import _api as tensor_api
+from torch.nn.utils import clip_grad
+
+from fullshard.comm.torch_private import *  # noqa: F403 -- for who has this file
+
+
+def let_dtensors_compute() -> None:
+    """Have torch call the `__torch_dispatch__` of subclasses of DTensor.
+
+    From 2.13 on it does. 2.10 to 2.12 compute with every DTensor as with one of torch's own, unless a rule is
+    registered for its type. Since 2.6.
+    """
+    find = GenericTorchDispatchRuleHolder.find
+    if not "2.10" <= torch.__version__ < "2.13" or hasattr(find, "__wrapped__"):
+        return
+
+    @cache
+    def is_own(kind: type) -> bool:
+        return issubclass(kind, DTensor) and kind.__torch_dispatch__.__func__ is not DTensor.__torch_dispatch__.__func__  # type: ignore[attr-defined]
+
+    def rule(kind: Any, *given: Any) -> Any:
+        return kind.__torch_dispatch__(*given)
+
+    @wraps(find)
+    def find_own(self: GenericTorchDispatchRuleHolder, kind: type) -> Callable[..., Any] | None:
+        return rule if is_own(kind) else find(self, kind)
+
+    GenericTorchDispatchRuleHolder.find = find_own  # type: ignore[method-assign, assignment]
+
+
+@dataclass(eq=False, slots=True)
+class Replaced:
+    """A function of torch that `features.torch_tools` replaces, because torch offers no hook there.
+
+    Attributes:
+        owner: the module or class it is in.
+        name: its name there.
+        torchs: torch's own.
+    """
+
+    owner: Any
+    name: str
+    torchs: Callable[..., Any]
+
+    @classmethod
+    def of(cls, owner: Any, name: str) -> Replaced:
+        """Return a record of the function as it is now."""
+        return cls(owner, name, getattr(owner, name))
+
+
+state_dict = Replaced.of(torch.optim.Optimizer, "state_dict")
+load_state_dict = Replaced.of(torch.optim.Optimizer, "load_state_dict")
+"""Public, and replaced all the same: torch's hooks for it are set per optimizer, and a script hands none to the engine.
+Since 2.0."""
+
+zero_grad = Replaced.of(torch.optim.Optimizer, "zero_grad")
+"""Looks at each `.grad` before it drops it: sharded ones would be made DTensors for that alone. Since 2.0."""
+
+total_norm = Replaced.of(clip_grad, "_get_total_norm")
+"""Under `torch.nn.utils.clip_grad_norm_` and `get_total_norm`, which would take each rank's own norm. Since 2.6."""
+
+unscale = Replaced.of(torch.amp.GradScaler, "_unscale_grads_")
+"""Under `GradScaler`, whose step one rank alone would leave out on an overflow. Since 2.3."""
+
+check_sent = Replaced.of(distributed_c10d, "_check_single_tensor")
+check_sent_list = Replaced.of(distributed_c10d, "_check_tensor_list")
+"""Called with the tensors of a collective, in which every rank would give other elements. Since 2.0."""
+
+distribute_tensor = Replaced.of(state_dict_utils, "distribute_tensor")
+"""Public. It, and so loading whole tensors into a sharded model, knows torch's own placements only. Since 2.0."""
+
+redistribute = Replaced.of(DTensor, "redistribute")
+from_local = Replaced.of(DTensor, "from_local")
+"""Public. Given a placement that it does not know, it labels whatever elements it has with it. Since 2.0."""
+
+make_dtensor = Replaced.of(tensor_api, "_dtensor_init_helper")
+"""Under `torch.distributed.tensor.zeros`, `ones`, `full` and the like, which do the same. Since 2.0."""
+
+distribute_tensors = Replaced.of(state_dict_utils, "_distribute_tensors")
+"""The function that cuts whole tensors from rank 0 for a model's state dict: along one dim. Since 2.5."""
+
+run_backward = Replaced.of(torch.autograd, "_engine_run_backward")
+"""Under `torch.autograd.grad` and `backward`, where a sharded parameter's gradient would be None. Since 2.3."""
+
+
+def keep_every_box(hf_storage: Any) -> None:
+    """Have `HuggingFaceStorageWriter` put this rank's part of a tensor, if it is several boxes, into several files.
+
+    A file holds one tensor of a name, so torch would silently keep the last box alone. Since 2.8.
+    """
+    torchs = hf_storage.HuggingFaceStorageWriter._split_by_storage_plan
+
+    def split(writer: Any, storage_plan: dict[str, int] | None, items: list[Any]) -> dict[int, list[Any]]:
+        rounds: list[list[Any]] = []  # of each tensor the first box, the second one, ...
+        found: Counter[str] = Counter()
+        for item in items:
+            if found[item.index.fqn] == len(rounds):
+                rounds.append([])
+            rounds[found[item.index.fqn]].append(item)
+            found[item.index.fqn] += 1
+        files = max(storage_plan.values()) if storage_plan else 1
+        return {
+            index + number * files: of_file
+            for number, of_round in enumerate(rounds)
+            for index, of_file in torchs(writer, storage_plan, of_round).items()
+        }
+
+    hf_storage.HuggingFaceStorageWriter._split_by_storage_plan = split
+
+
+def replace(functions: Mapping[Replaced, Callable[..., Any]]) -> None:
+    """Put each function in its place, and wherever a module has imported torch's by name."""
+    for place, function in functions.items():
+        setattr(place.owner, place.name, function)
+    new = {id(place.torchs): function for place, function in functions.items()}
+    for module in list(sys.modules.values()):
+        for name, value in list(vars(module).items()) if isinstance(module, ModuleType) else ():
+            if id(value) in new:
+                setattr(module, name, new[id(value)])
+
+
+def redirect(place: Replaced, function: Callable[..., Any]) -> None:
+    """Have torch's function itself call `function`, for a script that has it in a local name; `torchs` does as it did.
+
+    For one without a closure, as that is not to be changed. `distribute_tensor` has none. Since 2.0.
+    """
+    old: Any = place.torchs
+    own = FunctionType(old.__code__, old.__globals__, old.__name__, old.__defaults__)
+    own.__kwdefaults__, old.__signature__ = old.__kwdefaults__, inspect.signature(old)
+    old.__code__, old.__defaults__, old.__kwdefaults__ = _call_other.__code__, None, {"_function": function}
+    place.torchs = own
+
+
+def _call_other(*args: Any, _function: Callable[..., Any], **options: Any) -> Any:
+    """Stand in for the code of a function that is redirected. Since 2.0."""
+    return _function(*args, **options)
