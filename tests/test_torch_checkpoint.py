@@ -32,10 +32,12 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.distributed.tensor import DTensor
 
-from fullshard.api import torch_private
 from fullshard.core.boxes import boxes
+from fullshard.core.imports import Replaced
 from fullshard.core.layout import Interval
 from fullshard.features import ShardedTensor, fully_shard
+from fullshard.features.optimizer_state import torch_private as of_state
+from fullshard.features.torch_tools import torch_private
 from tests.distributed import preload, run_ranks
 
 preload("torch.distributed.checkpoint.state_dict")
@@ -259,8 +261,8 @@ def check_methods_of_torch_itself() -> None:
         assert_same({"model": other.state_dict(), "optimizer": other_optimizer.state_dict()}, states)
         found.append(states)
     assert_same(*found)
-    places = [place for place in vars(torch_private).values() if isinstance(place, torch_private.Replaced)]
-    places.remove(torch_private.fused_devices)  # in virtual time only
+    names = [*vars(torch_private).values(), *vars(of_state).values()]
+    places = [place for place in names if isinstance(place, Replaced)]
     assert len(places) > 5
     for place in places:
         function = getattr(place.owner, place.name)

@@ -37,6 +37,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils
 from torch.utils.data import DataLoader
 
+from fullshard.core.imports import Replaced
 from fullshard.launch import torch_private as launcher
 
 Check = Callable[[], None]
@@ -70,7 +71,7 @@ def names_in_the_files() -> list[str]:
         targets = [*getattr(node, "targets", ()), getattr(node, "target", None)]
         names += [target.id for target in targets if isinstance(target, ast.Name)]
         names += [node.name] if isinstance(node, (ast.FunctionDef, ast.ClassDef)) else []
-    return [name for name in names if not name.startswith("_") and name != "Replaced"]
+    return [name for name in names if not name.startswith("_")]
 
 
 @pytest.mark.parametrize("name", names_in_the_files())
@@ -87,7 +88,7 @@ def test_each_says_since_when(module: ModuleType) -> None:
     """What the file promises of each name: a docstring, with a release of torch."""
     body = body_of(module)
     for node, following in zip(body, [*body[1:], None], strict=True):
-        if isinstance(node, ast.FunctionDef) and node.name != "replace":
+        if isinstance(node, ast.FunctionDef):
             assert "Since 2." in (ast.get_docstring(node) or ""), node.name
         elif isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(following, ast.Expr):
             text = ast.unparse(following)
@@ -960,25 +961,6 @@ def one_rank_of_many() -> None:
         dist.destroy_process_group()
 
 
-@check("replace")
-def replaced_wherever_it_was_imported() -> None:
-    import sys
-    from types import ModuleType
-
-    def first() -> None: ...
-
-    def second() -> None: ...
-
-    owner, other = ModuleType("owner"), ModuleType("other")
-    owner.function = other.renamed = first  # type: ignore[attr-defined]
-    sys.modules["a_module_that_imported_it"] = other
-    try:
-        torch_private.replace({torch_private.Replaced.of(owner, "function"): second})
-    finally:
-        del sys.modules["a_module_that_imported_it"]
-    assert owner.function is other.renamed is second
-
-
 @check("redirect")
 def held_in_a_local_name() -> None:
     assert torch_private.tensor_api.distribute_tensor.__closure__ is None
@@ -986,7 +968,7 @@ def held_in_a_local_name() -> None:
     def first(one: int, *, two: int = 2) -> tuple[str, int, int]:
         return "first", one, two
 
-    place = torch_private.Replaced(None, "first", first)
+    place = Replaced(None, "first", first)
     torch_private.redirect(place, lambda *args, **options: ("second", args, options))
     found: Any = first(1, two=3)
     assert found == ("second", (1,), {"two": 3})

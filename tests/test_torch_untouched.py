@@ -9,12 +9,14 @@ import functools
 import math
 import subprocess
 import sys
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.utils import get_total_norm
 
+from fullshard.core.imports import Replaced, replace
 from fullshard.features import ShardedTensor, fully_shard, repoint
 from fullshard.features.torch_tools import torch_private
 from tests.distributed import run_ranks
@@ -156,3 +158,18 @@ def check_made_before() -> None:
 def test_what_was_there_before_is_protected_too() -> None:
     """A loss scaler, an optimizer that has stepped, and a function imported by name, all from before the sharding."""
     run_ranks(check_made_before, 2)
+
+
+def test_a_function_is_replaced_wherever_it_was_imported() -> None:
+    def first() -> None: ...
+
+    def second() -> None: ...
+
+    owner, other = ModuleType("owner"), ModuleType("other")
+    owner.function = other.renamed = first  # type: ignore[attr-defined]
+    sys.modules["a_module_that_imported_it"] = other
+    try:
+        replace({Replaced.of(owner, "function"): second})
+    finally:
+        del sys.modules["a_module_that_imported_it"]
+    assert owner.function is other.renamed is second

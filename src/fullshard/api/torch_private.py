@@ -15,8 +15,8 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils import _python_dispatch, _pytree
 
 from fullshard.comm.torch_private import *  # noqa: F403 -- for who has this file
+from fullshard.core.imports import Replaced
 from fullshard.features.dtensor_ops.torch_private import written as written
-from fullshard.features.torch_tools.torch_private import Replaced
 
 # -- compiled code ----------------------------------------------------------------------------------------------
 

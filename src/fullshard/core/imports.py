@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -98,3 +99,34 @@ class _Finder(MetaPathFinder):
                 action(module)
 
         return exec_module
+
+
+@dataclass(eq=False, slots=True)
+class Replaced:
+    """A function of another library that one of fullshard takes the place of, because there is no hook.
+
+    Attributes:
+        owner: the module or class it is in.
+        name: its name there.
+        torchs: the library's own, torch's mostly.
+    """
+
+    owner: Any
+    name: str
+    torchs: Callable[..., Any]
+
+    @classmethod
+    def of(cls, owner: Any, name: str) -> Replaced:
+        """Return a record of the function as it is now."""
+        return cls(owner, name, getattr(owner, name))
+
+
+def replace(functions: Mapping[Replaced, Callable[..., Any]]) -> None:
+    """Put each function in its place, and wherever a module has imported the other by name."""
+    for place, function in functions.items():
+        setattr(place.owner, place.name, function)
+    new = {id(place.torchs): function for place, function in functions.items()}
+    for module in list(sys.modules.values()):
+        for name, value in list(vars(module).items()) if isinstance(module, ModuleType) else ():
+            if id(value) in new:
+                setattr(module, name, new[id(value)])

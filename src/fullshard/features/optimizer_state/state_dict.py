@@ -16,10 +16,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fullshard.core.errors import OptimizerError
+from fullshard.core.imports import replace
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.sharded_tensor import ShardedTensor
 from fullshard.engine.step.adapters import adapter_of, values_of
-from fullshard.features.torch_tools import torch_private
+from fullshard.features.optimizer_state import torch_private
 
 
 @functools.wraps(torch_private.state_dict.torchs)
@@ -120,4 +121,4 @@ def cut_state(
 @functools.cache
 def install() -> None:
     """Put them in the place of torch's methods."""
-    torch_private.replace({torch_private.state_dict: state_dict, torch_private.load_state_dict: load_state_dict})
+    replace({torch_private.state_dict: state_dict, torch_private.load_state_dict: load_state_dict})

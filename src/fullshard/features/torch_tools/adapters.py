@@ -7,16 +7,16 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from fullshard.core.imports import Replaced, replace
 from fullshard.engine.sharded_tensor import ShardedTensor
-from fullshard.features.torch_tools import torch_private
 
 MODULE = "peft.utils.save_and_load"
 
 
 def give_wholes(module: ModuleType) -> None:
     """Put ours around `get_peft_model_state_dict`, wherever a module has imported it by name."""
-    place = torch_private.Replaced.of(module, "get_peft_model_state_dict")
-    torch_private.replace({place: _with_wholes(place.torchs)})
+    place = Replaced.of(module, "get_peft_model_state_dict")
+    replace({place: _with_wholes(place.torchs)})
 
 
 def _with_wholes(get: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:

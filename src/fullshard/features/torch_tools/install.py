@@ -2,7 +2,7 @@
 
 Clipping, loss scaling, optimizers' steps and state dicts, DTensors that are given a parameter's placements, a script's
 collectives, and gradients that autograd hands to its caller would otherwise run and be wrong without a word. torch
-offers no hook in most of these places, so the one function each goes through (`torch_private.Replaced`) is
+offers no hook in most of these places, so the one function each goes through (`core.imports.Replaced`) is
 replaced by one that behaves the same for everything but sharded parameters, or refuses. That is done when something is
 sharded for the first time; until then torch is as it was.
 """
@@ -28,7 +28,7 @@ from fullshard.comm.mesh import Mesh, mesh_of
 from fullshard.comm.torch_dist import all_reduce
 from fullshard.comm.waiting import PROGRESS
 from fullshard.core.errors import LifecycleError
-from fullshard.core.imports import after_import
+from fullshard.core.imports import Replaced, after_import, replace
 from fullshard.engine.extension import tell_before_clipping
 from fullshard.engine.parameter import RowParameter, ShardedParameter, sharded_parameter_of, sharded_parameters
 from fullshard.engine.ragged_shard import RaggedShard
@@ -296,7 +296,7 @@ def _make_dtensor(
     return _made(torch_private.make_dtensor, init_op, size, device_mesh, placements, **options)
 
 
-def _made(torchs: torch_private.Replaced, *args: Any, **options: Any) -> DTensor:
+def _made(torchs: Replaced, *args: Any, **options: Any) -> DTensor:
     """Return what a torch function makes, placed as a sharded parameter is: this rank's part of a replicated tensor."""
     *given, device_mesh, placements = args
     ragged = _ragged_of(placements)
@@ -391,7 +391,7 @@ def install() -> None:
     torch_private.let_dtensors_compute()
     for kind in (ShardedTensor, ShardedParameter, RowTensor, RowParameter):
         torch_private.allow_foreach(kind)
-    torch_private.replace(
+    replace(
         {
             torch_private.zero_grad: _zero_grad,
             torch_private.total_norm: _total_norm,

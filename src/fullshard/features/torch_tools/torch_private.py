@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import cache, wraps
-from types import FunctionType, ModuleType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -20,6 +18,7 @@ from torch.distributed.tensor import _api as tensor_api
 from torch.nn.utils import clip_grad
 
 from fullshard.comm.torch_private import *  # noqa: F403 -- for who has this file
+from fullshard.core.imports import Replaced
 
 
 def let_dtensors_compute() -> None:
@@ -45,31 +44,6 @@ def let_dtensors_compute() -> None:
 
     GenericTorchDispatchRuleHolder.find = find_own  # type: ignore[method-assign, assignment]
 
-
-@dataclass(eq=False, slots=True)
-class Replaced:
-    """A function of torch that `features.torch_tools` replaces, because torch offers no hook there.
-
-    Attributes:
-        owner: the module or class it is in.
-        name: its name there.
-        torchs: torch's own.
-    """
-
-    owner: Any
-    name: str
-    torchs: Callable[..., Any]
-
-    @classmethod
-    def of(cls, owner: Any, name: str) -> Replaced:
-        """Return a record of the function as it is now."""
-        return cls(owner, name, getattr(owner, name))
-
-
-state_dict = Replaced.of(torch.optim.Optimizer, "state_dict")
-load_state_dict = Replaced.of(torch.optim.Optimizer, "load_state_dict")
-"""Public, and replaced all the same: torch's hooks for it are set per optimizer, and a script hands none to the engine.
-Since 2.0."""
 
 zero_grad = Replaced.of(torch.optim.Optimizer, "zero_grad")
 """Looks at each `.grad` before it drops it: sharded ones would be made DTensors for that alone. Since 2.0."""
@@ -124,17 +98,6 @@ def keep_every_box(hf_storage: Any) -> None:
         }
 
     hf_storage.HuggingFaceStorageWriter._split_by_storage_plan = split
-
-
-def replace(functions: Mapping[Replaced, Callable[..., Any]]) -> None:
-    """Put each function in its place, and wherever a module has imported torch's by name."""
-    for place, function in functions.items():
-        setattr(place.owner, place.name, function)
-    new = {id(place.torchs): function for place, function in functions.items()}
-    for module in list(sys.modules.values()):
-        for name, value in list(vars(module).items()) if isinstance(module, ModuleType) else ():
-            if id(value) in new:
-                setattr(module, name, new[id(value)])
 
 
 def redirect(place: Replaced, function: Callable[..., Any]) -> None:
