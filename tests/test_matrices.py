@@ -19,10 +19,10 @@ from fullshard.comm.gloo import GlooCollectives
 from fullshard.comm.select import choices_for, collectives_for
 from fullshard.core.errors import LayoutError
 from fullshard.core.layout import BucketLayout, Interval, ParameterSpec
-from fullshard.core.matrices import Dealing, Matrix, deal, matrices_in, matrix_shape
 from fullshard.features.matrices.exchange import gathered, sent, sent_numel
 from fullshard.features.shared_memory.two_level import TwoLevelCollectives
 from fullshard.optim.newton_schulz import orthogonalized
+from fullshard.plan.dealing import Dealing, Matrix, deal, matrices_in, matrix_shape
 from fullshard.plan.matrices import MatrixWork
 from tests.distributed import run_ranks
 from tests.hosts import are_possible, run_hosts

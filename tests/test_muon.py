@@ -24,10 +24,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from fullshard.checkpoint import load_checkpoint, save_checkpoint
 from fullshard.core.errors import ConfigError, OptimizerError
 from fullshard.core.events import Event, EventKind
-from fullshard.core.matrices import NEWTON_SCHULZ_STEPS
 from fullshard.features import ShardedParameter, fully_shard, init_mesh, shard_model, step_in_backward
 from fullshard.features.matrices.exchange import sent_numel
 from fullshard.optim import EMA, Adafactor, MatrixRule, Muon
+from fullshard.plan.dealing import NEWTON_SCHULZ_STEPS
 from fullshard.plan.matrices import MatrixWork
 from tests import optimizers
 from tests.differential import (

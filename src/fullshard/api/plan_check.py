@@ -22,7 +22,6 @@ from fullshard.comm import torch_private
 from fullshard.core.bucket import BucketPlan
 from fullshard.core.errors import LifecycleError
 from fullshard.core.events import Event, EventKind
-from fullshard.core.matrices import deal, matrices_in
 from fullshard.core.sizes import format_nbytes
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.lookup import require_units, units_of
@@ -33,6 +32,7 @@ from fullshard.engine.unit import Unit
 from fullshard.features.matrices import sent_numel
 from fullshard.optim import Muon
 from fullshard.optim.with_adamw import MatricesWithAdamW
+from fullshard.plan.dealing import deal, matrices_in
 from fullshard.plan.job import Job
 from fullshard.plan.layout import ModelLayout, UnitLayout
 from fullshard.plan.schedule import predict_step

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from fullshard.core.errors import ConfigError
-from fullshard.core.matrices import NEWTON_SCHULZ_STEPS, matrix_shape
 from fullshard.optim.newton_schulz import COEFFICIENTS, DTYPE, EPS, orthogonalized
 from fullshard.optim.with_adamw import AdamWOptions, MatricesWithAdamW, check_not_negative, local_gradient, local_of
+from fullshard.plan.dealing import NEWTON_SCHULZ_STEPS, matrix_shape
 
 _MOMENTUM = "momentum_buffer"
 _SCALINGS = (None, "original", "match_rms_adamw")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from fullshard.core.matrices import HALVED_ROWS, NEWTON_SCHULZ_STEPS
+from fullshard.plan.dealing import HALVED_ROWS, NEWTON_SCHULZ_STEPS
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """The coefficients of the quintic polynomial, chosen for the steepest slope at zero."""

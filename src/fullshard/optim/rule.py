@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from fullshard.core.matrices import matrix_shape
 from fullshard.core.sizes import format_count
+from fullshard.plan.dealing import matrix_shape
 from fullshard.wrap.policies import embeddings_of
 
 HEAD_NAMES = frozenset({"classifier", "embed_out", "lm_head", "output_layer", "qa_outputs", "score", "unembed"})

@@ -15,12 +15,12 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.comm import torch_private
 from fullshard.core.errors import ConfigError, OptimizerError
-from fullshard.core.matrices import matrix_shape
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.sharded_tensor import ShardedTensor
 from fullshard.engine.step.plain_tensors import use_plain_tensors
 from fullshard.features.matrices import MatrixOptimizer
 from fullshard.optim.rule import MatrixRule
+from fullshard.plan.dealing import matrix_shape
 
 logger = logging.getLogger(__name__)
 

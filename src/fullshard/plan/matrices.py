@@ -1,6 +1,6 @@
 """Work of an optimizer that needs whole matrices: which matrices, which ranks, and what travels for it in a step.
 
-The dealing is that of `core.matrices`, which the engine uses, too; parameters' roles decide which ones are matrices.
+The dealing is that of `plan.dealing`, which the engine uses, too; parameters' roles decide which ones are matrices.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fullshard.core.dtypes import Dtypes
-from fullshard.core.matrices import Dealing, Matrix, deal, matrices_in, matrix_shape
+from fullshard.plan.dealing import Dealing, Matrix, deal, matrices_in, matrix_shape
 from fullshard.plan.layout import ModelLayout, grouped
 from fullshard.plan.shapes import ModelShape, ParameterShape
 from fullshard.plan.traffic import exchanged

@@ -5,7 +5,7 @@
     at the owners    every rank computes with its own matrices of one exchange, beside which the next is under way
     back             the same exchanges, and one each along the replicate axis, where matrices are dealt, too
 
-So a rank holds its matrices of three exchanges at most. `core.matrices` decides owners and exchanges.
+So a rank holds its matrices of three exchanges at most. `plan.dealing` decides owners and exchanges.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from fullshard.comm.base import Collectives, Parts, Work, cut
 from fullshard.core.errors import OptimizerError
 from fullshard.core.events import EventKind
 from fullshard.core.layout import Interval
-from fullshard.core.matrices import Dealing, Matrix, deal, matrices_in
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.parameter import ShardedParameter
+from fullshard.plan.dealing import Dealing, Matrix, deal, matrices_in
 
 
 @dataclass(frozen=True, slots=True)

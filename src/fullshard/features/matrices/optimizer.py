@@ -8,10 +8,10 @@ import torch
 
 from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import OptimizerError
-from fullshard.core.matrices import matrix_shape
 from fullshard.engine.parameter import ShardedParameter, are_same
 from fullshard.engine.step.adapters import OptimizerAdapter
 from fullshard.features.matrices.exchange import WholeMatrices
+from fullshard.plan.dealing import matrix_shape
 
 
 class MatrixOptimizer(torch.optim.Optimizer):
