@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib
 import re
 import subprocess
 import sys
@@ -224,12 +225,17 @@ def torchs_private_names() -> frozenset[str]:
     return frozenset(names.union(*(private_names(parsed(path)) for path in TORCH_PRIVATE)) - SEMI_PUBLIC)
 
 
+@functools.cache
+def overridden_methods() -> frozenset[str]:
+    """Methods of torch's classes that a class of fullshard replaces."""
+    names = [".".join(path.relative_to(ROOT.parent).with_suffix("").parts) for path in TORCH_PRIVATE]
+    found = [getattr(importlib.import_module(name), "OVERRIDDEN", {}) for name in names]
+    return frozenset().union(*(methods for each in found for methods in each.values()))
+
+
 def uses_of_private_names(found_nodes: Sequence[ast.AST], own: set[str]) -> list[str]:
     """Where a file has a private name of torch; `own` are names that fullshard gives to attributes of its own."""
-    from fullshard.comm import torch_private as engines
-    from fullshard.launch import torch_private as launchers
-
-    overridden = set().union(*engines.OVERRIDDEN.values(), *launchers.OVERRIDDEN.values())
+    overridden = overridden_methods()
     of_torch = {"torch"}
     found = []
     for node in found_nodes:

@@ -24,9 +24,9 @@ from fullshard import (
     shard_model,
     unsharded,
 )
-from fullshard.comm import torch_private
 from fullshard.core.errors import CommunicationError, LifecycleError, OptimizerError
 from fullshard.features import clip_grad_value_
+from fullshard.features.meta_device import torch_private
 from tests.distributed import run_ranks
 from tests.traps import rank_and_size
 

@@ -123,7 +123,7 @@ def semi_public() -> None:
 
 @check("OVERRIDDEN")
 def overridden() -> None:
-    for path, methods in [*torch_private.OVERRIDDEN.items(), *launcher.OVERRIDDEN.items()]:
+    for path, methods in [item for file in FILES for item in getattr(file, "OVERRIDDEN", {}).items()]:
         module, _, name = path.rpartition(".")
         torchs = getattr(importlib.import_module(module), name)
         sources = [inspect.getsource(inspect.getmodule(cls)) for cls in torchs.__mro__[:-1] if inspect.getmodule(cls)]  # type: ignore[arg-type]

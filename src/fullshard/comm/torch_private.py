@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from operator import attrgetter, methodcaller
@@ -27,10 +27,8 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils, _python_dispatch
 
@@ -43,14 +41,6 @@ SEMI_PUBLIC = frozenset({"_base", "_buffers", "_modules", "_parameters", "_versi
 """Names with an underscore that every file may use. `Tensor._base` and `_version` are in torch's notes on autograd; the
 others are the dictionaries of a module, which all libraries read and torch pickles. Nothing public puts
 another object into a module without the hooks that `setattr` calls."""
-
-OVERRIDDEN: Mapping[str, frozenset[str]] = {
-    "torch.nn.Module": frozenset({"_apply", "_replicate_for_data_parallel"}),
-    "torch.distributed.fsdp.FSDPModule": frozenset({"_get_fsdp_state"}),
-}
-"""Methods that torch calls and that a class of fullshard replaces: the methods of `FSDPModule` by which a sharded model
-refuses to be moved, cast or replicated, and all that ask for the state of torch's engine. If torch renamed them, it
-would not call the replacements any more. Since 2.0."""
 
 
 # -- autograd ---------------------------------------------------------------------------------------------------
@@ -118,10 +108,6 @@ def call_after_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-gradient_hooks: Callable[[torch.Tensor], Mapping[int, object] | None] = attrgetter("_backward_hooks")
-"""The hooks that `register_hook` has put on a tensor, by number. Since 2.0."""
-
-
 def rows_of(sparse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return indices and values of a sparse gradient unchanged; the public ones add up equal rows first. Since 2.0."""
     return sparse._indices(), sparse._values()
@@ -183,19 +169,6 @@ def flattened(mesh: DeviceMesh, name: str | None = None) -> DeviceMesh:
     return mesh._flatten(name)
 
 
-ATTENTION_KERNELS = frozenset(
-    {
-        torch.ops.aten._scaled_dot_product_flash_attention.default,
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-        torch.ops.aten._scaled_dot_product_efficient_attention.default,
-        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-        torch.ops.aten._scaled_dot_product_fused_attention_overrideable.default,
-    }
-)
-"""The kernels that `scaled_dot_product_attention` calls, where it is one kernel. Selective checkpointing keeps their
-results; under another name attention would be computed twice. Since 2.5."""
-
-
 def made_as(kind: type[Any], data: torch.Tensor, *, requires_grad: bool) -> Any:
     """Return memory as a tensor of a subclass, past a constructor that may want more arguments. Since 2.0."""
     return torch.Tensor._make_subclass(kind, data, requires_grad)
@@ -211,11 +184,6 @@ def has_own_dispatch(kind: type[torch.Tensor]) -> bool:
 MANAGED = "_is_fsdp_managed_module"
 """Attribute of every module in a sharded model: the compiler then takes its parameters for what they are at each call,
 not for what they were when it compiled. Since 2.0."""
-
-
-def apply_past_fsdp(module: Any, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool) -> Any:
-    """Call `Module._apply` of the class behind torch's `FSDPModule`, whose own asks for torch's engine. Since 2.6."""
-    return super(FSDPModule, module)._apply(fn, recurse)
 
 
 WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_orig_mod"})
@@ -241,15 +209,8 @@ def keep_compiler_out(hook: Callable[..., Any], *, is_in_graphs: bool = False) -
     hook._torchdynamo_disable_msg = "fullshard runs its hooks outside the graph"  # type: ignore[attr-defined]
 
 
-def is_compiled_function(function: Callable[..., Any]) -> bool:
-    """Return whether `torch.compile` made a function; a checkpoint cannot look at its operations. Since 2.0."""
-    return hasattr(function, "_torchdynamo_orig_callable")
-
-
 # -- modules, optimizers, loaders -------------------------------------------------------------------------------
 
-NormBase = _NormBase
-"""The base class of all batch norms; they stay in float32. Since 2.0."""
 
 INIT_GROUP = "_init_group"
 """The method in which torch's optimizers list a group's tensors; plain tensors are put in there. Under another name

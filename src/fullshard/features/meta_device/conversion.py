@@ -11,12 +11,12 @@ from typing import Literal, Self
 
 import torch
 
-from fullshard.comm import torch_private
 from fullshard.core.errors import LifecycleError
 from fullshard.engine.kinds import kind_of
 from fullshard.engine.lookup import units_of
 from fullshard.engine.shard_spec import ShardSpec
 from fullshard.engine.unit import Unit
+from fullshard.features.meta_device import torch_private
 from fullshard.features.meta_device.extension import MetaDevice
 from fullshard.features.meta_device.stand_ins import StandIns
 

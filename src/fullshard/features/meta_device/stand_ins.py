@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.comm import torch_private
 from fullshard.core.errors import LifecycleError
 from fullshard.core.layout import Interval
 from fullshard.engine.bucket_spec import BucketSpec, by_bucket
@@ -24,6 +23,7 @@ from fullshard.engine.shard_spec import ShardSpec
 from fullshard.engine.sharded_tensor import ShardedTensor, part_of
 from fullshard.engine.unit import Unit
 from fullshard.engine.unit_parameters import UnitParameters
+from fullshard.features.meta_device import torch_private
 from fullshard.wrap.partition import Slot
 
 

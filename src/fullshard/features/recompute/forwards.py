@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from fullshard.comm import torch_private
 from fullshard.core.errors import WrapError
 from fullshard.core.user_class import inner_forward, is_unit
+from fullshard.features.recompute import torch_private
 
 _CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past")
 """Names under which Transformers models hand a key/value cache to a layer."""

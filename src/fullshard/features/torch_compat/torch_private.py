@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -10,6 +11,13 @@ from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, Regi
 from torch.distributed.fsdp import fully_shard
 
 from fullshard.comm.torch_private import *  # noqa: F403 -- for who has this file
+
+OVERRIDDEN: Mapping[str, frozenset[str]] = {
+    "torch.nn.Module": frozenset({"_replicate_for_data_parallel"}),
+    "torch.distributed.fsdp.FSDPModule": frozenset({"_get_fsdp_state"}),
+}
+"""Methods that torch calls and that the class of sharded modules replaces: one refuses replicas, and one is asked for
+the state of torch's engine. If torch renamed them, it would not call the replacements any more. Since 2.0."""
 
 
 def mark_fully_sharded(module: nn.Module) -> None:

@@ -1,0 +1,24 @@
+"""Private names of torch that only this feature uses, beside those of `comm.torch_private`; see there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from fullshard.comm.torch_private import *  # noqa: F403 -- for who has this file
+
+OVERRIDDEN: Mapping[str, frozenset[str]] = {"torch.nn.Module": frozenset({"_apply"})}
+"""The method under `to()`, `half()` and the like, which the class of sharded modules replaces. If torch renamed it, it
+would not call the replacement any more. Since 2.0."""
+
+gradient_hooks: Callable[[torch.Tensor], Mapping[int, object] | None] = attrgetter("_backward_hooks")
+"""The hooks that `register_hook` has put on a tensor, by number. Since 2.0."""
+
+
+def apply_past_fsdp(module: Any, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool) -> Any:
+    """Call `Module._apply` of the class behind torch's `FSDPModule`, whose own asks for torch's engine. Since 2.6."""
+    return super(FSDPModule, module)._apply(fn, recurse)

@@ -1,0 +1,32 @@
+"""Private names of torch that only this feature uses, beside those of `comm.torch_private`; see there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _NormBase
+
+from fullshard.comm.torch_private import *  # noqa: F403 -- for who has this file
+
+ATTENTION_KERNELS = frozenset(
+    {
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+        torch.ops.aten._scaled_dot_product_fused_attention_overrideable.default,
+    }
+)
+"""The kernels that `scaled_dot_product_attention` calls, where it is one kernel. Selective checkpointing keeps their
+results; under another name attention would be computed twice. Since 2.5."""
+
+
+def is_compiled_function(function: Callable[..., Any]) -> bool:
+    """Return whether `torch.compile` made a function; a checkpoint cannot look at its operations. Since 2.0."""
+    return hasattr(function, "_torchdynamo_orig_callable")
+
+
+NormBase = _NormBase
+"""The base class of all batch norms; they stay in float32. Since 2.0."""
