@@ -27,7 +27,7 @@ from fullshard.core.errors import (
     MissingExtraError,
     printable,
 )  # fmt: skip
-from fullshard.core.files import MAX_DEPTH, SMALL_NBYTES, parse_json, read_bytes, read_json, read_lines, read_object
+from fullshard.core.files import MAX_DEPTH, SMALL_NBYTES, parse_json, read_bytes, read_lines, read_object
 from fullshard.core.journal import Happening, Journal, read_journal
 from fullshard.launch.journal import told_by_processes
 from fullshard.observe import read_metrics
@@ -93,7 +93,7 @@ def test_a_small_file_is_a_regular_one_and_small(tmp_path: Path) -> None:
         with pytest.raises(OSError, match="it is no regular file"):
             next(read_lines(path))
     with pytest.raises(OSError, match=rf"it has 6,000,000,000 bytes, expected at most {SMALL_NBYTES:,}: "):
-        read_json(sparse)
+        read_object(sparse)
     with pytest.raises(OSError, match="it has more bytes, expected at most 3: '/proc/self/status'"):
         read_bytes(Path("/proc/self/status"), limit_nbytes=3)  # whose size the system gives as 0
     (tmp_path / "link").symlink_to(good)

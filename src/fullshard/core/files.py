@@ -164,16 +164,6 @@ def read_text(path: Path, *, limit_nbytes: int = SMALL_NBYTES) -> str:
     return read_bytes(path, limit_nbytes=limit_nbytes).decode("utf-8")
 
 
-def read_json(path: Path, *, limit_nbytes: int = SMALL_NBYTES) -> Any:
-    """Return the value that a small file of JSON holds.
-
-    Raises:
-        OSError: see `open_regular`.
-        ValueError: see `parse_json`.
-    """
-    return parse_json(read_text(path, limit_nbytes=limit_nbytes))
-
-
 def read_object(path: Path, *, limit_nbytes: int = SMALL_NBYTES) -> dict[str, Any]:
     """Return the object that a small file of JSON holds.
 
