@@ -25,7 +25,8 @@ from fullshard.api import Accelerator, FullyShardedDataParallelPlugin, GradScale
 from fullshard.api import accelerator as accelerator_module
 from fullshard.api import plugin as plugin_module
 from fullshard.config.accelerate import FLAT
-from fullshard.config.load import load_arguments, load_environment, load_file, load_fsdp_config
+from fullshard.config.environment import load_arguments, load_environment
+from fullshard.config.load import load_file, load_fsdp_config
 from fullshard.config.origin import Origin
 from fullshard.config.resolve import Resolved, resolve
 from fullshard.config.transformers import read_fsdp_words

@@ -20,15 +20,10 @@ from fullshard.config.accelerate import ACCELERATE, FLAT, PARALLELISM_KEYS
 from fullshard.config.deepspeed import DEEPSPEED
 from fullshard.config.dialect import Dialect, Key, Reading, Status
 from fullshard.config.document import read_document
+from fullshard.config.environment import VARIABLES, load_arguments, load_environment
 from fullshard.config.fsdp import FSDP
 from fullshard.config.handover import hand_over, handed_over
-from fullshard.config.load import (
-    VARIABLES,
-    load_arguments,
-    load_environment,
-    load_file,
-    load_fsdp_config,
-)
+from fullshard.config.load import load_file, load_fsdp_config
 from fullshard.config.native import NATIVE
 from fullshard.config.origin import Origin
 from fullshard.config.resolve import Resolved, resolve

@@ -12,7 +12,7 @@ import pytest
 from torch import nn
 
 import fullshard
-from fullshard.config.load import load_environment
+from fullshard.config.environment import load_environment
 from fullshard.config.switches import CONFIG, SWITCHES, Switch, check_switches
 from fullshard.config.tables import switches_table
 from fullshard.core.errors import ConfigError

@@ -1,6 +1,6 @@
 """The names that users import: Accelerate's, and one call for loops of one's own."""
 
-from fullshard.api.accelerator import Accelerator
+from fullshard.api.accelerator import Accelerator, listen
 from fullshard.api.accelerator_state import PartialState
 from fullshard.api.data import ShardedDataLoader, skip_first_batches
 from fullshard.api.entry import accelerate
@@ -16,6 +16,7 @@ from fullshard.api.options import (
     ProfileKwargs,
     ProjectConfiguration,
 )
+from fullshard.api.plan_watch import watch_plan
 from fullshard.api.plugin import FullyShardedDataParallelPlugin
 
 __all__ = [
@@ -36,3 +37,5 @@ __all__ = [
     "accelerate",
     "skip_first_batches",
 ]
+
+listen(watch_plan)

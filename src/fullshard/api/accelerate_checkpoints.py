@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from fullshard import checkpoint
 from fullshard.api import saving
 from fullshard.checkpoint.adapters import is_adapted
 from fullshard.checkpoint.chunks import fill_local
-from fullshard.checkpoint.full_state import match_names
-from fullshard.checkpoint.offline import open_source
+from fullshard.checkpoint.full_state import full_state_dict, load_full_state_dict, match_names
+from fullshard.checkpoint.offline.dcp import DcpSource
 from fullshard.checkpoint.offline.source import require_values
 from fullshard.checkpoint.ranks import Ranks
+from fullshard.checkpoint.save import save_checkpoint
 from fullshard.checkpoint.tensors import check_is_plain, local_tensors, rest
 from fullshard.checkpoint.torch_files import load_torch_file
 from fullshard.checkpoint.torch_format import write_torch_format
@@ -48,12 +48,12 @@ def save_fsdp_model(
     """
     directory, environment = local_path(output_dir), accelerator.process.environment
     if _kind(fsdp_plugin, model, adapter_only, use_dcp) == "FULL_STATE_DICT":
-        weights = checkpoint.full_state_dict(model)
+        weights = full_state_dict(model)
         run_on_main(environment, lambda: saving.save_object(weights, directory / _file(model_index), safe=False))
         return
     staged = directory / _STAGED
     try:
-        checkpoint.save_checkpoint(staged / "model", model=model, overwrite=True)
+        save_checkpoint(staged / "model", model=model, overwrite=True)
         run_on_main(environment, lambda: write_torch_format(staged / "model", directory, first=model_index))
     finally:  # a whole copy of the weights that users do not expect
         run_on_main(environment, lambda: shutil.rmtree(staged, ignore_errors=True))
@@ -82,7 +82,7 @@ def load_fsdp_model(
             whole.update(load_torch_file(_existing(directory / _file(model_index))))
 
         run_on_main(environment, read)
-        checkpoint.load_full_state_dict(model, whole)
+        load_full_state_dict(model, whole)
         return
     name = f"{_NAME}_{model_index}"
     path = directory if directory.name == name else directory / name
@@ -91,11 +91,11 @@ def load_fsdp_model(
 
 @torch.no_grad()
 def _read(path: Path, model: torch.nn.Module) -> None:
-    """Read this rank's part of a model out of any other's checkpoint."""
+    """Read this rank's part of a model out of torch's distributed format."""
     rest(model)
     locals_ = local_tensors(model)
     check_is_plain(locals_)
-    with open_source(path, optimizer=False) as source:
+    with DcpSource("weights as Accelerate saves them", path, [path], optimizer=False) as source:
         records = require_values(source)
         whole = {name: torch.empty(record.shape, device="meta") for name, record in records.items()}
         names, _, _ = match_names(locals_, whole, strict=True)

@@ -17,17 +17,15 @@ checkpoint is complete or not there.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from fullshard import checkpoint
 from fullshard.api import saving, torch_private
 from fullshard.api.accelerates import Followed, compilation, is_accelerates
 from fullshard.api.accelerator_state import AcceleratorState, earlier_gradient_state
@@ -48,6 +46,7 @@ from fullshard.api.scheduler import AcceleratedScheduler
 from fullshard.api.sharding import Setup, is_sharded, remove_autocast, shard
 from fullshard.api.state import GradientState, ProcessState
 from fullshard.api.teaching import teach_libraries
+from fullshard.checkpoint.background import AsyncSaver
 from fullshard.checkpoint.lease import let_go
 from fullshard.comm import device as devices
 from fullshard.config.schema import RunConfig, ShardingConfig
@@ -66,10 +65,22 @@ from fullshard.launch import cuda, read_rank_environment
 from fullshard.launch.device import name_of
 from fullshard.launch.journal import record_events
 
-if TYPE_CHECKING:
-    from fullshard.api.plan_check import PlanWatch
-
 _RNG_TYPES = {"generator", "torch", "cuda"}
+
+
+class Listener(Protocol):
+    """Listens to the steps of an Accelerator's models."""
+
+    def watch(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Listen to the models and their optimizers that are not listened to yet."""
+
+
+_LISTENERS: list[Callable[[Accelerator], Listener | None]] = []
+
+
+def listen(make: Callable[[Accelerator], Listener | None]) -> None:
+    """Have `make` called with every Accelerator that is made; what it returns hears of all models prepared there."""
+    _LISTENERS.append(make)
 
 
 class Accelerator(Loaders, Reporting):
@@ -189,7 +200,7 @@ class Accelerator(Loaders, Reporting):
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.step_scheduler_once = step_scheduler_once
         self.scaler = self._make_scaler()
-        self._plan_watch = self._watch_plan() if self._config.training.check_plan else None
+        self._listeners = [listener for make in _LISTENERS if (listener := make(self)) is not None]
 
     def _make_gradient_state(self, plugin: Any) -> GradientState:
         """Make the gradient state, with micro-batches per step by the script's plugin or by the settings."""
@@ -220,12 +231,12 @@ class Accelerator(Loaders, Reporting):
         # A function given to `datasets.map`, or a collate function of a worker, may hold it. Its settings and its place
         # in the job go along; prepared objects stay: a sharded model means nothing in another process.
         fields = vars(self) | self._nothing_prepared()
-        return fields | {"_followed": None, "_plan_watch": None, "_saver": None, "_copies": None, "scaler": None}
+        return fields | {"_followed": None, "_listeners": [], "_saver": None, "_copies": None, "scaler": None}
 
     def __setstate__(self, fields: dict[str, Any]) -> None:
         vars(self).update(fields)
         self.gradient_state = self.state.gradient_state or self.gradient_state
-        self._saver = checkpoint.AsyncSaver()
+        self._saver = AsyncSaver()
         self.scaler = self._make_scaler()
 
     @property
@@ -299,7 +310,7 @@ class Accelerator(Loaders, Reporting):
                 self._step_in_backward(optimizer.optimizer)
         if is_sharded(model):
             self._remember(model, self._models)
-        self._check_plans()
+        self._tell_listeners()
         return model
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
@@ -330,7 +341,7 @@ class Accelerator(Loaders, Reporting):
             ranks=self._data_parallel_size,
         )
         self._optimizers.append(prepared)
-        self._check_plans()
+        self._tell_listeners()
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
@@ -541,23 +552,13 @@ class Accelerator(Loaders, Reporting):
                 hint="leave clipping out of the script, or step_in_backward out of the configuration",
             )
 
-    def _watch_plan(self) -> PlanWatch:
-        if self._tensor_parallel_size > 1:
-            raise ConfigError("check_plan: the planner does not know tensor parallelism", hint="leave it out")
-        from fullshard.api.plan_check import PlanWatch  # the planner is not imported where nothing is planned
-        from fullshard.plan.job import Job
-
-        watch = PlanWatch(Job.from_run(self._config, accumulation=self._micro_batches_per_step), self._say)
-        atexit.register(watch.close)
-        return watch
-
     @property
     def _micro_batches_per_step(self) -> int:
         return self.gradient_accumulation_steps
 
-    def _check_plans(self) -> None:
-        if self._plan_watch is not None:
-            self._plan_watch.watch(self._models, [optimizer.optimizer for optimizer in self._optimizers])
+    def _tell_listeners(self) -> None:
+        for listener in self._listeners:
+            listener.watch(self._models, [optimizer.optimizer for optimizer in self._optimizers])
 
 
 def _settings(

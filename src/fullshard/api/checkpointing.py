@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from fullshard import checkpoint
 from fullshard.api import saving
 from fullshard.api.data import ShardedDataLoader
 from fullshard.api.facts import Facts
@@ -20,6 +19,9 @@ from fullshard.api.optimizer import AcceleratedOptimizer
 from fullshard.api.plugin import FullyShardedDataParallelPlugin
 from fullshard.api.scheduler import AcceleratedScheduler
 from fullshard.api.state import GradientState, ProcessState
+from fullshard.checkpoint.background import AsyncSaver
+from fullshard.checkpoint.copies import MemoryCopies
+from fullshard.checkpoint.full_state import full_state_dict, local_state_dict
 from fullshard.checkpoint.objects import ObjectPath, on_this_host
 from fullshard.core.errors import ConfigError, LifecycleError
 from fullshard.core.paths import local_path
@@ -46,8 +48,8 @@ class Checkpointing(Facts):
         self.step = 0
         vars(self).update(self._nothing_prepared())
         self._custom_objects: list[Any] = []
-        self._saver = checkpoint.AsyncSaver()
-        self._copies: checkpoint.MemoryCopies | None = None
+        self._saver = AsyncSaver()
+        self._copies: MemoryCopies | None = None
         self._save_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self._load_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
 
@@ -221,10 +223,10 @@ class Checkpointing(Facts):
         step, self.step = found
         return step
 
-    def _memory_copies(self) -> checkpoint.MemoryCopies | None:
+    def _memory_copies(self) -> MemoryCopies | None:
         most = self._config.checkpoint.max_lost_steps
         if most is not None and self._copies is None:
-            self._copies = checkpoint.MemoryCopies(most)
+            self._copies = MemoryCopies(most)
         return self._copies
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
@@ -234,8 +236,8 @@ class Checkpointing(Facts):
         at large world sizes, which only the same layout can make use of.
         """
         if self._state_dict_type() == "LOCAL_STATE_DICT":
-            return checkpoint.local_state_dict(model)
-        return checkpoint.full_state_dict(model)
+            return local_state_dict(model)
+        return full_state_dict(model)
 
     def save_model(
         self,

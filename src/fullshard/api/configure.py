@@ -9,8 +9,8 @@ from fullshard.api.accelerates import parallelism
 from fullshard.api.plugin import FullyShardedDataParallelPlugin, say_once, tell_transformers
 from fullshard.config.accelerate import FLAT
 from fullshard.config.dialect import Note, Reading, Setting, Status, shown
+from fullshard.config.environment import load_arguments
 from fullshard.config.handover import launched, whole
-from fullshard.config.load import load_arguments
 from fullshard.config.origin import Origin, Precedence
 from fullshard.config.resolve import resolve
 from fullshard.config.schema import RunConfig, ShardingConfig

@@ -22,9 +22,9 @@ from torch import nn
 from fullshard.api import torch_private
 from fullshard.config.accelerate import INSTEAD_OF_FP8
 from fullshard.config.dialect import Dialect, Key, Note, Reading, Setting, Status
+from fullshard.config.environment import load_environment
 from fullshard.config.fsdp import DEFAULT_MIN_NUM_PARAMS, finish_fsdp, renamed
 from fullshard.config.handover import launched, set_variables, whole
-from fullshard.config.load import load_environment
 from fullshard.config.origin import Entry, Origin, Precedence
 from fullshard.config.resolve import resolve
 from fullshard.config.schema import PrecisionConfig, RunConfig, ShardingConfig

@@ -18,7 +18,7 @@ from fullshard.config.trackers import require_trackers
 from fullshard.core.errors import ConfigError
 from fullshard.core.imports import import_extra
 from fullshard.core.paths import local_path
-from fullshard.observe import add_rows, marked, merge_traces
+from fullshard.observe.traces import add_rows, marked, merge_traces
 
 
 class Reporting(Checkpointing):

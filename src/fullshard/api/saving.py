@@ -21,10 +21,13 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from fullshard import checkpoint
 from fullshard.api.data import ShardedDataLoader
 from fullshard.checkpoint.adapters import is_saved_as_adapters, save_adapters
+from fullshard.checkpoint.background import AsyncSaver
+from fullshard.checkpoint.catalog import latest_checkpoint
 from fullshard.checkpoint.collect import LoadArguments, SaveArguments
+from fullshard.checkpoint.copies import MemoryCopies
+from fullshard.checkpoint.export import export_hf
 from fullshard.checkpoint.format import (
     MANIFEST_NAME,
     is_for_others,
@@ -32,7 +35,9 @@ from fullshard.checkpoint.format import (
     part_paths,
     read_manifest,
 )
+from fullshard.checkpoint.full_state import full_state_dict
 from fullshard.checkpoint.lease import hold_folder
+from fullshard.checkpoint.load import load_checkpoint, prove_checkpoint
 from fullshard.checkpoint.objects import Location, ObjectPath, location, on_this_host, read_small
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.save import Pending, prepare_parts, prepare_save
@@ -44,7 +49,7 @@ from fullshard.core.files import parse_json, whole_file
 from fullshard.core.imports import import_extra
 from fullshard.core.paths import local_path
 from fullshard.launch.environment import RankEnvironment, run_on_main
-from fullshard.optim import EMA
+from fullshard.optim.average import EMA
 
 _WHOLE = "model"
 _HOOKS = "files-of-hooks.json"
@@ -178,7 +183,7 @@ def existing_path(config: Any, input_dir: str | os.PathLike[str] | ObjectPath | 
     if not (config.automatic_checkpoint_naming and config.project_dir):
         raise ConfigError("load_state needs a directory", hint="pass one, or use automatic_checkpoint_naming")
     folder = _numbered_folder(config)
-    newest = checkpoint.latest_checkpoint(folder)
+    newest = latest_checkpoint(folder)
     if newest is None:
         raise CheckpointError(f"there is no complete checkpoint under {folder}")
     return newest
@@ -207,7 +212,7 @@ def save(
     overwrite: bool,
     whole_weights: bool = False,
     torch_format: bool = False,
-    saver: checkpoint.AsyncSaver | None = None,
+    saver: AsyncSaver | None = None,
 ) -> None:
     """Save everything. A collective.
 
@@ -303,7 +308,7 @@ def call_save_hooks(hooks: Iterable[Callable[..., Any]], models: list[nn.Module]
     ranks.on_rank_0(f"writing {path / _HOOKS}", note)
 
 
-def announce(state: TrainingState, saver: checkpoint.AsyncSaver) -> None:
+def announce(state: TrainingState, saver: AsyncSaver) -> None:
     """Make `saver` take its memory while training begins."""
     with contextlib.suppress(CheckpointError):  # models and optimizers that fit only when all are prepared
         saver.reserve(state.parts())
@@ -323,25 +328,25 @@ def load(path: Location, state: TrainingState) -> int:
             hint="prepare the same models and optimizers, in the same order, as when it was saved",
         )
     for number in range(saved):  # all of them, before the first changes anything
-        checkpoint.prove_checkpoint(path / part_name(number))
+        prove_checkpoint(path / part_name(number))
     extra: dict[str, Any] = {}
     averages = state.averages(parts)
     for number, (model, optimizer) in enumerate(parts):
         part = path / part_name(number) if saved else path
         if number == 0:
-            extra = checkpoint.load_checkpoint(part, **_first_part(state, parts))
+            extra = load_checkpoint(part, **_first_part(state, parts))
         else:
-            checkpoint.load_checkpoint(part, model=model, optimizer=optimizer, objects=averages[number])
+            load_checkpoint(part, model=model, optimizer=optimizer, objects=averages[number])
     return _set_extra(extra, state, where=path)
 
 
-def keep_copy(copies: checkpoint.MemoryCopies, state: TrainingState, step: int) -> None:
+def keep_copy(copies: MemoryCopies, state: TrainingState, step: int) -> None:
     """Renew copies in host memory after a step of the run, if that is due. A collective."""
     extra = {"accelerator": state.extra}
     copies.after_step(step, **_only_part(state), extra=extra)
 
 
-def load_copy(copies: checkpoint.MemoryCopies, state: TrainingState) -> tuple[int, int] | None:
+def load_copy(copies: MemoryCopies, state: TrainingState) -> tuple[int, int] | None:
     """Load one; the run's step, and the counter that the script keeps. A collective.
 
     Raises:
@@ -415,12 +420,12 @@ def save_model(
     staged, replaced = directory / ".fullshard-export", [_WEIGHTS]
     if not safe:
         limit = parse_size(max_shard_size)
-        weights, replaced = checkpoint.full_state_dict(model), [_WEIGHTS, _PICKLES]
+        weights, replaced = full_state_dict(model), [_WEIGHTS, _PICKLES]
         run_on_main(environment, lambda: _write_pickles(weights, staged, limit))
     elif run_on_main(environment, directory.exists):
-        checkpoint.export_hf(staged, model=model, max_shard_size=max_shard_size, overwrite=True)
+        export_hf(staged, model=model, max_shard_size=max_shard_size, overwrite=True)
     else:
-        checkpoint.export_hf(directory, model=model, max_shard_size=max_shard_size)
+        export_hf(directory, model=model, max_shard_size=max_shard_size)
         return
 
     def move() -> None:

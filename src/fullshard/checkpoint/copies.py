@@ -45,6 +45,7 @@ from fullshard.checkpoint.save import Destination, Pending
 from fullshard.checkpoint.storage import write_file
 from fullshard.checkpoint.tensor_file import Bytes
 from fullshard.checkpoint.verify import problems_of_file
+from fullshard.config.schema import COPIES_COST
 from fullshard.config.switches import MAX_LOST_STEPS
 from fullshard.core.errors import CheckpointError, ConfigError, DamagedError
 from fullshard.core.journal import JOURNAL, Happening
@@ -52,7 +53,6 @@ from fullshard.core.sizes import format_nbytes
 from fullshard.features.auto_reshard.rule import available_host_memory
 from fullshard.launch.copies import find_copies_directory
 from fullshard.launch.environment import may_be_started_again, read_rank_environment
-from fullshard.plan.copies import COST
 
 
 class MemoryCopies:
@@ -230,7 +230,7 @@ class MemoryCopies:
         costs = ranks.everywhere([pending.cost.nbytes, pending.cost.seconds, step_seconds])
         nbytes, seconds, step_seconds = map(max, zip(*costs, strict=True))
         if not self._asked:
-            self._interval = max(1, math.ceil(seconds / (COST * step_seconds))) if step_seconds else 1
+            self._interval = max(1, math.ceil(seconds / (COPIES_COST * step_seconds))) if step_seconds else 1
             self._due = pending.step + self._interval
         if not self._said or not self._said / 2 <= self._interval <= self._said * 2:
             self._said = self._interval

@@ -15,9 +15,10 @@ import typer
 
 from fullshard.cli.options import check_words
 from fullshard.config.dialect import Reading, Setting, Status
+from fullshard.config.environment import load_environment
 from fullshard.config.flags import FLAGS, OPTIONS, SHORT, CommandLine, flag_choices, parse
 from fullshard.config.handover import hand_over
-from fullshard.config.load import load_environment, load_file
+from fullshard.config.load import load_file
 from fullshard.config.origin import Origin, Precedence
 from fullshard.config.schema import GROUPS
 from fullshard.config.settings import words_of

@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 
 from fullshard.config.dialect import Note, Reading, Setting, Status, shown
-from fullshard.config.load import accelerates_variables, load_environment
+from fullshard.config.environment import accelerates_variables, load_environment
 from fullshard.config.origin import Origin, Precedence
 from fullshard.config.schema import SETTINGS, RunConfig
 from fullshard.config.switches import CONFIG

@@ -34,6 +34,9 @@ CheckpointFormat = Literal["native", "dcp"]
 OnNonFinite = Literal["raise", "skip", "rollback", "off"]
 OnReplicas = Literal["raise", "heal", "off"]
 
+COPIES_COST = 0.03
+"""Part of the steps' time that copies in host memory may cost: the limit of `max_lost_steps = 0`."""
+
 _IN_THE_POLICY = "Accelerate takes dtypes from the plugin's mixed_precision_policy, in the script"
 
 _DTYPE_ALIASES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}

@@ -102,6 +102,12 @@ TIMEOUT = Switch(
 )
 TOKEN = Switch("FULLSHARD_TOKEN", "what the launchers of a job on several hosts must all know")
 CONFIG = Switch("FULLSHARD_CONFIG", "file with the resolved configuration")
+LAUNCHER_PID = Switch(
+    "FULLSHARD_LAUNCHER_PID",
+    "the launcher's process, with which workers end",
+    form="the number of a process",
+    takes=_is_count,
+)
 PREEMPTION_DIR = Switch(
     "FULLSHARD_PREEMPTION_DIR", "where ranks say that they listen to signals, stop because of one, and where they are"
 )
@@ -121,12 +127,7 @@ HANDED_OVER = (
     COPIES_DIR,
     ELASTIC,
     MAX_LOST_STEPS,
-    Switch(
-        "FULLSHARD_LAUNCHER_PID",
-        "the launcher's process, with which workers end",
-        form="the number of a process",
-        takes=_is_count,
-    ),
+    LAUNCHER_PID,
     PREEMPTION_DIR,
     _told("FULLSHARD_STEP_IN_BACKWARD", "the script's optimizer steps in backward"),
     Switch("FULLSHARD_TRAINER_HOOK", "the module that gives a script fullshard's Trainer"),

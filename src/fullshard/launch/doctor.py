@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fullshard.config.environment import load_environment
 from fullshard.config.hardware import Hardware
-from fullshard.config.load import load_environment
 from fullshard.config.resolve import resolve
 from fullshard.config.settings import plain_message
 from fullshard.core.errors import ConfigError

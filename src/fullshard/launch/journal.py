@@ -6,10 +6,10 @@ import contextlib
 import os
 from pathlib import Path
 
+from fullshard.config.switches import LAUNCHER_PID, PREEMPTION_DIR
 from fullshard.core.files import read_text
 from fullshard.core.journal import JOURNAL, JOURNAL_NAME, Happening
 from fullshard.core.paths import local_path
-from fullshard.launch.bootstrap import LAUNCHER_PID, PREEMPTION_DIR
 from fullshard.launch.environment import read_rank_environment
 
 _TOLD = "journal"
@@ -32,7 +32,7 @@ def record_events(directory: str | os.PathLike[str]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     environment = read_rank_environment()
     JOURNAL.path, JOURNAL.rank = path, environment.rank
-    told = os.environ.get(PREEMPTION_DIR)
+    told = PREEMPTION_DIR.read()
     if told and environment.local_rank == 0:
         part = Path(told) / f"{_TOLD}-{os.getpid()}"
         with contextlib.suppress(OSError):  # of a job that is over
@@ -54,5 +54,5 @@ def told_by_processes(directory: Path) -> Path | None:
 
 def note_own_failure(error: BaseException) -> None:
     """Note the error that ends this process, if no launcher does."""
-    if LAUNCHER_PID not in os.environ:
+    if LAUNCHER_PID.name not in os.environ:
         JOURNAL.note(Happening.FAILURE, f"{type(error).__name__}: {error}")

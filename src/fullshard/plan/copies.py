@@ -9,12 +9,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from fullshard.config.schema import COPIES_COST
 from fullshard.core.sizes import page_locked_nbytes
 from fullshard.plan.hardware import Cluster
 from fullshard.plan.work import PCIE
-
-COST = 0.03
-"""Part of the steps' time that copies may cost: the limit of `max_lost_steps = 0`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +22,7 @@ class Copies:
     Attributes:
         nbytes: most host memory on a host, while one copy is made beside the one before.
         seconds: training time lost to one copy.
-        every: steps from one to the next, so that they cost at most `COST`.
+        every: steps from one to the next, so that they cost at most `COPIES_COST`.
         aside: the part of `nbytes` that is copied out of the ranks and not yet kept; background saves keep it from one
             to the next.
     """
@@ -66,5 +64,5 @@ def copies_of(checkpoint: int, step_seconds: float, cluster: Cluster, *, writers
     on_host = (share + (sent if writers > cluster.per_host else 0.0)) * min(writers, cluster.per_host)
     block = round(share) if device.is_cpu or is_on_host else page_locked_nbytes(round(share))
     aside = block * min(writers, cluster.per_host)
-    every = max(1, math.ceil(seconds / (COST * step_seconds)))
+    every = max(1, math.ceil(seconds / (COPIES_COST * step_seconds)))
     return Copies(round(2 * on_host) + aside, seconds, every, aside)

@@ -9,9 +9,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fullshard.config.schema import RunConfig
+from fullshard.config.schema import COPIES_COST, RunConfig
 from fullshard.core.sizes import GIB, format_count, format_nbytes
-from fullshard.plan.copies import COST
 from fullshard.plan.evaluate import Change, Plan, notes_of
 from fullshard.plan.job import Job
 from fullshard.plan.matrices import MatrixWork
@@ -107,7 +106,7 @@ def _rest_table(plan: Plan) -> Table:
     table.add_row(
         "copies in host memory",
         f"{format_nbytes(copies.nbytes)} more on each host, {copies.seconds:.2f} s each: every {copies.every} steps "
-        f"they cost {COST:.0%}, and a kill undoes {copies.max_lost_steps} at most (--max_lost_steps 0)",
+        f"they cost {COPIES_COST:.0%}, and a kill undoes {copies.max_lost_steps} at most (--max_lost_steps 0)",
     )
     return table
 

@@ -1,0 +1,31 @@
+"""`training.check_plan`: a step of an Accelerator's models is compared with the plan."""
+
+from __future__ import annotations
+
+import atexit
+from typing import TYPE_CHECKING
+
+from fullshard.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fullshard.api.accelerator import Accelerator
+    from fullshard.api.plan_check import PlanWatch
+
+
+def watch_plan(accelerator: Accelerator) -> PlanWatch | None:
+    """Return what compares the models of an Accelerator with its configuration's plan, if that asks for it.
+
+    Raises:
+        ConfigError: it does, and the planner does not know such a job.
+    """
+    config = accelerator._config
+    if not config.training.check_plan:
+        return None
+    if accelerator._tensor_parallel_size > 1:
+        raise ConfigError("check_plan: the planner does not know tensor parallelism", hint="leave it out")
+    from fullshard.api.plan_check import PlanWatch  # the planner is not imported where nothing is planned
+    from fullshard.plan.job import Job
+
+    watch = PlanWatch(Job.from_run(config, accumulation=accelerator._micro_batches_per_step), accelerator._say)
+    atexit.register(watch.close)
+    return watch

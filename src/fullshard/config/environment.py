@@ -1,0 +1,105 @@
+"""The environment and a script's arguments as sources of a configuration."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from fullshard.config.accelerate import DYNAMO_KEYS, FLAT, PARALLELISM_KEYS
+from fullshard.config.dialect import Dialect, Key, Note, Problem, Reading, Status
+from fullshard.config.fsdp import FSDP_KEYS
+from fullshard.config.origin import Entry, Origin, entries_of
+from fullshard.config.settings import closest
+from fullshard.config.switches import faults
+
+
+def accelerates_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that begin like Accelerate's and are not empty, by name."""
+    prefixes = ("FSDP_", "ACCELERATE_", "PARALLELISM_CONFIG_")
+    return {name: value for name in sorted(environ) if name.startswith(prefixes) and (value := environ[name].strip())}
+
+
+def load_environment(environ: Mapping[str, str] | None = None) -> Reading:
+    """Read the variables that Accelerate's launcher sets for its workers, and that people set by hand.
+
+    Empty variables count as not set. A name that is close to a known one is a problem. So is any other name that begins
+    with `FSDP_` or with fullshard's own prefix; one that begins with `ACCELERATE_` is a note.
+    """
+    environ = os.environ if environ is None else environ
+    entries, problems, notes, nobodys = [], [], [], set()
+    for name, value in accelerates_variables(environ).items():
+        origin = Origin.variable(name)
+        if name in VARIABLES:
+            entries.append(Entry(VARIABLES[name], value, origin))
+            if value.lower() in _EXPORTED.get(name, ()):
+                nobodys.add(origin)
+        elif name in (*_SWITCHES, *_OF_ITS_HELPERS):
+            continue
+        elif name.startswith(_REFUSED):
+            problems.append(Problem((origin,), f"{name} = {value} is not supported", f"unset {name}"))
+        else:
+            close = closest(name, VARIABLES, 0.7)
+            if close or not name.startswith("ACCELERATE_"):
+                hint = f"did you mean {close}?" if close else f"unset it; known are {', '.join(sorted(VARIABLES))}"
+                problems.append(Problem((origin,), f"unknown variable {name} = {value!r}", hint))
+            else:
+                notes.append(Note(origin, name, Status.NO_EFFECT, "has no effect here: nothing reads it"))
+    reading = FLAT.read(_wished(entries))
+    reading.notes = [note for note in reading.notes if note.origin not in nobodys]
+    problems += [Problem((Origin.variable(name),), message, hint) for name, message, hint in faults(environ)]
+    reading.add(Reading(notes=notes, problems=problems))
+    return reading
+
+
+def load_arguments(arguments: Mapping[str, Any], dialect: Dialect, what: str) -> Reading:
+    """Read the settings of a mapping in a script.
+
+    Args:
+        arguments: may be nested.
+        dialect: whose keys they are.
+        what: stands for the mapping in messages, for example `fsdp_config`.
+    """
+    return dialect.read(entries_of(arguments, what))
+
+
+def _wished(entries: list[Entry]) -> list[Entry]:
+    """Drop the entries that the user did not ask for.
+
+    Accelerate's launcher exports every setting, most at their own defaults, including those that the chosen version and
+    wrap policy do not read.
+    """
+    said = {entry.key: entry.value.upper() for entry in entries}
+    if said.get("fsdp_version", "1") == "2":
+        unread = {"fsdp_sharding_strategy"} if "fsdp_reshard_after_forward" in said else set()
+    else:
+        unread = {"fsdp_reshard_after_forward"} if "fsdp_sharding_strategy" in said else set()
+    if said.get("fsdp_auto_wrap_policy", "") not in ("SIZE_BASED_WRAP", "SIZED_BASED_WRAP", "2"):
+        unread.add("fsdp_min_num_params")
+    return [entry for entry in entries if entry.key not in unread]
+
+
+def _variable(key: Key) -> str:
+    return key.variable or key.name.upper()
+
+
+VARIABLES: dict[str, str] = {
+    **{_variable(key): key.name for key in (*FSDP_KEYS, *PARALLELISM_KEYS)},
+    **{f"ACCELERATE_{key.name.upper()}": key.name for key in DYNAMO_KEYS},
+    **{key.variable: key.name for key in FLAT.keys if key.variable},
+}
+"""The key that each variable carries."""
+
+_EXPORTED = {"FSDP_VERSION": ("1", "2"), "FSDP_USE_ORIG_PARAMS": ("true",)}
+"""Values that the launcher exports although nobody chose them, of keys without effect: no note about these."""
+
+_SWITCHES = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG")
+"""Whether Accelerate reads the other variables; here they are always read."""
+
+_OF_ITS_HELPERS = (
+    *("ACCELERATE_LOG_LEVEL", "ACCELERATE_ENABLE_RICH", "ACCELERATE_INIT_INCLUDE_BUFFERS"),
+    *("ACCELERATE_DEBUG_RDV_FILE", "ACCELERATE_NUM_PROCESSES"),
+)
+"""Read by what scripts import from Accelerate itself: loggers, tracebacks, `init_empty_weights`, `debug_launcher`."""
+
+_REFUSED = ("ACCELERATE_FP8_", "ACCELERATE_DEEPSPEED_", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM")
