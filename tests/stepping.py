@@ -8,9 +8,9 @@ import torch
 from torch import nn, optim
 
 from fullshard.core.events import Event
-from fullshard.features import MixedPrecisionPolicy, shard_model, step_in_backward
+from fullshard.features import MixedPrecisionPolicy, shard_model
 from fullshard.features.recompute import checkpoint_modules
-from fullshard.features.steps_in_backward.stepper import STEPS_IN_PARTS
+from fullshard.features.steps_in_backward.stepper import STEPS_IN_PARTS, step_in_backward
 from tests.optimizers import makers
 from tests.traps import BLOCKS, WIDTH, Block, Stack, batch, rank_and_size
 

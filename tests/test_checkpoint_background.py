@@ -28,7 +28,8 @@ from fullshard.checkpoint import AsyncSaver, latest_checkpoint, load_checkpoint,
 from fullshard.checkpoint.format import read_manifest
 from fullshard.checkpoint.save import PendingSave
 from fullshard.core.errors import CheckpointError
-from fullshard.features import shard_model, step_in_backward
+from fullshard.features import shard_model
+from fullshard.features.steps_in_backward.stepper import step_in_backward
 from tests.distributed import run_ranks
 
 

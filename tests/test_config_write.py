@@ -331,7 +331,7 @@ def test_accelerate_accepts_what_is_written(
         return
     plugin = FullyShardedDataParallelPlugin()
     assert plugin.fsdp_version == 2
-    assert plugin.reshard_after_forward == row.reshard_after_forward
+    assert plugin.reshard_after_forward == row.frees_after_forward
     assert plugin.activation_checkpointing_offload == config.sharding.offload_activations
     if config.sharding.wrap_classes:
         assert environment["FSDP_TRANSFORMER_CLS_TO_WRAP"] == ",".join(config.sharding.wrap_classes)

@@ -21,8 +21,9 @@ from fullshard.config.schema import RunConfig, TrainingConfig
 from fullshard.config.switches import COMM
 from fullshard.core.errors import ConfigError, LifecycleError, NonFiniteError
 from fullshard.engine.schedule import Schedule
-from fullshard.features import MixedPrecisionPolicy, clip_grad_norm_, shard_model, step_in_backward
+from fullshard.features import MixedPrecisionPolicy, clip_grad_norm_, shard_model
 from fullshard.features.nonfinite import NonFiniteGuard
+from fullshard.features.steps_in_backward.stepper import step_in_backward
 from tests.distributed import run_ranks
 from tests.traps import BLOCKS, Stack, batch, build_sharded, rank_and_size
 

@@ -24,8 +24,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from fullshard.checkpoint import load_checkpoint, save_checkpoint
 from fullshard.core.errors import ConfigError, OptimizerError
 from fullshard.core.events import Event, EventKind
-from fullshard.features import ShardedParameter, fully_shard, init_mesh, shard_model, step_in_backward
+from fullshard.features import ShardedParameter, fully_shard, init_mesh, shard_model
 from fullshard.features.matrices.exchange import sent_numel
+from fullshard.features.steps_in_backward.stepper import step_in_backward
 from fullshard.optim import EMA, Adafactor, MatrixRule, Muon
 from fullshard.plan.dealing import NEWTON_SCHULZ_STEPS
 from fullshard.plan.matrices import MatrixWork

@@ -28,9 +28,10 @@ from fullshard.api.planning import model_shape
 from fullshard.comm.base import Work, WorkOf
 from fullshard.comm.gloo import GlooCollectives, average
 from fullshard.core.sizes import SUM_BLOCK_NBYTES, sum_blocks
-from fullshard.features import FSDPModule, MixedPrecisionPolicy, shard_model, step_in_backward
+from fullshard.features import FSDPModule, MixedPrecisionPolicy, shard_model
 from fullshard.features.shared_memory.buffer_pool import BufferPool
 from fullshard.features.shared_memory.collectives import MappedBuffer
+from fullshard.features.steps_in_backward.stepper import step_in_backward
 from fullshard.plan.evaluate import evaluate
 from fullshard.plan.hardware import DEVICES, parse_cluster
 from fullshard.plan.job import Job

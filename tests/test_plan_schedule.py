@@ -21,8 +21,9 @@ from fullshard.core.dtypes import Dtypes
 from fullshard.core.events import Event
 from fullshard.core.sizes import all_reduce_nbytes
 from fullshard.core.strategy import STRATEGIES
-from fullshard.features import FSDPModule, MixedPrecisionPolicy, no_sync, shard_model, step_in_backward
+from fullshard.features import FSDPModule, MixedPrecisionPolicy, no_sync, shard_model
 from fullshard.features.recompute import checkpoint_modules
+from fullshard.features.steps_in_backward.stepper import step_in_backward
 from fullshard.plan.layout import ModelLayout, lay_out
 from fullshard.plan.schedule import ScheduleOptions, predict_step
 from fullshard.plan.traffic import traffic_of
@@ -141,10 +142,10 @@ def predicted(
     layout = lay_out(shape, strategy=STRATEGIES[strategy], world_size=world_size, shard_size=shard_size, dtypes=dtypes)
     options = ScheduleOptions(
         accumulation=variant.accumulation,
-        forward_prefetch=variant.forward_prefetch,
+        prefetches_in_forward=variant.forward_prefetch,
         backward_prefetch=variant.backward_prefetch,
         sync_each_micro_batch=not variant.no_sync,
-        step_in_backward=variant.in_backward,
+        steps_in_backward=variant.in_backward,
         is_first_step=variant.first_step,
     )
     return predict_step(layout, options), layout

@@ -27,7 +27,8 @@ from fullshard.checkpoint import load_checkpoint, save_checkpoint
 from fullshard.config.switches import COMM
 from fullshard.core.errors import CommunicationError
 from fullshard.core.events import Event, EventKind
-from fullshard.features import FSDPModule, fully_shard, no_sync, shard_model, step_in_backward, unsharded
+from fullshard.features import FSDPModule, fully_shard, no_sync, shard_model, unsharded
+from fullshard.features.steps_in_backward.stepper import step_in_backward
 from tests.differential import own_part
 from tests.distributed import run_ranks
 from tests.hosts import are_possible, run_hosts

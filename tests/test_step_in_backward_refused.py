@@ -14,8 +14,9 @@ from torch import nn, optim
 from torch.utils.checkpoint import checkpoint
 
 from fullshard.core.errors import LifecycleError, OptimizerError
-from fullshard.features import MixedPrecisionPolicy, shard_model, step_in_backward, unsharded
+from fullshard.features import MixedPrecisionPolicy, shard_model, unsharded
 from fullshard.features.recompute import checkpoint_modules
+from fullshard.features.steps_in_backward.stepper import step_in_backward
 from tests.distributed import run_ranks
 from tests.optimizers import Make
 from tests.stepping import make_model, run_backward, stepping

@@ -66,10 +66,10 @@ if TYPE_CHECKING:
         repoint,
         shard_model,
         share_comm_ctx,
-        step_in_backward,
         unsharded,
     )
     from fullshard.features.chunked_loss.loss import use_chunked_loss
+    from fullshard.features.steps_in_backward.stepper import step_in_backward
     from fullshard.launch.journal import record_events
     from fullshard.launch.preemption import should_stop
     from fullshard.optim import EMA
@@ -127,7 +127,7 @@ _ENGINE = (
     "CPUOffloadPolicy", "DataParallelMeshDims", "FSDPModule", "MixedPrecisionPolicy", "OffloadPolicy",
     "ShardedParameter", "ShardedTensor", "UnshardHandle", "clip_grad_norm_", "describe", "fully_shard",
     "meta_parameters", "no_sync", "register_fsdp_forward_method", "repoint", "shard_model", "share_comm_ctx",
-    "step_in_backward", "unsharded",
+    "unsharded",
 )  # fmt: skip
 _PACKAGES = ("optim", "plan")  # of which the second can be called
 _HOMES = {
@@ -138,6 +138,7 @@ _HOMES = {
     "plan_model": "fullshard.api.planning",
     "record_events": "fullshard.launch.journal",
     "should_stop": "fullshard.launch.preemption",
+    "step_in_backward": "fullshard.features.steps_in_backward.stepper",
     "use_chunked_loss": "fullshard.features.chunked_loss.loss",
 }
 

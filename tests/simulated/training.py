@@ -31,11 +31,11 @@ from fullshard.features import (
     keep_unsharded,
     no_sync,
     shard_model,
-    step_in_backward,
 )
 from fullshard.features.chunked_loss.loss import chunked_cross_entropy
 from fullshard.features.offload import pages as activations
 from fullshard.features.recompute import checkpoint_modules
+from fullshard.features.steps_in_backward.stepper import step_in_backward
 from fullshard.optim import Muon, OnOwners
 from tests.distributed import place_of
 from tests.test_composed import Coded

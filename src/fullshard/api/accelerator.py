@@ -53,14 +53,8 @@ from fullshard.config.schema import RunConfig, ShardingConfig
 from fullshard.core.errors import ConfigError, OptimizerError
 from fullshard.core.paths import local_name
 from fullshard.engine.parameter import sharded_parameters
-from fullshard.features import (
-    clip_grad_norm_,
-    clip_grad_value_,
-    no_sync,
-    repoint,
-    step_in_backward,
-    with_sync,
-)
+from fullshard.features import clip_grad_norm_, clip_grad_value_, no_sync, repoint, with_sync
+from fullshard.features.steps_in_backward.stepper import step_in_backward
 from fullshard.launch import cuda, read_rank_environment
 from fullshard.launch.device import name_of
 from fullshard.launch.journal import record_events
@@ -542,14 +536,23 @@ class Accelerator(Loaders, Reporting):
 
     def _step_in_backward(self, optimizer: torch.optim.Optimizer) -> None:
         """Make the optimizer step there if that is wanted and it holds something sharded by now."""
-        if self._config.training.step_in_backward and sharded_parameters(optimizer):
+        if self.steps_in_backward and sharded_parameters(optimizer):
             step_in_backward(optimizer)
 
-    def _check_clipping(self) -> None:
-        if self._config.training.step_in_backward:
+    @property
+    def steps_in_backward(self) -> bool:
+        """Return whether optimizers update buckets within backward, which leaves no gradient to look at after it."""
+        return self._config.training.step_in_backward
+
+    def _check_clipping(
+        self, what: str = "gradients cannot be clipped", where: str = "leave clipping out of the script"
+    ) -> None:
+        """Refuse to clip gradients that are used up within backward, before their norm is known."""
+        if self.steps_in_backward:
             raise ConfigError(
-                "gradients cannot be clipped: training.step_in_backward uses each of them up within backward",
-                hint="leave clipping out of the script, or step_in_backward out of the configuration",
+                f"{what}: training.step_in_backward uses each gradient up within backward, before the norm of all of "
+                "them is known",
+                hint=f"{where}, or leave step_in_backward out of the configuration",
             )
 
     @property

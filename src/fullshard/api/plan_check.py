@@ -179,7 +179,7 @@ class PlanCheck:
     def _compare_gradients(self, predicted: list[Event], layout: ModelLayout) -> Deviation:
         """Compare the gradients that the optimizer finds, or the most at any moment if it steps in backward."""
         planned = sum(b.main_nbytes for b in layout.buckets if b.trainable)
-        if not self._job.step_in_backward:
+        if not self._job.schedule.steps_in_backward:
             parameters = [p for unit in self._units for bucket in unit.buckets for p in bucket.sharded_parameters]
             return Deviation("gradients", planned, storage_nbytes(local_gradients(parameters)))
         if self._job.accumulation == 1 or not self._job.sync_each_micro_batch:
@@ -382,7 +382,7 @@ def _unit_layout(unit: Unit, *, is_root: bool, is_head: bool) -> UnitLayout:
     return UnitLayout(
         unit.name,
         tuple(_bucket_plan(bucket) for bucket in unit.buckets),
-        unit.reshard_after_forward,
+        unit.frees_after_forward,
         feeds_units=is_root and any(parameter.requires_grad for parameter in embeddings),
         takes_ids=is_root or isinstance(unit.modules[0], nn.Embedding),
         block=None,

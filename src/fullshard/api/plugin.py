@@ -301,9 +301,7 @@ class FullyShardedDataParallelPlugin:
         }
         effective |= {
             "sharding_strategy": strategy.name,
-            "reshard_after_forward": (
-                "auto" if sharding.reshard_after_forward == "auto" else strategy.reshard_after_forward
-            ),
+            "reshard_after_forward": ("auto" if sharding.keeps_what_fits else strategy.frees_after_forward),
             "cpu_offload": (
                 OffloadPolicy(**dataclasses.asdict(dataclasses.replace(sharding.offload, activations=False)))
                 if sharding.offload.has_shards and not sharding.offload.is_everything

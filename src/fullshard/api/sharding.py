@@ -172,7 +172,7 @@ def shard(
     if hasattr(model, "save_pretrained"):
         gather_when_all_save(model)
     _say_how(model, config, say)
-    if config.reshard_after_forward == "auto":
+    if config.keeps_what_fits:
         keep_unsharded(
             model,
             budget_nbytes=config.unsharded_memory_nbytes,
@@ -225,7 +225,7 @@ def _say_how(model: nn.Module, config: ShardingConfig, say: Callable[[str], None
         held = format_nbytes(sharding.rank_nbytes)
         say(f"CPU offload saves nothing here: the {held} of this rank are in host memory already")
     if config.offload.activations and not sharding.offload:
-        say("offload_activations saves nothing here: what a CPU computes with is in host memory already")
+        say("offload of activations saves nothing here: what a CPU computes with is in host memory already")
 
 
 def _check_split(model: nn.Module, device_mesh: DeviceMesh) -> None:

@@ -160,7 +160,7 @@ def simulate(
         dtypes=job.dtypes,
         offload=job.on_host,
     )
-    if job.offload_activations:
+    if job.on_host.activations:
         # Of any device: how large a page is there is in no event that is compared.
         layout = layout.with_pages(lambda block: page_nbytes(block, job, DEVICES["H100"]))
     predicted = predict_step(layout, dataclasses.replace(job.schedule, optimizer=OPTIMIZERS["sgd"]))

@@ -129,7 +129,7 @@ def _streams(line: CommandLine, plan: LaunchPlan) -> StreamPlan:
 
 
 def _start(plan: LaunchPlan, streams: StreamPlan) -> int:
-    from fullshard.launch.bootstrap import CHECK_PLAN, MAX_LOST_STEPS, STEP_IN_BACKWARD, TRAINER_HOOK
+    from fullshard.launch.bootstrap import TRAINER_HOOK, WATCHED
     from fullshard.launch.local import Hosts, LaunchJob, run_job
     from fullshard.launch.scratch import scratch_directory
     from fullshard.launch.tpu import prepare_host
@@ -150,12 +150,10 @@ def _start(plan: LaunchPlan, streams: StreamPlan) -> int:
     with scratch_directory("fullshard-config-") as directory:
         variables = hand_over(plan.handed_over(), directory / "config.json")
         variables[TRAINER_HOOK] = "fullshard.integrations.transformers.install"
-        if plan.resolved.config.training.check_plan:
-            variables[CHECK_PLAN] = "1"
-        if plan.resolved.config.training.step_in_backward:
-            variables[STEP_IN_BACKWARD] = "1"
-        if (most := plan.resolved.config.checkpoint.max_lost_steps) is not None:
-            variables[MAX_LOST_STEPS] = str(most)
+        for path, variable in WATCHED.items():
+            value = plan.resolved.config.value(path)
+            if value is not None and value is not False:
+                variables[variable] = str(int(value))
         job = LaunchJob(
             command=plan.command,
             nproc=plan.per_host,

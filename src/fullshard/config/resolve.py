@@ -8,17 +8,21 @@ from typing import Any
 
 from fullshard.config.dialect import Note, Problem, Reading, Setting, refuse
 from fullshard.config.origin import DEFAULT, Origin
-from fullshard.config.schema import GROUPS, RunConfig, settings_of
-from fullshard.config.settings import Fault, SettingsError
+from fullshard.config.schema import GROUPS, SETTINGS, RunConfig, settings_of
+from fullshard.config.settings import About, Fault, SettingsError
 
-_WRAP = ("sharding.wrap", "sharding.wrap_classes", "sharding.wrap_min_numel")
-_OFFLOAD = ("sharding.offload_compute_shards", "sharding.offload_main_weights", "sharding.offload_optimizer_state")
-_OVERRULES = {
-    "sharding.strategy": ("sharding.reshard_after_forward",),
-    "sharding.cpu_offload": _OFFLOAD,
-    **dict.fromkeys(_WRAP, _WRAP),
-}
-"""Settings that one overrules in lower sources besides itself: they say the same thing in another way."""
+
+def _overruled(path: str) -> tuple[str, ...]:
+    """Return the settings that say the same as one in another way: in lower sources it overrules them, too."""
+    group, name = path.split(".")
+    return tuple(
+        other
+        for other, field in SETTINGS.items()
+        if other.startswith(f"{group}.") and name in About.of(field).overruled_by
+    )
+
+
+_OVERRULES = {path: others for path in SETTINGS if (others := _overruled(path))}
 
 
 @dataclass(frozen=True, slots=True)

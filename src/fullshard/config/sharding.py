@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import field_validator, model_validator
 
@@ -17,6 +17,11 @@ CheckpointingMode = Literal["full", "selective"]
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 
 _ONE_SWITCH = "Accelerate has one switch for everything, fsdp_offload_params"
+
+
+def kept_or_auto(choice: str) -> Mapping[str, Any]:
+    """Read a choice between `strategy` and `auto`, which is `reshard_after_forward` without its truth values."""
+    return {"sharding.reshard_after_forward": "auto" if choice == "auto" else None}
 
 
 class ShardingConfig(Settings):
@@ -41,7 +46,7 @@ class ShardingConfig(Settings):
     shard_size: int | None = setting(None, ge=1, ask="Ranks per shard group? (usually the devices of one host)")
     """Ranks per shard group. Needed by the hybrid strategies, fixed by the others."""
 
-    reshard_after_forward: bool | Literal["auto"] | None = None
+    reshard_after_forward: bool | Literal["auto"] | None = setting(None, overruled_by=("strategy",))
     """Whether unsharded parameters are dropped between forward and backward. None: as the strategy has it. Otherwise
     the strategy that differs in this alone is taken: FULL_SHARD with `false` is SHARD_GRAD_OP, and so on. `auto`: those
     of as many units are kept as memory allows."""
@@ -59,16 +64,24 @@ class ShardingConfig(Settings):
             "size": "by number of parameters",
             "none": "the whole model as one unit: saves no memory while it runs",
         },
+        overruled_by=("wrap_classes", "wrap_min_numel"),
     )
     """Which modules are units: `class`, `size`, `none` (the root alone), or `auto`: by class or by size if a setting
     below says so, else the model's own list of layers, and all repeated blocks."""
 
     wrap_classes: tuple[str, ...] = setting(
-        (), ask="Their class names? (for example LlamaDecoderLayer; commas between several)"
+        (),
+        ask="Their class names? (for example LlamaDecoderLayer; commas between several)",
+        overruled_by=("wrap", "wrap_min_numel"),
     )
     """Class names of the units. A text with commas is split."""
 
-    wrap_min_numel: int | None = setting(None, ge=1, ask="Parameters a unit has at least? (for example 1e8)")
+    wrap_min_numel: int | None = setting(
+        None,
+        ge=1,
+        ask="Parameters a unit has at least? (for example 1e8)",
+        overruled_by=("wrap", "wrap_classes"),
+    )
     """Parameters a unit has at least."""
 
     wrap_embeddings: bool = setting(
@@ -115,15 +128,15 @@ class ShardingConfig(Settings):
     cpu_offload: bool = False
     """Whether sharded parameters, gradients and optimizer state live in host memory: the next three at once."""
 
-    offload_compute_shards: bool | None = setting(None, accelerate=_ONE_SWITCH)
+    offload_compute_shards: bool | None = setting(None, accelerate=_ONE_SWITCH, overruled_by=("cpu_offload",))
     """Whether what units are gathered from lives in host memory: frozen parameters, and with `offload_main_weights`
     trainable ones too. None: as `cpu_offload` says."""
 
-    offload_main_weights: bool | None = setting(None, accelerate=_ONE_SWITCH)
+    offload_main_weights: bool | None = setting(None, accelerate=_ONE_SWITCH, overruled_by=("cpu_offload",))
     """Whether main weights live in host memory, with their gradients, and are updated there. None: as `cpu_offload`
     says."""
 
-    offload_optimizer_state: bool | None = setting(None, accelerate=_ONE_SWITCH)
+    offload_optimizer_state: bool | None = setting(None, accelerate=_ONE_SWITCH, overruled_by=("cpu_offload",))
     """Whether the optimizer's state lives in host memory. Alone, it visits the device for each step. None: where the
     main weights are."""
 
@@ -254,7 +267,7 @@ class ShardingConfig(Settings):
                 hint="use wrap: auto, or leave offload_activations out",
             )
         row = self.resolved_strategy()
-        if self.unsharded_memory_gib is not None and self.reshard_after_forward != "auto":
+        if self.unsharded_memory_gib is not None and not self.keeps_what_fits:
             raise CombinationError(
                 "unsharded_memory_gib is a budget for reshard_after_forward = 'auto', which is not set",
                 "unsharded_memory_gib",
@@ -308,6 +321,11 @@ class ShardingConfig(Settings):
         )
 
     @property
+    def keeps_what_fits(self) -> bool:
+        """Return whether as many units stay unsharded after forward as memory allows."""
+        return self.reshard_after_forward == "auto"
+
+    @property
     def unsharded_memory_nbytes(self) -> int | None:
         """`unsharded_memory_gib` in bytes."""
         return None if self.unsharded_memory_gib is None else round(self.unsharded_memory_gib * 2**30)
@@ -320,7 +338,7 @@ class ShardingConfig(Settings):
         """
         row = parse_strategy(self.strategy)
         if self.reshard_after_forward == "auto":
-            if row.reshard_after_forward:
+            if row.frees_after_forward:
                 return row
             raise CombinationError(
                 f"reshard_after_forward = 'auto' decides which units are kept, and {row.name} keeps all",

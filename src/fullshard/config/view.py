@@ -42,11 +42,6 @@ def of_run(path: str, default: Any = ..., help: str = "", read: Read | None = No
     return field
 
 
-def kept_or_auto(choice: str) -> Mapping[str, Any]:
-    """Read a choice between `strategy` and `auto`, which is `reshard_after_forward` without its truth values."""
-    return {"sharding.reshard_after_forward": "auto" if choice == "auto" else None}
-
-
 class View(BaseModel):
     """Settings of a command, frozen. Build it with `of`, whose errors are `ConfigError`s."""
 

@@ -167,11 +167,11 @@ class _Writer:
     def _version_2(self, row: Strategy) -> dict[str, Any]:
         sharding = self.config.sharding
         said = parse_strategy(sharding.strategy)
-        if said.code is not None and not (said.is_hybrid or said.reshard_after_forward):
+        if said.code is not None and not (said.is_hybrid or said.frees_after_forward):
             self._say("sharding.strategy", f"{said.name} is written as fsdp_reshard_after_forward")
         if sharding.reshard_after_forward in (None, "auto"):
-            self._say("sharding.reshard_after_forward", f"written as {shown(row.reshard_after_forward)}")
-        return {"fsdp_version": 2, "fsdp_reshard_after_forward": row.reshard_after_forward}
+            self._say("sharding.reshard_after_forward", f"written as {shown(row.frees_after_forward)}")
+        return {"fsdp_version": 2, "fsdp_reshard_after_forward": row.frees_after_forward}
 
     def _say_if_overridden(self, row: Strategy) -> None:
         if self.config.sharding.reshard_after_forward is not None:

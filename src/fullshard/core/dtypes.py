@@ -107,6 +107,11 @@ class Dtypes:
     gather_as: str | None = None
     reduce_as: str | None = None
 
+    @property
+    def sent(self) -> dict[str, str | None]:
+        """What is sent in fewer bytes, in words: as what, or None."""
+        return {"gather as": self.gather_as, "reduce as": self.reduce_as}
+
     def compute(self, stored: str, *, exact: bool = False, statistics: str | None = None) -> str:
         """Return the dtype of an unsharded parameter.
 

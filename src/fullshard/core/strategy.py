@@ -47,7 +47,7 @@ class Strategy:
         code: the number Accelerate gives it; None if it has none.
         parameters, gradients, optimizer_state: their placements, all on the same axes. All that is sharded has the same
             intervals.
-        reshard_after_forward: whether unsharded parameters are dropped between forward and backward.
+        frees_after_forward: whether unsharded parameters are dropped between forward and backward.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Strategy:
     parameters: Placements = field(hash=False)
     gradients: Placements = field(hash=False)
     optimizer_state: Placements = field(hash=False)
-    reshard_after_forward: bool
+    frees_after_forward: bool
 
     @property
     def placements(self) -> tuple[Placements, Placements, Placements]:
@@ -85,12 +85,12 @@ class Strategy:
     def freeing(self, after_forward: bool) -> Strategy | None:
         """Return the row that differs only, if at all, in what it does after forward; None if there is none."""
         rows = (row for row in STRATEGIES.values() if row.placements == self.placements)
-        return next((row for row in rows if row.reshard_after_forward == after_forward), None)
+        return next((row for row in rows if row.frees_after_forward == after_forward), None)
 
     def over(self, *axes: Axis) -> Strategy:
         """Return the row of these axes with this row's behaviour after forward, or else the first of those rows."""
         rows = [row for row in STRATEGIES.values() if set(row.optimizer_state) == set(axes)]
-        return next((row for row in rows if row.reshard_after_forward == self.reshard_after_forward), rows[0])
+        return next((row for row in rows if row.frees_after_forward == self.frees_after_forward), rows[0])
 
     def shard_size_on(self, ranks_per_host: int, shard_size: int | None) -> int | None:
         """Return the ranks per shard group for `shard_size`; without one, a hybrid strategy uses one host's ranks."""
@@ -137,7 +137,7 @@ class Strategy:
         """Return whether a mesh of this shape, with this done after forward and after backward, is this row."""
         axes = {axis for axis, size in ((Axis.REPLICATE, replicate_size), (Axis.SHARD, shard_size)) if size > 1}
         asked = (reshards_after_forward, keeps_parameters, keeps_gradients)
-        said = (self.reshard_after_forward, self.keeps_parameters, self.keeps_gradients)
+        said = (self.frees_after_forward, self.keeps_parameters, self.keeps_gradients)
         return self.optimizer_state.keys() == axes and said == (asked if Axis.SHARD in axes else (False,) * 3)
 
 
@@ -150,13 +150,13 @@ STRATEGIES: dict[str, Strategy] = {
     row.name: row
     for row in (
         #         name                     parameters, gradients, optimizer state
-        Strategy("FULL_SHARD", 1, _S, _S, _S, reshard_after_forward=True),
-        Strategy("SHARD_GRAD_OP", 2, _S, _S, _S, reshard_after_forward=False),
-        Strategy("NO_SHARD", 3, _R, _R, _R, reshard_after_forward=False),
-        Strategy("HYBRID_SHARD", 4, _RS, _RS, _RS, reshard_after_forward=True),
-        Strategy("HYBRID_SHARD_ZERO2", 5, _RS, _RS, _RS, reshard_after_forward=False),
-        Strategy("SHARD_GRAD_OPTIMIZER", None, _WHOLE, _S, _S, reshard_after_forward=False),
-        Strategy("SHARD_OPTIMIZER", None, _WHOLE, _WHOLE, _S, reshard_after_forward=False),
+        Strategy("FULL_SHARD", 1, _S, _S, _S, frees_after_forward=True),
+        Strategy("SHARD_GRAD_OP", 2, _S, _S, _S, frees_after_forward=False),
+        Strategy("NO_SHARD", 3, _R, _R, _R, frees_after_forward=False),
+        Strategy("HYBRID_SHARD", 4, _RS, _RS, _RS, frees_after_forward=True),
+        Strategy("HYBRID_SHARD_ZERO2", 5, _RS, _RS, _RS, frees_after_forward=False),
+        Strategy("SHARD_GRAD_OPTIMIZER", None, _WHOLE, _S, _S, frees_after_forward=False),
+        Strategy("SHARD_OPTIMIZER", None, _WHOLE, _WHOLE, _S, frees_after_forward=False),
     )
 }
 

@@ -105,7 +105,7 @@ def fully_shard(
         slot.compute_dtype = policy.override(slot.parameter)  # first: a place may make it another object
     inside = own_modules(plan, units_in(modules))
     move_to_device(plan, inside, device=resolved.device, buffer_dtype=policy.buffer_dtype)
-    unit = make_unit(plan, schedule=schedule, policy=policy, storage=storage, reshard_after_forward=reshard)
+    unit = make_unit(plan, schedule=schedule, policy=policy, storage=storage, frees_after_forward=reshard)
     unit.neighbours = None if neighbours is None else resolved.neighbours(neighbours)
     assemble(modules, schedule)
     resolved.end_sharding()
@@ -118,7 +118,7 @@ def make_unit(
     schedule: Schedule,
     policy: MixedPrecisionPolicy,
     storage: Storage,
-    reshard_after_forward: bool | None,
+    frees_after_forward: bool | None,
     values: Values | None = None,
     prefix: str = "FSDP",
 ) -> Unit:
@@ -129,11 +129,11 @@ def make_unit(
         schedule: the model that it is part of.
         policy: dtypes per role.
         storage: the place of its shards.
-        reshard_after_forward: see `Unit`.
+        frees_after_forward: see `Unit`.
         values: gives those values that are not in the parameters.
         prefix: goes before the names of the modules' classes.
     """
-    unit = Unit(plan, policy=policy, storage=storage, schedule=schedule, reshard_after_forward=reshard_after_forward)
+    unit = Unit(plan, policy=policy, storage=storage, schedule=schedule, frees_after_forward=frees_after_forward)
     if values is not None or not any(postpones(unit) for postpones in schedule.extensions.postpones):
         unit.allocate(values)
     for module in plan.modules:

@@ -32,7 +32,7 @@ class ParameterKind:
         bucket_type: the class of their buckets; None: `Bucket`.
         is_alone: each parameter has a bucket of its own, which is cut between rows.
         is_exact: the bytes have a meaning of their own: they are never cast and never computed with.
-        is_packed: the bucket may round what it sends (`gather_as`).
+        is_packed: the bucket may round what it sends.
         why_no_cast: why sharded parameters cannot be cast to another dtype; empty if they can.
     """
 

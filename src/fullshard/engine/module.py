@@ -105,7 +105,7 @@ class FSDPModule(TorchFSDPModule):
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Choose whether the parameters are freed between forward and backward."""
         for unit in self._units(recurse):
-            unit.reshard_after_forward, unit.neighbours = reshard_after_forward, None
+            unit.frees_after_forward, unit.neighbours = reshard_after_forward, None
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Choose whether parameters are freed after backward; False saves gathers between micro-batches."""
@@ -126,7 +126,7 @@ class FSDPModule(TorchFSDPModule):
 
     def set_modules_to_forward_prefetch(self, modules: Iterable[Any]) -> None:
         """Set the units to unshard while this one runs forward, instead of the next in recorded order."""
-        require_unit(self).forward_prefetch = [require_unit(module) for module in modules]
+        require_unit(self).gathered_after_forward = [require_unit(module) for module in modules]
 
     def set_modules_to_backward_prefetch(self, modules: Iterable[Any]) -> None:
         """Set the units to unshard while this one runs backward, instead of the one before it."""
@@ -195,10 +195,8 @@ def assemble(modules: list[nn.Module], schedule: Schedule) -> None:
             paths.setdefault(id(inner), []).append(clean_name(path))
     for unit in units:
         unit.take_name(", ".join(paths[id(module)][0] for module in unit.modules))
-        unit.reshard_after_forward = (
-            unit.modules[0] is not modules[0]
-            if unit.requested_reshard_after_forward is None
-            else unit.requested_reshard_after_forward
+        unit.frees_after_forward = (
+            unit.modules[0] is not modules[0] if unit.asked_to_free is None else unit.asked_to_free
         )
         for slot, parameter in unit.entries:
             names = [qualified(path, attribute) for m, attribute in slot.owners for path in paths[id(m)]]

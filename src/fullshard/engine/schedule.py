@@ -184,8 +184,8 @@ class Schedule:
 
     def prefetch_forward(self, unit: Unit) -> None:
         """Start unsharding the units after `unit`, now that its own parameters are there."""
-        if unit.forward_prefetch is not None:
-            for other in unit.forward_prefetch:
+        if unit.gathered_after_forward is not None:
+            for other in unit.gathered_after_forward:
                 other.issue_unshard()
         elif self.forward_prefetch:
             ahead = gathered_ahead(self._order, len(self._forward), unit)

@@ -42,7 +42,7 @@ class Unit(UnitParameters):
     Args:
         plan, policy, storage: see `UnitParameters`.
         schedule: the order of work in the unit's model.
-        reshard_after_forward: free the unsharded parameters between forward and backward; None: unless this is the
+        frees_after_forward: free the unsharded parameters between forward and backward; None: unless this is the
             outermost unit.
     """
 
@@ -53,14 +53,14 @@ class Unit(UnitParameters):
         policy: MixedPrecisionPolicy,
         storage: Storage,
         schedule: Schedule,
-        reshard_after_forward: bool | None,
+        frees_after_forward: bool | None,
     ) -> None:
-        self.requested_reshard_after_forward = reshard_after_forward
-        self.reshard_after_forward = reshard_after_forward is not False
+        self.asked_to_free = frees_after_forward
+        self.frees_after_forward = frees_after_forward is not False
         self.reshard_after_backward = True
         self.reduce_gradients = self.unshard_in_backward = True
         self.is_kept_for_backward = False
-        self.forward_prefetch: list[Unit] | None = None
+        self.gathered_after_forward: list[Unit] | None = None
         self.backward_prefetch: list[Unit] | None = None
         self._calls: set[weakref.ref[Call[Unit]]] = set()
         self._current: list[Call[Unit]] = []
@@ -197,7 +197,7 @@ class Unit(UnitParameters):
         try:
             if len(self._ran) == len(self.modules):  # modules unsharded together are resharded by the last
                 self._ran.clear()
-                keep = in_backward or self.is_kept_for_backward or not self.reshard_after_forward
+                keep = in_backward or self.is_kept_for_backward or not self.frees_after_forward
                 if (failed and not in_backward) or not (keep or any(call.is_active for call in self._live_calls())):
                     self.reshard(is_after_forward=torch.is_grad_enabled() and not (failed or in_backward))
         except BaseException:  # another rank has ended, so memory that it shares cannot be freed

@@ -34,7 +34,7 @@ from fullshard.features.packed_messages import PACKINGS
 from fullshard.features.preemption import StopTogether
 from fullshard.features.quantized_weights import QuantizedWeight
 from fullshard.features.shared_memory import share_memory
-from fullshard.features.steps_in_backward import StepsInBackward, step_in_backward
+from fullshard.features.steps_in_backward.stepper import StepsInBackward
 from fullshard.features.submodule_entry import SubmoduleEntry
 from fullshard.features.summary import Sharding, describe
 from fullshard.features.tensor_parallel import TensorParallel
@@ -69,7 +69,6 @@ __all__ = [
     "repoint",
     "shard_model",
     "share_comm_ctx",
-    "step_in_backward",
 ]
 
 FEATURES: tuple[type[Extension], ...] = (

@@ -33,6 +33,12 @@ TRAINER_HOOK = "FULLSHARD_TRAINER_HOOK"
 CHECK_PLAN = "FULLSHARD_CHECK_PLAN"
 STEP_IN_BACKWARD = "FULLSHARD_STEP_IN_BACKWARD"
 MAX_LOST_STEPS = "FULLSHARD_MAX_LOST_STEPS"
+WATCHED = {
+    "training.check_plan": CHECK_PLAN,
+    "training.step_in_backward": STEP_IN_BACKWARD,
+    "checkpoint.max_lost_steps": MAX_LOST_STEPS,
+}
+"""Settings that a script may leave without effect, and the variables that tell a worker of them."""
 """Set by the command line if these are asked for."""
 
 STACK_SIGNAL = 40

@@ -50,7 +50,7 @@ class Plan:
         setting: the model as it is trained, and how it is laid out.
         events: one step's; with a reduction for every micro-batch, one micro-batch's.
         repeats: how often they come in a step.
-        kept: units that stay unsharded between forward and backward with `reshard_after_forward = auto`.
+        kept: units that stay unsharded between forward and backward because they fit.
     """
 
     model: ModelShape
@@ -179,7 +179,7 @@ def evaluate(model: ModelShape, job: Job, cluster: Cluster) -> Plan:
     Raises:
         ConfigError: a shard size that does not go with the number of devices, or a LoRA target that does not exist.
     """
-    if job.reshard_after_forward != "auto":
+    if not job.keeps_what_fits:
         return _evaluate(model, job, cluster)
     plain = _evaluate(model, job, cluster)
     given = job.unsharded_memory_gib
@@ -231,7 +231,7 @@ def _evaluate(model: ModelShape, job: Job, cluster: Cluster, *, budget: int | No
 
 def _count_kept(layout: ModelLayout, budget: int, *, shares_memory: bool) -> int:
     """Count the units, the last first, that `budget` bytes keep unsharded."""
-    units = [unit for unit in reversed(layout.calls) if unit.reshard_after_forward]
+    units = [unit for unit in reversed(layout.calls) if unit.frees_after_forward]
     return count_kept([0 if shares_memory else unit.gathered_nbytes for unit in units], budget)
 
 
@@ -281,7 +281,7 @@ def notes_of(plan: Plan) -> list[str]:
         notes.append("ranks send through Gloo and share no memory, because FULLSHARD_COMM=gloo is set")
     if job.on_host and device.is_cpu:
         notes.append("offload saves nothing here: a CPU computes in host memory")
-    if job.reshard_after_forward == "auto":
+    if job.keeps_what_fits:
         others = plan.units - (2 if job.wrap_embeddings else 1)
         notes.append(f"{plan.kept} of {others} units stay unsharded between forward and backward")
     if job.checkpointing == "selective" and job.compile:

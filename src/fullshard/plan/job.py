@@ -10,8 +10,8 @@ from pydantic import BeforeValidator, Field
 
 from fullshard.config import values
 from fullshard.config.schema import Dtype, Packing, PrecisionMode, RunConfig
-from fullshard.config.sharding import BackwardPrefetch
-from fullshard.config.view import View, kept_or_auto, of_run
+from fullshard.config.sharding import BackwardPrefetch, kept_or_auto
+from fullshard.config.view import View, of_run
 from fullshard.core.dtypes import COMPUTE, Dtypes, main_dtype
 from fullshard.core.errors import ConfigError
 from fullshard.core.offload import Offload
@@ -24,6 +24,10 @@ Method = Literal["full", "lora", "qlora"]
 Checkpointing = Literal["none", "selective", "full"]
 Loss = Literal["eager", "kernel", "fused"]
 Kernel = Literal["flash", "flash1", "flash3", "flash4", "sdpa", "eager"]
+
+
+KEEP_WHAT_FITS = {"reshard_after_forward": "auto"}
+"""The choice to keep as many units unsharded after forward as memory allows."""
 
 
 def token_count(value: Any) -> Any:
@@ -175,7 +179,7 @@ class Job(View):
         sharding = config.sharding
         said = {name: config.value(row.target) for name, row in cls.of_the_run().items() if row.read is None} | {
             "strategy": sharding.resolved_strategy().name,
-            "reshard_after_forward": "auto" if sharding.reshard_after_forward == "auto" else "strategy",
+            "reshard_after_forward": "auto" if sharding.keeps_what_fits else "strategy",
             "checkpointing": sharding.activation_checkpointing_mode if sharding.activation_checkpointing else "none",
         }
         return cls.of({**said, **values})
@@ -184,6 +188,11 @@ class Job(View):
     def row(self) -> Strategy:
         """The strategy's row."""
         return parse_strategy(self.strategy)
+
+    @property
+    def keeps_what_fits(self) -> bool:
+        """Return whether as many units stay unsharded after forward as memory allows."""
+        return self.reshard_after_forward == "auto"
 
     @property
     def planned_optimizer(self) -> OptimizerRow:

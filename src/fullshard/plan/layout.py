@@ -21,7 +21,7 @@ class UnitLayout:
     Attributes:
         name: the module's qualified name; empty for the root.
         buckets: in the engine's order.
-        reshard_after_forward: whether its unsharded parameters are freed between forward and backward.
+        frees_after_forward: whether its unsharded parameters are freed between forward and backward.
         feeds_units: whether one of its trainable parameters is used before the first inner unit (an embedding).
         takes_ids: whether its inputs never want a gradient (token ids).
         block: its computation.
@@ -30,7 +30,7 @@ class UnitLayout:
 
     name: str
     buckets: tuple[BucketPlan, ...]
-    reshard_after_forward: bool
+    frees_after_forward: bool
     feeds_units: bool
     takes_ids: bool
     block: Block | None
@@ -82,10 +82,10 @@ class ModelLayout:
 
     def keeping(self, count: int) -> ModelLayout:
         """Return the layout with the last `count` of the units that forward frees kept until backward instead."""
-        inner = [unit.name for unit in self.calls if unit.reshard_after_forward]
+        inner = [unit.name for unit in self.calls if unit.frees_after_forward]
         kept = set(inner[len(inner) - count :])
         return self._with(
-            dataclasses.replace(unit, reshard_after_forward=False) if unit.name in kept else unit for unit in self.units
+            dataclasses.replace(unit, frees_after_forward=False) if unit.name in kept else unit for unit in self.units
         )
 
     def with_pages(self, nbytes: Callable[[Block], int]) -> ModelLayout:
@@ -151,7 +151,7 @@ def lay_out(
                 unit.name,
                 _buckets(unit.parameters, dtypes, shard_size, offload or Offload()),
                 # The root and a head are needed again at once, when backward begins.
-                strategy.reshard_after_forward and not is_root and not is_head,
+                strategy.frees_after_forward and not is_root and not is_head,
                 feeds_units=is_root and embeds,
                 takes_ids=is_root or any(p.role == "embedding" for p in unit.parameters),
                 block=unit.block,

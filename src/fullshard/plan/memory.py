@@ -154,7 +154,7 @@ def memory_of(events: Sequence[Event], setting: PlanSetting, *, ranks_per_host: 
             timeline.append(Moment(event, nbytes))
         if event.kind is EventKind.FORWARD_END and event.unit == root:
             phase = "backward"
-        elif event.kind is EventKind.REDUCE_DONE and not setting.job.step_in_backward:
+        elif event.kind is EventKind.REDUCE_DONE and not setting.job.schedule.steps_in_backward:
             phase = "optimizer"  # or the next micro-batch's forward
     phases["save"] = _save_peak(setting, ledger.rest)
     order = ("load", "forward", "backward", "optimizer", "save")
@@ -418,7 +418,7 @@ class _Ledger:
         """Return whether the backward under way steps the optimizer: the last of a step, if any."""
         job = self.setting.job
         is_last = not self.setting.reduces_each_micro_batch or self.micro_batch == self.micro_batches - 1
-        return job.step_in_backward and is_last
+        return job.schedule.steps_in_backward and is_last
 
     def _finish(self) -> list[dict[str, int]]:
         """Finish all reductions that are done, at the first point where that is known."""
@@ -472,7 +472,7 @@ class _Ledger:
         return [*moments, self.nbytes]
 
     def _optimizer_step(self) -> list[dict[str, int]]:
-        if self.setting.job.step_in_backward:
+        if self.setting.job.schedule.steps_in_backward:
             return [self.nbytes]
         on_host = self.setting.on_host
         trained = [bucket for bucket in self.setting.layout.buckets if bucket.trainable]

@@ -141,11 +141,10 @@ def front_table(plans: Sequence[Plan], title: str) -> Table:
 def _front_row(plan: Plan) -> dict[str, str]:
     job = plan.job
     size = "" if job.shard_size is None else f" {job.shard_size}"
-    switches = {"embeddings": job.wrap_embeddings, "step in backward": job.step_in_backward}
+    switches = {"embeddings": job.wrap_embeddings, "step in backward": job.schedule.steps_in_backward}
     switches[f"{plan.kept} kept"] = plan.kept > 0
     switches |= {job.optimizer: job.planned_optimizer.packed_nbytes > 0}
-    sent = {"gather as": job.gather_as, "reduce as": job.reduce_as}
-    switches |= {f"{name} {value}": value is not None for name, value in sent.items()}
+    switches |= {f"{name} {value}": value is not None for name, value in job.dtypes.sent.items()}
     return {
         "strategy": job.strategy + size,
         "batch": f"{job.micro_batch}" + (f" x {job.accumulation}" if job.accumulation > 1 else ""),

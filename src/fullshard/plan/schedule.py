@@ -29,20 +29,20 @@ class ScheduleOptions:
 
     Attributes:
         accumulation: micro-batches per optimizer step.
-        forward_prefetch: gather the next unit while one runs forward.
+        prefetches_in_forward: gather the next unit while one runs forward.
         backward_prefetch: `BACKWARD_PRE`, `BACKWARD_POST` or `NO_PREFETCH`.
         sync_each_micro_batch: reduce after every micro-batch; False is `no_sync` for all but the last.
-        step_in_backward: the optimizer steps each bucket in the last micro-batch's backward.
+        steps_in_backward: the optimizer steps each bucket in the last micro-batch's backward.
         is_first_step: the order of forwards has not been agreed on yet, so nothing is gathered ahead in the first one.
         optimizer: its state, where that visits the device for each step.
         shard_rank: the rank in question: the last ranks own padding instead of elements.
     """
 
     accumulation: int = 1
-    forward_prefetch: bool = True
+    prefetches_in_forward: bool = True
     backward_prefetch: str = "BACKWARD_PRE"
     sync_each_micro_batch: bool = True
-    step_in_backward: bool = False
+    steps_in_backward: bool = False
     is_first_step: bool = False
     optimizer: OptimizerRow = OPTIMIZERS["none"]
     shard_rank: int = 0
@@ -52,10 +52,10 @@ def predict_step(model: ModelLayout, options: ScheduleOptions) -> list[Event]:
     """Return the events of one step, on any rank."""
     run = _Run(model, options)
     for number in range(options.accumulation):
-        ahead = options.forward_prefetch and not (options.is_first_step and number == 0)
+        ahead = options.prefetches_in_forward and not (options.is_first_step and number == 0)
         is_last = number == options.accumulation - 1
         run.forward(ahead=ahead)
-        run.steps = options.step_in_backward and is_last
+        run.steps = options.steps_in_backward and is_last
         run.backward(reduces=is_last or (options.sync_each_micro_batch and not model.keeps_gradients))
     run.reshard_all()
     run.move_state(EventKind.TO_DEVICE)
@@ -168,7 +168,7 @@ class _Run:
 
     def end_forward(self, unit: UnitLayout) -> None:
         self.emit(EventKind.FORWARD_END, unit)
-        if unit.reshard_after_forward:
+        if unit.frees_after_forward:
             self.reshard(unit)
 
     # -- backward -----------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from fullshard.core.sizes import GIB, format_nbytes
 from fullshard.core.strategy import STRATEGIES, Axis, parse_strategy
 from fullshard.plan.evaluate import MARGIN, Plan, changes_that_fit, evaluate
 from fullshard.plan.hardware import Cluster
-from fullshard.plan.job import Job
+from fullshard.plan.job import KEEP_WHAT_FITS, Job
 from fullshard.plan.shapes import ModelShape, UnitShape
 from fullshard.plan.tiles import groups_of
 from fullshard.plan.time import CONTENTION
@@ -109,7 +109,7 @@ def _search(model: ModelShape, job: Job, cluster: Cluster, kept: frozenset[str],
     if not plans:
         raise _nothing_fits(model, job, cluster, margin)
     plans += _smaller(plans, waiting.seen, model, cluster, margin)
-    if "reshard_after_forward" not in kept:
+    if not KEEP_WHAT_FITS.keys() & kept:
         plans += _kept_unsharded(plans, margin)
     return sorted(plans, key=_fastest_first)
 
@@ -457,9 +457,9 @@ def _kept_unsharded(plans: Sequence[Plan], margin: float) -> list[Plan]:
     found = []
     for plan in sorted(plans, key=_fastest_first)[:3]:
         spare = int(10 * (margin * plan.cluster.device.memory - plan.memory.needed) / GIB) / 10
-        if spare <= 0 or not plan.job.row.reshard_after_forward or plan.setting.layout.shard_size == 1:
+        if spare <= 0 or not plan.job.row.frees_after_forward or plan.setting.layout.shard_size == 1:
             continue
-        more = {"reshard_after_forward": "auto", "unsharded_memory_gib": spare}
+        more = {**KEEP_WHAT_FITS, "unsharded_memory_gib": spare}
         kept = evaluate(plan.model, Job.of({**plan.job.model_dump(), **more}), plan.cluster)
         if kept.is_within(margin) and kept.time.total < plan.time.total:
             found.append(kept)

@@ -6,7 +6,7 @@ Every rank sends as much as it receives, so one number per axis is enough:
     reduce-scatter   a rank sends each of the S - 1 others their interval     full / S x (S - 1)
     all-reduce       reduce-scatter and all-gather of the shard               2 x shard / R x (R - 1)
 
-Along the shard axis intervals count as they are sent (`gather_as`, `reduce_as`).
+Along the shard axis intervals count as they are sent, which may be in fewer bytes.
 
 S and R are the ranks of the shard and the replicate axis. These are the least bytes possible (ZeRO, arXiv 1910.02054,
 section 7; Patarasuk and Yuan 2009 for all-reduce), and what ring algorithms send.

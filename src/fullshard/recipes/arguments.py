@@ -12,9 +12,9 @@ from pydantic import Field, field_validator
 from fullshard.checkpoint.objects import Location, ObjectPath, location
 from fullshard.config import values
 from fullshard.config.schema import Device, OnNonFinite, OnReplicas
-from fullshard.config.sharding import CheckpointingMode
+from fullshard.config.sharding import CheckpointingMode, kept_or_auto
 from fullshard.config.trackers import PACKAGES
-from fullshard.config.view import View, kept_or_auto, of_run
+from fullshard.config.view import View, of_run
 from fullshard.core.errors import ConfigError
 from fullshard.core.files import read_text
 from fullshard.core.paths import local_name, require_there

@@ -129,7 +129,7 @@ class Trainer:
             loss = self._loss_sum(micro_batch)
             self.accelerator.backward(loss * weight)
             loss_sum += float(loss.detach())
-        if not arguments.step_in_backward:
+        if not self.accelerator.steps_in_backward:
             limit = arguments.max_grad_norm or math.inf
             norm = float(self.accelerator.clip_grad_norm_(self.model.parameters(), limit))
         self.optimizer.step()

@@ -38,18 +38,18 @@ def time_step(
     """
     untimed = {
         "method": job.method != "full",
-        "offload": bool(job.on_host) or job.offload_activations,
+        "offload": bool(job.on_host) or job.on_host.activations,
         "compile": job.compile,
         "tp": job.tp > 1,
         "float8": job.float8,
         "loss": job.loss != "eager",
         "attention": job.attention not in ("flash", "sdpa", "eager"),
-        "step_in_backward": job.step_in_backward,
+        "step in backward": job.schedule.steps_in_backward,
         "optimizer": job.optimizer not in ("adamw", "adamw-fused"),
     }
     if refused := [name for name, is_refused in untimed.items() if is_refused]:
         raise ConfigError(
-            f"no virtual time with {', '.join(refused)} = {', '.join(str(getattr(job, name)) for name in refused)}",
+            f"no virtual time with {', '.join(f'{name} = {getattr(job, name, True)}' for name in refused)}",
             hint="leave them out, or ask fullshard plan",
         )
     if not 0 <= rank < cluster.count:

@@ -1,4 +1,4 @@
-"""`reshard_after_forward: auto`: keep as many units unsharded between forward and backward as memory allows.
+"""Auto reshard: keep as many units unsharded between forward and backward as memory allows.
 
 A kept unit is not gathered again in backward. The units that run last in forward are kept: backward comes to them
 first, so they are kept for the shortest time. Where freeing gives nothing back (ranks of one host that share memory, a
@@ -59,7 +59,7 @@ def keep_unsharded(
             say(_keep(schedule, round(SPENT * measure()), why))
 
     schedule.after_step = decide
-    say(f"reshard_after_forward auto: decided after {STEPS_BEFORE_MEASURING} steps, by the memory that is then free")
+    say(f"auto reshard: decided after {STEPS_BEFORE_MEASURING} steps, by the memory that is then free")
 
 
 def keep_head(head: nn.Module) -> None:
@@ -68,7 +68,7 @@ def keep_head(head: nn.Module) -> None:
     Raises:
         LifecycleError: it is not a unit.
     """
-    require_unit(head).reshard_after_forward = False
+    require_unit(head).frees_after_forward = False
 
 
 def _keep(schedule: Schedule, budget_nbytes: int | None, why: str) -> str:
@@ -77,7 +77,7 @@ def _keep(schedule: Schedule, budget_nbytes: int | None, why: str) -> str:
     Those are left out that are kept in any case: the outermost, a head of its own.
     """
     root = schedule.units[-1]
-    inner = [unit for unit in schedule.units if unit.reshard_after_forward]  # the others are kept in any case
+    inner = [unit for unit in schedule.units if unit.frees_after_forward]  # the others are kept in any case
     free = [unit for unit in inner if not unit.freed_nbytes]
     if len(free) == len(inner):
         budget_nbytes, why = None, "freeing them would give nothing back: ranks share memory, or own it all"
@@ -86,12 +86,12 @@ def _keep(schedule: Schedule, budget_nbytes: int | None, why: str) -> str:
     costly = [unit for unit in schedule.units_by_backward() if unit in inner and unit not in free]
     costly = costly[: 0 if budget_nbytes is None else count_kept([unit.freed_nbytes for unit in costly], budget_nbytes)]
     for unit in inner:
-        unit.reshard_after_forward = unit not in free and unit not in costly
+        unit.frees_after_forward = unit not in free and unit not in costly
     cost = "which costs nothing"
     if budget_nbytes is not None:
         cost = f"{format_nbytes(sum(unit.freed_nbytes for unit in costly))} of {format_nbytes(budget_nbytes)}"
     kept = f"{len(free) + len(costly)} of {len(inner)} units stay unsharded between forward and backward"
-    return f"reshard_after_forward auto: {kept}, {cost} ({why})"
+    return f"auto reshard: {kept}, {cost} ({why})"
 
 
 def headroom_nbytes(device: torch.device, *, ranks_on_host: int) -> int:
@@ -108,8 +108,8 @@ def headroom_nbytes(device: torch.device, *, ranks_on_host: int) -> int:
     if device.type != "cpu":
         if not counts_memory(device.type):
             raise ConfigError(
-                f"reshard_after_forward = auto: {device.type} does not tell how much of its memory is free",
-                hint="give it true or false",
+                f"auto reshard: {device.type} does not tell how much of its memory is free",
+                hint="give it true or false, or a budget: unsharded_memory_gib",
             )
         free, _ = torch.accelerator.get_memory_info(device)
         idle = torch.accelerator.memory_reserved(device) - torch.accelerator.max_memory_allocated(device)
@@ -119,7 +119,7 @@ def headroom_nbytes(device: torch.device, *, ranks_on_host: int) -> int:
         status = Path("/proc/self/status").read_text()
     except OSError as error:
         raise ConfigError(
-            f"reshard_after_forward = auto: this system does not say how much memory is free ({error})",
+            f"auto reshard: this system does not say how much memory is free ({error})",
             hint="give a budget: unsharded_memory_gib",
         ) from None
     ups_and_downs = _kib(status, "VmHWM") - _kib(status, "VmRSS")

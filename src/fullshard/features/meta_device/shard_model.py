@@ -81,7 +81,7 @@ def shard_model(
     if units_in([model]):
         raise WrapError("part of the model is sharded already", hint="call shard_model once, on an unsharded model")
     check_can_be_unsharded(model, [model, *unit_modules])
-    reshard = row.reshard_after_forward if reshard_after_forward is None else reshard_after_forward
+    reshard = row.frees_after_forward if reshard_after_forward is None else reshard_after_forward
     storage = storage_of(offload_policy, mesh.device)
     weights = weight_source(model)
     plans = _plan_units(model, unit_modules, weights, ignored_parameters(ignored_params))
@@ -109,7 +109,7 @@ def shard_model(
             schedule=schedule,
             policy=policy,
             storage=storage,
-            reshard_after_forward=None if reshard and plan.modules[0] is model else reshard,
+            frees_after_forward=None if reshard and plan.modules[0] is model else reshard,
             values=weights,
             prefix="",  # so that class names in configs, and look-ups of Transformers and PEFT, still work
         )

@@ -122,7 +122,7 @@ class NonFiniteGuard(Extension):
             raise LifecycleError(
                 "steps whose gradients are not finite are to be left out, and the optimizer steps in backward, before "
                 "all gradients are known",
-                hint="leave step_in_backward out, or set_nonfinite_gradients('raise')",
+                hint="let optimizers step after backward, or set_nonfinite_gradients('raise')",
             )
 
     def doubts_gradients(self) -> bool:
@@ -157,7 +157,7 @@ class NonFiniteGuard(Extension):
             raise NonFiniteError(
                 f"rank {self._mesh.rank}, step {self.model.steps + 1} of this process: {finding}; parameters whose "
                 "gradients came earlier in this backward have been updated already, and the non-finite ones have not",
-                hint="load a checkpoint; without step_in_backward nothing would have been stepped",
+                hint="load a checkpoint; an optimizer that steps after backward would not have stepped at all",
             )
 
     def _announce(self) -> None:

@@ -1,4 +1,4 @@
-"""Weights and gradients sent in fewer bytes than they have (`gather_as`, `reduce_as`)."""
+"""Weights and gradients sent in fewer bytes than they have."""
 
 from fullshard.features.packed_messages.packings import PACKINGS
 

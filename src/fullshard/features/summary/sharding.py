@@ -11,7 +11,6 @@ from fullshard.core.offload import Offload
 from fullshard.core.sizes import format_count, format_nbytes
 from fullshard.core.strategy import STRATEGIES
 from fullshard.engine.lookup import require_units
-from fullshard.engine.precision import dtype_name
 from fullshard.engine.unit import Unit
 
 
@@ -63,10 +62,8 @@ class Sharding:
         full_numel = sum(bucket.layout.full_numel for bucket in buckets)
         numel = sum(bucket.layout.numel for bucket in buckets)
         # Nothing was requested for the root, which keeps its parameters under every strategy.
-        kept = sum(
-            not unit.reshard_after_forward and unit.requested_reshard_after_forward is not None for unit in units
-        )
-        frees = not kept or any(unit.reshard_after_forward for unit in units)
+        kept = sum(not unit.frees_after_forward and unit.asked_to_free is not None for unit in units)
+        frees = not kept or any(unit.frees_after_forward for unit in units)
         sizes = mesh.replicate_size, mesh.shard_size
         done = {
             "reshards_after_forward": frees,
@@ -130,11 +127,11 @@ def _packed(units: Sequence[Unit]) -> str:
     buckets = [bucket for unit in units for bucket in unit.buckets]
     reduced = [bucket for bucket in buckets if bucket.has_gradient]
     mesh, parts = units[0].mesh, []
-    for what, policies, packings, collectives in (
-        ("weights", [unit.policy.gather_as for unit in units], [b.gather_packing for b in buckets], mesh.gather),
-        ("gradients", [unit.policy.reduce_as for unit in units], [b.reduce_packing for b in reduced], mesh.reduce),
+    for what, how, packings, collectives in (
+        ("weights", "gather as", [b.gather_packing for b in buckets], mesh.gather),
+        ("gradients", "reduce as", [b.reduce_packing for b in reduced], mesh.reduce),
     ):
-        asked = {dtype_name(dtype) for dtype in policies if dtype is not None}
+        asked = {dtype for unit in units if (dtype := unit.policy.dtypes_of().sent[how]) is not None}
         if not asked:
             continue
         wanted = f"{what} sent as {' and '.join(sorted(asked))}"

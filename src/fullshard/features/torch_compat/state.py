@@ -78,11 +78,11 @@ class TorchState(_OfUnit):
     @property
     def _auto_reshard_after_forward(self) -> bool:
         """Return whether resharding follows from being outermost or not. It may be set."""
-        return self._unit.requested_reshard_after_forward is None
+        return self._unit.asked_to_free is None
 
     @_auto_reshard_after_forward.setter
     def _auto_reshard_after_forward(self, value: bool) -> None:
-        self._unit.requested_reshard_after_forward = None if value else self._unit.reshard_after_forward
+        self._unit.asked_to_free = None if value else self._unit.frees_after_forward
 
     def _lazy_init(self) -> None:
         """Do nothing: a unit learns its model when that is made one."""
@@ -137,11 +137,11 @@ class TorchParameterGroup(_OfUnit):
 
         It may be set.
         """
-        return self.mesh_info if self._unit.reshard_after_forward else None
+        return self.mesh_info if self._unit.frees_after_forward else None
 
     @post_forward_mesh_info.setter
     def post_forward_mesh_info(self, value: object) -> None:
-        self._unit.reshard_after_forward = value is not None
+        self._unit.frees_after_forward = value is not None
 
     @property
     def is_sharded(self) -> bool:

@@ -286,8 +286,9 @@ def _describe_structure(units: Sequence[Unit]) -> list[str]:
             where = (
                 f"unit {unit.name!r}, bucket {number} ({bucket.dtype}, compute {bucket.compute_dtype}, reduce {reduce}"
             )
-            if unit.policy.gather_as is not None or unit.policy.reduce_as is not None:
-                where += f", gather as {unit.policy.gather_as}, reduce as {unit.policy.reduce_as}"
+            sent = unit.policy.dtypes_of().sent
+            if any(sent.values()):
+                where += "".join(f", {what} {dtype}" for what, dtype in sent.items())
             for parameter in bucket.sharded_parameters:
                 shape, grad = tuple(parameter.shape), parameter.requires_grad
                 lines.append(f"{where}): {parameter.name} {shape} requires_grad={grad}")

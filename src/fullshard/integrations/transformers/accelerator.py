@@ -56,12 +56,6 @@ class TrainerAccelerator(Accelerator):
         self._tiles = tensor_parallel_size
         plugin = FullyShardedDataParallelPlugin()
         plugin.fill(resolved.config)
-        if resolved.config.training.step_in_backward and args.max_grad_norm:
-            raise ConfigError(
-                f"TrainingArguments.max_grad_norm = {args.max_grad_norm} clips (1.0 is its default), and "
-                "training.step_in_backward uses each gradient up before the norm of all of them is known",
-                hint="set max_grad_norm=0, or leave step_in_backward out of the launcher's configuration",
-            )
         self._trainer_steps = args.gradient_accumulation_steps
         timeout = asked_timeout(args)
         super().__init__(
@@ -75,6 +69,9 @@ class TrainerAccelerator(Accelerator):
             dynamo_backend=args.torch_compile_backend if args.torch_compile else None,
             parallelism_config=args.parallelism_config,
         )
+        if args.max_grad_norm:
+            what = f"TrainingArguments.max_grad_norm = {args.max_grad_norm} clips (1.0 is its default)"
+            self._check_clipping(what, "set max_grad_norm=0")
         if not dataloader_config.even_batches and self.num_processes > 1:
             raise ConfigError(
                 "accelerator_config: even_batches = False would give some ranks fewer steps, and the others would wait "
@@ -112,11 +109,6 @@ class TrainerAccelerator(Accelerator):
         yield
 
     @property
-    def steps_in_backward(self) -> bool:
-        """Return whether optimizers update buckets within backward, which leaves no gradient to look at after it."""
-        return self._config.training.step_in_backward
-
-    @property
     def state_dict_type(self) -> str:
         """The form of a save: one part per rank (SHARDED_STATE_DICT) or whole; scripts set it on the plugin."""
         return self._state_dict_type()
@@ -135,7 +127,7 @@ class TrainerAccelerator(Accelerator):
         if asked:
             self._say(f"{', '.join(asked)}: no effect, the model is sharded and not replicated by DDP")
         if self.steps_in_backward:
-            self._say("training.step_in_backward: no gradient norm is logged, because there is none to be had")
+            self._say("no gradient norm is logged: optimizers step in backward, and leave none")
         if self._config.checkpoint.async_save:
             self._say("checkpoint.async_save: no effect, Trainer waits for its checkpoints")
         if self._config.checkpoint.max_lost_steps is not None:
