@@ -6,7 +6,7 @@ import os
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,12 +20,14 @@ from fullshard.api.plugin import FullyShardedDataParallelPlugin
 from fullshard.api.scheduler import AcceleratedScheduler
 from fullshard.api.state import GradientState, ProcessState
 from fullshard.checkpoint.background import AsyncSaver
-from fullshard.checkpoint.copies import MemoryCopies
 from fullshard.checkpoint.full_state import full_state_dict, local_state_dict
 from fullshard.checkpoint.objects import ObjectPath, on_this_host
 from fullshard.core.errors import ConfigError, LifecycleError
 from fullshard.core.paths import local_path
 from fullshard.launch.environment import run_on_main
+
+if TYPE_CHECKING:
+    from fullshard.checkpoint.copies import MemoryCopies
 
 
 class Checkpointing(Facts):
@@ -226,6 +228,8 @@ class Checkpointing(Facts):
     def _memory_copies(self) -> MemoryCopies | None:
         most = self._config.checkpoint.max_lost_steps
         if most is not None and self._copies is None:
+            from fullshard.checkpoint.copies import MemoryCopies  # the launcher asks whether it was ever imported
+
             self._copies = MemoryCopies(most)
         return self._copies
 

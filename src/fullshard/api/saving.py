@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import safetensors.torch
 import torch
@@ -26,7 +26,6 @@ from fullshard.checkpoint.adapters import is_saved_as_adapters, save_adapters
 from fullshard.checkpoint.background import AsyncSaver
 from fullshard.checkpoint.catalog import latest_checkpoint
 from fullshard.checkpoint.collect import LoadArguments, SaveArguments
-from fullshard.checkpoint.copies import MemoryCopies
 from fullshard.checkpoint.export import export_hf
 from fullshard.checkpoint.format import (
     MANIFEST_NAME,
@@ -50,6 +49,9 @@ from fullshard.core.imports import import_extra
 from fullshard.core.paths import local_path
 from fullshard.launch.environment import RankEnvironment, run_on_main
 from fullshard.optim.average import EMA
+
+if TYPE_CHECKING:
+    from fullshard.checkpoint.copies import MemoryCopies
 
 _WHOLE = "model"
 _HOOKS = "files-of-hooks.json"
