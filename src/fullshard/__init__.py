@@ -13,6 +13,15 @@ from fullshard.core.version import __version__
 
 if TYPE_CHECKING:
     # Accelerate's own, which are no part of `__all__`: `x as x` is what re-exports them.
+    from accelerate import AutocastKwargs as AutocastKwargs
+    from accelerate import DataLoaderConfiguration as DataLoaderConfiguration
+    from accelerate import DistributedDataParallelKwargs as DistributedDataParallelKwargs
+    from accelerate import DistributedType as DistributedType
+    from accelerate import GradientAccumulationPlugin as GradientAccumulationPlugin
+    from accelerate import GradScalerKwargs as GradScalerKwargs
+    from accelerate import InitProcessGroupKwargs as InitProcessGroupKwargs
+    from accelerate import ParallelismConfig as ParallelismConfig
+    from accelerate import ProfileKwargs as ProfileKwargs
     from accelerate import cpu_offload as cpu_offload
     from accelerate import cpu_offload_with_hook as cpu_offload_with_hook
     from accelerate import disk_offload as disk_offload
@@ -29,17 +38,8 @@ if TYPE_CHECKING:
     from fullshard import optim
     from fullshard.api import (
         Accelerator,
-        AutocastKwargs,
-        DataLoaderConfiguration,
-        DistributedDataParallelKwargs,
-        DistributedType,
         FullyShardedDataParallelPlugin,
-        GradientAccumulationPlugin,
-        GradScalerKwargs,
-        InitProcessGroupKwargs,
-        ParallelismConfig,
         PartialState,
-        ProfileKwargs,
         ProjectConfiguration,
         accelerate,
         skip_first_batches,
@@ -76,23 +76,14 @@ if TYPE_CHECKING:
 
 __all__ = [  # noqa: RUF022 -- alphabetical, capitals or not
     "Accelerator",
-    "AutocastKwargs",
     "CPUOffloadPolicy",
-    "DataLoaderConfiguration",
     "DataParallelMeshDims",
-    "DistributedDataParallelKwargs",
-    "DistributedType",
     "EMA",
     "FSDPModule",
     "FullyShardedDataParallelPlugin",
-    "GradScalerKwargs",
-    "GradientAccumulationPlugin",
-    "InitProcessGroupKwargs",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
-    "ParallelismConfig",
     "PartialState",
-    "ProfileKwargs",
     "ProjectConfiguration",
     "ShardedParameter",
     "ShardedTensor",

@@ -4,34 +4,14 @@ from fullshard.api.accelerator import Accelerator, listen
 from fullshard.api.accelerator_state import PartialState
 from fullshard.api.data import ShardedDataLoader, skip_first_batches
 from fullshard.api.entry import accelerate
-from fullshard.api.options import (
-    AutocastKwargs,
-    DataLoaderConfiguration,
-    DistributedDataParallelKwargs,
-    DistributedType,
-    GradientAccumulationPlugin,
-    GradScalerKwargs,
-    InitProcessGroupKwargs,
-    ParallelismConfig,
-    ProfileKwargs,
-    ProjectConfiguration,
-)
+from fullshard.api.options import ProjectConfiguration
 from fullshard.api.plan_watch import watch_plan
 from fullshard.api.plugin import FullyShardedDataParallelPlugin
 
 __all__ = [
     "Accelerator",
-    "AutocastKwargs",
-    "DataLoaderConfiguration",
-    "DistributedDataParallelKwargs",
-    "DistributedType",
     "FullyShardedDataParallelPlugin",
-    "GradScalerKwargs",
-    "GradientAccumulationPlugin",
-    "InitProcessGroupKwargs",
-    "ParallelismConfig",
     "PartialState",
-    "ProfileKwargs",
     "ProjectConfiguration",
     "ShardedDataLoader",
     "accelerate",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from fullshard.api.options import ParallelismConfig
 from fullshard.api.plugin import FullyShardedDataParallelPlugin
 from fullshard.config.dialect import Reading, Setting
 from fullshard.config.handover import handed_over
@@ -101,7 +100,7 @@ def compilation(plugin: Any, backend: str | None) -> dict[str, Any]:
 
 
 def tensor_parallel_size(config: Any) -> int:
-    """Return the ranks of a tensor-parallel group, by fullshard's or Accelerate's `ParallelismConfig`; 1 without."""
+    """Return the ranks of a tensor-parallel group, by the `ParallelismConfig`; 1 without."""
     return getattr(config, "tp_size", None) or 1
 
 
@@ -109,7 +108,7 @@ def parallelism(config: Any, plugin: Reading) -> Reading:
     """Return the strategy of a `ParallelismConfig`.
 
     Args:
-        config: fullshard's or Accelerate's; None: nothing is said.
+        config: None: nothing is said.
         plugin: what the plugin says: whether parameters are freed after forward is its matter.
 
     Raises:
@@ -118,7 +117,7 @@ def parallelism(config: Any, plugin: Reading) -> Reading:
     reading = Reading()
     if config is None:
         return reading
-    if not isinstance(config, ParallelismConfig) and not is_accelerates(config, "ParallelismConfig"):
+    if not is_accelerates(config, "ParallelismConfig"):
         raise ConfigError(f"parallelism_config is a {type(config).__name__}", hint="use fullshard.ParallelismConfig")
     for name in ("cp_size", "sp_size"):
         if (getattr(config, name, None) or 1) > 1:

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -33,12 +34,7 @@ from fullshard.api.configure import changed_config, of_accelerator, run_config
 from fullshard.api.elastic import accumulation_steps
 from fullshard.api.loaders import Loaders
 from fullshard.api.optimizer import AcceleratedOptimizer, check_parameters, refuse_stand_in
-from fullshard.api.options import (
-    DataLoaderConfiguration,
-    GradientAccumulationPlugin,
-    Handlers,
-    ProjectConfiguration,
-)
+from fullshard.api.options import Handlers, ProjectConfiguration
 from fullshard.api.plugin import FullyShardedDataParallelPlugin
 from fullshard.api.refused import METHODS, refuse_arguments
 from fullshard.api.reporting import Reporting, wanted_trackers
@@ -98,12 +94,12 @@ class Accelerator(Loaders, Reporting):
         step_scheduler_with_optimizer: schedulers step with the optimizer, once for each rank unless batches are split;
             False: once at every call.
         step_scheduler_once: schedulers step once per optimizer step, at any number of ranks. Not in Accelerate.
-        kwargs_handlers: `GradScalerKwargs`, `AutocastKwargs`, `InitProcessGroupKwargs`, `ProfileKwargs`, Accelerate's
-            or fullshard's. `DistributedDataParallelKwargs` have no effect, which is said.
+        kwargs_handlers: `GradScalerKwargs`, `AutocastKwargs`, `InitProcessGroupKwargs`, `ProfileKwargs`.
+            `DistributedDataParallelKwargs` have no effect, which is said.
         dynamo_backend: compile every unit's forward with this backend of `torch.compile`; `no` does not. Default: the
             launcher's.
         dynamo_plugin: Accelerate's `TorchDynamoPlugin`: the backend, and how it compiles.
-        parallelism_config: `ParallelismConfig`, Accelerate's or fullshard's: ranks per replica, replicas, and ranks
+        parallelism_config: `ParallelismConfig`: ranks per replica, replicas, and ranks
             over which the script splits layers (`parallelize_module(model, accelerator.torch_device_mesh["tp"], ...)`)
             before it calls `prepare`.
         deepspeed_plugin, deepspeed_plugins, megatron_lm_plugin, torch_tp_plugin: Accelerate's other arguments; anything

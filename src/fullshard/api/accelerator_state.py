@@ -8,22 +8,18 @@ no accelerator.
 from __future__ import annotations
 
 import os
-import sys
 from datetime import timedelta
-from importlib import import_module
-from importlib.util import find_spec
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from accelerate import state as theirs
+from accelerate.utils.dataclasses import DistributedType, DynamoBackend, TorchDynamoPlugin
 
 from fullshard.api.forwarding import forwarded
-from fullshard.api.options import DistributedType
 from fullshard.api.processes import Processes
 from fullshard.api.refused import ONE_ENGINE
 from fullshard.api.state import GradientState, ProcessState, launched_device
-from fullshard.core.imports import import_extra
 
 _TOLD: list[PartialState] = []
 """The state that was made last."""
@@ -65,11 +61,9 @@ class PartialState(Processes):
     @debug.setter
     def debug(self, debug: bool) -> None:
         _DEBUG[0] = debug
-        module = sys.modules.get("accelerate.state")
-        if module is not None:
-            for state in (module.PartialState, module.AcceleratorState):
-                if state._shared_state:
-                    state._shared_state["debug"] = debug
+        for state in (theirs.PartialState, theirs.AcceleratorState):
+            if state._shared_state:
+                state._shared_state["debug"] = debug
 
     @property
     def backend(self) -> str | None:
@@ -105,10 +99,9 @@ class PartialState(Processes):
             dist.destroy_process_group(group)
 
     def tell_accelerate(self) -> None:
-        """Show this state to Accelerate's helpers, if Accelerate is installed."""
+        """Show this state to Accelerate's helpers."""
         _TOLD[:] = [self]
-        if find_spec("accelerate") is not None:
-            _tell(import_module("accelerate.state"), self)
+        _tell(self)
 
 
 class AcceleratorState(PartialState):
@@ -160,9 +153,7 @@ class AcceleratorState(PartialState):
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
         """Forget the state, as Accelerate's tests do between two Accelerators."""
-        module = sys.modules.get("accelerate.state")
-        if module is not None:
-            module.AcceleratorState._reset_state(reset_partial_state)
+        theirs.AcceleratorState._reset_state(reset_partial_state)
         _TOLD.clear()
 
     def check_current(self) -> None:
@@ -171,8 +162,7 @@ class AcceleratorState(PartialState):
         Raises:
             AttributeError: Accelerate's state was reset, and no Accelerator was made since. Its own error.
         """
-        module = sys.modules.get("accelerate.state")
-        if not _TOLD or (module is not None and not module.AcceleratorState._shared_state):
+        if not _TOLD or not theirs.AcceleratorState._shared_state:
             raise AttributeError(
                 "`AcceleratorState` object has no attribute `distributed_type`. This happens if "
                 "`AcceleratorState._reset_state()` was called and an `Accelerator` or `PartialState` was not "
@@ -181,7 +171,7 @@ class AcceleratorState(PartialState):
 
     @property
     def dynamo_plugin(self) -> Any:
-        """Accelerate's plugin for `dynamo_backend`; needs Accelerate."""
+        """Accelerate's plugin for `dynamo_backend`."""
         return _dynamo_plugin(self.dynamo_backend)
 
 
@@ -200,7 +190,7 @@ def _arrived(fields: dict[str, Any]) -> AcceleratorState:
     return state
 
 
-def _tell(module: ModuleType, state: PartialState) -> None:
+def _tell(state: PartialState) -> None:
     """Write the state where the instances of Accelerate's two classes, made or to be made, all look."""
     # Without a process group its collectives must do nothing.
     kind = "FSDP" if dist.is_initialized() else "NO"
@@ -209,14 +199,14 @@ def _tell(module: ModuleType, state: PartialState) -> None:
         "backend": state.backend,
         "device": state.device,
         "debug": state.debug,
-        "distributed_type": module.DistributedType[kind],
+        "distributed_type": DistributedType[kind],
         "num_processes": state.num_processes,
         "process_index": state.process_index,
         "local_process_index": state.local_process_index,
         "fork_launched": _flag("FORK_LAUNCHED"),
     }
-    module.PartialState._shared_state.clear()
-    module.PartialState._shared_state.update(partial)
+    theirs.PartialState._shared_state.clear()
+    theirs.PartialState._shared_state.update(partial)
     if not isinstance(state, AcceleratorState):
         return
     whole = partial | {
@@ -228,16 +218,13 @@ def _tell(module: ModuleType, state: PartialState) -> None:
         "fsdp_plugin": state.fsdp_plugin,
         "_mixed_precision": "no" if state.mixed_precision == "fp32" else state.mixed_precision,
     }
-    module.AcceleratorState._shared_state.clear()
-    module.AcceleratorState._shared_state.update(whole)
+    theirs.AcceleratorState._shared_state.clear()
+    theirs.AcceleratorState._shared_state.update(whole)
     if state.gradient_state is not None:
-        module.GradientState._shared_state = vars(state.gradient_state)  # the same fields: both see every change
+        theirs.GradientState._shared_state = vars(state.gradient_state)  # the same fields: both see every change
 
 
 def _dynamo_plugin(backend: str) -> Any:
-    kinds = import_extra("accelerate.utils.dataclasses", extra="sft", purpose="dynamo_plugin")
-    plugin = kinds.TorchDynamoPlugin(backend="no")
-    plugin.backend = kinds.DynamoBackend.__members__.get(
-        backend.upper(), backend
-    )  # torch takes backends it does not list
+    plugin = TorchDynamoPlugin(backend="no")
+    plugin.backend = DynamoBackend.__members__.get(backend.upper(), backend)  # torch takes backends it does not list
     return plugin

@@ -23,7 +23,7 @@ def run_config(plugin: Any, arguments: Mapping[str, Any], parallelism_config: An
     Args:
         plugin: a plugin, a `ShardingConfig`, a dict for one, a whole `RunConfig`, or None.
         arguments: of the Accelerator, by the names that Accelerate's launcher has for them; None: not given.
-        parallelism_config: fullshard's or Accelerate's `ParallelismConfig`, or None; has the last word on the strategy.
+        parallelism_config: a `ParallelismConfig`, or None; has the last word on the strategy.
 
     Raises:
         ConfigError: a setting that is wrong, or another library's plugin.

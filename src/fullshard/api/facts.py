@@ -6,6 +6,7 @@ import functools
 from operator import methodcaller
 from typing import Any
 
+from accelerate.utils import DistributedType
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -13,7 +14,7 @@ from fullshard.api.accelerates import tensor_parallel_size
 from fullshard.api.accelerator_state import AcceleratorState
 from fullshard.api.forwarding import forwarded
 from fullshard.api.gathering import Gathering
-from fullshard.api.options import DistributedType, Handlers
+from fullshard.api.options import Handlers
 from fullshard.comm import torch_private
 from fullshard.config.schema import RunConfig
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 from fullshard.config.accelerate import INSTEAD_OF_FP8
 from fullshard.core.errors import ConfigError
-from fullshard.core.imports import import_extra
 
 ONE_ENGINE = "there is one engine here; SHARD_OPTIMIZER is ZeRO-1, SHARD_GRAD_OPTIMIZER ZeRO-2, FULL_SHARD ZeRO-3"
 _MODEL_PARALLEL = "context, sequence and pipeline parallelism are not supported"
@@ -37,11 +37,13 @@ NAMES = {
 """Names that can be imported from `accelerate`."""
 
 ACCELERATES_OWN = (
+    "AutocastKwargs", "DataLoaderConfiguration", "DistributedDataParallelKwargs", "DistributedType",
+    "GradScalerKwargs", "GradientAccumulationPlugin", "InitProcessGroupKwargs", "ParallelismConfig", "ProfileKwargs",
     "cpu_offload", "cpu_offload_with_hook", "disk_offload", "dispatch_model",
     "find_executable_batch_size", "infer_auto_device_map", "init_empty_weights", "init_on_device", "is_rich_available",
     "load_checkpoint_and_dispatch", "load_checkpoint_in_model", "synchronize_rng_states",
 )  # fmt: skip
-"""Names that have nothing to do with how a model is trained, or that ask Accelerate's state, which is told."""
+"""Names that serve as they are: options, what has nothing to do with training, what asks Accelerate's state."""
 
 
 def refuse_arguments(**arguments: object) -> None:
@@ -59,10 +61,9 @@ def from_accelerate(name: str) -> Any:
     """Return a name of the package `accelerate` that serves here as it is.
 
     Raises:
-        MissingExtraError: Accelerate is not installed.
         AttributeError: there is no such name, or it is refused.
     """
     if name not in ACCELERATES_OWN:
         reason = f" ({NAMES[name]})" if name in NAMES else ""
         raise AttributeError(f"module 'fullshard' has no attribute {name!r}{reason}")
-    return getattr(import_extra("accelerate", extra="sft", purpose=f"fullshard.{name}"), name)
+    return getattr(import_module("accelerate"), name)

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import tracking
+from accelerate.utils import ProfileKwargs
 
 from fullshard.api.checkpointing import Checkpointing
-from fullshard.api.options import ProfileKwargs
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.config.settings import suggestion
 from fullshard.config.trackers import require_trackers
 from fullshard.core.errors import ConfigError
-from fullshard.core.imports import import_extra
 from fullshard.core.paths import local_path
 from fullshard.observe.traces import add_rows, marked, merge_traces
 
@@ -48,7 +48,7 @@ class Reporting(Checkpointing):
         for tracker in self.log_with:
             if not hasattr(tracker, "start"):
                 name = str(tracker)
-                kind = _accelerates().LOGGER_TYPE_TO_CLASS[name]
+                kind = tracking.LOGGER_TYPE_TO_CLASS[name]
                 place = (self.logging_dir,) if kind.requires_logging_directory else ()
                 tracker = kind(project_name, *place, **(init_kwargs or {}).get(name, {}))
             tracker.start()
@@ -67,7 +67,7 @@ class Reporting(Checkpointing):
             ConfigError: none of this name was started.
         """
         if not self.is_main_process:
-            return _accelerates().GeneralTracker(_blank=True)
+            return tracking.GeneralTracker(_blank=True)
         for tracker in self.trackers:
             if tracker.name == name:
                 return tracker.tracker if unwrap else tracker
@@ -95,7 +95,7 @@ class Reporting(Checkpointing):
         """Profile the block, on every rank. The engine's events are rows of the traces, with a range per unit.
 
         Args:
-            profile_handler: `ProfileKwargs`, Accelerate's or fullshard's; default: the one in `kwargs_handlers`. With
+            profile_handler: `ProfileKwargs`; default: the one in `kwargs_handlers`. With
                 its `output_trace_dir` every rank leaves a trace `profile_{rank}.json` there, and rank 0 one of all
                 ranks whose traces it finds there, `trace.json`.
 
@@ -142,14 +142,12 @@ def wanted_trackers(log_with: Any, logging_dir: str | None) -> list[Any]:
 
     Raises:
         ConfigError: one that is unknown, whose package is not installed, or that has no directory to write to.
-        MissingExtraError: Accelerate, whose trackers they are, is not installed.
     """
     if log_with is None:
         return []
     given = list(log_with) if isinstance(log_with, list | tuple) else [log_with]
-    theirs = _accelerates()
     try:
-        found: list[Any] = theirs.filter_trackers(given, logging_dir)
+        found: list[Any] = tracking.filter_trackers(given, logging_dir)
     except ValueError as error:
         raise ConfigError(f"log_with: {error}") from error
     # Theirs silently leaves out trackers that are not installed.
@@ -160,17 +158,13 @@ def wanted_trackers(log_with: Any, logging_dir: str | None) -> list[Any]:
     return found
 
 
-def _accelerates() -> Any:
-    return import_extra("accelerate.tracking", extra="track", purpose="log_with, whose trackers are Accelerate's")
-
-
 def _tracker_name(tracker: Any) -> str:
     return str(tracker.name if hasattr(tracker, "start") else tracker)
 
 
 def _check_names(named: Mapping[str, Any], started: Iterable[Any]) -> None:
     """Check that `init_kwargs` is for trackers that there are; those of other runs may be among them."""
-    known = {*_accelerates().LOGGER_TYPE_TO_CLASS, *map(_tracker_name, started)}
+    known = {*tracking.LOGGER_TYPE_TO_CLASS, *map(_tracker_name, started)}
     for name in named.keys() - known:
         raise ConfigError(f"init_kwargs: no tracker is called {name!r}", hint=suggestion(name, sorted(known)))
 

@@ -13,11 +13,11 @@ from types import MethodType
 from typing import Any, TypeVar
 
 import torch
+from accelerate.utils import AutocastKwargs
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fullshard.api.options import AutocastKwargs
 from fullshard.api.plugin import (
     FullyShardedDataParallelPlugin,
     configured_policy,

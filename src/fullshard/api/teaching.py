@@ -10,8 +10,6 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 from torch import nn
@@ -59,9 +57,7 @@ _FUNCTIONS: tuple[tuple[str, str, Callable[[list[Any]], object], Callable[..., A
 
 
 def teach_libraries() -> None:
-    """Replace these functions wherever a module holds them. Accelerate is imported for it, TRL is not."""
-    if find_spec("accelerate") is not None:
-        import_module("accelerate")
+    """Replace these functions wherever a module holds them. TRL is not imported for it."""
     for home, name, is_ours, ours in _FUNCTIONS:
         theirs = getattr(sys.modules.get(home), name, None)  # None: not imported, or another version's is elsewhere
         if theirs is not None and not hasattr(theirs, "knows_fullshard"):

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import ProfileKwargs
 from torch import nn
 
-from fullshard.api import Accelerator, ProfileKwargs
+from fullshard.api import Accelerator
 from fullshard.api.memory_timeline import MemoryTimeline, check_is_counted, write_timeline
 from fullshard.api.plan_check import AT_STEP
 from fullshard.config.values import step_range

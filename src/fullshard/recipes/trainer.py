@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils import AutocastKwargs, InitProcessGroupKwargs
 from torch import nn
 from torch.nn import functional
 
-from fullshard.api import Accelerator, AutocastKwargs, InitProcessGroupKwargs, ProjectConfiguration
+from fullshard.api import Accelerator, ProjectConfiguration
 from fullshard.api.planning import plan_run
 from fullshard.features import unsharded
 from fullshard.features.chunked_loss.loss import use_chunked_loss
@@ -44,7 +45,7 @@ class RunAccelerator(Accelerator):
             log_with=arguments.trackers or None,
             project_config=ProjectConfiguration(logging_dir=str(arguments.output_dir / "tensorboard")),
             # The loop takes its loss in float32, so the dtypes of the precision are enough.
-            kwargs_handlers=[AutocastKwargs(enabled=False), InitProcessGroupKwargs(timeout)],
+            kwargs_handlers=[AutocastKwargs(enabled=False), InitProcessGroupKwargs(timeout=timeout)],
         )
 
     def _say(self, message: str) -> None:

@@ -8,13 +8,12 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
+from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
 from torch import nn
 
 from fullshard.api import (
     Accelerator,
     FullyShardedDataParallelPlugin,
-    GradientAccumulationPlugin,
-    InitProcessGroupKwargs,
     collectives,
 )
 from fullshard.api.accelerates import tensor_parallel_size as asked_tensor_parallel_size
@@ -65,7 +64,7 @@ class TrainerAccelerator(Accelerator):
             fsdp_plugin=plugin,
             # Trainer divides the loss itself
             gradient_accumulation_plugin=GradientAccumulationPlugin(1, sync_each_batch=True),
-            kwargs_handlers=[InitProcessGroupKwargs(None if timeout is None else timedelta(seconds=timeout))],
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=None if timeout is None else timedelta(seconds=timeout))],
             dynamo_backend=args.torch_compile_backend if args.torch_compile else None,
             parallelism_config=args.parallelism_config,
         )

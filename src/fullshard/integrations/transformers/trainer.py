@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import DataLoaderConfiguration
 
 from fullshard import checkpoint
 from fullshard.api.elastic import accumulation_steps
-from fullshard.api.options import DataLoaderConfiguration
 from fullshard.api.plugin import say_once
 from fullshard.api.sharding import is_sharded
 from fullshard.checkpoint.adapters import adapter_parameter_names, is_saved_as_adapters, load_adapters
