@@ -19,9 +19,10 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import GradScalerKwargs
 from torch import nn
 
-from fullshard.api import Accelerator, FullyShardedDataParallelPlugin, GradScalerKwargs
+from fullshard.api import Accelerator, FullyShardedDataParallelPlugin
 from fullshard.api import accelerator as accelerator_module
 from fullshard.api import plugin as plugin_module
 from fullshard.config.accelerate import FLAT

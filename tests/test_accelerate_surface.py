@@ -17,6 +17,7 @@ import accelerate
 import accelerate.utils
 import pytest
 import torch
+from accelerate import ParallelismConfig
 from accelerate.state import AcceleratorState as TheirState
 from accelerate.state import GradientState as TheirGradientState
 from accelerate.state import PartialState as TheirPartialState
@@ -27,7 +28,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fullshard
 from fullshard import api
-from fullshard.api import Accelerator, ParallelismConfig
+from fullshard.api import Accelerator
 from fullshard.api.refused import ACCELERATES_OWN, ARGUMENTS, METHODS, NAMES
 from fullshard.config.handover import hand_over
 from fullshard.config.schema import CheckpointConfig, RunConfig
@@ -145,13 +146,6 @@ def test_every_name_of_the_package_can_be_imported_or_is_refused() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'Acelerator'"):
         fullshard.Acelerator  # type: ignore[attr-defined]  # noqa: B018
     assert set(api.__all__) - {"ShardedDataLoader"} <= set(fullshard.__all__)
-
-
-def test_the_enumeration_of_distributed_types_is_whole() -> None:
-    assert {kind.name for kind in accelerate.DistributedType} == {kind.name for kind in fullshard.DistributedType}
-    for kind in accelerate.DistributedType:
-        ours = fullshard.DistributedType[kind.name]
-        assert (ours, str(ours), f"{ours}") == (kind, str(kind), f"{kind}")
 
 
 def _kinds_of_handlers() -> list[type]:
@@ -306,15 +300,14 @@ def test_what_is_changed_on_accelerates_plugin_counts_for_the_next_model() -> No
 
 
 def _parallel(replicas: int, shards: int, **fields: Any) -> tuple[str, int, int]:
-    for kind in (ParallelismConfig, accelerate.ParallelismConfig):
-        plugin = _their_plugin(**fields) if fields else None
-        config = kind(dp_replicate_size=replicas, dp_shard_size=shards)
-        accelerator = Accelerator(cpu=True, parallelism_config=config, fsdp_plugin=plugin)
-        assert accelerator.parallelism_config is config
-        mesh: Any = accelerator.torch_device_mesh
-        assert mesh["dp_cp"].size() == mesh["dp"].size() == 2 and mesh["dp_shard_cp"].size() == shards
-        assert mesh["dp_replicate"].get_local_rank() == accelerator.data_parallel_rank
-        assert mesh[tuple(config.fsdp_dim_names)].size() == 2
+    plugin = _their_plugin(**fields) if fields else None
+    config = ParallelismConfig(dp_replicate_size=replicas, dp_shard_size=shards)
+    accelerator = Accelerator(cpu=True, parallelism_config=config, fsdp_plugin=plugin)
+    assert accelerator.parallelism_config is config
+    mesh: Any = accelerator.torch_device_mesh
+    assert mesh["dp_cp"].size() == mesh["dp"].size() == 2 and mesh["dp_shard_cp"].size() == shards
+    assert mesh["dp_replicate"].get_local_rank() == accelerator.data_parallel_rank
+    assert mesh[tuple(config.fsdp_dim_names)].size() == 2
     strategy = accelerator.setup.sharding.resolved_strategy().name
     return strategy, accelerator.data_parallel_rank, accelerator.data_parallel_shard_rank
 
@@ -322,15 +315,6 @@ def _parallel(replicas: int, shards: int, **fields: Any) -> tuple[str, int, int]
 def test_a_parallelism_config_is_a_strategy() -> None:
     assert run_ranks(_parallel, 2, 1, 2) == [("FULL_SHARD", 0, 0), ("FULL_SHARD", 0, 1)]
     assert run_ranks(_parallel, 2, 2, 1) == [("NO_SHARD", 0, 0), ("NO_SHARD", 1, 0)]
-
-
-def test_a_parallelism_config_says_what_accelerates_says() -> None:
-    sizes = {"dp_replicate_size": 2, "dp_shard_size": 3, "tp_size": 5}
-    ours, theirs = ParallelismConfig(**sizes), accelerate.ParallelismConfig(**sizes)
-    ends = ("_enabled", "_size", "_dim_names", "_dims")
-    names = [name for name in dir(theirs) if name.endswith(ends) and name[0] != "_"]
-    assert len(names) == 19
-    assert {name: getattr(ours, name) for name in names} == {name: getattr(theirs, name) for name in names}
 
 
 @pytest.mark.parametrize(

@@ -18,13 +18,14 @@ from typing import Any, cast
 
 import pytest
 import torch
+from accelerate import DistributedType, GradientAccumulationPlugin
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
 import fullshard
-from fullshard.api import Accelerator, DistributedType, FullyShardedDataParallelPlugin, GradientAccumulationPlugin
+from fullshard.api import Accelerator, FullyShardedDataParallelPlugin
 from fullshard.api.collectives import send_to_device
 from fullshard.api.options import Handlers, ProjectConfiguration
 from fullshard.checkpoint.save import PendingSave

@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import GradScalerKwargs
 from pydantic import ValidationError
 from torch import nn
 
 from fullshard import accelerate
-from fullshard.api import Accelerator, FullyShardedDataParallelPlugin, GradScalerKwargs
+from fullshard.api import Accelerator, FullyShardedDataParallelPlugin
 from fullshard.api import plugin as plugin_module
 from fullshard.config.handover import hand_over
 from fullshard.config.schema import RunConfig

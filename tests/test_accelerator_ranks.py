@@ -18,14 +18,13 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import DataLoaderConfiguration, GradScalerKwargs
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from fullshard.api import (
     Accelerator,
-    DataLoaderConfiguration,
     FullyShardedDataParallelPlugin,
-    GradScalerKwargs,
     ProjectConfiguration,
     accelerate,
     skip_first_batches,

@@ -17,10 +17,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import DataLoaderConfiguration, ParallelismConfig
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset, get_worker_info
 
-from fullshard.api import Accelerator, DataLoaderConfiguration, ParallelismConfig
+from fullshard.api import Accelerator
 from fullshard.api.data import ShardedDataLoader
 from fullshard.core.errors import ConfigError, DataError
 from tests.distributed import run_ranks

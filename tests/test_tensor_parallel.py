@@ -9,7 +9,6 @@ import copy
 from pathlib import Path
 from typing import Any
 
-import accelerate
 import pytest
 import torch
 import torch.distributed as dist
@@ -642,17 +641,14 @@ def check_resumed(directory: str) -> dict[str, torch.Tensor]:
     return dict(accelerator.get_state_dict(model))
 
 
-def check_accelerator(make: Any, directory: str) -> dict[str, Any]:
-    return accelerated(make(tp_size=2, dp_shard_size=2), 2, directory)
+def check_accelerator(directory: str) -> dict[str, Any]:
+    return accelerated(fullshard.ParallelismConfig(tp_size=2, dp_shard_size=2), 2, directory)
 
 
-@pytest.mark.parametrize(
-    "make", [fullshard.api.ParallelismConfig, pytest.param(accelerate.ParallelismConfig, marks=pytest.mark.full)]
-)
-def test_accelerators_parallelism_config(tmp_path: Path, make: Any) -> None:
+def test_accelerators_parallelism_config(tmp_path: Path) -> None:
     alone = run_ranks(accelerated, 2, None, 2)[0]
     end_workers()
-    together = run_ranks(check_accelerator, 4, make, str(tmp_path / "state"))
+    together = run_ranks(check_accelerator, 4, str(tmp_path / "state"))
     for found in together:
         torch.testing.assert_close(found["losses"], alone["losses"], rtol=1e-9, atol=1e-12)
         assert found["numbers"] == alone["numbers"] == list(range(22))
@@ -665,7 +661,7 @@ def test_accelerators_parallelism_config(tmp_path: Path, make: Any) -> None:
 
 
 def check_nothing_split() -> None:
-    accelerator = fullshard.Accelerator(cpu=True, parallelism_config=fullshard.api.ParallelismConfig(tp_size=2))
+    accelerator = fullshard.Accelerator(cpu=True, parallelism_config=fullshard.ParallelismConfig(tp_size=2))
     with pytest.raises(ConfigError, match="tp_size = 2, but no layer of Words is split"):
         accelerator.prepare(build())
 

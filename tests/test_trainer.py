@@ -659,16 +659,13 @@ def test_settings_are_honoured(tmp_path: Path, options: dict[str, Any], expected
 
 
 def divided(output: str) -> list[Any]:
-    import accelerate
-
     from fullshard import ParallelismConfig
     from fullshard.core.errors import ConfigError
 
     found = [arguments(output, parallelism_config=ParallelismConfig(2)).to_dict()["parallelism_config"]]
     for sizes in ({}, {"dp_shard_size": 2}, {"dp_replicate_size": 2}, {"tp_size": 2}, {"cp_size": 2}):
-        kind: Any = ParallelismConfig if len(found) % 2 else accelerate.ParallelismConfig
         try:
-            found.append(settings_of(output, {"parallelism_config": kind(**sizes)})[0])
+            found.append(settings_of(output, {"parallelism_config": ParallelismConfig(**sizes)})[0])
         except ConfigError as error:
             found.append(str(error).partition("\n")[0])
     return found
