@@ -7,6 +7,7 @@ from fullshard.api.entry import accelerate
 from fullshard.api.options import ProjectConfiguration
 from fullshard.api.plan_watch import watch_plan
 from fullshard.api.plugin import FullyShardedDataParallelPlugin
+from fullshard.api.teaching import Teaching
 
 __all__ = [
     "Accelerator",
@@ -18,4 +19,5 @@ __all__ = [
     "skip_first_batches",
 ]
 
+listen(Teaching)
 listen(watch_plan)

@@ -41,7 +41,6 @@ from fullshard.api.reporting import Reporting, wanted_trackers
 from fullshard.api.scheduler import AcceleratedScheduler
 from fullshard.api.sharding import Setup, is_sharded, remove_autocast, shard
 from fullshard.api.state import GradientState, ProcessState
-from fullshard.api.teaching import teach_libraries
 from fullshard.checkpoint.background import AsyncSaver
 from fullshard.checkpoint.lease import let_go
 from fullshard.comm import device as devices
@@ -59,10 +58,10 @@ _RNG_TYPES = {"generator", "torch", "cuda"}
 
 
 class Listener(Protocol):
-    """Listens to the steps of an Accelerator's models."""
+    """Hears of the models and optimizers that an Accelerator prepares."""
 
     def watch(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Listen to the models and their optimizers that are not listened to yet."""
+        """Hear of all that are prepared, after each that is."""
 
 
 _LISTENERS: list[Callable[[Accelerator], Listener | None]] = []
@@ -145,7 +144,6 @@ class Accelerator(Loaders, Reporting):
             megatron_lm_plugin=megatron_lm_plugin,
             torch_tp_plugin=torch_tp_plugin,
         )
-        teach_libraries()
         self.handlers = handlers = Handlers.of(kwargs_handlers)
         self._notes: list[str] = []
         said = {
@@ -250,7 +248,6 @@ class Accelerator(Loaders, Reporting):
         if len(placement) != len(objects):
             raise ConfigError(f"device_placement has {len(placement)} entries for {len(objects)} objects")
         self.state.check_current()
-        teach_libraries()  # a script may have imported TRL since
         prepared = list(objects)
         # Models first: an optimizer is re-pointed to the sharded ones. Then optimizers, on which schedulers depend.
         for index, value in enumerate(objects):

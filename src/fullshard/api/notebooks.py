@@ -8,12 +8,12 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import accelerate
 import torch
 import torch.distributed as dist
 
 from fullshard.comm import device as devices
 from fullshard.core.errors import ConfigError
-from fullshard.core.imports import import_extra
 from fullshard.launch import cuda
 
 
@@ -31,9 +31,7 @@ def notebook_launcher(
 
     Raises:
         ConfigError: the notebook has used a device, or is a rank of a job itself: what is forked from it could not.
-        MissingExtraError: Accelerate is not installed.
     """
-    accelerate = import_extra("accelerate", extra="sft", purpose="notebook_launcher")
     if num_processes is not None and num_processes > 1:
         _check_can_fork("notebook_launcher")
         function = _forked(function)
@@ -53,9 +51,7 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
 
     Raises:
         ConfigError: this process has used a device, or is a rank of a job itself: what is forked from it could not.
-        MissingExtraError: Accelerate is not installed.
     """
-    accelerate = import_extra("accelerate", extra="sft", purpose="debug_launcher")
     _check_can_fork("debug_launcher")
     accelerate.debug_launcher(_forked(function), tuple(args), num_processes)
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from fullshard.api.accelerate_checkpoints import load_fsdp_model, refuse_optimizer, save_fsdp_model
@@ -65,6 +66,21 @@ def teach_libraries() -> None:
             for holder in list(sys.modules.values()):
                 for key in [key for key, value in list(getattr(holder, "__dict__", {}).items()) if value is theirs]:
                     setattr(holder, key, chosen)
+
+
+class Teaching:
+    """Teaches the libraries, those too that a script has imported since it made its Accelerator.
+
+    Args:
+        accelerator: the Accelerator.
+    """
+
+    def __init__(self, accelerator: Any) -> None:
+        teach_libraries()
+
+    def watch(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Teach libraries that are imported by now."""
+        teach_libraries()
 
 
 def _or_theirs(
