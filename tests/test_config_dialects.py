@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from fullshard.config.accelerate import ACCELERATE, FLAT, PARALLELISM_KEYS
+from fullshard.config.accelerate import FLAT, PARALLELISM_KEYS
+from fullshard.config.accelerate_file import ACCELERATE
 from fullshard.config.deepspeed import DEEPSPEED
 from fullshard.config.dialect import Dialect, Key, Reading, Status
 from fullshard.config.document import read_document

@@ -1,11 +1,10 @@
-"""Accelerate's words: the keys of its YAML and JSON, which are also flags of its launcher."""
+"""Accelerate's words: the keys of its files, and all of them side by side as flags and variables have them."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from fullshard.config import values
-from fullshard.config.deepspeed import DEEPSPEED_SHORT, STAGES, STEP_KEYS, make_hybrid
 from fullshard.config.dialect import (
     Dialect,
     Key,
@@ -20,8 +19,9 @@ from fullshard.config.dialect import (
     refused,
     switch,
 )
-from fullshard.config.fsdp import FSDP_KEYS, finish_fsdp
-from fullshard.config.xla import XLA_KEYS, tpus_or_xla
+from fullshard.config.fsdp import FSDP_KEYS, finish_fsdp, make_hybrid
+from fullshard.config.steps import STEP_KEYS
+from fullshard.config.xla import tpus_or_xla
 from fullshard.core.errors import ConfigError
 
 _PLAIN = tuple(f"MULTI_{kind}" for kind in ("CPU", "GPU", "NPU", "MLU", "SDAA", "MUSA", "XPU", "HPU", "NEURON"))
@@ -214,58 +214,6 @@ def finish_parallelism(reading: Reading) -> None:
         reading.settings.append(said)
         text = f"without dp_shard_size means {replicas} whole copies of the model: NO_SHARD"
         reading.notes.append(Note(entry.origin, entry.key, Status.TRANSLATED, text))
-
-
-def _finish(reading: Reading) -> None:
-    finish_parallelism(reading)
-    kind = reading.entries.get("distributed_type")
-    name = str(kind.value).strip().upper() if kind is not None else ""
-    for section, wanted in (("fsdp_config", ("FSDP", "XLA")), ("deepspeed_config", ("DEEPSPEED",))):
-        entry = reading.entries.get(section)
-        if kind is not None and entry is not None and entry.value and name not in wanted:
-            reading.problems.append(
-                Problem(
-                    (kind.origin, entry.origin),
-                    f"distributed_type = {kind.value} and {section} contradict each other",
-                    f"write distributed_type: {wanted[0]}, or leave {section} out",
-                )
-            )
-    if name == "NO":
-        _finish_one_process(reading)
-    named = reading.setting("sharding.strategy") or "deepspeed_config_file" in reading.entries
-    if kind is not None and name == "DEEPSPEED" and not named:
-        strategy = STAGES[2]
-        reading.settings.append(Setting("sharding.strategy", strategy, kind.origin, kind.key))
-        text = f"is translated to sharding.strategy = {strategy} (no zero_stage is given, and 2 is the default)"
-        reading.notes.append(Note(kind.origin, kind.key, Status.TRANSLATED, text))
-
-
-def _finish_one_process(reading: Reading) -> None:
-    """Ignore a number of processes beside `distributed_type: NO`, with which Accelerate starts one."""
-    for setting in [s for s in reading.settings if s.path == "launch.num_processes" and s.key == "num_processes"]:
-        reading.settings.remove(setting)
-        if setting.value != 1:
-            text = f"= {setting.value} has no effect: with distributed_type = NO one process is started"
-            reading.notes.append(Note(setting.origin, setting.key, Status.NO_EFFECT, text))
-
-
-ACCELERATE = Dialect(
-    "an Accelerate configuration",
-    (
-        *CLUSTER_KEYS,
-        Key(
-            "fsdp_config",
-            section=Dialect("fsdp_config", (*FSDP_KEYS, *XLA_KEYS), prefix="fsdp_", finish=finish_fsdp),
-        ),
-        Key("deepspeed_config", section=DEEPSPEED_SHORT),
-        Key(
-            "parallelism_config",
-            section=Dialect("parallelism_config", PARALLELISM_KEYS, prefix="parallelism_config_"),
-        ),
-        *XLA_KEYS,
-    ),
-    finish=_finish,
-)
 
 
 def _finish_flat(reading: Reading) -> None:

@@ -15,34 +15,21 @@ from fullshard.config.dialect import (
     Dialect,
     Key,
     Note,
-    Problem,
     Read,
     Reading,
-    Setting,
     Settings,
     Status,
     no_effect,
     refused,
     switch,
 )
+from fullshard.config.fsdp import make_hybrid
 from fullshard.config.origin import Entry
+from fullshard.config.steps import AUTO, STEP_KEYS, is_auto
 from fullshard.core.errors import ConfigError
-from fullshard.core.strategy import STRATEGIES, Axis, parse_strategy
 
 STAGES = ("NO_SHARD", "SHARD_OPTIMIZER", "SHARD_GRAD_OPTIMIZER", "FULL_SHARD")
 """The strategy that each of ZeRO's stages is."""
-_AUTO = "auto leaves it to the script"
-
-
-def _is_auto(value: Any) -> bool:
-    return isinstance(value, str) and value.strip().lower() == "auto"
-
-
-def _unless_auto(path: str) -> Any:
-    def read(value: Any) -> Settings | str:
-        return _AUTO if _is_auto(value) else {path: values.coerce(path, value)}
-
-    return read
 
 
 def _stage(value: Any) -> Settings:
@@ -75,8 +62,8 @@ def _group(value: Any) -> Settings:
 
 def _mode(mode: str) -> Any:
     def read(value: Any) -> Settings | str:
-        if _is_auto(value):
-            return _AUTO
+        if is_auto(value):
+            return AUTO
         return {"precision.mode": mode} if values.boolean(value) else {}
 
     return read
@@ -88,16 +75,9 @@ def _loss_scale(value: Any) -> Settings:
     return {}
 
 
-def _clipping(value: Any) -> Settings | str:
-    if _is_auto(value) or values.is_none(value):
-        return _AUTO
-    limit = values.number(value)
-    return {"training.gradient_clipping": limit} if limit != 0 else {}  # DeepSpeed's 0 does not clip
-
-
 def _batch(value: Any) -> str:
-    if _is_auto(value):
-        return _AUTO
+    if is_auto(value):
+        return AUTO
     if values.integer(value) < 1:
         raise ValueError(f"expected 1 or more, got {value!r}")
     return "the script's data loader has the batch size"
@@ -109,7 +89,7 @@ _KINDS = ("type", "torch_adam", "adam_w_mode")
 
 def _made_by_script(value: Any) -> str:
     """Accept an optimizer or a schedule if every number in it is `auto`, which the script then decides."""
-    numbers = [entry for entry in _leaves(value) if entry.key.lower() not in _KINDS and not _is_auto(entry.value)]
+    numbers = [entry for entry in _leaves(value) if entry.key.lower() not in _KINDS and not is_auto(entry.value)]
     if numbers:
         names = ", ".join(entry.key for entry in numbers)
         raise ConfigError(f"the script makes it, and would not use {names}", hint="give the values in the script")
@@ -140,23 +120,6 @@ def _switched_off(because: str) -> Any:
 
 def _off(because: str, *names: str) -> tuple[Key, ...]:
     return refused(because, *names, read=_switched_off(because))
-
-
-STEP_KEYS = (
-    Key(
-        "gradient_accumulation_steps",
-        target="training.gradient_accumulation_steps",
-        read=_unless_auto("training.gradient_accumulation_steps"),
-        variable="ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
-    ),
-    Key(
-        "gradient_clipping",
-        target="training.gradient_clipping",
-        read=_clipping,
-        variable="ACCELERATE_GRADIENT_CLIPPING",
-    ),
-)
-"""Keys of DeepSpeed and of Accelerate's launcher about an optimizer step."""
 
 
 def _translated(name: str, target: str, because: str, read: Read) -> Key:
@@ -245,27 +208,9 @@ def _finish(reading: Reading) -> None:
         reading.notes.append(Note(at.origin, "zero_optimization", Status.TRANSLATED, text))
     whole, micro = (reading.entries.get(name) for name in ("train_batch_size", "train_micro_batch_size_per_gpu"))
     said = "gradient_accumulation_steps" in reading.entries
-    if whole is not None and micro is not None and not (said or _is_auto(whole.value) or _is_auto(micro.value)):
+    if whole is not None and micro is not None and not (said or is_auto(whole.value) or is_auto(micro.value)):
         text = f"and {micro.key} do not set gradient_accumulation_steps here: write it, or a step is one micro-batch"
         reading.notes.append(Note(whole.origin, whole.key, Status.NO_EFFECT, text))
-
-
-def make_hybrid(reading: Reading, because: Setting) -> None:
-    """Turn the reading's strategy into the hybrid one with the same behaviour after forward."""
-    old = reading.setting("sharding.strategy")
-    row = STRATEGIES["FULL_SHARD"] if old is None else parse_strategy(old.value)
-    if old is not None and not row.shards:
-        message = f"{because.key} divides the ranks into shard groups, and {old.key} means {row.name}"
-        problem = Problem((because.origin, old.origin), message, f"leave {because.key} out, or shard")
-        reading.problems.append(problem)
-        return
-    if row.is_hybrid:
-        return
-    name = row.over(*Axis).name
-    reading.settings = [setting for setting in reading.settings if setting.path != "sharding.strategy"]
-    reading.settings.append(Setting("sharding.strategy", name, because.origin, because.key))
-    text = f"makes the strategy {name}: sharded inside a group, replicated across groups"
-    reading.notes.append(Note(because.origin, because.key, Status.TRANSLATED, text))
 
 
 _SCALE = "GradScalerKwargs in the script shape the loss scale"

@@ -13,7 +13,7 @@ from typing import Any
 from fullshard.config import values
 from fullshard.config.dialect import Dialect, Key, Note, Problem, Reading, Setting, Settings, Status, checked
 from fullshard.core.errors import ConfigError
-from fullshard.core.strategy import parse_strategy
+from fullshard.core.strategy import STRATEGIES, Axis, parse_strategy
 
 DEFAULT_MIN_NUM_PARAMS = 100_000_000
 """Parameters of a unit under SIZE_BASED_WRAP where none are given, as Accelerate has it."""
@@ -196,6 +196,24 @@ def _finish_strategy(reading: Reading) -> None:
             f"leave {reshard.key} out, or name the strategy you want",
         )
     )
+
+
+def make_hybrid(reading: Reading, because: Setting) -> None:
+    """Turn the reading's strategy into the hybrid one with the same behaviour after forward."""
+    old = reading.setting("sharding.strategy")
+    row = STRATEGIES["FULL_SHARD"] if old is None else parse_strategy(old.value)
+    if old is not None and not row.shards:
+        message = f"{because.key} divides the ranks into shard groups, and {old.key} means {row.name}"
+        problem = Problem((because.origin, old.origin), message, f"leave {because.key} out, or shard")
+        reading.problems.append(problem)
+        return
+    if row.is_hybrid:
+        return
+    name = row.over(*Axis).name
+    reading.settings = [setting for setting in reading.settings if setting.path != "sharding.strategy"]
+    reading.settings.append(Setting("sharding.strategy", name, because.origin, because.key))
+    text = f"makes the strategy {name}: sharded inside a group, replicated across groups"
+    reading.notes.append(Note(because.origin, because.key, Status.TRANSLATED, text))
 
 
 FSDP = Dialect("fsdp_config", FSDP_KEYS, prefix="fsdp_", finish=finish_fsdp)

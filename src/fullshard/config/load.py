@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fullshard.config.accelerate import ACCELERATE
+from fullshard.config.accelerate_file import ACCELERATE
 from fullshard.config.deepspeed import DEEPSPEED
 from fullshard.config.dialect import Dialect, Problem, Reading
 from fullshard.config.document import parse_document, read_document

@@ -12,7 +12,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from fullshard.config.accelerate import ACCELERATE, DYNAMO_KEYS, PARALLELISM_KEYS
+from fullshard.config.accelerate import DYNAMO_KEYS, PARALLELISM_KEYS
+from fullshard.config.accelerate_file import ACCELERATE
 from fullshard.config.deepspeed import DEEPSPEED, DEEPSPEED_SHORT
 from fullshard.config.dialect import Dialect, Key, Status
 from fullshard.config.fsdp import FSDP
