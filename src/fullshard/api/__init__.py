@@ -7,7 +7,9 @@ from fullshard.api.entry import accelerate
 from fullshard.api.options import ProjectConfiguration
 from fullshard.api.plan_watch import watch_plan
 from fullshard.api.plugin import FullyShardedDataParallelPlugin
+from fullshard.api.saving import register_format
 from fullshard.api.teaching import Teaching
+from fullshard.checkpoint.torch_format import with_torch_format
 
 __all__ = [
     "Accelerator",
@@ -19,5 +21,6 @@ __all__ = [
     "skip_first_batches",
 ]
 
+register_format("dcp", with_torch_format)
 listen(Teaching)
 listen(watch_plan)

@@ -148,7 +148,7 @@ class Checkpointing(Facts):
             total_limit=config.total_limit if config.automatic_checkpoint_naming else None,
             overwrite=overwrite,
             whole_weights=self._state_dict_type() == "FULL_STATE_DICT",
-            torch_format=self._config.checkpoint.format == "dcp",
+            form=self._config.checkpoint.format,
             saver=None if awaited else self._saver,
         )
         config.iteration += 1

@@ -42,7 +42,6 @@ from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.save import Pending, prepare_parts, prepare_save
 from fullshard.checkpoint.shards import parse_size
 from fullshard.checkpoint.store import is_of_a_save
-from fullshard.checkpoint.torch_format import with_torch_format
 from fullshard.core.errors import CheckpointError, ConfigError
 from fullshard.core.files import parse_json, whole_file
 from fullshard.core.imports import import_extra
@@ -58,6 +57,14 @@ _HOOKS = "files-of-hooks.json"
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 _PICKLES = re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin(\.index\.json)?")
 _AUTOMATIC = re.compile(r"checkpoint_(\d+)")
+
+
+_FORMATS: dict[str, Callable[[Pending], Pending]] = {}
+
+
+def register_format(name: str, add: Callable[[Pending], Pending]) -> None:
+    """Have saves with `checkpoint.format = name` changed by `add`, so that they write files of that format besides."""
+    _FORMATS[name] = add
 
 
 class Together(nn.ModuleList):
@@ -213,7 +220,7 @@ def save(
     total_limit: int | None,
     overwrite: bool,
     whole_weights: bool = False,
-    torch_format: bool = False,
+    form: str = "native",
     saver: AsyncSaver | None = None,
 ) -> None:
     """Save everything. A collective.
@@ -225,7 +232,7 @@ def save(
         total_limit: checkpoints to keep; None: all.
         overwrite: whether a checkpoint there is replaced.
         whole_weights: also write each model whole, into a directory `model` in the checkpoint, for other programs.
-        torch_format: also write weights and optimizer state in torch's format, as Accelerate lays them out.
+        form: of the files besides: `native` adds none; another is one of `register_format`.
         saver: writes while training goes on; None: training waits.
 
     Raises:
@@ -237,8 +244,8 @@ def save(
             "FULL_STATE_DICT cannot be saved in the background: the ranks must put the weights together first",
             hint="use SHARDED_STATE_DICT and `fullshard ckpt consolidate`, or let training wait",
         )
-    if isinstance(path, ObjectPath) and (whole_weights or torch_format):
-        what = "FULL_STATE_DICT" if whole_weights else "checkpoint.format = dcp"
+    if isinstance(path, ObjectPath) and (whole_weights or form != "native"):
+        what = "FULL_STATE_DICT" if whole_weights else f"checkpoint.format = {form}"
         raise ConfigError(
             f"{what} writes files for other programs into the checkpoint, which {path} cannot take",
             hint="save SHARDED_STATE_DICT there; fullshard ckpt consolidate and export make those files of it",
@@ -258,13 +265,13 @@ def save(
         arguments = [first, *(SaveArguments(model=m, optimizer=o, objects=objects) for (m, o), objects in others)]
         named = {part_name(number): part for number, part in enumerate(arguments)}
         pending = prepare_parts(path, named, memory, total_limit=total_limit, overwrite=overwrite)
-    if torch_format:
+    if form != "native":
         if any(isinstance(model, Together) for model, _ in parts):
             raise ConfigError(
-                "checkpoint.format = dcp lays out one model for each optimizer, and one here holds those of several",
+                f"checkpoint.format = {form} lays out one model for each optimizer, and one holds those of several",
                 hint="give each model an optimizer of its own, or save in the native format",
             )
-        pending = with_torch_format(pending)
+        pending = _FORMATS[form](pending)
     if saver is not None:
         saver.begin(pending)
         return
