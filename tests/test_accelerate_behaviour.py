@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import GradScalerKwargs
+from accelerate.utils import GradScalerKwargs
 from torch import nn
 
 from fullshard.api import Accelerator, FullyShardedDataParallelPlugin

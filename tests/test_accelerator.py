@@ -18,7 +18,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from accelerate import DistributedType, GradientAccumulationPlugin
+from accelerate.utils import DistributedType, GradientAccumulationPlugin
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence

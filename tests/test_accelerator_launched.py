@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import GradScalerKwargs
+from accelerate.utils import GradScalerKwargs
 from pydantic import ValidationError
 from torch import nn
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import DataLoaderConfiguration, GradScalerKwargs
+from accelerate.utils import DataLoaderConfiguration, GradScalerKwargs
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 

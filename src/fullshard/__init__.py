@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from accelerate import DataLoaderConfiguration as DataLoaderConfiguration
     from accelerate import DistributedDataParallelKwargs as DistributedDataParallelKwargs
     from accelerate import DistributedType as DistributedType
-    from accelerate import GradientAccumulationPlugin as GradientAccumulationPlugin
     from accelerate import GradScalerKwargs as GradScalerKwargs
     from accelerate import InitProcessGroupKwargs as InitProcessGroupKwargs
     from accelerate import ParallelismConfig as ParallelismConfig
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from accelerate import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
     from accelerate import load_checkpoint_in_model as load_checkpoint_in_model
     from accelerate import synchronize_rng_states as synchronize_rng_states
+    from accelerate.utils import GradientAccumulationPlugin as GradientAccumulationPlugin
 
     from fullshard import optim
     from fullshard.api import (

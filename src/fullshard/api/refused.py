@@ -66,4 +66,4 @@ def from_accelerate(name: str) -> Any:
     if name not in ACCELERATES_OWN:
         reason = f" ({NAMES[name]})" if name in NAMES else ""
         raise AttributeError(f"module 'fullshard' has no attribute {name!r}{reason}")
-    return getattr(import_module("accelerate"), name)
+    return getattr(import_module("accelerate"), name, None) or getattr(import_module("accelerate.utils"), name)
