@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate.tracking import GeneralTracker
-from accelerate.utils import ProfileKwargs, tracking
+from accelerate import ProfileKwargs, tracking
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
