@@ -72,7 +72,7 @@ def test_every_name_of_the_accelerator_is_here_or_refused() -> None:
         else:
             assert hasattr(ours, name), name
     theirs = _public(accelerate.Accelerator) | _assigned(accelerate.Accelerator)
-    assert _public(Accelerator) - theirs == {"keep_copy", "load_copy"}, "no other names"
+    assert _public(Accelerator) - theirs == {"keep_copy", "load_copy", "steps_in_backward"}, "no other names"
     assert METHODS.keys() - {"log_images"} <= _public(accelerate.Accelerator), "refused, but not there to be refused"
 
 

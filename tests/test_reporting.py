@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate.tracking import GeneralTracker
 from accelerate import ProfileKwargs, tracking
+from accelerate.tracking import GeneralTracker
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
