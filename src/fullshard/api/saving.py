@@ -46,8 +46,8 @@ from fullshard.core.errors import CheckpointError, ConfigError
 from fullshard.core.files import parse_json, whole_file
 from fullshard.core.imports import import_extra
 from fullshard.core.paths import local_path
+from fullshard.features.averages import EMA
 from fullshard.launch.environment import RankEnvironment, run_on_main
-from fullshard.optim.average import EMA
 
 if TYPE_CHECKING:
     from fullshard.checkpoint.copies import MemoryCopies
