@@ -99,7 +99,7 @@ SCRIPT = """
 import torch, fullshard
 from tests.trainers import build
 accelerator, model = fullshard.Accelerator(cpu=True), build("tied")
-model, optimizer = accelerator.prepare(model, fullshard.optim.Muon(model, lr=1e-3))
+model, optimizer = accelerator.prepare(model, fullshard.optim.MADE)
 for step in range(4):
     ids = torch.randint(1, 97, (2, 12))
     accelerator.backward(model(input_ids=ids, labels=ids).loss)
@@ -110,14 +110,15 @@ accelerator.end_training()
 
 
 @pytest.mark.full
-def test_launch_checks_the_plan(tmp_path: Path) -> None:
+@pytest.mark.parametrize("made", ["Muon(model, lr=1e-3)", "OnOwners(model, torch.optim.Adafactor, lr=1e-3)"])
+def test_launch_checks_the_plan(made: str, tmp_path: Path) -> None:
     """`fullshard launch --check_plan`: a script of two ranks, whose optimizer is looked at."""
-    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "script.py").write_text(SCRIPT.replace("MADE", made))
     flags = ["--cpu", "--num_processes", 2, "--use_fsdp", "--fsdp_version", 2, "--check_plan"]
     done = fullshard("launch", *flags, tmp_path / "script.py")
     assert done.returncode == 0, done.stderr
     said = done.stdout + done.stderr
-    assert "with Muon, step 3: as planned" in said
+    assert f"with {made.partition('(')[0]}, step 3: as planned" in said
     assert re.search(r"pieces of matrices sent: planned [1-9]", said)
 
 

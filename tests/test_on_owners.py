@@ -18,7 +18,7 @@ import fullshard
 from fullshard.checkpoint import load_checkpoint, save_checkpoint
 from fullshard.core.errors import ConfigError, OptimizerError
 from fullshard.core.events import Event, EventKind
-from fullshard.features import ShardedParameter, init_mesh, repoint, shard_model
+from fullshard.features import ShardedParameter, repoint, shard_model
 from fullshard.features.matrices.exchange import sent_numel
 from fullshard.optim import MatrixRule, OnOwners
 from tests import optimizers, trainers
@@ -129,8 +129,8 @@ def check_numbers(name: str, sharding: dict[str, Any]) -> dict[str, float]:
     optimizer = made(model, name)
     step_with(model, optimizer)
     check_owned(optimizer)
-    [whole], mesh = optimizer._whole, init_mesh()
-    there, *others = sent_numel(whole.dealing, mesh.replicate_rank, mesh.shard_rank)
+    [whole] = optimizer._whole
+    there, *others = sent_numel(whole.dealing, whole.mesh.replicate_rank, whole.mesh.shard_rank)
     sent = sum(event.nbytes for event in events if event.kind is EventKind.PIECES_SENT)
     most = STEPS * (16 * there + 8 * sum(others))  # one step leaves the unused out
     assert (STEPS - 1) / STEPS * most <= sent <= most

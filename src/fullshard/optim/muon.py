@@ -31,10 +31,8 @@ class Muon(MatricesWithAdamW):
         params: a model, whose parameters are dealt out by `MatrixRule`; or parameters, or groups of them, as torch's
             optimizers take them. A group with `algorithm="adamw"` is updated by AdamW, one with `flatten=True` has
             convolutions; a parameter of three dims is a batch of matrices otherwise, of more it is flattened.
-        lr: learning rate of both, unless `adamw_lr` is given.
-        weight_decay: decoupled, of both, unless `adamw_weight_decay` is given.
-        momentum: of Muon.
-        nesterov: whether the direction looks ahead.
+        lr, weight_decay: of both, unless `adamw_lr` or `adamw_weight_decay` is given.
+        momentum, nesterov: of the direction, which looks ahead.
         ns_coefficients, eps, ns_steps: see `newton_schulz.orthogonalized`.
         adjust_lr_fn: how the learning rate depends on a matrix's shape: `original` (also None) multiplies it by
             sqrt(max(1, rows / columns)); `match_rms_adamw` by 0.2 sqrt(max(rows, columns)), with which a learning rate
@@ -66,15 +64,9 @@ class Muon(MatricesWithAdamW):
         **adamw: Unpack[AdamWOptions],
     ) -> None:
         defaults = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "ns_coefficients": ns_coefficients,
-            "eps": eps,
-            "ns_steps": ns_steps,
-            "adjust_lr_fn": adjust_lr_fn,
-        }
+            "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn,
+        }  # fmt: skip
         super().__init__(params, defaults, **adamw)
 
     def _check(self, group: dict[str, Any], where: str) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,15 +89,14 @@ class MatrixRule:
         return [group for group in groups if group["params"]]
 
     def __str__(self) -> str:
-        own = list(self._counted({"matrices": self.matrices, "convolutions": self.convolutions}))
-        kinds = {"embeddings": self.embeddings, "heads": self.heads, "vectors": self.vectors}
-        others = list(self._counted(kinds))
-        return f"{self.optimizer} updates {', '.join(own) or 'nothing'}; AdamW {', '.join(others) or 'nothing'}"
+        own, others = self._told("matrices", "convolutions"), self._told("embeddings", "heads", "vectors")
+        return f"{self.optimizer} updates {own}; AdamW {others}"
 
-    @staticmethod
-    def _counted(kinds: dict[str, dict[str, nn.Parameter]]) -> Iterator[str]:
-        for kind, parameters in kinds.items():
-            if parameters:
+    def _told(self, *kinds: str) -> str:
+        told = []
+        for kind in kinds:
+            if parameters := getattr(self, kind):
                 names = [*list(parameters)[:_SHOWN], *(["..."] if len(parameters) > _SHOWN else [])]
-                elements = format_count(sum(math.prod(p.shape) for p in parameters.values()))
-                yield f"{len(parameters)} {kind} of {elements} elements ({', '.join(names)})"
+                elements = format_count(sum(p.numel() for p in parameters.values()))
+                told.append(f"{len(parameters)} {kind} of {elements} elements ({', '.join(names)})")
+        return ", ".join(told) or "nothing"

@@ -69,13 +69,9 @@ class MatricesWithAdamW(MatrixOptimizer):
     ) -> None:
         if unknown := adamw.keys() - AdamWOptions.__annotations__.keys():
             raise TypeError(f"{self.name} got an unexpected keyword argument {min(unknown)!r}")
-        own = {key.removeprefix("adamw_"): value for key, value in adamw.items() if value is not None}
         self._adamw = _adamw({})
-        self._adamw_defaults = {
-            **self._adamw.defaults,
-            **{key: defaults[key] for key in ("lr", "weight_decay")},
-            **own,
-        }
+        self._adamw_defaults = {**self._adamw.defaults, **{key: defaults[key] for key in ("lr", "weight_decay")}}
+        self._adamw_defaults |= {key.removeprefix("adamw_"): x for key, x in adamw.items() if x is not None}
         self.rule = MatrixRule.of(params, self.name) if isinstance(params, nn.Module) else None
         if self.rule is not None:
             logger.info("%s", self.rule)
