@@ -164,7 +164,7 @@ def run_steps(
 
     from fullshard import MixedPrecisionPolicy, shard_model
     from fullshard.features.recompute import checkpoint_modules
-    from fullshard.wrap.policies import unit_modules
+    from fullshard.features.unit_selection import unit_modules
 
     torch.manual_seed(0)
     config = AutoConfig.for_model(**MODEL)

@@ -37,15 +37,14 @@ from fullshard.api.virtual.step import TokenBatch, fused_optimizers, last_step
 from fullshard.comm.mesh import init_mesh
 from fullshard.core.sizes import GIB
 from fullshard.features import MixedPrecisionPolicy, keep_head, meta_parameters, shard_model
-from fullshard.features.embedding_units import embedding_modules
 from fullshard.features.meta_device import WEIGHTS
 from fullshard.features.recompute import checkpoint_modules
+from fullshard.features.unit_selection import embedding_modules, unit_modules
 from fullshard.optim import Muon
 from fullshard.plan.hardware import parse_cluster
 from fullshard.plan.host import HostCosts
 from fullshard.plan.job import Job
 from fullshard.plan.library import MODELS
-from fullshard.wrap.policies import unit_modules
 
 RECORD = RESULTS / "virtual-time.json"
 

@@ -34,7 +34,7 @@ from fullshard.core.errors import FullshardError
 from fullshard.engine.parameter import ShardedParameter, ShardedTensor
 from fullshard.engine.precision import map_tensors
 from fullshard.features import describe, shard_model
-from fullshard.wrap.policies import unit_modules
+from fullshard.features.unit_selection import unit_modules
 from tests.distributed import preload, run_ranks
 from tests.tiny_inputs import batches, loss_of, trained_class, without_noise
 from tests.tiny_models import build, model_types, why_not

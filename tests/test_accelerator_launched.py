@@ -23,8 +23,9 @@ from fullshard.api import plugin as plugin_module
 from fullshard.config.handover import hand_over
 from fullshard.config.schema import RunConfig
 from fullshard.core.errors import ConfigError
+from fullshard.core.user_class import is_unit
 from fullshard.features import describe
-from fullshard.wrap.policies import ByClass, BySize, is_unit
+from fullshard.wrap.policies import ByClass, BySize
 from tests.distributed import run_ranks
 
 Launch = Callable[..., None]

@@ -29,7 +29,8 @@ from fullshard.config.schema import PrecisionConfig, RunConfig
 from fullshard.core.errors import ConfigError, WrapError
 from fullshard.core.offload import Offload
 from fullshard.features import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, ShardedParameter
-from fullshard.wrap.policies import Auto, ByClass, BySize, NoWrap, unit_modules
+from fullshard.features.unit_selection import unit_modules
+from fullshard.wrap.policies import Auto, ByClass, BySize, NoWrap
 
 Plugin = FullyShardedDataParallelPlugin
 

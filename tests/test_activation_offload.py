@@ -35,13 +35,13 @@ from fullshard.features import (
     shard_model,
 )
 from fullshard.features.recompute import checkpoint_modules
+from fullshard.features.unit_selection import unit_modules
 from fullshard.plan.activations import layer_activations, page_nbytes
 from fullshard.plan.evaluate import changes_that_fit, evaluate
 from fullshard.plan.families import from_config
 from fullshard.plan.hardware import parse_cluster
 from fullshard.plan.job import Job
 from fullshard.plan.library import load_model
-from fullshard.wrap.policies import unit_modules
 from tests.activations import (
     BFLOAT16,
     DEPTH,

@@ -20,12 +20,11 @@ from fullshard.core.events import Event, EventKind
 from fullshard.engine.lookup import unit_of
 from fullshard.features import MixedPrecisionPolicy, keep_unsharded, shard_model
 from fullshard.features.auto_reshard.rule import keep_head
-from fullshard.features.embedding_units import embedding_modules
+from fullshard.features.unit_selection import embedding_modules, unit_modules
 from fullshard.plan.evaluate import evaluate, notes_of
 from fullshard.plan.hardware import parse_cluster
 from fullshard.plan.job import Job
 from fullshard.plan.library import load_model
-from fullshard.wrap.policies import unit_modules
 from tests.distributed import run_ranks
 from tests.trainers import build
 from tests.traps import rank_and_size, sharded_parameters

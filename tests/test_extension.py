@@ -107,7 +107,8 @@ before_step"""
 def test_the_moments_of_a_step() -> None:
     for said in run_ranks(moments, 2):
         first, _, rest = "\n".join(said).partition("\nbefore_forward\nstep_begins\n")
-        assert first == f"before_forward\nbefore_first_use in_forward\n{STEP}"
+        once = STEP.replace("before_step", "check_optimizer\nbefore_step")
+        assert first == f"before_forward\nbefore_first_use in_forward\n{once}"
         ahead = STEP.replace("call_begins 0\nbefore_gather 0", "before_gather 0\ncall_begins 0")
         assert rest == f"{ahead}\nbefore_save", "the second forward knows what comes next"
 

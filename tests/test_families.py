@@ -15,7 +15,7 @@ from torch import nn
 from fullshard.core.strategy import STRATEGIES
 from fullshard.engine.call import Call
 from fullshard.features import describe, shard_model, unsharded
-from fullshard.wrap.policies import unit_modules
+from fullshard.features.unit_selection import unit_modules
 from tests.differential import Engine, Record, check, compare, ddp, gradients, parameters, plain, torch_engine
 from tests.distributed import run_ranks
 from tests.families import FAMILIES, build_family, family_batch

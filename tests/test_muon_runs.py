@@ -165,8 +165,9 @@ def planned_and_sent() -> tuple[MatrixWork, list[int], int]:
     from fullshard.api.planning import model_shape
     from fullshard.features import init_mesh, shard_model
     from fullshard.features.matrices.exchange import sent_numel
+    from fullshard.features.unit_selection import unit_modules
     from fullshard.optim import Muon
-    from fullshard.wrap.policies import Auto, unit_modules
+    from fullshard.wrap.policies import Auto
 
     model, mesh, events = trainers.build("tied"), init_mesh(), list[Event]()
     units = unit_modules(model, Auto())

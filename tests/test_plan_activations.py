@@ -19,6 +19,7 @@ from transformers.activations import ACT2FN
 
 from fullshard.core.errors import ConfigError
 from fullshard.features.recompute import checkpoint_modules
+from fullshard.features.unit_selection import unit_modules
 from fullshard.plan.activations import KEPT_BY_ACTIVATION, layer_activations
 from fullshard.plan.families import FAMILIES, from_config
 from fullshard.plan.hardware import DEVICES
@@ -26,7 +27,6 @@ from fullshard.plan.job import Job
 from fullshard.plan.methods import apply_method
 from fullshard.plan.mixtures import ESTIMATED, MIXTURES
 from fullshard.plan.shapes import Block
-from fullshard.wrap.policies import unit_modules
 
 SEQUENCE, BATCH = 64, 2
 LLAMA = {

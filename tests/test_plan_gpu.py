@@ -15,11 +15,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fullshard.features import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, shard_model
 from fullshard.features.recompute import checkpoint_modules
+from fullshard.features.unit_selection import unit_modules
 from fullshard.plan.evaluate import evaluate
 from fullshard.plan.families import from_config
 from fullshard.plan.hardware import parse_cluster
 from fullshard.plan.job import Job
-from fullshard.wrap.policies import unit_modules
 
 MODEL: dict[str, Any] = {
     "model_type": "llama",

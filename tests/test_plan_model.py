@@ -16,11 +16,11 @@ import fullshard
 from fullshard.api.plan_check import Deviation, PlanCheck, planned_optimizer
 from fullshard.core.errors import ConfigError, LifecycleError
 from fullshard.features import shard_model
+from fullshard.features.unit_selection import unit_modules
 from fullshard.plan.evaluate import evaluate
 from fullshard.plan.families import from_config
 from fullshard.plan.hardware import parse_cluster
 from fullshard.plan.job import Job
-from fullshard.wrap.policies import unit_modules
 from tests.distributed import run_ranks
 
 CONFIG = {

@@ -22,6 +22,7 @@ from fullshard.features import MixedPrecisionPolicy, OffloadPolicy, shard_model
 from fullshard.features.offload.host import Host
 from fullshard.features.quantized_weights import expose_scales
 from fullshard.features.recompute import checkpoint_modules
+from fullshard.features.unit_selection import unit_modules
 from fullshard.plan.families import from_config
 from fullshard.plan.hardware import DEVICES
 from fullshard.plan.job import Job
@@ -31,7 +32,6 @@ from fullshard.plan.methods import apply_method
 from fullshard.plan.route import Route
 from fullshard.plan.schedule import predict_step
 from fullshard.plan.setting import PlanSetting
-from fullshard.wrap.policies import unit_modules
 from tests.distributed import run_ranks
 
 CONFIG: dict[str, Any] = {

@@ -17,7 +17,8 @@ from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 from fullshard.core.errors import WrapError
 from fullshard.features.recompute import checkpoint_modules, compile_modules
-from fullshard.wrap.policies import Auto, ByClass, ByPredicate, BySize, NoWrap, parse_policy, unit_modules
+from fullshard.features.unit_selection import unit_modules
+from fullshard.wrap.policies import Auto, ByClass, ByPredicate, BySize, NoWrap, parse_policy
 
 
 class Block(nn.Module):

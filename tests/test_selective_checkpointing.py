@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from fullshard.core.errors import ConfigError, WrapError
 from fullshard.features import shard_model
 from fullshard.features.recompute import checkpoint_modules, compile_modules
-from fullshard.wrap.policies import unit_modules
+from fullshard.features.unit_selection import unit_modules
 from tests.distributed import run_ranks
 from tests.traps import sharded_parameters
 

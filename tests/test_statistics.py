@@ -22,8 +22,8 @@ from fullshard.core.strategy import parse_strategy
 from fullshard.engine.lookup import units_of
 from fullshard.features import MixedPrecisionPolicy, shard_model
 from fullshard.features.recompute import checkpoint_modules
+from fullshard.features.unit_selection import unit_modules
 from fullshard.plan.layout import lay_out
-from fullshard.wrap.policies import unit_modules
 from tests.distributed import run_ranks
 
 WIDTH = 6

@@ -20,10 +20,9 @@ from torch.utils.checkpoint import checkpoint
 
 from fullshard.core.errors import LifecycleError
 from fullshard.core.events import Event, EventKind
-from fullshard.engine.contexts import unsharded
 from fullshard.engine.lookup import units_of
 from fullshard.engine.precision import MixedPrecisionPolicy
-from fullshard.features import shard_model
+from fullshard.features import shard_model, unsharded
 from fullshard.features.watchdog import DesyncDetection
 from tests.distributed import run_ranks
 from tests.traps import (

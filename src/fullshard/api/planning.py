@@ -18,6 +18,7 @@ from fullshard.core.errors import ConfigError, WrapError
 from fullshard.core.sizes import format_nbytes
 from fullshard.engine.precision import dtype_name
 from fullshard.features.quantized_weights import is_exact
+from fullshard.features.unit_selection import unit_modules
 from fullshard.launch import RankEnvironment, cuda
 from fullshard.launch.device import name_of
 from fullshard.plan.evaluate import Plan, evaluate
@@ -26,7 +27,6 @@ from fullshard.plan.hardware import find_device, parse_cluster
 from fullshard.plan.job import Job
 from fullshard.plan.shapes import Block, ModelShape, ParameterShape, UnitShape
 from fullshard.wrap.partition import Slot, UnitPlan, partition
-from fullshard.wrap.policies import unit_modules
 
 _SAME_MEMORY = 0.15
 """The fraction of a device's memory that its driver may keep to itself."""
@@ -40,7 +40,7 @@ def model_shape(model: nn.Module, *, policy: object = None) -> ModelShape:
 
     Args:
         model: not sharded yet, on any device.
-        policy: which modules are units, as for `fullshard.wrap.policies.unit_modules`.
+        policy: which modules are units, as for `fullshard.features.unit_selection.unit_modules`.
 
     Raises:
         WrapError: the policy does not fit the model.

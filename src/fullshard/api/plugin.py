@@ -32,16 +32,9 @@ from fullshard.core.dtypes import COMPUTE
 from fullshard.core.errors import ConfigError
 from fullshard.engine.precision import torch_dtype
 from fullshard.features import MixedPrecisionPolicy, OffloadPolicy
+from fullshard.features.unit_selection import unit_modules
 from fullshard.launch.environment import read_rank_environment
-from fullshard.wrap.policies import (
-    ByClass,
-    ByPredicate,
-    BySize,
-    WrapPolicy,
-    numel,
-    parse_policy,
-    unit_modules,
-)
+from fullshard.wrap.policies import ByClass, ByPredicate, BySize, WrapPolicy, numel, parse_policy
 
 _SAVED = "save_state and save_model decide what they write"
 PLUGIN = Dialect(

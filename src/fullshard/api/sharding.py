@@ -46,9 +46,9 @@ from fullshard.features import (
     keep_unsharded,
     shard_model,
 )
-from fullshard.features.embedding_units import embedding_modules
 from fullshard.features.recompute import checkpoint_modules, compile_modules
-from fullshard.wrap.policies import WrapPolicy, unit_modules
+from fullshard.features.unit_selection import embedding_modules, unit_modules
+from fullshard.wrap.policies import WrapPolicy
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 _OUTER = "_fullshard_outer_forward"

@@ -25,10 +25,10 @@ from fullshard.core.imports import import_extra
 from fullshard.core.layout import Interval
 from fullshard.engine.lookup import units_of
 from fullshard.features import MixedPrecisionPolicy, OffloadPolicy, describe, keep_head, meta_parameters, shard_model
-from fullshard.features.embedding_units import embedding_modules
 from fullshard.features.meta_device import WEIGHTS
 from fullshard.features.recompute import checkpoint_modules
 from fullshard.features.summary import Sharding
+from fullshard.features.unit_selection import embedding_modules, unit_modules
 from fullshard.plan.activations import page_nbytes
 from fullshard.plan.hardware import DEVICES
 from fullshard.plan.job import Job
@@ -37,7 +37,6 @@ from fullshard.plan.optimizers import OPTIMIZERS
 from fullshard.plan.schedule import predict_step
 from fullshard.plan.traffic import Traffic, traffic_of
 from fullshard.wrap.partition import Slot
-from fullshard.wrap.policies import unit_modules
 
 Step = Callable[[nn.Module], torch.Tensor]
 """Runs a forward and returns the loss."""

@@ -6,7 +6,7 @@ from fullshard.comm.mesh import Mesh, init_mesh
 # isort: on
 
 from fullshard.core.schedule import BackwardPrefetch
-from fullshard.engine.contexts import no_sync, unsharded, with_sync
+from fullshard.engine.contexts import no_sync, with_sync
 from fullshard.engine.fully_shard import fully_shard
 from fullshard.engine.lookup import units_of
 from fullshard.engine.module import UnshardHandle
@@ -27,6 +27,5 @@ __all__ = [
     "init_mesh",
     "no_sync",
     "units_of",
-    "unsharded",
     "with_sync",
 ]

@@ -1,4 +1,4 @@
-"""Context managers: gradients stay unreduced, or parameters are whole."""
+"""Context managers in which gradients stay unreduced, or do not."""
 
 from __future__ import annotations
 
@@ -7,12 +7,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from fullshard.comm import torch_private
-from fullshard.core.errors import LifecycleError
 from fullshard.engine.lookup import units_of
-from fullshard.engine.parameter import sharded_parameter_of
-from fullshard.engine.unit import Unit
-from fullshard.engine.unit_parameters import UnitState
 
 
 @contextlib.contextmanager
@@ -45,67 +40,3 @@ def _reducing(model: nn.Module, *, reduces: bool) -> Iterator[None]:
     finally:
         for unit, value in zip(units, before, strict=True):
             unit.reduce_gradients = value
-
-
-@contextlib.contextmanager
-def unsharded(model: nn.Module, *, writeback: bool = False, recurse: bool = True) -> Iterator[None]:
-    """Keep all parameters of `model` whole inside, through forwards too: for `generate()` or inspection.
-
-    Entering is a collective. Inside, ranks need not run the same number of forwards. Costs the whole model's
-    unsharded bytes on every rank.
-
-    Args:
-        model: a sharded model or a part of one.
-        writeback: keep in-place changes of the parameters, which every rank must make alike; otherwise they are
-            dropped.
-        recurse: False: only the units that hold the module's own parameters, for code that computes with a head's
-            weight by itself. All others are gathered as they are used.
-
-    Raises:
-        LifecycleError: inside a forward or backward pass; or parameters were changed without `writeback` where a rank
-            owns them whole (one rank, or NO_SHARD), so that the change cannot be dropped.
-    """
-    units = units_of(model) if recurse else _owners(model)
-    if torch_private.backward_under_way() != -1 or any(unit.schedule.is_in_forward for unit in units):
-        raise LifecycleError("unsharded() inside a forward or backward pass", hint="call it between steps")
-    for schedule in dict.fromkeys(unit.schedule for unit in units):
-        schedule.recover()
-        schedule.begin_use()
-    for unit in units:
-        if any(bucket.gather_packing is not None for bucket in unit.buckets):
-            unit.reshard()  # kept values are not exact
-    before = {unit: (unit.is_pinned, unit.state) for unit in units}
-    for unit in units:
-        unit.unshard(exactly=True)
-        unit.is_pinned = True
-    buckets = [bucket for unit in units for bucket in unit.buckets]
-    versions = [bucket.originals.versions() for bucket in buckets]
-    try:
-        yield
-        for bucket, version in zip(buckets, versions, strict=True):
-            if writeback:
-                bucket.write_back()
-            elif bucket.shares_main and bucket.originals.versions() != version:
-                raise LifecycleError(
-                    f"unit {bucket.owner.name!r}: parameters were changed under unsharded() without writeback, on a "
-                    "rank that owns them whole: the change has taken effect",
-                    hint="use unsharded(model, writeback=True)",
-                )
-    finally:
-        for bucket in buckets:
-            bucket.originals.know_changes()
-        for unit, (was_pinned, state) in before.items():
-            unit.take_requires_grad()
-            unit.is_pinned = was_pinned
-            if state is UnitState.GATHERED:
-                unit.rest()
-            elif state is not UnitState.UNSHARDED:
-                unit.reshard()
-        for schedule in dict.fromkeys(unit.schedule for unit in units):
-            schedule.settle()
-
-
-def _owners(module: nn.Module) -> list[Unit]:
-    """Return the units that hold the module's own parameters."""
-    held = (sharded_parameter_of(parameter) for parameter in module.parameters(recurse=False))
-    return list(dict.fromkeys(sharded.bucket.owner for sharded in held if sharded is not None))

@@ -23,7 +23,6 @@ from fullshard.engine.parameter import stands_for
 from fullshard.engine.placing import move_to_device, own_modules
 from fullshard.engine.precision import MixedPrecisionPolicy
 from fullshard.engine.schedule import Schedule
-from fullshard.engine.state_dict import watch_state_dicts
 from fullshard.engine.storage import Storage, storage_of
 from fullshard.engine.unit import Unit
 from fullshard.wrap.partition import UnitPlan, Values, partition
@@ -138,7 +137,6 @@ def make_unit(
         unit.allocate(values)
     for module in plan.modules:
         make_fsdp_module(module, unit, prefix=prefix)
-    watch_state_dicts(unit)
     return unit
 
 

@@ -157,10 +157,17 @@ def make_fsdp_module(module: nn.Module, unit: Unit, *, prefix: str) -> None:
     cls = type(module)
     module.__class__ = _unit_class(cls, prefix + cls.__name__)
     module.__dict__[UNIT] = unit
+    module.register_load_state_dict_pre_hook(_tell_load)
     # Tell dynamo that parameters are swapped without its knowledge; torch's own FSDP sets the same.
     for inner in module.modules():
         inner.__dict__[torch_private.MANAGED] = True
         inner._fsdp_use_orig_params = True  # type: ignore[assignment]
+
+
+def _tell_load(module: nn.Module, *_arguments: object) -> None:
+    unit = require_unit(module)
+    for tell in unit.schedule.extensions.loaded:
+        tell(unit)
 
 
 def _unit_class(cls: type[nn.Module], name: str) -> type[nn.Module]:

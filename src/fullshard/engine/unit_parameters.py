@@ -51,7 +51,7 @@ class UnitState(Enum):
     """whole, and the modules hold the original parameters"""
 
 
-class StandIns(Protocol):
+class Postponed(Protocol):
     """The tensors that the modules of a unit hold as long as it has no buckets."""
 
     entries: list[tuple[Slot, ShardedTensor]]
@@ -101,7 +101,7 @@ class UnitParameters(abc.ABC):
         self.is_pinned = False
         self.neighbours: Collectives | None = None
         self.keeps_memory = False
-        self.stand_ins: StandIns | None = None
+        self.stand_ins: Postponed | None = None
         self.made = next(_made)
 
     def allocate(self, values: Values | None = None) -> None:

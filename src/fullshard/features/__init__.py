@@ -34,6 +34,7 @@ from fullshard.features.packed_messages import PACKINGS
 from fullshard.features.preemption import StopTogether
 from fullshard.features.quantized_weights import QuantizedWeight
 from fullshard.features.shared_memory import share_memory
+from fullshard.features.state_dicts import StateDicts
 from fullshard.features.steps_in_backward.stepper import StepsInBackward
 from fullshard.features.submodule_entry import SubmoduleEntry
 from fullshard.features.summary import Sharding, describe
@@ -49,6 +50,7 @@ from fullshard.features.torch_compat import (
 )
 from fullshard.features.torch_tools import clip_grad_norm_, clip_grad_value_, install
 from fullshard.features.watchdog import DesyncDetection
+from fullshard.features.whole_parameters import unsharded
 
 __all__ = [
     *engine.__all__,
@@ -69,11 +71,12 @@ __all__ = [
     "repoint",
     "shard_model",
     "share_comm_ctx",
+    "unsharded",
 ]
 
 FEATURES: tuple[type[Extension], ...] = (
     *(MetaDevice, TorchCompat, LateRegistration, LateProtocol, SubmoduleEntry, ActivationOffload, StopTogether),
-    *(DesyncDetection, ConsistencyCheck, StepsInBackward, OptimizerCheck, NonFiniteGuard, KeptViews),
+    *(DesyncDetection, ConsistencyCheck, StepsInBackward, OptimizerCheck, NonFiniteGuard, KeptViews, StateDicts),
 )
 KINDS: tuple[ParameterKind, ...] = (TensorParallel(), QuantizedWeight(), Composed(), Extended())
 

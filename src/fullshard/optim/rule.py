@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 
 from fullshard.core.sizes import format_count
+from fullshard.features.unit_selection import embeddings_of
 from fullshard.plan.dealing import matrix_shape
-from fullshard.wrap.policies import embeddings_of
 
 HEAD_NAMES = frozenset({"classifier", "embed_out", "lm_head", "output_layer", "qa_outputs", "score", "unembed"})
 """The names of an output head at any place in the model."""

@@ -254,7 +254,7 @@ class ModelShape:
         return [self.root, *(by_name[name] for name in self.calls)]
 
     def with_own_embeddings(self) -> ModelShape:
-        """Return the model whose input embedding and head are units of their own (`features.embedding_units`).
+        """Return the model whose input embedding and head are units of their own (`features.unit_selection`).
 
         Raises:
             ConfigError: they share a weight, or the model has none.

@@ -1,10 +1,10 @@
 """Which modules of a model become units. A policy only selects; sharding them is the engine's business.
 
-    unit_modules(model, Auto())                        Transformers' own list of layers, and all repeated blocks
-    unit_modules(model, ByClass(("LlamaDecoderLayer",)))
-    unit_modules(model, BySize(min_numel=10_000_000))  the smallest modules of at least that many parameters
-    unit_modules(model, ByPredicate(lambda module: isinstance(module, Expert)))
-    unit_modules(model, NoWrap())                      the root alone
+    Auto()                        Transformers' own list of layers, and all repeated blocks
+    ByClass(("LlamaDecoderLayer",))
+    BySize(min_numel=10_000_000)  the smallest modules of at least that many parameters
+    ByPredicate(lambda module: isinstance(module, Expert))
+    NoWrap()                      the root alone
 
 The root is a unit in any case and is never listed. How large a unit should be: one transformer block is nearly always
 right. Its all-gather hides behind the computation of its neighbour, and a rank holds two of them unsharded at a time.
@@ -12,20 +12,17 @@ right. Its all-gather hides behind the computation of its neighbour, and a rank 
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import inspect
-import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
 from fullshard.core.errors import WrapError, first_of
-from fullshard.core.sizes import format_count, format_nbytes
-from fullshard.core.user_class import is_unit
+from fullshard.core.sizes import format_count
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 """Containers of blocks that repeat."""
@@ -33,16 +30,13 @@ _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _OPAQUE = (nn.MultiheadAttention,)
 """Modules that read the weights of their children without calling them, so the children's hooks would never run."""
 
-_SHOWN_CANDIDATES, _SHOWN_MODULES = 12, 3
+_SHOWN_CANDIDATES = 12
 
 _FILLED = 0.5
 """A block of which named layers hold at least that share is a stage of layers; of less, a layer with named parts."""
 
 _WORTH_A_UNIT = 0.01
 """A class of blocks that together hold less than this share of a model is not worth its gathers."""
-
-_ROOT_SHARE = 0.25
-"""More than this share of a model in the root, embeddings apart, is worth a warning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,31 +141,17 @@ _Modules = Mapping[int, nn.Module]
 """Modules by identity, in definition order."""
 
 
-def unit_modules(model: nn.Module, policy: object = None) -> list[nn.Module]:
-    """Return the modules that `policy` makes units of, in definition order, each once, without the root.
+def selected_modules(model: nn.Module, policy: WrapPolicy) -> list[nn.Module]:
+    """Return the modules that a policy selects, in definition order, each once, without the root.
 
-    Modules that are units already are left out, as are modules without parameters. Nested units are allowed.
-
-    Args:
-        model: the model; on the meta device as well.
-        policy: anything `parse_policy` takes.
+    They have parameters, and may lie inside each other. Modules that are units already are among them.
 
     Raises:
         WrapError: The policy names a class that the model does not have, or that cannot be a unit.
-
-    Warns:
-        UserWarning: The policy is not `NoWrap` and yet much of the model is left to the root, embeddings and head
-            apart; the text has the share, the bytes and the largest modules of it.
     """
-    policy = parse_policy(policy)
-    if isinstance(policy, NoWrap):
-        return []
-    candidates = _candidates(model)
+    candidates = can_be_units(model)
     chosen = _SELECTED_BY[type(policy)](policy, model, candidates)
-    selected = [module for key, module in candidates.items() if key in chosen]
-    if candidates:
-        _check_root(model, selected, policy)
-    return [module for module in selected if not is_unit(module)]
+    return [module for key, module in candidates.items() if key in chosen]
 
 
 def _asks_as_torch_does(function: Callable[..., object]) -> bool:
@@ -186,7 +166,7 @@ def _names_a_class(item: object) -> bool:
     return isinstance(item, str) or (isinstance(item, type) and issubclass(item, nn.Module))
 
 
-def _candidates(model: nn.Module) -> _Modules:
+def can_be_units(model: nn.Module) -> _Modules:
     """Return the modules that can be units: called, with parameters, not the root."""
     opaque = [module for module in model.modules() if isinstance(module, _OPAQUE)]
     hidden = {id(inner) for module in opaque for inner in module.modules()} - {id(module) for module in opaque}
@@ -195,12 +175,12 @@ def _candidates(model: nn.Module) -> _Modules:
         for module in model.modules()
         if module is not model
         and id(module) not in hidden
-        and _has_forward(module)
+        and has_forward(module)
         and next(module.parameters(), None) is not None
     }
 
 
-def _has_forward(module: nn.Module) -> bool:
+def has_forward(module: nn.Module) -> bool:
     """Return whether `module` can be called; else none of its hooks would ever run (`nn.ModuleList` and the like)."""
     return type(module).forward is not nn.Module.forward or "forward" in module.__dict__
 
@@ -313,6 +293,7 @@ _SELECTED_BY: Mapping[type[Any], Callable[[Any, nn.Module, _Modules], set[int]]]
     ByClass: _by_class,
     BySize: _by_size,
     ByPredicate: _by_predicate,
+    NoWrap: lambda *_: set(),
     Auto: _automatic,
 }
 """How each policy selects among the modules that can be units."""
@@ -321,65 +302,3 @@ _SELECTED_BY: Mapping[type[Any], Callable[[Any, nn.Module, _Modules], set[int]]]
 def numel(*modules: nn.Module) -> int:
     """Return the number of distinct parameter elements in the modules."""
     return sum(p.numel() for p in {id(p): p for module in modules for p in module.parameters()}.values())
-
-
-def _check_root(model: nn.Module, units: list[nn.Module], policy: WrapPolicy) -> None:
-    """Warn if much of `model` is in no unit: every rank holds that unsharded through a whole step.
-
-    Embeddings and the head do not count: they are large in small models, and the root is where they usually are.
-    """
-    inside = {id(p) for unit in units for p in unit.parameters()}
-    usual = {id(p) for module in embeddings_of(model) for p in module.parameters()}
-    root = {id(p): p for p in model.parameters() if id(p) not in inside}
-    rest = {key: p for key, p in root.items() if key not in usual}
-    share = sum(p.numel() for p in rest.values()) / max(numel(model), 1)
-    if units and share <= _ROOT_SHARE:
-        return
-    name, held = type(model).__name__, format_nbytes(sum(p.numel() * p.element_size() for p in root.values()))
-    problem = (
-        f"{share:.0%} of the parameters of {name} are in no unit but the root, beside embeddings and head (policy "
-        f"{policy!r}): every rank holds its {held} unsharded at once, through the whole step. The largest modules of "
-        f"it: {', '.join(_largest(model, rest, inside))}"
-    )
-    if not units:
-        problem = (
-            f"only the root of {name} is wrapped (policy {policy!r} matches nothing inside it): every rank holds all "
-            f"{held} of its parameters unsharded at once, and no communication is overlapped"
-        )
-    warnings.warn(
-        f"{problem}. Name the class of the repeated block to avoid it, or ask for 'none' to accept it.", stacklevel=3
-    )
-
-
-def embeddings_of(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the embeddings, and the head if the model names it."""
-    yield from (module for module in model.modules() if isinstance(module, nn.Embedding))
-    if (head := named_embedding(model, "output")) is not None:
-        yield head
-
-
-def named_embedding(model: Any, which: Literal["input", "output"]) -> nn.Module | None:
-    """Return the embedding of the input tokens, or the head, if the model names it."""
-    with contextlib.suppress(AttributeError, NotImplementedError):  # models without one raise either
-        found = model.get_input_embeddings() if which == "input" else model.get_output_embeddings()
-        return found if isinstance(found, nn.Module) else None
-    return None
-
-
-def _largest(model: nn.Module, rest: dict[int, nn.Parameter], inside: set[int]) -> list[str]:
-    """Return the largest modules that hold parameters of `rest` and none of any unit, each with its class and size."""
-    found: list[tuple[int, str]] = []
-
-    def visit(module: nn.Module, path: str) -> None:
-        parameters = {id(p): p for p in module.parameters()}
-        held = sum(p.numel() for key, p in parameters.items() if key in rest)
-        if not held:
-            return
-        if path and _has_forward(module) and inside.isdisjoint(parameters):
-            found.append((held, f"{path} ({type(module).__name__}, {format_count(held)})"))
-            return
-        for name, child in module.named_children():
-            visit(child, f"{path}.{name}" if path else name)
-
-    visit(model, "")
-    return [text for _, text in sorted(found, reverse=True)[:_SHOWN_MODULES]] or [f"{type(model).__name__} itself"]

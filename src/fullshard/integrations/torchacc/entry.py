@@ -20,12 +20,13 @@ from fullshard.config.torchacc import check_sizes
 from fullshard.core.errors import ConfigError
 from fullshard.features import clip_grad_norm_
 from fullshard.features.recompute import checkpoint_modules
+from fullshard.features.unit_selection import unit_modules
 from fullshard.integrations.torchacc.amp import require_scaler
 from fullshard.integrations.torchacc.config import Config
 from fullshard.integrations.torchacc.loader import AsyncLoader
 from fullshard.integrations.torchacc.process import joined
 from fullshard.integrations.torchacc.saving import shard_metadata, whole_optimizer_state
-from fullshard.wrap.policies import Auto, ByClass, unit_modules
+from fullshard.wrap.policies import Auto, ByClass
 
 
 class AcceleratedModel:

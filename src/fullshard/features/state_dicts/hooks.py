@@ -9,26 +9,39 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.core.errors import LifecycleError
-from fullshard.engine.lookup import require_unit
+from fullshard.engine.extension import Extension
+from fullshard.engine.schedule import Schedule
 from fullshard.engine.sharded_tensor import ShardedTensor
 from fullshard.engine.unit import Unit
 
 
-def watch_state_dicts(unit: Unit) -> None:
-    """Register the hooks with the unit's modules and with every module that holds a parameter of it."""
-    own = weakref.ref(unit)  # the hooks of a copied module keep it too
-    for holder in {id(m): m for slot in unit.slots for m, _ in slot.owners}.values():
-        holder.register_state_dict_post_hook(functools.partial(_after_state_dict, own))
-        holder.register_load_state_dict_pre_hook(functools.partial(_before_load_state_dict, own))
-    for module in unit.modules:
-        module.register_load_state_dict_pre_hook(_tell_load)
+class StateDicts(Extension):
+    """Register the hooks with every module that holds a parameter of one model."""
+
+    def __init__(self, model: Schedule) -> None:
+        super().__init__(model)
+        self._watched: set[Unit] = set()
+
+    def absorbed(self, earlier: Extension) -> None:
+        """Take over which units have the hooks."""
+        self._watched |= cast("StateDicts", earlier)._watched
+
+    def assembled(self) -> None:
+        """Register the hooks for each new unit."""
+        for unit in self.model.units:
+            if unit not in self._watched:
+                self._watched.add(unit)
+                own = weakref.ref(unit)  # the hooks of a copied module keep it too
+                for holder in {id(m): m for slot in unit.slots for m, _ in slot.owners}.values():
+                    holder.register_state_dict_post_hook(functools.partial(_after_state_dict, own))
+                    holder.register_load_state_dict_pre_hook(functools.partial(_before_load_state_dict, own))
 
 
 def _held_by(module: nn.Module, unit: Unit) -> Iterator[tuple[str, ShardedTensor]]:
@@ -51,12 +64,6 @@ def _after_state_dict(
         if value is not None:
             is_kept = isinstance(value, nn.Parameter)  # with keep_vars=True
             state_dict[prefix + attribute] = parameter if is_kept else parameter.data
-
-
-def _tell_load(module: nn.Module, *_arguments: object) -> None:
-    unit = require_unit(module)
-    for tell in unit.schedule.extensions.loaded:
-        tell(unit)
 
 
 def _before_load_state_dict(

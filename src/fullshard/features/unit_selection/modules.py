@@ -1,12 +1,15 @@
-"""Find the modules that `wrap_embeddings` makes units."""
+"""Find embeddings, and make them units of their own if asked."""
 
 from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Literal
 
 from torch import nn
 
 from fullshard.core.errors import WrapError
 from fullshard.core.user_class import is_unit
-from fullshard.wrap.policies import named_embedding
 
 
 def embedding_modules(model: nn.Module) -> tuple[nn.Module, nn.Module]:
@@ -19,7 +22,7 @@ def embedding_modules(model: nn.Module) -> tuple[nn.Module, nn.Module]:
         WrapError: The model does not say which modules they are, they share a weight (which the unit around both must
             own), or they are units already.
     """
-    embedding, head = named_embedding(model, "input"), named_embedding(model, "output")
+    embedding, head = _named_by(model, "input"), _named_by(model, "output")
     name, hint = type(model).__name__, "leave wrap_embeddings out"
     if embedding is None or head is None:
         raise WrapError(f"{name} does not say which modules are its input embedding and its head", hint=hint)
@@ -28,3 +31,18 @@ def embedding_modules(model: nn.Module) -> tuple[nn.Module, nn.Module]:
     if is_unit(embedding) or is_unit(head):
         raise WrapError(f"the input embedding or the head of {name} is a unit already", hint=hint)
     return embedding, head
+
+
+def embeddings_of(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the embeddings, and the head if the model names it."""
+    yield from (module for module in model.modules() if isinstance(module, nn.Embedding))
+    if (head := _named_by(model, "output")) is not None:
+        yield head
+
+
+def _named_by(model: Any, which: Literal["input", "output"]) -> nn.Module | None:
+    """Return the embedding of the input tokens, or the head, if the model names it."""
+    with contextlib.suppress(AttributeError, NotImplementedError):  # models without one raise either
+        found = model.get_input_embeddings() if which == "input" else model.get_output_embeddings()
+        return found if isinstance(found, nn.Module) else None
+    return None

@@ -1,0 +1,95 @@
+"""Select the modules that become units, and warn if too much is left to the root."""
+
+from __future__ import annotations
+
+import warnings
+
+from torch import nn
+
+from fullshard.core.sizes import format_count, format_nbytes
+from fullshard.core.user_class import is_unit
+from fullshard.features.unit_selection.modules import embeddings_of
+from fullshard.wrap.policies import (
+    NoWrap,
+    WrapPolicy,
+    can_be_units,
+    has_forward,
+    numel,
+    parse_policy,
+    selected_modules,
+)
+
+_ROOT_SHARE = 0.25
+"""More than this share of a model in the root, embeddings apart, is worth a warning."""
+
+_SHOWN_MODULES = 3
+
+
+def unit_modules(model: nn.Module, policy: object = None) -> list[nn.Module]:
+    """Return the modules that `policy` makes units of, in definition order, each once, without the root.
+
+    Modules that are units already are left out, as are modules without parameters. Nested units are allowed.
+
+    Args:
+        model: the model; on the meta device as well.
+        policy: anything `parse_policy` takes.
+
+    Raises:
+        WrapError: The policy names a class that the model does not have, or that cannot be a unit.
+
+    Warns:
+        UserWarning: The policy is not `NoWrap` and yet much of the model is left to the root, embeddings and head
+            apart; the text has the share, the bytes and the largest modules of it.
+    """
+    parsed = parse_policy(policy)
+    selected = selected_modules(model, parsed)
+    if not isinstance(parsed, NoWrap) and can_be_units(model):
+        _check_root(model, selected, parsed)
+    return [module for module in selected if not is_unit(module)]
+
+
+def _check_root(model: nn.Module, units: list[nn.Module], policy: WrapPolicy) -> None:
+    """Warn if much of `model` is in no unit: every rank holds that unsharded through a whole step.
+
+    Embeddings and the head do not count: they are large in small models, and the root is where they usually are.
+    """
+    inside = {id(p) for unit in units for p in unit.parameters()}
+    usual = {id(p) for module in embeddings_of(model) for p in module.parameters()}
+    root = {id(p): p for p in model.parameters() if id(p) not in inside}
+    rest = {key: p for key, p in root.items() if key not in usual}
+    share = sum(p.numel() for p in rest.values()) / max(numel(model), 1)
+    if units and share <= _ROOT_SHARE:
+        return
+    name, held = type(model).__name__, format_nbytes(sum(p.numel() * p.element_size() for p in root.values()))
+    problem = (
+        f"{share:.0%} of the parameters of {name} are in no unit but the root, beside embeddings and head (policy "
+        f"{policy!r}): every rank holds its {held} unsharded at once, through the whole step. The largest modules of "
+        f"it: {', '.join(_largest(model, rest, inside))}"
+    )
+    if not units:
+        problem = (
+            f"only the root of {name} is wrapped (policy {policy!r} matches nothing inside it): every rank holds all "
+            f"{held} of its parameters unsharded at once, and no communication is overlapped"
+        )
+    warnings.warn(
+        f"{problem}. Name the class of the repeated block to avoid it, or ask for 'none' to accept it.", stacklevel=3
+    )
+
+
+def _largest(model: nn.Module, rest: dict[int, nn.Parameter], inside: set[int]) -> list[str]:
+    """Return the largest modules that hold parameters of `rest` and none of any unit, each with its class and size."""
+    found: list[tuple[int, str]] = []
+
+    def visit(module: nn.Module, path: str) -> None:
+        parameters = {id(p): p for p in module.parameters()}
+        held = sum(p.numel() for key, p in parameters.items() if key in rest)
+        if not held:
+            return
+        if path and has_forward(module) and inside.isdisjoint(parameters):
+            found.append((held, f"{path} ({type(module).__name__}, {format_count(held)})"))
+            return
+        for name, child in module.named_children():
+            visit(child, f"{path}.{name}" if path else name)
+
+    visit(model, "")
+    return [text for _, text in sorted(found, reverse=True)[:_SHOWN_MODULES]] or [f"{type(model).__name__} itself"]
