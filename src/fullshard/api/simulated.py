@@ -46,6 +46,8 @@ class SimulatedCollectives(Collectives):
         nbytes = own.nbytes if how.packing is None else how.packing.nbytes(own.numel())
         return self._done(own / how.divisor, nbytes * (self.size - 1))
 
+    _reduce_packed = _reduce
+
     def all_reduce(self, tensor: torch.Tensor, *, tag: int) -> Work:
         """Count, and take this rank's own values for the sum."""
         return self._done(tensor, all_reduce_nbytes(tensor.nbytes, self.size))

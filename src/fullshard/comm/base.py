@@ -208,10 +208,16 @@ class Collectives(Protocol):
         """
         if dtype is not None and dtype != full.dtype and not self.widens:
             full = full.to(dtype)
-        return self._reduce(full, Reduction(tag, divisor, packing, dtype or full.dtype, watch))
+        how = Reduction(tag, divisor, packing if self.sends else None, dtype or full.dtype, watch)
+        return self._reduce(full, how) if how.packing is None else self._reduce_packed(full, how)
 
     def _reduce(self, full: torch.Tensor, how: Reduction) -> Work:
         """See `reduce_scatter`; `full` is in the dtype of the sum unless the backend `widens`."""
+
+    def _reduce_packed(self, full: torch.Tensor, how: Reduction) -> Work:
+        """See `_reduce`; intervals are sent packed."""
+        assert how.packing is not None  # noqa: S101 -- who calls has looked
+        return how.packing.reduce(self, full, how)
 
     def all_reduce(self, tensor: torch.Tensor, *, tag: int) -> Work:
         """Sum `tensor` over the ranks, in place."""

@@ -33,16 +33,9 @@ class GlooCollectives(NativeCollectives):
             works.append(send(own, self.group, to, tag))
         return filling(full, works)
 
-    def reduce_scatter(self, full: torch.Tensor, **how: Any) -> Work:
-        """See `Collectives`."""
-        if how.get("packing") is None:  # which is an exchange
-            torch_private.count_for_debugging("c10d._reduce_scatter_base_")
-        return super().reduce_scatter(full, **how)
-
     def _reduce(self, full: torch.Tensor, how: Reduction) -> Work:
         """Send every peer its interval, receive theirs for this one, and sum locally."""
-        if how.packing is not None:
-            return how.packing.reduce(self, full, how)
+        torch_private.count_for_debugging("c10d._reduce_scatter_base_")
         own = own_interval(full, self.rank, self.size)
         contributions = [own if source == self.rank else torch.empty_like(own) for source in range(self.size)]
         works = []
@@ -82,14 +75,14 @@ _NEVER_SENT = 2**31 - 1
 
 
 class FailedWork(dist.Work):
-    """A message that could not even be begun, because its rank has ended. Waiting for it raises the error."""
+    """A message that could not even be begun, because its rank has ended. A wait fails as if it had ended later."""
 
     def __init__(self, error: RuntimeError) -> None:
         super().__init__()
         self._error = error
 
     def wait(self, timeout: object = None) -> NoReturn:
-        """Fail, as a wait for a message does if its rank ends later."""
+        """Raise the error."""
         raise self._error
 
 

@@ -86,11 +86,6 @@ class Mesh:
         """Return whether this rank speaks for all ranks of the mesh."""
         return self.rank == self.ranks[0]
 
-    def rank_at(self, shard_rank: int) -> int:
-        """Return the rank of the job that has that place in this rank's shard group."""
-        # A mesh may lay its ranks out in another order than theirs.
-        return self.rank if self.shard_group is None else dist.get_global_rank(self.shard_group, shard_rank)
-
     def neighbours(self, size: int) -> Collectives:
         """Return gathers among runs of `size` ranks of the shard axis. A collective of the run the first time."""
         if size not in self._neighbours:
@@ -110,10 +105,6 @@ class Mesh:
         first = self._next_tag[0] if self._next_tag[0] + count <= MAX_TAGS else 0
         self._next_tag[0] = first + count
         return first
-
-    def watch(self) -> None:
-        """Have waits in its groups watched."""
-        PROGRESS.watcher.watch(self.groups, self.device)
 
     @property
     def groups(self) -> list[dist.ProcessGroup | None]:
@@ -282,13 +273,9 @@ def data_parallel(device_mesh: Any, dims: Any) -> Mesh:
     return init_mesh(device_mesh=shard if replicate is None else torch_private.joined([replicate, shard]))
 
 
-def mesh_of(device_mesh: DeviceMesh) -> Mesh | None:
-    """Return the mesh that was made of this torch mesh, or that made it; None if there is none."""
-    if not dist.is_initialized():
-        return init_mesh(device=torch.device(device_mesh.device_type))  # of one process alone, which are all alike
-    own = (mesh for key, mesh in list(_CACHE.items()) if key[0] is dist.group.WORLD)
-    alike = (mesh for mesh in own if mesh.device_mesh == device_mesh)
-    return next((mesh for mesh in alike if mesh.shard_size == device_mesh.shape[-1]), None)  # not one that replicates
+def meshes() -> list[Mesh]:
+    """Return the meshes of the default group."""
+    return [mesh for key, mesh in list(_CACHE.items()) if key[0] is dist.group.WORLD]
 
 
 def _build(replicate_size: int, shard_size: int, device: torch.device) -> Mesh:
@@ -325,7 +312,7 @@ def _of_groups(
     replicate = collectives_for(replicate_group, device, only_all_reduce=True)
     groups = (world_group, shard_group, replicate_group, control_group)
     mesh = Mesh(device, gather, reduce, replicate, device_mesh, dist.get_rank(), tuple(ranks), *groups)
-    mesh.watch()
+    PROGRESS.watcher.watch(mesh.groups, device)
     return mesh
 
 

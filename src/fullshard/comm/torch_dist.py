@@ -125,8 +125,6 @@ class NativeCollectives(Collectives):
 
     def _reduce(self, full: torch.Tensor, how: Reduction) -> Work:
         """Reduce with one reduce-scatter into this rank's interval."""
-        if how.packing is not None:
-            return how.packing.reduce(self, full, how)
         own = own_interval(full, self.rank, self.size)
         is_python = torch_private.backend_of(self.group, full.device) is None
         if is_python and not getattr(self.group, "is_in_order", False):

@@ -109,7 +109,8 @@ class NonFiniteGuard(Extension):
         others = {rank: term for rank, term in terms.items() if term.data_ptr() != part.data_ptr()}
         ranks = [rank for rank, term in others.items() if not bool(term.isfinite().all())]
         # The sum is where the term of a rank was; it is that one's fault if it is no other's.
-        self._ranks |= {self._mesh.rank_at(rank) for rank in ranks or terms.keys() - others.keys()}
+        guilty, group = ranks or terms.keys() - others.keys(), self._mesh.shard_group
+        self._ranks |= {self._mesh.rank if group is None else dist.get_global_rank(group, rank) for rank in guilty}
 
     def backward_begins(self) -> None:
         """Refuse that gradients are used as soon as each is final where steps are to be left out.

@@ -63,6 +63,7 @@ class SharedMemoryCollectives(GlooCollectives):
 
     def _reduce(self, full: torch.Tensor, how: Reduction) -> Work:
         # A tensor that is not from `staging` is copied first, and so for `exchange`.
+        torch_private.count_for_debugging("c10d._reduce_scatter_base_")
         return self._queues.reduce(full, how)
 
     def exchange(self, leaving: torch.Tensor, arriving: torch.Tensor, parts: Parts, *, tag: int) -> Work:

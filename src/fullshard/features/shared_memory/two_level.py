@@ -64,9 +64,13 @@ class TwoLevelCollectives(SharedMemoryCollectives):
 
     def _reduce(self, full: torch.Tensor, how: Reduction) -> Work:
         """Let this host's ranks read `full`; the thread does the rest. A tensor not from `staging` is copied."""
+        if how.packing is None:
+            torch_private.count_for_debugging("c10d._reduce_scatter_base_")
         full, number = self._queues.post(full, how.tag)
         summed = partial(_sum_over_hosts, self._reductions, self._queues, full, number, how)
         return WorkOf(self._reductions.progress.submit(summed).result)
+
+    _reduce_packed = _reduce
 
     def exchange(self, leaving: torch.Tensor, arriving: torch.Tensor, parts: Parts, *, tag: int) -> Work:
         """Exchange from rank to rank: no part is for two ranks, so two levels would not save a host any sending."""

@@ -24,7 +24,7 @@ from torch.nn.utils import clip_grad as torch_clip
 from torch.optim import optimizer as torch_optimizer
 
 from fullshard.comm.device import require_dtype
-from fullshard.comm.mesh import Mesh, mesh_of
+from fullshard.comm.mesh import Mesh, init_mesh, meshes
 from fullshard.comm.torch_dist import all_reduce
 from fullshard.comm.waiting import PROGRESS
 from fullshard.core.errors import LifecycleError
@@ -314,8 +314,16 @@ def _ragged_of(placements: Sequence[Placement] | None) -> RaggedShard | None:
     return next((p for p in placements or () if isinstance(p, RaggedShard)), None)
 
 
+def _mesh_of(device_mesh: DeviceMesh) -> Mesh | None:
+    """Return the mesh that was made of this torch mesh, or that made it; None if there is none."""
+    if not dist.is_initialized():
+        return init_mesh(device=torch.device(device_mesh.device_type))  # of one process alone, which are all alike
+    alike = (mesh for mesh in meshes() if mesh.device_mesh == device_mesh)
+    return next((mesh for mesh in alike if mesh.shard_size == device_mesh.shape[-1]), None)  # not one that replicates
+
+
 def _spec_of(device_mesh: DeviceMesh, shape: torch.Size, ragged: RaggedShard) -> ShardSpec:
-    mesh = mesh_of(device_mesh)
+    mesh = _mesh_of(device_mesh)
     if mesh is None:
         raise LifecycleError(f"nothing is sharded over {device_mesh}", hint="give the parameter's own device_mesh")
     return ShardSpec(mesh, shape, ragged, Name())
