@@ -179,7 +179,7 @@ def test_what_means_nothing_is_refused() -> None:
     from fullshard.config.schema import ShardingConfig
     from fullshard.recipes.arguments import TrainArguments
 
-    for kind in (ShardingConfig.of, TrainArguments.parse, Job.of):
+    for kind in (ShardingConfig.of, TrainArguments.of, Job.of):
         with pytest.raises(ConfigError, match="which is not set"):
             kind({"unsharded_memory_gib": 1.0})
         with pytest.raises(ConfigError, match="keeps all"):

@@ -34,6 +34,7 @@ from fullshard.recipes.train import train
 from fullshard.recipes.trainer import Trainer, learning_rate
 from tests.differential import TOLERANCE
 from tests.distributed import run_ranks
+from tests.test_lease import another_job
 
 STEPS = 4
 
@@ -446,12 +447,9 @@ def test_damaged_checkpoint_is_passed_over_or_refused(run: Run, tmp_path: Path, 
 
 
 def test_a_directory_that_another_job_uses_is_refused(run: Run, tmp_path: Path) -> None:
-    path = tmp_path / "out" / LEASE_NAME
-    path.parent.mkdir()
-    path.write_text(json.dumps({"host": "node7", "pid": 7, "begun": 1, "machine": "another", "since": 0}))
-    with pytest.raises(ConfigError, match="is in use: process 7 on node7"):
+    with another_job("folder", tmp_path / "out") as refused, pytest.raises(ConfigError, match=refused):
         run(overwrite=True)
-    assert [entry.name for entry in path.parent.iterdir()] == [LEASE_NAME]
+    assert [entry.name for entry in (tmp_path / "out").iterdir()] == [LEASE_NAME]
 
 
 def test_auto_passes_over_what_is_damaged(

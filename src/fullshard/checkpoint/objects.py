@@ -28,14 +28,6 @@ _NO_STORES = ("file", "local", "http", "https")
 _MISSING = (FileNotFoundError, NotADirectoryError)
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectStatus:
-    """The part of `os.stat_result` that a store knows of a file: its size, and whether it is one."""
-
-    st_size: int
-    st_mode: int
-
-
 @dataclass(frozen=True, slots=True, order=True)
 class ObjectPath:
     """A name in an object store. Directories are prefixes: they are there as long as an object is beneath.
@@ -92,13 +84,13 @@ class ObjectPath:
         """Return False: object stores have no links."""
         return False
 
-    def stat(self) -> ObjectStatus:
+    def stat(self) -> os.stat_result:
         """Return its size and kind. Raises `FileNotFoundError` if no object has the name."""
         info = self._info()
         if info is None:
             raise FileNotFoundError(errno.ENOENT, "no such object", str(self))
-        is_file = info.get("type") == "file"
-        return ObjectStatus(int(info.get("size") or 0), stat.S_IFREG if is_file else stat.S_IFDIR)
+        mode = stat.S_IFREG if info.get("type") == "file" else stat.S_IFDIR
+        return os.stat_result((mode, 0, 0, 1, 0, 0, int(info.get("size") or 0), 0, 0, 0))
 
     def modified(self) -> float | None:
         """Return when it was written, in seconds since 1970 by the store's clock; None if its client does not say."""
@@ -146,13 +138,6 @@ class ObjectPath:
         with asked(self, "read"):
             return bytes(self._files().cat_file(str(self)))
 
-    def read_ranges(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Return bytes [start, stop) of an object, several ranges at once where the store's client can."""
-        starts, stops = zip(*ranges, strict=True)
-        with asked(self, "read"):
-            urls = [str(self)] * len(ranges)
-            return list(self._files().cat_ranges(urls, list(starts), list(stops), on_error="raise"))
-
     def write_bytes(self, data: bytes) -> None:
         """Create or replace an object; a reader finds the old one or the new one."""
         with asked(self, "written"):
@@ -173,10 +158,10 @@ class ObjectPath:
                 self._files().pipe_file(str(self), data)
                 return True
 
-    def open_for_writing(self, part_nbytes: int) -> Any:
-        """Return a file of fsspec that is sent in parts, and is there once it is closed and committed."""
-        with asked(self, "written"):
-            return self._files().open(str(self), "wb", block_size=part_nbytes, autocommit=False)
+    def open(self, mode: str, **options: Any) -> Any:
+        """Return a file of fsspec: read and sent in blocks, there once it is closed and committed."""
+        with asked(self, "written" if mode == "wb" else "read"):
+            return self._files().open(str(self), mode, **options)
 
     def unlink(self, missing_ok: bool = False) -> None:
         """Remove an object."""

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 from fullshard.checkpoint.format import (
     LATEST_NAME,
@@ -29,7 +29,6 @@ from fullshard.checkpoint.objects import Location, ObjectPath
 from fullshard.checkpoint.stamps import note_stamps_in
 from fullshard.checkpoint.storage import (
     commit_directory,
-    committed_directory,
     discard_directory,
     make_temp_directory,
     refuse_current,
@@ -44,15 +43,22 @@ from fullshard.core.errors import CheckpointError, StoreError
 logger = logging.getLogger(__name__)
 
 
-class Store(ABC):
-    """Makes checkpoints count, and removes them. `final` is the name of one, `save_id` tells saves to it apart."""
+def store_of(path: Location) -> Store:
+    """Return the store that keeps the checkpoints there."""
+    return OBJECTS if isinstance(path, ObjectPath) else FILES
 
-    @abstractmethod
-    def directory(self, final: Location, save_id: str) -> Location:
+
+class Store:
+    """Makes checkpoints count, and removes them: in a file system, by `storage`.
+
+    `final` is the name of a checkpoint, `save_id` tells saves to it apart.
+    """
+
+    def directory(self, final: Any, save_id: str) -> Location:
         """Return the directory in which all ranks write the files of a save."""
+        return temp_directory(final, save_id)
 
-    @abstractmethod
-    def prepare(self, final: Location, save_id: str, *, overwrite: bool, several: bool = False) -> bool:
+    def prepare(self, final: Any, save_id: str, *, overwrite: bool, several: bool = False) -> bool:
         """Make ready for a save, of several models or of one; whether its files must have names of their own.
 
         Raises:
@@ -60,13 +66,15 @@ class Store(ABC):
             ConfigError: another job has it to itself.
             StoreError: the store does not answer.
         """
+        refuse_current(final)
+        make_temp_directory(final, save_id, overwrite=overwrite)
+        return False
 
-    @abstractmethod
-    def require_room(self, final: Location, save_id: str, nbytes: int) -> None:
+    def require_room(self, final: Any, save_id: str, nbytes: int) -> None:
         """Raise `CheckpointError` if it is known that so much does not fit."""
+        require_room(temp_directory(final, save_id), nbytes)
 
-    @abstractmethod
-    def commit(self, final: Location, save_id: str, manifest: bytes | None, *, overwrite: bool) -> None:
+    def commit(self, final: Any, save_id: str, manifest: bytes | None, *, overwrite: bool) -> None:
         """Make a complete save count; without a manifest, one of several models, which have theirs.
 
         What has appeared at `final` since `prepare` is replaced only with `overwrite`.
@@ -74,68 +82,26 @@ class Store(ABC):
         Raises:
             CheckpointError, OSError, StoreError: it does not count, and what was there before does.
         """
-
-    @abstractmethod
-    def discard(self, final: Location, save_id: str) -> None:
-        """Remove the files of a save that failed. A later save removes any remains."""
-
-    @abstractmethod
-    def remove(self, path: Location) -> None:
-        """Remove a checkpoint so that a crash on the way leaves nothing that looks like one."""
-
-    @abstractmethod
-    def replaced(self, final: Location) -> list[Path]:
-        """Return the directories that bore the name `final` until a commit that never ended."""
-
-    @abstractmethod
-    def write(self, path: Location, data: bytes) -> None:
-        """Create or replace a small file so that a crash leaves the old or the new contents."""
-
-
-def store_of(path: Location) -> Store:
-    """Return the store that keeps the checkpoints there."""
-    return OBJECTS if isinstance(path, ObjectPath) else FILES
-
-
-class FileStore(Store):
-    """A store in a file system; see `storage`."""
-
-    def directory(self, final: Location, save_id: str) -> Location:
-        """See `Store`."""
-        return temp_directory(_file(final), save_id)
-
-    def prepare(self, final: Location, save_id: str, *, overwrite: bool, several: bool = False) -> bool:
-        """See `Store`."""
-        refuse_current(_file(final))
-        make_temp_directory(_file(final), save_id, overwrite=overwrite)
-        return False
-
-    def require_room(self, final: Location, save_id: str, nbytes: int) -> None:
-        """See `Store`."""
-        require_room(temp_directory(_file(final), save_id), nbytes)
-
-    def commit(self, final: Location, save_id: str, manifest: bytes | None, *, overwrite: bool) -> None:
-        """See `Store`."""
-        temp = temp_directory(_file(final), save_id)
+        temp = temp_directory(final, save_id)
         if manifest is not None:
             write_file(temp / MANIFEST_NAME, manifest)
-        commit_directory(temp, _file(final), save_id, overwrite=overwrite)
+        commit_directory(temp, final, save_id, overwrite=overwrite)
 
-    def discard(self, final: Location, save_id: str) -> None:
-        """See `Store`."""
-        discard_directory(temp_directory(_file(final), save_id))
+    def discard(self, final: Any, save_id: str) -> None:
+        """Remove the files of a save that failed. A later save removes any remains."""
+        discard_directory(temp_directory(final, save_id))
 
-    def remove(self, path: Location) -> None:
-        """See `Store`."""
-        remove_directory(_file(path))
+    def remove(self, path: Any) -> None:
+        """Remove a checkpoint so that a crash on the way leaves nothing that looks like one."""
+        remove_directory(path)
 
-    def replaced(self, final: Location) -> list[Path]:
-        """See `Store`."""
-        return replaced_directories(_file(final))
+    def replaced(self, final: Any) -> list[Path]:
+        """Return the directories that bore the name `final` until a commit that never ended."""
+        return replaced_directories(final)
 
-    def write(self, path: Location, data: bytes) -> None:
-        """See `Store`."""
-        write_file(_file(path), data)
+    def write(self, path: Any, data: bytes) -> None:
+        """Create or replace a small file so that a crash leaves the old or the new contents."""
+        write_file(path, data)
 
 
 class ObjectStore(Store):
@@ -145,13 +111,12 @@ class ObjectStore(Store):
         self._claimed: set[ObjectPath] = set()
         self._unsure: set[ObjectPath] = set()
 
-    def directory(self, final: Location, save_id: str) -> Location:
+    def directory(self, final: Any, save_id: str) -> Location:
         """See `Store`."""
-        return final
+        return cast("ObjectPath", final)
 
-    def prepare(self, final: Location, save_id: str, *, overwrite: bool, several: bool = False) -> bool:
+    def prepare(self, final: Any, save_id: str, *, overwrite: bool, several: bool = False) -> bool:
         """See `Store`."""
-        final = _object(final)
         if len(final.parts) < 2:
             raise CheckpointError(f"{final} is a bucket", hint=f"name a directory in it: {final}/NAME")
         self._claim(final)
@@ -176,21 +141,19 @@ class ObjectStore(Store):
             raise
         return bool(manifests)
 
-    def require_room(self, final: Location, save_id: str, nbytes: int) -> None:
+    def require_room(self, final: Any, save_id: str, nbytes: int) -> None:
         """Do nothing: an object store does not tell its free space."""
 
-    def commit(self, final: Location, save_id: str, manifest: bytes | None, *, overwrite: bool) -> None:
+    def commit(self, final: Any, save_id: str, manifest: bytes | None, *, overwrite: bool) -> None:
         """See `Store`."""
-        final = _object(final)
         if manifest is not None:
             self._write_manifest(final, manifest, replaces=overwrite and _saved_there(final) is not None)
             with _tolerated(f"what {final} held before is not removed"):
                 _remove_leftovers(final, final.beneath(), [MANIFEST_NAME])
         self._leave(final)
 
-    def discard(self, final: Location, save_id: str) -> None:
+    def discard(self, final: Any, save_id: str) -> None:
         """See `Store`."""
-        final = _object(final)
         with _tolerated(f"{final} holds files of a save that failed; the next save there removes them"):
             if final not in self._unsure and _saved_there(final) != save_id:
                 there = final.beneath()
@@ -199,21 +162,20 @@ class ObjectStore(Store):
         self._unsure.discard(final)
         self._leave(final)
 
-    def remove(self, path: Location) -> None:
+    def remove(self, path: Any) -> None:
         """See `Store`."""
-        path = _object(path)
         there = path.beneath()
         manifests = [name for name in there if _is_manifest(name)]
         path.remove_beneath(manifests)
         path.remove_beneath([name for name in there if name not in manifests])
 
-    def replaced(self, final: Location) -> list[Path]:
+    def replaced(self, final: Any) -> list[Path]:
         """Return an empty list: nothing steps aside."""
         return []
 
-    def write(self, path: Location, data: bytes) -> None:
+    def write(self, path: Any, data: bytes) -> None:
         """See `Store`."""
-        _object(path).write_bytes(data)
+        path.write_bytes(data)
 
     def _write_manifest(self, final: ObjectPath, manifest: bytes, *, replaces: bool) -> None:
         path = final / MANIFEST_NAME
@@ -279,31 +241,20 @@ def new_checkpoint(final: Location, save_id: str, *, overwrite: bool) -> Iterato
         CheckpointError, ConfigError, StoreError: see `Store`, or the disk refused something.
     """
     note_stamps_in(final.parent)
-    if not isinstance(final, ObjectPath):
-        with committed_directory(final, save_id, overwrite=overwrite) as temp:
-            yield (new := NewCheckpoint(temp, save_id, own_names=False))
-            write_file(temp / MANIFEST_NAME, new.manifest)
-        return
-    new = NewCheckpoint(final, save_id, OBJECTS.prepare(final, save_id, overwrite=overwrite))
+    store = store_of(final)
+    own_names = store.prepare(final, save_id, overwrite=overwrite)
+    new = NewCheckpoint(store.directory(final, save_id), save_id, own_names)
     try:
         yield new
-        OBJECTS.commit(final, save_id, new.manifest, overwrite=overwrite)
-    except BaseException:
-        OBJECTS.discard(final, save_id)
+        store.commit(final, save_id, new.manifest, overwrite=overwrite)
+    except BaseException as error:
+        store.discard(final, save_id)
+        if isinstance(error, OSError):
+            raise CheckpointError(f"cannot write {final}: {error.strerror or error}") from error
         raise
 
 
-FILES, OBJECTS = FileStore(), ObjectStore()
-
-
-def _file(path: Location) -> Path:
-    assert isinstance(path, Path)  # noqa: S101 -- `store_of` has looked
-    return path
-
-
-def _object(path: Location) -> ObjectPath:
-    assert isinstance(path, ObjectPath)  # noqa: S101 -- `store_of` has looked
-    return path
+FILES, OBJECTS = Store(), ObjectStore()
 
 
 def _saved_there(final: ObjectPath) -> str | None:

@@ -182,7 +182,7 @@ class TensorFileReader:
         self._at = self._crc32c = 0  # where the last read ended, and the sum of its chunk up to there
         if problem := size_problem(path, record, chunk_nbytes=chunk_nbytes):
             raise CheckpointError(problem)
-        self._file = open_to_read(path, record.nbytes)
+        self._file = open_to_read(path)
         try:
             self.tensors = self._read_header()
         except BaseException:

@@ -163,15 +163,6 @@ class TrainArguments(View):
     timeout: float | None = of_run("launch.timeout")
 
     @classmethod
-    def parse(cls, values: Mapping[str, Any]) -> Self:
-        """Check the values of a command line or a file.
-
-        Raises:
-            ConfigError: a name is unknown or a value is wrong; every problem is listed with its option.
-        """
-        return cls.of(values)
-
-    @classmethod
     def spelled(cls, name: str) -> str:
         """Return the option of a field."""
         return "--" + name.replace("_", "-")
