@@ -8,7 +8,6 @@ are ended.
 
 from __future__ import annotations
 
-import operator
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -93,4 +92,5 @@ _models: set[weakref.ref[HooklessCalls]] = set()  # not a `WeakSet`, whose lengt
 
 
 def _all_models() -> list[HooklessCalls]:
-    return list(filter(None, map(operator.call, _models.copy())))  # any may die at any moment, and is removed then
+    # A copy: any may die at any moment, and is removed then; ranks may be threads.
+    return [model for reference in _models.copy() if (model := reference()) is not None]

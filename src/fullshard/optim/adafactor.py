@@ -110,18 +110,7 @@ class _Updated:
 class Adafactor(MatrixOptimizer):
     """Adafactor, with the arguments and numbers of `torch.optim.Adafactor` (to 1e-5, as sums over ranks round).
 
-    Args:
-        params: parameters, or groups of them, sharded or not.
-        lr: the largest step relative to the weights, and what weight decay is multiplied by.
-        beta2_decay: exponent of the average of squares.
-        eps: the least of the square root of the variance, None being that of the dtype; the least size of weights.
-        d: the largest root mean square of a direction.
-        weight_decay: decoupled.
-        foreach: taken for torch's sake, and changes nothing.
-        maximize: climb instead.
-
-    Raises:
-        ConfigError: a value that cannot be.
+    `params` may be sharded or not; `foreach` changes nothing.
     """
 
     whole_state = frozenset({_ROWS, _COLUMNS})
@@ -237,17 +226,8 @@ class Adafactor(MatrixOptimizer):
 class TransformersAdafactor(Adafactor):
     """Adafactor, with the arguments and numbers of `transformers.optimization.Adafactor`.
 
-    Args:
-        params: parameters, or groups of them, sharded or not.
-        lr: None with `relative_step`, a number without.
-        eps: what is added to squares; the least size of weights.
-        clip_threshold: the largest root mean square of a direction.
-        decay_rate: exponent of the average of squares.
-        beta1: of an average of the updates; None: there is none.
-        weight_decay: decoupled.
-        scale_parameter: whether steps are relative to the size of the weights.
-        relative_step: whether the learning rate is found from the number of steps.
-        warmup_init: whether that begins small.
+    Raises:
+        ConfigError: `lr` and `relative_step` are both there or both not, or `warmup_init` is alone.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ from torch import nn
 
 from fullshard.core.errors import ConfigError
 from fullshard.optim.newton_schulz import COEFFICIENTS, DTYPE, EPS, orthogonalized
-from fullshard.optim.with_adamw import AdamWOptions, MatricesWithAdamW, check_not_negative, local_gradient, local_of
+from fullshard.optim.with_adamw import AdamWOptions, MatricesWithAdamW, local_gradient, local_of
 from fullshard.plan.dealing import NEWTON_SCHULZ_STEPS, matrix_shape
 
 _MOMENTUM = "momentum_buffer"
@@ -70,7 +70,8 @@ class Muon(MatricesWithAdamW):
         super().__init__(params, defaults, **adamw)
 
     def _check(self, group: dict[str, Any], where: str) -> None:
-        check_not_negative(group, "momentum", where)
+        if not group["momentum"] >= 0:
+            raise ConfigError(f"{where}: momentum is {group['momentum']}, expected 0 or more")
         if group["adjust_lr_fn"] not in _SCALINGS:
             raise ConfigError(
                 f"{where}: adjust_lr_fn is {group['adjust_lr_fn']!r}, expected original or match_rms_adamw"

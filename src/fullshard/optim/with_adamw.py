@@ -26,12 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class AdamWOptions(TypedDict, total=False):
-    """The options by which AdamW updates the rest.
-
-    Attributes:
-        adamw_lr, adamw_weight_decay: default: those of the matrices.
-        adamw_betas, adamw_eps: default: those of `torch.optim.AdamW`.
-    """
+    """The options by which AdamW updates the rest. Default: the rates of the matrices, and torch's betas and eps."""
 
     adamw_lr: float | None
     adamw_weight_decay: float | None
@@ -163,10 +158,9 @@ class MatricesWithAdamW(MatrixOptimizer):
 
     def _check_group(self, group: dict[str, Any], number: int) -> None:
         where = f"{self.name}, parameter group {number}"
-        if isinstance(group["lr"], torch.Tensor) and group["lr"].numel() != 1:
-            raise ConfigError(f"{where}: lr is a tensor of shape {tuple(group['lr'].shape)}, not one number")
         for key in ("lr", "weight_decay"):
-            check_not_negative(group, key, where)
+            if not float(group[key]) >= 0:
+                raise ConfigError(f"{where}: {key} is {group[key]}, expected 0 or more")
         if group["algorithm"] not in (self.algorithm, "adamw"):
             raise ConfigError(f"{where}: algorithm is {group['algorithm']!r}, not {self.algorithm} or adamw")
         if group["algorithm"] == "adamw":
@@ -180,12 +174,6 @@ class MatricesWithAdamW(MatrixOptimizer):
 def _adamw(options: dict[str, Any]) -> optim.AdamW:
     """Return torch's AdamW of one empty parameter."""
     return optim.AdamW([nn.Parameter(torch.empty(0))], **options)
-
-
-def check_not_negative(group: dict[str, Any], key: str, where: str) -> None:
-    """Raise `ConfigError` if a value of a group is below 0, or no number."""
-    if not float(group[key]) >= 0:
-        raise ConfigError(f"{where}: {key} is {group[key]}, expected 0 or more")
 
 
 def _check_matrix(parameter: torch.Tensor, optimizer: str, where: str) -> None:
