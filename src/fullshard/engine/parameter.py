@@ -190,9 +190,8 @@ class ShardedParameter(ShardedTensor):
 class RowParameter(ShardedParameter, RowTensor):
     """A sharded parameter cut by rows, as under torch's `fully_shard`: `shard_placement_fn` gives `Shard(0)`.
 
-    Its bucket, in which it is alone, is cut into W intervals of ceil(n / W) rows each, the last ones shorter or empty.
-    Otherwise it is like any bucket, and nothing is copied on the way; but each such parameter needs a gather and a
-    reduction of its own. Within the engine a rank's rows are flat, as any interval is.
+    It is alone in its bucket, which is cut into W intervals of ceil(n / W) rows each, the last ones shorter or empty.
+    So it needs a gather and a reduction of its own. Within the engine a rank's rows are flat, as any interval is.
     """
 
 
