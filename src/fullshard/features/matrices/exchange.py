@@ -105,7 +105,7 @@ class WholeMatrices:
         self._buckets = list(dict.fromkeys(p.bucket for p in parameters))
         numbers = {bucket: number for number, bucket in enumerate(self._buckets)}
         matrices: list[Matrix] = []
-        self._owners_of: list[ShardedParameter] = []
+        self._parameter_of: list[ShardedParameter] = []
         self._first: dict[int, int] = {}
         for parameter in parameters:
             bucket = parameter.bucket
@@ -113,14 +113,14 @@ class WholeMatrices:
             found = matrices_in(numbers[bucket], bucket.layout, parameter._index, flatten=flatten)
             self._first[id(parameter)] = len(matrices)
             matrices += found
-            self._owners_of += [parameter] * len(found)
+            self._parameter_of += [parameter] * len(found)
         layouts = [bucket.layout for bucket in self._buckets]
         self.dealing = deal(layouts, matrices, replicate_size=mesh.replicate_size, shard_size=mesh.shard_size)
 
     def owners(self) -> dict[int, list[tuple[int, int]]]:
         """Return by parameter id the owner of each of its matrices: (replicate place, shard place)."""
         owners: dict[int, list[tuple[int, int]]] = {key: [] for key in self._first}
-        for parameter, owner in zip(self._owners_of, self.dealing.owners, strict=True):
+        for parameter, owner in zip(self._parameter_of, self.dealing.owners, strict=True):
             owners[id(parameter)].append(owner)
         return owners
 
@@ -165,7 +165,7 @@ class WholeMatrices:
     def _made(self, matrices: dict[int, torch.Tensor], dtype: torch.dtype, compute: Compute) -> dict[int, torch.Tensor]:
         """Return the results of this rank's matrices, each flat, in place of the inputs: neither exists twice."""
         for number in matrices:
-            parameter = self._owners_of[number]
+            parameter = self._parameter_of[number]
             made = compute(parameter, number - self._first[id(parameter)], matrices[number])
             matrices[number] = made.reshape(-1).to(dtype)
         return matrices
@@ -249,7 +249,7 @@ class _Travel:
         received += self._across(numbers, received)
         pieces_of: dict[int, list[tuple[MatrixPiece, torch.Tensor]]] = {}
         for piece, part in received:
-            pieces_of.setdefault(id(self._whole._owners_of[piece.matrix]), []).append((piece, part))
+            pieces_of.setdefault(id(self._whole._parameter_of[piece.matrix]), []).append((piece, part))
         for parameter in parameters:
             own = sorted(pieces_of.get(id(parameter), ()), key=lambda found: found[0].interval.start)
             if own:
@@ -306,15 +306,15 @@ class _Travel:
 
     def _present(self, of_buckets: Sequence[Sequence[Sequence[MatrixPiece]]]) -> list[list[MatrixPiece]]:
         """Return by rank the pieces of parameters that are updated in this step."""
-        owners_of = self._whole._owners_of
+        parameter_of = self._whole._parameter_of
         return [
-            [piece for pieces in of_rank for piece in pieces if id(owners_of[piece.matrix]) in self._given]
+            [piece for pieces in of_rank for piece in pieces if id(parameter_of[piece.matrix]) in self._given]
             for of_rank in zip(*of_buckets, strict=True)
         ]
 
     def _part_of(self, local: dict[int, torch.Tensor], piece: MatrixPiece) -> torch.Tensor:
         """Return a piece of the interval that `give` has given."""
-        parameter = self._whole._owners_of[piece.matrix]
+        parameter = self._whole._parameter_of[piece.matrix]
         layout, index = parameter.bucket.layout, parameter._index
         first = layout.offsets[index] + layout.interval(index, self._mesh.shard_rank).start
         return local[id(parameter)][piece.interval.start - first : piece.interval.stop - first]
