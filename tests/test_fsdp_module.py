@@ -475,7 +475,7 @@ def check_settings_of_parts() -> None:
     assert (guard.policy, guard.limit) == ("skip", 3)
     check = ConsistencyCheck.of(schedule)
     assert (check.policy, check.every) == ("off", 7)
-    assert schedule.reducer.order.in_flight == 2
+    assert schedule.backward.reducer.order.in_flight == 2
     assert not schedule.is_last_backward
 
 

@@ -720,7 +720,7 @@ def check_failure(place: str, first: bool) -> None:
     # An order that is not agreed on would be one that ranks may see differently.
     assert DesyncDetection.of(schedule).is_order_verified
     # A forward that would be taken for one inside another would neither count nor begin a step.
-    assert not schedule.is_in_forward
+    assert not schedule.forward.is_under_way
     assert schedule.steps == (1 if first else 3)
     assert_at_rest(model)
 

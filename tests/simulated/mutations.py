@@ -184,18 +184,18 @@ MUTATIONS = (
     ),
     Mutation(
         "after a forward copies may still read main weights",
-        "engine/schedule.py",
-        "            other.rest()\n        if not failed:\n            self.settle()  # after a forward without "
+        "engine/forward.py",
+        "            unit.rest()\n        if not failed:\n            schedule.settle()  # after a forward without "
         "backward the user may change main weights at once\n",
-        "            other.rest()\n",
+        "            unit.rest()\n",
         "changed at once",
         is_race=False,
     ),
     Mutation(
         "after a backward and at the step copies may still read main weights",
-        "engine/schedule.py",
-        "        self._end_backward()\n        self.settle()\n",
-        "        self._end_backward()\n",
+        "engine/backward.py",
+        "        self._clear()\n        self._schedule.settle()\n",
+        "        self._clear()\n",
         "changed at once, frozen",  # gradients that arrive on the host have waited for everything else
         also=("        self.settle()  # a peer may still be reading main weights where they are\n",),
         is_race=False,

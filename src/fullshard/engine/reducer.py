@@ -4,7 +4,7 @@
     early        gradients that have arrived meanwhile are added to the main gradient, or published if they are wanted
     publish      the rest, at the end of backward
 
-`core.schedule` decides which bucket is next, `engine.schedule` when one is complete.
+`core.schedule` decides which bucket is next, `engine.backward` when one is complete.
 """
 
 from __future__ import annotations

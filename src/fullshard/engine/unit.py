@@ -154,23 +154,23 @@ class Unit(UnitParameters):
             return args, kwargs
         in_backward = torch_private.backward_under_way() != -1
         if in_backward:  # a recompute is no forward of the model: it changes neither order nor depth
-            self.schedule.hookless_calls.leave_before_recompute()
+            self.schedule.backward.hookless_calls.leave_before_recompute()
             for tell in self.schedule.extensions.before_unshard_in_backward:
                 tell(self)
         else:
-            self._is_outermost = self.schedule.begin_forward(self)
+            self._is_outermost = self.schedule.forward.begin(self)
         if self._is_outermost:  # as in torch, move inputs left on the host; for a recompute too
             args, kwargs = moved((args, kwargs), self.schedule.mesh.device)
         self._running += 1
         self.unshard()
         if not in_backward:  # after this unit's own: gathers on one communicator arrive in the order of their launch
-            self.schedule.prefetch_forward(self)
+            self.schedule.forward.prefetch(self)
         self.emit(EventKind.FORWARD_BEGIN)
         if self.policy.cast_forward_inputs:
             args, kwargs = cast_floating((args, kwargs), self.policy.param_dtype)
         if torch.is_grad_enabled() and not (in_backward and self.has_live_calls):
             # In backward with a live call this is checkpointing's recompute: its graph is never run backward.
-            self.schedule.begin_call(self)
+            self.schedule.backward.note_call(self)
             call: Call[Unit] = Call()
             self._current.append(call)
             args, kwargs = call.watch_inputs(self, args, kwargs)
@@ -191,7 +191,7 @@ class Unit(UnitParameters):
                 tell(self)
         call = self._current.pop() if self._current else None
         if call is not None and not failed:
-            self.schedule.end_call(self, call)
+            self.schedule.forward.end_call(self, call)
             if not self._watch_outputs(call, output):
                 self.is_kept_for_backward = True  # nothing will announce its backward
         try:
@@ -202,10 +202,10 @@ class Unit(UnitParameters):
                     self.reshard(is_after_forward=torch.is_grad_enabled() and not (failed or in_backward))
         except BaseException:  # another rank has ended, so memory that it shares cannot be freed
             if not in_backward:
-                self.schedule.leave_forward(failed=True)
+                self.schedule.forward.leave(failed=True)
             raise
         if not in_backward:
-            self.schedule.end_forward(self, failed=failed)
+            self.schedule.forward.end(failed=failed)
         return cast_floating(output, self.policy.output_dtype)
 
     def _lasting(self, output: torch.Tensor) -> torch.Tensor:
@@ -232,23 +232,23 @@ class Unit(UnitParameters):
                 hint="return from its forward all that is in the loss, an auxiliary loss left on the module too, or "
                 "keep the unit whole: set_reshard_after_forward(False)",
             )
-        self.schedule.begin_backward(self)
+        self.schedule.backward.begin(self)
 
     def pre_backward(self, call: Call[Unit]) -> None:
         """Learn that backward has reached an output of `call`."""
         if torch.is_grad_enabled() and any(not bucket.shares_main for bucket in self.buckets):
             self._check_second_derivatives()
-        self.schedule.begin_backward(self)
+        self.schedule.backward.begin(self)
         if call.is_active:  # another output came first
             return
-        self.schedule.hookless_calls.reach(self, call)
+        self.schedule.backward.hookless_calls.reach(self, call)
         call.begin()
         self._gradient_hooks.stay_last()
         if self.unshard_in_backward:
             for tell in self.schedule.extensions.before_unshard_in_backward:
                 tell(self)
             self.unshard()
-        self.schedule.prefetch_backward(self, call)
+        self.schedule.backward.prefetch(self, call)
         self.emit(EventKind.BACKWARD_BEGIN)
 
     def _check_second_derivatives(self) -> None:
@@ -261,7 +261,7 @@ class Unit(UnitParameters):
 
     def post_backward(self, call: Call[Unit]) -> None:
         """Learn that backward has passed all inputs of `call`."""
-        self.schedule.hookless_calls.leave(after=call.number)
+        self.schedule.backward.hookless_calls.leave(after=call.number)
         call.end()
         self.emit(EventKind.BACKWARD_END)
         pending = _pending(self._live_calls())
@@ -271,8 +271,8 @@ class Unit(UnitParameters):
         if not pending:
             self._reduce()
         if is_over:  # after the reductions, which other ranks may have launched at the last gradient
-            self.schedule.prefetch_after_backward(call.previous)
-        self.schedule.reducer.publish_when_final()
+            self.schedule.backward.prefetch_after(call.previous)
+        self.schedule.backward.reducer.publish_when_final()
 
     def reduce_if_left(self) -> None:
         """Reduce the unit's gradients, unless backward is still to come back to a call, which adds to them."""
@@ -281,17 +281,17 @@ class Unit(UnitParameters):
 
     def _reduce(self) -> None:
         for bucket in self.buckets:
-            self.schedule.reduce_when_due(bucket)
+            self.schedule.backward.reduce_when_due(bucket)
 
     def gradients_complete(self, bucket: Bucket) -> None:
         """Learn that autograd has accumulated the gradients of all parameters of `bucket`."""
         calls = self._live_calls()
         if any(not call.is_active for call in _pending(calls)):
             return  # a call still to come adds to them on other ranks, which reduce after it
-        self.schedule.reduce_when_due(bucket)
+        self.schedule.backward.reduce_when_due(bucket)
         if all(each is bucket or each.is_complete for each in self.buckets):
             self._reshard_if_passed(calls)
-        self.schedule.reducer.publish_when_final()
+        self.schedule.backward.reducer.publish_when_final()
 
     def _reshard_if_passed(self, calls: Sequence[Call[Unit]]) -> None:
         """Reshard when all gradients are there, if nothing else shows that backward has left `calls`.

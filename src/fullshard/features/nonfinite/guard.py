@@ -118,7 +118,7 @@ class NonFiniteGuard(Extension):
         Raises:
             LifecycleError: Whether to leave one out is known only when all gradients are there.
         """
-        self._is_early = self.model.reducer.publishes_early
+        self._is_early = self.model.backward.reducer.publishes_early
         if self._is_early and self.policy == "skip":
             raise LifecycleError(
                 "steps whose gradients are not finite are to be left out, and the optimizer steps in backward, before "

@@ -302,7 +302,7 @@ class StepsInBackward(Extension):
     def backward_begins(self) -> None:
         """Want gradients as soon as they are final, if an optimizer is to step with them."""
         begun = [stepper.begin(self.model) for stepper in self.steppers]
-        self.model.reducer.publishes_early = any(begun)
+        self.model.backward.reducer.publishes_early = any(begun)
 
     def bucket_is_final(self, bucket: Bucket) -> None:
         """Step the bucket, and free its gradients."""

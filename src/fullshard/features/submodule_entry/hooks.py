@@ -123,7 +123,7 @@ def _entered(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     def entered(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or (unit := unit_of(self)) is None or not unit.is_at_rest:
             return method(self, *args, **kwargs)
-        if unit.schedule.is_in_forward or torch_private.backward_under_way() != -1:
+        if unit.schedule.forward.is_under_way or torch_private.backward_under_way() != -1:
             return unit.run_method(self, functools.partial(method, self), *args, **kwargs)
         try:
             return method(self, *args, **kwargs)

@@ -36,7 +36,7 @@ class TorchCompat(Extension):
 
     def set_reductions_in_flight(self, count: int) -> None:
         """Set `in_flight`, for the whole model."""
-        self.in_flight = self.model.reducer.order.in_flight = count
+        self.in_flight = self.model.backward.reducer.order.in_flight = count
 
     def forward_begins(self) -> None:
         """Wait for the event: gathers read main weights, which another stream may still be writing."""

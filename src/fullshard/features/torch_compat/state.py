@@ -96,7 +96,7 @@ def _reduce_kept(unit: Unit) -> Callable[..., None]:
     Units are reduced in one order on all ranks. Gradients that were reduced already, through another group or at the
     end of a backward, are not reduced again.
     """
-    return lambda *_unused: unit.schedule.reduce_if_kept()
+    return lambda *_unused: unit.schedule.backward.reduce_if_kept()
 
 
 class _ParameterGroup(_View):

@@ -205,7 +205,7 @@ class DesyncDetection(Extension):
         For the last forward, the digest covers those units, in their order, whose gradients are reduced.
         """
         self._note(_END_OF_BACKWARD)
-        launched = set(self.model.reducer.order.launched)
+        launched = set(self.model.backward.reducer.order.launched)
         self._ran = [u for u in dict.fromkeys(self._forward) if any(bucket in launched for bucket in u.buckets)]
         entered = zlib.crc32(struct.pack(f"={len(self._ran)}I", *[unit.number for unit in self._ran]))
         rates = sum(zlib.crc32(struct.pack(f"={len(r)}d", *r)) for r in self._rates()) & 0xFFFFFFFF

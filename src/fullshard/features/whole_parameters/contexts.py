@@ -34,7 +34,7 @@ def unsharded(model: nn.Module, *, writeback: bool = False, recurse: bool = True
             owns them whole (one rank, or NO_SHARD), so that the change cannot be dropped.
     """
     units = units_of(model) if recurse else _owners(model)
-    if torch_private.backward_under_way() != -1 or any(unit.schedule.is_in_forward for unit in units):
+    if torch_private.backward_under_way() != -1 or any(unit.schedule.forward.is_under_way for unit in units):
         raise LifecycleError("unsharded() inside a forward or backward pass", hint="call it between steps")
     for schedule in dict.fromkeys(unit.schedule for unit in units):
         schedule.recover()

@@ -1,0 +1,263 @@
+"""The backward of one model: what is gathered ahead, in which order gradients are reduced, and what ends it.
+
+Ranks must communicate in the same order, whatever becomes ready first on each. `core.schedule` has that order; this
+file tells it what has happened, and does what is due. A backward ends with a callback of autograd's, which reduces the
+buckets that never became ready (zeros where nothing was used).
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from fullshard.comm import torch_private
+from fullshard.core.errors import CommunicationError, LifecycleError
+from fullshard.core.schedule import BackwardPrefetch
+from fullshard.engine.bucket import Bucket
+from fullshard.engine.call import Call
+from fullshard.engine.end_of_backward import EndOfBackward
+from fullshard.engine.hookless_calls import HooklessCalls
+from fullshard.engine.reducer import Reducer, call_gradient_hooks
+
+if TYPE_CHECKING:
+    from fullshard.engine.schedule import Schedule
+    from fullshard.engine.unit import Unit
+
+
+class Backward:
+    """The backward under way, if there is one, and what it needs to know of the forwards before it.
+
+    Args:
+        schedule: the schedule of the model.
+
+    Attributes:
+        reducer: launches reductions, and publishes their results.
+        hookless_calls: calls that backward leaves without a hook.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        self.reducer = Reducer(schedule.extensions)
+        self.hookless_calls = HooklessCalls()
+        self._reduce_order: dict[Unit, int] = {}
+        self._participants: dict[Unit, None] = {}
+        self._queued: set[Unit] = set()
+        self._has_kept = False
+        self._callback: Callable[[], object] = lambda: None  # autograd's; None once it can no longer be called
+
+    @property
+    def is_under_way(self) -> bool:
+        """Return whether backward has come to the model and is not over; so it is after one that has failed."""
+        return self.hookless_calls.backward is not None
+
+    @property
+    def is_lost(self) -> bool:
+        """Return whether the backward under way can no longer come to its end, because it has failed."""
+        return self.is_under_way and self._callback() is None
+
+    def note_call(self, unit: Unit) -> None:
+        """Learn that a forward of a unit has begun that backward may come back to."""
+        self._participants[unit] = None
+
+    def order_reductions(self, ran: Sequence[Unit]) -> None:
+        """Reduce from now on in the reverse of the order in which the first whole forward ran the units."""
+        if not self._reduce_order:
+            every = dict.fromkeys([*ran, *reversed(self._schedule.units)])
+            self._reduce_order = {unit: -position for position, unit in enumerate(every)}
+
+    def begin(self, unit: Unit) -> None:
+        """Learn that backward has reached `unit`; at first, order the reductions and ask autograd for `finish`."""
+        if self.is_lost:
+            self.give_up()  # the last one has raised, and nothing has noticed since
+        if not self.is_under_way:
+            self._tell()
+            for each in self._schedule.units:
+                each.take_requires_grad()  # a module may have changed it within its forward
+            # Use an order verified on all ranks, not the units that happened to run or be alive on this one. Without
+            # one (a part of the model was called on its own), the last forward comes first.
+            participants = list(reversed(self._participants))
+            for participant in sorted(participants, key=lambda u: self._reduce_order.get(u, 0)):
+                self._enqueue(participant)
+            finish = functools.partial(self.finish)
+            torch_private.call_after_backward(finish)
+            # Autograd frees it with the backward.
+            self._callback = weakref.ref(finish, self._note_dropped)
+            del finish
+        if unit not in self._queued:
+            self._enqueue(unit)
+
+    def _note_dropped(self, _: object) -> None:
+        """Learn that autograd has dropped a backward: it has failed unless it has come to its end."""
+        if self.is_under_way:
+            for tell in self._schedule.extensions.backward_fails:
+                tell()
+
+    def _tell(self) -> None:
+        for tell in self._schedule.extensions.backward_begins:  # first, because it may refuse it
+            tell()
+        self.hookless_calls.begin()
+
+    def _enqueue(self, unit: Unit) -> None:
+        self._queued.add(unit)
+        self.reducer.order.expect(bucket for bucket in unit.buckets if bucket.trainable_count)
+
+    def reduce_kept(self) -> None:
+        """Reduce gradients that earlier backwards have kept unsharded, as if a backward ended here. A collective.
+
+        Raises:
+            LifecycleError: called within a backward, which would take the reduction for its own.
+        """
+        if self.is_under_way:
+            raise LifecycleError(
+                f"rank {self._schedule.mesh.rank}: gradients are to be reduced within a backward that has not ended",
+                hint="call it between backwards, on every rank; after one that failed call reset_iter_state() first",
+            )
+        self._tell()
+        for unit in sorted(self._schedule.units_by_backward(), key=lambda unit: self._reduce_order.get(unit, 0)):
+            self._enqueue(unit)
+        self.finish()
+
+    def reduce_if_kept(self) -> None:
+        """Call `reduce_kept`, unless the last backward, or an earlier call since then, has reduced everything."""
+        if self._has_kept:
+            self.reduce_kept()
+
+    def prefetch(self, unit: Unit, call: Call[Unit]) -> None:
+        """Unshard ahead what backward needs after `unit`, before `unit`'s own gradients are computed."""
+        if unit.backward_prefetch is not None:
+            for other in unit.backward_prefetch:
+                other.issue_unshard()
+        elif self._schedule.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
+            self._prefetch(call.previous)
+        for tell in self._schedule.extensions.call_backward_begins:
+            tell(unit, call)
+
+    def prefetch_after(self, previous: Unit | None) -> None:
+        """Unshard ahead what backward needs next, after a unit's own gradients were computed."""
+        if self._schedule.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
+            self._prefetch(previous)
+
+    def _prefetch(self, unit: Unit | None) -> None:
+        # A unit that backward has passed is not gathered again: which units are sharded by now may differ between
+        # ranks that used different parameters.
+        if unit is not None and unit.awaits_backward and unit.unshard_in_backward:
+            unit.issue_unshard()
+
+    def reduce_when_due(self, bucket: Bucket) -> None:
+        """Reduce the complete gradients of `bucket`, as soon as those before it in the order have been."""
+        for due in self.reducer.order.complete(bucket):
+            self._launch(due)
+
+    def _launch(self, bucket: Bucket) -> None:
+        if torch.is_grad_enabled():  # under create_graph alone; backward has turned it off otherwise
+            with torch.no_grad():
+                self._launch(bucket)
+        elif self._reduces(bucket.owner):
+            with torch_private.without_transforms():
+                self.reducer.launch(bucket)
+
+    def _reduces(self, unit: Unit) -> bool:
+        return unit.reduce_gradients and (self._schedule.is_last_backward or not self._schedule.keeps_gradients)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Finish the outermost backward; autograd calls this when it is over."""
+        with torch_private.without_transforms():
+            self._finish()
+
+    def _finish(self) -> None:
+        self.hookless_calls.leave(after=-1)  # of other models too: the backward is over for them
+        self.hookless_calls.finish_others()
+        if self.reducer.publishes_early:  # other ranks may wait for it before they use gradients
+            for unit in self._schedule.units:
+                unit.finish_backward()
+                unit.reshard()
+        for bucket in self.reducer.order.rest():  # those with a parameter that got no gradient here
+            self._launch(bucket)
+        # After all launches, so that they overlap, and before anything is published: it may raise an error.
+        used = self._agree_on_used()
+        self.reducer.publish(used)
+        for bucket in self.reducer.published:  # not when published: the message may have needed it until here
+            bucket.gradient.unsharded.forget_used()
+        for unit in self._schedule.units:
+            unit.finish_backward()
+        self._has_kept = not all(map(self._reduces, self._schedule.units))
+        hooked = [bucket for bucket in used if bucket.has_gradient_hooks and bucket in self.reducer.published]
+        self._clear()
+        self._schedule.settle()
+        for tell in self._schedule.extensions.backward_ends:
+            tell(used)
+        for bucket in hooked:  # at rest, because hooks may do anything
+            call_gradient_hooks(bucket, used[bucket])
+
+    def _clear(self) -> None:
+        for unit in self._schedule.units:
+            for bucket in unit.buckets:
+                if bucket.has_gradient:
+                    bucket.gradient.unsharded.end_backward()
+        self._participants.clear()
+        self._schedule.forward.forget_last_call()
+        self._queued.clear()
+        self.hookless_calls.end()
+        self.reducer.clear()
+
+    def _agree_on_used(self) -> dict[Bucket, bytearray]:
+        """Return for each parameter of the reduced buckets whether it got a gradient on any rank.
+
+        A parameter that no rank used must keep `.grad = None`, or weight decay would still move it. The same message
+        says whether any rank has collected more than it reduced (through reentrant checkpointing, or a unit that ran
+        under `no_sync` only); if so, all ranks reduce that bucket once more. It also says whether all ranks reduced the
+        same buckets, and carries what extensions have to say.
+
+        Raises:
+            CommunicationError: the ranks disagree; nothing has been published yet.
+        """
+        trainable = [bucket for bucket in self._schedule.buckets() if bucket.has_gradient]
+        launched = set(self.reducer.order.launched)
+        ends = [bucket.gradient.unsharded.end(is_reduced=bucket in launched) for bucket in trainable]
+        message = EndOfBackward([say() for say in self._schedule.extensions.message], ends)
+        if self._schedule.mesh.control_group is not None and ends:
+            ran = self._schedule.forward.ran
+            last = ran[-1] if ran else self._schedule.units[-1]
+            with last.waiting("end of backward (the last unit that ran forward)"):
+                message.exchange(self._schedule.mesh.control_group)
+        used: dict[Bucket, bytearray] = {}
+        for bucket, anywhere in zip(trainable, message.buckets(), strict=True):
+            if anywhere.is_reduced and anywhere.is_not_reduced:
+                here = "ran" if bucket in launched else "did not run"
+                raise CommunicationError(
+                    f"rank {bucket.mesh.rank}, unit {bucket.owner.name!r}: it {here} in this backward on this rank, "
+                    "which is not so on all others",
+                    hint="every rank must run the same units in each step",
+                )
+            if anywhere.has_more:
+                self._launch(bucket)
+            used[bucket] = anywhere.used
+        for hear, (largest, smallest) in zip(self._schedule.extensions.heard, message.notes(), strict=True):
+            hear(largest, smallest)
+        return used
+
+    def give_up(self) -> None:
+        """Forget a failed backward, but keep the forwards before it: another loss may need them."""
+        if any(bucket.has_gradient and bucket.gradient.unsharded.is_kept for bucket in self._schedule.buckets()):
+            warnings.warn(
+                f"rank {self._schedule.mesh.rank}: a backward has failed, and with it what those before it had kept "
+                "unreduced (no_sync) is lost: begin the step again",
+                stacklevel=2,
+            )
+        for unit in self._schedule.units:
+            unit.give_up_backward()  # first: wait for reductions, which write into memory dropped next
+        self._has_kept = False
+        participants = self._participants.copy()
+        self._clear()
+        self._participants = participants
+
+    def forget(self) -> None:
+        """Forget a backward that failed, and the forwards before it."""
+        self.give_up()
+        self._participants.clear()

@@ -1,0 +1,121 @@
+"""The forwards of one model: which units have run, in which order, and which one to gather ahead."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from fullshard.core.schedule import gathered_ahead
+from fullshard.engine.call import Call
+from fullshard.engine.unit_parameters import UnitState
+
+if TYPE_CHECKING:
+    from fullshard.engine.schedule import Schedule
+    from fullshard.engine.unit import Unit
+
+
+class Forward:
+    """The forward under way, and the order of the last whole one.
+
+    Args:
+        schedule: the schedule of the model.
+
+    Attributes:
+        order: the units in the order in which the last whole forward ran them; empty before the first. All ranks have
+            the same: one that gathers ahead in another order would wait for the others forever.
+        ran: the units that the forward under way, or the last one, has run so far.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        self.order: list[Unit] = []
+        self.ran: list[Unit] = []
+        self._depth = 0
+        self._last_ended: Unit | None = None
+
+    @property
+    def is_under_way(self) -> bool:
+        """Return whether a forward is under way."""
+        return self._depth > 0
+
+    def begin(self, unit: Unit) -> bool:
+        """Learn that a unit is about to run forward (not as a recompute); return whether it is the outermost."""
+        schedule = self._schedule
+        if self._depth and unit is schedule.units[-1]:
+            self.abandon()
+        self._depth += 1  # before code that may raise: `end` is called even then
+        if self._depth == 1:
+            schedule.before_forward()
+            self._depth = 1  # which a reset has forgotten
+            self._last_ended, self.ran = None, []
+            for tell in schedule.extensions.forward_begins:
+                tell()
+        for tell in schedule.extensions.call_begins:
+            tell(unit)
+        self.ran.append(unit)
+        return self._depth == 1
+
+    def prefetch(self, unit: Unit) -> None:
+        """Start unsharding the units after `unit`, now that its own parameters are there."""
+        if unit.gathered_after_forward is not None:
+            for other in unit.gathered_after_forward:
+                other.issue_unshard()
+        elif self._schedule.forward_prefetch:
+            ahead = gathered_ahead(self.order, len(self.ran), unit)
+            if ahead is not None:
+                ahead.issue_unshard()
+
+    def end_call(self, unit: Unit, call: Call[Unit]) -> None:
+        """Learn that a unit's forward has ended; after it, backward will want the call that ended before."""
+        call.previous, self._last_ended = self._last_ended, unit
+        for tell in self._schedule.extensions.call_ends:
+            tell(unit, call)
+
+    def leave(self, *, failed: bool) -> bool:
+        """Learn that a unit's forward is over, before its memory is freed; return whether it was the outermost."""
+        self._depth = max(0, self._depth - 1)
+        if self._depth:
+            return False
+        for tell in self._schedule.extensions.forward_ends:
+            tell(failed=failed)
+        return True
+
+    def end(self, *, failed: bool) -> None:
+        """Learn that a unit has run forward, or failed to.
+
+        After a failure nothing is communicated: the other ranks may be elsewhere, and waiting for them would hide the
+        error.
+        """
+        if not self.leave(failed=failed):
+            return
+        schedule = self._schedule
+        if not failed:
+            schedule.backward.order_reductions(self.ran)
+            self.order = self.ran  # a forward that failed half-way would lack the rest
+        for unit in schedule.units:
+            # Prefetched and not used, or kept for a backward that will not come.
+            keeps = torch.is_grad_enabled() or unit.is_kept_for_backward or not unit.reshard_after_backward
+            if unit.state is UnitState.GATHERING or not keeps:
+                unit.reshard()
+            unit.rest()
+        if not failed:
+            schedule.settle()  # after a forward without backward the user may change main weights at once
+
+    def abandon(self) -> None:
+        """Abandon a forward that ended in an interrupt from the keyboard, after which torch calls no hooks."""
+        if not self._depth:
+            return
+        self._depth = 0
+        for tell in self._schedule.extensions.forward_ends:
+            tell(failed=True)
+        for unit in self._schedule.units:
+            unit.abandon_forward()
+
+    def forget(self) -> None:
+        """Forget the forward under way, of which nothing is left."""
+        self._depth = 0
+
+    def forget_last_call(self) -> None:
+        """Forget which call ended last: its backward is over."""
+        self._last_ended = None
