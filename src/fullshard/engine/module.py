@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn, cast
 
@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
 from fullshard.comm import torch_private
-from fullshard.core.errors import CopyError, LifecycleError
+from fullshard.core.errors import CopyError
 from fullshard.core.user_class import USER_CLASS, user_class
 from fullshard.engine.contexts import no_sync
 from fullshard.engine.lookup import UNIT, clean_name, qualified, require_unit, unit_of, units_of
@@ -40,8 +40,8 @@ class FSDPModule(TorchFSDPModule):
     """The class mixed into that of every module that is a unit. The names are torch's.
 
     An instance is also one of torch's class, because scripts, trainers and pipeline schedules check for it. Nothing of
-    torch's class is used: each of its methods is defined here or in `features.torch_compat`, and a method that a later
-    torch adds raises an error.
+    torch's class is used: each of its methods is defined here or by a subclass, and a method that a
+    later torch adds raises an error.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -66,22 +66,6 @@ class FSDPModule(TorchFSDPModule):
     def reshard(self) -> None:
         """Free this unit's unsharded parameters."""
         require_unit(self).reshard()
-
-    def reset_iter_state(self) -> None:
-        """Bring the model back to rest after a forward or backward that has raised; unreduced gradients are lost.
-
-        A step does that by itself when it begins; call this to do it earlier.
-
-        Raises:
-            LifecycleError: not called on the outermost unit.
-        """
-        schedule = require_unit(self).schedule
-        if require_unit(self) is not schedule.units[-1]:
-            raise LifecycleError(
-                f"reset_iter_state() of unit {require_unit(self).name!r}, which is not the outermost one",
-                hint="call it on the module that fully_shard was called on last",
-            )
-        schedule.reset()
 
     def named_parameters(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield parameters as any module does: sharded ones, after a failed backward too."""
@@ -119,18 +103,6 @@ class FSDPModule(TorchFSDPModule):
         (SHARD_OPTIMIZER), and do optimizers step that step in backward. Without either it has no effect.
         """
         require_unit(self).schedule.is_last_backward = is_last_backward
-
-    def set_gradient_divide_factor(self, factor: float) -> None:
-        """Set the divisor of the sum of gradients over all ranks; the default is the number of ranks."""
-        require_unit(self).reduction.divisor = factor
-
-    def set_modules_to_forward_prefetch(self, modules: Iterable[Any]) -> None:
-        """Set the units to unshard while this one runs forward, instead of the next in recorded order."""
-        require_unit(self).gathered_after_forward = [require_unit(module) for module in modules]
-
-    def set_modules_to_backward_prefetch(self, modules: Iterable[Any]) -> None:
-        """Set the units to unshard while this one runs backward, instead of the one before it."""
-        require_unit(self).backward_prefetch = [require_unit(module) for module in modules]
 
     def _units(self, recurse: bool) -> list[Unit]:
         return units_of(self) if recurse else [require_unit(self)]  # type: ignore[arg-type]

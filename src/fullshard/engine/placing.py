@@ -49,12 +49,8 @@ def move_to_device(
         for owner, name in slot.owners:
             owner._parameters[name] = current
     for module in modules:
-        _place_buffers(module, device, buffer_dtype)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta and not kind_of(buffer).is_exact:
+                to_dtype = buffer_dtype if buffer.is_floating_point() else None
+                module._buffers[name] = buffer.to(device=device, dtype=to_dtype)
         place(module, device)
-
-
-def _place_buffers(module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
-    for name, buffer in module._buffers.items():
-        if buffer is not None and not buffer.is_meta and not kind_of(buffer).is_exact:
-            to_dtype = dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype
-            module._buffers[name] = buffer.to(device=device, dtype=to_dtype)

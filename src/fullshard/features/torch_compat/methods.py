@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -76,6 +76,26 @@ def _on_stream(hook: Callable[[torch.Tensor], object], stream: Any, reduced: tor
 class TorchMethods(FSDPModule):
     """`FSDPModule` with further methods, those of `_FIXED` besides. Their names and arguments are torch's."""
 
+    def reset_iter_state(self) -> None:
+        """Bring the model back to rest after a forward or backward that has raised; unreduced gradients are lost.
+
+        A step does that by itself when it begins; call this to do it earlier.
+
+        Raises:
+            LifecycleError: not called on the outermost unit.
+        """
+        schedule = require_unit(self).schedule
+        if require_unit(self) is not schedule.units[-1]:
+            raise LifecycleError(
+                f"reset_iter_state() of unit {require_unit(self).name!r}, which is not the outermost one",
+                hint="call it on the module that fully_shard was called on last",
+            )
+        schedule.reset()
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Set the divisor of the sum of gradients over all ranks; the default is the number of ranks."""
+        require_unit(self).reduction.divisor = factor
+
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """Call `set_gradient_divide_factor`, of which this is the older name."""
         self.set_gradient_divide_factor(factor)
@@ -87,6 +107,14 @@ class TorchMethods(FSDPModule):
         autograd raises an error that they have changed.
         """
         require_unit(self).unshard_in_backward = unshard_in_backward
+
+    def set_modules_to_forward_prefetch(self, modules: Iterable[Any]) -> None:
+        """Set the units to unshard while this one runs forward, instead of the next in recorded order."""
+        require_unit(self).gathered_after_forward = [require_unit(module) for module in modules]
+
+    def set_modules_to_backward_prefetch(self, modules: Iterable[Any]) -> None:
+        """Set the units to unshard while this one runs backward, instead of the one before it."""
+        require_unit(self).backward_prefetch = [require_unit(module) for module in modules]
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], object] | None, *, stream: Any = None) -> None:
         """Call `hook` with each reduced gradient of this unit, shape (S,), before it is added to `.grad`.
