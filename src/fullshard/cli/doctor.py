@@ -17,7 +17,7 @@ UNHEALTHY = 1
 
 
 def doctor(
-    run: Annotated[bool, typer.Option("--run", help="Start ranks that check and measure communication.")] = False,
+    run: Annotated[bool, typer.Option("--run", help="Start ranks that check communication.")] = False,
     nproc: Annotated[
         int | None, typer.Option("--nproc", "-n", min=1, help="Ranks. Default: one per device, else 2.")
     ] = None,
@@ -29,8 +29,8 @@ def doctor(
 
     Prints an environment report to paste into an issue. Exit code 1 if something is wrong.
 
-    With --run, ranks are started that check collectives and a sharded step against DDP, and measure how fast they
-    communicate.
+    With --run, ranks are started that check collectives and a sharded step against DDP. How fast they compute and
+    communicate, `fullshard plan --calibrate` measures.
     """
     if nproc is not None and not run:
         raise ConfigError("-n is the number of ranks to start", hint="add --run")
@@ -83,17 +83,6 @@ def _print_trial(trial: dict[str, Any], count: int) -> None:
         print(f"  {facts}")
     for name, outcome in trial["checks"].items():
         print(f"  {name}: {outcome}")
-    if trial["measurements"]:
-        print(
-            "  time of one collective (median), and what a rank receives in it; GB is 10**9 bytes; * is what is used,"
-        )
-        print("  at all sizes (on CPUs FULLSHARD_COMM=gloo leaves point to point and gloo):")
-    for row in trial["measurements"]:
-        size, time, rate = row["nbytes"] / 2**20, row["microseconds"], row["gb_per_second"]
-        by = f"{'*' if row['is_chosen'] else ' '} {row['collectives']}"
-        print(f"    {row['what']:<14} {size:9.3f} MiB {time:12.0f} µs {rate:9.3f} GB/s {by}")
-    if trial["exit_code"] == 0 and not trial["measurements"]:
-        print("  one rank has nobody to communicate with: nothing to measure")
 
 
 def _print_findings(findings: list[dict[str, Any]], *, ran: bool) -> None:

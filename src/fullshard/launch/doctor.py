@@ -27,13 +27,6 @@ _SMALL_SHARED_MEMORY = 64 * MIB
 _FEW_OPEN_FILES = 1024
 _WORKER = "fullshard.launch.doctor_ranks"
 _STALE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-_SLOW_CPU_GB, _SLOW_ACCELERATOR_GB = 0.05, 2.0
-"""GB/s (10**9 bytes) of the largest all-gather; a lower speed means that something is wrong."""
-
-BFLOAT16_TIME = "bfloat16 / float32 time of a product"
-"""The fact that says whether this CPU computes in bfloat16, or rounds what it has computed in float32."""
-
-_EMULATED = 1.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +53,11 @@ class Trial:
     Attributes:
         exit_code: of the ranks; 0 if all ended well.
         checks: each outcome in words, by name; a check failed if its outcome begins with `wrong`.
-        measurements: rows of collective, bytes, µs and GB/s (10**9 bytes), and by which collectives, chosen or not.
         facts: of the ranks: device, threads, kind of collectives.
     """
 
     exit_code: int
     checks: dict[str, str]
-    measurements: list[dict[str, Any]]
     facts: dict[str, Any]
 
 
@@ -256,7 +247,7 @@ def _clock(now: float) -> Iterator[Finding]:
 
 
 def try_ranks(nproc: int, device: str, timeout_seconds: float) -> Trial:
-    """Start ranks on this host that check collectives, a sharded step against DDP, and how fast they communicate.
+    """Start ranks on this host that check collectives, and a sharded step against DDP.
 
     The traceback of a rank that fails goes to standard error.
 
@@ -274,7 +265,7 @@ def try_ranks(nproc: int, device: str, timeout_seconds: float) -> Trial:
         path = Path(directory) / "outcome.json"
         code = launch_local(_WORKER, [str(path), device, str(timeout_seconds)], nproc=nproc, device=device)
         outcome = read_object(path) if path.exists() else {}
-    return Trial(code, outcome.get("checks", {}), outcome.get("measurements", []), outcome.get("facts", {}))
+    return Trial(code, outcome.get("checks", {}), outcome.get("facts", {}))
 
 
 def judge(trial: Trial, seen: Sequence[Finding]) -> Iterator[Finding]:
@@ -295,29 +286,4 @@ def judge(trial: Trial, seen: Sequence[Finding]) -> Iterator[Finding]:
         yield Finding(
             f"the ranks ended with exit code {trial.exit_code}; checks that were reached: {reached}{why}",
             "mend that first" if causes else "the traceback above says where; NCCL_DEBUG=INFO says more about NCCL",
-        )
-    if trial.facts.get(BFLOAT16_TIME, 0) > _EMULATED:
-        yield Finding(
-            f"on this CPU a product in bfloat16 takes {trial.facts[BFLOAT16_TIME]} times as long as in float32: it has "
-            "no instructions for it",
-            "compute in fp32 here; bf16 saves memory, and costs time",
-            is_wrong=False,
-        )
-    if trial.measurements:
-        yield from _slowness(trial)
-
-
-def _slowness(trial: Trial) -> Iterator[Finding]:
-    gathers = (row for row in trial.measurements if row["what"] == "all-gather" and row["is_chosen"])
-    largest = max(gathers, key=lambda row: row["nbytes"])
-    on_cpu = trial.facts.get("device") == "cpu"
-    if largest["gb_per_second"] < (_SLOW_CPU_GB if on_cpu else _SLOW_ACCELERATOR_GB):
-        hint = (
-            "look for other jobs on this host" if on_cpu else "look for NCCL_P2P_DISABLE, and at `nvidia-smi topo -m`"
-        )
-        yield Finding(
-            f"an all-gather of {format_nbytes(largest['nbytes'])} runs at {largest['gb_per_second']:.3f} GB/s (10**9 "
-            "bytes), far less than one host can do",
-            hint,
-            is_wrong=False,
         )

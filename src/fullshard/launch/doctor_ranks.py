@@ -1,4 +1,4 @@
-"""The ranks of `fullshard doctor --run`: they check collectives and a sharded step, and measure.
+"""The ranks of `fullshard doctor --run`: they check collectives and a sharded step.
 
 Run as a module with three arguments: the file for the outcome, the device, and the seconds to wait for other ranks.
 Rank 0 writes after every check, so that a missing outcome shows which check hung or died.
@@ -7,10 +7,7 @@ Rank 0 writes after every check, so that a missing outcome shows which check hun
 from __future__ import annotations
 
 import json
-import statistics
 import sys
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,64 +17,44 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fullshard.comm.base import Collectives
-from fullshard.comm.select import Candidate, choices_for
-from fullshard.core.sizes import KIB, MIB
+from fullshard.comm.select import choices_for
 from fullshard.features import ShardedParameter, fully_shard
-from fullshard.launch.device import synchronize
-from fullshard.launch.doctor import BFLOAT16_TIME
 from fullshard.launch.environment import init_process_group_from_environment, rank_device, read_rank_environment
 from fullshard.launch.worker import run_worker
 
-_SIZES = (16 * KIB, MIB, 16 * MIB)
-_LARGE = 256 * MIB
-_REPEATS = 7
 _STEPS = 3
 _TOLERANCE = 1e-5
-_SIDE = 512
-"""Side of the square matrices whose product is timed: large enough that only the product counts, and a few ms."""
 
 
 def main() -> None:
-    """Join the others, check, measure, write."""
+    """Join the others, check, write."""
     path, kind, timeout = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
     device = rank_device(read_rank_environment(), kind)
     environment = init_process_group_from_environment(device, timeout_seconds=timeout)
-    outcome: dict[str, Any] = {"checks": {}, "measurements": [], "facts": {}}
+    outcome: dict[str, Any] = {"checks": {}, "facts": {}}
 
     def keep() -> None:
         if environment.is_main:
             path.write_text(json.dumps(outcome), encoding="utf-8")
 
-    choices = choices_for(dist.group.WORLD, device)
-    collectives = choices[0].collectives
+    chosen = choices_for(dist.group.WORLD, device)[0]
     outcome["facts"] = {
         "world size": environment.world_size,
         "device": device.type,
         "backend": dist.get_backend(),
-        "collectives": choices[0].name,
-        "because": choices[0].reason,
+        "collectives": chosen.name,
+        "because": chosen.reason,
         "threads per rank": torch.get_num_threads(),
     }
-    if device.type == "cpu":
-        outcome["facts"][BFLOAT16_TIME] = round(_product_seconds(torch.bfloat16) / _product_seconds(torch.float32), 2)
     for name, check in (
         ("sum over the ranks", lambda: _check_sum(device)),
-        ("all-gather and reduce-scatter", lambda: _check_collectives(collectives, device)),
+        ("all-gather and reduce-scatter", lambda: _check_collectives(chosen.collectives, device)),
         ("sharded steps against DDP", lambda: _check_step(device)),
     ):
         outcome["checks"][name] = _worst(check())
         keep()
-    if environment.world_size > 1:
-        sizes = _SIZES if device.type == "cpu" else (*_SIZES, _LARGE)
-        outcome["measurements"] = [row for nbytes in sizes for row in _compare(choices, device, nbytes)]
-    keep()
     dist.barrier()
     dist.destroy_process_group()
-
-
-def _product_seconds(dtype: torch.dtype) -> float:
-    one, other = (torch.ones(_SIDE, _SIDE, dtype=dtype) for _ in range(2))
-    return min(_times(lambda: one @ other, torch.device("cpu")))
 
 
 def _worst(outcome: str) -> str:
@@ -155,50 +132,6 @@ def _train(model: nn.Module, device: torch.device) -> list[float]:
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
-
-
-def _compare(choices: list[Candidate], device: torch.device, nbytes: int) -> Iterator[dict[str, Any]]:
-    """Measure every collective with every kind of collectives that works here, to check that the choice is right."""
-    for choice in choices:
-        for row in _measure(choice.collectives, device, nbytes):
-            yield {**row, "collectives": choice.name, "is_chosen": choice is choices[0]}
-
-
-def _measure(collectives: Collectives, device: torch.device, nbytes: int) -> Iterator[dict[str, Any]]:
-    """Measure one collective's time on a whole tensor of `nbytes`, and the bytes that a rank receives in that time."""
-    numel = nbytes // 4 // collectives.size * collectives.size
-    main = torch.zeros(numel // collectives.size, device=device)
-    buffer = collectives.full_buffer(numel, main.dtype, device, holds_main=False)
-
-    def all_gather() -> None:
-        buffer.gather(main, tag=2).wait()
-        buffer.free()
-
-    def reduce_scatter() -> None:
-        collectives.reduce_scatter(collectives.staging(numel, main.dtype, device), tag=3).wait()
-
-    calls: dict[str, Callable[[], Any]] = {"all-gather": all_gather, "reduce-scatter": reduce_scatter}
-    for name, call in calls.items():
-        seconds = statistics.median(_times(call, device))
-        received = numel * 4 * (collectives.size - 1) / collectives.size
-        yield {
-            "what": name,
-            "nbytes": numel * 4,
-            "microseconds": seconds * 1e6,
-            "gb_per_second": received / seconds / 1e9,
-        }
-
-
-def _times(call: Callable[[], Any], device: torch.device) -> list[float]:
-    times = []
-    for _ in range(_REPEATS + 2):
-        dist.barrier()
-        synchronize(device)
-        begin = time.perf_counter()
-        call()
-        synchronize(device)
-        times.append(time.perf_counter() - begin)
-    return times[2:]  # the first ones set up connections and memory
 
 
 if __name__ == "__main__":
