@@ -12,7 +12,6 @@ import re
 import sys
 import threading
 import time
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -164,7 +163,7 @@ def meet_alone(directory: str) -> list[str]:
     cuda = torch.device("cuda")
     places = [
         lambda: ProcessState(read_rank_environment(), cuda).barrier(),
-        replace(init_mesh(), device=cuda).compare_shardings,
+        lambda: WATCHDOG.before_whole(init_mesh().shard_group, cuda),
     ]
     dist.barrier()
     WATCHDOG._asked = 2.0

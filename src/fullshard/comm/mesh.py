@@ -9,12 +9,10 @@ Ranks are laid out with the shard axis inside, so a shard group is a run of neig
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from itertools import zip_longest
 from threading import get_ident
 from typing import Any
 
@@ -23,16 +21,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.comm import torch_private
+from fullshard.comm.agreement import SAME_MODEL, all_gather_object, check_agreement
 from fullshard.comm.base import MAX_TAGS, Collectives
 from fullshard.comm.device import current, require_gloo
 from fullshard.comm.join import join_process_group
 from fullshard.comm.select import collectives_for
-from fullshard.comm.torch_dist import meet
-from fullshard.comm.waiting import PROGRESS, Waiting
-from fullshard.core.errors import CommunicationError, ConfigError
+from fullshard.comm.waiting import PROGRESS
+from fullshard.core.errors import ConfigError
 from fullshard.core.strategy import replicas
-
-_HINT = "build the same model from the same configuration, and load the same weights, on every rank"
 
 
 @dataclass(slots=True, eq=False)
@@ -68,8 +64,6 @@ class Mesh:
     _joined: dict[DeviceMesh, DeviceMesh] = field(default_factory=dict)
     _neighbours: dict[int, Collectives] = field(default_factory=dict)
     _next_tag: list[int] = field(default_factory=lambda: [0])
-    _shardings: list[int] = field(default_factory=lambda: [0, 0])
-    _agreed: list[int] = field(default_factory=lambda: [0, 0])
     world_size: int = field(init=False)
     shard_rank: int = field(init=False)
     shard_size: int = field(init=False)
@@ -112,83 +106,19 @@ class Mesh:
         own = (getattr(collectives, "group", None) for collectives in (self.gather, self.reduce, self.replicate))
         return [self.control_group, self.shard_group, self.replicate_group, *own]
 
-    def begin_sharding(self) -> None:
-        """Note that a model, or a part of it, is about to be sharded."""
-        self._shardings[0] += 1
-
-    def end_sharding(self) -> None:
-        """Note that a model is sharded; a sharding that fails does not get here."""
-        self._shardings[1] += 1
-
-    def agree_on_shardings(self) -> None:
-        """Note that all ranks of the mesh have the same model, whatever has failed before on some."""
-        self._agreed[:] = self._shardings
-
-    def compare_shardings(self) -> None:
-        """Compare shardings before whole tensors are gathered, which would miss a tensor that a rank could not shard.
-
-        A collective of the shard group. Else, if the ranks meet on accelerators, it names one that does not come.
-
-        Raises:
-            CommunicationError: A sharding failed on some rank and was done on others, or a rank does not come.
-        """
-        if self.shard_group is None:
-            return
-        if self._shardings == self._agreed:
-            meet(self.shard_group, self.device, "gathering a whole tensor")
-            return
-        begun, done = self._shardings
-        hint = "see why it failed there; after a sharding that some ranks failed in, make a new process group"
-        done_here = [f"{done} of {begun} shardings done"]
-        self.check_agreement(done_here, what="what is sharded", hint=hint, group=self.shard_group)
-        self.agree_on_shardings()
-
     def joined(self, axis: DeviceMesh) -> DeviceMesh:
         """Return `device_mesh` with one more axis beside its own. Raises `RuntimeError` if it cannot."""
         if axis not in self._joined:
             self._joined[axis] = torch_private.joined([self.device_mesh, axis])
         return self._joined[axis]
 
-    def all_gather_object(self, value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-        """Return every rank's `value`, in the order of `ranks`. A collective over the mesh, or over a group of it.
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Return every rank's `value`, in the order of `ranks`. A collective; see `comm.agreement`."""
+        return all_gather_object(value, self.control_group)
 
-        Raises:
-            CommunicationError: A rank did not take part in time.
-        """
-        group = group or self.control_group
-        if group is None:
-            return [value]
-        values: list[Any] = [None] * group.size()
-        without = torch_private.without_transforms()  # those have no message's memory
-        with Waiting("comparing notes", [group]), without, torch_private.uncounted():
-            dist.all_gather_object(values, value, group=group)
-        return values
-
-    def check_agreement(
-        self, lines: Sequence[str], *, what: str, hint: str = _HINT, group: dist.ProcessGroup | None = None
-    ) -> None:
-        """Compare `lines` over all ranks, or those of a group, before a difference is a hang or a wrong number.
-
-        By digest; a collective.
-
-        Raises:
-            CommunicationError: on every rank, naming the first rank that differs from the first one, rank 0 mostly, and
-                the first line that does.
-        """
-        digests = self.all_gather_object(hashlib.sha256("\n".join(lines).encode()).hexdigest(), group)
-        different = [place for place, other in enumerate(digests) if other != digests[0]]
-        if not different:
-            return
-        everything = self.all_gather_object(list(lines), group)
-        ranks = self.ranks if group is None else dist.get_process_group_ranks(group)
-        one, other_one = ranks[0], ranks[different[0]]
-        pairs = zip_longest(everything[0], everything[different[0]], fillvalue="(nothing)")
-        first, other = next((a, b) for a, b in pairs if a != b)
-        raise CommunicationError(
-            f"ranks disagree about {what}: rank {one} has [{first}], rank {other_one} has [{other}] ({len(different)} "
-            f"of {len(digests)} ranks differ from rank {one})",
-            hint=hint,
-        )
+    def check_agreement(self, lines: Sequence[str], *, what: str, hint: str = SAME_MODEL) -> None:
+        """Compare `lines` over all ranks. A collective; see `comm.agreement`."""
+        check_agreement(lines, self.control_group, what=what, hint=hint)
 
 
 _MARGIN = timedelta(seconds=5)
@@ -244,33 +174,6 @@ def _cached(key: tuple[object, ...], build: Callable[[], Mesh]) -> Mesh:
                 del _CACHE[other]
         _CACHE[key] = build()
     return _CACHE[key]
-
-
-def data_parallel(device_mesh: Any, dims: Any) -> Mesh:
-    """Return the mesh of a device mesh's data-parallel part. All ranks of `device_mesh` make it together.
-
-    Args:
-        device_mesh: of any axes, which have names.
-        dims: torch's `DataParallelMeshDims`. Several axes to shard along, or to replicate along, are taken as one.
-
-    Raises:
-        ConfigError: An axis does not exist, is named twice or is out of order, or `device_mesh` is no mesh of torch's.
-    """
-    names = (device_mesh.mesh_dim_names if isinstance(device_mesh, DeviceMesh) else None) or ()
-    wanted = [tuple(dims.replicate_names), tuple(dims.shard_names)]
-    named = [name for part in wanted for name in part]
-    unknown = [name for name in named if name not in names]
-    what = f"dp_mesh_dims = {dims} of a mesh with axes {names}"
-    if unknown:
-        hint = "name axes of the mesh that fully_shard is given"
-        raise ConfigError(f"{what}: {unknown} not found in mesh.mesh_dim_names", hint=hint)
-    if len(set(named)) < len(named) or any(list(part) != sorted(part, key=names.index) for part in wanted):
-        raise ConfigError(what, hint="name each axis once, in the order that they have in the mesh")
-    parts = [device_mesh[part] if part else None for part in wanted]
-    replicate, shard = (torch_private.flattened(p) if p is not None and p.ndim > 1 else p for p in parts)
-    if shard is None:
-        return init_mesh(device_mesh=replicate, shard_size=1)
-    return init_mesh(device_mesh=shard if replicate is None else torch_private.joined([replicate, shard]))
 
 
 def meshes() -> list[Mesh]:

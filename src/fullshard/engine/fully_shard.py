@@ -12,7 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from fullshard.comm.mesh import Mesh, data_parallel, init_mesh
+from fullshard.comm import torch_private
+from fullshard.comm.mesh import Mesh, init_mesh
+from fullshard.comm.waiting import PROGRESS
 from fullshard.core.errors import ConfigError, PlacementError, RepeatedError, WrapError
 from fullshard.core.user_class import user_class
 from fullshard.engine.extension import begin_sharding
@@ -76,10 +78,10 @@ def fully_shard(
     _check_arguments(modules, mesh, shard_placement_fn)
     ignored = ignored_parameters(ignored_params)
     if dp_mesh_dims is not None:
-        resolved = data_parallel(mesh, dp_mesh_dims)
+        resolved = _data_parallel(mesh, dp_mesh_dims)
     else:
         resolved = mesh if isinstance(mesh, Mesh) else init_mesh(device_mesh=mesh)
-    resolved.begin_sharding()
+    PROGRESS.watcher.sharding_begins(resolved.shard_group)
     reshard, neighbours = _reshard_after_forward(reshard_after_forward, resolved.shard_size)
     for one in modules:
         if unit_of(one) is not None:
@@ -107,7 +109,7 @@ def fully_shard(
     unit = make_unit(plan, schedule=schedule, policy=policy, storage=storage, frees_after_forward=reshard)
     unit.neighbours = None if neighbours is None else resolved.neighbours(neighbours)
     assemble(modules, schedule)
-    resolved.end_sharding()
+    PROGRESS.watcher.sharding_ends(resolved.shard_group)
     return module
 
 
@@ -271,3 +273,30 @@ def _reshard_after_forward(value: object, shard_size: int) -> tuple[bool | None,
             hint="leave it out",
         )
     return value != 1, None if value in (1, shard_size) else value
+
+
+def _data_parallel(device_mesh: Any, dims: Any) -> Mesh:
+    """Return the mesh of a device mesh's data-parallel part. All ranks of `device_mesh` make it together.
+
+    Args:
+        device_mesh: of any axes, which have names.
+        dims: torch's `DataParallelMeshDims`. Several axes to shard along, or to replicate along, are taken as one.
+
+    Raises:
+        ConfigError: An axis does not exist, is named twice or is out of order, or `device_mesh` is no mesh of torch's.
+    """
+    names = (device_mesh.mesh_dim_names if isinstance(device_mesh, DeviceMesh) else None) or ()
+    wanted = [tuple(dims.replicate_names), tuple(dims.shard_names)]
+    named = [name for part in wanted for name in part]
+    unknown = [name for name in named if name not in names]
+    what = f"dp_mesh_dims = {dims} of a mesh with axes {names}"
+    if unknown:
+        hint = "name axes of the mesh that fully_shard is given"
+        raise ConfigError(f"{what}: {unknown} not found in mesh.mesh_dim_names", hint=hint)
+    if len(set(named)) < len(named) or any(list(part) != sorted(part, key=names.index) for part in wanted):
+        raise ConfigError(what, hint="name each axis once, in the order that they have in the mesh")
+    parts = [device_mesh[part] if part else None for part in wanted]
+    replicate, shard = (torch_private.flattened(p) if p is not None and p.ndim > 1 else p for p in parts)
+    if shard is None:
+        return init_mesh(device_mesh=replicate, shard_size=1)
+    return init_mesh(device_mesh=shard if replicate is None else torch_private.joined([replicate, shard]))

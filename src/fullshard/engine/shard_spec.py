@@ -12,7 +12,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from fullshard.comm import torch_private
 from fullshard.comm.mesh import Mesh
 from fullshard.comm.torch_dist import as_sent
-from fullshard.comm.waiting import Waiting
+from fullshard.comm.waiting import PROGRESS, Waiting
 from fullshard.core.boxes import IntervalBox, boxes
 from fullshard.core.chunking import UNCUT, Chunking
 from fullshard.core.errors import LifecycleError
@@ -192,7 +192,7 @@ class ShardSpec:
                 f"{self.name}: a {type(local).__name__} was computed of it, whose tensors nobody knows how to gather",
                 hint="compute in forward, or inside `with fullshard.unsharded(model)`",
             )
-        self.mesh.compare_shardings()
+        PROGRESS.watcher.before_whole(self.mesh.shard_group, self.mesh.device)
         with Waiting(f"gathering {self.name}", [self.mesh.control_group, self.mesh.shard_group]):
             full = torch.empty(self.numel, dtype=local.dtype, device=self.mesh.device)
             full[self.interval.start : self.interval.stop] = local.reshape(-1)

@@ -87,7 +87,7 @@ class DesyncDetection(Extension):
         if in_forward:
             self._compare_model([f"weights loaded into {self._loads} units"])
             WATCHDOG.forget_failures(self._mesh.groups)
-            self._mesh.agree_on_shardings()
+            WATCHDOG.agree_on_shardings(self._mesh.shard_group)
             if self._mesh.gather.size > 1 and self._mesh.control_group is not None:
                 self._log = SequenceLog(self._words)
                 WATCHDOG.follow(self._log, self._mesh.control_group)

@@ -34,7 +34,7 @@ import torch.distributed as dist
 from fullshard.comm import torch_private
 from fullshard.comm.gloo import end_waits
 from fullshard.comm.join import TIMEOUT_SECONDS
-from fullshard.comm.waiting import PROGRESS, Watcher
+from fullshard.comm.waiting import PROGRESS
 from fullshard.config.switches import PREEMPTION_DIR, timeout_of_environment
 from fullshard.core.errors import cut
 from fullshard.core.process import StatusFile, this_process
@@ -42,6 +42,7 @@ from fullshard.core.threads import start_thread
 from fullshard.features.watchdog import status
 from fullshard.features.watchdog.limits import seconds_to_wait, stall_seconds
 from fullshard.features.watchdog.sequence_log import SequenceLog
+from fullshard.features.watchdog.shardings import ShardingWatcher
 from fullshard.features.watchdog.status import PROCESS, STATUS, Status
 
 _FAILURES, _FAILED = "fullshard/failures", "fullshard/failed/{}"
@@ -69,7 +70,7 @@ _NCCL_SECONDS = 600.0
 """Torch's default time-out for NCCL; else it is `default_pg_timeout`."""
 
 
-class Watchdog(Watcher):
+class Watchdog(ShardingWatcher):
     """The watchdog of this process.
 
     Attributes:
@@ -78,6 +79,7 @@ class Watchdog(Watcher):
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.groups: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
         self.slowest, self._step_began = 0.0, 0.0
         self._pid, self._is_over = 0, threading.Event()
