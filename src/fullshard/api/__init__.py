@@ -7,7 +7,7 @@ from fullshard.api.entry import accelerate
 from fullshard.api.options import ProjectConfiguration
 from fullshard.api.plan_watch import watch_plan
 from fullshard.api.plugin import FullyShardedDataParallelPlugin
-from fullshard.api.saving import register_format
+from fullshard.api.saving import Copies, make_copies, register_format
 from fullshard.api.teaching import Teaching
 from fullshard.checkpoint.torch_format import with_torch_format
 
@@ -21,6 +21,14 @@ __all__ = [
     "skip_first_batches",
 ]
 
+
+def _copies(most: int) -> Copies:
+    from fullshard.api.copies import StateCopies  # the launcher asks whether any script has imported it
+
+    return StateCopies(most)
+
+
+make_copies.append(_copies)
 register_format("dcp", with_torch_format)
 listen(Teaching)
 listen(watch_plan)

@@ -6,7 +6,7 @@ import os
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,9 +25,6 @@ from fullshard.checkpoint.objects import ObjectPath, on_this_host
 from fullshard.core.errors import ConfigError, LifecycleError
 from fullshard.core.paths import local_path
 from fullshard.launch.environment import run_on_main
-
-if TYPE_CHECKING:
-    from fullshard.checkpoint.copies import MemoryCopies
 
 
 class Checkpointing(Facts):
@@ -51,7 +48,7 @@ class Checkpointing(Facts):
         vars(self).update(self._nothing_prepared())
         self._custom_objects: list[Any] = []
         self._saver = AsyncSaver()
-        self._copies: MemoryCopies | None = None
+        self._copies: saving.Copies | None = None
         self._save_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self._load_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
 
@@ -207,7 +204,7 @@ class Checkpointing(Facts):
             CheckpointError: there is too little memory.
         """
         if (copies := self._memory_copies()) is not None:
-            saving.keep_copy(copies, self._training_state(), step)
+            copies.keep(self._training_state(), step)
 
     def load_copy(self) -> int | None:
         """Go on from copies in host memory after a restart; return the step behind them, None if there are none.
@@ -219,18 +216,16 @@ class Checkpointing(Facts):
             CheckpointError: they are of other objects.
         """
         copies = self._memory_copies()
-        found = None if copies is None else saving.load_copy(copies, self._training_state())
+        found = None if copies is None else copies.load(self._training_state())
         if found is None:
             return None
         step, self.step = found
         return step
 
-    def _memory_copies(self) -> MemoryCopies | None:
+    def _memory_copies(self) -> saving.Copies | None:
         most = self._config.checkpoint.max_lost_steps
         if most is not None and self._copies is None:
-            from fullshard.checkpoint.copies import MemoryCopies  # the launcher asks whether it was ever imported
-
-            self._copies = MemoryCopies(most)
+            self._copies = saving.make_copies[0](most)
         return self._copies
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:

@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import safetensors.torch
 import torch
@@ -49,9 +49,6 @@ from fullshard.core.paths import local_path
 from fullshard.features.averages import EMA
 from fullshard.launch.environment import RankEnvironment, run_on_main
 
-if TYPE_CHECKING:
-    from fullshard.checkpoint.copies import MemoryCopies
-
 _WHOLE = "model"
 _HOOKS = "files-of-hooks.json"
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
@@ -65,6 +62,23 @@ _FORMATS: dict[str, Callable[[Pending], Pending]] = {}
 def register_format(name: str, add: Callable[[Pending], Pending]) -> None:
     """Have saves with `checkpoint.format = name` changed by `add`, so that they write files of that format besides."""
     _FORMATS[name] = add
+
+
+class Copies(Protocol):
+    """Copies of the state in host memory, from which a run goes on after a kill."""
+
+    def keep(self, state: TrainingState, step: int) -> None:
+        """Renew them after a step of the run, if that is due. A collective."""
+
+    def load(self, state: TrainingState) -> tuple[int, int] | None:
+        """Load one; return the run's step and the counter that the script keeps. A collective."""
+
+    def close(self) -> None:
+        """Keep no more."""
+
+
+make_copies: list[Callable[[int], Copies]] = []
+"""Makes copies that lose so many steps at most; one function."""
 
 
 class Together(nn.ModuleList):
@@ -255,7 +269,7 @@ def save(
     memory = None if saver is None else saver.memory
     parts = state.parts()
     averages = state.averages(parts)
-    first = SaveArguments(**_first_part(state, parts), extra=state.extra)  # type: ignore[typeddict-item]
+    first = SaveArguments(**first_part(state, parts), extra=state.extra)  # type: ignore[typeddict-item]
     pending: Pending
     if len(parts) == 1:
         first["total_limit"], first["overwrite"] = total_limit, overwrite
@@ -343,41 +357,13 @@ def load(path: Location, state: TrainingState) -> int:
     for number, (model, optimizer) in enumerate(parts):
         part = path / part_name(number) if saved else path
         if number == 0:
-            extra = load_checkpoint(part, **_first_part(state, parts))
+            extra = load_checkpoint(part, **first_part(state, parts))
         else:
             load_checkpoint(part, model=model, optimizer=optimizer, objects=averages[number])
-    return _set_extra(extra, state, where=path)
+    return set_extra(extra, state, where=path)
 
 
-def keep_copy(copies: MemoryCopies, state: TrainingState, step: int) -> None:
-    """Renew copies in host memory after a step of the run, if that is due. A collective."""
-    extra = {"accelerator": state.extra}
-    copies.after_step(step, **_only_part(state), extra=extra)
-
-
-def load_copy(copies: MemoryCopies, state: TrainingState) -> tuple[int, int] | None:
-    """Load one; the run's step, and the counter that the script keeps. A collective.
-
-    Raises:
-        CheckpointError: it is of other objects than those in `state`.
-    """
-    found = copies.load(**_only_part(state))
-    if found is None:
-        return None
-    return int(found["step"]), _set_extra(found["accelerator"], state, where=copies.directory)
-
-
-def _only_part(state: TrainingState) -> LoadArguments:
-    """Return the saved part of a single model with its optimizer. Raises `ConfigError` if there are several."""
-    if len(parts := state.parts()) > 1:
-        raise ConfigError(
-            f"copies in host memory are of one model with one optimizer, and {len(parts)} are prepared",
-            hint="leave max_lost_steps out, and save checkpoints",
-        )
-    return _first_part(state, parts)
-
-
-def _first_part(state: TrainingState, parts: Sequence[Part]) -> LoadArguments:
+def first_part(state: TrainingState, parts: Sequence[Part]) -> LoadArguments:
     """Return the part saved with the first model: schedules, counters and random states are those of the whole run."""
     model, optimizer = parts[0]
     return LoadArguments(
@@ -389,7 +375,7 @@ def _first_part(state: TrainingState, parts: Sequence[Part]) -> LoadArguments:
     )
 
 
-def _set_extra(extra: Mapping[str, Any], state: TrainingState, *, where: Location) -> int:
+def set_extra(extra: Mapping[str, Any], state: TrainingState, *, where: Location) -> int:
     """Set the state that is no part of a model, and return the script's counter."""
     positions = extra.get("loaders", [])
     if len(positions) != len(state.loaders):
