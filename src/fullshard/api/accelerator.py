@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader
 from fullshard.api import saving, torch_private
 from fullshard.api.accelerates import Followed, compilation, is_accelerates
 from fullshard.api.accelerator_state import AcceleratorState, earlier_gradient_state
-from fullshard.api.configure import changed_config, of_accelerator, run_config
+from fullshard.api.configure import run_config
 from fullshard.api.elastic import accumulation_steps
 from fullshard.api.loaders import Loaders
 from fullshard.api.optimizer import AcceleratedOptimizer, check_parameters, refuse_stand_in
@@ -155,8 +155,8 @@ class Accelerator(Loaders, Reporting):
         is_theirs = is_accelerates(fsdp_plugin, "FullyShardedDataParallelPlugin")
         self._followed = Followed(fsdp_plugin) if is_theirs else None
         plugin = fsdp_plugin if self._followed is None else self._followed.ours
-        self._config, self.fsdp_plugin = _settings(plugin, said, parallelism_config)
-        self._plugin_said = self._what_the_plugin_says()
+        self.fsdp_plugin = FullyShardedDataParallelPlugin() if plugin is None else plugin
+        self._config = run_config(self.fsdp_plugin, said, parallelism_config)
         self.setup = Setup.of(self._config, self.fsdp_plugin, handlers.autocast, rolls_back=self._rolls_back)
         super().__init__(
             ProcessState.start(device=self._config.launch.device, timeout_seconds=handlers.timeout_seconds),
@@ -492,10 +492,6 @@ class Accelerator(Loaders, Reporting):
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _what_the_plugin_says(self) -> dict[str, Any]:
-        plugin = self.fsdp_plugin
-        return plugin.settings() if isinstance(plugin, FullyShardedDataParallelPlugin) else {}
-
     def _take_changes(self) -> None:
         """Take what a script has changed on the plugin since this Accelerator was made, as Accelerate's `prepare` does.
 
@@ -505,9 +501,8 @@ class Accelerator(Loaders, Reporting):
         plugin = self.fsdp_plugin
         if self._followed is not None:
             self._followed.follow()
-        if not isinstance(plugin, FullyShardedDataParallelPlugin) or plugin.settings() == self._plugin_said:
+        if not isinstance(plugin, FullyShardedDataParallelPlugin) or (config := plugin.config()) == self._config:
             return
-        config = changed_config(self._config, plugin.changes(self._plugin_said))
         mode = config.precision.mode
         if (mode == "fp16") != (self.scaler is not None):
             raise ConfigError(
@@ -516,8 +511,7 @@ class Accelerator(Loaders, Reporting):
                 hint=f"Accelerator(mixed_precision={mode!r})",
             )
         _check_precision(mode, self.device)
-        plugin.refill(config)
-        self._config, self._plugin_said = config, plugin.settings()
+        self._config = config
         self.setup = Setup.of(config, plugin, self.handlers.autocast, rolls_back=self._rolls_back)
         self.state.mixed_precision = mode
         self.state.tell_accelerate()
@@ -555,17 +549,6 @@ class Accelerator(Loaders, Reporting):
     def _tell_listeners(self) -> None:
         for listener in self._listeners:
             listener.watch(self._models, [optimizer.optimizer for optimizer in self._optimizers])
-
-
-def _settings(
-    plugin: Any, said: Mapping[str, Any], parallelism_config: Any
-) -> tuple[RunConfig, FullyShardedDataParallelPlugin | ShardingConfig | RunConfig | Mapping[str, Any]]:
-    """Return the configuration of the run, from a plugin and the arguments beside it, and the plugin filled with it."""
-    config = run_config(plugin, said, parallelism_config)
-    plugin = FullyShardedDataParallelPlugin() if plugin is None else plugin
-    if isinstance(plugin, FullyShardedDataParallelPlugin):
-        plugin.fill(config, of_accelerator(said))
-    return config, plugin
 
 
 def _check_precision(mode: str, device: torch.device) -> None:

@@ -11,7 +11,7 @@ from fullshard.config.accelerate import FLAT
 from fullshard.config.dialect import Note, Reading, Setting, Status, shown
 from fullshard.config.environment import load_arguments
 from fullshard.config.handover import launched, whole
-from fullshard.config.origin import Origin, Precedence
+from fullshard.config.origin import Origin
 from fullshard.config.resolve import resolve
 from fullshard.config.schema import RunConfig, ShardingConfig
 from fullshard.core.errors import ConfigError
@@ -29,7 +29,12 @@ def run_config(plugin: Any, arguments: Mapping[str, Any], parallelism_config: An
         ConfigError: a setting that is wrong, or another library's plugin.
     """
     accelerator, plugins = of_accelerator(arguments), _reading(plugin)
-    resolved = resolve([launched(), accelerator, plugins, parallelism(parallelism_config, plugins)])
+    base: Reading | None = getattr(plugin, "base", None)
+    beneath = [base or launched(), accelerator]
+    above = [parallelism(parallelism_config, plugins if plugins.setting("sharding.strategy") or not base else base)]
+    resolved = resolve([*beneath, plugins, *above])
+    if isinstance(plugin, FullyShardedDataParallelPlugin):
+        plugin.lie_between(beneath, above)
     say_once([*resolved.notes, *_given_way(accelerator, plugins)])
     if resolved.config.sharding.cpu_ram_efficient_loading:
         tell_transformers()
@@ -40,17 +45,6 @@ def of_accelerator(arguments: Mapping[str, Any]) -> Reading:
     """Return the settings in an Accelerator's arguments; see `run_config`."""
     given = {name: value for name, value in arguments.items() if value is not None}
     return load_arguments(given, FLAT, "Accelerator")
-
-
-def changed_config(config: RunConfig, changes: Reading) -> RunConfig:
-    """Return a configuration with a script's later changes.
-
-    Raises:
-        ConfigError: a setting that is wrong, or does not go with the others.
-    """
-    resolved = resolve([whole(config, Origin(Precedence.ENVIRONMENT, "the Accelerator")), changes])
-    say_once(resolved.notes)
-    return resolved.config
 
 
 def _given_way(accelerator: Reading, plugins: Reading) -> Iterator[Note]:

@@ -11,7 +11,7 @@ import functools
 import inspect
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass
 from enum import Enum
 from typing import Any
@@ -30,6 +30,7 @@ from fullshard.config.resolve import resolve
 from fullshard.config.schema import PrecisionConfig, RunConfig, ShardingConfig
 from fullshard.core.dtypes import COMPUTE
 from fullshard.core.errors import ConfigError
+from fullshard.core.strategy import parse_strategy
 from fullshard.engine.precision import torch_dtype
 from fullshard.features import MixedPrecisionPolicy, OffloadPolicy
 from fullshard.features.unit_selection import unit_modules
@@ -56,17 +57,6 @@ PLUGIN = Dialect(
 
 _OBJECTS = ("mixed_precision_policy", "param_init_fn")
 _NAMES = ("sharding_strategy", "backward_prefetch", "state_dict_type")
-SETTINGS = (
-    *("sharding_strategy", "reshard_after_forward", "backward_prefetch", "forward_prefetch", "cpu_offload"),
-    *("activation_checkpointing", "activation_checkpointing_mode", "activation_checkpointing_offload"),
-    *("mixed_precision_policy", "state_dict_type", "sync_module_states", "cpu_ram_efficient_loading"),
-)
-"""The others have no effect, or are asked for when a model is sharded, as they may be modules and functions."""
-_PARTS = {
-    "mixed_precision_policy": tuple(f"precision.{name}" for name in PrecisionConfig.model_fields),
-    "cpu_offload": tuple(f"sharding.offload_{part}" for part in ("compute_shards", "main_weights", "optimizer_state")),
-}
-"""The settings that a field may say besides its own."""
 _UNITS = ("auto_wrap_policy", "transformer_cls_names_to_wrap", "min_num_params")
 _ALREADY_SAID: set[str] = set()
 
@@ -144,8 +134,15 @@ class FullyShardedDataParallelPlugin:
             super().__setattr__(name, value)
             return
         self._set(name, value)
-        if self._is_made:
-            self._show()
+        if not self._is_made:
+            return
+        strategy = self.said("sharding_strategy")
+        if name == "sharding_strategy":  # the two say one thing: the later counts
+            self._set("reshard_after_forward", None)
+        elif name == "reshard_after_forward" and isinstance(value, bool) and strategy is not None:
+            row = parse_strategy(getattr(strategy, "name", strategy))
+            self._set("sharding_strategy", getattr(row.freeing(value), "name", strategy))
+        self._show()
 
     def _set(self, name: str, value: Any) -> None:
         if name == "ignored_modules" and value is not None and not isinstance(value, str):
@@ -159,38 +156,28 @@ class FullyShardedDataParallelPlugin:
         """Let the fields read as the values in effect, those that were left open too."""
         said: dict[str, Any] = vars(self)["_said"]
         effective: dict[str, Any] = {}
-        if self._filled is None:
-            with contextlib.suppress(ConfigError):  # an Accelerator will say so, unless it is told what is missing
-                effective = self._in_effect(resolve([launched(), self.reading()]).config)
-        shown = {name: _shown(name, effective.get(name)) if v is None else v for name, v in said.items()}
-        shown["mixed_precision_policy"] = self._precision_in_effect(self.said("mixed_precision_policy"))
-        if shown["fsdp_version"] is None:
-            shown["fsdp_version"] = 2  # a model is sharded in place
+        with contextlib.suppress(ConfigError):  # an Accelerator will say so, unless it is told what is missing
+            effective = self._in_effect(self.config())
+        shown = {name: _shown(name, effective.get(name)) if value is None else value for name, value in said.items()}
+        shown["mixed_precision_policy"] = effective.get("mixed_precision_policy")
         vars(self).update(shown, read_as=(dict(said), shown))
-
-    def _precision_in_effect(self, said: Mapping[str, Any] | None) -> MixedPrecisionPolicy | None:
-        """Return the policy that models are sharded with; None if no dtype is changed."""
-        try:
-            precision = self._beneath(said).precision
-        except ConfigError:
-            return None
-        policy = dataclasses.replace(policy_of(precision), output_dtype=dtype_or_none(precision.output_dtype))
-        return None if policy == MixedPrecisionPolicy() else policy
 
     def __post_init__(self, read_as: tuple[dict[str, Any], dict[str, Any]] | None) -> None:
         said, shown = read_as or ({}, {})
         for name, value in shown.items():
             if getattr(self, name) == (_precision_settings(value) if name == "mixed_precision_policy" else value):
                 self._set(name, said[name])
-        self._filled: RunConfig | None = None
-        self._launched: Reading | None = None  # instead of the launcher's own words
-        self._arguments = Reading()
+        self.base: Reading | None = None  # instead of the launcher's words
+        self._beneath: Sequence[Reading] | None = None
+        self._above: Sequence[Reading] = ()
         if self.said("cpu_ram_efficient_loading") and self.said("sync_module_states") is None:
             self.sync_module_states = True
-        resolved = resolve(self._readings())
+        # A mode of checkpointing would mean nothing by itself, and the launcher may say the rest.
+        is_alone = self.said("activation_checkpointing_mode") and self.said("activation_checkpointing") is None
+        resolved = resolve([self.reading(), *([launched()] if is_alone else ())])
         say_once(resolved.notes)
         self.set_state_dict_type()
-        self.wrap_policy()
+        self._policy(resolved.config.sharding)
         if resolved.config.sharding.cpu_ram_efficient_loading:
             tell_transformers()
         self._is_made = True
@@ -212,28 +199,6 @@ class FullyShardedDataParallelPlugin:
         """Return the value that a field was set to; None if it was left to the launcher, whatever it reads as."""
         said: dict[str, Any] = vars(self)["_said"]
         return said[name]
-
-    def settings(self) -> dict[str, Any]:
-        """Return the values set, of the fields that are settings of a run."""
-        return {name: self.said(name) for name in SETTINGS}
-
-    def changes(self, before: Mapping[str, Any]) -> Reading:
-        """Return the settings made since `settings` gave `before`; a changed field's former settings are all gone."""
-        changed = {name: value for name, value in self.settings().items() if value != before[name]}
-        if "activation_checkpointing_mode" in changed:  # by itself it would mean nothing
-            changed["activation_checkpointing"] = self.said("activation_checkpointing")
-        policy, anew, origin = changed.get("mixed_precision_policy"), Reading(), Origin.argument(type(self).__name__)
-        for name, value in changed.items():
-            row, is_left = PLUGIN.find(name), value is None or name == "mixed_precision_policy"
-            paths = [*([row.target] if row is not None and is_left else ()), *_PARTS.get(name, ())]
-            below = self._beneath(policy) if is_left else RunConfig()
-            anew.settings += [Setting(path, below.value(path), origin, name) for path in paths]
-        anew.add(type(self)(**changed).reading())
-        return anew
-
-    def _beneath(self, policy: Mapping[str, Any] | None) -> RunConfig:
-        """Return the configuration that would hold if this policy alone were set."""
-        return resolve([self._launched or launched(), self._arguments, _precision_reading(policy)]).config
 
     def reading(self) -> Reading:
         """Return the settings of the fields; fields that are None set nothing."""
@@ -259,33 +224,32 @@ class FullyShardedDataParallelPlugin:
         reading.add(_precision_reading(self.said("mixed_precision_policy")))
         return reading
 
-    def fill(self, config: RunConfig, arguments: Reading | None = None) -> None:
-        """Give the fields that are None the values of a configuration, so that scripts can read them.
+    def lie_between(self, beneath: Sequence[Reading], above: Sequence[Reading]) -> None:
+        """Say what counts less than the fields, and what counts more: that is what fields left open read as."""
+        self._beneath, self._above = beneath, above
+        self._show()
 
-        Args:
-            config: the configuration.
-            arguments: of the plugin's Accelerator. None: for this plugin, the configuration is the launcher's.
+    def fill(self, config: RunConfig) -> None:
+        """Let fields that are left open say what a configuration does, instead of the launcher."""
+        sharding = config.sharding
+        row, auto = sharding.resolved_strategy(), "auto" if sharding.keeps_what_fits else None
+        named = sharding.model_copy(update={"strategy": row.name, "reshard_after_forward": auto})
+        self.base = whole(config.model_copy(update={"sharding": named}), Origin(Precedence.ENVIRONMENT, "launched"))
+        self._show()
+
+    def config(self) -> RunConfig:
+        """Return the configuration in effect.
+
+        Raises:
+            ConfigError: a setting that is wrong, or does not go with the others.
         """
-        for name, value in self._in_effect(config).items():
-            if self.said(name) is None:
-                self._set(name, value)
-        self._filled = config
-        if arguments is None:
-            self._launched = whole(config, Origin(Precedence.ENVIRONMENT, "launched"))
-        self._arguments = arguments or Reading()
-        self._show()
-
-    def refill(self, config: RunConfig) -> None:
-        """Give the fields that are settings of a run its values; the others stay as they were set."""
-        for name, value in self._in_effect(config).items():
-            if name in SETTINGS:
-                self._set(name, value)
-        self._filled = config
-        self._show()
+        beneath = [self.base or launched()] if self._beneath is None else self._beneath
+        return resolve([*beneath, self.reading(), *self._above]).config
 
     def _in_effect(self, config: RunConfig) -> dict[str, Any]:
         """Return the values that fields of None stand for with a configuration."""
-        sharding = config.sharding
+        sharding, precision = config.sharding, config.precision
+        policy = dataclasses.replace(policy_of(precision), output_dtype=dtype_or_none(precision.output_dtype))
         kinds = {"class": "TRANSFORMER_BASED_WRAP", "auto": "TRANSFORMER_BASED_WRAP", "size": "SIZE_BASED_WRAP"}
         strategy = sharding.resolved_strategy()
         rows = {field.name: PLUGIN.find(field.name) for field in dataclasses.fields(self)}
@@ -293,6 +257,8 @@ class FullyShardedDataParallelPlugin:
             name: config.value(row.target) for name, row in rows.items() if row is not None and row.target
         }
         effective |= {
+            "fsdp_version": 2,  # a model is sharded in place
+            "mixed_precision_policy": None if policy == MixedPrecisionPolicy() else policy,
             "sharding_strategy": strategy.name,
             "reshard_after_forward": ("auto" if sharding.keeps_what_fits else strategy.frees_after_forward),
             "cpu_offload": (
@@ -309,19 +275,17 @@ class FullyShardedDataParallelPlugin:
         return effective
 
     def sharding_config(self) -> ShardingConfig:
-        """Return the settings; a wrap policy that is an object is not among them (see `wrap_policy`)."""
-        return resolve(self._readings()).config.sharding
-
-    def _readings(self) -> list[Reading]:
-        """Return the fields' settings, and the launcher's where a mode alone would mean nothing."""
-        is_alone = self.said("activation_checkpointing_mode") and self.said("activation_checkpointing") is None
-        return [self.reading(), *([launched()] if is_alone else ())]
+        """Return the settings in effect; a wrap policy that is an object is not among them (see `wrap_policy`)."""
+        return self.config().sharding
 
     def wrap_policy(self) -> WrapPolicy:
         """Return the policy that selects units."""
+        return self._policy(None)
+
+    def _policy(self, config: ShardingConfig | None) -> WrapPolicy:
         if self._has_policy_object():
             return _from_torch_policy(self.auto_wrap_policy) or parse_policy(self.auto_wrap_policy)
-        return configured_policy(self.sharding_config())
+        return configured_policy(config or self.sharding_config())
 
     def _has_policy_object(self) -> bool:
         """Return whether the wrap policy is none of the dialect's names; other names are of classes."""
