@@ -24,9 +24,8 @@ from fullshard.config.load import load_file
 from fullshard.config.resolve import resolve
 from fullshard.core import requirements
 from fullshard.core.errors import ConfigError
-from fullshard.launch.environment import RankEnvironment, rank_device
+from fullshard.launch.environment import RankEnvironment, check_tpu_environment, rank_device
 from fullshard.launch.plan import make_plan
-from fullshard.launch.tpu import check_tpu_environment
 from tests.launching import launch
 from tests.simulated.build import why_not
 

@@ -35,7 +35,7 @@ def doctor(
     if nproc is not None and not run:
         raise ConfigError("-n is the number of ranks to start", hint="add --run")
     from fullshard.comm import device as devices
-    from fullshard.config.hardware import detect_hardware
+    from fullshard.config.hardware import DetectedDevice, detect_hardware
     from fullshard.launch import cuda
     from fullshard.launch.doctor import examine, judge, try_ranks
     from fullshard.launch.report import make_report
@@ -43,7 +43,9 @@ def doctor(
     hardware = detect_hardware()
     if hardware.failure is None and not any(each.memory_nbytes for each in hardware.accelerators):
         try:  # without nvidia-smi, torch has its own way to find them
-            hardware = replace(hardware, accelerators=cuda.seen() or hardware.accelerators)
+            hardware = replace(
+                hardware, accelerators=tuple(DetectedDevice(*each) for each in cuda.seen()) or hardware.accelerators
+            )
         except Exception as error:  # some of torch's own CUDA errors are no RuntimeError
             hardware = replace(hardware, failure=str(error).partition("\n")[0])
     report = make_report(hardware, os.environ)

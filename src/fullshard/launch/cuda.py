@@ -9,8 +9,6 @@ from collections.abc import Iterator
 
 import torch
 
-from fullshard.config.hardware import DetectedDevice
-
 
 def is_available() -> bool:
     """Return whether torch can use a CUDA device here."""
@@ -47,13 +45,13 @@ def computes_bfloat16(device: torch.device) -> bool:
     return bool(torch.cuda.is_bf16_supported(including_emulation=False))
 
 
-def seen() -> tuple[DetectedDevice, ...]:
-    """Return the devices that torch sees, for when no other source tells.
+def seen() -> tuple[tuple[str, int, float], ...]:
+    """Return name, memory and compute capability of the devices that torch sees, for when no other source tells.
 
     It starts the runtime, after which processes cannot be forked.
     """
     found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-    return tuple(DetectedDevice(each.name, each.total_memory, each.major + each.minor / 10) for each in found)
+    return tuple((each.name, each.total_memory, each.major + each.minor / 10) for each in found)
 
 
 def nccl_version() -> str | None:

@@ -19,9 +19,10 @@ from fullshard.config.switches import ELASTIC, timeout_of_environment
 from fullshard.core.errors import ConfigError
 from fullshard.core.threads import rest_at_exit
 from fullshard.launch.device import kind_of, object_device
-from fullshard.launch.tpu import check_tpu_environment
 
 T = TypeVar("T")
+_TPU_ADDRESSES = "TORCH_TPU_SLICEBUILDER_ADDRESSES"
+"""The address of each rank's TPU: the same list on all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,3 +186,18 @@ def _picklable(error: Exception) -> Exception:
     except Exception:
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error
+
+
+def check_tpu_environment(world_size: int) -> None:
+    """Check that each rank has its place in what `launch.tpu.prepare_host` sets: without it they would wait for ever.
+
+    Raises:
+        ConfigError: they have not.
+    """
+    addresses = [address for address in os.environ.get(_TPU_ADDRESSES, "").split(",") if address]
+    if world_size > 1 and len(addresses) != world_size:
+        raise ConfigError(
+            f"{_TPU_ADDRESSES} has {len(addresses)} addresses for {world_size} ranks",
+            hint="start with `fullshard launch`; with torchrun call "
+            "torch.tpu.distributed.set_tpu_launch_env(nproc_per_node=N) before it",
+        )

@@ -6,9 +6,6 @@ import os
 
 from fullshard.core.errors import ConfigError
 
-ADDRESSES = "TORCH_TPU_SLICEBUILDER_ADDRESSES"
-"""The address of each rank's TPU: the same list on all ranks."""
-
 
 def prepare_host(kind: str, nproc: int, hosts: int = 1, machine_rank: int | None = None) -> int | None:
     """Set what torch_tpu wants before ranks start; do nothing for other kinds of device.
@@ -47,18 +44,3 @@ def prepare_host(kind: str, nproc: int, hosts: int = 1, machine_rank: int | None
             hint="leave --machine_rank out",
         )
     return int(found)
-
-
-def check_tpu_environment(world_size: int) -> None:
-    """Check that each rank has its place in what `prepare_host` sets: without it they would wait for ever.
-
-    Raises:
-        ConfigError: they have not.
-    """
-    addresses = [address for address in os.environ.get(ADDRESSES, "").split(",") if address]
-    if world_size > 1 and len(addresses) != world_size:
-        raise ConfigError(
-            f"{ADDRESSES} has {len(addresses)} addresses for {world_size} ranks",
-            hint="start with `fullshard launch`; with torchrun call "
-            "torch.tpu.distributed.set_tpu_launch_env(nproc_per_node=N) before it",
-        )
