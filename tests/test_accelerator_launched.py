@@ -204,7 +204,7 @@ def test_optimizers_step_in_backward(launch: Launch) -> None:
                     optimizer.zero_grad()
             trained.append(accelerator.get_state_dict(model))
             if wanted:
-                with pytest.raises(ConfigError, match=r"training\.step_in_backward uses each of them up"):
+                with pytest.raises(ConfigError, match=r"training\.step_in_backward uses each gradient up"):
                     accelerator.clip_grad_norm_(model.parameters(), 1.0)
                 with pytest.raises(ConfigError, match=r"training\.step_in_backward uses each of them up"):
                     accelerator.clip_grad_value_(model.parameters(), 1.0)

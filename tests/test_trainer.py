@@ -662,7 +662,7 @@ def divided(output: str) -> list[Any]:
     from fullshard import ParallelismConfig
     from fullshard.core.errors import ConfigError
 
-    found = [arguments(output, parallelism_config=ParallelismConfig(2)).to_dict()["parallelism_config"]]
+    found: list[Any] = []
     for sizes in ({}, {"dp_shard_size": 2}, {"dp_replicate_size": 2}, {"tp_size": 2}, {"cp_size": 2}):
         try:
             found.append(settings_of(output, {"parallelism_config": ParallelismConfig(**sizes)})[0])
@@ -673,10 +673,9 @@ def divided(output: str) -> list[Any]:
 
 def test_a_parallelism_config_says_how_the_model_is_divided(tmp_path: Path) -> None:
     [found, _] = run_ranks(divided, 2, str(tmp_path))
-    assert found[0]["dp_replicate_size"] == 2
-    assert found[1:4] == ["FULL_SHARD", "FULL_SHARD", "NO_SHARD"]
-    assert found[4].endswith("parallelism_config has tp_size = 2, and the model's layers are whole")
-    assert found[5] == "parallelism_config has cp_size = 2"
+    assert found[:3] == ["FULL_SHARD", "FULL_SHARD", "NO_SHARD"]
+    assert found[3].endswith("parallelism_config has tp_size = 2, and the model's layers are whole")
+    assert found[4] == "parallelism_config has cp_size = 2"
 
 
 def two_by_two(output: str) -> list[Any]:
