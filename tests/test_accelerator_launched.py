@@ -206,7 +206,7 @@ def test_optimizers_step_in_backward(launch: Launch) -> None:
             if wanted:
                 with pytest.raises(ConfigError, match=r"training\.step_in_backward uses each gradient up"):
                     accelerator.clip_grad_norm_(model.parameters(), 1.0)
-                with pytest.raises(ConfigError, match=r"training\.step_in_backward uses each of them up"):
+                with pytest.raises(ConfigError, match=r"training\.step_in_backward uses each gradient up"):
                     accelerator.clip_grad_value_(model.parameters(), 1.0)
     for other in trained[1:]:
         assert all(torch.equal(other[name], value) for name, value in trained[0].items())
