@@ -48,8 +48,6 @@ class ShardedParameter(ShardedTensor):
     gradient_hooks: OrderedDict[int, Callable[[Any], object]]
     bucket: Bucket
     _index: int
-    _data: ShardedTensor
-    _detached: weakref.WeakValueDictionary[int, ShardedTensor]
     _known_grad: ShardedTensor | None
 
     def __new__(cls, bucket: Bucket, index: int, *, requires_grad: bool) -> ShardedParameter:
@@ -59,8 +57,7 @@ class ShardedParameter(ShardedTensor):
         self = super().__new__(cls, local, spec, requires_grad=requires_grad)
         assert isinstance(self, ShardedParameter)  # noqa: S101 -- for the type checker
         self.bucket, self._index = bucket, index
-        self._data, self.gradient_hooks = self.wrap(self.local), OrderedDict()
-        self._detached = weakref.WeakValueDictionary()
+        self.gradient_hooks = OrderedDict()
         self.publish(None)
         if requires_grad:
             self._watch()
@@ -133,37 +130,6 @@ class ShardedParameter(ShardedTensor):
             self._watch()
         self.bucket.set_requires_grad(self._index, requires_grad)
         return self
-
-    @property
-    def data(self) -> torch.Tensor:
-        """Return the same memory without autograd. A tensor that is set is copied: no memory is shared with it."""
-        return self._data
-
-    @data.setter
-    def data(self, value: torch.Tensor) -> None:
-        # Module.to(), half() and friends come through here; `local` must stay a view of the bucket.
-        is_like = value.dtype == self.dtype and value.device == self.device and value.shape == self.shape
-        if not is_like or not isinstance(value, DTensor):
-            raise LifecycleError(
-                f"cannot give sharded parameter {self.name} other data ({self.dtype} on {self.device} -> "
-                f"{value.dtype} on {value.device}, {type(value).__name__}): it is a view of its bucket",
-                hint="move or cast the model before sharding it; change values in place",
-            )
-        local = self.interval_of(value, "data")
-        if local is not self.local and local.data_ptr() != self.local.data_ptr():
-            # A `.data` or state dict taken earlier keeps its values, as that of any parameter does.
-            before = self.local.detach().clone()
-            for taken in (self._data, *self._detached.values()):
-                torch_private.put_local(taken, before)
-            self.local.copy_(local)
-            self._data = self.wrap(self.local)
-            self._detached.clear()
-
-    def detach(self) -> ShardedTensor:
-        """Return the same memory without autograd."""
-        detached: Any = super().detach()
-        self._detached[id(detached)] = detached
-        return detached  # type: ignore[no-any-return]
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Any], object]) -> RemovableHandle:
         """Call `hook(parameter)` at the end of each backward in which any rank has used it, its `.grad` being there.

@@ -80,25 +80,6 @@ class ShardedTensor(SpreadTensor):
         """Return the elements of the flattened whole, or of `ShardSpec.sharded_shape`, that this rank has."""
         return self.spec.interval
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        return (
-            f"{type(self).__name__}({self.name}, shape={tuple(self.shape)}, "
-            f"interval=[{self.interval.start}, {self.interval.stop}), dtype={self.dtype}, local={self.local})"
-        )
-
-    def __copy__(self) -> ShardedTensor:
-        """Return the same memory in a tensor of its own that may be given other memory."""
-        return self._like(self.local.detach())
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
-        memo[id(self)] = copied = self._like(self.local.detach().clone())
-        return copied
-
-    def _like(self, local: torch.Tensor) -> ShardedTensor:
-        like = ShardedTensor(local, self.spec, requires_grad=self.requires_grad)
-        like._is_param = isinstance(self, torch.nn.Parameter)
-        return like
-
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: torch_private.Kernel, _types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None

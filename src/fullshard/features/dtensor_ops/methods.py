@@ -7,6 +7,7 @@ way out.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Sequence
 from types import FunctionType
 from typing import Any, NoReturn
@@ -14,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch.distributed.tensor import DTensor, Placement
 
+from fullshard.comm import torch_private
 from fullshard.comm.torch_dist import all_reduce
 from fullshard.core.errors import LifecycleError
 from fullshard.engine.parameter import ShardedParameter
@@ -62,6 +64,20 @@ class _Methods(ShardedTensor):
             return self.view(self.shape)  # type: ignore[return-value]
         redistributed: DTensor = _replicate(self).redistribute(device_mesh, placements, **options)
         return redistributed
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        return (
+            f"{type(self).__name__}({self.name}, shape={tuple(self.shape)}, "
+            f"interval=[{self.interval.start}, {self.interval.stop}), dtype={self.dtype}, local={self.local})"
+        )
+
+    def __copy__(self) -> ShardedTensor:
+        """Return the same memory in a tensor of its own that may be given other memory."""
+        return _like(self, self.local.detach())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
+        memo[id(self)] = copied = _like(self, self.local.detach().clone())
+        return copied
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise LifecycleError(
@@ -134,6 +150,41 @@ class _ParameterMethods(ShardedParameter):
         if value not in (None, self.dtype):
             raise other_gradient_dtype(self.name, self.dtype, value)
 
+    @property
+    def data(self) -> torch.Tensor:
+        """Return the same memory without autograd. A tensor that is set is copied: no memory is shared with it."""
+        taken = vars(self).get("_data")
+        if taken is None:
+            taken = vars(self)["_data"] = self.wrap(self.local)
+        return taken
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        # Module.to(), half() and friends come through here; `local` must stay a view of the bucket.
+        is_like = value.dtype == self.dtype and value.device == self.device and value.shape == self.shape
+        if not is_like or not isinstance(value, DTensor):
+            raise LifecycleError(
+                f"cannot give sharded parameter {self.name} other data ({self.dtype} on {self.device} -> "
+                f"{value.dtype} on {value.device}, {type(value).__name__}): it is a view of its bucket",
+                hint="move or cast the model before sharding it; change values in place",
+            )
+        local = self.interval_of(value, "data")
+        if local is not self.local and local.data_ptr() != self.local.data_ptr():
+            # A `.data` or state dict taken earlier keeps its values, as that of any parameter does.
+            before = self.local.detach().clone()
+            earlier: list[Any] = [self.data, *_detached_of(self).values()]
+            for taken in earlier:
+                torch_private.put_local(taken, before)
+            self.local.copy_(local)
+            vars(self)["_data"] = None
+            _detached_of(self).clear()
+
+    def detach(self) -> ShardedTensor:
+        """Return the same memory without autograd."""
+        detached: Any = torch.Tensor.detach(self)
+        _detached_of(self)[id(detached)] = detached
+        return detached  # type: ignore[no-any-return]
+
     def register_hook(self, hook: object) -> NoReturn:
         """Refuse hooks."""
         raise LifecycleError(
@@ -158,6 +209,20 @@ def add_methods() -> None:
         for name, member in vars(holder).items():
             if isinstance(member, FunctionType | property):
                 setattr(kind, name, member)
+
+
+def _detached_of(parameter: ShardedParameter) -> weakref.WeakValueDictionary[int, ShardedTensor]:
+    """Return what `detach` has returned, for `data` to give it other memory."""
+    held: weakref.WeakValueDictionary[int, ShardedTensor] = vars(parameter).setdefault(
+        "_detached", weakref.WeakValueDictionary()
+    )
+    return held
+
+
+def _like(tensor: ShardedTensor, local: torch.Tensor) -> ShardedTensor:
+    like = ShardedTensor(local, tensor.spec, requires_grad=tensor.requires_grad)
+    like._is_param = isinstance(tensor, torch.nn.Parameter)
+    return like
 
 
 def _check_is_other(parameter: ShardedParameter, other: torch.Tensor) -> None:
