@@ -34,7 +34,7 @@ from fullshard.core.errors import CheckpointError, CommunicationError, ConfigErr
 from fullshard.core.process import read_status
 from fullshard.features import fully_shard
 from fullshard.features.meta_device.initialize import _take_from_rank_0
-from fullshard.features.watchdog import WATCHDOG, limits
+from fullshard.features.watchdog import WATCHDOG, joining, limits
 from fullshard.features.watchdog.limits import seconds_to_wait, stall_seconds
 from fullshard.features.watchdog.status import read_statuses
 from fullshard.features.watchdog.watchdog import Watchdog, keep_status_in
@@ -529,7 +529,7 @@ def test_a_rank_that_waits_for_others_to_join_says_where(
     for name, value in {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    monkeypatch.setattr(join, "BY_HAND_SECONDS", 0.05)
+    monkeypatch.setattr(joining, "BY_HAND_SECONDS", 0.05)
     with pytest.raises(dist.DistStoreError):
         join.join_process_group(backend="gloo", rank=0, world_size=3, timeout=timedelta(seconds=1))
     told = capfd.readouterr().err

@@ -20,7 +20,7 @@ from fullshard.comm.base import (
     own_interval,
 )
 from fullshard.comm.resized_buffer import ResizedBuffer
-from fullshard.comm.waiting import Waiting, waiting_in_step
+from fullshard.comm.waiting import waiting_in_step
 
 
 def completed(result: torch.Tensor) -> Work:
@@ -165,20 +165,3 @@ def all_reduce(
             torch_private.count_for_debugging("c10d_functional.all_reduce")  # as where a DTensor's partial sum is read
             with torch_private.uncounted():
                 dist.all_reduce(tensor, op=op, group=group)
-
-
-def meet(group: dist.ProcessGroup, device: torch.device, what: str) -> None:
-    """Wait until all ranks of a group are here. What follows could neither be ended, nor name a rank that did not come.
-
-    It uses a message from host to host, if the group sends such. An accelerator's collectives either let no host wait,
-    and it then waits where it reads a number, or, as NCCL's barrier, wait until NCCL ends the process.
-
-    Args:
-        group: whose ranks meet.
-        device: where they go on. Messages between CPUs are watched as they are.
-        what: see `Waiting`, which says what is raised, too.
-    """
-    host = torch.device("cpu")
-    if device.type != "cpu" and torch_private.backend_of(group, host) is not None:
-        with torch_private.without_transforms(), Waiting(what, [group]):
-            dist.all_reduce(torch.zeros(1, device=host), group=group)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -22,6 +23,10 @@ _STEP_HINT = "see whether another rank failed first, had fewer batches, or took 
 
 class Watcher:
     """Follows the waits of this process. The methods do nothing unless a subclass overrides them."""
+
+    def joining(self) -> AbstractContextManager[None]:
+        """Return a context in which this process waits for all ranks to start."""
+        return nullcontext()
 
     def watch(self, groups: Iterable[dist.ProcessGroup | None], device: torch.device) -> None:
         """Learn of process groups that this process may wait in, on the way to this device."""

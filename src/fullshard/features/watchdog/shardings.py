@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from fullshard.comm import torch_private
 from fullshard.comm.agreement import check_agreement
-from fullshard.comm.torch_dist import meet
-from fullshard.comm.waiting import Watcher
+from fullshard.comm.waiting import Waiting, Watcher
 
 
 @dataclass(slots=True)
@@ -60,3 +60,20 @@ class ShardingWatcher(Watcher):
         hint = "see why it failed there; after a sharding that some ranks failed in, make a new process group"
         check_agreement(lines, group, what="what is sharded", hint=hint)
         counts.are_alike = True
+
+
+def meet(group: dist.ProcessGroup, device: torch.device, what: str) -> None:
+    """Wait until all ranks of a group are here. What follows could neither be ended, nor name a rank that did not come.
+
+    It uses a message from host to host, if the group sends such. An accelerator's collectives either let no host wait,
+    and it then waits where it reads a number, or, as NCCL's barrier, wait until NCCL ends the process.
+
+    Args:
+        group: whose ranks meet.
+        device: where they go on. Messages between CPUs are watched as they are.
+        what: see `Waiting`, which says what is raised, too.
+    """
+    host = torch.device("cpu")
+    if device.type != "cpu" and torch_private.backend_of(group, host) is not None:
+        with torch_private.without_transforms(), Waiting(what, [group]):
+            dist.all_reduce(torch.zeros(1, device=host), group=group)

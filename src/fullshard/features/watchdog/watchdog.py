@@ -40,6 +40,7 @@ from fullshard.core.errors import cut
 from fullshard.core.process import StatusFile, this_process
 from fullshard.core.threads import start_thread
 from fullshard.features.watchdog import status
+from fullshard.features.watchdog.joining import naming_the_missing
 from fullshard.features.watchdog.limits import seconds_to_wait, stall_seconds
 from fullshard.features.watchdog.sequence_log import SequenceLog
 from fullshard.features.watchdog.shardings import ShardingWatcher
@@ -89,6 +90,10 @@ class Watchdog(ShardingWatcher):
         self._moves, self._since, self._next_line, self._beat = -1, 0.0, 0.0, 0
         self._logs: weakref.WeakSet[SequenceLog] = weakref.WeakSet()
         self._forget_world()
+
+    def joining(self) -> contextlib.AbstractContextManager[None]:
+        """Name the missing ranks if that takes long."""
+        return naming_the_missing()
 
     def _forget_world(self) -> None:
         self.groups.clear()  # of the last one, under names that are given again
