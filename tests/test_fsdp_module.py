@@ -29,6 +29,7 @@ from fullshard.core.errors import ConfigError, LifecycleError, WrapError
 from fullshard.core.events import Event, EventKind
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.sharded_tensor import ShardedTensor
+from fullshard.engine.unit_parameters import UnitState
 from fullshard.features import FSDPModule, fully_shard, units_of
 from fullshard.features.consistency import ConsistencyCheck
 from fullshard.features.nonfinite import NonFiniteGuard
@@ -417,7 +418,7 @@ def check_kept_storage() -> None:
                 lambda *_: addresses[-1].append(unit.buckets[0].full.data_ptr())
             )
             sharded_step(model, run_squared, step)
-        assert unit.is_sharded
+        assert unit.state is UnitState.SHARDED
         assert all(bool(bucket.buffer.nbytes) == keeps for u in units_of(model) for bucket in u.buckets)
     assert len(set(addresses[0])) == 1
     with torch.device("meta"):

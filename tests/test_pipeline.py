@@ -23,6 +23,7 @@ from torch.distributed.pipelining._backward import stage_backward_input
 
 from fullshard.core.errors import LifecycleError
 from fullshard.core.events import Event, EventKind
+from fullshard.engine.unit_parameters import UnitState
 from fullshard.features import fully_shard, units_of
 from tests.distributed import end_workers, preload, run_ranks
 
@@ -100,7 +101,7 @@ def check(name: str, chunks: int) -> None:
         kinds = [event.kind for event in events]
         if step:  # before the first one torch finds out about shapes by a forward and backward of its own
             assert kinds.count(EventKind.REDUCE_ISSUED) == len(buckets), "once, not for each micro-batch"
-        assert all(unit.is_sharded for _, part in pipeline.parts for unit in units_of(part))
+        assert all(unit.state is UnitState.SHARDED for _, part in pipeline.parts for unit in units_of(part))
         optimizer.step()
         optimizer.zero_grad()
         for x, y in zip(inputs, targets, strict=True):

@@ -127,7 +127,7 @@ class Backward:
         if self._has_kept:
             self.reduce_kept()
 
-    def prefetch(self, unit: Unit, call: Call[Unit]) -> None:
+    def prefetch(self, unit: Unit, call: Call) -> None:
         """Unshard ahead what backward needs after `unit`, before `unit`'s own gradients are computed."""
         if unit.backward_prefetch is not None:
             for other in unit.backward_prefetch:
@@ -145,7 +145,7 @@ class Backward:
     def _prefetch(self, unit: Unit | None) -> None:
         # A unit that backward has passed is not gathered again: which units are sharded by now may differ between
         # ranks that used different parameters.
-        if unit is not None and unit.awaits_backward and unit.unshard_in_backward:
+        if unit is not None and unit.calls.pending() and unit.unshard_in_backward:
             unit.issue_unshard()
 
     def reduce_when_due(self, bucket: Bucket) -> None:

@@ -23,8 +23,6 @@ import torch
 from fullshard.comm import torch_private
 from fullshard.comm.base import Collectives, FullBuffer, Work, own_interval
 from fullshard.comm.resized_buffer import ResizedBuffer
-from fullshard.core.errors import LifecycleError
-from fullshard.core.events import EventKind
 from fullshard.engine.binding import Originals
 from fullshard.engine.bucket_spec import BucketSpec
 from fullshard.engine.gradient import Gradient
@@ -53,6 +51,7 @@ class Bucket(BucketSpec):
         sharded_parameters: in the order of `slots`.
         originals: the original parameters, in the same order.
         has_gradient: whether the bucket has ever been trainable; there is `gradient` only then.
+        number: its number in the unit.
         storage_ids: the storages of the unsharded bucket, fixed for as long as the bucket lives.
         has_gradient_hooks: whether a sharded parameter has ever been given such a hook.
     """
@@ -72,8 +71,8 @@ class Bucket(BucketSpec):
         number: int,
         weights: Values | None = None,
     ) -> None:
-        super().__init__(slots, mesh=owner.mesh, policy=owner.policy, storage=owner.storage)
-        self.owner, self._number, self.reduction = owner, number, owner.reduction
+        super().__init__(slots, mesh=owner.mesh, policy=owner.policy, storage=owner.storage, reduction=owner.reduction)
+        self.owner, self.number = owner, number
         self.has_gradient_hooks = False
         self._gathering: Work | None = None
         self._kept: tuple[torch.Tensor, Collectives] | None = None
@@ -89,11 +88,8 @@ class Bucket(BucketSpec):
 
     def make_gradient(self) -> None:
         """Be ready to collect and reduce gradients."""
-        self.gradient = self._make_gradient()
+        self.gradient = Gradient(self, self.sharded_parameters, storage_id=min(self.storage_ids))
         self.has_gradient = True
-
-    def _make_gradient(self) -> Gradient:
-        return Gradient(self, self.sharded_parameters, storage_id=min(self.storage_ids))
 
     def _allocate(self, weights: Values | None) -> None:
         """Copy this rank's interval out of the original parameters, then bind those to views of `full`."""
@@ -125,13 +121,11 @@ class Bucket(BucketSpec):
         for index, slot in enumerate(self.slots):
             # This keeps the parameter object (subclasses, tied identities) and gives it a version counter of its own;
             # `nn.Parameter(view)` would share the counter with `full` and fail after the next gather.
-            self.kinds[index].set_plain(slot.parameter, self._view(self.full, index))
+            spec = layout.specs[index]
+            view = self.full.narrow(0, layout.offsets[index], spec.numel).view(spec.shape)
+            self.kinds[index].set_plain(slot.parameter, view)
         self.originals = Originals([slot.parameter for slot in self.slots])
         self.reshard()
-
-    def _view(self, flat: torch.Tensor, index: int) -> torch.Tensor:
-        spec = self.layout.specs[index]
-        return flat.narrow(0, self.layout.offsets[index], spec.numel).view(spec.shape)
 
     @property
     def trainable_count(self) -> int:
@@ -187,10 +181,6 @@ class Bucket(BucketSpec):
         """Mark `main` as about to change, maybe in a way that torch does not count."""
         self._version = -1
 
-    def emit(self, kind: EventKind, nbytes: int, what: str) -> None:
-        """Tell the sink of a copy between memories."""
-        self.owner.emit(kind, nbytes, what=what, bucket=self._number)
-
     def wait_unshard(self) -> None:
         """Wait for the all-gather, if one is under way."""
         if self._gathering is not None:
@@ -232,27 +222,6 @@ class Bucket(BucketSpec):
             own = own_interval(self.full, self.mesh.shard_rank, self.mesh.shard_size).to(self.main.device)
             changed = own != self.main.to(self.compute_dtype)
             self.main.copy_(torch.where(changed, own.to(self.dtype), self.main))
-
-    def check_unchanged(self) -> None:
-        """Refuse changes in place of unsharded parameters, which would be lost with them, or differ between ranks.
-
-        Raises:
-            LifecycleError: a forward changed a parameter. One rank that owns everything may do so.
-        """
-        changed = self.originals.take_changes()
-        if not changed or (self.shares_main and self.mesh.world_size == 1):
-            return  # the latter: no other rank has a copy, and `full` is where `main` is
-        names = ", ".join(str(self.sharded_parameters[index].name) for index in changed)
-        raise LifecycleError(
-            f"rank {self.mesh.rank}, unit {self.owner.name!r}: {names} changed in place while unsharded (clamp_, "
-            "Embedding(max_norm=), ...): other ranks have other copies, and the change would be lost",
-            hint="change it between steps, under unsharded(model, writeback=True) and on every rank alike",
-        )
-
-    def note_cleared(self) -> None:
-        """Free the gradients' memory if the script has now set the last `.grad` to None."""
-        if self.has_gradient:
-            self.gradient.main.release_if_cleared()
 
     def set_requires_grad(self, index: int, requires_grad: bool) -> None:
         """Freeze or unfreeze the original parameter at once, as the script did with the sharded one.

@@ -53,18 +53,26 @@ class BucketSpec:
         mesh: the ranks that share the bucket.
         policy: dtypes per role.
         storage: where `main` and the compute shard are.
+        reduction: the unit's settings, if the bucket is part of one.
 
     Attributes:
         plan: dtypes, places and bytes, as the planner had them when the bucket was made: it may have been frozen then.
         kinds: the kind of each parameter.
         slices: the place of each parameter in this rank's interval.
         tag: its number in the model, the same on every rank; set when the model is put together.
-        reduction: the unit's settings, once the bucket is part of one.
     """
 
     tag: int
 
-    def __init__(self, slots: Sequence[Slot], *, mesh: Mesh, policy: MixedPrecisionPolicy, storage: Storage) -> None:
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        *,
+        mesh: Mesh,
+        policy: MixedPrecisionPolicy,
+        storage: Storage,
+        reduction: ReductionSettings | None = None,
+    ) -> None:
         self.slots, self.mesh, self.storage = slots, mesh, storage
         self.kinds = [kind_of(slot.parameter) for slot in slots]
         self.plan = plan = BucketPlan.of(
@@ -85,7 +93,7 @@ class BucketSpec:
         require_dtype(mesh.device, self.reduce_dtype, "reduce_dtype")
         self.gather_packing, self.reduce_packing = _packing(plan.gather_as), _packing(plan.reduce_as)
         self.slices = [self.layout.shard_slice(index, mesh.shard_rank) for index in range(len(slots))]
-        self.reduction = ReductionSettings.of(mesh)
+        self.reduction = reduction or ReductionSettings.of(mesh)
 
     def shard_spec(self, index: int) -> ShardSpec:
         """Return which elements of parameter `index` each rank has; the spec has no name yet."""

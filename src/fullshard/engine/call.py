@@ -10,49 +10,25 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import Node
 
 from fullshard.comm import torch_private
-from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import FullshardError
-from fullshard.engine.bucket import Bucket
 from fullshard.engine.precision import map_tensors
 
-UnitT = TypeVar("UnitT")
+if TYPE_CHECKING:
+    from fullshard.engine.unit import Unit
+
 _numbers = itertools.count()
 
 
-class HookedUnit(Protocol):
-    """The part of a unit that autograd's hooks and the end of backward call."""
-
-    name: str
-    mesh: Mesh
-
-    def begin_backward(self) -> None:
-        """Learn that backward has reached the unit."""
-
-    def gradients_complete(self, bucket: Bucket) -> None:
-        """Learn that autograd has accumulated the gradients of all parameters of `bucket`."""
-
-    def pre_backward(self, call: Any) -> None:
-        """Learn that backward has reached an output of `call`."""
-
-    def post_backward(self, call: Any) -> None:
-        """Learn that backward has passed all inputs of `call`."""
-
-    def reduce_if_left(self) -> None:
-        """Reduce the unit's gradients, unless backward is still to come back to a call."""
-
-    def finish_backward(self) -> None:
-        """Learn that the whole backward is over."""
-
-
-class Call(Generic[UnitT]):
+class Call:
     """One forward of a unit whose backward may come.
 
     Attributes:
@@ -70,7 +46,7 @@ class Call(Generic[UnitT]):
     def __init__(self) -> None:
         self.number = next(_numbers)
         self.node = torch_private.next_node() if torch_private.backward_under_way() == -1 else math.inf
-        self.previous: UnitT | None = None
+        self.previous: Unit | None = None
         self.is_active = self.is_done = self.has_inputs = False
         self.inputs_left = 0
         self.left_in: int | None = None
@@ -102,7 +78,7 @@ class Call(Generic[UnitT]):
         # `torch.autograd.grad` also comes to the nodes whose gradients it hands to its caller.
         return any(torch_private.will_run(node) is not False for node in self._before)
 
-    def watch_inputs(self, unit: HookedUnit, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def watch_inputs(self, unit: Unit, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Put an identity in front of every input that wants a gradient, to learn when that gradient is complete.
 
         The identity makes it this unit's own: a tensor that other modules read too is complete much later. A view
@@ -125,7 +101,7 @@ class Call(Generic[UnitT]):
         watched = {key: map_tensors(watch, value, into_mutable=False) for key, value in kwargs.items()}
         return map_tensors(watch, args, into_mutable=False), watched
 
-    def watch_outputs(self, unit: HookedUnit, output: Any) -> bool:
+    def watch_outputs(self, unit: Unit, output: Any) -> bool:
         """Learn when backward reaches an output; False if no output that autograd can come back through was found."""
         hook = _reached(unit, self)
         givers, self._givers = self._givers, []
@@ -155,6 +131,36 @@ class Call(Generic[UnitT]):
         return bool(outputs)
 
 
+class Calls:
+    """The forwards of one unit that autograd may come back to, for as long as their graphs live."""
+
+    def __init__(self) -> None:
+        self._references: set[weakref.ref[Call]] = set()
+
+    def add(self, call: Call) -> None:
+        """Learn of a forward."""
+        self._references.add(weakref.ref(call, self._references.discard))
+
+    def clear(self) -> None:
+        """Forget all forwards: a live graph may come back, but no longer belongs to the step."""
+        self._references.clear()
+
+    def live(self) -> list[Call]:
+        """Return the forwards whose graphs are there."""
+        # Copy first: a call may die at any moment (even while a tuple is made), and removes its reference from the set.
+        return list(filter(None, map(operator.call, self._references.copy()))) if self._references else []
+
+    def pending(self) -> list[Call]:
+        """Return the forwards that the backward under way is to come to, or is in."""
+        return [call for call in self.live() if not call.is_done and call.is_in_backward]
+
+    @property
+    def are_expected(self) -> bool:
+        """Return whether autograd, or this backward if one is under way, may come back to one of them."""
+        backward = torch_private.backward_under_way()
+        return any(call.is_in_backward and (backward == -1 or call.left_in != backward) for call in self.live())
+
+
 def _below(outputs: Sequence[Node]) -> list[Node]:
     """Return the nodes below all of `outputs` in a graph; those that accumulate gradients have higher numbers.
 
@@ -173,7 +179,7 @@ def _below(outputs: Sequence[Node]) -> list[Node]:
     return found
 
 
-def _reached(unit: HookedUnit, call: Call[Any]) -> Callable[[Any], None]:
+def _reached(unit: Unit, call: Call) -> Callable[[Any], None]:
     """Return the gradient hook of a unit's outputs; it owns the call."""
 
     def hook(_gradient: Any) -> None:
@@ -187,7 +193,7 @@ def _reached(unit: HookedUnit, call: Call[Any]) -> Callable[[Any], None]:
     return hook
 
 
-def _passed(unit: HookedUnit, call: Call[Any]) -> Callable[[Any, Any], None]:
+def _passed(unit: Unit, call: Call) -> Callable[[Any, Any], None]:
     """Return the hook of the identities in front of a unit's inputs.
 
     It holds the call weakly: inputs may outlive the graph of this unit, whose outputs own the call.
@@ -210,7 +216,7 @@ def _passed(unit: HookedUnit, call: Call[Any]) -> Callable[[Any, Any], None]:
     return hook
 
 
-def locate(error: BaseException, unit: HookedUnit, phase: str) -> None:
+def locate(error: BaseException, unit: Unit, phase: str) -> None:
     """Add rank, unit and phase to an error that does not say them."""
     if not isinstance(error, FullshardError):
         error.add_note(f"fullshard: rank {unit.mesh.rank}, unit {unit.name!r}, {phase}")

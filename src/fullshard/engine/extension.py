@@ -89,7 +89,7 @@ class Extension:
     def call_begins(self, unit: Unit) -> None:
         """Learn that a unit is about to run forward, before it is unsharded. Recomputes do not count."""
 
-    def call_ends(self, unit: Unit, call: Call[Unit]) -> None:
+    def call_ends(self, unit: Unit, call: Call) -> None:
         """Learn that a forward which backward may come back to has ended."""
 
     def unsharded(self, unit: UnitParameters) -> None:
@@ -118,7 +118,7 @@ class Extension:
     def before_unshard_in_backward(self, unit: Unit) -> None:
         """Learn that backward, or a forward that is run again in it, is about to wait for a unit's parameters."""
 
-    def call_backward_begins(self, unit: Unit, call: Call[Unit]) -> None:
+    def call_backward_begins(self, unit: Unit, call: Call) -> None:
         """Learn that backward has come to one forward of a unit, whose parameters are whole now."""
 
     def reduced(self, part: torch.Tensor, terms: Mapping[int, torch.Tensor]) -> None:

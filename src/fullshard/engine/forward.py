@@ -66,7 +66,7 @@ class Forward:
             if ahead is not None:
                 ahead.issue_unshard()
 
-    def end_call(self, unit: Unit, call: Call[Unit]) -> None:
+    def end_call(self, unit: Unit, call: Call) -> None:
         """Learn that a unit's forward has ended; after it, backward will want the call that ended before."""
         call.previous, self._last_ended = self._last_ended, unit
         for tell in self._schedule.extensions.call_ends:

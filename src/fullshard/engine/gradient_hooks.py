@@ -11,13 +11,16 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from fullshard.comm import torch_private
 from fullshard.engine.bucket import Bucket
-from fullshard.engine.call import HookedUnit, locate
+from fullshard.engine.call import locate
+
+if TYPE_CHECKING:
+    from fullshard.engine.unit import Unit
 
 
 class GradientHooks:
@@ -27,7 +30,7 @@ class GradientHooks:
         self._hooks: list[OrderedDict[int, object]] = []  # all hooks of each parameter
         self._own: list[int] = []  # the engine's hook among them
 
-    def watch(self, unit: HookedUnit, bucket: Bucket) -> None:
+    def watch(self, unit: Unit, bucket: Bucket) -> None:
         """Learn when autograd has accumulated the gradient of each original parameter of `bucket`."""
         for index, slot in enumerate(bucket.slots):
             dtype = slot.parameter.dtype
@@ -49,11 +52,11 @@ class GradientHooks:
                 hooks[own] = hooks.pop(own)  # readers in C do not see `move_to_end`
 
 
-def _accumulated(unit: HookedUnit, bucket: Bucket, index: int) -> Callable[[torch.Tensor], None]:
+def _accumulated(unit: Unit, bucket: Bucket, index: int) -> Callable[[torch.Tensor], None]:
     """Return the post-accumulate hook of one original parameter."""
     collects = weakref.ref(bucket.gradient.unsharded)
     # Both live as long as the parameter does.
-    owner, held = cast(Callable[[], HookedUnit], weakref.ref(unit)), cast(Callable[[], Bucket], weakref.ref(bucket))
+    owner, held = cast("Callable[[], Unit]", weakref.ref(unit)), cast(Callable[[], Bucket], weakref.ref(bucket))
 
     def hook(parameter: torch.Tensor) -> None:
         unsharded = collects()

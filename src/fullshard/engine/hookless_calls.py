@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from fullshard.comm import torch_private
-from fullshard.engine.call import Call, HookedUnit
+from fullshard.engine.call import Call
+
+if TYPE_CHECKING:
+    from fullshard.engine.unit import Unit
 
 
 class HooklessCalls:
@@ -25,9 +28,9 @@ class HooklessCalls:
     """
 
     def __init__(self) -> None:
-        self.units: Sequence[HookedUnit] = ()
+        self.units: Sequence[Unit] = ()
         self.backward: int | None = None
-        self._calls: dict[Call[Any], HookedUnit] = {}  # calls that backward is in
+        self._calls: dict[Call, Unit] = {}  # calls that backward is in
         _models.add(weakref.ref(self, _models.discard))
 
     def begin(self) -> None:
@@ -39,7 +42,7 @@ class HooklessCalls:
         self.backward = None
         self._calls.clear()
 
-    def reach(self, unit: HookedUnit, call: Call[Any]) -> None:
+    def reach(self, unit: Unit, call: Call) -> None:
         """End the calls that backward has left, before `call` of `unit`, which it has reached, gathers anything."""
         self.leave(after=call.number)
         call.reach()
@@ -67,7 +70,7 @@ class HooklessCalls:
             HooklessCalls._leave({call: model for model in models for call in model._calls if call.node > node})
 
     @staticmethod
-    def _leave(left: dict[Call[Any], HooklessCalls], *, is_over: bool = False) -> None:
+    def _leave(left: dict[Call, HooklessCalls], *, is_over: bool = False) -> None:
         for call in sorted(left, key=lambda call: call.number, reverse=True):
             unit = left[call]._calls.pop(call)
             if call.is_active and not is_over:

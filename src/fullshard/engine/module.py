@@ -19,6 +19,7 @@ from fullshard.engine.contexts import no_sync
 from fullshard.engine.lookup import UNIT, clean_name, qualified, require_unit, unit_of, units_of
 from fullshard.engine.schedule import Schedule
 from fullshard.engine.unit import Unit
+from fullshard.engine.unit_parameters import UnitState
 
 _MADE_FROM = "_fullshard_forward"
 _module_class: list[type[TorchFSDPModule]] = []
@@ -32,7 +33,7 @@ class UnshardHandle(TorchUnshardHandle):
 
     def wait(self) -> None:
         """Return when the parameters are whole. The unit's forward waits by itself."""
-        if not self._unit.is_sharded:  # they were not freed in between
+        if self._unit.state is not UnitState.SHARDED:  # they were not freed in between
             self._unit.unshard()
 
 
@@ -173,7 +174,7 @@ def assemble(modules: list[nn.Module], schedule: Schedule) -> None:
         for path, inner in module.named_modules(remove_duplicate=False):
             paths.setdefault(id(inner), []).append(clean_name(path))
     for unit in units:
-        unit.take_name(", ".join(paths[id(module)][0] for module in unit.modules))
+        unit.name = ", ".join(paths[id(module)][0] for module in unit.modules)
         unit.frees_after_forward = (
             unit.modules[0] is not modules[0] if unit.asked_to_free is None else unit.asked_to_free
         )

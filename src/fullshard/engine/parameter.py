@@ -88,8 +88,8 @@ class ShardedParameter(ShardedTensor):
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
         self.publish(None if value is None else self.interval_of(value, "gradient"))
-        if value is None:
-            self.bucket.note_cleared()
+        if value is None and self.bucket.has_gradient:
+            self.bucket.gradient.main.release_if_cleared()
 
     def publish(self, local_grad: torch.Tensor | None) -> None:
         """Make this the parameter's gradient from now on."""

@@ -16,6 +16,7 @@ from fullshard.core.events import EventKind
 from fullshard.core.schedule import Reductions
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.extension import Extensions
+from fullshard.engine.unit_parameters import UnitState
 
 _NOTHING = contextlib.nullcontext()
 
@@ -66,7 +67,8 @@ class Reducer:
             return
         for bucket in list(self.order.waiting):
             unit = bucket.owner
-            if self._is_over(bucket) and bucket.is_complete and unit.is_sharded and not unit.awaits_backward:
+            is_left = unit.state is UnitState.SHARDED and not unit.calls.pending()
+            if is_left and self._is_over(bucket) and bucket.is_complete:
                 self._publish(bucket, bucket.gradient.unsharded.used)
 
     def publish(self, used: Mapping[Bucket, bytearray]) -> None:

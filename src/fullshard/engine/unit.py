@@ -11,9 +11,7 @@ the outputs own them, so a graph that is dropped takes its calls with it.
 
 from __future__ import annotations
 
-import operator
 import sys
-import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +22,7 @@ from fullshard.comm import torch_private
 from fullshard.core.errors import LifecycleError
 from fullshard.core.events import EventKind
 from fullshard.engine.bucket import Bucket
-from fullshard.engine.call import Call, uncompiled
+from fullshard.engine.call import Call, Calls, uncompiled
 from fullshard.engine.gradient_hooks import GradientHooks
 from fullshard.engine.kinds import kind_of
 from fullshard.engine.precision import MixedPrecisionPolicy, cast_floating, map_tensors, moved
@@ -62,8 +60,8 @@ class Unit(UnitParameters):
         self.is_kept_for_backward = False
         self.gathered_after_forward: list[Unit] | None = None
         self.backward_prefetch: list[Unit] | None = None
-        self._calls: set[weakref.ref[Call[Unit]]] = set()
-        self._current: list[Call[Unit]] = []
+        self.calls = Calls()
+        self._current: list[Call] = []
         self._ran: set[int] = set()
         self._running = 0
         self._is_in_method = self._is_outermost = False
@@ -100,14 +98,14 @@ class Unit(UnitParameters):
     def forget_forwards(self) -> None:
         """Forget all forwards after a step that failed half-way."""
         self._running = 0
-        self._calls.clear()  # a live graph may come back, but no longer belongs to this step
+        self.calls.clear()
         self._current.clear()
         self._ran.clear()
         self.is_kept_for_backward = False
 
     def give_up_backward(self) -> None:
         """Forget a backward that failed half-way; another may still come to the forwards before it."""
-        for call in self._live_calls():
+        for call in self.calls.live():
             call.is_active = False
         for bucket in self.buckets:
             if bucket.has_gradient:
@@ -115,21 +113,6 @@ class Unit(UnitParameters):
                     bucket.gradient.reset()
         if not self.is_kept_for_backward:
             self.reshard()
-
-    @property
-    def has_live_calls(self) -> bool:
-        """Return whether autograd, or this backward if one is under way, may come back to a forward of the unit."""
-        backward = torch_private.backward_under_way()
-        return any(call.is_in_backward and (backward == -1 or call.left_in != backward) for call in self._live_calls())
-
-    def _live_calls(self) -> list[Call[Unit]]:
-        # Copy first: a call may die at any moment (even while a tuple is made), and removes its reference from the set.
-        return list(filter(None, map(operator.call, self._calls.copy()))) if self._calls else []
-
-    @property
-    def awaits_backward(self) -> bool:
-        """Return whether autograd has not yet come back to one of the calls."""
-        return bool(_pending(self._live_calls()))
 
     # -- hooks --------------------------------------------------------------------------------------------------
 
@@ -168,10 +151,10 @@ class Unit(UnitParameters):
         self.emit(EventKind.FORWARD_BEGIN)
         if self.policy.cast_forward_inputs:
             args, kwargs = cast_floating((args, kwargs), self.policy.param_dtype)
-        if torch.is_grad_enabled() and not (in_backward and self.has_live_calls):
+        if torch.is_grad_enabled() and not (in_backward and self.calls.are_expected):
             # In backward with a live call this is checkpointing's recompute: its graph is never run backward.
             self.schedule.backward.note_call(self)
-            call: Call[Unit] = Call()
+            call = Call()
             self._current.append(call)
             args, kwargs = call.watch_inputs(self, args, kwargs)
         return args, kwargs
@@ -198,7 +181,7 @@ class Unit(UnitParameters):
             if len(self._ran) == len(self.modules):  # modules unsharded together are resharded by the last
                 self._ran.clear()
                 keep = in_backward or self.is_kept_for_backward or not self.frees_after_forward
-                if (failed and not in_backward) or not (keep or any(call.is_active for call in self._live_calls())):
+                if (failed and not in_backward) or not (keep or any(call.is_active for call in self.calls.live())):
                     self.reshard(is_after_forward=torch.is_grad_enabled() and not (failed or in_backward))
         except BaseException:  # another rank has ended, so memory that it shares cannot be freed
             if not in_backward:
@@ -212,10 +195,10 @@ class Unit(UnitParameters):
         """Return `output`, or a copy if it is a view of a parameter: its memory goes when the unit is resharded."""
         return output.clone() if self.has_view(output) else output
 
-    def _watch_outputs(self, call: Call[Unit], output: Any) -> bool:
+    def _watch_outputs(self, call: Call, output: Any) -> bool:
         """Learn when backward reaches an output; False if nothing will tell, although parameters want gradients."""
         if call.watch_outputs(self, output):
-            self._calls.add(weakref.ref(call, self._calls.discard))
+            self.calls.add(call)
             return True
         return not any(bucket.trainable_count for bucket in self.buckets)
 
@@ -234,10 +217,14 @@ class Unit(UnitParameters):
             )
         self.schedule.backward.begin(self)
 
-    def pre_backward(self, call: Call[Unit]) -> None:
+    def pre_backward(self, call: Call) -> None:
         """Learn that backward has reached an output of `call`."""
-        if torch.is_grad_enabled() and any(not bucket.shares_main for bucket in self.buckets):
-            self._check_second_derivatives()
+        if torch.is_grad_enabled() and not (self.is_pinned or all(bucket.shares_main for bucket in self.buckets)):
+            raise LifecycleError(
+                f"rank {self.mesh.rank}, unit {self.name!r}: backward with create_graph=True, as torch.func's grad, "
+                "jacrev and hessian have it, too, which would read parameters again after they were freed",
+                hint="do that and all that is computed of it, its backward included, inside `with unsharded(model)`",
+            )
         self.schedule.backward.begin(self)
         if call.is_active:  # another output came first
             return
@@ -251,20 +238,12 @@ class Unit(UnitParameters):
         self.schedule.backward.prefetch(self, call)
         self.emit(EventKind.BACKWARD_BEGIN)
 
-    def _check_second_derivatives(self) -> None:
-        if not self.is_pinned:
-            raise LifecycleError(
-                f"rank {self.mesh.rank}, unit {self.name!r}: backward with create_graph=True, as torch.func's grad, "
-                "jacrev and hessian have it, too, which would read parameters again after they were freed",
-                hint="do that and all that is computed of it, its backward included, inside `with unsharded(model)`",
-            )
-
-    def post_backward(self, call: Call[Unit]) -> None:
+    def post_backward(self, call: Call) -> None:
         """Learn that backward has passed all inputs of `call`."""
         self.schedule.backward.hookless_calls.leave(after=call.number)
         call.end()
         self.emit(EventKind.BACKWARD_END)
-        pending = _pending(self._live_calls())
+        pending = self.calls.pending()
         is_over = not any(c.is_active for c in pending) and (len(self.modules) == 1 or not pending)
         if is_over:
             self._reshard_after_backward(call.previous)
@@ -276,7 +255,7 @@ class Unit(UnitParameters):
 
     def reduce_if_left(self) -> None:
         """Reduce the unit's gradients, unless backward is still to come back to a call, which adds to them."""
-        if not self.awaits_backward:
+        if not self.calls.pending():
             self._reduce()
 
     def _reduce(self) -> None:
@@ -285,21 +264,20 @@ class Unit(UnitParameters):
 
     def gradients_complete(self, bucket: Bucket) -> None:
         """Learn that autograd has accumulated the gradients of all parameters of `bucket`."""
-        calls = self._live_calls()
-        if any(not call.is_active for call in _pending(calls)):
+        if any(not call.is_active for call in self.calls.pending()):
             return  # a call still to come adds to them on other ranks, which reduce after it
         self.schedule.backward.reduce_when_due(bucket)
         if all(each is bucket or each.is_complete for each in self.buckets):
-            self._reshard_if_passed(calls)
+            self._reshard_if_passed()
         self.schedule.backward.reducer.publish_when_final()
 
-    def _reshard_if_passed(self, calls: Sequence[Call[Unit]]) -> None:
-        """Reshard when all gradients are there, if nothing else shows that backward has left `calls`.
+    def _reshard_if_passed(self) -> None:
+        """Reshard when all gradients are there, if nothing else shows that backward has left the calls.
 
         If an input wants a gradient, a parameter may still be read on the way to it; the same goes for a frozen
         parameter.
         """
-        calls = [call for call in calls if call.is_in_backward]
+        calls = [call for call in self.calls.live() if call.is_in_backward]
         if not any(call.has_inputs for call in calls):
             for call in calls:
                 call.end()
@@ -311,14 +289,9 @@ class Unit(UnitParameters):
 
     def finish_backward(self) -> None:
         """Finish the whole backward: forget its calls and leave nothing unsharded."""
-        for call in self._live_calls():
+        for call in self.calls.live():
             call.end()
         self.is_kept_for_backward = False
         if self.reshard_after_backward:
             self.reshard()
         self.rest()
-
-
-def _pending(calls: Sequence[Call[Unit]]) -> list[Call[Unit]]:
-    """Return the calls that the backward under way is to come to, or is in."""
-    return [call for call in calls if not call.is_done and call.is_in_backward]

@@ -95,7 +95,7 @@ class UnitParameters(abc.ABC):
         self.modules, self.policy, self.storage = plan.modules, policy, storage
         self.mesh = schedule.mesh  # the model around it may have another mesh
         self.reduction = ReductionSettings.of(self.mesh)
-        self._waits: dict[str, Waiting] = {}
+        self._waits: dict[tuple[str, str], Waiting] = {}
         self.name, self.number = "", 0
         self.state = UnitState.SHARDED
         self.is_pinned = False
@@ -121,7 +121,7 @@ class UnitParameters(abc.ABC):
                     mark_original(original, sharded)
                 for replaced in slot.replaced:
                     sharded.take_hooks(replaced)
-        self._binding = Binding(self._real_entries())
+        self._binding = Binding(_entries(self.buckets))
         self._binding.bind(unsharded=False)
         self.stand_ins = None
 
@@ -140,10 +140,7 @@ class UnitParameters(abc.ABC):
         """Return each parameter's slot, and the tensor that the modules hold at rest."""
         if self.stand_ins is not None:
             return self.stand_ins.entries
-        return self._real_entries()
-
-    def _real_entries(self) -> list[tuple[Slot, ShardedParameter]]:
-        return [entry for b in self.buckets for entry in zip(b.slots, b.sharded_parameters, strict=True)]
+        return _entries(self.buckets)
 
     def has_view(self, tensor: torch.Tensor) -> bool:
         """Return whether `tensor` is in memory that is freed when the parameters are resharded."""
@@ -232,14 +229,9 @@ class UnitParameters(abc.ABC):
         self._binding.check()  # before any change, or a refusal would leave it half done
         if not unsharded:
             for bucket in self.buckets:
-                bucket.check_unchanged()
+                _check_unchanged(bucket)
         self._binding.bind(unsharded=unsharded)
         self.state = UnitState.UNSHARDED if unsharded else UnitState.GATHERED
-
-    @property
-    def is_sharded(self) -> bool:
-        """Return whether nothing unsharded is there, or on its way."""
-        return self.state is UnitState.SHARDED
 
     @property
     def is_at_rest(self) -> bool:
@@ -251,11 +243,6 @@ class UnitParameters(abc.ABC):
         for bucket in self.buckets:
             bucket.take_requires_grad()
 
-    def take_name(self, name: str) -> None:
-        """Take the unit's name in the model, known only now."""
-        self.name = name
-        self._waits.clear()
-
     def emit(self, kind: EventKind, nbytes: int = 0, *, what: str = "", bucket: int = 0) -> None:
         """Tell the sink, if there is one."""
         if self.schedule.event_sink is not None:
@@ -263,8 +250,29 @@ class UnitParameters(abc.ABC):
 
     def waiting(self, phase: str) -> Waiting:
         """Return a context within which this rank waits for others in that phase."""
-        wait = self._waits.get(phase)
+        wait = self._waits.get((self.name, phase))
         if wait is None:
-            wait = self._waits[phase] = Waiting(f"unit {self.name!r}, {phase}", [self.mesh.control_group])
+            wait = self._waits[self.name, phase] = Waiting(f"unit {self.name!r}, {phase}", [self.mesh.control_group])
         wait.step = self.schedule.steps + 1
         return wait
+
+
+def _check_unchanged(bucket: Bucket) -> None:
+    """Refuse changes in place of unsharded parameters, which would be lost with them, or differ between ranks.
+
+    Raises:
+        LifecycleError: a forward changed a parameter. One rank that owns everything may do so.
+    """
+    changed = bucket.originals.take_changes()
+    if not changed or (bucket.shares_main and bucket.mesh.world_size == 1):
+        return  # the latter: no other rank has a copy, and `full` is where `main` is
+    names = ", ".join(str(bucket.sharded_parameters[index].name) for index in changed)
+    raise LifecycleError(
+        f"rank {bucket.mesh.rank}, unit {bucket.owner.name!r}: {names} changed in place while unsharded (clamp_, "
+        "Embedding(max_norm=), ...): other ranks have other copies, and the change would be lost",
+        hint="change it between steps, under unsharded(model, writeback=True) and on every rank alike",
+    )
+
+
+def _entries(buckets: Sequence[Bucket]) -> list[tuple[Slot, ShardedParameter]]:
+    return [entry for b in buckets for entry in zip(b.slots, b.sharded_parameters, strict=True)]

@@ -117,9 +117,10 @@ class ExtendedBucket(Bucket):
                 hint="change the sharded parameter in place instead",
             )
 
-    def _make_gradient(self) -> Gradient:
-        # Wrappers have no storage that could tell whether forward has given them other data.
-        return Gradient(self, self.sharded_parameters, storage_id=None)
+    def make_gradient(self) -> None:
+        """Be ready to collect gradients. No storage of wrappers tells whether forward has given them other data."""
+        self.gradient = Gradient(self, self.sharded_parameters, storage_id=None)
+        self.has_gradient = True
 
 
 class ExtendedBuffer(FullBuffer):

@@ -290,7 +290,7 @@ class _Travel:
             place.copy_(part.reshape(-1))
         received = torch.empty(sum(parts.arriving), dtype=self._dtype, device=device)
         nbytes = (sum(parts.leaving) - parts.leaving[collectives.rank]) * self._dtype.itemsize
-        bucket.emit(EventKind.PIECES_SENT, nbytes, what)
+        bucket.owner.emit(EventKind.PIECES_SENT, nbytes, what=what, bucket=bucket.number)
         work = collectives.exchange(buffer, received, parts, tag=bucket.tag)
         return _Coming([piece for each in arriving for piece in each], work, buffer, bucket, what, width)
 

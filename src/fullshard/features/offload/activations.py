@@ -19,7 +19,7 @@ class ActivationOffload(Extension):
     def __init__(self, model: Schedule) -> None:
         super().__init__(model)
         self._pages: Pages | None = None
-        self._page_of: weakref.WeakKeyDictionary[Call[Unit], Page] = weakref.WeakKeyDictionary()
+        self._page_of: weakref.WeakKeyDictionary[Call, Page] = weakref.WeakKeyDictionary()
         self._is_checked = False
 
     def materialized(self) -> None:
@@ -44,12 +44,12 @@ class ActivationOffload(Extension):
         if self._pages is not None:
             self._pages.turn(unit)
 
-    def call_ends(self, unit: Unit, call: Call[Unit]) -> None:
+    def call_ends(self, unit: Unit, call: Call) -> None:
         """Remember which page backward needs when it comes to the outputs of this forward."""
         if self._pages is not None and self._pages.page is not None:
             self._page_of[call] = self._pages.page
 
-    def call_backward_begins(self, unit: Unit, call: Call[Unit]) -> None:
+    def call_backward_begins(self, unit: Unit, call: Call) -> None:
         """Wait for the page, and bring the one before it."""
         if self._pages is not None and (page := self._page_of.get(call)) is not None:
             self._pages.want(page)

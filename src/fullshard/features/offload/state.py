@@ -40,7 +40,7 @@ def move_state(optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], host
         host.finish()
     for bucket in sorted(moved, key=lambda bucket: bucket.tag):
         if moved[bucket]:
-            bucket.emit(way, moved[bucket], "optimizer state")
+            bucket.owner.emit(way, moved[bucket], what="optimizer state", bucket=bucket.number)
 
 
 def _plain_tensors(value: object) -> Iterator[torch.Tensor]:

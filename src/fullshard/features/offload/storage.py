@@ -90,7 +90,7 @@ class HostStorage(OneMemory):
                 self._update_compute_shard(bucket)
             work = bucket.buffer.gather(bucket.compute_shard, tag=bucket.tag, exactly=exactly)
         work = self.host.arriving(work)
-        bucket.emit(EventKind.TO_DEVICE, bucket.compute_shard.nbytes, "compute shard")
+        bucket.owner.emit(EventKind.TO_DEVICE, bucket.compute_shard.nbytes, what="compute shard", bucket=bucket.number)
         return work
 
     @torch.no_grad()
@@ -107,7 +107,7 @@ class HostStorage(OneMemory):
     def take_gradient(self, bucket: Bucket, reduced: Work, nbytes: int) -> Work:
         """Copy it to the host as soon as it is reduced."""
         work = self.host.send(reduced)
-        bucket.emit(EventKind.TO_HOST, nbytes, "gradient")
+        bucket.owner.emit(EventKind.TO_HOST, nbytes, what="gradient", bucket=bucket.number)
         return work
 
     def settle(self) -> None:

@@ -112,7 +112,7 @@ class _ParameterGroup(_View):
         "is_sharded": lambda unit: not _is_unsharded(unit),
         "is_unsharded": _is_unsharded,
         "unshard": lambda unit: unit.modules[0].unshard,
-        "wait_for_unshard": lambda unit: lambda: None if unit.is_sharded else unit.unshard(),
+        "wait_for_unshard": lambda unit: lambda: None if unit.state is UnitState.SHARDED else unit.unshard(),
         "reshard": lambda unit: unit.reshard,
         "post_backward": _reduce_kept,
     }

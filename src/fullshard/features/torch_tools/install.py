@@ -360,7 +360,8 @@ def _zero_grad(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
         for parameter in held:
             parameter.publish(None)
         for bucket in dict.fromkeys(p.bucket for p in held):
-            bucket.note_cleared()
+            if bucket.has_gradient:
+                bucket.gradient.main.release_if_cleared()
     torch_private.zero_grad.torchs(self, set_to_none)
 
 
