@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from fullshard.core.bucket import BucketKey, BucketPlan
+from fullshard.core.bucket import BucketKey
 from fullshard.core.dtypes import COMPUTE, FLOATING, HALF, ITEMSIZES, Dtypes, collected, itemsize, main_dtype, wider
 from fullshard.core.errors import ConfigError
 from fullshard.core.offload import Offload
-from fullshard.engine.precision import MixedPrecisionPolicy, cast_floating, dtype_name, torch_dtype
+from fullshard.engine.precision import cast_floating, dtype_name, torch_dtype
+from fullshard.features import MixedPrecisionPolicy
+from fullshard.plan.buckets import CountedBucket
 
 TRAINED_IN = ("float64", "float32", "bfloat16", "float16")
 MIXED = Dtypes("bfloat16")
@@ -101,9 +103,9 @@ def make_plan(
     trainable: bool = True,
     dtype: str = "float32",
     exact: bool = False,
-) -> BucketPlan:
+) -> CountedBucket:
     key = BucketKey.of(dtypes, dtype, trainable=trainable, exact=exact, statistics=None)
-    return BucketPlan.of(key, [(8, 4), (4,)], dtypes, world_size=2, offload=Offload(**(offload or {})))
+    return CountedBucket.of(key, [(8, 4), (4,)], dtypes, world_size=2, offload=Offload(**(offload or {})))
 
 
 def test_what_keeps_parameters_apart() -> None:
@@ -149,7 +151,7 @@ def test_what_is_packed_is_copied_exact() -> None:
     """Packing is done on the device: what lies on the host is the stored dtype, and one piece with the main weights."""
     offload = {"compute_shards": True, "main_weights": True, "optimizer_state": True}
     packed = make_plan(Dtypes("float16", gather_as="int8"), offload)
-    assert (packed.gather_as, packed.compute_shard_dtype, packed.compute_shard_is_main) == ("int8", "float32", True)
+    assert (packed.weights_as, packed.compute_shard_dtype, packed.compute_shard_is_main) == ("int8", "float32", True)
     assert packed.host_buffers == (packed.main_nbytes,)
     assert make_plan(offload=offload).compute_shard_dtype == "bfloat16"
 
@@ -157,11 +159,11 @@ def test_what_is_packed_is_copied_exact() -> None:
 def test_what_is_rounded_to_be_sent() -> None:
     dtypes = Dtypes("bfloat16", gather_as="int8", reduce_as="bfloat16")
     plan = make_plan(dtypes)
-    assert (plan.gather_as, plan.reduce_as) == ("int8", "bfloat16")
+    assert (plan.weights_as, plan.gradients_as) == ("int8", "bfloat16")
     assert (plan.gather_message_nbytes, plan.reduce_message_nbytes) == (32 + 16, 2 * 24)
-    assert make_plan(Dtypes("bfloat16", gather_as="bfloat16", reduce_as="bfloat16")).gather_as is None
-    assert make_plan(dtypes, dtype="uint8", trainable=False, exact=True).gather_as is None
-    assert make_plan(dtypes, trainable=False, exact=True).gather_as is None  # a scale, float32 and exact
+    assert make_plan(Dtypes("bfloat16", gather_as="bfloat16", reduce_as="bfloat16")).weights_as is None
+    assert make_plan(dtypes, dtype="uint8", trainable=False, exact=True).weights_as is None
+    assert make_plan(dtypes, trainable=False, exact=True).weights_as is None  # a scale, float32 and exact
 
 
 def test_what_gradients_are_accumulated_in() -> None:
@@ -190,7 +192,7 @@ def test_whether_unsharding_is_nothing() -> None:
         (1, Dtypes(), Offload(main_weights=True, optimizer_state=True), False),
     ):
         key = BucketKey.of(dtypes, "float32", trainable=True, exact=False, statistics=None)
-        plan = BucketPlan.of(key, [(4,)], dtypes, world_size=world_size, offload=offload)
+        plan = CountedBucket.of(key, [(4,)], dtypes, world_size=world_size, offload=offload)
         assert plan.shares_main == expected
 
 

@@ -33,6 +33,7 @@ from fullshard.features import (
     units_of,
     unsharded,
 )
+from fullshard.plan.buckets import CountedBucket
 from tests.differential import compare, gradients, optimizer_state, parameters
 from tests.distributed import run_ranks
 from tests.offload import BFLOAT16, CASES, POLICIES, SLOW_CASES, STEPS, WIDTH, Case, Model, allowed
@@ -95,7 +96,7 @@ def bytes_per_element() -> dict[str, tuple[float, float]]:
         numel = sum(bucket.layout.shard_numel for bucket in buckets)
         found[name] = (
             sum(map(copies_nbytes, buckets)) / numel,
-            sum(sum(bucket.plan.host_buffers) for bucket in buckets) / numel,
+            sum(sum(CountedBucket.like(bucket.plan).host_buffers) for bucket in buckets) / numel,
         )
     return found
 

@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from fullshard.comm import torch_private
-from fullshard.core.bucket import BucketPlan
 from fullshard.core.errors import LifecycleError
 from fullshard.core.events import Event, EventKind
 from fullshard.core.sizes import format_nbytes
@@ -32,6 +31,7 @@ from fullshard.engine.unit import Unit
 from fullshard.features.matrices import sent_numel
 from fullshard.optim import Muon
 from fullshard.optim.with_adamw import MatricesWithAdamW
+from fullshard.plan.buckets import CountedBucket
 from fullshard.plan.dealing import deal, matrices_in
 from fullshard.plan.job import Job
 from fullshard.plan.layout import ModelLayout, UnitLayout
@@ -390,6 +390,6 @@ def _unit_layout(unit: Unit, *, is_root: bool, is_head: bool) -> UnitLayout:
     )
 
 
-def _bucket_plan(bucket: Bucket) -> BucketPlan:
+def _bucket_plan(bucket: Bucket) -> CountedBucket:
     """Return the bucket's plan as it is now: the bucket may have been frozen when it was made."""
-    return dataclasses.replace(bucket.plan, trainable=bucket.has_gradient)
+    return CountedBucket.like(bucket.plan, trainable=bucket.has_gradient)

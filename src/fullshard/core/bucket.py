@@ -1,4 +1,4 @@
-"""A bucket apart from its memory: dtypes by role, what is on the host, and the resulting bytes. No torch.
+"""A bucket apart from its memory: dtypes by role, and what is on the host. No torch.
 
 The engine makes its buckets from these plans and the planner counts with them, so neither has rules of its own.
 """
@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from fullshard.core.dtypes import FLOATING, Dtypes, itemsize, packed, wider
 from fullshard.core.layout import BucketLayout, ParameterSpec
 from fullshard.core.offload import Offload
-from fullshard.core.sizes import packed_nbytes
 
 
 class BucketKey(NamedTuple):
@@ -46,7 +45,7 @@ class BucketPlan:
         layout: which rank owns what; parameters are called by their numbers.
         dtype, compute_dtype, reduce_dtype: stored, unsharded, and of the gradient's sum.
         trainable: whether it has gradients.
-        gather_as, reduce_as: dtypes in which an interval is sent, in either direction, if they differ.
+        weights_as, gradients_as: dtypes in which an interval is sent, in either direction, if they differ.
         offload: what lives in host memory.
         whole_dtype: dtype in which it is gathered and stays, if its parameter asks for that and casts it no further.
     """
@@ -56,8 +55,8 @@ class BucketPlan:
     compute_dtype: str
     reduce_dtype: str
     trainable: bool
-    gather_as: str | None = None
-    reduce_as: str | None = None
+    weights_as: str | None = None
+    gradients_as: str | None = None
     offload: Offload = field(default_factory=Offload)
     whole_dtype: str | None = None
 
@@ -72,7 +71,7 @@ class BucketPlan:
         offload: Offload,
         by_rows: bool = False,
         is_packed: bool = True,
-    ) -> BucketPlan:
+    ) -> Self:
         """Plan the bucket of parameters with these shapes.
 
         Args:
@@ -99,8 +98,6 @@ class BucketPlan:
             offload,
         )
 
-    # -- where it is --------------------------------------------------------------------------------------------
-
     @property
     def main_is_on_host(self) -> bool:
         """Return whether this rank's stored interval is in host memory; a frozen bucket has nothing else there."""
@@ -122,7 +119,7 @@ class BucketPlan:
 
         Packing is done on the device, from exact values.
         """
-        return self.compute_dtype if self.gather_as is None else self.dtype
+        return self.compute_dtype if self.weights_as is None else self.dtype
 
     @property
     def compute_shard_is_main(self) -> bool:
@@ -132,85 +129,14 @@ class BucketPlan:
         return self.is_gathered_from_host and self.compute_shard_dtype == self.dtype
 
     @property
-    def shares_main(self) -> bool:
-        """Return whether unsharding does nothing: one rank owns everything, in the dtype it computes in."""
-        return self.layout.world_size == 1 and self.may_hold_main
-
-    @property
     def may_hold_main(self) -> bool:
         """Return whether the unsharded bucket could contain this rank's stored interval."""
         return self.dtype == self.compute_dtype and not self.main_is_on_host and self.whole_dtype is None
-
-    # -- bytes --------------------------------------------------------------------------------------------------
-
-    @property
-    def main_nbytes(self) -> int:
-        """Bytes of this rank's interval as it is stored."""
-        return self.layout.shard_numel * itemsize(self.dtype)
-
-    @property
-    def compute_shard_nbytes(self) -> int:
-        """Bytes of the gather's input, if that is not the stored interval itself on the device."""
-        return self.layout.shard_numel * itemsize(self.compute_shard_dtype)
-
-    @property
-    def device_nbytes(self) -> int:
-        """Bytes of this rank's interval that stay on the device."""
-        if not self.main_is_on_host:
-            return self.main_nbytes
-        return 0 if self.is_gathered_from_host else self.compute_shard_nbytes
-
-    @property
-    def host_buffers(self) -> tuple[int, ...]:
-        """Bytes of each buffer in host memory; if the compute dtype differs, a second one holds the gather's input."""
-        if not self.main_is_on_host:
-            return ()
-        has_copy = self.is_gathered_from_host and not self.compute_shard_is_main
-        return (self.main_nbytes, self.compute_shard_nbytes) if has_copy else (self.main_nbytes,)
-
-    @property
-    def full_nbytes(self) -> int:
-        """Bytes of the unsharded bucket."""
-        return self.layout.full_numel * itemsize(self.whole_dtype or self.compute_dtype)
-
-    @property
-    def reduce_nbytes(self) -> int:
-        """Bytes of the unsharded gradient in the dtype it is summed in."""
-        return self.layout.full_numel * itemsize(self.reduce_dtype)
-
-    @property
-    def reduced_nbytes(self) -> int:
-        """Bytes of this rank's interval of the gradient, in the dtype it is summed in."""
-        return self.layout.shard_numel * itemsize(self.reduce_dtype)
 
     @property
     def main_gradient_dtype(self) -> str:
         """Dtype in which gradients are accumulated over micro-batches."""
         return wider(self.reduce_dtype, self.dtype)
-
-    @property
-    def main_gradient_nbytes(self) -> int:
-        """Bytes of the accumulated gradient."""
-        return self.layout.shard_numel * itemsize(self.main_gradient_dtype)
-
-    @property
-    def largest_numel(self) -> int:
-        """Elements of its largest parameter."""
-        return self.layout.largest_numel
-
-    @property
-    def gather_message_nbytes(self) -> int:
-        """Bytes of a message with one interval of the weights."""
-        return _message_nbytes(self.layout.shard_numel, self.whole_dtype or self.compute_dtype, self.gather_as)
-
-    @property
-    def reduce_message_nbytes(self) -> int:
-        """Bytes of a message with one interval of the gradient."""
-        return _message_nbytes(self.layout.shard_numel, self.reduce_dtype, self.reduce_as)
-
-
-def _message_nbytes(numel: int, dtype: str, sent_as: str | None) -> int:
-    return numel * itemsize(dtype) if sent_as is None else packed_nbytes(numel, itemsize(sent_as))
 
 
 @cache

@@ -91,7 +91,7 @@ class BucketSpec:
         require_dtype(mesh.device, self.dtype, "parameters")
         require_dtype(mesh.device, self.compute_dtype, "param_dtype")
         require_dtype(mesh.device, self.reduce_dtype, "reduce_dtype")
-        self.gather_packing, self.reduce_packing = _packing(plan.gather_as), _packing(plan.reduce_as)
+        self.gather_packing, self.reduce_packing = _packing(plan.weights_as), _packing(plan.gradients_as)
         self.slices = [self.layout.shard_slice(index, mesh.shard_rank) for index in range(len(slots))]
         self.reduction = reduction or ReductionSettings.of(mesh)
 

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from fullshard.core.bucket import BucketKey, BucketPlan
+from fullshard.core.bucket import BucketKey
 from fullshard.core.dtypes import Dtypes
 from fullshard.core.offload import Offload
 from fullshard.core.strategy import Strategy
+from fullshard.plan.buckets import CountedBucket
 from fullshard.plan.shapes import Block, ModelShape, ParameterShape
 
 
@@ -29,7 +30,7 @@ class UnitLayout:
     """
 
     name: str
-    buckets: tuple[BucketPlan, ...]
+    buckets: tuple[CountedBucket, ...]
     frees_after_forward: bool
     feeds_units: bool
     takes_ids: bool
@@ -53,7 +54,7 @@ class UnitLayout:
         return sum(bucket.main_nbytes for bucket in self.buckets)
 
     @cached_property
-    def trainable(self) -> tuple[BucketPlan, ...]:
+    def trainable(self) -> tuple[CountedBucket, ...]:
         """Return the buckets with gradients."""
         return tuple(bucket for bucket in self.buckets if bucket.trainable)
 
@@ -112,7 +113,7 @@ class ModelLayout:
         return self.units[-1]
 
     @property
-    def buckets(self) -> list[BucketPlan]:
+    def buckets(self) -> list[CountedBucket]:
         """Every bucket."""
         return [bucket for unit in self.units for bucket in unit.buckets]
 
@@ -172,12 +173,12 @@ def lay_out(
 
 def _buckets(
     parameters: Sequence[ParameterShape], dtypes: Dtypes, shard_size: int, offload: Offload
-) -> tuple[BucketPlan, ...]:
+) -> tuple[CountedBucket, ...]:
     """Return the buckets in the order in which their first parameters come, as the engine has them."""
     buckets = []
     for members in grouped(parameters, dtypes):
         first = members[0]
-        plan = BucketPlan.of(
+        plan = CountedBucket.of(
             _key(first, dtypes),
             [parameter.shape for parameter in members],
             dtypes,

@@ -21,12 +21,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from fullshard.core.bucket import BucketPlan
 from fullshard.core.dtypes import itemsize
 from fullshard.core.events import Event, EventKind
 from fullshard.core.schedule import launched_until_over
 from fullshard.core.sizes import LONG_NBYTES, many_page_locked_nbytes, page_locked_nbytes
 from fullshard.plan.activations import LayerActivations, layer_activations
+from fullshard.plan.buckets import CountedBucket
 from fullshard.plan.layout import UnitLayout
 from fullshard.plan.losses import LogitsNbytes, logits_nbytes
 from fullshard.plan.optimizers import OptimizerRow
@@ -193,7 +193,7 @@ def _state_nbytes(setting: PlanSetting) -> int:
 class _Gradient:
     """One bucket on its way from the reduce input to the main gradient."""
 
-    bucket: BucketPlan
+    bucket: CountedBucket
     extra: int
     is_shrunk: bool = False
     is_added: bool = False
@@ -212,7 +212,7 @@ class _Ledger:
     leaving_page: int = 0
     has_main_gradient: bool = False
     micro_batch: int = 0
-    stepping: BucketPlan | None = None
+    stepping: CountedBucket | None = None
     tied_nbytes: int = 0
 
     def __post_init__(self) -> None:
@@ -404,12 +404,12 @@ class _Ledger:
         gradient.is_shrunk = True
         return moments
 
-    def _stays(self, bucket: BucketPlan) -> bool:
+    def _stays(self, bucket: CountedBucket) -> bool:
         """Return whether the sum is made in this rank's reduce input, which is long."""
         is_cast = self.setting.collected_dtype(bucket) != bucket.reduce_dtype
         return self.setting.route.shares_memory and bucket.reduced_nbytes >= LONG_NBYTES and not is_cast
 
-    def _held_nbytes(self, bucket: BucketPlan) -> int:
+    def _held_nbytes(self, bucket: CountedBucket) -> int:
         """Return the bytes that the reduced gradient keeps."""
         return bucket.reduce_nbytes if self._stays(bucket) else bucket.reduced_nbytes
 
@@ -480,7 +480,7 @@ class _Ledger:
         visiting = _state_nbytes(self.setting) if on_host.optimizer_state and not on_host.main_weights else 0
         return self._for_a_moment({"optimizer temporaries": temporaries, "optimizer state": visiting})
 
-    def _temporaries(self, buckets: Sequence[BucketPlan]) -> int:
+    def _temporaries(self, buckets: Sequence[CountedBucket]) -> int:
         """Return what updating these buckets, which are on the device, needs for a moment."""
         if not self.setting.job.planned_optimizer.has_temporaries:
             return 0
@@ -505,7 +505,7 @@ def _largest_nbytes(unit: UnitLayout) -> int:
     return max(bucket.largest_numel * itemsize(bucket.compute_dtype) for bucket in unit.trainable)
 
 
-def _largest_slice(bucket: BucketPlan) -> int:
+def _largest_slice(bucket: CountedBucket) -> int:
     return max(bucket.layout.interval(index, 0).numel for index in range(len(bucket.layout.specs)))
 
 

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from fullshard.core.bucket import BucketPlan
 from fullshard.core.events import Event, EventKind
 from fullshard.core.schedule import REDUCTIONS_IN_FLIGHT, BackwardPrefetch, Reductions, gathered_ahead
+from fullshard.plan.buckets import CountedBucket
 from fullshard.plan.layout import ModelLayout, UnitLayout
 from fullshard.plan.optimizers import OPTIMIZERS, OptimizerRow
 
@@ -131,7 +131,7 @@ class _Run:
                 if nbytes:
                     self.move(way, place, nbytes, "optimizer state")
 
-    def bucket(self, place: _Place) -> BucketPlan:
+    def bucket(self, place: _Place) -> CountedBucket:
         return self.units[place[0]].buckets[place[1]]
 
     def unshard(self, unit: UnitLayout) -> None:

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from fullshard.core.bucket import BucketPlan
 from fullshard.core.dtypes import collected, itemsize
 from fullshard.core.offload import Offload
 from fullshard.core.sizes import SUM_BLOCK_NBYTES, sum_blocks
+from fullshard.plan.buckets import CountedBucket
 from fullshard.plan.hardware import Device
 from fullshard.plan.job import Job
 from fullshard.plan.layout import ModelLayout, UnitLayout
@@ -52,22 +52,22 @@ class PlanSetting:
         """Return the bytes that unsharding `unit` takes."""
         return 0 if self.route.shares_memory else unit.gathered_nbytes
 
-    def collected_dtype(self, bucket: BucketPlan) -> str:
+    def collected_dtype(self, bucket: CountedBucket) -> str:
         """Return the dtype that collects the unsharded gradient; if several backwards add to it, that of the sum."""
         is_added_to = self.job.accumulation > 1 and not self.reduces_each_micro_batch
         return collected(bucket.compute_dtype, bucket.reduce_dtype, widens=self.route.widens and not is_added_to)
 
-    def collected_nbytes(self, bucket: BucketPlan) -> int:
+    def collected_nbytes(self, bucket: CountedBucket) -> int:
         """Return the bytes of the unsharded gradient as it is collected."""
         return bucket.layout.full_numel * itemsize(self.collected_dtype(bucket))
 
-    def summing_nbytes(self, bucket: BucketPlan) -> int:
+    def summing_nbytes(self, bucket: CountedBucket) -> int:
         """Return what summing the ranks' gradients takes in addition, on a CPU."""
         is_cast = self.collected_dtype(bucket) != bucket.reduce_dtype
         blocks = sum_blocks(self.layout.shard_size, is_cast=is_cast) if self.device.is_cpu else 0
         return blocks * min(SUM_BLOCK_NBYTES, bucket.reduced_nbytes)
 
-    def copies_nbytes(self, bucket: BucketPlan) -> int:
+    def copies_nbytes(self, bucket: CountedBucket) -> int:
         """Return the bytes of a bucket's lasting copies in its compute dtype, besides its main weights."""
         if not self.route.shares_memory or bucket.dtype == bucket.compute_dtype:
             return 0

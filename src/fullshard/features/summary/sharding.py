@@ -12,6 +12,7 @@ from fullshard.core.sizes import format_count, format_nbytes
 from fullshard.core.strategy import STRATEGIES
 from fullshard.engine.lookup import require_units
 from fullshard.engine.unit import Unit
+from fullshard.plan.buckets import CountedBucket
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ class Sharding:
             strategy=next(rows, ""),
             kept=kept if frees else 0,
             offload=next((unit.storage.offload for unit in units if unit.storage.offload), Offload()),
-            host_nbytes=sum(sum(bucket.plan.host_buffers) for bucket in buckets),
+            host_nbytes=sum(sum(CountedBucket.like(bucket.plan).host_buffers) for bucket in buckets),
             packed=_packed(units),
         )
 

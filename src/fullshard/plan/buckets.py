@@ -1,0 +1,90 @@
+"""Buckets as the planner counts them: the plans that the engine makes its own of, and the bytes that follow."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Self
+
+from fullshard.core.bucket import BucketPlan
+from fullshard.core.dtypes import itemsize
+from fullshard.core.sizes import packed_nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class CountedBucket(BucketPlan):
+    """One bucket. Make it with `CountedBucket.of`, or of one of the engine's with `like`."""
+
+    @classmethod
+    def like(cls, plan: BucketPlan, **changes: Any) -> Self:
+        """Return the same bucket, apart from these changes."""
+        return cls(**{field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)} | changes)
+
+    @property
+    def shares_main(self) -> bool:
+        """Return whether unsharding does nothing: one rank owns everything, in the dtype it computes in."""
+        return self.layout.world_size == 1 and self.may_hold_main
+
+    @property
+    def main_nbytes(self) -> int:
+        """Bytes of this rank's interval as it is stored."""
+        return self.layout.shard_numel * itemsize(self.dtype)
+
+    @property
+    def compute_shard_nbytes(self) -> int:
+        """Bytes of the gather's input, if that is not the stored interval itself on the device."""
+        return self.layout.shard_numel * itemsize(self.compute_shard_dtype)
+
+    @property
+    def device_nbytes(self) -> int:
+        """Bytes of this rank's interval that stay on the device."""
+        if not self.main_is_on_host:
+            return self.main_nbytes
+        return 0 if self.is_gathered_from_host else self.compute_shard_nbytes
+
+    @property
+    def host_buffers(self) -> tuple[int, ...]:
+        """Bytes of each buffer in host memory; if the compute dtype differs, a second one holds the gather's input."""
+        if not self.main_is_on_host:
+            return ()
+        has_copy = self.is_gathered_from_host and not self.compute_shard_is_main
+        return (self.main_nbytes, self.compute_shard_nbytes) if has_copy else (self.main_nbytes,)
+
+    @property
+    def full_nbytes(self) -> int:
+        """Bytes of the unsharded bucket."""
+        return self.layout.full_numel * itemsize(self.whole_dtype or self.compute_dtype)
+
+    @property
+    def reduce_nbytes(self) -> int:
+        """Bytes of the unsharded gradient in the dtype it is summed in."""
+        return self.layout.full_numel * itemsize(self.reduce_dtype)
+
+    @property
+    def reduced_nbytes(self) -> int:
+        """Bytes of this rank's interval of the gradient, in the dtype it is summed in."""
+        return self.layout.shard_numel * itemsize(self.reduce_dtype)
+
+    @property
+    def main_gradient_nbytes(self) -> int:
+        """Bytes of the accumulated gradient."""
+        return self.layout.shard_numel * itemsize(self.main_gradient_dtype)
+
+    @property
+    def largest_numel(self) -> int:
+        """Elements of its largest parameter."""
+        return self.layout.largest_numel
+
+    @property
+    def gather_message_nbytes(self) -> int:
+        """Bytes of a message with one interval of the weights."""
+        return _message_nbytes(self.layout.shard_numel, self.whole_dtype or self.compute_dtype, self.weights_as)
+
+    @property
+    def reduce_message_nbytes(self) -> int:
+        """Bytes of a message with one interval of the gradient."""
+        return _message_nbytes(self.layout.shard_numel, self.reduce_dtype, self.gradients_as)
+
+
+def _message_nbytes(numel: int, dtype: str, sent_as: str | None) -> int:
+    return numel * itemsize(dtype) if sent_as is None else packed_nbytes(numel, itemsize(sent_as))
