@@ -6,7 +6,6 @@ from fullshard.comm.mesh import Mesh, init_mesh
 # isort: on
 
 from fullshard.core.schedule import BackwardPrefetch
-from fullshard.engine.contexts import no_sync, with_sync
 from fullshard.engine.fully_shard import fully_shard
 from fullshard.engine.lookup import units_of
 from fullshard.engine.module import UnshardHandle
@@ -25,7 +24,5 @@ __all__ = [
     "check_optimizer",
     "fully_shard",
     "init_mesh",
-    "no_sync",
     "units_of",
-    "with_sync",
 ]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -15,7 +14,6 @@ from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 from fullshard.comm import torch_private
 from fullshard.core.errors import CopyError
 from fullshard.core.user_class import USER_CLASS, user_class
-from fullshard.engine.contexts import no_sync
 from fullshard.engine.lookup import UNIT, clean_name, qualified, require_unit, unit_of, units_of
 from fullshard.engine.schedule import Schedule
 from fullshard.engine.unit import Unit
@@ -72,10 +70,6 @@ class FSDPModule(TorchFSDPModule):
         """Yield parameters as any module does: sharded ones, after a failed backward too."""
         require_unit(self).schedule.recover()
         return super().named_parameters(*args, **options)  # type: ignore[misc, no-any-return]
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Reduce no gradients in a backward inside; the first one after it reduces their sum. As in FSDP1 and DDP."""
-        return no_sync(cast("nn.Module", self))
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Choose whether backward reduces gradients; if False, a later backward reduces them."""

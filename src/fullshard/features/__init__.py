@@ -17,6 +17,7 @@ from fullshard.engine.kinds import ParameterKind, register_kinds
 from fullshard.engine.step.adapters import register_adapters
 from fullshard.engine.storage import register_storage
 from fullshard.features import dtensor_ops  # noqa: F401 -- what torch computes with a ShardedTensor
+from fullshard.features.accumulation import AccumulationMethods, no_sync, with_sync
 from fullshard.features.auto_reshard import keep_head, keep_unsharded
 from fullshard.features.consistency import ConsistencyCheck, ConsistencyMethods
 from fullshard.features.extended import Composed, Extended, LateProtocol
@@ -67,11 +68,13 @@ __all__ = [
     "keep_head",
     "keep_unsharded",
     "meta_parameters",
+    "no_sync",
     "register_fsdp_forward_method",
     "repoint",
     "shard_model",
     "share_comm_ctx",
     "unsharded",
+    "with_sync",
 ]
 
 FEATURES: tuple[type[Extension], ...] = (
@@ -81,7 +84,7 @@ FEATURES: tuple[type[Extension], ...] = (
 KINDS: tuple[ParameterKind, ...] = (TensorParallel(), QuantizedWeight(), Composed(), Extended())
 
 
-class ShardedModule(ConsistencyMethods, ConversionMethods, NonFiniteMethods, TorchMethods):
+class ShardedModule(AccumulationMethods, ConsistencyMethods, ConversionMethods, NonFiniteMethods, TorchMethods):
     """Mixed into the class of every module that is a unit: torch's methods, and those of the features."""
 
 

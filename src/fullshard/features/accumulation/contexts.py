@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import cast
 
 from torch import nn
 
@@ -40,3 +42,11 @@ def _reducing(model: nn.Module, *, reduces: bool) -> Iterator[None]:
     finally:
         for unit, value in zip(units, before, strict=True):
             unit.reduce_gradients = value
+
+
+class AccumulationMethods:
+    """Methods of `FSDPModule`."""
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Reduce no gradients in a backward inside; the first one after it reduces their sum. As in FSDP1 and DDP."""
+        return no_sync(cast("nn.Module", self))
