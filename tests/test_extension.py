@@ -113,6 +113,37 @@ def test_the_moments_of_a_step() -> None:
         assert rest == f"{ahead}\nbefore_save", "the second forward knows what comes next"
 
 
+class Messenger(Extension):
+    """Say this rank's number, and write down what was heard."""
+
+    heard_so_far: ClassVar[list[tuple[bytes, bytes]]] = []
+
+    def message(self) -> bytes:
+        """Two bytes."""
+        return bytes([self.model.mesh.rank, 255 - self.model.mesh.rank])
+
+    def heard(self, largest: bytes, smallest: bytes) -> None:
+        """Write it down."""
+        self.heard_so_far.append((largest, smallest))
+
+
+def what_was_heard() -> list[tuple[bytes, bytes]]:
+    register(Messenger)
+    try:
+        model = nn.Linear(2, 2)
+        fully_shard(model)
+        Messenger.heard_so_far.clear()
+        model(torch.ones(1, 2)).sum().backward()
+        return Messenger.heard_so_far
+    finally:
+        extension._registered.remove(Messenger)
+
+
+def test_what_is_heard_at_the_end_of_a_backward() -> None:
+    assert run_ranks(what_was_heard, 3) == [[(bytes([2, 255]), bytes([0, 253]))]] * 3
+    assert run_ranks(what_was_heard, 1) == [[(bytes([0, 255]), bytes([0, 255]))]]
+
+
 def test_one_that_was_not_registered_is_not_found() -> None:
     model = nn.Linear(2, 2)
     fully_shard(model)

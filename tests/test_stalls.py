@@ -28,7 +28,7 @@ from fullshard.checkpoint.ranks import Ranks, all_come
 from fullshard.comm import join, torch_private
 from fullshard.comm.gloo import end_waits, receive
 from fullshard.comm.mesh import init_mesh
-from fullshard.comm.waiting import PROGRESS, ProgressRecord, Waiting
+from fullshard.comm.waiting import PROGRESS, ProgressRecord, Waiting, Watcher
 from fullshard.config.switches import COMM, timeout_of_environment
 from fullshard.core.errors import CheckpointError, CommunicationError, ConfigError, LifecycleError
 from fullshard.core.process import read_status
@@ -465,6 +465,33 @@ def test_an_error_in_a_wait_is_explained_and_forgotten() -> None:
 def test_an_error_of_its_own_is_not_taken_for_a_wait_that_failed() -> None:
     with pytest.raises(LifecycleError, match=r"^of its own$"), Waiting("sums", []):
         raise LifecycleError("of its own")
+
+
+class Recorder(Watcher):
+    """Write down what failed."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def failed(self, groups: Any, what: str, error: BaseException | None) -> None:
+        """Write it down."""
+        self.told.append(f"{what}: {error!r}")
+
+
+def test_what_a_watcher_learns_of_a_wait_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a step only that ranks were lost: any other error ends a forward or backward, which tells it itself."""
+    watcher = Recorder()
+    monkeypatch.setattr(PROGRESS, "watcher", watcher)
+    with (
+        pytest.raises(CommunicationError, match=r"^rank 0, sums: lost \(step 3 of this process\)\n.*fewer batches"),
+        Waiting("sums", [None], 3),
+    ):
+        raise RuntimeError("lost")
+    for step in (3, None):
+        with pytest.raises(torch.OutOfMemoryError), Waiting("notes", [], step):
+            raise torch.OutOfMemoryError("full")
+    assert watcher.told == ["sums: RuntimeError('lost')", "notes: OutOfMemoryError('full')"]
+    assert not PROGRESS.is_waiting and PROGRESS.what == "notes"
 
 
 def test_what_was_given_up_is_not_given_up_for_the_next_wait() -> None:

@@ -67,6 +67,8 @@ _BUSY = {
 _LIBRARIES = ("/fullshard/", "/torch/", "/contextlib.py", "<frozen")
 _CLOSED = re.compile("closed by peer|reset by peer|broken pipe|socket closed|(read|write) error", re.IGNORECASE)
 """Gloo's messages about a rank that is gone."""
+_APART = re.compile(r"is in collective|preamble\.length")
+"""Messages about ranks that are in different collectives."""
 _NCCL_SECONDS = 600.0
 """Torch's default time-out for NCCL; else it is `default_pg_timeout`."""
 
@@ -171,12 +173,12 @@ class Watchdog(ShardingWatcher):
 
     def reason(self, error: RuntimeError) -> object:
         """Return why a wait has ended in a torch error, which names only a socket, if the reason is known."""
-        why, is_closed = PROGRESS.given_up, _CLOSED.search(str(error)) is not None
+        why, text = PROGRESS.given_up, str(error)
         with contextlib.suppress(Exception):  # the store is gone, too
             if not why and self._is_in_its_world:
-                why = self._other_way(0.0 if is_closed else _SOON) or self._failure()
+                why = self._other_way(_SOON if _APART.search(text) else 0.0) or self._failure()
                 why = why or torch_private.default_store().get(_GIVEN_UP).decode() or status.ended()
-        if not why and is_closed:
+        if not why and _CLOSED.search(text):
             other = f"rank {1 - dist.get_rank()}" if dist.is_initialized() and dist.get_world_size() == 2 else "a rank"
             why = f"{other} has ended, or left its process group, while this one waits for it"
         return why or error
