@@ -27,7 +27,6 @@ from fullshard import Accelerator, FullyShardedDataParallelPlugin
 from fullshard.config.switches import OFFLOAD
 from fullshard.core.errors import ConfigError
 from fullshard.core.events import Event, EventKind
-from fullshard.core.sizes import many_page_locked_nbytes
 from fullshard.features import (
     OffloadPolicy,
     describe,
@@ -40,6 +39,7 @@ from fullshard.plan.activations import layer_activations, page_nbytes
 from fullshard.plan.evaluate import changes_that_fit, evaluate
 from fullshard.plan.families import from_config
 from fullshard.plan.hardware import parse_cluster
+from fullshard.plan.host import many_page_locked_nbytes
 from fullshard.plan.job import Job
 from fullshard.plan.library import load_model
 from tests.activations import (

@@ -29,12 +29,12 @@ from fullshard.checkpoint.partners import HostGrid, transfers
 from fullshard.config.schema import CheckpointConfig, RunConfig
 from fullshard.config.switches import COPIES_DIR
 from fullshard.core.errors import CheckpointError, ConfigError
-from fullshard.core.sizes import page_locked_nbytes
 from fullshard.features import shard_model
 from fullshard.launch import copies as places
 from fullshard.plan.copies import copies_of
 from fullshard.plan.evaluate import evaluate
 from fullshard.plan.hardware import parse_cluster
+from fullshard.plan.host import page_locked_nbytes
 from fullshard.plan.job import Job
 from fullshard.plan.library import load_model
 from tests.distributed import run_ranks

@@ -19,12 +19,13 @@ from fullshard.comm.base import BufferSpec
 from fullshard.comm.resized_buffer import ResizedBuffer
 from fullshard.comm.torch_dist import Alone, completed
 from fullshard.core.events import Event, EventKind
-from fullshard.core.sizes import GIB, many_page_locked_nbytes, page_locked_nbytes
+from fullshard.core.sizes import GIB
 from fullshard.features import units_of, unsharded
 from fullshard.features.offload.host import Host
 from fullshard.features.packed_messages import PACKINGS
 from fullshard.plan.evaluate import evaluate
 from fullshard.plan.hardware import parse_cluster
+from fullshard.plan.host import many_page_locked_nbytes, page_locked_nbytes
 from fullshard.plan.job import Job
 from fullshard.plan.library import load_model
 from tests.distributed import run_ranks

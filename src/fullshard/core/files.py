@@ -11,7 +11,6 @@ import errno
 import json
 import os
 import re
-import secrets
 import shutil
 import stat
 from collections.abc import Iterator
@@ -102,23 +101,6 @@ def write_text(path: Path, text: str) -> None:
     """Write a text file whole or not at all."""
     with whole_file(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a text file whole or not at all, in the place of whatever has that name: a link is not followed.
-
-    Raises:
-        OSError: it cannot be written, or a folder has that name.
-    """
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    try:
-        with os.fdopen(os.open(temporary, flags, 0o666), "w", encoding="utf-8") as file:
-            file.write(text)
-        temporary.replace(path)
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
 
 
 def open_regular(path: Path, *, limit_nbytes: int | None = None) -> BinaryIO:

@@ -20,24 +20,6 @@ def sum_blocks(terms: int, *, is_cast: bool) -> int:
     return (terms - 1).bit_length() + is_cast if is_cast or terms > 2 else 0
 
 
-def page_locked_nbytes(nbytes: int) -> int:
-    """Return the host memory that one page-locked buffer of `nbytes` takes.
-
-    Torch rounds up to a power of two (`CachingHostAllocatorImpl::allocate` in its ATen/core/CachingHostAllocator.h):
-    1.25 GiB took 2.00 GiB on an H200. From 2.13 on it does not round above
-    `PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:N`, which this function does not read.
-    """
-    return 1 << (nbytes - 1).bit_length() if nbytes > 0 else 0
-
-
-def many_page_locked_nbytes(nbytes: int) -> int:
-    """Return the same for many buffers, `nbytes` in all, of unknown sizes whose logarithms are spread evenly.
-
-    Every buffer of a size between 1 and 2 takes 2, and the mean of those sizes is 1 / ln 2.
-    """
-    return round(nbytes * 2 * math.log(2))
-
-
 def format_nbytes(nbytes: int) -> str:
     """Format bytes in the largest binary unit that keeps the number at or above 1: `1.50 GiB`."""
     for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):

@@ -5,13 +5,16 @@ The page is `report.html.j2`; this module fills it.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import secrets
 import statistics
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from fullshard.core.files import replace_text, write_text
+from fullshard.core.files import write_text
 from fullshard.core.imports import import_extra
 from fullshard.core.sizes import GIB, MIB, format_count, format_nbytes
 from fullshard.core.version import __version__
@@ -47,7 +50,24 @@ def write_report(paths: Sequence[Path], output: Path) -> None:
     page = render(read_runs(paths)).encode("utf-8", "replace").decode()  # names of files may be no text
     folder = output.parent.resolve()
     is_in_a_run = any(folder.is_relative_to(path.resolve()) for path in paths)
-    (replace_text if is_in_a_run else write_text)(output, page)
+    (_replace_text if is_in_a_run else write_text)(output, page)
+
+
+def _replace_text(path: Path, text: str) -> None:
+    """Write a text file whole or not at all, in the place of whatever has that name: a link is not followed.
+
+    Raises:
+        OSError: it cannot be written, or a folder has that name.
+    """
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        with os.fdopen(os.open(temporary, flags, 0o666), "w", encoding="utf-8") as file:
+            file.write(text)
+        temporary.replace(path)
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
 
 
 def render(runs: Sequence[RunRecord]) -> str:

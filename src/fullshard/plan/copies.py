@@ -10,8 +10,8 @@ import math
 from dataclasses import dataclass
 
 from fullshard.config.schema import COPIES_COST
-from fullshard.core.sizes import page_locked_nbytes
 from fullshard.plan.hardware import Cluster
+from fullshard.plan.host import page_locked_nbytes
 from fullshard.plan.work import PCIE
 
 

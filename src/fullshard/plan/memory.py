@@ -24,9 +24,10 @@ from typing import NamedTuple
 from fullshard.core.dtypes import itemsize
 from fullshard.core.events import Event, EventKind
 from fullshard.core.schedule import launched_until_over
-from fullshard.core.sizes import LONG_NBYTES, many_page_locked_nbytes, page_locked_nbytes
+from fullshard.core.sizes import LONG_NBYTES
 from fullshard.plan.activations import LayerActivations, layer_activations
 from fullshard.plan.buckets import CountedBucket
+from fullshard.plan.host import many_page_locked_nbytes, page_locked_nbytes
 from fullshard.plan.layout import UnitLayout
 from fullshard.plan.losses import LogitsNbytes, logits_nbytes
 from fullshard.plan.optimizers import OptimizerRow
