@@ -33,7 +33,7 @@ class Mutation:
         what: it takes out.
         file, old, new: what is where, once, and what stands there instead.
         found_by: the program that gives a wrong number then.
-        also: what else is taken out of the file, where either of two waits would do.
+        also: file and line of what else is taken out, where either of two waits would do.
         is_race: two streams use memory in no order then; else it is the host that comes too early.
     """
 
@@ -42,24 +42,23 @@ class Mutation:
     old: str
     new: str
     found_by: str
-    also: tuple[str, ...] = ()
+    also: tuple[tuple[str, str], ...] = ()
     is_race: bool = True
 
     @property
-    def changed(self) -> str:
-        """The file with the change.
+    def changed(self) -> dict[str, str]:
+        """The changed files.
 
         Raises:
             ValueError: what is to be changed is not there, or more than once.
         """
-        text = (SOURCE / "fullshard" / self.file).read_text()
-        for old in (self.old, *self.also):
+        texts: dict[str, str] = {}
+        for file, old, new in ((self.file, self.old, self.new), *((file, old, "") for file, old in self.also)):
+            text = texts.get(file) or (SOURCE / "fullshard" / file).read_text()
             if text.count(old) != 1:
-                raise ValueError(f"{self.file} has {text.count(old)} times what is to be changed: {old!r}")
-        text = text.replace(self.old, self.new)
-        for old in self.also:
-            text = text.replace(old, "")
-        return text
+                raise ValueError(f"{file} has {text.count(old)} times what is to be changed: {old!r}")
+            texts[file] = text.replace(old, new)
+        return texts
 
     @contextmanager
     def applied(self) -> Iterator[Path]:
@@ -67,7 +66,8 @@ class Mutation:
         with tempfile.TemporaryDirectory() as folder:
             copy = Path(folder) / "fullshard"
             shutil.copytree(SOURCE / "fullshard", copy, ignore=shutil.ignore_patterns("__pycache__"))
-            (copy / self.file).write_text(self.changed)
+            for file, text in self.changed.items():
+                (copy / file).write_text(text)
             yield Path(folder)
 
 
@@ -197,7 +197,12 @@ MUTATIONS = (
         "        self._clear()\n        self._schedule.settle()\n",
         "        self._clear()\n",
         "changed at once, frozen",  # gradients that arrive on the host have waited for everything else
-        also=("        self.settle()  # a peer may still be reading main weights where they are\n",),
+        also=(
+            (
+                "engine/schedule.py",
+                "        self.settle()  # a peer may still be reading main weights where they are\n",
+            ),
+        ),
         is_race=False,
     ),
     Mutation(

@@ -71,7 +71,7 @@ def group_parameters(
             raise CheckpointError(
                 f"group {number} of {type(optimizer).__name__} holds {len(strangers)} tensors that are no parameters "
                 f"of the model, the first of shape {strangers[0]}",
-                hint="make the optimizer after sharding the model, or call fullshard.engine.repoint(optimizer, model)",
+                hint="make the optimizer after sharding the model, or call fullshard.repoint(optimizer, model)",
             )
         groups.append([(p, known[id(p)]) for p in group["params"]])
     return groups
