@@ -13,10 +13,9 @@ from fullshard.comm.mesh import Mesh
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.sharded_tensor import ShardedTensor
 from fullshard.engine.step.adapters import OptimizerAdapter
-from fullshard.features.local_optimizers.coded import encode
+from fullshard.features.local_optimizers.coded import TORCHAO_BITS, encode
 from fullshard.features.local_optimizers.lent import lend, local_parameter, take_back
 
-TORCHAO_BITS = {"OptimState8bit": 8, "OptimState4bit": 4, "OptimStateFp8": 8}
 TORCHAO_SIGNED = {"exp_avg": True, "exp_avg_sq": False, "max_exp_avg_sq": False}
 """The state that torchao's optimizers may keep as codes, and whether it may be negative; the last one for AMSGrad."""
 
