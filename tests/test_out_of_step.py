@@ -29,7 +29,7 @@ from fullshard.checkpoint import save_checkpoint
 from fullshard.config.switches import COMM
 from fullshard.core.errors import CommunicationError, FullshardError
 from fullshard.core.journal import JOURNAL
-from fullshard.features import shard_model
+from fullshard.features import shard_model, units_of
 from fullshard.features.watchdog import WATCHDOG, limits
 from fullshard.features.watchdog.sequence_log import SequenceLog
 from tests.distributed import run_ranks
@@ -546,3 +546,27 @@ def test_who_waits_in_a_collective_is_told_of_an_error(what: str, tmp_path: Path
     error = r"rank {} had an error in a forward \(ArithmeticError\('on this rank only'\)\) that rank {} did not have"
     assert re.match(f"rank {waits}, {what}: {error.format(1 - waits, waits)}", found[waits]), found
     assert time.monotonic() - begin < 40
+
+
+def drop_late() -> None:
+    """Backward fails on both ranks; on rank 0 a thread of autograd's holds it until the model is at rest again."""
+    model: Any = Net()
+    shard_model(model, unit_modules=list(model.layers))
+    held: list[object] = []
+
+    def fail(gradient: torch.Tensor) -> NoReturn:
+        if rank_and_size()[0] == 0:
+            held.append(units_of(model)[-1].schedule.backward._callback())
+        raise ArithmeticError
+
+    inputs = torch.ones(2, WIDTH, requires_grad=True)
+    inputs.register_hook(fail)
+    with contextlib.suppress(ArithmeticError):
+        model(inputs, [0, 1]).sum().backward()
+    model.reset_iter_state()
+    held.clear()
+    model(torch.ones(2, WIDTH), [0, 1]).sum().backward()
+
+
+def test_a_failed_backward_counts_whenever_autograd_drops_it() -> None:
+    run_ranks(drop_late, 2)

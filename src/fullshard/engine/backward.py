@@ -47,7 +47,7 @@ class Backward:
         self._reduce_order: dict[Unit, int] = {}
         self._participants: dict[Unit, None] = {}
         self._queued: set[Unit] = set()
-        self._has_kept = False
+        self._has_kept = self._may_fail = False
         self._callback: Callable[[], object] = lambda: None  # autograd's; None once it can no longer be called
 
     @property
@@ -83,6 +83,7 @@ class Backward:
             participants = list(reversed(self._participants))
             for participant in sorted(participants, key=lambda u: self._reduce_order.get(u, 0)):
                 self._enqueue(participant)
+            self._may_fail = True
             finish = functools.partial(self.finish)
             torch_private.call_after_backward(finish)
             # Autograd frees it with the backward.
@@ -93,7 +94,8 @@ class Backward:
 
     def _note_dropped(self, _: object) -> None:
         """Learn that autograd has dropped a backward: it has failed unless it has come to its end."""
-        if self.is_under_way:
+        if self._may_fail:  # not `is_under_way`: a thread of autograd's may drop it when the model is at rest again
+            self._may_fail = False
             for tell in self._schedule.extensions.backward_fails:
                 tell()
 
@@ -182,6 +184,7 @@ class Backward:
         # After all launches, so that they overlap, and before anything is published: it may raise an error.
         used = self._agree_on_used()
         self.reducer.publish(used)
+        self._may_fail = False
         for bucket in self.reducer.published:  # not when published: the message may have needed it until here
             bucket.gradient.unsharded.forget_used()
         for unit in self._schedule.units:
