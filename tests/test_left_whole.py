@@ -17,7 +17,7 @@ from fullshard import Accelerator
 from fullshard.checkpoint.pretrained import _replace_linear_layers
 from fullshard.checkpoint.quantities import conversion_of as conversion_of_model
 from fullshard.core.errors import ConfigError
-from fullshard.features.quantized_weights import outline
+from fullshard.features.quantized_weights.scales import outline
 from fullshard.plan.evaluate import evaluate, notes_of
 from fullshard.plan.families import from_config
 from fullshard.plan.hardware import parse_cluster

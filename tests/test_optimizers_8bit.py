@@ -31,7 +31,7 @@ from fullshard.checkpoint.offline.native import NativeSource
 from fullshard.core.errors import CheckpointError, OptimizerError
 from fullshard.core.layout import Interval
 from fullshard.features import ShardedParameter, shard_model
-from fullshard.features.local_optimizers import decode, encode
+from fullshard.features.local_optimizers.coded import decode, encode
 from tests.differential import TOLERANCE
 from tests.distributed import run_ranks
 

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from fullshard.engine.step.plain_tensors import as_local
 from fullshard.features import MixedPrecisionPolicy, OffloadPolicy, shard_model
 from fullshard.features.offload.host import Host
-from fullshard.features.quantized_weights import expose_scales
+from fullshard.features.quantized_weights.scales import expose_scales
 from fullshard.features.recompute import checkpoint_modules
 from fullshard.features.unit_selection import unit_modules
 from fullshard.plan.families import from_config

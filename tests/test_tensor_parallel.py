@@ -43,7 +43,7 @@ from fullshard.checkpoint.pretrained import load_pretrained
 from fullshard.cli.main import app
 from fullshard.core.errors import ConfigError, NonFiniteError, WrapError
 from fullshard.engine.step.plain_tensors import as_local
-from fullshard.features.local_optimizers import decode
+from fullshard.features.local_optimizers.coded import decode
 from tests.distributed import end_workers, preload, run_ranks
 
 preload("typer")

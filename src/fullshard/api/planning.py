@@ -17,7 +17,7 @@ from fullshard.core.dtypes import main_dtype
 from fullshard.core.errors import ConfigError, WrapError
 from fullshard.core.sizes import format_nbytes
 from fullshard.engine.precision import dtype_name
-from fullshard.features.quantized_weights import is_exact
+from fullshard.features.quantized_weights.scales import is_exact
 from fullshard.features.unit_selection import unit_modules
 from fullshard.launch import RankEnvironment, cuda
 from fullshard.launch.device import name_of

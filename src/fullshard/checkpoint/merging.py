@@ -21,7 +21,7 @@ from fullshard.core.errors import CheckpointError
 from fullshard.core.layout import Interval
 from fullshard.core.user_class import user_class
 from fullshard.engine.lookup import clean_name
-from fullshard.features.quantized_weights import is_exact
+from fullshard.features.quantized_weights.scales import is_exact
 
 Whole = Callable[[torch.Tensor], torch.Tensor]
 """Gives the whole of a parameter or buffer."""

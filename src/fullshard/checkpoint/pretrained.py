@@ -37,7 +37,7 @@ from fullshard.core.imports import import_extra
 from fullshard.core.layout import Interval
 from fullshard.core.paths import local_path
 from fullshard.features.meta_device import WEIGHTS, meta_parameters
-from fullshard.features.quantized_weights import dequantised, is_exact, outline, quantise, whole_shape
+from fullshard.features.quantized_weights.scales import dequantised, is_exact, outline, quantise, whole_shape
 from fullshard.features.tensor_parallel import local_shard_of
 from fullshard.wrap.partition import Slot
 

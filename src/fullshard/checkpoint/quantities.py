@@ -8,7 +8,7 @@ from typing import Any, cast
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from fullshard.features.quantized_weights import is_exact, is_to_be_quantised
+from fullshard.features.quantized_weights.scales import is_exact, is_to_be_quantised
 from fullshard.plan.quantized import Conversion, is_stacked
 
 

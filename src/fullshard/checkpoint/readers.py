@@ -19,7 +19,7 @@ from fullshard.core.chunking import UNCUT, Chunking
 from fullshard.core.dtypes import itemsize
 from fullshard.core.layout import Interval
 from fullshard.engine.precision import torch_dtype
-from fullshard.features.local_optimizers import decode
+from fullshard.features.local_optimizers.coded import decode
 
 _MAX_OPEN_FILES = 16
 

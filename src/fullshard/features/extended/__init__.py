@@ -4,10 +4,10 @@ from functools import partial
 
 from fullshard.comm import torch_private
 from fullshard.engine.extension import at_first_sharding
-from fullshard.features.extended.bucket import ExtendedBucket, ExtendedParameter
+from fullshard.features.extended.bucket import ExtendedParameter
 from fullshard.features.extended.extension import LateProtocol
 from fullshard.features.extended.kinds import Composed, Extended
 
-__all__ = ["Composed", "Extended", "ExtendedBucket", "ExtendedParameter", "LateProtocol"]
+__all__ = ["Composed", "Extended", "LateProtocol"]
 
 at_first_sharding(partial(torch_private.allow_foreach, ExtendedParameter))

@@ -10,9 +10,9 @@ from torch import nn
 from fullshard.core.offload import Offload
 from fullshard.core.sizes import format_count, format_nbytes
 from fullshard.core.strategy import STRATEGIES
+from fullshard.engine.bucket import Bucket
 from fullshard.engine.lookup import require_units
 from fullshard.engine.unit import Unit
-from fullshard.plan.buckets import CountedBucket
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class Sharding:
             strategy=next(rows, ""),
             kept=kept if frees else 0,
             offload=next((unit.storage.offload for unit in units if unit.storage.offload), Offload()),
-            host_nbytes=sum(sum(CountedBucket.like(bucket.plan).host_buffers) for bucket in buckets),
+            host_nbytes=sum(map(_host_nbytes, buckets)),
             packed=_packed(units),
         )
 
@@ -122,6 +122,13 @@ def describe(model: nn.Module) -> Sharding:
         LifecycleError: the model is not sharded.
     """
     return Sharding.of(require_units(model))
+
+
+def _host_nbytes(bucket: Bucket) -> int:
+    tensors = {bucket.main} if bucket.plan.main_is_on_host else set()
+    if bucket.plan.is_gathered_from_host:
+        tensors.add(bucket.compute_shard)
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def _packed(units: Sequence[Unit]) -> str:
