@@ -23,16 +23,16 @@ from fullshard.engine.unit import Unit
 def replace_methods(module: nn.Module, unit: Unit) -> None:
     """Wrap the methods of a module in the unit, or in a unit that it is around."""
     for found_by, name, around in (
-        ("save_pretrained", "save_pretrained", _saves_no_intervals),
-        ("prepare_inputs_for_generation", "generate", functools.partial(_generates, unit=unit)),
-        ("_activate_lora", "_activate_lora", _counts_no_change),
-        ("resize_token_embeddings", "resize_token_embeddings", _resizes_nothing),
+        ("save_pretrained", "save_pretrained", _refuse_saving_intervals),
+        ("prepare_inputs_for_generation", "generate", functools.partial(_generate_unsharded, unit=unit)),
+        ("_activate_lora", "_activate_lora", _keep_version),
+        ("resize_token_embeddings", "resize_token_embeddings", _refuse_resizing),
     ):
         if hasattr(module, found_by) and name not in module.__dict__:
             setattr(module, name, around(module))
 
 
-def _saves_no_intervals(module: nn.Module) -> Callable[..., Any]:
+def _refuse_saving_intervals(module: nn.Module) -> Callable[..., Any]:
     """Make `save_pretrained` of Transformers and PEFT an error: it would write intervals as whole tensors."""
     save: Any = module.save_pretrained
 
@@ -54,7 +54,7 @@ def _saves_no_intervals(module: nn.Module) -> Callable[..., Any]:
     return save_pretrained
 
 
-def _counts_no_change(module: nn.Module) -> Callable[..., Any]:
+def _keep_version(module: nn.Module) -> Callable[..., Any]:
     """Keep PEFT's adapters of a parameter (`target_parameters`) from counting as a change of its values.
 
     They parametrize the parameter for the time of a forward. torch then sets it to itself, and counts that as a change.
@@ -73,7 +73,7 @@ def _counts_no_change(module: nn.Module) -> Callable[..., Any]:
     return activate_lora
 
 
-def _generates(module: nn.Module, unit: Unit) -> Callable[..., Any]:
+def _generate_unsharded(module: nn.Module, unit: Unit) -> Callable[..., Any]:
     """Keep the outermost unit unsharded during Transformers' `generate`.
 
     `generate` also computes between forwards (features of images, encoders' outputs), and that code may hold parameters
@@ -101,7 +101,7 @@ def _generates(module: nn.Module, unit: Unit) -> Callable[..., Any]:
     return generate
 
 
-def _resizes_nothing(module: nn.Module) -> Callable[..., Any]:
+def _refuse_resizing(module: nn.Module) -> Callable[..., Any]:
     """Make Transformers' `resize_token_embeddings` an error: no unit would own the new parameters."""
     resize: Any = module.resize_token_embeddings
 
