@@ -21,7 +21,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from fullshard.core.errors import ConfigError, DataError
+from fullshard.core.errors import ConfigError, DataError, MissingExtraError
 from tests.distributed import run_ranks
 from tests.trainers import OFFLINE, close
 
@@ -643,6 +643,14 @@ def test_refused(words: list[str], expected: str, capsys: pytest.CaptureFixture[
     with pytest.raises(ConfigError, match=expected):
         parsed(*words)
     assert capsys.readouterr() == ("", "")  # argparse would print every flag there is
+
+
+def test_a_missing_trl_is_said_before_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fullshard.recipes.sft_arguments import read_arguments
+
+    monkeypatch.setitem(sys.modules, "trl", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'fullshard\[sft\]'"):
+        read_arguments(["run.yaml", "--nproc", "1"], print)
 
 
 def in_yaml(path: Path, text: str) -> Any:

@@ -83,6 +83,7 @@ def read_arguments(words: Sequence[str], say: Callable[[str], None]) -> SFTArgum
         ConfigError: an unknown flag, or a value that is wrong.
         MissingExtraError: without TRL.
     """
+    make_parser()  # that TRL is missing is said before what is wrong with the words
     if len(words) == 1 and not words[0].startswith("-"):
         from fullshard.config.document import read_document
 
