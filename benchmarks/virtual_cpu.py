@@ -41,7 +41,7 @@ def simulate(configuration: Configuration, calibration: Path) -> float:
 
 def calibrate(out: Path) -> None:
     """One of two ranks: measure the machine in seconds of a processor."""
-    from fullshard.api import calibration
+    from fullshard.api import calibration_ranks as calibration
     from fullshard.launch.worker import run_worker
     from fullshard.plan.hardware import write_calibration
 
