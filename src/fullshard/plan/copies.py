@@ -16,7 +16,7 @@ from fullshard.plan.work import PCIE
 
 
 @dataclass(frozen=True, slots=True)
-class Copies:
+class PlannedCopies:
     """Copies of the whole state: one per host that makes them, and one more on the next host.
 
     Attributes:
@@ -38,7 +38,9 @@ class Copies:
         return 2 * self.every
 
 
-def copies_of(checkpoint: int, step_seconds: float, cluster: Cluster, *, writers: int, is_on_host: bool) -> Copies:
+def copies_of(
+    checkpoint: int, step_seconds: float, cluster: Cluster, *, writers: int, is_on_host: bool
+) -> PlannedCopies:
     """Predict the copies of a job.
 
     On a CPU all of it is work for the processors that compute: a rank's share is copied aside (read and written),
@@ -65,4 +67,4 @@ def copies_of(checkpoint: int, step_seconds: float, cluster: Cluster, *, writers
     block = round(share) if device.is_cpu or is_on_host else page_locked_nbytes(round(share))
     aside = block * min(writers, cluster.per_host)
     every = max(1, math.ceil(seconds / (COPIES_COST * step_seconds)))
-    return Copies(round(2 * on_host) + aside, seconds, every, aside)
+    return PlannedCopies(round(2 * on_host) + aside, seconds, every, aside)

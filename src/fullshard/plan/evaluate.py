@@ -15,7 +15,7 @@ from fullshard.core.schedule import SPENT, count_kept
 from fullshard.core.sizes import GIB, format_nbytes
 from fullshard.plan.activations import page_nbytes
 from fullshard.plan.attention import what_runs
-from fullshard.plan.copies import Copies, copies_of
+from fullshard.plan.copies import PlannedCopies, copies_of
 from fullshard.plan.hardware import Cluster
 from fullshard.plan.job import Job
 from fullshard.plan.layout import ModelLayout, lay_out
@@ -87,7 +87,7 @@ class Plan:
         return time_of(self.events, self.setting, self.cluster, repeats=self.repeats)
 
     @functools.cached_property
-    def copies(self) -> Copies:
+    def copies(self) -> PlannedCopies:
         """Cost of copies of the state in host memory."""
         return copies_of(
             self.memory.checkpoint,
