@@ -245,7 +245,7 @@ def test_a_schedule_that_has_recorded_nothing_costs_no_run(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("wrong", "what"),
     [
-        ({"activities": ["gpu"]}, "no activity 'gpu'"),
+        ({"activities": ["gpu"]}, "Invalid profiler activity: gpu"),
         ({"schedule_option": {"wait": 1, "warmup": 1, "activ": 1}}, "schedule_option = .*'activ'"),
         ({"schedule_option": {"wait": -1, "warmup": 1, "active": 1}}, "wait=-1"),
         ({"output_trace_dir": __file__}, "output_trace_dir: cannot make"),

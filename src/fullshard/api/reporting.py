@@ -180,24 +180,11 @@ def _trace_directory(text: str) -> Path:
 
 
 def _profiler(handler: Any) -> torch.profiler.profile:
-    kinds = {kind.lower(): found for kind, found in torch.profiler.ProfilerActivity.__members__.items()}
-    for name in handler.activities or ():
-        if name.lower() not in kinds:
-            raise ConfigError(f"profile: no activity {name!r}", hint=suggestion(name.lower(), kinds))
     try:
-        schedule = handler.schedule_option and torch.profiler.schedule(**handler.schedule_option)
-    except (TypeError, AssertionError) as error:
+        profiler: torch.profiler.profile = handler.build()
+    except (ValueError, TypeError, AssertionError) as error:
+        options = f"activities = {handler.activities}, schedule_option = {handler.schedule_option}"
         raise ConfigError(
-            f"profile: schedule_option = {handler.schedule_option}: {error}",
-            hint="as for torch.profiler.schedule, for example {'wait': 1, 'warmup': 1, 'active': 3}",
+            f"profile: {options}: {error}", hint="as for torch.profiler, for example {'wait': 1}"
         ) from None
-    return torch.profiler.profile(
-        activities=handler.activities and [kinds[name.lower()] for name in handler.activities],
-        schedule=schedule,
-        on_trace_ready=handler.on_trace_ready,
-        record_shapes=handler.record_shapes,
-        profile_memory=handler.profile_memory,
-        with_stack=handler.with_stack,
-        with_flops=handler.with_flops,
-        with_modules=handler.with_modules,
-    )
+    return profiler

@@ -21,7 +21,7 @@ from fullshard.config.dialect import (
 )
 from fullshard.config.fsdp import FSDP_KEYS, finish_fsdp, make_hybrid
 from fullshard.config.steps import STEP_KEYS
-from fullshard.config.xla import tpus_or_xla
+from fullshard.config.tpus import tpus_or_xla
 from fullshard.core.errors import ConfigError
 
 _PLAIN = tuple(f"MULTI_{kind}" for kind in ("CPU", "GPU", "NPU", "MLU", "SDAA", "MUSA", "XPU", "HPU", "NEURON"))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.config.xla import require_xla
+from fullshard.config.tpus import require_xla
 from fullshard.core.errors import CheckpointError, ConfigError, WrapError
 from fullshard.integrations.xla.settings import XlaSettings
 
