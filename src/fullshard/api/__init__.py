@@ -7,7 +7,7 @@ from fullshard.api.entry import accelerate
 from fullshard.api.options import ProjectConfiguration
 from fullshard.api.plan_watch import watch_plan
 from fullshard.api.plugin import FullyShardedDataParallelPlugin
-from fullshard.api.saving import Copies, make_copies, register_format
+from fullshard.api.saving import StateKeeper, make_copies, register_format
 from fullshard.api.teaching import Teaching
 from fullshard.checkpoint.torch_format import with_torch_format
 
@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 
-def _copies(most: int) -> Copies:
+def _copies(most: int) -> StateKeeper:
     from fullshard.api.copies import StateCopies  # the launcher asks whether any script has imported it
 
     return StateCopies(most)

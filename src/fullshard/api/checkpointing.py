@@ -48,7 +48,7 @@ class Checkpointing(Facts):
         vars(self).update(self._nothing_prepared())
         self._custom_objects: list[Any] = []
         self._saver = AsyncSaver()
-        self._copies: saving.Copies | None = None
+        self._copies: saving.StateKeeper | None = None
         self._save_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self._load_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
 
@@ -222,7 +222,7 @@ class Checkpointing(Facts):
         step, self.step = found
         return step
 
-    def _memory_copies(self) -> saving.Copies | None:
+    def _memory_copies(self) -> saving.StateKeeper | None:
         most = self._config.checkpoint.max_lost_steps
         if most is not None and self._copies is None:
             self._copies = saving.make_copies[0](most)

@@ -9,7 +9,7 @@ from fullshard.core.errors import ConfigError
 
 
 class StateCopies:
-    """Keep copies of the state of an Accelerator. See `saving.Copies`.
+    """Keep copies of the state of an Accelerator. See `saving.StateKeeper`.
 
     Args:
         most: steps that a kill may undo at most.

@@ -64,8 +64,8 @@ def register_format(name: str, add: Callable[[Pending], Pending]) -> None:
     _FORMATS[name] = add
 
 
-class Copies(Protocol):
-    """Copies of the state in host memory, from which a run goes on after a kill."""
+class StateKeeper(Protocol):
+    """StateKeeper of the state in host memory, from which a run goes on after a kill."""
 
     def keep(self, state: TrainingState, step: int) -> None:
         """Renew them after a step of the run, if that is due. A collective."""
@@ -77,7 +77,7 @@ class Copies(Protocol):
         """Keep no more."""
 
 
-make_copies: list[Callable[[int], Copies]] = []
+make_copies: list[Callable[[int], StateKeeper]] = []
 """Makes copies that lose so many steps at most; one function."""
 
 
