@@ -28,8 +28,7 @@ from fullshard.core.errors import (
     printable,
 )  # fmt: skip
 from fullshard.core.files import MAX_DEPTH, SMALL_NBYTES, parse_json, read_bytes, read_lines, read_object
-from fullshard.core.journal import Happening, Journal, read_journal
-from fullshard.launch.journal import told_by_processes
+from fullshard.core.journal import Happening, Journal, read_journal, told_by_processes
 from fullshard.observe import read_metrics
 from fullshard.plan.hardware import read_calibration
 from fullshard.plan.library import _read as read_model_file

@@ -65,7 +65,7 @@ def register_format(name: str, add: Callable[[Pending], Pending]) -> None:
 
 
 class StateKeeper(Protocol):
-    """StateKeeper of the state in host memory, from which a run goes on after a kill."""
+    """Keep copies of the state in host memory, from which a run goes on after a kill."""
 
     def keep(self, state: TrainingState, step: int) -> None:
         """Renew them after a step of the run, if that is due. A collective."""

@@ -19,7 +19,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from fullshard.core.files import parse_object, read_lines
+from fullshard.core.files import parse_object, read_lines, read_text
 
 JOURNAL_NAME = "events.jsonl"
 _LONGEST_TEXT = 2000
@@ -121,3 +121,15 @@ def read_journal(path: Path) -> Iterator[dict[str, Any]]:
             continue
         if isinstance(event.get("kind"), str) and isinstance(event.get("time"), str):
             yield event
+
+
+TOLD = "journal"
+"""The file in which a launcher's processes tell it of their journal."""
+
+
+def told_by_processes(directory: Path) -> Path | None:
+    """Return the file that a launcher's processes write events to; None if they write none."""
+    try:
+        return Path(read_text(directory / TOLD))
+    except (OSError, ValueError):
+        return None

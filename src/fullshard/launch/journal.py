@@ -7,12 +7,9 @@ import os
 from pathlib import Path
 
 from fullshard.config.switches import LAUNCHER_PID, PREEMPTION_DIR
-from fullshard.core.files import read_text
-from fullshard.core.journal import JOURNAL, JOURNAL_NAME, Happening
+from fullshard.core.journal import JOURNAL, JOURNAL_NAME, TOLD, Happening
 from fullshard.core.paths import local_path
 from fullshard.launch.environment import read_rank_environment
-
-_TOLD = "journal"
 
 
 def record_events(directory: str | os.PathLike[str]) -> Path:
@@ -34,22 +31,14 @@ def record_events(directory: str | os.PathLike[str]) -> Path:
     JOURNAL.path, JOURNAL.rank = path, environment.rank
     told = PREEMPTION_DIR.read()
     if told and environment.local_rank == 0:
-        part = Path(told) / f"{_TOLD}-{os.getpid()}"
+        part = Path(told) / f"{TOLD}-{os.getpid()}"
         with contextlib.suppress(OSError):  # of a job that is over
             part.write_text(str(path), encoding="utf-8")
-            part.replace(Path(told) / _TOLD)
+            part.replace(Path(told) / TOLD)
     if environment.is_main:
         attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         JOURNAL.note(Happening.START, world_size=environment.world_size, attempt=attempt)
     return path
-
-
-def told_by_processes(directory: Path) -> Path | None:
-    """Return the file that a launcher's processes write events to; None if they write none."""
-    try:
-        return Path(read_text(directory / _TOLD))
-    except (OSError, ValueError):
-        return None
 
 
 def note_own_failure(error: BaseException) -> None:

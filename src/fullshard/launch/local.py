@@ -27,7 +27,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from fullshard.config.switches import ELASTIC, TOKEN
 from fullshard.core.errors import ConfigError
-from fullshard.core.journal import JOURNAL, Happening
+from fullshard.core.journal import JOURNAL, Happening, told_by_processes
 from fullshard.core.process import read_status
 from fullshard.launch import torch_private
 from fullshard.launch.bootstrap import LAUNCHER_PID, PREEMPTION_DIR
@@ -41,7 +41,6 @@ from fullshard.launch.failures import (
     root_cause,
     what_others_said,
 )
-from fullshard.launch.journal import told_by_processes
 from fullshard.launch.logs import DRAIN_SECONDS, RankLogs, write_all
 from fullshard.launch.membership import Membership
 from fullshard.launch.network import DEFAULT_PORT, interface_of, listen, resolve
