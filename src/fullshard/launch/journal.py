@@ -6,7 +6,7 @@ import contextlib
 import os
 from pathlib import Path
 
-from fullshard.config.switches import LAUNCHER_PID, PREEMPTION_DIR
+from fullshard.config.switches import PREEMPTION_DIR
 from fullshard.core.journal import JOURNAL, JOURNAL_NAME, TOLD, Happening
 from fullshard.core.paths import local_path
 from fullshard.launch.environment import read_rank_environment
@@ -39,9 +39,3 @@ def record_events(directory: str | os.PathLike[str]) -> Path:
         attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         JOURNAL.note(Happening.START, world_size=environment.world_size, attempt=attempt)
     return path
-
-
-def note_own_failure(error: BaseException) -> None:
-    """Note the error that ends this process, if no launcher does."""
-    if LAUNCHER_PID.name not in os.environ:
-        JOURNAL.note(Happening.FAILURE, f"{type(error).__name__}: {error}")

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from fullshard.core.errors import ConfigError, DataError, MissingExtraError, WrapError
-from fullshard.launch.bootstrap import die_with_launcher, leave_process_group, leave_stacks
-from fullshard.launch.journal import note_own_failure
+from fullshard.core.journal import JOURNAL, Happening
+from fullshard.launch.bootstrap import LAUNCHER_PID, die_with_launcher, leave_process_group, leave_stacks
 from fullshard.launch.preemption import exit_code
 
 USER_ERROR = 2
@@ -36,7 +36,8 @@ def run_worker(main: Callable[[], None]) -> None:
         leave_process_group()
         code = exit_code()
     except Exception as error:
-        note_own_failure(error)
+        if LAUNCHER_PID not in os.environ:  # else the launcher notes it
+            JOURNAL.note(Happening.FAILURE, f"{type(error).__name__}: {error}")
         if "TORCHELASTIC_ERROR_FILE" not in os.environ:
             raise
         handler.record_exception(error)
