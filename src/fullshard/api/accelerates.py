@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from accelerate import ParallelismConfig
+from accelerate.utils import TorchDynamoPlugin
+
 from fullshard.api.plugin import FullyShardedDataParallelPlugin
 from fullshard.config.dialect import Reading, Setting
 from fullshard.config.handover import handed_over
@@ -12,11 +15,6 @@ from fullshard.config.origin import Origin
 from fullshard.core.errors import ConfigError
 from fullshard.core.strategy import Axis, parse_strategy
 from fullshard.launch.environment import read_rank_environment
-
-
-def is_accelerates(value: Any, name: str) -> bool:
-    """Return whether a value is an object of Accelerate's class of that name, or of one derived from it."""
-    return any(c.__name__ == name and c.__module__.startswith("accelerate.") for c in type(value).__mro__)
 
 
 def own_plugin(plugin: Any) -> FullyShardedDataParallelPlugin:
@@ -30,10 +28,10 @@ def own_plugin(plugin: Any) -> FullyShardedDataParallelPlugin:
         value = _translated(plugin, field.name)
         # Whole or sharded depends on the version there, so without a launcher's word a default counts, too.
         counts = field.name == "state_dict_type" and handed_over() is None
+        if field.name in ("state_dict_config", "optim_state_dict_config"):
+            continue  # Accelerate's own, made from the type
         if value is not None and (counts or value != _translated(untouched, field.name)):
             chosen[field.name] = value
-    for name in ("state_dict_config", "optim_state_dict_config"):  # Accelerate's own, made from the type
-        chosen.pop(name, None)
     return FullyShardedDataParallelPlugin(**chosen)
 
 
@@ -83,7 +81,7 @@ def compilation(plugin: Any, backend: str | None) -> dict[str, Any]:
     """
     if plugin is None:
         return {"dynamo_backend": backend}
-    if not is_accelerates(plugin, "TorchDynamoPlugin"):
+    if not isinstance(plugin, TorchDynamoPlugin):
         raise ConfigError(f"dynamo_plugin is a {type(plugin).__name__}", hint="use accelerate.utils.TorchDynamoPlugin")
     if backend is not None:
         raise ConfigError("dynamo_plugin and dynamo_backend both name a compiler", hint="leave one of them out")
@@ -117,7 +115,7 @@ def parallelism(config: Any, plugin: Reading) -> Reading:
     reading = Reading()
     if config is None:
         return reading
-    if not is_accelerates(config, "ParallelismConfig"):
+    if not isinstance(config, ParallelismConfig):
         raise ConfigError(f"parallelism_config is a {type(config).__name__}", hint="use fullshard.ParallelismConfig")
     for name in ("cp_size", "sp_size"):
         if (getattr(config, name, None) or 1) > 1:

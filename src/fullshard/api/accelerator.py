@@ -24,11 +24,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
+from accelerate.utils import FullyShardedDataParallelPlugin as TheirPlugin
 from torch import nn
 from torch.utils.data import DataLoader
 
 from fullshard.api import saving, torch_private
-from fullshard.api.accelerates import Followed, compilation, is_accelerates
+from fullshard.api.accelerates import Followed, compilation
 from fullshard.api.accelerator_state import AcceleratorState, earlier_gradient_state
 from fullshard.api.configure import run_config
 from fullshard.api.elastic import accumulation_steps
@@ -152,8 +153,7 @@ class Accelerator(Loaders, Reporting):
             "use_cpu": cpu or None,
             "gradient_accumulation_steps": None if gradient_accumulation_steps == 1 else gradient_accumulation_steps,
         }
-        is_theirs = is_accelerates(fsdp_plugin, "FullyShardedDataParallelPlugin")
-        self._followed = Followed(fsdp_plugin) if is_theirs else None
+        self._followed = Followed(fsdp_plugin) if isinstance(fsdp_plugin, TheirPlugin) else None
         plugin = fsdp_plugin if self._followed is None else self._followed.ours
         self.fsdp_plugin = FullyShardedDataParallelPlugin() if plugin is None else plugin
         self._config = run_config(self.fsdp_plugin, said, parallelism_config)

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
 from torch import nn
 from torch.optim import Optimizer
 
-from fullshard.api.accelerates import is_accelerates
 from fullshard.api.forwarding import forwarded
 from fullshard.api.state import GradientState
 from fullshard.core.errors import ConfigError, OptimizerError
@@ -52,7 +52,7 @@ def refuse_stand_in(value: Any) -> None:
         OptimizerError: Accelerate's stand-ins for an optimizer that DeepSpeed makes, or an optimizer of another kind.
     """
     name = type(value).__name__
-    if is_accelerates(value, "DummyOptim") or is_accelerates(value, "DummyScheduler"):
+    if isinstance(value, DummyOptim | DummyScheduler):
         raise OptimizerError(
             f"accelerate.utils.{name} stands for what DeepSpeed makes from its file, and DeepSpeed does not run here",
             hint="make a torch.optim.AdamW and its scheduler",
