@@ -41,6 +41,7 @@ class PartialState(Processes):
         timeout: how long a collective waits for the other ranks.
     """
 
+    initialized = True
     distributed_type = DistributedType.FSDP
 
     def __init__(self, cpu: bool = False, timeout: timedelta | None = None) -> None:
@@ -68,6 +69,11 @@ class PartialState(Processes):
     def backend(self) -> str | None:
         """The backend of the process group; None without one."""
         return dist.get_backend() if dist.is_initialized() else None
+
+    @property
+    def use_distributed(self) -> bool:
+        """Return whether there are several ranks."""
+        return self.num_processes > 1
 
     default_device: torch.device = forwarded("device")
     """The device on which this rank computes."""

@@ -40,6 +40,8 @@ class Facts(Gathering):
 
     distributed_type: DistributedType = forwarded("state.distributed_type")
     """Always FSDP, on one rank too."""
+    use_distributed: bool = forwarded("state.use_distributed")
+    """True if there are several ranks."""
     mixed_precision: str = forwarded("state.mixed_precision")
     """The precision mode: `no`, `fp32`, `bf16` or `fp16`."""
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from typing import Any
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar, cast
 
 import torch
-from accelerate.state import PartialState as theirs
 
 from fullshard.api.forwarding import forwarded
 from fullshard.api.state import ProcessState
 from fullshard.core.errors import ConfigError
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
 class Processes:
@@ -42,11 +44,6 @@ class Processes:
     def _data_parallel_size(self) -> int:
         """Ranks, or groups of them, that compute on batches of their own."""
         return self.num_processes // self._tensor_parallel_size
-
-    @property
-    def use_distributed(self) -> bool:
-        """Return whether there are several ranks."""
-        return self.num_processes > 1
 
     @property
     def is_main_process(self) -> bool:
@@ -80,13 +77,29 @@ class Processes:
         """Let the first rank of each host run the block before the others."""
         return self._first(self.is_local_main_process)
 
-    # Decorators: the function runs on some processes, and does nothing on the others.
-    initialized = True
-    on_main_process = theirs.on_main_process
-    on_local_main_process = theirs.on_local_main_process
-    on_last_process = theirs.on_last_process
-    on_process = theirs.on_process
-    on_local_process = theirs.on_local_process
+    def on_main_process(self, function: FunctionT) -> FunctionT:
+        """Decorate a function to run on rank 0 and return None elsewhere."""
+        return self._only(self.is_main_process, function)
+
+    def on_local_main_process(self, function: FunctionT) -> FunctionT:
+        """Decorate a function to run on the first rank of each host and return None elsewhere."""
+        return self._only(self.is_local_main_process, function)
+
+    def on_last_process(self, function: FunctionT) -> FunctionT:
+        """Decorate a function to run on the last rank and return None elsewhere."""
+        return self._only(self.is_last_process, function)
+
+    def on_process(self, function: FunctionT | None = None, process_index: int | None = None) -> Any:
+        """Decorate a function to run on the given rank and return None elsewhere."""
+        if function is None:
+            return functools.partial(self.on_process, process_index=process_index)
+        return self._only(self.process_index == process_index, function)
+
+    def on_local_process(self, function: FunctionT | None = None, local_process_index: int | None = None) -> Any:
+        """Decorate a function to run on the given rank of each host and return None elsewhere."""
+        if function is None:
+            return functools.partial(self.on_local_process, local_process_index=local_process_index)
+        return self._only(self.local_process_index == local_process_index, function)
 
     @contextlib.contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
@@ -141,3 +154,10 @@ class Processes:
             # Also after an error, or the others would wait for a rank that is gone from here.
             if is_first:
                 self.wait_for_everyone()
+
+    def _only(self, runs_here: bool, function: FunctionT) -> FunctionT:
+        @functools.wraps(function)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs) if runs_here else None
+
+        return cast("FunctionT", wrapped)
