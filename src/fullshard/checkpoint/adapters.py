@@ -7,9 +7,8 @@ only what it wants is gathered, one parameter at a time.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from torch import nn
 from fullshard.checkpoint.full_state import full_tensor
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.tensors import LocalTensor, local_buffers, local_parameters, rest
-from fullshard.core.errors import CheckpointError
 from fullshard.engine.lookup import clean_name
 from fullshard.features import unsharded
 
@@ -47,18 +45,6 @@ HOW_TO_SAVE_INNER = (
 """Adapters that a model carries inside."""
 
 
-def adapter_parameter_names(model: nn.Module) -> Container[str]:
-    """Return the names of adapter parameters of `model`, and of all others that are trained; none without adapters.
-
-    A collective.
-    """
-    if not is_saved_as_adapters(model):
-        return ()
-    names = {name for stored in _wanted(model, Ranks.of(model)).values() for name in stored}
-    trained = (local for local in local_parameters(model) if local.tensor.requires_grad)
-    return names | {name for local in trained for name in local.names}
-
-
 def save_adapters(path: str | Path, model: nn.Module) -> None:
     """Write every adapter as `save_pretrained` of the unsharded model would. A collective.
 
@@ -74,7 +60,7 @@ def save_adapters(path: str | Path, model: nn.Module) -> None:
     ranks = Ranks.of(model)
     state: dict[str, torch.Tensor] = {}
     by_name = _by_name(model)
-    for name in dict.fromkeys(name for stored in _wanted(model, ranks).values() for name in stored):
+    for name in dict.fromkeys(name for stored in wanted_weights(model, ranks).values() for name in stored):
         whole = full_tensor(by_name[name])
         if ranks.rank == 0:
             state[name] = whole.detach().cpu()
@@ -82,52 +68,18 @@ def save_adapters(path: str | Path, model: nn.Module) -> None:
     def write() -> None:
         model.save_pretrained(str(path), state_dict=state)  # type: ignore[operator]
 
-    with _prompts_whole(model):
+    with prompts_whole(model):
         ranks.on_rank_0(f"writing adapters to {path}", write)
 
 
-def load_adapters(path: str | Path, model: nn.Module) -> None:
-    """Load the adapters that `save_adapters` or PEFT wrote into those of the same names. Every rank reads.
-
-    Raises:
-        CheckpointError: an adapter is not there, or not all of it.
-    """
-    ranks = Ranks.of(model)
-    wanted = _wanted(model, ranks)
-    peft: Any = importlib.import_module("peft")
-    rest(model)
-
-    def read(directory: Path, adapter: object) -> Any:
-        if not (directory / "adapter_config.json").is_file():
-            raise CheckpointError(f"{directory} holds no adapter", hint=f"expected the adapter {adapter!r} there")
-        return peft.load_peft_weights(str(directory), device="cpu")
-
-    for adapter, directory in _directories(Path(path), model).items():
-        config: Any = model.peft_config[adapter]  # type: ignore[index]
-        weights = ranks.together(f"reading {directory}", functools.partial(read, directory, adapter))
-        if not is_adapted(model):  # names in files begin with PEFT's module, which it lacks
-            weights = {name.removeprefix("base_model.model."): value for name, value in weights.items()}
-        with _prompts_whole(model, writeback=True):
-            result = peft.set_peft_model_state_dict(model, weights, adapter_name=adapter)
-        if result.unexpected_keys and not config.is_prompt_learning:  # PEFT has put it into the encoder
-            raise CheckpointError(f"{directory}: no place for {', '.join(result.unexpected_keys)}")
-        own = {name for name in wanted[adapter] if adapter in name.split(".")}  # the rest is the base's
-        if missing := sorted(own.intersection(map(clean_name, result.missing_keys))):
-            raise CheckpointError(
-                f"{directory} lacks {len(missing)} of the {len(own)} tensors of the adapter {adapter!r}: "
-                f"{', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''}",
-                hint="it was saved of other target_modules; make the adapters as they were",
-            )
-
-
-def _directories(path: Path, model: Any) -> dict[str, Path]:
+def adapter_directories(path: Path, model: Any) -> dict[str, Path]:
     """Return the directory with the files of each adapter."""
     if is_adapted(model):
         return {str(name): path if name == "default" else path / str(name) for name in model.peft_config}
     return dict.fromkeys(model.active_adapters(), path)
 
 
-def _wanted(model: nn.Module, ranks: Ranks) -> dict[str, list[str]]:
+def wanted_weights(model: nn.Module, ranks: Ranks) -> dict[str, list[str]]:
     """Return, for each adapter, the names in the model of the tensors that PEFT stores for it.
 
     Rank 0 asks: PEFT may look at the hub to see whether the embeddings were resized.
@@ -144,7 +96,7 @@ def _wanted(model: nn.Module, ranks: Ranks) -> dict[str, list[str]]:
             found[str(adapter)] = [name for name, value in stand_ins.items() if id(value) in kept]
         return found
 
-    with _prompts_whole(model):
+    with prompts_whole(model):
         asked = ranks.on_rank_0("asking PEFT what belongs to the adapters", ask)
     wanted: dict[str, list[str]] = ranks.broadcast(asked)
     return wanted
@@ -176,7 +128,7 @@ def _unpruned(config: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _prompts_whole(model: nn.Module, *, writeback: bool = False) -> Iterator[None]:
+def prompts_whole(model: nn.Module, *, writeback: bool = False) -> Iterator[None]:
     """Hold the encoders of PEFT's prompt learning whole: PEFT computes their state, on rank 0 alone. A collective."""
     encoders = getattr(model, "prompt_encoder", None)
     with contextlib.ExitStack() as whole:

@@ -6,7 +6,6 @@ A value that cannot be read is a `ValueError` whose message says what was expect
 from __future__ import annotations
 
 import math
-import re
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Union, get_args, get_origin
@@ -70,19 +69,6 @@ def names(value: Any) -> tuple[str, ...]:
     if not isinstance(items, list | tuple) or not all(isinstance(item, str | int) for item in items):
         raise ValueError(f"expected names separated by commas, got {value!r}")
     return tuple(name for item in items if (name := str(item).strip()))
-
-
-def step_range(text: str) -> tuple[int, int]:
-    """Read the first and the last step of `3-5`; `4` is both.
-
-    Raises:
-        ConfigError: it is neither, or the last comes before the first.
-    """
-    found = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", text)
-    first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
-    if not 1 <= first <= last:
-        raise ConfigError(f"steps {text!r}: expected the first and the last, counted from 1", hint="write 3-5")
-    return first, last
 
 
 def one_of(value: Any, known: Sequence[str], *, numbered: bool = False) -> str:

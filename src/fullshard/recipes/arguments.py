@@ -14,7 +14,7 @@ from fullshard.config import values
 from fullshard.config.schema import Device, OnNonFinite, OnReplicas
 from fullshard.config.sharding import CheckpointingMode, kept_or_auto
 from fullshard.config.trackers import PACKAGES
-from fullshard.config.view import View, of_run
+from fullshard.config.view import View, of_run, step_range
 from fullshard.core.errors import ConfigError
 from fullshard.core.files import read_text
 from fullshard.core.paths import local_name, require_there
@@ -230,7 +230,7 @@ class TrainArguments(View):
             )
         if unknown := [name for name in self.trackers if name not in PACKAGES]:
             raise ConfigError(f"--log-with: no tracker {unknown[0]!r}", hint=f"there are {', '.join(PACKAGES)}")
-        values.step_range(self.profile_steps)
+        step_range(self.profile_steps)
         if self.resume not in ("auto", "never") and self.overwrite:
             raise ConfigError("--overwrite removes the checkpoints that --resume wants to continue from")
         super().check()

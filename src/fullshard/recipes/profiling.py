@@ -14,7 +14,7 @@ from torch import nn
 from fullshard.api import Accelerator
 from fullshard.api.memory_timeline import MemoryTimeline, check_is_counted, write_timeline
 from fullshard.api.plan_check import AT_STEP
-from fullshard.config.values import step_range
+from fullshard.config.view import step_range
 from fullshard.observe import require_plots
 from fullshard.plan.memory import Moment
 

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from fullshard.config.settings import closest, plain_message
 from fullshard.config.trackers import require_trackers
-from fullshard.config.values import step_range
+from fullshard.config.view import step_range
 from fullshard.core.errors import ConfigError, MissingExtraError
 from fullshard.core.paths import local_name, require_there
 from fullshard.launch import cuda
