@@ -79,28 +79,24 @@ def materialize(
     """
     modules = own_modules(plan, stop_at)
     deferred: set[int] = set()
-    init = init or _default_init(model, plan.modules)
+    initialize = init or _default_init(model, plan.modules)
     if weights is not None:
         for module in modules:
             weights.make_whole(module, mesh.device)
         deferred = {id(slot) for slot in plan.slots if weights.holds(slot)}
-        init = _init_with(weights, init)
     own = {(id(m), attribute) for slot in plan.slots if id(slot) not in deferred for m, attribute in slot.owners}
-    is_made = [_initialize(module, own, device=mesh.device, init=init) for module in modules]
+
+    def init_one(module: nn.Module) -> None:
+        if weights is None or not weights.initialize(module):
+            initialize(module)
+
+    is_made = [_initialize(module, own, device=mesh.device, init=init_one) for module in modules]
     move_to_device(plan, modules, device=mesh.device, buffer_dtype=buffer_dtype)
     if any(is_made) or sync_module_states:
         buffers = [b for m in modules for b in m._buffers.values() if b is not None]
         real = [slot.parameter for slot in plan.slots if id(slot) not in deferred]
         parameters = [tensor for parameter in real for tensor in kind_of(parameter).tensors(parameter)]
         _take_from_rank_0(parameters + buffers, mesh)
-
-
-def _init_with(weights: WeightSource, otherwise: InitFunction) -> InitFunction:
-    def init(module: nn.Module) -> None:
-        if not weights.initialize(module):
-            otherwise(module)
-
-    return init
 
 
 def _initialize(module: nn.Module, own: set[tuple[int, str]], *, device: torch.device, init: InitFunction) -> bool:

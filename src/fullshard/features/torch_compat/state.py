@@ -16,7 +16,6 @@ from torch import nn
 from fullshard.core.errors import LifecycleError
 from fullshard.core.user_class import user_class
 from fullshard.engine.lookup import unit_of
-from fullshard.engine.sharded_tensor import ShardedTensor
 from fullshard.engine.unit import Unit
 from fullshard.engine.unit_parameters import UnitState
 
@@ -80,9 +79,6 @@ class _Parameter(_View):
         # before sharding; tensor parallelism had cut it already
         "_orig_size": lambda unit, parameter: parameter.spec.sharded_shape,
     }
-
-    def __init__(self, unit: Unit, parameter: ShardedTensor) -> None:
-        super().__init__(unit, parameter)
 
 
 def _is_unsharded(unit: Unit) -> bool:
