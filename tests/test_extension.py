@@ -157,3 +157,12 @@ def test_nobody_listens_to_most_moments() -> None:
     extensions: Extensions = units_of(model)[0].schedule.extensions
     assert extensions.before_gather == ()
     assert extensions.watch is not None
+
+
+def test_a_message_needs_who_hears_it() -> None:
+    class Says(Extension):
+        def message(self) -> bytes:
+            return b"1"
+
+    with pytest.raises(TypeError, match="Says: expected it to override both"):
+        register(Says)

@@ -69,7 +69,7 @@ def test_a_mesh_and_what_is_done_are_one_row() -> None:
         found = [
             other.name
             for other in STRATEGIES.values()
-            if other.is_that_of(
+            if other.matches(
                 *sizes,
                 reshards_after_forward=row.frees_after_forward,
                 keeps_parameters=row.keeps_parameters,

@@ -1055,3 +1055,27 @@ def check_out_of_memory() -> None:
 def test_running_out_of_memory_is_no_error_of_communication() -> None:
     """Scripts catch it to try smaller batches."""
     run_ranks(check_out_of_memory, 1)
+
+
+def failed_without_all_reduce() -> None:
+    """What a failed backward has reduced along one axis alone is not added to the next."""
+    model: Any = build_sharded(Stack, BLOCKS, strategy="NO_SHARD")
+    plain = build(Stack)
+    model.set_requires_all_reduce(False)
+
+    def fail(_: object) -> None:
+        raise ArithmeticError("made to fail")
+
+    hook = model.embed.register_forward_hook(lambda *call: call[2].register_hook(fail) and None)
+    with pytest.raises(ArithmeticError):
+        sharded_step(model, run_squared, 0)
+    hook.remove()
+    model.set_requires_all_reduce(True)
+    with pytest.warns(UserWarning, match="a backward has failed"):
+        sharded_step(model, run_squared, 0)
+    reference_step(plain, run_squared, 0)
+    assert_same_gradients(model, plain, 1e-9)
+
+
+def test_failed_without_all_reduce() -> None:
+    run_ranks(failed_without_all_reduce, 2)

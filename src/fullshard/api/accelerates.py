@@ -139,7 +139,7 @@ def parallelism(config: Any, plugin: Reading) -> Reading:
     said = plugin.setting("sharding.strategy")
     row = parse_strategy("NO_SHARD" if shards == 1 else said.value if said is not None else "FULL_SHARD")
     if shards > 1:
-        row = row.over(*Axis)
+        row = row.with_axes(*Axis)
     reading.settings.append(Setting("sharding.strategy", row.name, origin, "dp_replicate_size"))
     if shards > 1:
         reading.settings.append(Setting("sharding.shard_size", shards, origin, "dp_shard_size"))

@@ -61,8 +61,8 @@ class FullBuffer(Protocol):
         main: shape (S,); this rank's interval, if it outlasts `free`, so that main weights can live there.
         is_persistent: whether its memory is there all the time, so that staying whole costs nothing.
         is_zeroed: whether `full` reads as zeros after `free`, in part, where others keep the data or have none to read.
-        place: the number by which other ranks find it in memory that they share. Each rank counts by itself, so one
-            that has failed to shard a model finds no other's any more.
+        place: the number by which other ranks find it in memory that they share. Each rank counts by itself: after
+            one has failed to shard a model, the numbers no longer match.
     """
 
     full: torch.Tensor

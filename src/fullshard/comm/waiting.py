@@ -29,19 +29,19 @@ class Watcher:
         return nullcontext()
 
     def watch(self, groups: Iterable[dist.ProcessGroup | None], device: torch.device) -> None:
-        """Learn of process groups that this process may wait in, on the way to this device."""
+        """Watch process groups in which this process may wait for this device."""
 
     def failed(self, groups: Iterable[dist.ProcessGroup | None], what: str, error: BaseException | None) -> None:
-        """Learn that an error on this rank has ended what the ranks of these groups do together."""
+        """Run when an error on this rank ends what the ranks of these groups do together."""
 
     def sharding_begins(self, group: dist.ProcessGroup | None) -> None:
-        """Learn that a model, or a part of it, is about to be sharded over a group; None stands for this rank alone."""
+        """Run before a model, or a part of it, is sharded over a group; None stands for this rank alone."""
 
     def sharding_ends(self, group: dist.ProcessGroup | None) -> None:
-        """Learn that it is sharded; a sharding that fails does not get here."""
+        """Run after it is sharded; not if sharding it raised."""
 
     def before_whole(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        """Learn that the ranks of a group are about to gather a whole tensor on a device; raise to refuse it."""
+        """Run before the ranks of a group gather a whole tensor on a device; raise to refuse it."""
 
     def explain(self, error: BaseException) -> None:
         """Learn the error of failures that were told without one."""

@@ -209,7 +209,7 @@ def make_hybrid(reading: Reading, because: Setting) -> None:
         return
     if row.is_hybrid:
         return
-    name = row.over(*Axis).name
+    name = row.with_axes(*Axis).name
     reading.settings = [setting for setting in reading.settings if setting.path != "sharding.strategy"]
     reading.settings.append(Setting("sharding.strategy", name, because.origin, because.key))
     text = f"makes the strategy {name}: sharded inside a group, replicated across groups"

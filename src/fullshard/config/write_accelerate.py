@@ -124,7 +124,7 @@ class _Writer:
         if row.is_hybrid:
             return self._hybrid(row)
         if row.code is None:
-            nearest = row.over(Axis.SHARD)
+            nearest = row.with_axes(Axis.SHARD)
             self._say("sharding.strategy", f"{row.name} is written as {nearest.name}: Accelerate has no word for it")
             row = nearest
         if sharding.shard_size is not None:
@@ -143,12 +143,12 @@ class _Writer:
         replicas, size = row.mesh_shape(total, size)
         if replicas == 1:
             self._say("sharding.shard_size", "left out: one shard group holds all processes")
-            plain = row.over(Axis.SHARD)
+            plain = row.with_axes(Axis.SHARD)
             self._say("sharding.strategy", f"{row.name} over one shard group is written as {plain.name}")
             return self._version_2(plain), {}
         if size == 1:
             self._say("sharding.shard_size", "left out: shard groups of one rank shard nothing")
-            plain = row.over(Axis.REPLICATE)
+            plain = row.with_axes(Axis.REPLICATE)
             self._say("sharding.strategy", f"{row.name} with shard groups of one rank is written as {plain.name}")
             return self._version_1(plain, "version 2 of Accelerate's FSDP cannot replicate"), {}
         if self.config.sharding.shard_size is None:

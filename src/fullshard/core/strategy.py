@@ -87,7 +87,7 @@ class Strategy:
         rows = (row for row in STRATEGIES.values() if row.placements == self.placements)
         return next((row for row in rows if row.frees_after_forward == after_forward), None)
 
-    def over(self, *axes: Axis) -> Strategy:
+    def with_axes(self, *axes: Axis) -> Strategy:
         """Return the row of these axes with this row's behaviour after forward, or else the first of those rows."""
         rows = [row for row in STRATEGIES.values() if set(row.optimizer_state) == set(axes)]
         return next((row for row in rows if row.frees_after_forward == self.frees_after_forward), rows[0])
@@ -125,7 +125,7 @@ class Strategy:
             )
         return replicas(world_size, expected), expected
 
-    def is_that_of(
+    def matches(
         self,
         replicate_size: int,
         shard_size: int,
@@ -136,9 +136,9 @@ class Strategy:
     ) -> bool:
         """Return whether a mesh of this shape, with this done after forward and after backward, is this row."""
         axes = {axis for axis, size in ((Axis.REPLICATE, replicate_size), (Axis.SHARD, shard_size)) if size > 1}
-        asked = (reshards_after_forward, keeps_parameters, keeps_gradients)
-        said = (self.frees_after_forward, self.keeps_parameters, self.keeps_gradients)
-        return self.optimizer_state.keys() == axes and said == (asked if Axis.SHARD in axes else (False,) * 3)
+        requested = (reshards_after_forward, keeps_parameters, keeps_gradients)
+        own = (self.frees_after_forward, self.keeps_parameters, self.keeps_gradients)
+        return self.optimizer_state.keys() == axes and own == (requested if Axis.SHARD in axes else (False,) * 3)
 
 
 _S: Placements = {Axis.SHARD: Placement.SHARD}

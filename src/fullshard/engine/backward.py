@@ -61,7 +61,7 @@ class Backward:
         return self.is_under_way and self._callback() is None
 
     def note_call(self, unit: Unit) -> None:
-        """Learn that a forward of a unit has begun that backward may come back to."""
+        """Count a unit among those that the next backward will reach."""
         self._participants[unit] = None
 
     def order_reductions(self, ran: Sequence[Unit]) -> None:
@@ -71,11 +71,11 @@ class Backward:
             self._reduce_order = {unit: -position for position, unit in enumerate(every)}
 
     def begin(self, unit: Unit) -> None:
-        """Learn that backward has reached `unit`; at first, order the reductions and ask autograd for `finish`."""
+        """Begin at the first unit that backward reaches: order the reductions, and have autograd call `finish`."""
         if self.is_lost:
             self.give_up()  # the last one has raised, and nothing has noticed since
         if not self.is_under_way:
-            self._tell()
+            self._announce()
             for each in self._schedule.units:
                 each.take_requires_grad()  # a module may have changed it within its forward
             # Use an order verified on all ranks, not the units that happened to run or be alive on this one. Without
@@ -93,13 +93,13 @@ class Backward:
             self._enqueue(unit)
 
     def _note_dropped(self, _: object) -> None:
-        """Learn that autograd has dropped a backward: it has failed unless it has come to its end."""
+        """Tell the extensions that a backward failed, if autograd has dropped it before its end."""
         if self._may_fail:  # not `is_under_way`: a thread of autograd's may drop it when the model is at rest again
             self._may_fail = False
             for tell in self._schedule.extensions.backward_fails:
                 tell()
 
-    def _tell(self) -> None:
+    def _announce(self) -> None:
         for tell in self._schedule.extensions.backward_begins:  # first, because it may refuse it
             tell()
         self.hookless_calls.begin()
@@ -119,7 +119,7 @@ class Backward:
                 f"rank {self._schedule.mesh.rank}: gradients are to be reduced within a backward that has not ended",
                 hint="call it between backwards, on every rank; after one that failed call reset_iter_state() first",
             )
-        self._tell()
+        self._announce()
         for unit in sorted(self._schedule.units_by_backward(), key=lambda unit: self._reduce_order.get(unit, 0)):
             self._enqueue(unit)
         self.finish()
@@ -247,7 +247,7 @@ class Backward:
 
     def give_up(self) -> None:
         """Forget a failed backward, but keep the forwards before it: another loss may need them."""
-        if any(bucket.has_gradient and bucket.gradient.unsharded.is_kept for bucket in self._schedule.buckets()):
+        if any(bucket.has_gradient and bucket.gradient.keeps_unreduced for bucket in self._schedule.buckets()):
             warnings.warn(
                 f"rank {self._schedule.mesh.rank}: a backward has failed, and with it what those before it had kept "
                 "unreduced (no_sync) is lost: begin the step again",

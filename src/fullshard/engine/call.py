@@ -102,7 +102,7 @@ class Call:
         return map_tensors(watch, args, into_mutable=False), watched
 
     def watch_outputs(self, unit: Unit, output: Any) -> bool:
-        """Learn when backward reaches an output; False if no output that autograd can come back through was found."""
+        """Register hooks that tell when backward reaches an output; return False if none has a graph."""
         hook = _reached(unit, self)
         givers, self._givers = self._givers, []
         before = self._before if self.has_inputs else []
@@ -138,7 +138,7 @@ class Calls:
         self._references: set[weakref.ref[Call]] = set()
 
     def add(self, call: Call) -> None:
-        """Learn of a forward."""
+        """Add a forward."""
         self._references.add(weakref.ref(call, self._references.discard))
 
     def clear(self) -> None:

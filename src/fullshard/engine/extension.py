@@ -57,69 +57,69 @@ class Extension:
     # -- a model ------------------------------------------------------------------------------------------------
 
     def assembled(self) -> None:
-        """Learn that the model's units are known; called again when a model around it is sharded."""
+        """Run when the model's units are known, and again when a model around it is sharded."""
 
     def postpones(self, unit: Unit) -> bool:
         """Return whether a new unit gets its buckets later: its `stand_ins` are set now, `allocate` is called then."""
         return False
 
     def materialized(self) -> None:
-        """Learn that every unit has its buckets: at once, or when the last one was given them."""
+        """Run when every unit has its buckets: after `assembled`, or when the last unit gets them."""
 
     def absorbed(self, earlier: Extension) -> None:
         """Take over the state of the same extension of a part that is now part of this model."""
 
     def before_first_use(self, *, in_forward: bool) -> None:
-        """Learn that the model is about to be gathered: by its first forward, or otherwise and before that one."""
+        """Run before the model is gathered for the first time, in its first forward or earlier."""
 
     def loaded(self, unit: Unit) -> None:
-        """Learn that `load_state_dict` has come to a unit."""
+        """Run when `load_state_dict` is about to load a unit's parameters."""
 
     # -- forward ------------------------------------------------------------------------------------------------
 
     def before_forward(self) -> None:
-        """Learn that a forward of the model is about to begin; all units must have their buckets after this."""
+        """Run before a forward of the model begins. After it, every unit must have its buckets."""
 
     def step_begins(self) -> None:
-        """Learn that the first forward after an optimizer's step begins."""
+        """Run at the first forward after an optimizer step."""
 
     def forward_begins(self) -> None:
-        """Learn that a forward of the model begins; `call_begins` of its outermost unit follows."""
+        """Run at the start of a forward of the model; `call_begins` of its outermost unit follows."""
 
     def call_begins(self, unit: Unit) -> None:
-        """Learn that a unit is about to run forward, before it is unsharded. Recomputes do not count."""
+        """Run before a unit is unsharded for its forward. Recomputations do not count."""
 
     def call_ends(self, unit: Unit, call: Call) -> None:
-        """Learn that a forward which backward may come back to has ended."""
+        """Run after a unit's forward that has a backward."""
 
     def unsharded(self, unit: UnitParameters) -> None:
-        """Learn that the modules of a unit hold whole parameters now."""
+        """Run when a unit's modules have their unsharded parameters."""
 
     def unit_ran(self, unit: Unit) -> None:
-        """Learn that a module of a unit has run forward, or has recomputed, before the unit is resharded."""
+        """Run after a module of a unit has run forward, or recomputed, and before the unit is resharded."""
 
     def resharded(self, unit: UnitParameters) -> None:
-        """Learn that the whole parameters of a unit are gone."""
+        """Run after a unit's unsharded parameters are freed."""
 
     def forward_ends(self, *, failed: bool) -> None:
-        """Learn that a forward of the model is over; `failed`: by an error, or an interrupt."""
+        """Run at the end of a forward of the model; `failed`: it raised, or was interrupted."""
 
     def before_gather(self, unit: UnitParameters) -> None:
-        """Learn that the gathers of a unit's parameters are about to be launched, in forward, backward or elsewhere."""
+        """Run before a unit's all-gathers are launched, in forward, backward or elsewhere."""
 
     # -- backward -----------------------------------------------------------------------------------------------
 
     def backward_begins(self) -> None:
-        """Learn that backward has come to the model; raise to refuse it.
+        """Run when backward reaches the model; raise to refuse it.
 
-        One that wants each gradient as soon as it is final sets `publishes_early` of the model's reducer.
+        For `bucket_is_final` in this backward, set `publishes_early` of the model's reducer, on all ranks alike.
         """
 
     def before_unshard_in_backward(self, unit: Unit) -> None:
-        """Learn that backward, or a forward that is run again in it, is about to wait for a unit's parameters."""
+        """Run before backward, or a recomputation in it, waits for a unit's parameters."""
 
     def call_backward_begins(self, unit: Unit, call: Call) -> None:
-        """Learn that backward has come to one forward of a unit, whose parameters are whole now."""
+        """Run when backward enters one forward of a unit, whose parameters are unsharded."""
 
     def reduced(self, part: torch.Tensor, terms: Mapping[int, torch.Tensor]) -> None:
         """Look at a part of a reduced gradient while the cache has it; see `comm.base.Watch`."""
@@ -129,7 +129,7 @@ class Extension:
         return b""
 
     def heard(self, largest: bytes, smallest: bytes) -> None:
-        """Learn what the ranks' messages say, before any gradient is published; raise an error on all ranks, or none.
+        """Read what all ranks have said, before any gradient is published; raise on all ranks, or on none.
 
         Args:
             largest: the largest that any rank has, byte by byte.
@@ -141,13 +141,13 @@ class Extension:
         return False
 
     def bucket_is_final(self, bucket: Bucket) -> None:
-        """Learn that a bucket's gradients are published, in a backward that publishes early."""
+        """Run when a bucket's gradients are published, if `backward_begins` asked for it."""
 
     def backward_fails(self) -> None:
-        """Learn that autograd has dropped a backward before its end."""
+        """Run when autograd drops a backward before its end, because something in it raised."""
 
     def backward_ends(self, used: Mapping[Bucket, bytearray]) -> None:
-        """Learn that a backward is over and its gradients are published.
+        """Run after a backward, when its gradients are published.
 
         Args:
             used: the reduced buckets: for each parameter, whether any rank has used it.
@@ -156,18 +156,18 @@ class Extension:
     # -- optimizer ----------------------------------------------------------------------------------------------
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Learn that an optimizer of the model's parameters is about to be used; raise to refuse it."""
+        """Run before an optimizer of the model's parameters is used for the first time; raise to refuse it."""
 
     def before_clipping(self) -> None:
-        """Learn that the norm of the gradients is about to be taken."""
+        """Run before the norm of the gradients is computed."""
 
     def before_step(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
-        """Learn that an optimizer is about to update these buckets, whose gradients are final."""
+        """Run before an optimizer updates these buckets, whose gradients are final."""
 
     # -- whole model --------------------------------------------------------------------------------------------
 
     def before_save(self) -> None:
-        """Learn that all ranks are about to save the model."""
+        """Run before all ranks save the model."""
 
 
 _registered: list[type[Extension]] = []
@@ -178,7 +178,14 @@ _BEGINNING = threading.Lock()
 
 
 def register(*kinds: type[Extension]) -> None:
-    """Give models that are sharded from now on these extensions, after those registered before."""
+    """Give models that are sharded from now on these extensions, after those registered before.
+
+    Raises:
+        TypeError: a class overrides only one of `message` and `heard`, so that what is said would be heard by others.
+    """
+    for kind in kinds:
+        if (kind.message is Extension.message) != (kind.heard is Extension.heard):
+            raise TypeError(f"{kind.__name__}: expected it to override both `message` and `heard`, or neither")
     _registered.extend(kind for kind in kinds if kind not in _registered)
 
 

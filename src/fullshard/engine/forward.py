@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 class Forward:
-    """The forward under way, and the order of the last whole one.
+    """The forward under way, and the order of the last complete one.
 
     Args:
         schedule: the schedule of the model.
 
     Attributes:
-        order: the units in the order in which the last whole forward ran them; empty before the first. All ranks have
-            the same: one that gathers ahead in another order would wait for the others forever.
+        order: the units as the last complete forward ran them; empty before the first. All ranks have the same order:
+            one that gathers ahead in another would wait for the others forever.
         ran: the units that the forward under way, or the last one, has run so far.
     """
 
@@ -40,7 +40,7 @@ class Forward:
         return self._depth > 0
 
     def begin(self, unit: Unit) -> bool:
-        """Learn that a unit is about to run forward (not as a recompute); return whether it is the outermost."""
+        """Begin the forward of a unit, recomputations excluded; return whether it is the outermost."""
         schedule = self._schedule
         if self._depth and unit is schedule.units[-1]:
             self.abandon()
@@ -67,13 +67,13 @@ class Forward:
                 ahead.issue_unshard()
 
     def end_call(self, unit: Unit, call: Call) -> None:
-        """Learn that a unit's forward has ended; after it, backward will want the call that ended before."""
+        """End a unit's forward: in backward, the call that ended before it comes next."""
         call.previous, self._last_ended = self._last_ended, unit
         for tell in self._schedule.extensions.call_ends:
             tell(unit, call)
 
     def leave(self, *, failed: bool) -> bool:
-        """Learn that a unit's forward is over, before its memory is freed; return whether it was the outermost."""
+        """Leave a unit's forward before its memory is freed; return whether it was the outermost."""
         self._depth = max(0, self._depth - 1)
         if self._depth:
             return False
@@ -82,7 +82,7 @@ class Forward:
         return True
 
     def end(self, *, failed: bool) -> None:
-        """Learn that a unit has run forward, or failed to.
+        """End the forward of a unit, whether it returned or raised.
 
         After a failure nothing is communicated: the other ranks may be elsewhere, and waiting for them would hide the
         error.
@@ -103,7 +103,7 @@ class Forward:
             schedule.settle()  # after a forward without backward the user may change main weights at once
 
     def abandon(self) -> None:
-        """Abandon a forward that ended in an interrupt from the keyboard, after which torch calls no hooks."""
+        """Abandon a forward that ended in a keyboard interrupt, after which torch calls no hooks."""
         if not self._depth:
             return
         self._depth = 0

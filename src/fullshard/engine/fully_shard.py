@@ -52,9 +52,9 @@ def fully_shard(
         module: the module, or a list of modules that are unsharded together.
         mesh: 1-D shards over all its ranks, 2-D is (replicate, shard). Default: 1-D over all ranks.
         reshard_after_forward: free the unsharded parameters between forward and backward. Default: True, but False
-            for the outermost unit, whose parameters backward needs at once. A number makes so many neighbouring ranks
-            share them until backward; it must divide the size of the shard axis; 1 means False. If ranks of a
-            host share memory, a number means True, as keeping them costs nothing there.
+            for the outermost unit, whose parameters backward needs at once. An integer n keeps them
+            sharded over groups of n neighbouring ranks until backward; it must divide the size of the shard axis. 1
+            means False, the whole size True. If ranks of a host share memory, n means True: keeping costs nothing.
         shard_placement_fn: torch's way to shard along another dim, called for each parameter. If it returns `Shard(0)`,
             each rank has the rows that torch's `fully_shard` gives it, at the cost of a gather and a reduction for each
             such parameter; for None and other dims each rank has an interval. Another mesh is refused.
@@ -163,7 +163,7 @@ def _check_arguments(modules: Sequence[object], mesh: object, placement_fn: obje
 
 
 def ignored_parameters(parameters: Any) -> list[nn.Parameter]:
-    """Return the parameters to leave alone; refuse names and a single parameter, whose rows would be taken."""
+    """Return the parameters to leave alone; reject names, and a bare parameter, which would be iterated row by row."""
     if isinstance(parameters, torch.Tensor) or not isinstance(parameters, Iterable | None):
         what = f"one {type(parameters).__name__}"
     else:

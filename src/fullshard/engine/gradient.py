@@ -100,6 +100,11 @@ class Gradient:
         )
 
     @property
+    def keeps_unreduced(self) -> bool:
+        """Return whether an earlier backward has left gradients here that are not reduced along both axes."""
+        return self.unsharded.is_kept or self._held is not None
+
+    @property
     def is_reducing(self) -> bool:
         """Return whether a reduction along the shard axis is under way."""
         return self._reducing is not None
@@ -176,7 +181,7 @@ class Gradient:
         return True
 
     def reset(self) -> None:
-        """Forget everything collected or under way, after a failed backward.
+        """Forget everything collected, under way or kept from all-reduces, after a failed backward.
 
         Published `.grad`s stay; see `MainGradient.reset`.
         """
@@ -184,5 +189,5 @@ class Gradient:
             if work is not None:
                 work.wait()  # it writes into memory that is about to be freed
         self.main.reset()
-        self._reducing = self._replicating = self._earlier = None
+        self._reducing = self._replicating = self._earlier = self._held = None
         self.unsharded.clear()

@@ -31,7 +31,7 @@ class GradientHooks:
         self._own: list[int] = []  # the engine's hook among them
 
     def watch(self, unit: Unit, bucket: Bucket) -> None:
-        """Learn when autograd has accumulated the gradient of each original parameter of `bucket`."""
+        """Register hooks that tell when autograd has accumulated the gradients of `bucket`."""
         for index, slot in enumerate(bucket.slots):
             dtype = slot.parameter.dtype
             if slot.parameter.is_leaf and (dtype.is_floating_point or dtype.is_complex):

@@ -34,11 +34,11 @@ class HooklessCalls:
         _models.add(weakref.ref(self, _models.discard))
 
     def begin(self) -> None:
-        """Learn that backward has reached the model."""
+        """Begin a backward that has reached the model."""
         self.backward = torch_private.backward_under_way()
 
     def end(self) -> None:
-        """Learn that the backward is over, or given up."""
+        """End the backward, or give it up."""
         self.backward = None
         self._calls.clear()
 

@@ -64,7 +64,7 @@ class ShardedParameter(ShardedTensor):
         return self
 
     def _watch(self) -> None:
-        """Learn of gradients that autograd makes for the parameter itself."""
+        """Catch gradients that autograd accumulates into the sharded parameter itself."""
         if not torch_private.accumulated_hooks(self):
             torch.Tensor.register_post_accumulate_grad_hook(self, _take_grad)
 

@@ -41,7 +41,7 @@ class Schedule:
         steps: optimizer steps so far.
         after_step: called with the number of steps before the first forward after a step.
         is_last_backward: whether the next backward ends an accumulation.
-        keeps_parameters: whether unsharded parameters stay so until a step, where freeing them would free memory.
+        keeps_parameters: whether parameters stay unsharded until the next optimizer step, even where that costs memory.
         keeps_gradients: whether every backward but the last leaves gradients whole and unreduced.
         extensions: capabilities beside the kernel.
         forward: the forward under way, and the order of units in it.
@@ -80,7 +80,7 @@ class Schedule:
         self.know_buckets()
 
     def know_buckets(self) -> None:
-        """Learn that a unit has its buckets now; once all have, number them."""
+        """Assign numbers to the buckets once every unit has its own."""
         if any(unit.stand_ins is not None for unit in self.units):
             return
         self._number_buckets(0)
@@ -92,7 +92,7 @@ class Schedule:
             bucket.tag = tag
 
     def note_save(self) -> None:
-        """Learn that all ranks are about to save the model."""
+        """Tell the extensions that all ranks are about to save the model."""
         for tell in self.extensions.before_save:
             tell()
 

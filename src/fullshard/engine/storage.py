@@ -69,10 +69,10 @@ class Storage:
         """Wait until no copy reads shards: after that they may change at any time."""
 
     def before_update(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
-        """Learn that an optimizer is about to update these buckets; nothing is unsharded any more."""
+        """Run before an optimizer updates these buckets, when nothing is unsharded."""
 
     def after_update(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
-        """Learn that it has."""
+        """Run after the update."""
 
 
 _ON_DEVICE = Storage()

@@ -196,7 +196,7 @@ class Unit(UnitParameters):
         return output.clone() if self.has_view(output) else output
 
     def _watch_outputs(self, call: Call, output: Any) -> bool:
-        """Learn when backward reaches an output; False if nothing will tell, although parameters want gradients."""
+        """Watch the outputs; return False if no hook will run although parameters require gradients."""
         if call.watch_outputs(self, output):
             self.calls.add(call)
             return True
@@ -218,12 +218,12 @@ class Unit(UnitParameters):
         self.schedule.backward.begin(self)
 
     def pre_backward(self, call: Call) -> None:
-        """Learn that backward has reached an output of `call`."""
+        """Unshard for the backward of `call`, whose output backward has reached."""
         if torch.is_grad_enabled() and not (self.is_pinned or all(bucket.shares_main for bucket in self.buckets)):
             raise LifecycleError(
-                f"rank {self.mesh.rank}, unit {self.name!r}: backward with create_graph=True, as torch.func's grad, "
-                "jacrev and hessian have it, too, which would read parameters again after they were freed",
-                hint="do that and all that is computed of it, its backward included, inside `with unsharded(model)`",
+                f"rank {self.mesh.rank}, unit {self.name!r}: backward with create_graph=True (also used by "
+                "torch.func's grad, jacrev and hessian) would read parameters again after they were freed",
+                hint="compute it and all that derives from it, its backward included, inside `with unsharded(model)`",
             )
         self.schedule.backward.begin(self)
         if call.is_active:  # another output came first
@@ -239,7 +239,7 @@ class Unit(UnitParameters):
         self.emit(EventKind.BACKWARD_BEGIN)
 
     def post_backward(self, call: Call) -> None:
-        """Learn that backward has passed all inputs of `call`."""
+        """Reshard and reduce, now that backward has passed all inputs of `call`."""
         self.schedule.backward.hookless_calls.leave(after=call.number)
         call.end()
         self.emit(EventKind.BACKWARD_END)
@@ -263,7 +263,7 @@ class Unit(UnitParameters):
             self.schedule.backward.reduce_when_due(bucket)
 
     def gradients_complete(self, bucket: Bucket) -> None:
-        """Learn that autograd has accumulated the gradients of all parameters of `bucket`."""
+        """Reduce `bucket` when it is due, now that autograd has accumulated all its gradients."""
         if any(not call.is_active for call in self.calls.pending()):
             return  # a call still to come adds to them on other ranks, which reduce after it
         self.schedule.backward.reduce_when_due(bucket)

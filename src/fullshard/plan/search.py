@@ -311,7 +311,7 @@ def _over_all_ranks(way: _Way) -> _Way:
     row = parse_strategy(values["strategy"])
     if not row.is_hybrid:
         return way
-    values |= {"strategy": row.over(Axis.SHARD).name, "shard_size": None}
+    values |= {"strategy": row.with_axes(Axis.SHARD).name, "shard_size": None}
     return dataclasses.replace(way, values=tuple(values.items()))
 
 

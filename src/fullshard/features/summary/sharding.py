@@ -71,7 +71,7 @@ class Sharding:
             "keeps_parameters": schedule.keeps_parameters,
             "keeps_gradients": schedule.keeps_gradients,
         }
-        rows = (row.name for row in STRATEGIES.values() if row.is_that_of(*sizes, **done))
+        rows = (row.name for row in STRATEGIES.values() if row.matches(*sizes, **done))
         return cls(
             units=len(units),
             buckets=len(buckets),
