@@ -36,11 +36,15 @@ def numel_on_meta(values: dict[str, Any], factory: Any = AutoModelForCausalLM) -
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("values", [GRANITE, MIXTURE], ids=["granite", "olmoe"])
+BERT = {"model_type": "bert", **SMALL, "max_position_embeddings": 128}
+
+
+@pytest.mark.parametrize("values", [GRANITE, MIXTURE, BERT], ids=["granite", "olmoe", "bert"])
 def test_parameters_are_those_of_the_model(values: dict[str, Any]) -> None:
     shape = count(values)
     assert shape.numel == numel_on_meta(values)
     assert len(shape.blocks) == 3 and (shape.vocab, shape.hidden) == (90, 64)
+    assert shape.positions == values.get("max_position_embeddings")
     assert counted_shapes._read(written(shape)) == shape
 
 

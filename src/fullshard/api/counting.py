@@ -85,7 +85,8 @@ def _block(unit: UnitShape, config: Any, hidden: int) -> Block | None:
         return next((v for v in values if isinstance(v, int) and not isinstance(v, bool) and v > 0), default)
 
     names = [parameter.name for parameter in unit.parameters]
-    if not unit.name or not hidden or not any(hidden in p.shape for p in unit.parameters if len(p.shape) > 1):
+    matrices = [p for p in unit.parameters if len(p.shape) > 1 and p.role != "embedding"]
+    if not unit.name or not hidden or not any(hidden in p.shape for p in matrices):
         return None
     heads = number("num_attention_heads", "n_head", "num_heads", default=1)
     norms = [p for p in unit.parameters if "norm" in p.name.rpartition(".")[0] or ".ln" in p.name]

@@ -36,7 +36,7 @@ activation (`tests/test_plan_activations.py`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from fullshard.core.dtypes import itemsize
 from fullshard.plan.attention import what_runs
@@ -140,11 +140,11 @@ def between_products_nbytes(block: Block, job: Job, device: Device) -> tuple[int
     saved = layer.kept + layer.recomputed
     if job.compile:
         return 2 * saved, 3 * saved
-    saved -= _scores(block, job, device) * (2 if block.cross_attention else 1) * job.tokens
+    saved -= _scores(block, job, device) * job.tokens
     forward, backward = (nbytes * job.tokens for nbytes in passes_over_scores(block, job, device))
     if block.norm == "layer":
         return 2 * saved + forward, 3 * saved + backward
-    between = block.hidden * (block.norms * (24 + 6 * width if width < 4 else 28) + 3 * width * _sublayers(block))
+    between = block.hidden * (block.norms * (24 + 6 * width if width < 4 else 28) + 6 * width)
     within = 10 * width * (block.heads + block.kv_heads) * block.head_dim
     within += (5 if block.gated else 2) * width * block.active_intermediate
     if block.adapters is not None:
@@ -170,33 +170,26 @@ def passes_over_scores(block: Block, job: Job, device: Device) -> tuple[int, int
     capped, back = (6 * width, 7 * width) if block.capped_scores else (0, 0)
     if block.attention_dropout and softmax:
         each += 2 * width + 1
-    scores = block.heads * job.seq_len * (2 if block.cross_attention else 1)
+    scores = block.heads * job.seq_len
     forward, backward = each + capped + copy + 2 * width + 2 * softmax, each + back + 3 * softmax
     return forward * scores + operands, backward * scores + operands
 
 
 def _saved_between(block: Block, job: Job, width: int, device: Device) -> int:
     """Return what norms and the sums between the parts of a layer save, per token."""
-    saved = _norm(block, job, width) * (1 if block.parallel else block.norms) * block.hidden
+    saved = _norm(block, job, width) * block.norms * block.hidden
     if block.dropout:
-        saved += (width if device.is_cpu else 1) * _sublayers(block) * block.hidden
+        saved += 2 * (width if device.is_cpu else 1) * block.hidden
     return saved
-
-
-def _sublayers(block: Block) -> int:
-    return 3 if block.cross_attention else 2
 
 
 def _saved_within(block: Block, job: Job, width: int, device: Device) -> int:
     """Return what attention and the feed-forward part save per token, including their inputs."""
-    mask = width if device.is_cpu else 1
     normed = block.latents
     if block.head_norms:
         normed += (block.heads + block.kv_heads) * block.head_dim
     attention = _attention(block, job, width, device)
-    if block.cross_attention:
-        attention += _attention(replace(block, trained_bias=False), job, width, device)
-    saved = _norm(block, job, width) * normed + width * _sublayers(block) * block.hidden + attention
+    saved = _norm(block, job, width) * normed + 2 * width * block.hidden + attention
     saved += width * _feed_forward_tensors(block, job) * block.active_intermediate
     if block.experts:
         saved += 2 * width * block.experts_per_token * block.hidden
@@ -206,8 +199,6 @@ def _saved_within(block: Block, job: Job, width: int, device: Device) -> int:
         saved += width * block.hidden  # its output, which is multiplied by a gate
     if block.adapters is not None:
         saved += _adapters(block, block.adapters, job, width, device)
-    if block.inner_dropout:
-        saved += (mask + width) * block.intermediate
     return saved
 
 
@@ -222,7 +213,7 @@ def _adapters(block: Block, adapters: Adapters, job: Job, width: int, device: De
         kept += width * adapters.read_once
     else:
         kept += (own + (0 if not adapters.dropout else own if device.is_cpu else 1)) * adapters.read
-    if block.experts or block.cross_attention:  # their inputs are not told apart
+    if block.experts:  # their inputs are not told apart
         return max(0, kept - width * adapters.read_once)
     return kept - width * (2 * block.hidden + block.intermediate)
 
@@ -232,8 +223,7 @@ def _norm(block: Block, job: Job, width: int) -> int:
     if block.norm == "layer" or job.compile:
         return width
     before_weight = 0 if job.method != "full" else 4 if block.norm == "rms-float32-weight" else width
-    uncast = width if block.norm == "rms-mixed" and width < 4 else 0
-    return max(4, width) + before_weight + uncast
+    return max(4, width) + before_weight
 
 
 def _attention(block: Block, job: Job, width: int, device: Device) -> int:

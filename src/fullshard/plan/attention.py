@@ -34,7 +34,7 @@ Flash attention takes half precision alone, on NVIDIA's devices from compute cap
 kernel has no groups (PyTorch after 2.13 gives it some), and takes bfloat16 from 8.0 on: on an H200 with torch 2.11 a
 float32 step of a grouped Llama kept its scores. The rest is read, not measured. AMD's two kernels, of AOTriton, take
 the same cases as those of an A100. Written out, all of it is in float32. On a CPU its fused kernel takes masks, groups
-and every dtype, but neither dropout nor a bias that is trained.
+and every dtype, but no dropout.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _OF_HEAD_SIZE = {64: 0.89, 256: 0.89}
 
 def seen_keys(block: Block, seq_len: int, *, whole: bool = False) -> float:
     """Return the keys that a query sees on average; `whole`: as if there were no mask and no window."""
-    if whole or not block.causal:
+    if whole:
         return seq_len
     if not block.window or block.window >= seq_len:
         return seq_len / 2
@@ -78,7 +78,7 @@ def seen_keys(block: Block, seq_len: int, *, whole: bool = False) -> float:
 def attention_flops(block: Block, tokens: int, seq_len: int, *, whole: bool = False) -> float:
     """Return the FLOP of one layer's attention for that many tokens."""
     widths = block.heads * (block.head_dim + (block.value_dim or block.head_dim))
-    return 2 * widths * tokens * seen_keys(block, seq_len, whole=whole) * (2 if block.cross_attention else 1)
+    return 2 * widths * tokens * seen_keys(block, seq_len, whole=whole)
 
 
 def part_of_peak(block: Block, kernel: Kernel, seq_len: int, *, flash: float, newest: int) -> float:
@@ -107,7 +107,7 @@ def what_runs(block: Block, job: Job, device: Device) -> Way:
     has_flash = itemsize(job.compute_dtype) == 2 and device.has_bfloat16 and not device.is_cpu
     reads_mask = (job.attention == "sdpa" or not has_flash) and 0 < block.window < job.seq_len
     if device.is_cpu:
-        has_kernel = not (block.attention_dropout or block.trained_bias)
+        has_kernel = not block.attention_dropout
     else:
         is_repeated = reads_mask or block.value_dim not in (0, block.head_dim) or block.head_dim > 256
         is_grouped = block.kv_heads < block.heads and not is_repeated

@@ -23,7 +23,7 @@ from fullshard.core.files import read_text
 from fullshard.plan.shapes import Block, ModelShape, ParameterShape, UnitShape
 
 _PROGRAM = "fullshard.api.counting"
-_FORMAT = 3
+_FORMAT = 4
 """The version of kept results: shapes of another version are counted again."""
 _SECONDS = 300
 

@@ -148,19 +148,18 @@ def _is_sparse(fields: Fields, index: int) -> bool:
     return index not in fields.items("mlp_only_layers") and (index + 1) % step == 0
 
 
-def _plain_block(hidden: int, heads: int, inner: int, **more: Any) -> Block:
-    """Build a block with as many key heads as query heads, an ungated feed-forward part and LayerNorm."""
-    return Block(hidden, heads, heads, hidden // heads, inner, gated=False, norm="layer", **more)
-
-
 def _gpt2(fields: Fields) -> ModelShape:
     hidden, heads = fields.number("n_embd"), fields.number("n_head")
     inner, vocab = fields.number("n_inner", default=4 * hidden), fields.number("vocab_size")
     positions = fields.number("n_positions", "n_ctx")
-    block = _plain_block(
+    block = Block(
         hidden,
         heads,
+        heads,
+        hidden // heads,
         inner,
+        gated=False,
+        norm="layer",
         activation=fields.text("activation_function", default="gelu_new"),
         float32_scores=False,
         dropout=fields.is_dropped("resid_pdrop", default=0.1),
@@ -184,149 +183,6 @@ def _gpt2(fields: Fields) -> ModelShape:
         *norm_weights("transformer.ln_f", hidden, bias=True),
     ]
     return model_of(fields, units, root, hidden, tied=True)
-
-
-def _gpt_neox(fields: Fields) -> ModelShape:
-    hidden, heads = fields.number("hidden_size"), fields.number("num_attention_heads")
-    inner, vocab = fields.number("intermediate_size"), fields.number("vocab_size")
-    block = _plain_block(
-        hidden,
-        heads,
-        inner,
-        activation=fields.text("hidden_act", default="gelu"),
-        parallel=fields.flag("use_parallel_residual", True),
-        sliced_values=True,
-        dropout=fields.is_dropped("hidden_dropout"),
-        attention_dropout=fields.is_dropped("attention_dropout"),
-    )
-    bias = fields.flag("attention_bias", True)
-    units = []
-    for index in range(fields.number("num_hidden_layers")):
-        prefix = f"gpt_neox.layers.{index}"
-        weights = [
-            *norm_weights(f"{prefix}.input_layernorm", hidden, bias=True),
-            *norm_weights(f"{prefix}.post_attention_layernorm", hidden, bias=True),
-            *linear_weights(f"{prefix}.attention.query_key_value", hidden, 3 * hidden, bias=bias),
-            *linear_weights(f"{prefix}.attention.dense", hidden, hidden, bias=bias),
-            *linear_weights(f"{prefix}.mlp.dense_h_to_4h", hidden, inner, bias=True),
-            *linear_weights(f"{prefix}.mlp.dense_4h_to_h", inner, hidden, bias=True),
-        ]
-        units.append(UnitShape(prefix, tuple(weights), block))
-    root = [
-        *embedding_weights("gpt_neox.embed_in", vocab, hidden),
-        *norm_weights("gpt_neox.final_layer_norm", hidden, bias=True),
-    ]
-    return model_of(fields, units, root, hidden, tied=False)
-
-
-def _bert(fields: Fields, *, prefix: str) -> ModelShape:
-    hidden, heads = fields.number("hidden_size"), fields.number("num_attention_heads")
-    inner, vocab = fields.number("intermediate_size"), fields.number("vocab_size")
-    words, positions, types = (
-        embedding_weights(f"{prefix}.embeddings.{name}_embeddings", rows, hidden)
-        for name, rows in (
-            ("word", vocab),
-            ("position", fields.number("max_position_embeddings")),
-            ("token_type", fields.number("type_vocab_size")),
-        )
-    )
-    norm = norm_weights(f"{prefix}.embeddings.LayerNorm", hidden, bias=True)
-    is_roberta = prefix == "roberta"
-    others = [*types, *norm, *positions] if is_roberta else [*positions, *types, *norm]
-    tied = fields.flag("tie_word_embeddings", True)
-    block = _plain_block(
-        hidden,
-        heads,
-        inner,
-        activation=fields.text("hidden_act", default="gelu"),
-        float32_scores=False,
-        causal=False,
-        dropout=fields.is_dropped("hidden_dropout_prob", default=0.1),
-        attention_dropout=fields.is_dropped("attention_probs_dropout_prob", default=0.1),
-    )
-    units = [UnitShape(f"{prefix}.embeddings", tuple(others if tied else [*words, *others]))]
-    for index in range(fields.number("num_hidden_layers")):
-        at = f"{prefix}.encoder.layer.{index}"
-        weights = [
-            *(
-                p
-                for n in ("query", "key", "value")
-                for p in linear_weights(f"{at}.attention.self.{n}", hidden, hidden, bias=True)
-            ),
-            *linear_weights(f"{at}.attention.output.dense", hidden, hidden, bias=True),
-            *norm_weights(f"{at}.attention.output.LayerNorm", hidden, bias=True),
-            *linear_weights(f"{at}.intermediate.dense", hidden, inner, bias=True),
-            *linear_weights(f"{at}.output.dense", inner, hidden, bias=True),
-            *norm_weights(f"{at}.output.LayerNorm", hidden, bias=True),
-        ]
-        units.append(UnitShape(at, tuple(weights), block))
-    head, transform = ("lm_head", "lm_head") if is_roberta else ("cls.predictions", "cls.predictions.transform")
-    norm_name = "lm_head.layer_norm" if is_roberta else "cls.predictions.transform.LayerNorm"
-    root = [
-        *(words if tied else []),  # used by the embeddings and by the head: owned by the unit around both
-        ParameterShape(f"{head}.bias", (vocab,)),
-        *linear_weights(f"{transform}.dense", hidden, hidden, bias=True),
-        *norm_weights(norm_name, hidden, bias=True),
-    ]
-    return model_of(fields, units, root, hidden, tied=True, head=f"{head}.decoder")
-
-
-def _t5(fields: Fields) -> ModelShape:
-    hidden, heads, head_dim = fields.number("d_model"), fields.number("num_heads"), fields.number("d_kv")
-    inner, vocab = fields.number("d_ff"), fields.number("vocab_size")
-    projection = fields.text("feed_forward_proj", default="relu")
-    gated = fields.flag("is_gated_act", projection.startswith("gated"))
-    # T5's own reading of "gated-gelu".
-    activation = "gelu_new" if projection == "gated-gelu" else projection.removeprefix("gated-")
-    activation = fields.text("dense_act_fn", default=activation)
-    is_dropped = fields.is_dropped("dropout_rate", default=0.1)
-    units = []
-    encoder = fields.number("num_layers")
-    for side, count in (("encoder", encoder), ("decoder", fields.number("num_decoder_layers", default=encoder))):
-        for index in range(count):
-            prefix = f"{side}.block.{index}"
-            weights: Weights = []
-            attentions = ("SelfAttention", "EncDecAttention") if side == "decoder" else ("SelfAttention",)
-            for number, name in enumerate(attentions):
-                at = f"{prefix}.layer.{number}.{name}"
-                for letter in "qkv":
-                    weights += linear_weights(f"{at}.{letter}", hidden, heads * head_dim)
-                weights += linear_weights(f"{at}.o", heads * head_dim, hidden)
-                if index == 0 and number == 0:
-                    buckets = fields.number("relative_attention_num_buckets", default=32)
-                    weights.append(ParameterShape(f"{at}.relative_attention_bias.weight", (buckets, heads)))
-                weights += norm_weights(f"{prefix}.layer.{number}.layer_norm", hidden)
-            at = f"{prefix}.layer.{len(attentions)}"
-            for name in ("wi_0", "wi_1") if gated else ("wi",):
-                weights += linear_weights(f"{at}.DenseReluDense.{name}", hidden, inner)
-            weights += linear_weights(f"{at}.DenseReluDense.wo", inner, hidden) + norm_weights(
-                f"{at}.layer_norm", hidden
-            )
-            block = Block(
-                hidden,
-                heads,
-                heads,
-                head_dim,
-                inner,
-                gated=gated,
-                activation=activation,
-                norms=len(attentions) + 1,
-                norm="rms-mixed",
-                cross_attention=side == "decoder",
-                causal=side == "decoder",
-                float32_scores=False,
-                trained_bias=True,
-                dropout=is_dropped,
-                inner_dropout=is_dropped,
-                attention_dropout=is_dropped,
-            )
-            units.append(UnitShape(prefix, tuple(weights), block))
-    root = [
-        *embedding_weights("shared", vocab, hidden),
-        *norm_weights("encoder.final_layer_norm", hidden),
-        *norm_weights("decoder.final_layer_norm", hidden),
-    ]
-    return model_of(fields, units, root, hidden, tied=True, encoder_decoder=True)
 
 
 def _decoder(**kind: Any) -> Callable[[Fields], ModelShape]:
@@ -370,17 +226,10 @@ FAMILIES: dict[str, Callable[[Fields], ModelShape]] = {
     "qwen2_moe": _decoder(qkv_bias=True, experts="qwen2"),
     "qwen3_moe": _decoder(head_norms=True, experts="qwen3", bias_flag="attention_bias"),
     "gpt2": _gpt2,
-    "gpt_neox": _gpt_neox,
-    "bert": lambda fields: _bert(fields, prefix="bert"),
-    "roberta": lambda fields: _bert(fields, prefix="roberta"),
-    "t5": _t5,
     **MIXTURES,
 }
 """The reader of a `config.json`, by `model_type`."""
 
-
-_TEXT_PARTS = FAMILIES.keys() - {"bert", "roberta", "t5"}
-"""What a model of several parts has to write text with; one with an encoder of text alone is built by Transformers."""
 
 _OWN_HEAD = ("audioflamingo3", "llama4", "musicflamingo", "qwen2_audio", "vibevoice_asr", "voxtral")
 """Models of several parts whose text part has the head, and says whether it is tied; else the outer file does."""
@@ -405,7 +254,7 @@ def from_config(values: Mapping[str, Any], *, where: str, name: str | None = Non
     if not isinstance(kind, str):
         raise ConfigError(f"{where}: no model_type", hint="the file must be the model's whole config.json")
     nested = values.get("text_config")
-    if kind not in FAMILIES and isinstance(nested, Mapping) and nested.get("model_type") in _TEXT_PARTS:
+    if kind not in FAMILIES and isinstance(nested, Mapping) and nested.get("model_type") in FAMILIES:
         notes.append(f"{where}: only the text part ({nested['model_type']}) of {kind} is planned")
         tied = {} if kind in _OWN_HEAD else {n: v for n, v in values.items() if n == "tie_word_embeddings"}
         values, kind = {**nested, **tied}, nested["model_type"]
@@ -427,9 +276,7 @@ def from_config(values: Mapping[str, Any], *, where: str, name: str | None = Non
             )
         notes.append(f"{where}: model_type {kind!r} is not known; planned as a Llama of the same sizes")
         kind = "llama"
-    layers = sum(
-        fields.number(n, default=1) for n in ("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers")
-    )
+    layers = fields.number("num_hidden_layers", "n_layer", default=1)
     if layers > MOST_LAYERS:
         raise ConfigError(f"{where}: a model of {layers} layers", hint=f"at most {MOST_LAYERS} are planned")
     shape = FAMILIES[kind](fields)

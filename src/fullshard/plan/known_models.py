@@ -68,23 +68,6 @@ def _gpt2(hidden: int, layers: int, heads: int) -> Values:
     return {"model_type": "gpt2", **values}
 
 
-def _pythia(hidden: int, layers: int, heads: int, vocab: int) -> Values:
-    return llama(hidden, 4 * hidden, layers, heads, heads, vocab, model_type="gpt_neox")
-
-
-def _bert(kind: str, hidden: int, layers: int, heads: int, vocab: int, positions: int, types: int) -> Values:
-    more = {"max_position_embeddings": positions, "type_vocab_size": types}
-    return llama(hidden, 4 * hidden, layers, heads, heads, vocab, model_type=kind, **more)
-
-
-def _t5(hidden: int, inner: int, layers: int, heads: int, head_dim: int = 64, **more: Any) -> Values:
-    values = {"d_model": hidden, "d_ff": inner, "num_layers": layers, "num_heads": heads, "d_kv": head_dim}
-    return {"model_type": "t5", "vocab_size": 32128, **values, **more}
-
-
-_FLAN: Values = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
-
-
 def _deepseek(layers: int, heads: int, experts: int, dense: int, vocab: int, kind: str = "deepseek_v3") -> Values:
     return {
         **llama(7168, 18432, layers, heads, heads, vocab, model_type=kind),
@@ -224,28 +207,12 @@ MODELS: dict[str, Values] = {
     "SmolLM3-3B": llama(2048, 11008, 36, 16, 4, _LLAMA3, model_type="smollm3", tie_word_embeddings=True),
     "TinyLlama-1.1B": llama(2048, 5632, 22, 32, 4),
     "Yi-34B": llama(7168, 20480, 60, 56, 8, 64000),
-    # openai-community 2019, EleutherAI 2023-02, google-bert 2018, FacebookAI 2019, google-t5 2019, google/flan-t5 2022
+    # openai-community 2019
     "DistilGPT2": _gpt2(768, 6, 12),
     "GPT-2": _gpt2(768, 12, 12),
     "GPT-2-medium": _gpt2(1024, 24, 16),
     "GPT-2-large": _gpt2(1280, 36, 20),
     "GPT-2-XL": _gpt2(1600, 48, 25),
-    "Pythia-410M": _pythia(1024, 24, 16, 50304),
-    "Pythia-1.4B": _pythia(2048, 24, 16, 50304),
-    "Pythia-6.9B": _pythia(4096, 32, 32, 50432),
-    "Pythia-12B": _pythia(5120, 36, 40, 50688),
-    "BERT-base": _bert("bert", 768, 12, 12, 30522, 512, 2),
-    "BERT-large": _bert("bert", 1024, 24, 16, 30522, 512, 2),
-    "RoBERTa-base": _bert("roberta", 768, 12, 12, 50265, 514, 1),
-    "RoBERTa-large": _bert("roberta", 1024, 24, 16, 50265, 514, 1),
-    "T5-small": _t5(512, 2048, 6, 8),
-    "T5-base": _t5(768, 3072, 12, 12),
-    "T5-large": _t5(1024, 4096, 24, 16),
-    "Flan-T5-small": _t5(512, 1024, 8, 6, **_FLAN),
-    "Flan-T5-base": _t5(768, 2048, 12, 12, **_FLAN),
-    "Flan-T5-large": _t5(1024, 2816, 24, 16, **_FLAN),
-    "Flan-T5-XL": _t5(2048, 5120, 24, 32, **_FLAN),
-    "Flan-T5-XXL": _t5(4096, 10240, 24, 64, **_FLAN),
 }
 """By name."""
 
@@ -275,8 +242,5 @@ ALIASES = {
     "Phi-4-reasoning": "Phi-4",
     "Qwen3-Coder-30B-A3B": "Qwen3-30B-A3B",
     "SmolLM3": "SmolLM3-3B",
-    "bert": "BERT-base",
-    "roberta": "RoBERTa-base",
-    "t5": "T5-base",
 }
 """Other names of the same shapes: tunings, and names without the size."""

@@ -62,9 +62,9 @@ class ParameterShape:
 _POSITIONS = ("wpe.weight", "position_embeddings.weight", "decoder.embed_positions.weight", ".position_embeddings")
 """GPT-2's, BERT's, Whisper's and OPT's (of what they write), ViT's."""
 
-Norm = Literal["layer", "rms", "rms-float32-weight", "rms-mixed"]
+Norm = Literal["layer", "rms", "rms-float32-weight"]
 """LayerNorm; RMS norms, whose statistics are float32: Llama's, whose weight multiplies in the compute dtype; Gemma's,
-whose weight multiplies before the result is cast; T5's, which multiplies the uncast input."""
+whose weight multiplies before the result is cast."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +114,7 @@ class Block:
         heads, kv_heads, head_dim: of attention.
         value_dim: size of a head's values, where it is another.
         latents: widths of the normalised latents of queries, keys and values, added up; 0: none.
-        window: how many keys a query sees; 0: all before it.
-        causal: whether it sees only those before it.
+        window: how many keys a query sees, of those before it; 0: all of these.
         intermediate: width of the feed-forward part; of one expert in a mixture.
         gated: whether the feed-forward part multiplies two projections (SwiGLU and friends).
         fused_gate: whether those two are one matrix product, so that one tensor holds both.
@@ -123,16 +122,12 @@ class Block:
         norms: normalisations of width `hidden`.
         norm: their kind.
         head_norms: whether queries and keys are normalised, too.
-        parallel: whether attention and the feed-forward part read the same input.
         experts, experts_per_token: of a mixture; 0 and 0 for a dense layer.
         shared_intermediate: width of the expert that every token passes, 0 for none.
-        cross_attention: whether it also attends to an encoder.
         sliced_values: whether values are a slice of one projection, of which queries and keys are rotated copies.
         float32_scores: whether softmax, where it is written out, is in float32.
         capped_scores: whether scores pass a tanh before it.
-        trained_bias: whether what is added to the scores of self-attention is trained.
         dropout: whether a sublayer's result is dropped out.
-        inner_dropout: whether the activation's is, too.
         attention_dropout: whether attention's scores are.
         adapters: what they read; None: there are none.
     """
@@ -148,23 +143,18 @@ class Block:
     norms: int = 2
     norm: Norm = "rms"
     head_norms: bool = False
-    parallel: bool = False
     experts: int = 0
     experts_per_token: int = 0
     shared_intermediate: int = 0
-    cross_attention: bool = False
     sliced_values: bool = False
     float32_scores: bool = True
     capped_scores: bool = False
-    trained_bias: bool = False
     dropout: bool = False
-    inner_dropout: bool = False
     attention_dropout: bool = False
     adapters: Adapters | None = None
     value_dim: int = 0
     latents: int = 0
     window: int = 0
-    causal: bool = True
 
     @property
     def active_intermediate(self) -> int:

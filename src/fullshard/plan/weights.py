@@ -202,15 +202,11 @@ def model_of(
     hidden: int,
     *,
     tied: bool,
-    head: str = "lm_head",
     capped_logits: bool = False,
-    encoder_decoder: bool = False,
 ) -> ModelShape:
     """Build a model of units with `root` around them and, unless tied, the head; `tied`: if the file does not say."""
     vocab, tied = fields.number("vocab_size"), fields.flag("tie_word_embeddings", tied)
     if not tied:
-        root = [*root, *head_weights(head, hidden, vocab)]
+        root = [*root, *head_weights("lm_head", hidden, vocab)]
     around = UnitShape("", tuple(root))
-    return ModelShape(
-        "", (*units, around), vocab, hidden, tied, capped_logits=capped_logits, encoder_decoder=encoder_decoder
-    )
+    return ModelShape("", (*units, around), vocab, hidden, tied, capped_logits=capped_logits)

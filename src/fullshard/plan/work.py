@@ -18,7 +18,7 @@ from fullshard.plan.shapes import Block, ModelShape, UnitShape
 PCIE = 25e9
 """Bytes per second between host and device: PCIe 4.0 x16, of 31.5 GB/s."""
 
-_LAST = ("mlp.down_proj.weight", "mlp.c_proj.weight", "mlp.dense_4h_to_h.weight", "mlp.fc2.weight")
+_LAST = ("mlp.down_proj.weight", "mlp.c_proj.weight", "mlp.fc2.weight")
 """The last product of a layer, by the names of families."""
 
 
@@ -142,7 +142,7 @@ def last_product(unit: UnitShape, job: Job) -> float:
     """
     block = unit.block
     matrices = [p for p in unit.parameters if len(p.shape) == 2 and p.role == "matrix" and p.trainable]
-    is_read = any(name in p.name for p in unit.parameters for name in ("post_feedforward", "output.LayerNorm"))
+    is_read = any("post_feedforward" in p.name for p in unit.parameters)
     if block is None or is_read or job.reentrant or block.experts or block.dropout or block.adapters or not matrices:
         return 0.0
     if not matrices[-1].name.endswith(_LAST):
