@@ -36,7 +36,7 @@ from fullshard.core.boxes import boxes
 from fullshard.core.imports import Replaced
 from fullshard.core.layout import Interval
 from fullshard.features import ShardedTensor, fully_shard
-from fullshard.features.optimizer_state import torch_private as of_state
+from fullshard.features.optimizer_state import state_dict as of_state
 from fullshard.features.torch_tools import torch_private
 from tests.distributed import preload, run_ranks
 

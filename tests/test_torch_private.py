@@ -857,18 +857,6 @@ def meshes_of_several_axes() -> None:
         dist.destroy_process_group()
 
 
-@check("state_dict", "load_state_dict")
-def optimizer_state() -> None:
-    optimizer = torch.optim.AdamW([with_gradient()])
-    optimizer.step()
-    saved = optimizer.state_dict()
-    for place, run in {
-        torch_private.state_dict: lambda: optimizer.state_dict(),
-        torch_private.load_state_dict: lambda: optimizer.load_state_dict(saved),
-    }.items():
-        assert calls_of(place, run) == 1, place.name
-
-
 @check("DispatchMode", "schema_of", "read_item", "leaves_of", "copy_all", "zero_all", "grouped_matmul")
 def every_operation_is_seen() -> None:
     seen: list[Any] = []

@@ -9,16 +9,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm import torch_private
-from fullshard.comm.base import (
-    BufferSpec,
-    Collectives,
-    FullBuffer,
-    Parts,
-    Reduction,
-    Work,
-    WorkOf,
-    own_interval,
-)
+from fullshard.comm.base import BufferSpec, Collectives, FullBuffer, Parts, Reduction, Work, WorkOf, own_interval
 from fullshard.comm.resized_buffer import ResizedBuffer
 from fullshard.comm.waiting import waiting_in_step
 

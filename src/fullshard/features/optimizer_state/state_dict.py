@@ -16,14 +16,17 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fullshard.core.errors import OptimizerError
-from fullshard.core.imports import replace
+from fullshard.core.imports import Replaced, replace
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.sharded_tensor import ShardedTensor
 from fullshard.engine.step.adapters import adapter_of, values_of
-from fullshard.features.optimizer_state import torch_private
+
+STATE_DICT = Replaced.of(torch.optim.Optimizer, "state_dict")
+LOAD_STATE_DICT = Replaced.of(torch.optim.Optimizer, "load_state_dict")
+"""torch's hooks for these are set per optimizer, and a script hands none to the engine."""
 
 
-@functools.wraps(torch_private.state_dict.torchs)
+@functools.wraps(STATE_DICT.torchs)
 def state_dict(self: torch.optim.Optimizer) -> dict[str, Any]:
     """Return torch's state dict, with a `ShardedTensor` in place of each of this rank's intervals.
 
@@ -40,7 +43,7 @@ def state_dict(self: torch.optim.Optimizer) -> dict[str, Any]:
                 hint="call, on every rank, fullshard.checkpoint.save_checkpoint and load_checkpoint, or "
                 "Accelerator.save_state and load_state: they keep it at any number of ranks",
             )
-    kept = torch_private.state_dict.torchs(self)
+    kept = STATE_DICT.torchs(self)
     return _map_states(self, kept, lambda state, parameter: _wrapped(adapter.saved(state), parameter))
 
 
@@ -62,7 +65,7 @@ def _is_interval(value: Any, parameter: ShardedParameter) -> bool:
     return type(value) is torch.Tensor and value.dim() > 0 and value.shape == parameter.spec.local_shape
 
 
-@functools.wraps(torch_private.load_state_dict.torchs)
+@functools.wraps(LOAD_STATE_DICT.torchs)
 def load_state_dict(self: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
     """Load as torch does, after whole tensors are cut to this rank's intervals.
 
@@ -70,7 +73,7 @@ def load_state_dict(self: torch.optim.Optimizer, state_dict: dict[str, Any]) -> 
         OptimizerError: state has another shape than its parameter.
     """
     adapter_of(self).rest(self)
-    torch_private.load_state_dict.torchs(self, _map_states(self, state_dict, partial(cut_state, optimizer=self)))
+    LOAD_STATE_DICT.torchs(self, _map_states(self, state_dict, partial(cut_state, optimizer=self)))
 
 
 def _map_states(
@@ -121,4 +124,4 @@ def cut_state(
 @functools.cache
 def install() -> None:
     """Put them in the place of torch's methods."""
-    replace({torch_private.state_dict: state_dict, torch_private.load_state_dict: load_state_dict})
+    replace({STATE_DICT: state_dict, LOAD_STATE_DICT: load_state_dict})
