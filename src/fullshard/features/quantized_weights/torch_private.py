@@ -1,10 +1,8 @@
-"""Private names of torch that only this feature uses, beside those of `comm.torch_private`; see there."""
+"""Private names of torch that only this feature uses; see `comm.torch_private`."""
 
 from __future__ import annotations
 
 import torch
-
-from fullshard.comm.torch_private import *  # noqa: F403 -- for who has this file
 
 parse_to = torch._C._nn._parse_to
 """Device and dtype in the arguments of a `to()`. Without it bitsandbytes would quantise twice. Since 2.0."""

@@ -1,4 +1,4 @@
-"""Private names of torch that only this feature uses, beside those of `comm.torch_private`; see there."""
+"""Private names of torch that only this feature uses; see `comm.torch_private`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 from torch.nn.modules.batchnorm import _NormBase
-
-from fullshard.comm.torch_private import *  # noqa: F403 -- for who has this file
 
 ATTENTION_KERNELS = frozenset(
     {
