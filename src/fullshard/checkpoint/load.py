@@ -281,7 +281,6 @@ class _Load:
             # the order of the files, so that each is read from front to back
             for target in sorted(self.targets, key=lambda t: (t.kind, order_key(t.record.dtype, t.record.numel))):
                 _fill(target, readers)
-            readers.settle()
             stored = readers.rank_state(0)
             if self.rank:
                 stored = {name: t for name, t in stored.items() if not name.startswith(RNG_PREFIX)}
@@ -440,7 +439,6 @@ def _fill(target: _Target, readers: Readers) -> None:
         target.record,
         target.interval,
         chunking=target.chunking,
-        streams=True,
     )
     if in_place:
         torch.autograd.graph.increment_version(tensor)  # nothing else tells that it has changed

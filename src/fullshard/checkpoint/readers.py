@@ -54,14 +54,8 @@ class Readers:
         self._open[name] = reader
         if len(self._open) > _MAX_OPEN_FILES:
             _, oldest = self._open.popitem(last=False)
-            with oldest:
-                oldest.settle()
+            oldest.close()
         return reader
-
-    def settle(self) -> None:
-        """Verify the chunks that were read with `streams`."""
-        for reader in self._open.values():
-            reader.settle()
 
     def fill(
         self,
@@ -72,7 +66,6 @@ class Readers:
         interval: Interval,
         *,
         chunking: Chunking = UNCUT,
-        streams: bool = False,
     ) -> None:
         """Read elements `interval` of a tensor that lies in pieces in files of one kind.
 
@@ -83,7 +76,6 @@ class Readers:
             record: where its pieces are.
             interval: elements of the flattened whole, counted as `chunking` says.
             chunking: not cut, or as tensor parallelism has cut it.
-            streams: calls follow the order of the files, and `settle` the last of them; only then all is proved.
         """
         if record.chunking != chunking and not (chunking.is_row_by_row and record.chunking.is_row_by_row):
 
@@ -103,7 +95,7 @@ class Readers:
                 part[:] = tensor_bytes(values.to(dtype_of(record)))
                 continue
             stored = reader.find(name, record.dtype, piece.interval.numel)
-            (reader.stream_into if streams else reader.read_into)(stored.start + read.source.start * width, part)
+            reader.read_into(stored.start + read.source.start * width, part)
 
     def fill_coded(
         self, out: CodedTensor, name: str, record: TensorRecord, interval: Interval, chunking: Chunking

@@ -179,7 +179,6 @@ class TensorFileReader:
         self._record, self._chunk_nbytes, self._save_id = record, chunk_nbytes, save_id
         self._cached = -1
         self._kept: Bytes = np.empty(0, dtype=np.uint8)
-        self._at = self._crc32c = 0  # where the last read ended, and the sum of its chunk up to there
         if problem := size_problem(path, record, chunk_nbytes=chunk_nbytes):
             raise CheckpointError(problem)
         self._file = open_to_read(path)
@@ -227,28 +226,12 @@ class TensorFileReader:
                 part[:] = chunk
             filled += part.nbytes
 
-    def stream_into(self, start: int, out: Bytes) -> None:
-        """Read forward through the file as `read_into` does: nothing is read twice or copied.
-
-        A chunk is proved when a read reaches its end; `settle` must follow the last one.
-        """
-        if not self._at <= start < self._end():
-            self.settle()
-            self._begin(start // self._chunk_nbytes)
-        self._pass_over(start - self._at)
-        self._read_on(out)
-
-    def settle(self) -> None:
-        """Verify the chunk that was read in part, by reading the rest."""
-        if self._at % self._chunk_nbytes:
-            self._pass_over(self._end() - self._at)
-
     def damaged_chunks(self) -> Iterator[tuple[int, int]]:
         """Return the byte ranges of all chunks that fail their checksum."""
+        scratch = np.empty(min(self._chunk_nbytes, self._record.nbytes), dtype=np.uint8)
         for index, expected in enumerate(self._record.crc32c):
-            start, nbytes = index * self._chunk_nbytes, self._size(index)
-            if google_crc32c.extend(0, np.frombuffer(self._pread(start, nbytes), dtype=np.uint8)) != expected:
-                yield start, start + nbytes
+            if self._fill(index, scratch[: self._size(index)]) != expected:
+                yield index * self._chunk_nbytes, index * self._chunk_nbytes + self._size(index)
 
     def _size(self, index: int) -> int:
         """Return the bytes of chunk `index`; none or less if the file ends before it."""
@@ -269,49 +252,23 @@ class TensorFileReader:
 
     def _read_chunk(self, index: int, out: Bytes) -> None:
         """Fill `out` with all of chunk `index`, and check it."""
-        self.settle()
-        self._begin(index)
-        self._read_on(out)
-
-    def _begin(self, index: int) -> None:
-        self._at, self._crc32c = index * self._chunk_nbytes, 0
-
-    def _end(self) -> int:
-        """Return the end of the chunk that is being read."""
-        index = self._at // self._chunk_nbytes
-        return index * self._chunk_nbytes + self._size(index)
-
-    def _pass_over(self, nbytes: int) -> None:
-        """Read so many bytes only for their sum."""
-        scratch = np.empty(min(nbytes, _BLOCK_NBYTES), dtype=np.uint8)
-        while nbytes:
-            block = scratch[: min(nbytes, scratch.nbytes)]
-            self._read_on(block)
-            nbytes -= block.nbytes
-
-    def _read_on(self, out: Bytes) -> None:
-        """Fill `out` with the next bytes, block by block, and check every chunk that ends on the way."""
-        filled = 0
-        while filled < out.nbytes:
-            end = self._end()
-            block = out[filled : filled + max(0, min(_BLOCK_NBYTES, end - self._at))]
-            nbytes = self._read_some(block.data, self._at)
-            self._crc32c = google_crc32c.extend(self._crc32c, block[:nbytes])
-            self._at += nbytes
-            filled += nbytes
-            if self._at == end:
-                self._check_chunk((end - 1) // self._chunk_nbytes)
-
-    def _check_chunk(self, index: int) -> None:
-        """Compare the sum of chunk `index`, which was read to its end."""
-        start, got, expected = index * self._chunk_nbytes, self._crc32c, self._record.crc32c[index]
-        self._crc32c = 0
+        start, got, expected = index * self._chunk_nbytes, self._fill(index, out), self._record.crc32c[index]
         if got != expected:
             raise CheckpointError(
                 f"{self.path} is damaged between bytes {start} and {start + self._size(index)}: crc32c is {got:08x}, "
                 f"expected {expected:08x}{self._foreign_save()}",
                 hint="use an older checkpoint; latest_checkpoint(parent, thorough=True) finds the newest intact one",
             )
+
+    def _fill(self, index: int, out: Bytes) -> int:
+        """Fill `out` with chunk `index`, block by block, and return its checksum."""
+        filled = crc32c = 0
+        while filled < out.nbytes:
+            block = out[filled : filled + _BLOCK_NBYTES]
+            nbytes = self._read_some(block.data, index * self._chunk_nbytes + filled)
+            crc32c = google_crc32c.extend(crc32c, block[:nbytes])
+            filled += nbytes
+        return crc32c
 
     def _pread(self, start: int, nbytes: int) -> bytearray:
         """Return `nbytes` bytes from `start` on, whatever they are."""
