@@ -28,9 +28,9 @@ from fullshard.checkpoint.chunks import fill_local, read_across
 from fullshard.checkpoint.conversion import Outline, loading_rules, outline_of
 from fullshard.checkpoint.places import Place, new_parts, not_ignored, places_of, tensors_of
 from fullshard.checkpoint.quantities import adapter_modules, conversion_of
-from fullshard.checkpoint.sources import Match, TensorSource, are_equal, match, read_whole
+from fullshard.checkpoint.sources import Match, are_equal, match, read_whole
 from fullshard.checkpoint.tensors import LocalTensor, local_tensors, rest, stand_in
-from fullshard.checkpoint.weight_files import model_directory, stored_tensors
+from fullshard.checkpoint.weight_files import TensorSource, model_directory, stored_tensors
 from fullshard.core.chunking import UNCUT
 from fullshard.core.errors import CheckpointError, ConfigError
 from fullshard.core.imports import import_extra

@@ -2,47 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from fullshard.checkpoint.conversion import Group, Outline, Rules
+from fullshard.checkpoint.weight_files import TensorSource
 from fullshard.core.errors import CheckpointError
 from fullshard.core.layout import Interval
 
 _COMPARED_NUMEL = 2**20
 """Elements of two tensors that are held at once to compare them."""
-
-
-class TensorSource(Protocol):
-    """A tensor that can be read by intervals."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the whole tensor."""
-        ...
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype in which it is stored or made."""
-        ...
-
-    @property
-    def numel(self) -> int:
-        """Elements."""
-        ...
-
-    @property
-    def where(self) -> str:
-        """The place, for messages."""
-        ...
-
-    def read(self, interval: Interval, out: torch.Tensor) -> None:
-        """Read elements `interval` of the flattened tensor into `out`, cast on the way."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +52,11 @@ def match(stored: Mapping[str, TensorSource], rules: Rules) -> Match:
     unused, outline = list(loading.unused), rules.outline
     for group in loading.groups:
         together = _Together(group, stored, outline)
+        where = ", ".join(dict.fromkeys(stored[key].where for _, key in group.takes))
         for name, meta in together.metas.items():
             if name in outline.tensors:
-                found[name] = _Made(name, tuple(meta.shape), together)
+                read = functools.partial(together.read, name)
+                found[name] = TensorSource(tuple(meta.shape), meta.dtype, where, read)
             else:
                 unused.append(name)
     return Match(found, unused)
@@ -98,7 +73,7 @@ def read_whole(
 
 def are_equal(one: TensorSource, other: TensorSource) -> bool:
     """Return whether two sources hold the same values; both are read a few elements at a time."""
-    if one == other:
+    if one is other:
         return True
     if one.shape != other.shape:
         return False
@@ -123,10 +98,7 @@ class _Together:
         self._made: dict[str, torch.Tensor] = {}
         self.has_rows = group.has_rows
 
-    @property
-    def where(self) -> str:
-        return ", ".join(dict.fromkeys(self._stored[key].where for _, key in self.group.takes))
-
+    @torch.no_grad()
     def read(self, name: str, interval: Interval, out: torch.Tensor) -> None:
         if not interval.numel:
             self._made.pop(name, None)
@@ -148,28 +120,3 @@ class _Together:
 
     def _whole(self, key: str) -> torch.Tensor:
         return read_whole(self._stored[key], self._stored[key].shape, self._dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class _Made:
-    """A tensor that a converter makes."""
-
-    name: str
-    shape: tuple[int, ...]
-    together: _Together
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.together.metas[self.name].dtype
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def where(self) -> str:
-        return self.together.where
-
-    @torch.no_grad()
-    def read(self, interval: Interval, out: torch.Tensor) -> None:
-        self.together.read(self.name, interval, out)

@@ -6,19 +6,19 @@ header describes tensors that lie in the file, none of them twice.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from fullshard.checkpoint.elements import dtype_called
-from fullshard.checkpoint.tensor_file import MAX_HEADER_NBYTES, Bytes, file_beside, refuse_overlap
+from fullshard.checkpoint.tensor_file import MAX_HEADER_NBYTES, file_beside, refuse_overlap
 from fullshard.checkpoint.torch_files import check_tensor, load_torch_file
 from fullshard.core.errors import CheckpointError
 from fullshard.core.files import open_regular, parse_object, read_object
@@ -48,79 +48,40 @@ _FOREIGN = (
 _STAGING_NBYTES = 16 * MIB
 
 
-@dataclass(frozen=True, slots=True)
-class StoredWeights:
-    """A tensor in a file: its dtype, shape and first byte."""
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorSource:
+    """A tensor that can be read by intervals: stored in a file, or made of such.
 
-    path: Path
-    dtype: torch.dtype
+    Attributes:
+        shape: of the whole tensor.
+        dtype: in which it is stored or made.
+        where: the place, for messages.
+        read: fills a tensor with an interval of the flattened whole, cast on the way.
+    """
+
     shape: tuple[int, ...]
-    start: int
+    dtype: torch.dtype
+    where: str
+    read: Callable[[Interval, torch.Tensor], None]
 
     @property
     def numel(self) -> int:
         """Elements."""
         return math.prod(self.shape)
 
-    @property
-    def where(self) -> str:
-        """The place, for messages."""
-        return self.path.name
 
-    @torch.no_grad()
-    def read(self, interval: Interval, out: torch.Tensor) -> None:
-        """Read elements `interval` into `out`, cast on the way, through a small buffer."""
-        itemsize = self.dtype.itemsize
-        per_round = _STAGING_NBYTES // itemsize
-        with self.path.open("rb", buffering=0) as file:
-            for start in range(interval.start, interval.stop, per_round):
-                count = min(per_round, interval.stop - start)
-                buffer = np.empty(count * itemsize, dtype=np.uint8)
-                _read_exactly(file.fileno(), buffer, self.start + start * itemsize, self.path)
-                values = torch.from_numpy(buffer).view(self.dtype)
-                out[start - interval.start : start - interval.start + count].copy_(values)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class MappedWeights:
-    """A tensor of a file that torch has mapped into memory."""
-
-    path: Path
-    tensor: torch.Tensor
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype in the file."""
-        return self.tensor.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape in the file."""
-        return tuple(self.tensor.shape)
-
-    @property
-    def numel(self) -> int:
-        """Elements."""
-        return self.tensor.numel()
-
-    @property
-    def where(self) -> str:
-        """The place, for messages."""
-        return self.path.name
-
-    @torch.no_grad()
-    def read(self, interval: Interval, out: torch.Tensor) -> None:
-        """Read elements `interval` into `out`, cast on the way."""
-        out.copy_(self.tensor.reshape(-1)[interval.start : interval.stop])
-
-
-def _read_exactly(descriptor: int, buffer: Bytes, position: int, path: Path) -> None:
-    view, done = memoryview(buffer.data), 0
-    while done < len(view):
-        count = os.preadv(descriptor, [view[done:]], position + done)
-        if count == 0:
-            raise CheckpointError(f"{path} ended at byte {position + done} while it was read")
-        done += count
+@torch.no_grad()
+def _read_file(path: Path, dtype: torch.dtype, first: int, interval: Interval, out: torch.Tensor) -> None:
+    """Fill `out` with elements of a tensor that begins at byte `first` of a file, through a small buffer."""
+    per_round = _STAGING_NBYTES // dtype.itemsize
+    with path.open("rb") as file:
+        file.seek(first + interval.start * dtype.itemsize)
+        for start in range(0, interval.numel, per_round):
+            buffer = bytearray(min(per_round, interval.numel - start) * dtype.itemsize)
+            if file.readinto(buffer) < len(buffer):
+                raise CheckpointError(f"{path} ended at byte {file.tell()} while it was read")
+            values = torch.frombuffer(buffer, dtype=dtype)
+            out[start : start + len(values)].copy_(values)
 
 
 def model_directory(
@@ -186,9 +147,7 @@ def weights_file(directory: Path, *, variant: str | None = None) -> Path | None:
     return None
 
 
-def stored_tensors(
-    directory: Path, *, variant: str | None = None
-) -> Iterator[tuple[str, StoredWeights | MappedWeights]]:
+def stored_tensors(directory: Path, *, variant: str | None = None) -> Iterator[tuple[str, TensorSource]]:
     """Return every tensor of the directory by name.
 
     Args:
@@ -239,7 +198,7 @@ def _of_variant(name: str, variant: str | None) -> str:
     return f"{stem}.{variant}.{end}"
 
 
-def tensors_of(path: Path) -> Iterator[tuple[str, StoredWeights | MappedWeights]]:
+def tensors_of(path: Path) -> Iterator[tuple[str, TensorSource]]:
     """Return every tensor of one file by name.
 
     Raises:
@@ -248,16 +207,23 @@ def tensors_of(path: Path) -> Iterator[tuple[str, StoredWeights | MappedWeights]
     return _safetensors_of(path) if path.suffix == ".safetensors" else _pickled_tensors(path)
 
 
-def _pickled_tensors(path: Path) -> Iterator[tuple[str, MappedWeights]]:
+def _pickled_tensors(path: Path) -> Iterator[tuple[str, TensorSource]]:
     """Return the tensors of a file that `torch.save` has written, without running any code that is in it."""
     tensors = load_torch_file(path)
     if not isinstance(tensors, dict) or not all(isinstance(name, str) for name in tensors):
         raise CheckpointError(f"{path} holds a {type(tensors).__name__}, not tensors by name")
     for name, tensor in tensors.items():
-        yield name, MappedWeights(path, check_tensor(tensor, where=f"{path}: {name!r}"))
+        flat = check_tensor(tensor, where=f"{path}: {name!r}").reshape(-1)
+        read = functools.partial(_read_mapped, flat)
+        yield name, TensorSource(tuple(tensor.shape), tensor.dtype, path.name, read)
 
 
-def _safetensors_of(path: Path) -> Iterator[tuple[str, StoredWeights]]:
+@torch.no_grad()
+def _read_mapped(flat: torch.Tensor, interval: Interval, out: torch.Tensor) -> None:
+    out.copy_(flat[interval.start : interval.stop])
+
+
+def _safetensors_of(path: Path) -> Iterator[tuple[str, TensorSource]]:
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
@@ -269,7 +235,7 @@ def _safetensors_of(path: Path) -> Iterator[tuple[str, StoredWeights]]:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
     except ValueError as error:
         raise CheckpointError(f"{path} is not the JSON it should be: {error}") from None
-    found = {}
+    found, places = {}, {}
     for name, record in header.items():
         if name == "__metadata__":
             continue
@@ -282,10 +248,10 @@ def _safetensors_of(path: Path) -> Iterator[tuple[str, StoredWeights]]:
             raise CheckpointError(f"{path}: {name!r} lies at bytes {start} to {stop} of {size}")
         if stop - start != math.prod(shape) * dtype.itemsize:
             raise CheckpointError(f"{path}: {name!r} of shape {shape} and {dtype} in {stop - start} bytes")
-        found[name] = StoredWeights(path, dtype, shape, start), (start, stop)
-    refuse_overlap({name: place for name, (_, place) in found.items()}, where=str(path))
-    for name, (weights, _) in found.items():
-        yield name, weights
+        places[name] = start, stop
+        found[name] = TensorSource(shape, dtype, path.name, functools.partial(_read_file, path, dtype, start))
+    refuse_overlap(places, where=str(path))
+    yield from found.items()
 
 
 def json_file(path: Path, *, limit_nbytes: int) -> dict[str, Any]:
