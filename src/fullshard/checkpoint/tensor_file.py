@@ -164,12 +164,6 @@ class StoredTensor:
 class TensorFileReader:
     """Reads parts of one data file; every byte handed out has passed its checksum.
 
-    Args:
-        path: the file.
-        record: what the manifest says about it.
-        chunk_nbytes: bytes per checksum.
-        save_id: the id the file must carry.
-
     Raises:
         CheckpointError: missing, of the wrong size, damaged, or from another save.
     """
@@ -213,11 +207,14 @@ class TensorFileReader:
 
     def read_into(self, start: int, out: Bytes) -> None:
         """Fill `out` with the bytes of the file from `start` on; if they are damaged, it holds nothing of use."""
+        if start + out.nbytes > self._record.nbytes:
+            asked = f"{out.nbytes} bytes from {start} on were asked for"
+            raise CheckpointError(f"{self.path} ends at byte {self._record.nbytes}, {asked}")
         filled = 0
         while filled < out.nbytes:
             index, offset = divmod(start + filled, self._chunk_nbytes)
             rest = out[filled:]
-            if offset == 0 and index != self._cached and 0 < self._size(index) <= rest.nbytes:
+            if offset == 0 and index != self._cached and self._size(index) <= rest.nbytes:
                 part = rest[: self._size(index)]
                 self._read_chunk(index, part)
             else:
@@ -234,15 +231,12 @@ class TensorFileReader:
                 yield index * self._chunk_nbytes, index * self._chunk_nbytes + self._size(index)
 
     def _size(self, index: int) -> int:
-        """Return the bytes of chunk `index`; none or less if the file ends before it."""
+        """Return the bytes of chunk `index`."""
         return min(self._chunk_nbytes, self._record.nbytes - index * self._chunk_nbytes)
 
     def _chunk(self, index: int) -> Bytes:
         """Return chunk `index`, checked. The last one is kept, because small neighbours share a chunk."""
         if self._cached != index:
-            if self._size(index) <= 0:
-                start = index * self._chunk_nbytes
-                raise CheckpointError(f"{self.path} ends at byte {self._record.nbytes}, byte {start} was asked for")
             if self._kept.nbytes == 0:
                 self._kept = np.empty(min(self._chunk_nbytes, self._record.nbytes), dtype=np.uint8)
             self._cached = -1
@@ -340,11 +334,6 @@ def refuse_overlap(tensors: Mapping[str, tuple[int, int]], *, where: str) -> Non
 
 def file_beside(directory: Path, name: str, *, where: str) -> Path:
     """Return the path of a file that `directory` holds and another file names.
-
-    Args:
-        directory: the only place where it may be.
-        name: as it was found.
-        where: what names it, for messages.
 
     Raises:
         CheckpointError: anything but a plain name.
