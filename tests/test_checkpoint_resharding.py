@@ -8,22 +8,25 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.checkpoint.resharding import Piece, coverage_problems, plan_reads
+from fullshard.checkpoint.format import PieceRecord
+from fullshard.checkpoint.resharding import coverage_problems, plan_reads
 from fullshard.core.layout import BucketLayout, Interval, ParameterSpec
 
 
 @st.composite
-def cuts(draw: st.DrawFn) -> tuple[int, list[Piece]]:
+def cuts(draw: st.DrawFn) -> tuple[int, list[PieceRecord]]:
     """Elements, and pieces that cover them, by ranks in any order."""
     numel = draw(st.integers(0, 200))
     edges = sorted({0, numel, *draw(st.lists(st.integers(0, numel), max_size=8))})
     ranks = draw(st.permutations(range(len(edges))))
-    pieces = [Piece(r, Interval(a, b)) for r, a, b in zip(ranks, edges[:-1], edges[1:], strict=False) if b > a]
+    pieces = [
+        PieceRecord(rank=r, start=a, stop=b) for r, a, b in zip(ranks, edges[:-1], edges[1:], strict=False) if b > a
+    ]
     return numel, pieces
 
 
 @given(cuts(), st.data())
-def test_reads_fill_the_wanted_interval_in_order(saved: tuple[int, list[Piece]], data: st.DataObject) -> None:
+def test_reads_fill_the_wanted_interval_in_order(saved: tuple[int, list[PieceRecord]], data: st.DataObject) -> None:
     numel, pieces = saved
     assert coverage_problems(pieces, numel) == []
     start = data.draw(st.integers(0, numel))
@@ -36,7 +39,7 @@ def test_reads_fill_the_wanted_interval_in_order(saved: tuple[int, list[Piece]],
         assert read.target.start == end
         assert read.source.numel == read.target.numel > 0
         end = read.target.stop
-        out[read.target.start : read.target.stop] = files[read.rank][read.source.start : read.source.stop]
+        out[read.target.start : read.target.stop] = files[read.piece.rank][read.source.start : read.source.stop]
     assert end == wanted.numel
     assert (out == source[wanted.start : wanted.stop]).all()
 
@@ -61,7 +64,7 @@ def test_from_one_world_size_to_another_and_back(shapes: list[tuple[int, ...]], 
                 wanted = new.interval(index, rank)
                 reads = plan_reads(pieces, wanted)
                 num_read += sum(read.source.numel for read in reads)
-                parts = [held[read.rank][read.source.start : read.source.stop] for read in reads]
+                parts = [held[read.piece.rank][read.source.start : read.source.stop] for read in reads]
                 moved[rank] = np.concatenate(parts) if parts else values[:0]
             assert num_read == spec.numel
             held = moved
@@ -69,9 +72,9 @@ def test_from_one_world_size_to_another_and_back(shapes: list[tuple[int, ...]], 
         assert all((held[rank] == expected[rank]).all() for rank in range(before))
 
 
-def _pieces(layout: BucketLayout, index: int) -> list[Piece]:
-    pieces = [Piece(rank, layout.interval(index, rank)) for rank in range(layout.world_size)]
-    return [piece for piece in pieces if piece.interval.numel]
+def _pieces(layout: BucketLayout, index: int) -> list[PieceRecord]:
+    held = enumerate(layout.interval(index, rank) for rank in range(layout.world_size))
+    return [PieceRecord(rank=rank, start=own.start, stop=own.stop) for rank, own in held if own.numel]
 
 
 def _split(layout: BucketLayout, index: int, values: np.ndarray) -> dict[int, np.ndarray]:
@@ -80,7 +83,7 @@ def _split(layout: BucketLayout, index: int, values: np.ndarray) -> dict[int, np
 
 
 @given(cuts(), st.data())
-def test_every_loss_is_noticed(saved: tuple[int, list[Piece]], data: st.DataObject) -> None:
+def test_every_loss_is_noticed(saved: tuple[int, list[PieceRecord]], data: st.DataObject) -> None:
     numel, pieces = saved
     if not pieces:
         return
@@ -89,8 +92,8 @@ def test_every_loss_is_noticed(saved: tuple[int, list[Piece]], data: st.DataObje
 
 
 def test_problems_name_the_elements_and_the_ranks() -> None:
-    def piece(rank: int, start: int, stop: int) -> Piece:
-        return Piece(rank, Interval(start, stop))
+    def piece(rank: int, start: int, stop: int) -> PieceRecord:
+        return PieceRecord(rank=rank, start=start, stop=stop)
 
     assert coverage_problems([piece(0, 0, 4), piece(1, 6, 10)], 12) == [
         "elements [4, 6) are in no file",

@@ -48,7 +48,7 @@ from fullshard.checkpoint.tensors import (
     modules_with_extra_state,
     rest,
 )
-from fullshard.checkpoint.verify import file_problems, pieces_of, quick_problems
+from fullshard.checkpoint.verify import file_problems, quick_problems
 from fullshard.core.chunking import UNCUT, Chunking
 from fullshard.core.errors import CheckpointError, DamagedError
 from fullshard.core.journal import JOURNAL, Happening
@@ -293,9 +293,9 @@ class _Load:
         manifest = self.manifest
         names = {manifest.file_name("state", 0), manifest.file_name("state", self.rank)} & manifest.files.keys()
         for target in self.targets:
-            pieces = pieces_of(target.record)
+            pieces = target.record.pieces
             if target.record.chunking == target.chunking:
-                pieces = [piece for piece in pieces if piece.interval.intersect(target.interval).numel]
+                pieces = tuple(piece for piece in pieces if piece.interval.intersect(target.interval).numel)
             names |= {manifest.file_name(target.kind, piece.rank) for piece in pieces}
         return names
 

@@ -67,16 +67,7 @@ class Readers:
         *,
         chunking: Chunking = UNCUT,
     ) -> None:
-        """Read elements `interval` of a tensor that lies in pieces in files of one kind.
-
-        Args:
-            data: filled with them.
-            kind: of the files.
-            name: of the tensor in them.
-            record: where its pieces are.
-            interval: elements of the flattened whole, counted as `chunking` says.
-            chunking: not cut, or as tensor parallelism has cut it.
-        """
+        """Read elements `interval`, counted as `chunking` says, of a tensor in pieces in files of one kind."""
         if record.chunking != chunking and not (chunking.is_row_by_row and record.chunking.is_row_by_row):
 
             def read_tiles(part: Interval, into: torch.Tensor) -> None:
@@ -86,9 +77,8 @@ class Readers:
             read_across(read_tiles, out, shape=record.shape, source=record.chunking, target=chunking, wanted=interval)
             return
         width = itemsize(record.dtype)
-        pieces = {piece.rank: piece for piece in record.pieces}
         for read in plan_reads(pieces_of(record), interval):
-            reader, piece = self[self._manifest.file_name(kind, read.rank)], pieces[read.rank]
+            reader, piece = self[self._manifest.file_name(kind, read.piece.rank)], read.piece
             part = data[read.target.start * width : read.target.stop * width]
             if isinstance(piece, CodedPieceRecord):
                 values = self._decoded(kind, name, record.dtype, piece, read.source)

@@ -11,15 +11,8 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fullshard.checkpoint.format import PieceRecord
 from fullshard.core.layout import Interval
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Elements of a flattened tensor that one rank saved."""
-
-    rank: int
-    interval: Interval
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,17 +20,17 @@ class Read:
     """One contiguous copy.
 
     Attributes:
-        rank: whose file to read.
+        piece: what to read of, in the file of its rank.
         source: elements, counted from the start of the piece in that file.
         target: elements, counted from the start of the wanted interval.
     """
 
-    rank: int
+    piece: PieceRecord
     source: Interval
     target: Interval
 
 
-def plan_reads(pieces: Sequence[Piece], wanted: Interval) -> list[Read]:
+def plan_reads(pieces: Sequence[PieceRecord], wanted: Interval) -> list[Read]:
     """Return the reads that fill `wanted`, in order.
 
     Args:
@@ -49,30 +42,23 @@ def plan_reads(pieces: Sequence[Piece], wanted: Interval) -> list[Read]:
     """
     if wanted.numel == 0:
         return []
-    first = max(0, bisect_right(pieces, wanted.start, key=lambda piece: piece.interval.start) - 1)
+    first = max(0, bisect_right(pieces, wanted.start, key=lambda piece: piece.start) - 1)
     reads = []
     for piece in pieces[first:]:
-        if piece.interval.start >= wanted.stop:
+        if piece.start >= wanted.stop:
             break
         common = wanted.intersect(piece.interval)
         if common.numel:
-            reads.append(
-                Read(piece.rank, common.shift(-piece.interval.start), common.shift(-wanted.start)),
-            )
+            reads.append(Read(piece, common.shift(-piece.start), common.shift(-wanted.start)))
     return reads
 
 
-def coverage_problems(pieces: Sequence[Piece], numel: int) -> list[str]:
-    """Return the reasons why `pieces` are not each of `numel` elements exactly once; none if they are.
-
-    Args:
-        pieces: sorted by start.
-        numel: elements of the whole tensor.
-    """
+def coverage_problems(pieces: Sequence[PieceRecord], numel: int) -> list[str]:
+    """Return the reasons why `pieces`, sorted by start, are not each of `numel` elements exactly once."""
     problems = []
     end, last = 0, -1
     for piece in pieces:
-        start, stop = piece.interval.start, piece.interval.stop
+        start, stop = piece.start, piece.stop
         if start < 0 or stop > numel or start >= stop:
             problems.append(f"rank {piece.rank} holds elements [{start}, {stop}) of {numel}")
         if start > end:

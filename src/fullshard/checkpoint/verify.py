@@ -10,6 +10,7 @@ from fullshard.checkpoint.format import (
     DTYPES,
     MANIFEST_NAME,
     Manifest,
+    PieceRecord,
     StateTensorRecord,
     StateValueRecord,
     TensorRecord,
@@ -20,7 +21,7 @@ from fullshard.checkpoint.format import (
     trainer_state,
 )
 from fullshard.checkpoint.objects import Location, ObjectPath, entries_of, location, sizes_in
-from fullshard.checkpoint.resharding import Piece, coverage_problems
+from fullshard.checkpoint.resharding import coverage_problems
 from fullshard.checkpoint.tensor_file import TensorFileReader, size_problem
 from fullshard.core.dtypes import itemsize
 from fullshard.core.errors import CheckpointError
@@ -152,9 +153,9 @@ def structure_problems(manifest: Manifest) -> list[str]:
     return problems + _value_problems(manifest, AnyTensor())
 
 
-def pieces_of(record: TensorRecord) -> list[Piece]:
+def pieces_of(record: TensorRecord) -> list[PieceRecord]:
     """Return the pieces of a tensor, sorted by start."""
-    return sorted((Piece(p.rank, p.interval) for p in record.pieces), key=lambda piece: piece.interval.start)
+    return sorted(record.pieces, key=lambda piece: piece.start)
 
 
 def _optimizer_problems(manifest: Manifest) -> list[str]:
