@@ -599,6 +599,14 @@ def test_full_state_dict_is_that_of_the_plain_model() -> None:
     Net(seed=1).load_state_dict(state)
 
 
+def test_a_module_under_two_names_has_its_buffers_under_both() -> None:
+    norm = nn.BatchNorm1d(4)
+    model = nn.ModuleDict({"first": norm, "second": norm})
+    state = {name: torch.full_like(value, 3) for name, value in model.state_dict().items()}
+    assert load_full_state_dict(shard_model(model, unit_modules=[]), state) == ([], [])
+    assert norm.num_batches_tracked == 3 and full_state_dict(model).keys() == state.keys()
+
+
 def test_load_full_state_dict() -> None:
     net, sharded = Net(), _sharded(seed=1)
     assert load_full_state_dict(sharded, net.state_dict()) == ([], [])

@@ -17,7 +17,7 @@ from torch import nn
 
 from fullshard.checkpoint.full_state import full_tensor
 from fullshard.checkpoint.ranks import Ranks
-from fullshard.checkpoint.tensors import LocalTensor, local_buffers, local_parameters, rest
+from fullshard.checkpoint.tensors import LocalTensor, local_parameters, local_tensors, rest
 from fullshard.engine.lookup import clean_name
 from fullshard.features import unsharded
 
@@ -104,14 +104,7 @@ def wanted_weights(model: nn.Module, ranks: Ranks) -> dict[str, list[str]]:
 
 def _by_name(model: nn.Module) -> dict[str, LocalTensor]:
     """Return all parameters and buffers, under all their names in a state dict: layers share VeRA's buffers."""
-    buffers = local_buffers(model)
-    found = {name: local for local in (*local_parameters(model), *buffers) for name in local.names}
-    held = {id(local.tensor): local for local in buffers}
-    for path, module in model.named_modules(remove_duplicate=False):
-        for name, buffer in module._buffers.items():
-            if id(buffer) in held:
-                found.setdefault(clean_name(f"{path}.{name}" if path else name), held[id(buffer)])
-    return found
+    return {name: local for local in local_tensors(model) for name in local.names}
 
 
 @contextlib.contextmanager

@@ -110,24 +110,13 @@ def local_parameters(model: nn.Module, *, rank: int = 0, on_meta: bool = False) 
     for parameter, names in found.values():
         if parameter.is_meta and not on_meta:
             raise CheckpointError(f"parameter {names[0]!r} is on the meta device", hint="initialise it first")
-        unique = tuple(dict.fromkeys(names))
+        interval, is_writer, chunking = Interval(0, parameter.numel()), rank == 0, UNCUT
         if isinstance(parameter, ShardedParameter):
             spec = parameter.spec
+            interval, chunking = spec.interval.shift(spec.start), spec.chunking
             is_writer = parameter.mesh.replicate_rank == 0 and _is_first_of_copies(spec, beneath)
-            result.append(
-                LocalTensor(
-                    unique,
-                    parameter,
-                    tuple(parameter.shape),
-                    spec.interval.shift(spec.start),
-                    is_writer,
-                    spec.chunking,
-                )
-            )
-        else:
-            result.append(
-                LocalTensor(unique, parameter, tuple(parameter.shape), Interval(0, parameter.numel()), rank == 0)
-            )
+        unique, shape = tuple(dict.fromkeys(names)), tuple(parameter.shape)
+        result.append(LocalTensor(unique, parameter, shape, interval, is_writer, chunking))
     return result
 
 
@@ -148,7 +137,7 @@ def _is_first_of_copies(spec: ShardSpec, beneath: dist.ProcessGroup | None) -> b
 def local_buffers(model: nn.Module, *, rank: int = 0) -> list[LocalTensor]:
     """Return all persistent buffers, each once; see `local_parameters`. Every rank holds them; rank 0 saves them."""
     found: dict[int, tuple[torch.Tensor, list[str]]] = {}
-    for path, module in model.named_modules():
+    for path, module in model.named_modules(remove_duplicate=False):
         for attribute, buffer in module._buffers.items():
             if buffer is not None and attribute not in torch_private.non_persistent_buffers(module):
                 name = clean_name(f"{path}.{attribute}" if path else attribute)
