@@ -76,7 +76,7 @@ def export_hf(
         _write_weights(temp, plan, convert, ranks)
 
         def finish() -> None:
-            write_index(temp, {name: [e for m in members for e in m.entries] for name, members in plan})
+            write_index(temp, {name: [e for _, entries in members for e in entries] for name, members in plan})
             _write_configuration(temp, model, cast, convert.merged)
             if tokenizer is not None:
                 tokenizer.save_pretrained(temp)
@@ -109,21 +109,8 @@ class Batch:
     group: Group | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Member:
-    """Part of a file that comes from one batch.
-
-    Attributes:
-        batch: what to gather.
-        entries: the tensors made of it that go into this file, in the order they are stored.
-    """
-
-    batch: Batch
-    entries: list[TensorEntry]
-
-
-_Plan = list[tuple[str, list[_Member]]]
-"""Files in order, each with its members in the order they are stored."""
+_Plan = list[tuple[str, list[tuple[Batch, list[TensorEntry]]]]]
+"""Files in order: of each what to gather, and the tensors made of that which go into it, in the order of the file."""
 
 
 class StoredForm:
@@ -212,12 +199,12 @@ def _plan(model: nn.Module, *, limit: int, cast: torch.dtype | None) -> tuple[_P
         for name, tensor in convert(batch, [stand_in(source) for source in batch.sources]).items()
     ]
     numbers = file_numbers((entry.nbytes for _, entry in pairs), limit)
-    shards: list[list[_Member]] = [[] for _ in range(max(numbers, default=0) + 1)]
+    shards: list[list[tuple[Batch, list[TensorEntry]]]] = [[] for _ in range(max(numbers, default=0) + 1)]
     placed = sorted(zip(pairs, numbers, strict=True), key=lambda one: one[0][1].order_key)
     for (batch, entry), number in placed:
-        if not shards[number] or shards[number][-1].batch is not batch:
-            shards[number].append(_Member(batch, []))
-        shards[number][-1].entries.append(entry)
+        if not shards[number] or shards[number][-1][0] is not batch:
+            shards[number].append((batch, []))
+        shards[number][-1][1].append(entry)
     return list(zip(file_names(len(shards)), shards, strict=True)), convert
 
 
@@ -230,18 +217,18 @@ def _write_weights(directory: Path, plan: _Plan, convert: StoredForm, ranks: Ran
         error: Exception | None = None
         with contextlib.ExitStack() as stack:
             writer: TensorFileWriter | None = None
-            for member in members:
-                wholes = convert.gather(member.batch)
+            for number, (batch, entries) in enumerate(members, 1):
+                wholes = convert.gather(batch)
                 if ranks.rank != 0 or error is not None:
                     continue
                 try:
                     if writer is None:
-                        entries = [entry for m in members for entry in m.entries]
-                        writer = stack.enter_context(TensorFileWriter(directory / name, entries, {"format": "pt"}))
-                    converted = convert(member.batch, wholes())
-                    for entry in member.entries:
+                        all_entries = [entry for _, some in members for entry in some]
+                        writer = stack.enter_context(TensorFileWriter(directory / name, all_entries, {"format": "pt"}))
+                    converted = convert(batch, wholes())
+                    for entry in entries:
                         writer.write(entry.name, tensor_bytes(converted[entry.name]))
-                    if member is members[-1]:
+                    if number == len(members):
                         writer.finish()
                 except Exception as caught:
                     error = caught

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import json
 import os
 import secrets
@@ -30,11 +31,6 @@ from fullshard.checkpoint.objects import Location, ObjectPath, at_exit, read_sma
 from fullshard.core.errors import ConfigError, StoreError, cut, printable
 from fullshard.core.files import parse_object
 from fullshard.core.process import this_machine
-
-try:
-    import fcntl
-except ImportError:  # not on this system, where nothing keeps a second job out
-    fcntl = None  # type: ignore[assignment]
 
 LEASE_NAME = ".lease.json"
 _LONGEST_NBYTES = 1 << 16
@@ -157,7 +153,7 @@ def _refuse_another(path: Location) -> None:
         for found in _objects(path):
             if found not in _HELD.values() and _is_in_force(found):
                 raise _in_use(found)
-    elif fcntl is not None:
+    else:
         with contextlib.suppress(FileNotFoundError, PermissionError):
             descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
             try:
@@ -206,8 +202,6 @@ def _born(pid: int) -> str:
 
 def _take_file(path: Path) -> int:
     """Return the descriptor that holds the lock on a lease. Raises `OSError` if files cannot be locked there."""
-    if fcntl is None:
-        raise OSError("this system has no locks")
     for _ in range(_TRIES):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o644)
         try:

@@ -125,8 +125,9 @@ def from_pretrained(
     generation = directory / "generation_config.json"
     if generation.is_file() and hasattr(model, "generation_config"):
         model.generation_config = transformers.GenerationConfig.from_pretrained(directory)
-    allowed = Allowed(missing=ignore_missing, mismatched=ignore_mismatched_sizes)
-    model.__dict__[WEIGHTS] = PretrainedWeights(directory, model, built, parsed, found, allowed)
+    weights = PretrainedWeights(directory, model, built, parsed, found)
+    weights.ignore_missing, weights.ignore_mismatched_sizes = ignore_missing, ignore_mismatched_sizes
+    model.__dict__[WEIGHTS] = weights
     return model
 
 
@@ -197,14 +198,6 @@ def _resize_token_embeddings(
     return resized
 
 
-@dataclass(frozen=True, slots=True)
-class Allowed:
-    """The differences that the files may have: weights they lack, or have in another shape."""
-
-    missing: bool = False
-    mismatched: bool = False
-
-
 class PretrainedWeights:
     """The weights of a directory, for one model. A `WeightSource` of the engine.
 
@@ -214,14 +207,16 @@ class PretrainedWeights:
         built: the model as the configuration describes it, before anybody has changed it.
         dtype: of weights before they are quantised.
         found: where the model's tensors come from.
-        allowed: what may be initialised anew.
+
+    Attributes:
+        ignore_missing, ignore_mismatched_sizes: what may be initialised anew.
     """
 
-    def __init__(
-        self, directory: Path, base: nn.Module, built: Outline, dtype: torch.dtype, found: Match, allowed: Allowed
-    ) -> None:
+    ignore_missing = ignore_mismatched_sizes = False
+
+    def __init__(self, directory: Path, base: nn.Module, built: Outline, dtype: torch.dtype, found: Match) -> None:
         self.directory, self._base, self._built, self._dtype = directory, base, built, dtype
-        self._sources, self._unused, self._allowed = found.sources, found.unused, allowed
+        self._sources, self._unused = found.sources, found.unused
         self._names: dict[tuple[int, str], str] = {}
         self._adapters: dict[int, _AdapterPart] = {}
 
@@ -236,15 +231,15 @@ class PretrainedWeights:
         places = [p for p in places_of(self._base) if id(p.module) not in adapters]
         found = [place for place in places if place.name in self._sources]
         mismatched = {place.name: problem for place in found if (problem := self._shape_problem(place))}
-        if self._allowed.mismatched:
+        if self.ignore_mismatched_sizes:
             found = [place for place in found if place.name not in mismatched]
         self._names = {(id(place.module), place.attribute): place.name for place in found}
         present = {id(place.tensor) for place in found}  # tied ones are there under one of their names
         absent = [p for p in places if id(p.tensor) not in present and not is_exact(p.tensor)]
         names = {p.name for p in absent if isinstance(p.tensor, nn.Parameter)} - mismatched.keys()
         names = not_ignored(names, self._base, "_keys_to_ignore_on_load_missing")
-        missing = set() if self._allowed.missing else names - new_parts(self._base, names)
-        problems = [] if self._allowed.mismatched else [mismatched[name] for name in sorted(mismatched)]
+        missing = set() if self.ignore_missing else names - new_parts(self._base, names)
+        problems = [] if self.ignore_mismatched_sizes else [mismatched[name] for name in sorted(mismatched)]
         problems += [f"{name} is not in the files" for name in sorted(missing)]
         if problems:
             raise CheckpointError(

@@ -9,8 +9,7 @@ import torch
 
 from fullshard.checkpoint.elements import tensor_bytes
 from fullshard.checkpoint.format import StateValueRecord, TensorRecord
-from fullshard.checkpoint.offline.progress import Progress, silent
-from fullshard.checkpoint.offline.source import Kind, Source, chunks
+from fullshard.checkpoint.offline.source import Kind, Progress, Source, chunks, silent
 from fullshard.core.dtypes import itemsize
 
 

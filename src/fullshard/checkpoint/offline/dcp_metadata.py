@@ -24,23 +24,19 @@ from fullshard.core.sizes import MIB
 METADATA_NAME = ".metadata"
 _MAX_NBYTES = 1024 * MIB
 _MODULE = "torch.distributed.checkpoint"
-_RECORDS = {
-    (f"{_MODULE}.metadata", "Metadata"),
-    (f"{_MODULE}.metadata", "TensorStorageMetadata"),
-    (f"{_MODULE}.metadata", "BytesStorageMetadata"),
-    (f"{_MODULE}.metadata", "ChunkStorageMetadata"),
-    (f"{_MODULE}.metadata", "TensorProperties"),
-    (f"{_MODULE}.metadata", "MetadataIndex"),
-    (f"{_MODULE}.metadata", "StorageMeta"),
-    (f"{_MODULE}.metadata", "_MEM_FORMAT_ENCODING"),
-    (f"{_MODULE}.filesystem", "_StorageInfo"),
-    ("torch.serialization", "_get_layout"),
-    ("pathlib", "PosixPath"),
-    ("pathlib._local", "PosixPath"),
-    ("pathlib", "PurePosixPath"),
-    ("pathlib", "WindowsPath"),
-    ("pathlib._local", "WindowsPath"),
-}
+_NAMES = {
+    f"{_MODULE}.metadata": (
+        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
+        "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
+    ),
+    f"{_MODULE}.filesystem": ("_StorageInfo",),
+    "torch": ("Size",),
+    "torch.serialization": ("_get_layout",),
+    "collections": ("OrderedDict",),
+    "pathlib": ("PosixPath", "PurePosixPath", "WindowsPath"),
+    "pathlib._local": ("PosixPath", "WindowsPath"),
+}  # fmt: skip
+"""What a pickle may ask for, by module."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,34 +119,22 @@ class _StandIn:
         return self.state[name]
 
 
-class _Size(tuple[int, ...]):
-    __slots__ = ()
-
-
-class _Map(dict[Any, Any]):
-    pass
-
-
 class _Unpickler(pickle._Unpickler):
     """Builds stand-ins only."""
 
     def __init__(self, file: io.BytesIO, path: Path) -> None:
         super().__init__(file)
         self._path = path
-        self._classes: dict[tuple[str, str], Any] = {
-            ("torch", "Size"): _fresh(_Size),
-            ("collections", "OrderedDict"): _fresh(_Map),
-        }
+        self._classes: dict[tuple[str, str], type] = {}
 
     def find_class(self, module: str, name: str) -> Any:
         """Return the stand-in for a class. Never imports anything."""
-        if (module, name) in _RECORDS:
-            # made anew for every file: a pickle may write to the classes it is given
-            return self._classes.setdefault((module, name), type(name, (_StandIn,), {}))
-        if (module, name) in self._classes:
-            return self._classes[module, name]
         if module == "torch" and name in DTYPES:
             return name
+        if name in _NAMES.get(module, ()):
+            base: type = {"Size": tuple, "OrderedDict": dict}.get(name, _StandIn)
+            # made anew for every file: a pickle may write to the classes it is given
+            return self._classes.setdefault((module, name), type(name, (base,), {}))
         raise CheckpointError(
             f"{self._path} asks for {module}.{name}, which is no part of a checkpoint; nothing was run",
             hint="do not load this checkpoint with any other program either",
@@ -159,10 +143,6 @@ class _Unpickler(pickle._Unpickler):
     def get_extension(self, code: int) -> None:
         """Refuse classes by number."""
         raise CheckpointError(f"{self._path} asks for the registered class {code}, which is no part of a checkpoint")
-
-
-def _fresh(base: type) -> type:
-    return type(base.__name__, (base,), {})
 
 
 def _objects(root: Any) -> list[StoredObject]:

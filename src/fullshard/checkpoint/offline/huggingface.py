@@ -62,11 +62,6 @@ def files_beside_weights(directory: Path) -> list[Path]:
 def skeleton_of(transformers: Any, directory: Path, dtype: torch.dtype) -> nn.Module:
     """Return the model that the configuration in a directory describes, with its parameters on the meta device.
 
-    Args:
-        transformers: the library.
-        directory: see there.
-        dtype: of its parameters.
-
     Raises:
         CheckpointError: there is no configuration, it is damaged, or Transformers makes no model of it.
     """

@@ -218,7 +218,8 @@ def _config_directory(adapter: Path) -> Path:
 
 def _skeleton(base: Path, adapter: Path, weights: _Adapter, dtype: torch.dtype) -> nn.Module:
     """Return the PEFT model on the meta device."""
-    transformers, peft = _import("transformers", "hf"), _import("peft", "sft")
+    transformers = import_extra("transformers", extra="hf", purpose="merging an adapter")
+    peft = import_extra("peft", extra="sft", purpose="merging an adapter")
     model: Any = skeleton_of(transformers, base, dtype)
     path = adapter / ADAPTER_CONFIG
     read_configuration(path)
@@ -265,7 +266,3 @@ def _disk_names(on_disk: Mapping[str, TensorRecord], base: nn.Module) -> dict[st
 def _plain(name: str) -> str:
     """Return the name without what PEFT's layers add."""
     return ".".join(part for part in clean_name(name).split(".") if part not in _WRAPPING)
-
-
-def _import(package: str, extra: str) -> Any:
-    return import_extra(package, extra=extra, purpose="merging an adapter")

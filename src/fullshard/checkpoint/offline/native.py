@@ -19,9 +19,6 @@ from fullshard.core.layout import Interval
 class NativeSource(Source):
     """A directory that `save_checkpoint` wrote.
 
-    Args:
-        path: the directory.
-
     Raises:
         CheckpointError: files are missing or cut, or the manifest is damaged; all problems are listed.
     """

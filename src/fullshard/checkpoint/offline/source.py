@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self, TypeVar
@@ -29,6 +29,8 @@ from fullshard.core.layout import Interval
 from fullshard.core.sizes import MIB
 from fullshard.engine.precision import dtype_name
 
+Progress = Callable[[int], None]
+"""Called with the bytes that were just written or compared."""
 _HELD_NBYTES = 16 * MIB
 """The part of a tensor that is read, converted and written at a time."""
 
@@ -156,12 +158,27 @@ def chunks(record: TensorRecord, interval: Interval | None = None) -> Iterator[I
         yield Interval(start, min(start + step, whole.stop))
 
 
+def silent(nbytes: int) -> None:
+    """Report no progress."""
+
+
 def stream(
-    source: Source, kind: Kind, name: str, record: TensorRecord, interval: Interval | None = None
+    source: Source,
+    kind: Kind,
+    name: str,
+    record: TensorRecord,
+    interval: Interval | None = None,
+    *,
+    progress: Progress = silent,
 ) -> Iterator[Bytes]:
-    """Yield the bytes of a tensor or of an interval of it, by chunk, cast on the way to the dtype of the record."""
+    """Yield the bytes of a tensor or of an interval of it, by chunk, cast on the way to the dtype of the record.
+
+    The size of each chunk is reported once the caller has written it.
+    """
     for part in chunks(record, interval):
-        yield tensor_bytes(source.read(kind, name, part).to(dtype_of(record)))
+        data = tensor_bytes(source.read(kind, name, part).to(dtype_of(record)))
+        yield data
+        progress(data.nbytes)
 
 
 class Pieces:

@@ -28,10 +28,6 @@ _GROUPS_HELD = 3
 def in_stored_form(source: Source, directory: Path) -> Source:
     """Return a source as Transformers stores its model, or `source` if its names are not those of a model in memory.
 
-    Args:
-        source: what to write.
-        directory: where the model's configuration is.
-
     Raises:
         CheckpointError: the configuration is damaged.
         MissingExtraError: without Transformers.
@@ -48,12 +44,7 @@ def in_stored_form(source: Source, directory: Path) -> Source:
 
 
 class StoredSource(Source):
-    """The contents of `held`, a Transformers model, by the names and in the shapes of its files. Closed with `held`.
-
-    Args:
-        held: a source with the names that the model has in memory.
-        model: it, on the meta device.
-    """
+    """The contents of `held`, a Transformers model, by the names and in the shapes of its files. Closed with `held`."""
 
     title = "model in the form that Transformers stores"
 

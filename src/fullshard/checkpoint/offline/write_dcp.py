@@ -25,8 +25,16 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from fullshard.checkpoint.decoding import decode_value
 from fullshard.checkpoint.elements import dtype_of
 from fullshard.checkpoint.format import StateTensorRecord, TensorRecord
-from fullshard.checkpoint.offline.progress import Progress, silent
-from fullshard.checkpoint.offline.source import Kind, Source, cast_record, chunks, refuse_around, require_values
+from fullshard.checkpoint.offline.source import (
+    Kind,
+    Progress,
+    Source,
+    cast_record,
+    chunks,
+    refuse_around,
+    require_values,
+    silent,
+)
 from fullshard.checkpoint.storage import committed_directory
 from fullshard.core.errors import CheckpointError
 from fullshard.core.paths import local_path

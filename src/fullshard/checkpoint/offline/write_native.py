@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 
@@ -26,16 +26,17 @@ from fullshard.checkpoint.format import (
     rank_metadata,
 )
 from fullshard.checkpoint.objects import Location, location
-from fullshard.checkpoint.offline.progress import Progress, reported, silent
 from fullshard.checkpoint.offline.source import (
     Contents,
     Kind,
+    Progress,
     RecordT,
     Source,
     cast_record,
     chunks,
     refuse_around,
     require_values,
+    silent,
     stream,
 )
 from fullshard.checkpoint.rng import RNG_PREFIX
@@ -49,16 +50,6 @@ from fullshard.core.layout import BucketLayout, Interval, ParameterSpec
 from fullshard.core.version import __version__
 
 _PROBE_NUMEL = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class _RankPart:
-    """The part of a tensor that one rank's file holds."""
-
-    kind: Kind
-    name: str
-    record: TensorRecord
-    interval: Interval
 
 
 def write_native(
@@ -104,14 +95,13 @@ def write_native(
         files: dict[str, FileRecord] = {}
         for rank in range(shard_size):
             for kind in ("model", "optimizer"):
-                parts = [
-                    _RankPart(kind, name, record, intervals[rank])
+                parts = {
+                    name: (record, intervals[rank])
                     for (k, name), (record, intervals) in cut.items()
                     if k == kind and intervals[rank].numel
-                ]
+                }
                 if parts:
-                    file = new.file_of(kind, rank)
-                    files[file.name] = _write_rank_file(file, parts, source, save_id, rank, progress)
+                    files[new.file_of(kind, rank).name] = _write_rank_file(new, kind, rank, parts, source, progress)
         files |= _write_rank_states(new, source, contents, world_size, notes)
         manifest = _manifest(new, contents, cut, files, world_size, shard_size)
         if problems := structure_problems(manifest):
@@ -142,13 +132,11 @@ def _as_stored(source: Source, dtype: torch.dtype | None, optimizer_kind: str | 
                 del parameters[alias]
         if optimizer is not None:
             optimizer = _without(optimizer, {name for record in parameters.values() for name in record.aliases})
-    return Contents(
+    return replace(
+        contents,
         parameters={name: cast_record(record, dtype) for name, record in parameters.items()},
         buffers={name: cast_record(record, dtype) for name, record in contents.buffers.items()},
         optimizer=optimizer,
-        states=contents.states,
-        manifest=contents.manifest,
-        notes=contents.notes,
     )
 
 
@@ -231,19 +219,21 @@ def _cut(contents: Contents, size: int) -> _Cut:
 
 
 def _write_rank_file(
-    path: Location, parts: list[_RankPart], source: Source, save_id: str, rank: int, progress: Progress
+    new: NewCheckpoint,
+    kind: Kind,
+    rank: int,
+    parts: Mapping[str, tuple[TensorRecord, Interval]],
+    source: Source,
+    progress: Progress,
 ) -> FileRecord:
-    by_name = {part.name: part for part in parts}
     entries = [
         # as the ranks of a run write them: replicated state in its shape, all else as 1-D intervals
-        TensorEntry(p.name, p.record.dtype, p.record.shape if _is_replicated(p.record) else (p.interval.numel,))
-        for p in parts
+        TensorEntry(name, record.dtype, record.shape if _is_replicated(record) else (interval.numel,))
+        for name, (record, interval) in parts.items()
     ]
-    with TensorFileWriter(path, entries, rank_metadata(save_id, rank)) as writer:
+    with TensorFileWriter(new.file_of(kind, rank), entries, rank_metadata(new.save_id, rank)) as writer:
         for entry in storage_order(entries):
-            part = by_name[entry.name]
-            data = stream(source, part.kind, part.name, part.record, part.interval)
-            writer.write_parts(entry.name, reported(data, progress))
+            writer.write_parts(entry.name, stream(source, kind, entry.name, *parts[entry.name], progress=progress))
         return writer.finish()
 
 

@@ -15,8 +15,15 @@ import torch
 
 from fullshard.checkpoint.objects import ObjectPath
 from fullshard.checkpoint.offline.huggingface import CONFIG_NAME, files_beside_weights, read_configuration
-from fullshard.checkpoint.offline.progress import Progress, reported, silent
-from fullshard.checkpoint.offline.source import Source, cast_record, refuse_around, require_values, stream
+from fullshard.checkpoint.offline.source import (
+    Progress,
+    Source,
+    cast_record,
+    refuse_around,
+    require_values,
+    silent,
+    stream,
+)
 from fullshard.checkpoint.offline.stored_form import in_stored_form
 from fullshard.checkpoint.shards import file_names, file_numbers, parse_dtype, parse_size, write_index
 from fullshard.checkpoint.storage import committed_directory
@@ -77,8 +84,8 @@ def write_weights(
         for name, members in files.items():
             with TensorFileWriter(temp / name, members, {"format": "pt"}) as writer:
                 for entry in members:
-                    parts = stream(source, "model", entry.name, records[entry.name])
-                    writer.write_parts(entry.name, reported(parts, progress))
+                    parts = stream(source, "model", entry.name, records[entry.name], progress=progress)
+                    writer.write_parts(entry.name, parts)
                 writer.finish()
         write_index(temp, files)
         for file in copied:
