@@ -58,9 +58,6 @@ def remove_oldest(newest: Location, *, keep: int) -> list[Location]:
     """Remove the oldest checkpoints beside `newest` until `keep` are left, which include it whatever its age.
 
     Directories that hold no manifest of ours are never touched.
-
-    Returns:
-        The removed checkpoints.
     """
     others = [directory for directory, _ in _newest_first(newest.parent) if directory != newest]
     removed = others[keep - 1 :]

@@ -17,9 +17,7 @@ from fullshard.core.layout import Interval
 def fill_local(local: LocalTensor, read: Callable[[Interval, torch.Tensor], None]) -> None:
     """Fill what this rank holds of a tensor, in whatever order its memory is.
 
-    Args:
-        local: see `LocalTensor`.
-        read: fills a tensor, shape (m,), with an interval of the whole one, flattened row by row.
+    `read` fills a tensor, shape (m,), with an interval of the whole one, flattened row by row.
     """
     plain = local.held.contiguous()  # a copy if its memory is in another order
     read_across(read, plain.view(-1), shape=local.shape, source=UNCUT, target=local.chunking, wanted=local.interval)

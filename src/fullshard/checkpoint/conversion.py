@@ -139,12 +139,7 @@ class Loading:
 
 
 class Rules:
-    """Rules of Transformers for one model, in one direction.
-
-    Args:
-        outline: the model.
-        transforms: renamings and converters, in the order they are applied.
-    """
+    """Rules of Transformers for one model, in one direction."""
 
     def __init__(self, outline: Outline, transforms: Iterable[Any]) -> None:
         self.outline, self.transforms = outline, tuple(transforms)
@@ -212,11 +207,6 @@ class Rules:
 
 def loading_rules(model: nn.Module, outline: Outline, key_mapping: Mapping[str, str] | None = None) -> Rules:
     """Return the rules from a Hugging Face directory to `model`.
-
-    Args:
-        model: a Transformers model.
-        outline: its.
-        key_mapping: further renamings, as Transformers' `from_pretrained` takes them.
 
     Raises:
         ConfigError: `key_mapping` with a version of Transformers that has no rules.

@@ -260,14 +260,7 @@ class _Cost:
 
 @dataclass(frozen=True, slots=True)
 class PendingCopy(Pending):
-    """A copy whose state is collected.
-
-    Attributes:
-        writer: this rank's part.
-        hosts: where the ranks run.
-        cost: added up.
-        directory: on every host.
-    """
+    """A copy whose state is collected."""
 
     writer: RankWriter
     hosts: HostGrid
@@ -312,14 +305,7 @@ class PendingCopy(Pending):
 
 
 class _Copy:
-    """A copy that may be loaded. Every method is a collective.
-
-    Args:
-        directory: on every host.
-        data: its manifest.
-        ranks: all of them, with messages in host memory.
-        hosts: where they run.
-    """
+    """A copy that may be loaded. Every method is a collective; messages lie in host memory."""
 
     def __init__(self, directory: Path, data: bytes, ranks: Ranks, hosts: HostGrid) -> None:
         self.directory, self._data, self._ranks, self._hosts = directory, data, ranks, hosts

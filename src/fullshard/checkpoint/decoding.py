@@ -15,10 +15,6 @@ from fullshard.core.errors import CheckpointError
 def decode_value(value: JsonValue, tensors: Mapping[str, Any]) -> Any:
     """Return the value that `encode_value` encoded.
 
-    Args:
-        value: the JSON.
-        tensors: the tensors it names.
-
     Raises:
         CheckpointError: A tensor is not there, a tag is of a newer version, or a tagged value is damaged.
     """

@@ -377,10 +377,6 @@ def encode_manifest(manifest: Manifest) -> bytes:
 def decode_manifest(data: bytes, *, where: str) -> Manifest:
     """Read what `encode_manifest` wrote.
 
-    Args:
-        data: contents of the manifest file.
-        where: path for messages.
-
     Raises:
         CheckpointError: damaged, of a newer version, or not a manifest.
     """

@@ -27,12 +27,7 @@ from fullshard.features import ShardedTensor
 
 
 def full_tensor(local: LocalTensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return the whole of a parameter or buffer. Gathers sharded ones, which is a collective.
-
-    Args:
-        local: what this rank holds of it.
-        dtype: cast it to this before, if it is a floating-point tensor.
-    """
+    """Return the whole of a parameter or buffer, cast before if it is floating-point. Gathers: a collective."""
     held: torch.Tensor = cast_floating(local.held, dtype)
     return local.tensor.spec.gather(held) if isinstance(local.tensor, ShardedTensor) else held
 
@@ -167,10 +162,6 @@ def whole_in_state_dicts(model: nn.Module, whole: Mapping[str, torch.Tensor]) ->
 
     For code that saves a model in its own way, a module at a time. Nothing can be gathered while it does, because the
     other ranks do not take part; so a forward is an error.
-
-    Args:
-        model: sharded or not.
-        whole: as `full_state_dict` returns it.
     """
     names = {id(parameter): clean_name(name) for name, parameter in model.named_parameters()}
     tensors = {
@@ -280,12 +271,6 @@ def match_names(
     locals_: list[LocalTensor], state_dict: Mapping[str, Any], extra: Iterable[str] = (), *, strict: bool
 ) -> tuple[list[str | None], list[str], list[str]]:
     """Return the name to take each tensor of the model from; names missing and unexpected.
-
-    Args:
-        locals_: the tensors.
-        state_dict: what is given.
-        extra: names of what may be given beside tensors.
-        strict: refuse missing and unexpected names.
 
     Raises:
         CheckpointError: names (if strict) or shapes that differ, all of them listed.

@@ -61,10 +61,7 @@ class Transfer:
 def transfers(wanted: Sequence[Collection[str]], held: Mapping[str, Sequence[int]], hosts: HostGrid) -> list[Transfer]:
     """Return how each host gets the files that its ranks want and it lacks; the same list on every rank.
 
-    Args:
-        wanted: names of files, by rank.
-        held: the hosts that have each file; at least one.
-        hosts: where the ranks run.
+    `wanted` has names of files by rank, `held` the hosts that have each; at least one.
     """
     found = []
     for host in range(hosts.count):

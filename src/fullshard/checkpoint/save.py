@@ -248,12 +248,7 @@ def prepare_save(
 
 @dataclass(frozen=True, slots=True)
 class PendingSave(Pending):
-    """A prepared save of one checkpoint.
-
-    Attributes:
-        writer: this rank's part.
-        parts: see `Manifest.parts`.
-    """
+    """A prepared save of one checkpoint."""
 
     writer: RankWriter
     parts: int
@@ -278,15 +273,7 @@ def prepare_parts(
     total_limit: int | None = None,
     overwrite: bool = False,
 ) -> PendingParts:
-    """Prepare several models as `prepare_save` does: a directory of checkpoints, which is whole or absent like one.
-
-    Args:
-        path: the directory.
-        parts: name of each checkpoint in it, and what it holds.
-        memory: as for `prepare_save`.
-        total_limit: checkpoints beside it to keep, as for `save_checkpoint`.
-        overwrite: replace `path` if it exists.
-    """
+    """Prepare several models as `prepare_save` does: a directory of checkpoints, which is whole or absent like one."""
     destination = Destination.of(next(iter(parts.values()))["model"], path, overwrite=overwrite)
     destination.hold(total_limit=total_limit)
     with destination.discarded_on_failure():

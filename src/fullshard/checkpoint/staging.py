@@ -109,11 +109,6 @@ class LateCopies:
 
     Only a step changes that state. So the thread that writes makes the copies, and a step that comes before they are
     all made helps, and waits for the rest. (Weights are not treated so: scripts change them outside of steps, too.)
-
-    Args:
-        copies: where to, by name.
-        sources: the state.
-        optimizer: whose steps change it.
     """
 
     def __init__(self, copies: Named, sources: Named, optimizer: torch.optim.Optimizer) -> None:
