@@ -601,7 +601,7 @@ def test_full_state_dict_is_that_of_the_plain_model() -> None:
 
 def test_a_module_under_two_names_has_its_buffers_under_both() -> None:
     norm = nn.BatchNorm1d(4)
-    model = nn.ModuleDict({"first": norm, "second": norm})
+    model = nn.Sequential(norm, norm)
     state = {name: torch.full_like(value, 3) for name, value in model.state_dict().items()}
     assert load_full_state_dict(shard_model(model, unit_modules=[]), state) == ([], [])
     assert norm.num_batches_tracked == 3 and full_state_dict(model).keys() == state.keys()

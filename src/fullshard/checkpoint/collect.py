@@ -70,14 +70,6 @@ class SaveArguments(LoadArguments, total=False):
     overwrite: bool
 
 
-class PieceReport(BaseModel):
-    """A piece of a parameter or buffer that a rank wrote."""
-
-    dtype: str
-    start: int
-    stop: int
-
-
 class StateReport(BaseModel):
     """One rank's report on one value of optimizer state; ranks compare it where it must be the same.
 
@@ -91,10 +83,10 @@ class StateReport(BaseModel):
 
 
 class RankReport(BaseModel):
-    """One rank's report on the files that it wrote."""
+    """One rank's report on the files that it wrote; of a parameter or buffer its dtype, and which elements it wrote."""
 
     files: dict[str, FileRecord]
-    tensors: dict[str, PieceReport]
+    tensors: dict[str, tuple[str, int, int]]
     state: dict[str, dict[str, StateReport]]
 
 
@@ -128,11 +120,7 @@ class RankWriter:
             if local.is_writer and local.interval.numel and self._is_stored(local)
         ]
         self._tensors = {
-            local.name: PieceReport(
-                dtype=stored_dtype(local.tensor, where=local.name),
-                start=local.interval.start,
-                stop=local.interval.stop,
-            )
+            local.name: (stored_dtype(local.tensor, where=local.name), local.interval.start, local.interval.stop)
             for local in mine
         }
         self._state: dict[str, dict[str, StateReport]] = {}
@@ -341,11 +329,12 @@ def _merge_tensors(
         pieces = []
         dtype = stored_dtype(local.tensor, where=local.name)
         for rank, report in enumerate(reports):
-            if (piece := report.tensors.get(local.name)) is None:
+            if local.name not in report.tensors:
                 continue
-            if piece.dtype != dtype:
-                raise CheckpointError(f"{local.name!r} is {dtype} on rank 0 and {piece.dtype} on rank {rank}")
-            pieces.append(PieceRecord(rank=rank, start=piece.start, stop=piece.stop))
+            theirs, start, stop = report.tensors[local.name]
+            if theirs != dtype:
+                raise CheckpointError(f"{local.name!r} is {dtype} on rank 0 and {theirs} on rank {rank}")
+            pieces.append(PieceRecord(rank=rank, start=start, stop=stop))
         pieces.sort(key=lambda piece: piece.start)
         records[local.name] = TensorRecord(
             shape=local.shape,

@@ -11,7 +11,7 @@ import itertools
 import json
 import math
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -25,6 +25,7 @@ from fullshard.checkpoint.objects import Location
 from fullshard.checkpoint.streams import open_to_read, open_to_write
 from fullshard.core.dtypes import itemsize
 from fullshard.core.errors import CheckpointError
+from fullshard.core.files import parse_object
 
 Bytes = NDArray[np.uint8]
 """A 1-D array of bytes; what tensors are turned into before they reach this module."""
@@ -264,13 +265,13 @@ class TensorFileReader:
             filled += nbytes
         return crc32c
 
-    def _pread(self, start: int, nbytes: int) -> bytearray:
+    def _pread(self, start: int, nbytes: int) -> bytes:
         """Return `nbytes` bytes from `start` on, whatever they are."""
         data = bytearray(nbytes)
         filled = 0
         while filled < nbytes:
             filled += self._read_some(memoryview(data)[filled:], start + filled)
-        return data
+        return bytes(data)
 
     def _read_some(self, out: memoryview, at: int) -> int:
         """Fill the beginning of `out`; how much of it. Raises `CheckpointError` if the disk gives nothing."""
@@ -284,37 +285,21 @@ class TensorFileReader:
 
     def _read_header(self) -> dict[str, StoredTensor]:
         """Return the tensors of the file by name."""
-        prefix = np.empty(8, dtype=np.uint8)
-        self.read_into(0, prefix)
-        nbytes = int.from_bytes(prefix.tobytes(), "little")
-        if nbytes > min(self._record.nbytes - 8, MAX_HEADER_NBYTES):
-            raise CheckpointError(f"{self.path} claims a header of {nbytes} bytes in a file of {self._record.nbytes}")
-        text = np.empty(nbytes, dtype=np.uint8)
-        self.read_into(8, text)
-        try:
-            header = json.loads(text.tobytes())
-            save_id = header.pop("__metadata__", {}).get("save_id")
-            tensors = {name: self._stored(record, 8 + nbytes) for name, record in header.items()}
-        except (AttributeError, KeyError, IndexError, TypeError, ValueError, RecursionError):
-            raise CheckpointError(f"{self.path}: its header is not that of a safetensors file") from None
-        if save_id != self._save_id:
-            raise CheckpointError(f"{self.path} belongs to save {save_id!r}, the manifest to {self._save_id!r}")
-        refuse_overlap({name: (tensor.start, tensor.stop) for name, tensor in tensors.items()}, where=str(self.path))
-        return tensors
 
-    def _stored(self, record: Any, data: int) -> StoredTensor:
-        """Return a tensor as the header describes it; raises `ValueError` if its bytes are not its own."""
-        start, stop = record["data_offsets"]
-        nbytes = math.prod(int(n) for n in record["shape"]) * itemsize(NAMES[record["dtype"]])
-        if not 0 <= start <= stop <= self._record.nbytes - data or stop - start != nbytes:
-            raise ValueError(record)
-        return StoredTensor(record["dtype"], tuple(record["shape"]), data + start, data + stop)
+        def read(start: int, nbytes: int) -> bytes:
+            data = np.empty(nbytes, dtype=np.uint8)
+            self.read_into(start, data)
+            return data.tobytes()
+
+        metadata, tensors = parse_header(read, self._record.nbytes, where=str(self.path))
+        if (save_id := metadata.get("save_id")) != self._save_id:
+            raise CheckpointError(f"{self.path} belongs to save {save_id!r}, the manifest to {self._save_id!r}")
+        return tensors
 
     def _foreign_save(self) -> str:
         """Explain a failed checksum: the file is whole, but of another save or another rank."""
         try:
-            length = int.from_bytes(self._pread(0, 8), "little")
-            metadata = json.loads(self._pread(8, min(length, self._record.nbytes)))["__metadata__"]
+            metadata, _ = parse_header(self._pread, self._record.nbytes, where=str(self.path))
             if metadata["save_id"] != self._save_id:
                 return f" (the file belongs to save {metadata['save_id']}, the manifest to {self._save_id})"
             if f"-rank{int(metadata['rank']):05d}." not in self.path.name:
@@ -324,12 +309,41 @@ class TensorFileReader:
         return ""
 
 
-def refuse_overlap(tensors: Mapping[str, tuple[int, int]], *, where: str) -> None:
-    """Raise `CheckpointError` if two tensors share a byte of a file, given the first and the last + 1 of each."""
-    filled = sorted((start, stop, name) for name, (start, stop) in tensors.items() if start < stop)
+def parse_header(
+    read: Callable[[int, int], bytes], size: int, *, where: str
+) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
+    """Return the metadata and the tensors of a safetensors file of `size` bytes; `read` gives bytes from a place on.
+
+    Raises:
+        CheckpointError: the header is malformed, or tensors do not lie in the file or share bytes.
+    """
+    nbytes = int.from_bytes(read(0, 8), "little")
+    if not 0 < nbytes <= min(size - 8, MAX_HEADER_NBYTES):
+        raise CheckpointError(f"{where} claims a header of {nbytes} bytes in a file of {size}")
+    try:
+        header = parse_object(read(8, nbytes))
+        metadata = dict(header.pop("__metadata__", {}))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{where} is not the JSON it should be: {error}") from None
+    found = {}
+    for name, record in header.items():
+        try:
+            dtype, shape = str(record["dtype"]), tuple(int(n) for n in record["shape"])
+            start, stop = (8 + nbytes + int(offset) for offset in record["data_offsets"])
+        except (KeyError, TypeError, ValueError):
+            raise CheckpointError(f"{where}: the header's record of {name!r} is malformed") from None
+        if dtype not in NAMES:
+            raise CheckpointError(f"{where}: {name!r} is of the unknown dtype {dtype!r}")
+        if min(shape, default=0) < 0 or stop > size or start < 8 + nbytes:
+            raise CheckpointError(f"{where}: {name!r} lies at bytes {start} to {stop} of {size}")
+        if stop - start != math.prod(shape) * itemsize(NAMES[dtype]):
+            raise CheckpointError(f"{where}: {name!r} of shape {shape} and {dtype} in {stop - start} bytes")
+        found[name] = StoredTensor(dtype, shape, start, stop)
+    filled = sorted((one.start, one.stop, name) for name, one in found.items() if one.start < one.stop)
     for (_, end, first), (start, _, second) in itertools.pairwise(filled):
         if start < end:
             raise CheckpointError(f"{where}: {first!r} and {second!r} overlap at byte {start}")
+    return metadata, found
 
 
 def file_beside(directory: Path, name: str, *, where: str) -> Path:

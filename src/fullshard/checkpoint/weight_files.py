@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from fullshard.checkpoint.elements import dtype_called
-from fullshard.checkpoint.tensor_file import MAX_HEADER_NBYTES, file_beside, refuse_overlap
+from fullshard.checkpoint.tensor_file import MAX_HEADER_NBYTES, file_beside, parse_header
 from fullshard.checkpoint.torch_files import check_tensor, load_torch_file
 from fullshard.core.errors import CheckpointError
-from fullshard.core.files import open_regular, parse_object, read_object
+from fullshard.core.files import open_regular, read_object
 from fullshard.core.imports import import_extra
 from fullshard.core.layout import Interval
 from fullshard.core.paths import local_path, looks_like_path
@@ -227,31 +227,13 @@ def _safetensors_of(path: Path) -> Iterator[tuple[str, TensorSource]]:
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
-            nbytes = int.from_bytes(file.read(8), "little")
-            if not 0 < nbytes <= min(size - 8, MAX_HEADER_NBYTES):
-                raise CheckpointError(f"{path} claims a header of {nbytes} bytes in a file of {size}")
-            header = parse_object(file.read(nbytes))
+            _, tensors = parse_header(lambda at, nbytes: os.pread(file.fileno(), nbytes, at), size, where=str(path))
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not the JSON it should be: {error}") from None
-    found, places = {}, {}
-    for name, record in header.items():
-        if name == "__metadata__":
-            continue
-        try:
-            dtype, shape = dtype_called(record["dtype"]), tuple(int(n) for n in record["shape"])
-            start, stop = (8 + nbytes + int(offset) for offset in record["data_offsets"])
-        except (KeyError, TypeError, ValueError):
-            raise CheckpointError(f"{path}: the header's record of {name!r} is malformed") from None
-        if min(shape, default=0) < 0 or stop > size or start < 8 + nbytes:
-            raise CheckpointError(f"{path}: {name!r} lies at bytes {start} to {stop} of {size}")
-        if stop - start != math.prod(shape) * dtype.itemsize:
-            raise CheckpointError(f"{path}: {name!r} of shape {shape} and {dtype} in {stop - start} bytes")
-        places[name] = start, stop
-        found[name] = TensorSource(shape, dtype, path.name, functools.partial(_read_file, path, dtype, start))
-    refuse_overlap(places, where=str(path))
-    yield from found.items()
+    for name, one in tensors.items():
+        dtype = dtype_called(one.dtype)
+        read = functools.partial(_read_file, path, dtype, one.start)
+        yield name, TensorSource(one.shape, dtype, path.name, read)
 
 
 def json_file(path: Path, *, limit_nbytes: int) -> dict[str, Any]:

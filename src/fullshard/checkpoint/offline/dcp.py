@@ -52,15 +52,15 @@ class DcpSource(Source):
         notes: Sequence[str] = (),
     ) -> None:
         self.title, self.path = title, path
-        self._stored: dict[tuple[Kind, str], tuple[Path, StoredObject]] = {}
+        self._stored: dict[tuple[Kind, str], StoredObject] = {}
         self._loaded: tuple[Any, torch.Tensor] | None = None
-        entries = [(directory, stored) for directory in directories for stored in read_metadata(directory)]
+        entries = [stored for directory in directories for stored in read_metadata(directory)]
         model, state, others = _split(entries)
         parameters = {}
-        for name, (directory, stored) in model.items():
+        for name, stored in model.items():
             if stored.dtype is not None:
                 parameters[name] = tensor_record(stored.shape, stored.dtype, where=name)
-                self._stored["model", name] = directory, stored
+                self._stored["model", name] = stored
             else:
                 others.append(name)
         if not parameters:
@@ -77,10 +77,10 @@ class DcpSource(Source):
 
     def read(self, kind: Kind, name: str, interval: Interval) -> torch.Tensor:
         """See `Source.read`."""
-        directory, stored = self._stored[kind, name]
+        stored = self._stored[kind, name]
         record = self._records[kind, name]
         if not record.shape:
-            return self._load(directory, stored, stored.boxes[0]).reshape(-1)
+            return self._load(stored, stored.boxes[0]).reshape(-1)
         # Whole rows around the interval; boxes are cut in all dims.
         per_row = record.numel // record.shape[0]
         first, last = interval.start // per_row, -(-interval.stop // per_row)
@@ -89,17 +89,17 @@ class DcpSource(Source):
             begin, end = max(first, box.offsets[0]), min(last, box.offsets[0] + box.sizes[0])
             if begin < end and box.numel:
                 columns = [slice(o, o + s) for o, s in zip(box.offsets[1:], box.sizes[1:], strict=True)]
-                part = self._load(directory, stored, box)[begin - box.offsets[0] : end - box.offsets[0]]
+                part = self._load(stored, box)[begin - box.offsets[0] : end - box.offsets[0]]
                 rows[(slice(begin - first, end - first), *columns)] = part
         return rows.reshape(-1)[interval.start - first * per_row : interval.stop - first * per_row]
 
-    def _load(self, directory: Path, stored: StoredObject, box: Box) -> torch.Tensor:
+    def _load(self, stored: StoredObject, box: Box) -> torch.Tensor:
         """Return a box of a tensor. Keeps the last one, because chunks of a tensor follow each other."""
-        key = (directory, box.file, box.start)
+        key = (stored.directory, box.file, box.start)
         if self._loaded is not None and self._loaded[0] == key:
             return self._loaded[1]
         self._loaded = None
-        where, tensor = _read_box(directory, stored, box)
+        where, tensor = _read_box(stored, box)
         if not isinstance(tensor, torch.Tensor):
             raise CheckpointError(f"{where} is a {type(tensor).__name__}, the metadata promises a tensor")
         tensor = check_tensor(tensor, where=where)
@@ -111,11 +111,9 @@ class DcpSource(Source):
         return tensor
 
     def _optimizer(
-        self, entries: Mapping[tuple[str | int, ...], tuple[Path, StoredObject]], parameters: Mapping[str, TensorRecord]
+        self, entries: Mapping[tuple[str | int, ...], StoredObject], parameters: Mapping[str, TensorRecord]
     ) -> OptimizerRecord | None:
-        leaves: dict[tuple[str | int, ...], Any] = {}
-        for path, (directory, stored) in entries.items():
-            leaves[path] = (directory, stored) if stored.dtype else _value(directory, stored)
+        leaves = {path: stored if stored.dtype else _value(stored) for path, stored in entries.items()}
         if all(len(path) == 1 and isinstance(path[0], str) and "." in path[0] for path in leaves):
             nested = unflatten({str(path[0]): leaf for path, leaf in leaves.items()}, parameters)
         else:
@@ -125,7 +123,7 @@ class DcpSource(Source):
         nested["param_groups"] = [self._resolve(group) for group in nested.get("param_groups", [])]
 
         def describe(leaf: Any, where: str) -> TensorRecord | None:
-            return tensor_record(leaf[1].shape, leaf[1].dtype, where=where) if _is_reference(leaf) else None
+            return tensor_record(leaf.shape, str(leaf.dtype), where=where) if isinstance(leaf, StoredObject) else None
 
         record, found = optimizer_record(nested, parameters, describe=describe, where=str(self.path))
         for name, leaf in found.items():
@@ -136,39 +134,34 @@ class DcpSource(Source):
         """Replace the tensors in a parameter group by the numbers that they store (a learning rate, say)."""
         resolved = {}
         for key, value in group.items():
-            if _is_reference(value):
-                directory, stored = value
-                if stored.shape not in ((), (1,)):
-                    raise CheckpointError(f"{self.path}: the option {key} is a tensor of shape {stored.shape}")
-                value = self._load(directory, stored, stored.boxes[0]).item()
+            if isinstance(value, StoredObject):
+                if value.shape not in ((), (1,)):
+                    raise CheckpointError(f"{self.path}: the option {key} is a tensor of shape {value.shape}")
+                value = self._load(value, value.boxes[0]).item()
             resolved[key] = value
         return resolved
 
 
-def _is_reference(leaf: Any) -> bool:
-    return isinstance(leaf, tuple) and len(leaf) == 2 and isinstance(leaf[1], StoredObject)
-
-
 def _split(
-    entries: Sequence[tuple[Path, StoredObject]],
-) -> tuple[dict[str, tuple[Path, StoredObject]], dict[tuple[str | int, ...], tuple[Path, StoredObject]], list[str]]:
+    entries: Sequence[StoredObject],
+) -> tuple[dict[str, StoredObject], dict[tuple[str | int, ...], StoredObject], list[str]]:
     """Return the model's entries by name, the optimizer's by the path below it, and the names of all others."""
     by_prefix = {
-        prefix: [e for e in entries if e[1].path[: len(prefix)] == prefix and len(e[1].path) > len(prefix)]
+        prefix: [e for e in entries if e.path[: len(prefix)] == prefix and len(e.path) > len(prefix)]
         for prefix in (*_MODEL_PREFIXES, *_OPTIMIZER_PREFIXES)
     }
     # At the top level names stand alone (torchtitan); everything longer is another part of the state.
-    by_prefix[()] = [e for e in entries if len(e[1].path) == 1]
+    by_prefix[()] = [e for e in entries if len(e.path) == 1]
     optimizer_prefix = next((p for p in _OPTIMIZER_PREFIXES if by_prefix[p]), None)
-    model_prefix = next((p for p in _MODEL_PREFIXES if any(stored.dtype for _, stored in by_prefix[p])), ())
-    model = plain_names({".".join(map(str, e[1].path[len(model_prefix) :])): e for e in by_prefix[model_prefix]})
+    model_prefix = next((p for p in _MODEL_PREFIXES if any(stored.dtype for stored in by_prefix[p])), ())
+    model = plain_names({".".join(map(str, e.path[len(model_prefix) :])): e for e in by_prefix[model_prefix]})
     optimizer = {}
     if optimizer_prefix is not None:
         for entry in by_prefix[optimizer_prefix]:
-            path = entry[1].path[len(optimizer_prefix) :]
+            path = entry.path[len(optimizer_prefix) :]
             optimizer[tuple(plain_name(part) if isinstance(part, str) else part for part in path)] = entry
-    taken = {id(e[1]) for e in itertools.chain(model.values(), optimizer.values())}
-    others = [stored.name for _, stored in entries if id(stored) not in taken]
+    taken = {id(e) for e in itertools.chain(model.values(), optimizer.values())}
+    others = [stored.name for stored in entries if id(stored) not in taken]
     return model, optimizer, others
 
 
@@ -188,16 +181,16 @@ def _nest(leaves: Mapping[tuple[str | int, ...], Any]) -> dict[str, Any]:
     return root
 
 
-def _value(directory: Path, stored: StoredObject) -> Any:
+def _value(stored: StoredObject) -> Any:
     box = stored.boxes[0]
     if box.nbytes > _MAX_VALUE_NBYTES:
-        raise CheckpointError(f"{directory / box.file} ({stored.name}) is a Python value of {box.nbytes} bytes")
-    return _read_box(directory, stored, box)[1]
+        raise CheckpointError(f"{stored.directory / box.file} ({stored.name}) is a Python value of {box.nbytes} bytes")
+    return _read_box(stored, box)[1]
 
 
-def _read_box(directory: Path, stored: StoredObject, box: Box) -> tuple[str, Any]:
+def _read_box(stored: StoredObject, box: Box) -> tuple[str, Any]:
     """Return a box's place, for messages, and its contents."""
-    path = directory / box.file
+    path = stored.directory / box.file
     try:
         with path.open("rb") as file:
             file.seek(box.start)

@@ -65,6 +65,7 @@ class Box:
 class StoredObject:
     """An entry of the state dict: a tensor in boxes, or a Python value (no dtype) in one box without sizes."""
 
+    directory: Path
     path: tuple[str | int, ...]
     dtype: str | None
     shape: tuple[int, ...]
@@ -91,14 +92,14 @@ def read_metadata(directory: Path) -> list[StoredObject]:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
     try:
         root = _Unpickler(io.BytesIO(data), path).load()
-        objects = _objects(root)
+        objects = _objects(directory, root)
     except CheckpointError:
         raise
     except (pickle.UnpicklingError, EOFError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
         raise CheckpointError(f"{path} is not the metadata of a checkpoint: {type(error).__name__}: {error}") from None
     except (RecursionError, MemoryError, OverflowError):
         raise CheckpointError(f"{path} is not the metadata of a checkpoint: it is nested without end") from None
-    problems = [problem for stored in objects for problem in _problems(directory, stored)]
+    problems = [problem for stored in objects for problem in _problems(stored)]
     if problems:
         raise CheckpointError(f"{directory} is damaged:\n" + "\n".join(problems))
     return objects
@@ -145,7 +146,7 @@ class _Unpickler(pickle._Unpickler):
         raise CheckpointError(f"{self._path} asks for the registered class {code}, which is no part of a checkpoint")
 
 
-def _objects(root: Any) -> list[StoredObject]:
+def _objects(directory: Path, root: Any) -> list[StoredObject]:
     planner = root["planner_data"] or {}
     places: dict[str, list[tuple[tuple[int, ...] | None, Any]]] = {}
     for index, info in root["storage_data"].items():
@@ -159,7 +160,7 @@ def _objects(root: Any) -> list[StoredObject]:
         kind = type(record).__name__
         if kind == "BytesStorageMetadata":
             boxes = [_box((), (), info) for _, info in places.get(name, ())]
-            objects.append(StoredObject(path, None, (), tuple(boxes)))
+            objects.append(StoredObject(directory, path, None, (), tuple(boxes)))
         elif kind == "TensorStorageMetadata":
             found = dict(places.get(name, ()))
             chunks = [(_ints(chunk["offsets"]), _ints(chunk["sizes"])) for chunk in record["chunks"]]
@@ -168,7 +169,7 @@ def _objects(root: Any) -> list[StoredObject]:
             dtype = dtype["dtype"] if isinstance(dtype, dict) else dtype[0]
             if dtype not in DTYPES:
                 raise ValueError(f"{name} has no known dtype")
-            objects.append(StoredObject(path, dtype, _ints(record["size"]), tuple(boxes)))
+            objects.append(StoredObject(directory, path, dtype, _ints(record["size"]), tuple(boxes)))
         else:
             raise ValueError(f"{name} is a {kind}")
     return objects
@@ -189,12 +190,12 @@ def _box(offsets: tuple[int, ...], sizes: tuple[int, ...], info: Any) -> Box:
     return Box(offsets, sizes, file, start, nbytes)
 
 
-def _problems(directory: Path, stored: StoredObject) -> list[str]:
+def _problems(stored: StoredObject) -> list[str]:
     """Return the faults in the place of an entry."""
     name, problems = stored.name, []
     for box in stored.boxes:
         try:
-            size = nbytes_inside(file_beside(directory, box.file, where=name))
+            size = nbytes_inside(file_beside(stored.directory, box.file, where=name))
         except OSError:
             problems.append(f"{name}: its file {box.file} is missing")
             continue
