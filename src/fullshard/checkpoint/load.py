@@ -271,7 +271,11 @@ class _Load:
             found = average_records(average, self.parameters, manifest, self._primary, problems)
             self.targets += [_Target("optimizer", n, r, p.interval, held, p.chunking) for n, p, r, held in found]
         if problems:
-            raise _mismatch(problems)
+            places = "1 place" if len(problems) == 1 else f"{len(problems)} places"
+            raise CheckpointError(
+                f"the checkpoint does not match in {places}:\n" + "\n".join(problems),
+                hint="build the model and the optimizer as they were when it was saved",
+            )
         if optimizer is not None:
             self._allocate_state(optimizer)
 
@@ -502,14 +506,6 @@ def _is_wanted(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, key: s
     if not (isinstance(optimizer, MatrixOptimizer) and optimizer.is_owned(key)):
         return True
     return int(key.rpartition(".")[2]) in optimizer.owned(parameter)
-
-
-def _mismatch(problems: Sequence[str]) -> CheckpointError:
-    places = "1 place" if len(problems) == 1 else f"{len(problems)} places"
-    return CheckpointError(
-        f"the checkpoint does not match in {places}:\n" + "\n".join(problems),
-        hint="build the model and the optimizer as they were when it was saved",
-    )
 
 
 def _load_state_dict(source: Any, state: Any) -> None:

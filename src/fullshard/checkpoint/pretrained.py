@@ -15,8 +15,7 @@ import importlib
 import logging
 import math
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -218,7 +217,7 @@ class PretrainedWeights:
         self.directory, self._base, self._built, self._dtype = directory, base, built, dtype
         self._sources, self._unused = found.sources, found.unused
         self._names: dict[tuple[int, str], str] = {}
-        self._adapters: dict[int, _AdapterPart] = {}
+        self._adapters: dict[int, tuple[str, Any, Any]] = {}
 
     def start(self, model: nn.Module) -> None:
         """Match the places in the model with the tensors found in the files.
@@ -226,7 +225,7 @@ class PretrainedWeights:
         Raises:
             CheckpointError: shapes that differ, or weights that are missing; all are listed.
         """
-        self._adapters = {id(part.module): part for part in _adapter_parts(model)}
+        self._adapters = _adapter_parts(model)
         adapters = adapter_modules(model)
         places = [p for p in places_of(self._base) if id(p.module) not in adapters]
         found = [place for place in places if place.name in self._sources]
@@ -316,10 +315,10 @@ class PretrainedWeights:
         found = self._adapters.get(id(module))
         if found is None:
             return False
-        kind, scheme = found.kind, found.scheme
+        kind, scheme, layer = found
         with torch.no_grad():
             if kind == _DORA:
-                self._read_row_norms(found.layer.get_base_layer(), module.weight)  # type: ignore[arg-type]
+                self._read_row_norms(layer.get_base_layer(), module.weight)  # type: ignore[arg-type]
                 return True
             for name, parameter in module.named_parameters(recurse=False):
                 if name == "bias" or (scheme is not False and kind in ("lora_B", "lora_embedding_A")):
@@ -409,33 +408,32 @@ def _new_rows(model: nn.Module, name: str, stored: TensorSource, numel: int) -> 
     return torch.randn(numel - stored.numel, generator=generator) * std
 
 
-@dataclass(frozen=True, slots=True)
-class _AdapterPart:
-    """A module of a LoRA adapter: which part it is, of which layer, and how it is to be initialised."""
-
-    module: nn.Module
-    kind: str
-    scheme: Any
-    layer: Any
-
-
-def _adapter_parts(model: nn.Module) -> Iterator[_AdapterPart]:
-    """Return the modules that hold parts of LoRA adapters.
+def _adapter_parts(model: nn.Module) -> dict[int, tuple[str, Any, Any]]:
+    """Return, by id, the modules that hold parts of LoRA adapters: which part, how it is initialised, of which layer.
 
     Raises:
         ConfigError: an initialisation that needs the whole base weight at once.
     """
+    schemes: dict[str, Any] = {}
     for module in model.modules():
-        if not (hasattr(module, "adapter_layer_names") and hasattr(module, "lora_A")):
-            continue
-        layer: Any = module
+        if isinstance(configs := module.__dict__.get("peft_config"), Mapping):
+            schemes = {name: getattr(each, "init_lora_weights", True) for name, each in configs.items()} | schemes
+    found: dict[int, tuple[str, Any, Any]] = {}
+    layers: list[Any] = [m for m in model.modules() if hasattr(m, "adapter_layer_names") and hasattr(m, "lora_A")]
+    for layer in layers:
         for kind in layer.adapter_layer_names:
-            for adapter, part in _parts(getattr(layer, kind, None)):
-                scheme = _scheme(model, adapter)
+            holder = getattr(layer, kind, None)
+            parts = list(holder.items()) if isinstance(holder, nn.ModuleDict) else []
+            if isinstance(holder, nn.ParameterDict) and len(holder):
+                parts = [(next(iter(holder)), holder)]
+            for adapter, part in parts:
+                scheme = schemes.get(adapter, True)
                 # B is zero in the beginning but for False, and a row is one output but for `fan_in_fan_out`.
                 is_of_rows = (
                     type(part).__name__ == "DoraLinearLayer" and not part.fan_in_fan_out and scheme is not False
                 )
+                if next(part.parameters(), None) is None:
+                    continue
                 if (kind == _DORA and not is_of_rows) or (scheme not in (True, False) and scheme != "gaussian"):
                     what = f"{type(part).__name__}, " if kind == _DORA else ""
                     raise ConfigError(
@@ -443,24 +441,8 @@ def _adapter_parts(model: nn.Module) -> Iterator[_AdapterPart]:
                         "rank holds here",
                         hint="load the base with Transformers' own from_pretrained before adding the adapter",
                     )
-                yield _AdapterPart(part, kind, scheme, layer)
-
-
-def _parts(holder: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(holder, nn.ModuleDict):
-        for adapter, part in holder.items():
-            if next(part.parameters(), None) is not None:
-                yield adapter, part
-    elif isinstance(holder, nn.ParameterDict) and len(holder):
-        yield next(iter(holder)), holder
-
-
-def _scheme(model: nn.Module, adapter: str) -> Any:
-    for module in model.modules():
-        configs = module.__dict__.get("peft_config")
-        if isinstance(configs, Mapping) and adapter in configs:
-            return getattr(configs[adapter], "init_lora_weights", True)
-    return True
+                found[id(part)] = kind, scheme, layer
+    return found
 
 
 def _replace_linear_layers(model: nn.Module, quantization_config: Any) -> None:

@@ -46,7 +46,7 @@ def _own_name(path: Path) -> Path:
 
 
 def sync_directory(path: Path) -> None:
-    """Make the names in a directory survive a power loss."""
+    """Make the names in a directory, or the contents of a file, survive a power loss."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -146,9 +146,6 @@ def committed_directory(final: Path, save_id: str, *, overwrite: bool) -> Iterat
     try:
         yield temp
         for path in temp.rglob("*"):
-            if path.is_file():
-                sync_file(path)
-        for path in [path for path in temp.rglob("*") if path.is_dir()]:
             sync_directory(path)
         commit_directory(temp, final, save_id, overwrite=overwrite)
     except OSError as error:
@@ -157,12 +154,6 @@ def committed_directory(final: Path, save_id: str, *, overwrite: bool) -> Iterat
     except BaseException:
         discard_directory(temp)
         raise
-
-
-def sync_file(path: Path) -> None:
-    """Make the contents of a file survive a power loss."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
 
 
 def commit_directory(temp: Path, final: Path, save_id: str, *, overwrite: bool) -> None:

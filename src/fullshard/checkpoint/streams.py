@@ -25,11 +25,6 @@ def open_to_write(path: Location, nbytes: int) -> FileSink:
     return ObjectSink(path, nbytes) if isinstance(path, ObjectPath) else FileSink(path.open("xb", buffering=0))
 
 
-def open_to_read(path: Location) -> FileSource:
-    """Open a file."""
-    return ObjectSource(path) if isinstance(path, ObjectPath) else FileSource(path.open("rb", buffering=0))
-
-
 class FileSink:
     """A new file that is being written, in a file system."""
 
@@ -53,21 +48,6 @@ class FileSink:
 
     def close(self) -> None:
         """Let go of it; unless it is finished, its written part does not count."""
-        self._file.close()
-
-
-class FileSource:
-    """A file that is being read, in a file system."""
-
-    def __init__(self, file: Any) -> None:
-        self._file = file
-
-    def read_into(self, out: memoryview, at: int) -> int:
-        """Fill the beginning of `out` with bytes from `at` on; how many there were."""
-        return os.preadv(self._file.fileno(), [out], at)
-
-    def close(self) -> None:
-        """Let go of it."""
         self._file.close()
 
 
@@ -112,16 +92,20 @@ class ObjectSink(FileSink):
             raise OSError(error.errno, f"there is no such bucket ({error})") from error
 
 
-class ObjectSource(FileSource):
-    """See `FileSource`; in an object store, of which the next block is read in the background."""
+class FileSource:
+    """A file that is being read; in an object store the next block is read in the background."""
 
-    def __init__(self, path: ObjectPath) -> None:
+    def __init__(self, path: Location) -> None:
         self._path = path
-        options = {"cache_type": "background", "cache_options": {"maxblocks": _BLOCKS}}
-        super().__init__(path.open("rb", block_size=_BLOCK_NBYTES, **options))
+        if isinstance(path, ObjectPath):
+            options = {"cache_type": "background", "cache_options": {"maxblocks": _BLOCKS}}
+            self._file = path.open("rb", block_size=_BLOCK_NBYTES, **options)
+        else:
+            self._file = path.open("rb", buffering=0)
+        self.close = self._file.close
 
     def read_into(self, out: memoryview, at: int) -> int:
-        """See `FileSource`."""
-        with asked(self._path, "read"):
+        """Fill the beginning of `out` with bytes from `at` on; how many there were."""
+        with asked(self._path, "read") if isinstance(self._path, ObjectPath) else contextlib.nullcontext():
             self._file.seek(at)
             return int(self._file.readinto(out))

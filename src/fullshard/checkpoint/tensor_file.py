@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from fullshard.checkpoint.format import CHUNK_NBYTES, DTYPES, NAMES, FileRecord
 from fullshard.checkpoint.objects import Location
-from fullshard.checkpoint.streams import open_to_read, open_to_write
+from fullshard.checkpoint.streams import FileSource, open_to_write
 from fullshard.core.dtypes import itemsize
 from fullshard.core.errors import CheckpointError
 from fullshard.core.files import parse_object
@@ -176,7 +176,7 @@ class TensorFileReader:
         self._kept: Bytes = np.empty(0, dtype=np.uint8)
         if problem := size_problem(path, record, chunk_nbytes=chunk_nbytes):
             raise CheckpointError(problem)
-        self._file = open_to_read(path)
+        self._file = FileSource(path)
         try:
             self.tensors = self._read_header()
         except BaseException:

@@ -49,7 +49,13 @@ def encode_value(value: Any, *, where: str, tensors: dict[str, torch.Tensor]) ->
         name = where
         while name in tensors:  # {1: a, "1": b}
             name += "'"
-        tensors[name] = _plain(value, where)
+        if isinstance(value, DTensor):
+            raise CheckpointError(
+                f"{where} is a sharded tensor, of which this rank has a part",
+                hint="pass its full_tensor(), or its model and optimizer (one per checkpoint) as such",
+            )
+        stored_dtype(value, where=where)  # refuses what a file cannot hold, before anything is written
+        tensors[name] = value.detach().resolve_conj().resolve_neg()
         return {_TAG: "tensor", "name": name}
     if isinstance(value, list | tuple | set):
         items = [encode_value(item, where=f"{where}/{i}", tensors=tensors) for i, item in enumerate(value)]
@@ -77,17 +83,6 @@ def encode_plain(value: Any, *, where: str) -> JsonValue:
     if tensors:
         raise CheckpointError(f"{where} holds tensors inside a Python value")
     return encoded
-
-
-def _plain(tensor: torch.Tensor, where: str) -> torch.Tensor:
-    """Return the form of a value that a file can hold. Refuses other values before anything is written."""
-    if isinstance(tensor, DTensor):
-        raise CheckpointError(
-            f"{where} is a sharded tensor, of which this rank has a part",
-            hint="pass its full_tensor(), or its model and optimizer (one per checkpoint) as such",
-        )
-    stored_dtype(tensor, where=where)
-    return tensor.detach().resolve_conj().resolve_neg()
 
 
 def _encode_mapping(value: Mapping[Any, Any], *, where: str, tensors: dict[str, torch.Tensor]) -> JsonValue:
