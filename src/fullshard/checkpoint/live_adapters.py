@@ -23,7 +23,7 @@ from fullshard.features import ShardedParameter
 
 
 def merge_adapters(
-    model: nn.Module, adapter_names: Sequence[str] | None = None, *, safe_merge: bool = False, progressbar: bool = False
+    model: nn.Module, adapter_names: Sequence[str] | None = None, safe_merge: bool = False, progressbar: bool = False
 ) -> None:
     """Merge adapters of a PEFT model into its base weights, in place, sharded as they are. A collective.
 
@@ -63,7 +63,7 @@ def unmerge_adapters(model: nn.Module) -> None:
 def use_sharded_methods(model: Any) -> None:
     """Replace the methods of a PEFT model that would be wrong on intervals: by right ones, or by an error."""
     for name, method in (
-        ("merge_adapter", _merge_adapter),
+        ("merge_adapter", merge_adapters),
         ("unmerge_adapter", unmerge_adapters),
         ("merge_and_unload", _merge_and_unload),
         ("add_adapter", _refuse("add_adapter")),
@@ -82,10 +82,6 @@ def use_sharded_methods(model: Any) -> None:
             type(tuner).disable_adapter_layers(tuner)
 
         tuner.disable_adapter_layers = disable_adapter_layers
-
-
-def _merge_adapter(self: nn.Module, adapter_names: list[str] | None = None, safe_merge: bool = False) -> None:
-    merge_adapters(self, adapter_names, safe_merge=safe_merge)
 
 
 def _merge_and_unload(
