@@ -17,8 +17,7 @@ from torch import nn
 
 from fullshard.checkpoint.full_state import full_tensor
 from fullshard.checkpoint.ranks import Ranks
-from fullshard.checkpoint.tensors import LocalTensor, local_parameters, local_tensors, rest
-from fullshard.engine.lookup import clean_name
+from fullshard.checkpoint.tensors import LocalTensor, local_tensors, rest
 from fullshard.features import unsharded
 
 
