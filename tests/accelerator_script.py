@@ -33,14 +33,13 @@ class Pairs(Dataset[dict[str, torch.Tensor]]):
 
 def main(library: str, options: dict[str, Any], batch_size: int = 8, epochs: int = 2) -> dict[str, Any]:
     """Train and evaluate; returns losses per step, gathered predictions, the final norm and learning rate."""
+    from accelerate.utils import DataLoaderConfiguration
     from transformers import BertConfig, BertForSequenceClassification, get_linear_schedule_with_warmup
 
     accelerator_class = importlib.import_module(library).Accelerator
-    configuration_class = importlib.import_module(
-        "accelerate.utils" if library == "accelerate" else "fullshard.api"
-    ).DataLoaderConfiguration
     accelerator = accelerator_class(
-        dataloader_config=configuration_class(split_batches=True, use_seedable_sampler=True, data_seed=42), **options
+        dataloader_config=DataLoaderConfiguration(split_batches=True, use_seedable_sampler=True, data_seed=42),
+        **options,
     )
     torch.manual_seed(7)
     config = BertConfig(

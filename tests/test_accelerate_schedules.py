@@ -32,12 +32,13 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def _rates(library: str, case: dict[str, Any], **options: Any) -> list[float]:
-    package = importlib.import_module("fullshard.api" if library == "fullshard" else "accelerate.utils")
+    from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
+
     accelerator_class = importlib.import_module(library).Accelerator
     accelerator = accelerator_class(
         cpu=True,
-        dataloader_config=package.DataLoaderConfiguration(split_batches=case.get("split_batches", False)),
-        gradient_accumulation_plugin=package.GradientAccumulationPlugin(
+        dataloader_config=DataLoaderConfiguration(split_batches=case.get("split_batches", False)),
+        gradient_accumulation_plugin=GradientAccumulationPlugin(
             num_steps=case.get("steps", 1), adjust_scheduler=case.get("adjust_scheduler", True)
         ),
         step_scheduler_with_optimizer=case.get("with_optimizer", True),

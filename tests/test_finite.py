@@ -169,7 +169,7 @@ def check_in_backward() -> None:
     assert all(value.isfinite().all() for value in whole(model))
     optimizer.step()
     model.set_nonfinite_gradients("skip")  # type: ignore[operator]
-    with pytest.raises(LifecycleError, match="leave step_in_backward out"):
+    with pytest.raises(LifecycleError, match="let optimizers step after backward"):
         backward(model, 1)
 
 

@@ -222,7 +222,7 @@ def check_disagreement() -> None:
     os.environ[COMM.name] = "gloo"
     model = torch.nn.Linear(300, 40)
     fully_shard(model, mp_policy=MixedPrecisionPolicy(gather_as=torch.int8 if dist.get_rank() else None))
-    with pytest.raises(CommunicationError, match=r"gather as torch\.int8"):
+    with pytest.raises(CommunicationError, match="gather as int8"):
         model(torch.ones(1, 300))
 
 

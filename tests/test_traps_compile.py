@@ -188,21 +188,20 @@ def check_classes() -> None:
         def other(self) -> int:
             return 1
 
-    def same(self: Local) -> int:
-        return 2
+    def shard() -> Any:
+        module = Local()
+        fully_shard(module)
+        return module
 
-    first, second = Local(), Local()
-    fully_shard(first)
-    fully_shard(second)
+    first, second = shard(), shard()
     assert type(first) is type(second) is not Local
-    Local.other = same  # type: ignore[method-assign]
-    third = Local()
-    fully_shard(third)
-    assert type(third) is not type(first)
-    assert (first.other(), third.other()) == (1, 2)
+    Local.other = lambda self: 2  # type: ignore[method-assign]
+    assert shard().other() == 2, "methods are those that the user's class has at the sharding"
+    Local.forward = lambda self, x: Block.forward(self, 2 * x)  # type: ignore[method-assign]
+    assert type(shard()) is not type(first), "a compiler makes a graph for each class"
 
 
-def test_units_of_a_class_share_one_that_has_its_methods() -> None:
+def test_units_of_a_class_share_one_for_each_forward() -> None:
     run_ranks(check_classes, 1)
 
 

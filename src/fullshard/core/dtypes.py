@@ -108,9 +108,10 @@ class Dtypes:
     reduce_as: str | None = None
 
     @property
-    def sent(self) -> dict[str, str | None]:
-        """What is sent in fewer bytes, in words: as what, or None."""
-        return {"gather as": self.gather_as, "reduce as": self.reduce_as}
+    def sent(self) -> dict[str, str]:
+        """What is sent in fewer bytes, in words, and as what."""
+        named = {"gather as": self.gather_as, "reduce as": self.reduce_as}
+        return {name: value for name, value in named.items() if value is not None}
 
     def compute(self, stored: str, *, exact: bool = False, statistics: str | None = None) -> str:
         """Return the dtype of an unsharded parameter.

@@ -144,7 +144,7 @@ def _front_row(plan: Plan) -> dict[str, str]:
     switches = {"embeddings": job.wrap_embeddings, "step in backward": job.schedule.steps_in_backward}
     switches[f"{plan.kept} kept"] = plan.kept > 0
     switches |= {job.optimizer: job.planned_optimizer.packed_nbytes > 0}
-    switches |= {f"{name} {value}": value is not None for name, value in job.dtypes.sent.items()}
+    switches |= {f"{name} {value}": True for name, value in job.dtypes.sent.items()}
     return {
         "strategy": job.strategy + size,
         "batch": f"{job.micro_batch}" + (f" x {job.accumulation}" if job.accumulation > 1 else ""),

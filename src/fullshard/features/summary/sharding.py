@@ -139,7 +139,7 @@ def _packed(units: Sequence[Unit]) -> str:
         ("weights", "gather as", [b.gather_packing for b in buckets], mesh.gather),
         ("gradients", "reduce as", [b.reduce_packing for b in reduced], mesh.reduce),
     ):
-        asked = {dtype for unit in units if (dtype := unit.policy.dtypes_of().sent[how]) is not None}
+        asked = {dtype for unit in units if (dtype := unit.policy.dtypes_of().sent.get(how)) is not None}
         if not asked:
             continue
         wanted = f"{what} sent as {' and '.join(sorted(asked))}"

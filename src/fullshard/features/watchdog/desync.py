@@ -286,9 +286,7 @@ def _describe_structure(units: Sequence[Unit]) -> list[str]:
             where = (
                 f"unit {unit.name!r}, bucket {number} ({bucket.dtype}, compute {bucket.compute_dtype}, reduce {reduce}"
             )
-            sent = unit.policy.dtypes_of().sent
-            if any(sent.values()):
-                where += "".join(f", {what} {dtype}" for what, dtype in sent.items())
+            where += "".join(f", {what} {dtype}" for what, dtype in unit.policy.dtypes_of().sent.items())
             for parameter in bucket.sharded_parameters:
                 shape, grad = tuple(parameter.shape), parameter.requires_grad
                 lines.append(f"{where}): {parameter.name} {shape} requires_grad={grad}")
