@@ -458,8 +458,7 @@ def test_pictures(tmp_path: Path, suffix: str) -> None:
     assert path.stat().st_size > 10_000
     if suffix == ".svg":
         text = path.read_text(encoding="utf-8")
-        for word in ("memory of one rank over one step", "the same job on more and fewer devices", "optimizer state"):
-            assert word in text
+        assert "memory of one rank over one step" in text and "optimizer state" in text and "A100-80" in text
 
 
 MODELS = st.sampled_from(["GPT-2", "Qwen2.5-0.5B", "Llama-2-7B", "Mixtral-8x7B", "Llama-2-70B"])

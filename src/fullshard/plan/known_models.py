@@ -217,30 +217,30 @@ MODELS: dict[str, Values] = {
 """By name."""
 
 ALIASES = {
-    "DeepSeek-R1": "DeepSeek-V3",
-    "DeepSeek-V3.1": "DeepSeek-V3",
-    "DeepSeek-R1-Distill-Qwen-1.5B": "Qwen2.5-1.5B",
-    "DeepSeek-R1-Distill-Qwen-14B": "Qwen2.5-14B",
-    "DeepSeek-R1-Distill-Qwen-32B": "Qwen2.5-32B",
-    "DeepSeek-R1-Distill-Qwen-7B": "Qwen2.5-7B",
-    "DeepSeek-R1-Distill-Llama-8B": "Llama-3.1-8B",
-    "DeepSeek-R1-Distill-Llama-70B": "Llama-3.3-70B",
-    "GLM-4.6": "GLM-4.5",
-    "Llama-4-Scout": "Llama-4-Scout-17B-16E",
-    "Llama-4-Maverick": "Llama-4-Maverick-17B-128E",
-    "Mistral-Large": "Mistral-Large-123B",
-    "Mistral-Nemo": "Mistral-Nemo-12B",
-    "Mistral-Small": "Mistral-Small-24B",
-    "Mistral-Small-3": "Mistral-Small-24B",
-    "Mistral-Small-3.1": "Mistral-Small-24B",
-    "Mistral-Small-3.1-24B": "Mistral-Small-24B",
-    "Mistral-Small-3.2-24B": "Mistral-Small-24B",
-    "OLMo-3.1-32B": "OLMo-3-32B",
-    "Phi-3-mini-4k": "Phi-3-mini",
-    "Phi-3.5-mini": "Phi-3-mini-128k",
-    "Phi-3-medium-4k": "Phi-3-medium",
-    "Phi-4-reasoning": "Phi-4",
-    "Qwen3-Coder-30B-A3B": "Qwen3-30B-A3B",
-    "SmolLM3": "SmolLM3-3B",
+    alias: name
+    for name, aliases in {
+        "DeepSeek-V3": "DeepSeek-R1 DeepSeek-V3.1",
+        "Qwen2.5-1.5B": "DeepSeek-R1-Distill-Qwen-1.5B",
+        "Qwen2.5-14B": "DeepSeek-R1-Distill-Qwen-14B",
+        "Qwen2.5-32B": "DeepSeek-R1-Distill-Qwen-32B",
+        "Qwen2.5-7B": "DeepSeek-R1-Distill-Qwen-7B",
+        "Llama-3.1-8B": "DeepSeek-R1-Distill-Llama-8B",
+        "Llama-3.3-70B": "DeepSeek-R1-Distill-Llama-70B",
+        "GLM-4.5": "GLM-4.6",
+        "Llama-4-Scout-17B-16E": "Llama-4-Scout",
+        "Llama-4-Maverick-17B-128E": "Llama-4-Maverick",
+        "Mistral-Large-123B": "Mistral-Large",
+        "Mistral-Nemo-12B": "Mistral-Nemo",
+        "Mistral-Small-24B": "Mistral-Small Mistral-Small-3 Mistral-Small-3.1 Mistral-Small-3.1-24B "
+        "Mistral-Small-3.2-24B",
+        "OLMo-3-32B": "OLMo-3.1-32B",
+        "Phi-3-mini": "Phi-3-mini-4k",
+        "Phi-3-mini-128k": "Phi-3.5-mini",
+        "Phi-3-medium": "Phi-3-medium-4k",
+        "Phi-4": "Phi-4-reasoning",
+        "Qwen3-30B-A3B": "Qwen3-Coder-30B-A3B",
+        "SmolLM3-3B": "SmolLM3",
+    }.items()
+    for alias in aliases.split()
 }
 """Other names of the same shapes: tunings, and names without the size."""

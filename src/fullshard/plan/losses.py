@@ -12,8 +12,7 @@
 
 In backward it is 12 in all of them (`loss/loss_utils.py`, and `models/llama` before 4.46). The logits themselves are in
 no graph: they are gone before backward, unless the loop keeps `outputs` until the end of it. Trainer does not. In
-float32 nothing is cast, so there is one copy less in forward. A loss without a cast of its own (T5's) is cast by
-autocast.
+float32 nothing is cast, so there is one copy less in forward. A loss without a cast of its own is cast by autocast.
 
 The fused loss is the engine's own (`wrap/chunked_loss`), some tokens at a time. Nothing of a chunk is kept, so backward
 makes its logits again: a fourth product with the head's weight beside the usual three. Of n chunks of c tokens, with V

@@ -1,4 +1,4 @@
-"""Pictures of a plan: memory over a step by category; memory and time over devices, or over one setting's values."""
+"""Pictures of a plan: memory over a step by category; memory and speed over one setting's values."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from fullshard.core.events import EventKind
 from fullshard.core.files import whole_file
 from fullshard.core.imports import import_extra
 from fullshard.core.sizes import GIB, MIB
-from fullshard.plan.evaluate import Plan, evaluate
-from fullshard.plan.hardware import Cluster
+from fullshard.plan.evaluate import Plan
+from fullshard.plan.hardware import Device
 from fullshard.plan.memory import CATEGORIES, Moment
 
 _FORMATS = (".png", ".svg", ".pdf")
@@ -23,16 +23,15 @@ _MOST_STEPS = 600
 
 
 def draw(plan: Plan, path: Path) -> None:
-    """Write memory over a step, and memory and time over devices, into one file.
+    """Write memory over a step into one file.
 
     Raises:
         ConfigError: a file name that does not end in `.png`, `.svg` or `.pdf`.
         MissingExtraError: matplotlib is not installed.
     """
-    with saved_figure(path, (10, 8)) as figure:
-        upper, lower = figure.subplots(2, 1)
-        _draw_step(upper, plan)
-        _draw_devices(lower, plan)
+    title = f"{plan.model.name} on {plan.cluster}: memory of one rank over one step"
+    words = f"{plan.memory.needed / GIB:.1f} GiB with what the allocator cannot use"
+    draw_moments({words: plan.memory.timeline}, path, title=title, device=plan.cluster.device)
 
 
 def draw_sweep(plan: Plan, text: str, rows: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -60,8 +59,10 @@ def draw_sweep(plan: Plan, text: str, rows: Sequence[Mapping[str, Any]], path: P
         limit = max(row["available"] for row in rows) / GIB
         axes.axhline(limit, color="black", linestyle="--", linewidth=1, label=f"memory of {rows[0]['kind']}")
         axes.set_xticks(places, labels)
-        name = text.partition("=")[0].strip()
-        axes.set_title(_title_of_sweep(plan, name))
+        name, job = text.partition("=")[0].strip(), plan.job
+        where = f"{plan.cluster.device.name}: each rank keeps its batch" if name == "devices" else str(plan.cluster)
+        others = f"{job.strategy}, {job.micro_batch} x {job.seq_len} tokens, checkpointing {job.checkpointing}"
+        axes.set_title(f"{plan.model.name} on {where}\nbesides {name}: {others}")
         axes.set_xlabel(name)
         axes.set_ylabel("GiB (red: too much)")
         axes.set_ylim(0, 1.15 * max(limit, *memory))
@@ -71,21 +72,6 @@ def draw_sweep(plan: Plan, text: str, rows: Sequence[Mapping[str, Any]], path: P
         other.set_ylabel("tokens per second and device")
         other.set_ylim(0, 1.15 * max(speeds))
         _legend_below(axes, other)
-
-
-def _title_of_sweep(plan: Plan, name: str) -> str:
-    """Return the devices, the way to run, and the settings that stay the same."""
-    job = plan.job
-    said = {
-        "micro_batch": f"micro-batch {job.micro_batch}",
-        "seq_len": f"{job.seq_len} tokens",
-        "strategy": job.strategy,
-        "checkpointing": f"checkpointing {job.checkpointing}",
-    }
-    rest = ", ".join(words for setting, words in said.items() if setting != name.replace("-", "_"))
-    if name == "devices":
-        return f"{plan.model.name} on {plan.cluster.device.name}: weak scaling, each rank keeps its batch\n{rest}"
-    return f"{plan.model.name} on {plan.cluster}\n{rest}"
 
 
 def check_picture(path: Path) -> None:
@@ -135,20 +121,6 @@ def _shown(timeline: Sequence[Moment]) -> list[int]:
     ]
 
 
-def _draw_step(axes: Any, plan: Plan) -> None:
-    highest = _stack(axes, plan.memory.timeline, GIB)
-    place, total = highest
-    side = "left" if place < len(plan.memory.timeline) / 2 else "right"
-    words = f"peak {total:.1f} GiB, {plan.memory.needed / GIB:.1f} with what the allocator cannot use"
-    axes.annotate(f" {words} ", highest, va="bottom", ha=side, fontsize=8)
-    axes.set_ylim(0, 1.12 * max(plan.cluster.device.memory / GIB, total))
-    axes.axhline(plan.cluster.device.memory / GIB, color="black", linestyle="--", label=plan.cluster.device.name)
-    axes.set_title(f"{plan.model.name} on {plan.cluster}: memory of one rank over one step")
-    axes.set_xlabel("events of the step (grey: end of forward, optimizer step)")
-    axes.set_ylabel("GiB")
-    _legend_below(axes)
-
-
 def _stack(axes: Any, whole: Sequence[Moment], unit: int) -> tuple[int, float]:
     """Stack memory by category over the events of a step; return the position of the fullest moment."""
     places = _shown(whole)
@@ -169,19 +141,23 @@ def _stack(axes: Any, whole: Sequence[Moment], unit: int) -> tuple[int, float]:
     return places[peak], totals[peak]
 
 
-def draw_moments(panels: Mapping[str, Sequence[Moment]], path: Path, *, title: str) -> None:
+def draw_moments(
+    panels: Mapping[str, Sequence[Moment]], path: Path, *, title: str, device: Device | None = None
+) -> None:
     """Write memory by category over the events of a step, one panel below the other on one scale.
 
     Args:
         panels: what they are called, and the moments.
         path: as for `draw`.
         title: of all.
+        device: whose memory is drawn as a limit.
 
     Raises:
         ConfigError: as for `draw`.
         MissingExtraError: as for `draw`.
     """
     most = max(moment.total for moments in panels.values() for moment in moments)
+    most = max(most, device.memory) if device is not None else most
     unit, word = (GIB, "GiB") if most >= GIB else (MIB, "MiB")
     with saved_figure(path, (10, 4 * len(panels))) as figure:
         every = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
@@ -189,42 +165,11 @@ def draw_moments(panels: Mapping[str, Sequence[Moment]], path: Path, *, title: s
             highest = _stack(axes, moments, unit)
             side = "left" if highest[0] < len(moments) / 2 else "right"
             axes.annotate(f" peak {highest[1]:.1f} {word} ", highest, va="bottom", ha=side, fontsize=8)
+            if device is not None:
+                axes.axhline(device.memory / unit, color="black", linestyle="--", label=device.name)
             axes.set_ylim(0, 1.15 * most / unit)
             axes.set_title(name)
             axes.set_ylabel(word)
             _legend_below(axes)
         every[-1].set_xlabel("events of the step (grey: end of forward, optimizer step)")
         figure.suptitle(title)
-
-
-def _draw_devices(axes: Any, plan: Plan) -> None:
-    plans = _by_devices(plan)
-    counts = [p.cluster.count for p in plans]
-    axes.plot(counts, [p.memory.needed / GIB for p in plans], marker="o", label="memory of a rank, GiB")
-    axes.axhline(plan.cluster.device.memory / GIB, color="black", linestyle="--")
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(counts, [str(count) for count in counts])
-    axes.set_xlabel("devices")
-    axes.set_ylabel("GiB")
-    other = axes.twinx()
-    other.plot(counts, [p.time.total for p in plans], marker="s", color="tab:orange", label="seconds per step")
-    other.set_ylabel("seconds per step")
-    other.set_ylim(0, 1.1 * max(p.time.total for p in plans))
-    axes.set_ylim(0, 1.1 * max(plan.cluster.device.memory, *(p.memory.needed for p in plans)) / GIB)
-    _legend_below(axes, other)
-    axes.set_title("the same job on more and fewer devices: weak scaling, each rank keeps its batch")
-
-
-def _by_devices(plan: Plan) -> Sequence[Plan]:
-    """Return the job on a quarter to 16 times the devices, where they share hosts and shard groups equally."""
-    plans = []
-    for power in range(-2, 5):
-        count = round(plan.cluster.count * 2.0**power)
-        if count < 1 or plan.cluster.count * 2.0**power != count:
-            continue
-        hosts = max(1, -(-count // plan.cluster.per_host))
-        try:
-            plans.append(evaluate(plan.model, plan.job, Cluster(plan.cluster.device, count, hosts)))
-        except ConfigError:
-            continue
-    return plans

@@ -177,7 +177,6 @@ def alternatives_table(rows: Sequence[Mapping[str, Any]], title: str, head: str)
 
 def as_dict(plan: Plan, changes: Sequence[Change] = (), notes: Sequence[str] = ()) -> dict[str, Any]:
     """Return everything as plain values. Bytes are bytes, times are seconds."""
-    time = plan.time
     return {
         "model": {"name": plan.model.name, "parameters": plan.parameters, "trainable": plan.trainable},
         "devices": {"kind": plan.cluster.device.name, "count": plan.cluster.count, "hosts": plan.cluster.hosts},
@@ -202,85 +201,41 @@ def as_dict(plan: Plan, changes: Sequence[Change] = (), notes: Sequence[str] = (
             }
             for unit in plan.setting.layout.units
         ],
-        "memory": _memory_dict(plan),
-        "copies": {
-            "host": plan.copies.nbytes,
-            "aside": plan.copies.aside,
-            "seconds": plan.copies.seconds,
-            "every": plan.copies.every,
-            "max_lost_steps": plan.copies.max_lost_steps,
+        "memory": {
+            **_picked(plan.memory, "needed peak persistent phases host_load host_load_peers host_steady checkpoint"),
+            "available": plan.cluster.device.memory,
+            "expected": plan.expected,
         },
-        "streaming": None
-        if plan.job.method == "qlora"
-        else {
-            "nbytes": plan.streaming.nbytes,
-            "gathered": plan.streaming.gathered,
-            "sent": plan.streaming.sent,
+        "copies": _picked(plan.copies, "host=nbytes aside seconds every max_lost_steps"),
+        "streaming": None if plan.job.method == "qlora" else _picked(plan.streaming, "nbytes gathered sent"),
+        "traffic": {
+            **_picked(
+                plan.traffic,
+                "gather=gather_nbytes reduce=reduce_nbytes replicate=replicate_nbytes tiles=tiles_nbytes gathers "
+                "reductions to_device=to_device_nbytes to_host=to_host_nbytes",
+            ),
+            **_picked(plan.links, "host_link=host network_link=network"),
         },
-        "traffic": _traffic_dict(plan),
-        "matrices": _matrices_dict(plan),
-        "time": {
-            "step": time.total,
-            "compute": time.compute,
-            "exposed": time.exposed,
-            "copies": time.copies,
-            "optimizer": time.optimizer,
-            "communication": time.communication,
-            "tokens_per_second": time.tokens_per_second,
-            "mfu": time.mfu,
-            "mfu_unmasked": time.mfu_unmasked,
-        },
+        "matrices": None
+        if plan.setting.matrices is None
+        else _picked(
+            plan.setting.matrices,
+            "count elements=numel balance over_mean idle_ranks=idle sent=sent_nbytes replicated=replicated_nbytes "
+            "owned=owned_nbytes",
+        ),
+        "time": _picked(
+            plan.time,
+            "step=total compute exposed copies optimizer communication tokens_per_second mfu mfu_unmasked",
+        ),
         "changes": [{"change": c.words, "needed": c.plan.memory.needed, "time_factor": c.cost} for c in changes],
         "notes": [*notes, *notes_of(plan)],
     }
 
 
-def _memory_dict(plan: Plan) -> dict[str, Any]:
-    memory = plan.memory
-    return {
-        "needed": memory.needed,
-        "available": plan.cluster.device.memory,
-        "expected": plan.expected,
-        "peak": memory.peak,
-        "persistent": memory.persistent,
-        "phases": memory.phases,
-        "host_load": memory.host_load,
-        "host_load_peers": memory.host_load_peers,
-        "host_steady": memory.host_steady,
-        "checkpoint": memory.checkpoint,
-    }
-
-
-def _traffic_dict(plan: Plan) -> dict[str, Any]:
-    traffic = plan.traffic
-    return {
-        "gather": traffic.gather_nbytes,
-        "reduce": traffic.reduce_nbytes,
-        "replicate": traffic.replicate_nbytes,
-        "tiles": traffic.tiles_nbytes,
-        "gathers": traffic.gathers,
-        "reductions": traffic.reductions,
-        "to_device": traffic.to_device_nbytes,
-        "to_host": traffic.to_host_nbytes,
-        "host_link": plan.links.host,
-        "network_link": plan.links.network,
-    }
-
-
-def _matrices_dict(plan: Plan) -> dict[str, Any] | None:
-    work = plan.setting.matrices
-    if work is None:
-        return None
-    return {
-        "count": work.count,
-        "elements": work.numel,
-        "balance": work.balance,
-        "over_mean": work.over_mean,
-        "idle_ranks": work.idle,
-        "sent": work.sent_nbytes,
-        "replicated": work.replicated_nbytes,
-        "owned": work.owned_nbytes,
-    }
+def _picked(thing: object, names: str) -> dict[str, Any]:
+    """Return attributes by name; `key=attribute` renames one."""
+    pairs = (word.partition("=") for word in names.split())
+    return {key: getattr(thing, attribute or key) for key, _, attribute in pairs}
 
 
 def as_run_config(plan: Plan, others: Mapping[str, Any] | None = None) -> RunConfig:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 
 from fullshard.core.dtypes import collected, itemsize
 from fullshard.core.offload import Offload
@@ -74,25 +73,15 @@ class PlanSetting:
         return bucket.layout.shard_numel * itemsize(bucket.compute_dtype)
 
 
-def owned_nbytes(setting: PlanSetting, per_element: Callable[[str], float]) -> float:
-    """Return bytes of the trained elements a rank owns, on average over a shard group: padding has no state.
-
-    Args:
-        setting: what is planned.
-        per_element: bytes for one, by the dtype it is stored in.
-    """
-    trained = (bucket for bucket in setting.layout.buckets if bucket.trainable)
-    return sum(bucket.layout.numel * per_element(bucket.dtype) for bucket in trained) / setting.layout.shard_size
-
-
 def of_parameters(setting: PlanSetting, what: Callable[[OptimizerRow, str], float]) -> float:
-    """Return one rank's optimizer figure `what`, given per trained element of a dtype, in sum and on average."""
-    row, work = setting.job.planned_optimizer, setting.matrices
-    total = owned_nbytes(setting, partial(what, row))
+    """Return one rank's optimizer figure `what`, given per trained element of a dtype: the mean of a shard group.
+
+    Padding has no state.
+    """
+    row, work, buckets = setting.job.planned_optimizer, setting.matrices, setting.layout.buckets
+    total = sum(bucket.layout.numel * what(row, bucket.dtype) for bucket in buckets if bucket.trainable)
     if row.matrix is None or work is None:
-        return total
-    buckets = setting.layout.buckets
+        return total / setting.layout.shard_size
     more = {dtype: what(row.matrix, dtype) - what(row, dtype) for dtype in {bucket.dtype for bucket in buckets}}
-    return (
-        total + sum(m.numel * more[buckets[m.bucket].dtype] for m in work.dealing.matrices) / setting.layout.shard_size
-    )
+    of_matrices = sum(m.numel * more[buckets[m.bucket].dtype] for m in work.dealing.matrices)
+    return total / setting.layout.shard_size + of_matrices / setting.layout.shard_size
