@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,12 +100,6 @@ def with_settings(model: ModelShape, job: Job, cluster: Cluster, text: str, *, p
     return Alternative(", ".join(text.split(",")), evaluate(model, changed, place), price)
 
 
-def differing(job: Job, base: Job) -> dict[str, Any]:
-    """Return the settings in which a job differs from `base`."""
-    others = base.model_dump()
-    return {name: value for name, value in job.model_dump().items() if value != others[name]}
-
-
 def swept(model: ModelShape, job: Job, cluster: Cluster, text: str, *, price: float | None) -> list[Alternative]:
     """Return one job per value of a setting: `seq-len=2048..131072` doubles, `micro-batch=1,2,4`, `devices=8..64`.
 
@@ -112,25 +107,21 @@ def swept(model: ModelShape, job: Job, cluster: Cluster, text: str, *, price: fl
         ConfigError: no such setting, or values that it does not take.
     """
     name, values = _sweep(text)
-    found = []
-    for value in values:
-        if name == "devices":
-            place = parse_cluster(f"{value}x{cluster.device.name}")
-            found.append(Alternative(str(value), evaluate(model, job, place), price))
-        else:
-            changed = Job.of({**job.model_dump(), name: value})
-            check_positions(model, changed.seq_len)
-            found.append(Alternative(str(value), evaluate(model, changed, cluster), price))
-    return found
+    kind = f"x{cluster.device.name}" if name == "devices" else ""
+    each = ((value, with_settings(model, job, cluster, f"{name}={value}{kind}", price=price)) for value in values)
+    return [dataclasses.replace(found, label=str(value)) for value, found in each]
 
 
-def _sweep(text: str) -> tuple[str, list[Any]]:
+def _sweep(text: str) -> tuple[str, list[str]]:
     name, _, values = text.partition("=")
     name = name.strip().replace("-", "_")
     if name != "devices" and name not in Job.model_fields:
         raise ConfigError(f"sweep {text!r}: no setting {name!r}", hint="write it as seq-len=2048..131072")
     ends = re.fullmatch(r"\s*(\d+k?)\s*\.\.\s*(\d+k?)\s*", values, re.IGNORECASE)
-    found: list[Any] = list(_doubled(token_count(ends[1]), token_count(ends[2]))) if ends else list(_listed(values))
+    found = [word for part in values.split(",") if (word := part.strip())]
+    if ends:
+        first, last = token_count(ends[1]), token_count(ends[2])
+        found = [str(first << power) for power in range(last.bit_length()) if 0 < first << power <= last]
     if not found or len(found) > MOST_POINTS:
         raise ConfigError(
             f"sweep {text!r}: {len(found)} values, expected 1 to {MOST_POINTS}",
@@ -139,20 +130,9 @@ def _sweep(text: str) -> tuple[str, list[Any]]:
     return name, found
 
 
-def _doubled(first: int, last: int) -> Iterator[int]:
-    while 0 < first <= last:
-        yield first
-        first *= 2
-
-
-def _listed(values: str) -> Iterator[int | str]:
-    for word in (part.strip() for part in values.split(",")):
-        if word:
-            yield int(word) if word.isdecimal() else word
-
-
 def as_rows(alternatives: Sequence[Alternative], tokens: float | None) -> list[Mapping[str, Any]]:
-    """Return plain values, for programs."""
+    """Return plain values, for programs; `settings` are those in which a run differs from the first."""
+    jobs = [each.plan.job.model_dump() for each in alternatives]
     return [
         {
             "what": each.label,
@@ -166,7 +146,7 @@ def as_rows(alternatives: Sequence[Alternative], tokens: float | None) -> list[M
             "mfu": each.plan.time.mfu,
             "hours": each.hours(tokens),
             "money": each.money(tokens),
-            "settings": differing(each.plan.job, alternatives[0].plan.job),
+            "settings": {name: value for name, value in job.items() if value != jobs[0][name]},
         }
-        for each in alternatives
+        for each, job in zip(alternatives, jobs, strict=True)
     ]

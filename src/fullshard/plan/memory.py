@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from fullshard.core.dtypes import itemsize
@@ -29,7 +29,7 @@ from fullshard.plan.activations import LayerActivations, layer_activations
 from fullshard.plan.buckets import CountedBucket
 from fullshard.plan.host import many_page_locked_nbytes, page_locked_nbytes
 from fullshard.plan.layout import UnitLayout
-from fullshard.plan.losses import LogitsNbytes, logits_nbytes
+from fullshard.plan.losses import logits_nbytes
 from fullshard.plan.optimizers import OptimizerRow
 from fullshard.plan.setting import PlanSetting, of_parameters
 
@@ -200,39 +200,23 @@ class _Gradient:
     is_added: bool = False
 
 
-@dataclass(slots=True)
 class _Ledger:
-    setting: PlanSetting
-    micro_batches: int
-    now: Counter[str] = field(default_factory=Counter)
-    rest: dict[str, int] = field(default_factory=dict)
-    launched: list[_Gradient] = field(default_factory=list)
-    backward_of: str | None = None
-    collecting: set[str] = field(default_factory=set)
-    leaving: int = 0
-    leaving_page: int = 0
-    has_main_gradient: bool = False
-    micro_batch: int = 0
-    stepping: CountedBucket | None = None
-    tied_nbytes: int = 0
-
-    def __post_init__(self) -> None:
-        persistent = persistent_of(self.setting)
-        self.now["framework"] = self.setting.device.framework
-        self.now.update(persistent)
+    def __init__(self, setting: PlanSetting, micro_batches: int) -> None:
+        self.setting, self.micro_batches = setting, micro_batches
+        self.now = Counter(framework=setting.device.framework, **persistent_of(setting))
         self.rest = self.nbytes
-        self.units = {unit.name: unit for unit in self.setting.layout.units}
-        self.root = self.setting.layout.root
-        blocks = {unit.name: unit.block for unit in self.setting.layout.units if unit.block is not None}
-        job, device = self.setting.job, self.setting.device
-        each = {block: layer_activations(block, job, device) for block in set(blocks.values())}
+        self.units = {unit.name: unit for unit in setting.layout.units}
+        self.root = setting.layout.root
+        blocks = {unit.name: unit.block for unit in setting.layout.units if unit.block is not None}
+        each = {block: layer_activations(block, setting.job, setting.device) for block in set(blocks.values())}
         self.layers = {name: each[block] for name, block in blocks.items()}
-        self.logits = logits_nbytes(self.setting.model, self.setting.job)
-
-    units: dict[str, UnitLayout] = field(init=False)
-    root: UnitLayout = field(init=False)
-    layers: dict[str, LayerActivations] = field(init=False)
-    logits: LogitsNbytes = field(init=False)
+        self.logits = logits_nbytes(setting.model, setting.job)
+        self.launched: list[_Gradient] = []
+        self.backward_of: str | None = None
+        self.collecting: set[str] = set()
+        self.leaving = self.leaving_page = self.micro_batch = self.tied_nbytes = 0
+        self.has_main_gradient = False
+        self.stepping: CountedBucket | None = None
 
     @property
     def nbytes(self) -> dict[str, int]:

@@ -178,7 +178,7 @@ def alternatives_table(rows: Sequence[Mapping[str, Any]], title: str, head: str)
 def as_dict(plan: Plan, changes: Sequence[Change] = (), notes: Sequence[str] = ()) -> dict[str, Any]:
     """Return everything as plain values. Bytes are bytes, times are seconds."""
     return {
-        "model": {"name": plan.model.name, "parameters": plan.parameters, "trainable": plan.trainable},
+        "model": {"name": plan.model.name, **_picked(plan, "parameters trainable")},
         "devices": {"kind": plan.cluster.device.name, "count": plan.cluster.count, "hosts": plan.cluster.hosts},
         "job": plan.job.model_dump(),
         "fits": plan.fits,

@@ -35,16 +35,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from fullshard.core.dtypes import itemsize
 from fullshard.core.events import Event, EventKind
 from fullshard.plan.hardware import Cluster
 from fullshard.plan.host import HostCosts
-from fullshard.plan.layout import UnitLayout
 from fullshard.plan.losses import moved_nbytes, new_nbytes, recomputed_flops
 from fullshard.plan.setting import PlanSetting
-from fullshard.plan.shapes import UnitShape
 from fullshard.plan.tiles import ends_of_step, layer_message_nbytes, reductions_of_layer
 from fullshard.plan.traffic import carried, gather_message_nbytes, reduce_message_nbytes
 from fullshard.plan.work import (
@@ -193,57 +191,44 @@ def _repeated(events: Sequence[Event], clock: _Clock, repeats: int) -> _Passed:
     return passed
 
 
-@dataclass(slots=True)
 class _Clock:
-    setting: PlanSetting
-    cluster: Cluster
-    now: float = 0.0
-    compute: float = 0.0
-    exposed: float = 0.0
-    communication: float = 0.0
-    cast: float = 0.0
-    wires: dict[str, float] = field(default_factory=dict)
-    copied: dict[str, float] = field(default_factory=dict)
-    host: float = 0.0
-    page_left: float = 0.0
-    pages: dict[str, float] = field(default_factory=dict)
-    gathered: dict[str, float] = field(default_factory=dict)
-    reduced: list[tuple[str, float]] = field(default_factory=list)
-    layouts: dict[str, UnitLayout] = field(init=False)
-    shapes: dict[str, UnitShape] = field(init=False)
-    forwards: dict[str, float] = field(init=False)
-    attention: dict[str, tuple[float, float]] = field(init=False)
-    passes: dict[str, tuple[float, float]] = field(init=False)
-    written: dict[str, float] = field(init=False)
-    ops: dict[str, float] = field(init=False)
-    weights: dict[str, float] = field(init=False)
-    casts: dict[str, tuple[float, float]] = field(init=False)
-    loss: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        model, job = self.setting.model, self.setting.job
-        self.layouts = {unit.name: unit for unit in self.setting.layout.units}
+    def __init__(self, setting: PlanSetting, cluster: Cluster) -> None:
+        self.setting, self.cluster = setting, cluster
+        self.now = self.compute = self.exposed = self.communication = self.cast = self.host = self.page_left = 0.0
+        self.wires: dict[str, float] = {}
+        self.copied: dict[str, float] = {}
+        self.pages: dict[str, float] = {}
+        self.gathered: dict[str, float] = {}
+        self.reduced: list[tuple[str, float]] = []
+        model, job, device = setting.model, setting.job, cluster.device
+        self.layouts = {unit.name: unit for unit in setting.layout.units}
         self.shapes = {unit.name: unit for unit in model.units}
-        speed = self.cluster.device.peak(job.compute_dtype) * self.cluster.device.efficiency
+        speed, bandwidth = device.peak(job.compute_dtype) * device.efficiency, device.memory_speed
         self.forwards = {unit.name: forward_flops(unit, job) / speed for unit in model.units}
         if job.float8:
-            gain = 1 - 1 / self.cluster.device.float8
+            gain = 1 - 1 / device.float8
             for unit in model.units:
                 self.forwards[unit.name] -= gain * forward_flops(unit, job, in_float8=True) / speed
         self.forwards[model.root.name] += head_flops(model, job) / speed
-        each = {block: attention_seconds(block, job, self.cluster.device) for block in set(model.blocks)}
-        self.attention = {unit.name: each[unit.block] if unit.block else (0.0, 0.0) for unit in model.units}
-        device = self.cluster.device
-        bandwidth = device.memory_speed
-        moved = {block: pass_seconds(block, job, device) for block in set(model.blocks)}
-        self.passes = {unit.name: moved[unit.block] if unit.block else (0.0, 0.0) for unit in model.units}
-        again = {block: written_again_seconds(block, job, device) for block in set(model.blocks)}
-        self.written = {unit.name: again[unit.block] if unit.block else 0.0 for unit in model.units}
+        blocks = {unit.name: unit.block for unit in model.units if unit.block is not None}
+        each = {
+            block: (
+                attention_seconds(block, job, device),
+                pass_seconds(block, job, device),
+                written_again_seconds(block, job, device),
+            )
+            for block in set(blocks.values())
+        }
+        none = (0.0, 0.0), (0.0, 0.0), 0.0
+        costs = {unit.name: each[unit.block] if unit.block else none for unit in model.units}
+        self.attention = {name: cost[0] for name, cost in costs.items()}
+        self.passes = {name: cost[1] for name, cost in costs.items()}
+        self.written = {name: cost[2] for name, cost in costs.items()}
         self.ops = {unit.name: device.op_seconds if unit.block else 0.0 for unit in model.units}
         # On other devices they are read while the products before them are computed.
         beside = float("inf") if not device.is_cpu else bandwidth
         self.weights = {name: unit.full_nbytes / beside for name, unit in self.layouts.items()}
-        self.casts = {name: cast_seconds(self.setting, unit, device) for name, unit in self.layouts.items()}
+        self.casts = {name: cast_seconds(setting, unit, device) for name, unit in self.layouts.items()}
         self.loss = recomputed_flops(model, job) / speed + moved_nbytes(model, job) / bandwidth
         if device.fresh_bandwidth:
             self.loss += sum(n * fresh_nbytes(nbytes) for n, nbytes in new_nbytes(model, job)) / device.fresh_bandwidth
