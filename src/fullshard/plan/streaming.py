@@ -32,20 +32,11 @@ class Streaming:
 
 
 def streaming_of(model: ModelShape, layout: ModelLayout, cluster: Cluster) -> Streaming:
-    """Predict the stream.
-
-    Args:
-        model: the model to send, so without adapters, which are merged on the way.
-        layout: how it is sharded as it trains.
-        cluster: where.
-    """
+    """Predict the stream of a model without adapters, which are merged on the way, from ranks sharded as `layout`."""
     nbytes, device, ranks = _ITEMSIZE * model.numel, cluster.device, layout.shard_size
     inside, network = device.link * device.link_efficiency, device.network * device.link_efficiency
-    gathered = 0.0
-    if ranks > 1:
-        cuts = (ranks - 1) * sum(len(unit.buckets) for unit in layout.units)  # a parameter with a cut has two owners
-        broadcasts = sum(len(unit.parameters) for unit in model.units) + cuts
-        gathered = broadcasts * (BASE_LATENCY + (ranks - 1) * STEP_LATENCY) + nbytes / inside
-        if ranks > cluster.per_host:
-            gathered += max(0.0, nbytes / (cluster.per_host * network) - nbytes / inside)
-    return Streaming(nbytes, gathered, nbytes / network)
+    cuts = (ranks - 1) * len(layout.buckets)  # a parameter with a cut has two owners
+    broadcasts = sum(len(unit.parameters) for unit in model.units) + cuts
+    slowest = max(nbytes / inside, nbytes / (cluster.per_host * network) if ranks > cluster.per_host else 0.0)
+    gathered = broadcasts * (BASE_LATENCY + (ranks - 1) * STEP_LATENCY) + slowest
+    return Streaming(nbytes, gathered if ranks > 1 else 0.0, nbytes / network)

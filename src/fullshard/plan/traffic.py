@@ -114,6 +114,9 @@ def links_of(traffic: Traffic, model: ModelLayout, ranks_per_host: int, *, tiles
 def carried(nbytes: float, ranks: int, *, stride: int, ranks_per_host: int) -> tuple[float, float]:
     """Return bytes on each device's link inside the host and between hosts, in an all-gather or reduce-scatter.
 
+    With h hosts, each must receive the (h - 1)/h of the buffer it does not hold, once, over the links of all its
+    devices together (NCCL runs one ring per link, so that all of them carry a part).
+
     Args:
         nbytes: of the unsharded buffer.
         ranks: that take part.
@@ -121,19 +124,8 @@ def carried(nbytes: float, ranks: int, *, stride: int, ranks_per_host: int) -> t
         ranks_per_host: devices of a host.
     """
     neighbours = max(1, min(ranks, ranks_per_host // stride))
-    return nbytes * (neighbours - 1) / neighbours, host_link_nbytes(nbytes, ranks, neighbours)
-
-
-def host_link_nbytes(nbytes: float, ranks: int, ranks_per_host: int) -> float:
-    """Return bytes on each device's network link in an all-gather or reduce-scatter of an unsharded buffer of `nbytes`.
-
-    With h hosts, each must receive the (h - 1)/h of the buffer it does not hold, once, over the links of all its
-    devices together (NCCL runs one ring per link, so that all of them carry a part).
-    """
-    if ranks <= ranks_per_host:
-        return 0.0
-    hosts = ranks / ranks_per_host
-    return nbytes * (1 - 1 / hosts) / ranks_per_host
+    across = nbytes * (1 - 1 / (ranks / neighbours)) / neighbours
+    return nbytes * (neighbours - 1) / neighbours, across
 
 
 def exchanged(nbytes: float, ranks: int, *, stride: int, ranks_per_host: int) -> tuple[float, float]:

@@ -154,16 +154,9 @@ def attention_weights(
     output_bias: bool | None = None,
     gated: bool = False,
 ) -> Weights:
-    """Return the weights of attention with four projections.
+    """Return the weights of attention with four projections; `queries`, `keys`: widths of all heads together.
 
-    Args:
-        prefix: the module's name.
-        hidden: the model's width.
-        queries: width of all heads of queries together.
-        keys: that of keys, and of values.
-        bias: of queries, keys and values.
-        output_bias: of what comes after; None: as `bias`.
-        gated: whether a gate is projected beside the queries.
+    `gated`: a gate is projected beside the queries.
     """
     return [
         *linear_weights(f"{prefix}.q_proj", hidden, 2 * queries if gated else queries, bias=bias),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from fullshard.core.dtypes import itemsize
 from fullshard.core.sizes import LONG_NBYTES
 from fullshard.plan.activations import between_products_nbytes, layer_activations, passes_over_scores
@@ -112,27 +114,18 @@ def written_again_seconds(block: Block, job: Job, device: Device) -> float:
 
 def cast_seconds(setting: PlanSetting, unit: UnitLayout, device: Device) -> tuple[float, float]:
     """Return seconds of casting the own interval in before a gather, and gradients into the reduce input."""
-    seconds = []
-    for moved, fresh in (_cast_in(setting, unit), _cast_out(setting, unit)):
-        seconds.append(moved / device.memory_speed)
-        if device.fresh_bandwidth:
-            seconds[-1] += fresh / device.fresh_bandwidth
-    return seconds[0], seconds[1]
-
-
-def _cast_in(setting: PlanSetting, unit: UnitLayout) -> tuple[float, float]:
-    """Return bytes read and written, and bytes of new memory. In shared memory backward finds what forward has cast."""
-    if setting.route.shares_memory:  # nothing is new, and what is there is not copied
-        return sum((b.main_nbytes + copied) / 2 for b in unit.buckets if (copied := setting.copies_nbytes(b))), 0
+    made = sum(b.layout.full_numel * itemsize(b.compute_dtype) + setting.collected_nbytes(b) for b in unit.trainable)
+    if setting.route.shares_memory:  # nothing is new, what is there is not copied, and backward finds forward's casts
+        moved = sum((b.main_nbytes + copied) / 2 for b in unit.buckets if (copied := setting.copies_nbytes(b)))
+        return moved / device.memory_speed, made / device.memory_speed
     own = [bucket for bucket in unit.buckets if not bucket.shares_main]
     moved = sum(b.main_nbytes + b.layout.shard_numel * itemsize(b.compute_dtype) for b in own)
-    return moved, sum(fresh_nbytes(bucket.full_nbytes) for bucket in own)
-
-
-def _cast_out(setting: PlanSetting, unit: UnitLayout) -> tuple[float, float]:
-    """Return the same bytes for gradients."""
-    made = sum(b.layout.full_numel * itemsize(b.compute_dtype) + setting.collected_nbytes(b) for b in unit.trainable)
-    return made, 0 if setting.route.shares_memory else sum(fresh_nbytes(b.reduce_nbytes) for b in unit.trainable)
+    fresh = (
+        sum(fresh_nbytes(bucket.full_nbytes) for bucket in own),
+        sum(fresh_nbytes(bucket.reduce_nbytes) for bucket in unit.trainable),
+    )
+    speed = device.fresh_bandwidth or math.inf
+    return moved / device.memory_speed + fresh[0] / speed, made / device.memory_speed + fresh[1] / speed
 
 
 def last_product(unit: UnitShape, job: Job) -> float:
