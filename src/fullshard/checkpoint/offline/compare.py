@@ -83,18 +83,13 @@ def _values(
             continue
         wide = torch.complex128 if x.is_complex() or y.is_complex() else torch.float64
         p, q = x.to(wide), y.to(wide)
-        # the bits of one dtype; values of two
-        same = _same_bits(x, y) if x.dtype == y.dtype else (p == q) | (p.isnan() & q.isnan())
+        same = (p == q) | (p.isnan() & q.isnan())
+        if x.dtype == y.dtype:  # then the bits count, not the values
+            same = (x.view(-1, 1).view(torch.uint8) == y.view(-1, 1).view(torch.uint8)).all(dim=1)
         distance = torch.where(p == q, 0.0, (p - q).abs()).nan_to_num(nan=float("inf"))
         count += int((~same).sum())
         largest = max(largest, float(distance.max()))
     return Difference(kind, own, "values", max_abs=largest, count=count)
-
-
-def _same_bits(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    size = x.itemsize
-    mine, theirs = (torch.from_numpy(tensor_bytes(t).copy()).view(-1, size) for t in (x, y))
-    return (mine == theirs).all(dim=1)
 
 
 def _settings(a: Source, b: Source) -> Iterator[Difference]:

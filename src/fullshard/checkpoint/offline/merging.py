@@ -84,7 +84,9 @@ class MergedSource(Source):
         wide = functools.reduce(torch.promote_types, dtypes & _COMPUTED_WITH or {torch.float32})
         self._model = _skeleton(self.path, directory, self._weights, wide)
         self._merged = MergedModel(self._model)
-        self._stored = self._weights.by_model_name(self._model, self._merged.prefix)
+        prefix = self._merged.prefix
+        by_name = self._weights.by_model_name(self._model, prefix)
+        self._stored = {name.removeprefix(prefix): key for name, key in by_name.items() if name.startswith(prefix)}
         self._disk = _disk_names(base.contents.parameters, self._merged.base)
         self._sources = {self._name(source): source for source in self._merged.sources if self._is_changed(source)}
         changed = {
@@ -135,24 +137,17 @@ class MergedSource(Source):
     def _is_changed(self, source: Any) -> bool:
         if self._merged.is_changed(source):
             return True
-        return any(
-            self._full(name) in self._stored for part in self._merged.parts(source) for name in self._names(part)
-        )
+        parts = map(self._merged.local, self._merged.parts(source))
+        return any(name in self._stored for part in parts for name in part.names)
 
     def _name(self, source: Any) -> str:
         """Return the name on disk, or the first where the base has none of its names (untied by the adapter)."""
         return next((self._disk[name] for name in source.names if name in self._disk), str(source.name))
 
-    def _names(self, tensor: torch.Tensor) -> tuple[str, ...]:
-        return self._merged.local(tensor).names
-
-    def _full(self, name: str) -> str:
-        return f"{self._merged.prefix}{name}"
-
     def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a parameter of the skeleton, from the adapter's file or the base's."""
-        names = self._names(tensor)
-        stored = next((self._stored[self._full(name)] for name in names if self._full(name) in self._stored), None)
+        names = self._merged.local(tensor).names
+        stored = next((self._stored[name] for name in names if name in self._stored), None)
         if stored is not None:
             value = self._weights.whole(stored)
         else:
