@@ -121,23 +121,6 @@ class Group:
         return {_renamed(name, self.renamings): tensor for name, tensor in single.items()}
 
 
-@dataclass(frozen=True)
-class Loading:
-    """The sources of a model's tensors in the files.
-
-    Attributes:
-        as_it_is: for each that is stored as it is, the name in the files.
-        groups: how the others are made.
-        unused: names in the files that no tensor of the model is made of.
-        again: further names in the files for a tensor of the model that is stored as it is.
-    """
-
-    as_it_is: dict[str, str]
-    groups: list[Group]
-    unused: list[str]
-    again: list[tuple[str, str]]
-
-
 class Rules:
     """Rules of Transformers for one model, in one direction."""
 
@@ -152,8 +135,13 @@ class Rules:
         """Return the names in the files that matched a tensor."""
         return [transform for transform in self.transforms if transform.was_used()]
 
-    def load(self, keys: Iterable[str]) -> Loading:
-        """Return how to make the model's tensors from files with tensors of these names."""
+    def load(self, keys: Iterable[str]) -> tuple[dict[str, str], list[Group], list[str], list[tuple[str, str]]]:
+        """Return how to make the model's tensors from files with tensors of these names.
+
+        Returns:
+            The name in the files of each tensor that is stored as it is; how the others are made; names in the files
+            that none is made of; and further names in the files for tensors that are stored as they are.
+        """
         known = self.outline.tensors
         as_it_is: dict[str, str] = {}
         groups: dict[str, Group] = {}
@@ -169,7 +157,7 @@ class Rules:
                 unused.append(key)
             elif as_it_is.setdefault(name, key) != key:
                 again.append((name, key))
-        return Loading(as_it_is, list(groups.values()), unused, again)
+        return as_it_is, list(groups.values()), unused, again
 
     def save(self, names: Iterable[str]) -> tuple[dict[str, str], list[Group]]:
         """Return how to store the model's tensors: the name of each that is stored as it is, and groups of others."""

@@ -37,20 +37,18 @@ def match(stored: Mapping[str, TensorSource], rules: Rules) -> Match:
     Raises:
         CheckpointError: tensors of the directory that are not what a rule expects, or two that are one in the model.
     """
-    loading = rules.load(stored)
-    found: dict[str, TensorSource] = {name: stored[key] for name, key in loading.as_it_is.items()}
+    as_it_is, groups, unused, again = rules.load(stored)
+    found: dict[str, TensorSource] = {name: stored[key] for name, key in as_it_is.items()}
     clashes = [
-        f"{loading.as_it_is[name]} and {key} are both {name}"
-        for name, key in loading.again
-        if not are_equal(stored[key], found[name])
+        f"{as_it_is[name]} and {key} are both {name}" for name, key in again if not are_equal(stored[key], found[name])
     ]
     if clashes:
         raise CheckpointError(
             f"the files hold several values for one weight of {rules.outline.title}:\n" + "\n".join(clashes),
             hint="load the class that was saved; Transformers itself would take the first without a word",
         )
-    unused, outline = list(loading.unused), rules.outline
-    for group in loading.groups:
+    outline = rules.outline
+    for group in groups:
         together = _Together(group, stored, outline)
         where = ", ".join(dict.fromkeys(stored[key].where for _, key in group.takes))
         for name, meta in together.metas.items():
