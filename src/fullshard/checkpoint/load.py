@@ -19,7 +19,7 @@ from fullshard.checkpoint.averages import AVERAGES, average_records, averages_in
 from fullshard.checkpoint.coded_state import CodedTensor, coded_tensors, fresh_state, rows_of
 from fullshard.checkpoint.collect import LoadArguments
 from fullshard.checkpoint.decoding import decode_value
-from fullshard.checkpoint.elements import dtype_of, stored_dtype, tensor_bytes
+from fullshard.checkpoint.elements import dtype_of, stored_dtype
 from fullshard.checkpoint.format import (
     MANIFEST_NAME,
     GroupRecord,
@@ -437,7 +437,7 @@ def _fill(target: _Target, readers: Readers) -> None:
     in_place = tensor.device.type == "cpu" and tensor.is_contiguous()
     staging = tensor if in_place else torch.empty(tensor.shape, dtype=tensor.dtype)
     readers.fill(
-        tensor_bytes(staging),
+        staging,
         target.kind,
         target.name,
         target.record,

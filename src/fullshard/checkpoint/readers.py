@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from typing import Self
 
@@ -13,7 +14,7 @@ from fullshard.checkpoint.elements import dtype_called, dtype_of, tensor_bytes
 from fullshard.checkpoint.format import CodedPieceRecord, Manifest, TensorRecord, stored_as
 from fullshard.checkpoint.objects import Location
 from fullshard.checkpoint.resharding import plan_reads
-from fullshard.checkpoint.tensor_file import Bytes, TensorFileReader
+from fullshard.checkpoint.tensor_file import TensorFileReader
 from fullshard.checkpoint.verify import pieces_of
 from fullshard.core.chunking import UNCUT, Chunking
 from fullshard.core.dtypes import itemsize
@@ -59,7 +60,7 @@ class Readers:
 
     def fill(
         self,
-        data: Bytes,
+        out: torch.Tensor,
         kind: str,
         name: str,
         record: TensorRecord,
@@ -67,16 +68,13 @@ class Readers:
         *,
         chunking: Chunking = UNCUT,
     ) -> None:
-        """Read elements `interval`, counted as `chunking` says, of a tensor in pieces in files of one kind."""
-        if record.chunking != chunking and not (chunking.is_row_by_row and record.chunking.is_row_by_row):
+        """Fill `out`, in host memory, with elements `interval`, counted as `chunking` says, of a tensor in pieces."""
+        read = functools.partial(self._read_pieces, kind, name, record)
+        read_across(read, out.view(-1), shape=record.shape, source=record.chunking, target=chunking, wanted=interval)
 
-            def read_tiles(part: Interval, into: torch.Tensor) -> None:
-                self.fill(tensor_bytes(into), kind, name, record, part, chunking=record.chunking)
-
-            out = torch.from_numpy(data).view(dtype_of(record)) if len(data) else torch.empty(0)
-            read_across(read_tiles, out, shape=record.shape, source=record.chunking, target=chunking, wanted=interval)
-            return
-        width = itemsize(record.dtype)
+    def _read_pieces(self, kind: str, name: str, record: TensorRecord, interval: Interval, out: torch.Tensor) -> None:
+        """Read elements `interval` of a tensor, counted as it is stored, from files of one kind."""
+        data, width = tensor_bytes(out), itemsize(record.dtype)
         for read in plan_reads(pieces_of(record), interval):
             reader, piece = self[self._manifest.file_name(kind, read.piece.rank)], read.piece
             part = data[read.target.start * width : read.target.stop * width]
@@ -101,7 +99,7 @@ class Readers:
                     mine[part].copy_(parts[part])
                 return
         values = torch.empty(interval.numel, dtype=dtype_of(record))
-        self.fill(tensor_bytes(values), "optimizer", name, record, interval, chunking=chunking)
+        self.fill(values, "optimizer", name, record, interval, chunking=chunking)
         out.write(values)
 
     def _decoded(self, kind: str, name: str, dtype: str, piece: CodedPieceRecord, wanted: Interval) -> torch.Tensor:

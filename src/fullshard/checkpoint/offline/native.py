@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from fullshard.checkpoint.elements import dtype_of, tensor_bytes
+from fullshard.checkpoint.elements import dtype_of
 from fullshard.checkpoint.format import MANIFEST_NAME, is_for_others, read_manifest
 from fullshard.checkpoint.objects import Location
 from fullshard.checkpoint.offline.source import Contents, Kind, Source
@@ -45,7 +45,7 @@ class NativeSource(Source):
         """See `Source.read`."""
         record = self._records[kind, name]
         out = torch.empty(interval.numel, dtype=dtype_of(record))
-        self._readers.fill(tensor_bytes(out), kind, name, record, interval)
+        self._readers.fill(out, kind, name, record, interval)
         return out
 
     def rank_state(self, rank: int) -> Mapping[str, torch.Tensor]:
