@@ -94,14 +94,7 @@ def is_exported_as_it_is(model: nn.Module) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Parameters and buffers that are stored together: usually one as it is, else those that a converter takes.
-
-    Attributes:
-        sources: what to gather.
-        names: the name of each in the model.
-        stored_name: of the one that is stored as it is.
-        group: the conversion of several.
-    """
+    """Parameters and buffers that are stored together: one as it is (`stored_name`), or several by way of a `group`."""
 
     sources: list[LocalTensor]
     names: list[str]

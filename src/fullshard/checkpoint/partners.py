@@ -13,12 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class HostGrid:
-    """The hosts that ranks run on: as many ranks on each host, in order.
-
-    Attributes:
-        rank, world_size: this rank, and how many there are.
-        per_host: of them on each host.
-    """
+    """The hosts that ranks run on, seen from one rank: `per_host` ranks on each host, in order."""
 
     rank: int
     world_size: int

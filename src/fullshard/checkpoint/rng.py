@@ -39,11 +39,7 @@ def rng_tensors(device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def restore_rng(tensors: Mapping[str, torch.Tensor], device: torch.device) -> list[str]:
-    """Set the generators to what `rng_tensors` returned.
-
-    Returns:
-        Names of generators on either side that the other does not have: another kind of device.
-    """
+    """Set the generators to what `rng_tensors` returned; return the names of those that only one side has."""
     setters: dict[str, Callable[[torch.Tensor], Any]] = {
         "python": lambda words: random.setstate(
             (_PYTHON_VERSION, tuple(words.tolist()), next(iter(tensors[RNG_PREFIX + "python_gauss"].tolist()), None))

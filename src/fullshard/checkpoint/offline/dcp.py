@@ -27,16 +27,9 @@ _MAX_VALUE_NBYTES = 2**26
 
 
 class DcpSource(Source):
-    """A model, and optimizer state if there is any, in one or two DCP directories.
+    """A model, and optimizer state if there is any, in one or two DCP directories, the model's first.
 
     Of every tensor the parts that one rank saved are read whole, one at a time.
-
-    Args:
-        title: what it is, for people.
-        path: for messages.
-        directories: those with a `.metadata`, the model's first.
-        optimizer: whether to open the optimizer's state.
-        notes: see `Contents`.
 
     Raises:
         CheckpointError: see `read_metadata`; or no model in it.

@@ -205,12 +205,7 @@ class Pieces:
 
 
 class MemorySource(Source):
-    """A checkpoint whose tensors are there as (mapped) tensors: what torch's own files turn into.
-
-    Args:
-        title, path, contents: see `Source`.
-        tensors: the elements of everything `contents.tensors()` lists.
-    """
+    """A checkpoint whose tensors, all that `contents` lists, are there (mapped): what torch's own files turn into."""
 
     def __init__(self, title: str, path: Path, contents: Contents, tensors: Mapping[tuple[Kind, str], Pieces]) -> None:
         self.title, self.path, self.contents, self._tensors = title, path, contents, tensors
