@@ -21,7 +21,6 @@ from fullshard import Accelerator
 from fullshard.api.virtual import costs
 from fullshard.core.errors import ConfigError
 from fullshard.features.chunked_loss.loss import chunked_cross_entropy
-from fullshard.plan import losses
 from fullshard.plan.evaluate import evaluate, notes_of
 from fullshard.plan.families import from_config
 from fullshard.plan.hardware import parse_cluster
@@ -95,35 +94,19 @@ def test_a_step_allocates_what_is_planned(kind: str, precision: str, dtype: str,
     assert found == pytest.approx(expected, abs=0.6)
 
 
-def moved_labels(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    wide = logits.float()
-    return nn.functional.cross_entropy(wide.flatten(0, 1), labels.flatten())
-
-
-def copied_logits(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    wide = logits.float()
-    shifted = wide[..., :-1, :].contiguous()
-    return nn.functional.cross_entropy(shifted.flatten(0, 1), labels[..., 1:].flatten())
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(
-    ("release", "keeps_half"), [((4, 45), False), ((4, 46), True), ((4, 48), True), ((4, 49), True), ((5, 23), True)]
-)
-def test_forward_of_every_version(release: tuple[int, int], keeps_half: bool, dtype: torch.dtype) -> None:
-    """Its loss in short, in versions of Transformers that differ, with what the model's forward holds meanwhile."""
-    loss = moved_labels if release >= (4, 49) else copied_logits
-    hidden, labels = torch.zeros(2, TOKENS // 2, 16, dtype=dtype), torch.zeros(2, TOKENS // 2, dtype=torch.long)
-    head = torch.zeros(16, VOCAB, dtype=dtype, requires_grad=True)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_forward_holds_what_is_planned(dtype: str) -> None:
+    """Transformers' loss in short: float32 inside it, and labels are moved instead of logits."""
+    hidden = torch.zeros(TOKENS, 16, dtype=getattr(torch, dtype))
+    head = torch.zeros(16, VOCAB, dtype=hidden.dtype, requires_grad=True)
 
     def forward() -> torch.Tensor:
         logits = hidden @ head
-        if not keeps_half:
-            logits = logits.float()
-        return loss(logits, labels)
+        return nn.functional.cross_entropy(logits.float(), torch.zeros(TOKENS, dtype=torch.long))
 
-    found = peak(forward)
-    assert found == pytest.approx(losses._forward_width(dtype.itemsize, release), abs=0.3)
+    shape, _ = from_config({**CONFIG, "model_type": "llama"}, where="x")
+    job = Job.of({"seq_len": TOKENS, "precision": "no", "base_dtype": dtype})
+    assert peak(forward) == pytest.approx(logits_nbytes(shape, job).forward / (VOCAB * TOKENS), abs=0.3)
 
 
 def test_the_loss_needs_what_the_formula_says() -> None:
@@ -254,7 +237,10 @@ def test_logits_of_a_large_vocabulary() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({}, ("Transformers' own, of 5.", "12 bytes per logit", "as Trainer does not", "--keeps-outputs")),
+        (
+            {},
+            ("Transformers' own, which makes", "12 bytes per logit", "as Trainer does not", "--keeps-outputs"),
+        ),
         ({"keeps_outputs": True}, ("16 bytes per logit", "keeps its outputs")),
         ({"loss": "kernel"}, ("one kernel", "4 bytes per logit")),
         ({"loss": "fused", "loss_chunk": 512}, ("512 tokens at a time", "product once more")),

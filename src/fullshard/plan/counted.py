@@ -6,6 +6,7 @@ version of Transformers. Its results lie in `$XDG_CACHE_HOME/fullshard/shapes`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib.util
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.core.errors import ConfigError
-from fullshard.core.files import read_text
+from fullshard.core.files import read_text, write_text
 from fullshard.plan.shapes import Block, ModelShape, ParameterShape, UnitShape
 
 _PROGRAM = "fullshard.api.counting"
@@ -94,13 +95,9 @@ def _count(question: str, where: str) -> str:
 
 def _keep(path: Path, answer: str) -> None:
     """Keep the result; if it cannot be kept, it is counted again next time."""
-    try:
+    with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(f".{os.getpid()}")
-        part.write_text(answer, encoding="utf-8")
-        part.replace(path)
-    except OSError:
-        return
+        write_text(path, answer)
 
 
 def _families_of_transformers() -> str:

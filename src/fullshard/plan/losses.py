@@ -1,18 +1,13 @@
-"""Allocations of a language model's loss, per logit, in a step as it runs: by version of Transformers.
+"""Allocations of a language model's loss, per logit, in a step as it runs.
 
     logits          the head's output, in the compute dtype; cast to float32 for the loss, which is freed after it
     log-softmax     float32, kept for backward
     backward        the gradient of log-softmax's output and that of its input, float32, beside what was kept
 
-| Transformers | its loss of a causal language model | worst of forward, b = bytes of the compute dtype |
-|---|---|---|
-| up to 4.45 | the model returns float32 logits, and a copy without the last token goes into the loss | 12 |
-| 4.46 to 4.48 | float32 inside the loss, and that copy | b + 12 |
-| from 4.49 | float32 inside the loss; labels are moved instead of logits | b + 8 |
-
-In backward it is 12 in all of them (`loss/loss_utils.py`, and `models/llama` before 4.46). The logits themselves are in
-no graph: they are gone before backward, unless the loop keeps `outputs` until the end of it. Trainer does not. In
-float32 nothing is cast, so there is one copy less in forward. A loss without a cast of its own is cast by autocast.
+Transformers casts to float32 inside the loss, and moves labels instead of logits: b + 8 bytes at the worst of forward
+(b: those of the compute dtype), and 12 in backward (`loss/loss_utils.py`). The logits themselves are in no graph: they
+are gone before backward, unless the loop keeps `outputs` until the end of it. Trainer does not. In float32 nothing is
+cast, so there is one copy less in forward. A loss without a cast of its own is cast by autocast.
 
 The fused loss is the engine's own (`wrap/chunked_loss`), some tokens at a time. Nothing of a chunk is kept, so backward
 makes its logits again: a fourth product with the head's weight beside the usual three. Of n chunks of c tokens, with V
@@ -29,10 +24,7 @@ gradient from then on.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 
 from fullshard.core.dtypes import itemsize
 from fullshard.core.sizes import format_nbytes
@@ -42,8 +34,6 @@ from fullshard.plan.shapes import ModelShape
 BACKWARD_LOSS_NBYTES = 12
 """Per logit at the worst moment of the loss's backward: log-softmax's output, its gradient and that of its input, each
 in float32. `cross_entropy` saves nothing else."""
-
-_MOVED_LABELS, _OWN_LOSS = (4, 49), (4, 46)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +62,7 @@ def logits_nbytes(model: ModelShape, job: Job) -> LogitsNbytes:
     capped = width if model.capped_logits else 0  # tanh's output
     if job.loss == "kernel":  # a gradient as large as the logits, which are kept
         return LogitsNbytes(*(elements * each for each in (width + capped, 2 * width + capped, held + capped)))
-    forward = _forward_width(width, _transformers()) + capped
+    forward = width + (4 if width < 4 else 0) + 4 + capped
     return LogitsNbytes(
         elements * forward, elements * (held + BACKWARD_LOSS_NBYTES + capped), elements * (held + capped)
     )
@@ -143,23 +133,6 @@ def held_width(job: Job) -> int:
     return 4 if job.precision in ("bf16", "fp16") else itemsize(job.compute_dtype)
 
 
-def _forward_width(width: int, release: tuple[int, ...]) -> int:
-    if release < _OWN_LOSS:
-        return 12
-    copy = 4 if width < 4 else 0
-    return width + copy + 4 + (0 if release >= _MOVED_LABELS else 4)
-
-
-@cache
-def _transformers() -> tuple[int, ...]:
-    """Return the installed version's first two numbers; without one, those of a new version. Imports nothing."""
-    try:
-        found = re.findall(r"\d+", version("transformers"))
-    except PackageNotFoundError:
-        return (5, 0)
-    return tuple(map(int, found[:2]))
-
-
 def loss_note(model: ModelShape, job: Job) -> str:
     """Return which loss was planned and why, in a line; empty if the model has no vocabulary."""
     if not model.vocab:
@@ -177,7 +150,6 @@ def loss_note(model: ModelShape, job: Job) -> str:
             f"the loss is one kernel on whole logits in {job.compute_dtype}, as flash-attn's and Liger's cross entropy "
             f"are: {each:.0f} bytes per logit, {format_nbytes(most)}"
         )
-    release = ".".join(map(str, _transformers()))
     kept = (
         f"{held_width(job)} of them because the loop keeps its outputs"
         if job.keeps_outputs
@@ -185,6 +157,6 @@ def loss_note(model: ModelShape, job: Job) -> str:
         f"{format_nbytes(elements * held_width(job.model_copy(update={'keeps_outputs': True})))} more (--keeps-outputs)"
     )
     return (
-        f"the loss is Transformers' own, of {release}, which makes float32 of whole logits: {each:.0f} bytes per logit "
+        f"the loss is Transformers' own, which makes float32 of whole logits: {each:.0f} bytes per logit "
         f"at the worst, {format_nbytes(most)}; {kept}. --loss fused: in chunks, as use_chunked_loss does"
     )

@@ -11,7 +11,7 @@ backward meets that unit first.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from fullshard.core.events import Event, EventKind
 from fullshard.core.schedule import REDUCTIONS_IN_FLIGHT, BackwardPrefetch, Reductions, gathered_ahead
@@ -64,27 +64,21 @@ def predict_step(model: ModelLayout, options: ScheduleOptions) -> list[Event]:
     return run.events
 
 
-@dataclass(slots=True)
 class _Run:
     """The part of the engine's state that decides what happens next; units are known by their names."""
 
-    model: ModelLayout
-    options: ScheduleOptions
-    events: list[Event] = field(default_factory=list)
-    gathering: set[str] = field(default_factory=set)
-    unsharded: set[str] = field(default_factory=set)
-    awaiting: set[str] = field(default_factory=set)
-    reductions: Reductions[_Place] = field(default_factory=Reductions)
-    ready: set[str] = field(default_factory=set)
-    pages: list[UnitLayout] = field(default_factory=list)
-    wanted: UnitLayout | None = None
-    updated: set[str] = field(default_factory=set)
-    steps: bool = False
-
-    def __post_init__(self) -> None:
-        self.units = {unit.name: unit for unit in self.model.units}
-
-    units: dict[str, UnitLayout] = field(init=False)
+    def __init__(self, model: ModelLayout, options: ScheduleOptions) -> None:
+        self.model, self.options, self.steps = model, options, False
+        self.units = {unit.name: unit for unit in model.units}
+        self.events: list[Event] = []
+        self.gathering: set[str] = set()
+        self.unsharded: set[str] = set()
+        self.awaiting: set[str] = set()
+        self.ready: set[str] = set()
+        self.updated: set[str] = set()
+        self.reductions: Reductions[_Place] = Reductions()
+        self.pages: list[UnitLayout] = []
+        self.wanted: UnitLayout | None = None
 
     def emit(self, kind: EventKind, unit: UnitLayout, nbytes: int = 0) -> None:
         self.events.append(Event(kind, unit.name, nbytes))
