@@ -213,7 +213,8 @@ def _evaluate(model: ModelShape, job: Job, cluster: Cluster, *, budget: int | No
         layout = dataclasses.replace(layout, keeps_parameters=False)
     kept = 0
     if budget is not None:
-        kept = _count_kept(layout, budget, shares_memory=route.shares_memory)
+        units = [unit for unit in reversed(layout.calls) if unit.frees_after_forward]  # the last first
+        kept = count_kept([0 if route.shares_memory else unit.gathered_nbytes for unit in units], budget)
         layout = layout.keeping(kept)
     repeats, step = _repeats(job)
     events = predict_step(layout, step)
@@ -227,12 +228,6 @@ def _evaluate(model: ModelShape, job: Job, cluster: Cluster, *, budget: int | No
         matrices=matrix_work(trained, layout, job.dtypes) if job.planned_optimizer.matrix else None,
     )
     return Plan(model, job, cluster, setting, events, repeats, kept)
-
-
-def _count_kept(layout: ModelLayout, budget: int, *, shares_memory: bool) -> int:
-    """Count the units, the last first, that `budget` bytes keep unsharded."""
-    units = [unit for unit in reversed(layout.calls) if unit.frees_after_forward]
-    return count_kept([0 if shares_memory else unit.gathered_nbytes for unit in units], budget)
 
 
 def _repeats(job: Job) -> tuple[int, ScheduleOptions]:

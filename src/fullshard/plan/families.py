@@ -110,7 +110,8 @@ def _feed_forward(fields: Fields, kind: _Decoder, prefix: str, index: int) -> tu
     """Return the weights, and a block without its attention, which the caller fills in."""
     hidden = fields.number("hidden_size")
     bias = fields.flag("mlp_bias", False)
-    if not kind.experts or not _is_sparse(fields, index):
+    step = fields.number("decoder_sparse_step", default=1)
+    if not kind.experts or index in fields.items("mlp_only_layers") or (index + 1) % step:
         width = fields.number("intermediate_size")
         if kind.fused:
             weights = linear_weights(f"{prefix}.gate_up_proj", hidden, 2 * width) + linear_weights(
@@ -141,11 +142,6 @@ def _feed_forward(fields: Fields, kind: _Decoder, prefix: str, index: int) -> tu
         shared_intermediate=shared,
     )
     return weights, block
-
-
-def _is_sparse(fields: Fields, index: int) -> bool:
-    step = fields.number("decoder_sparse_step", default=1)
-    return index not in fields.items("mlp_only_layers") and (index + 1) % step == 0
 
 
 def _gpt2(fields: Fields) -> ModelShape:

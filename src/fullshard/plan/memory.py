@@ -157,18 +157,20 @@ def memory_of(events: Sequence[Event], setting: PlanSetting, *, ranks_per_host: 
             phase = "backward"
         elif event.kind is EventKind.REDUCE_DONE and not setting.job.schedule.steps_in_backward:
             phase = "optimizer"  # or the next micro-batch's forward
-    phases["save"] = _save_peak(setting, ledger.rest)
+    # Shards are written where they lie; a state dict gathers one parameter at a time.
+    largest = max(b.largest_numel * itemsize(b.dtype) for b in setting.layout.buckets)
+    phases["save"] = {**ledger.rest, "gathered units": largest}
     order = ("load", "forward", "backward", "optimizer", "save")
     return Memory(
-        {name: _in_order(phases[name]) for name in order if name in phases},
+        {
+            phase: {n: phases[phase][n] for n in CATEGORIES if phases[phase].get(n)}
+            for phase in order
+            if phase in phases
+        },
         timeline,
         *_host(setting, ranks_per_host),
         checkpoint=_checkpoint(setting),
     )
-
-
-def _in_order(nbytes: dict[str, int]) -> dict[str, int]:
-    return {name: nbytes[name] for name in CATEGORIES if nbytes.get(name)}
 
 
 def persistent_of(setting: PlanSetting) -> dict[str, int]:
@@ -321,7 +323,7 @@ class _Ledger:
         if self.setting.device.is_cpu:
             halves = (b.largest_numel for b in unit.trainable if itemsize(b.compute_dtype) == 2)
             working += 4 * max(halves, default=0)
-        largest = _largest_nbytes(unit)
+        largest = max(bucket.largest_numel * itemsize(bucket.compute_dtype) for bucket in unit.trainable)
         moments = self._for_a_moment({"reduce buffers": largest, "activations": working})
         if is_first and unit is self.root and self.setting.model.tied:
             # Autograd holds the head's gradient until the embedding's comes, and adds that to it.
@@ -477,21 +479,18 @@ class _Ledger:
             # torch: "uses ~ sizeof(params) more peak memory than the for-loop version".
             return sum(bucket.main_nbytes for bucket in buckets)
         # One parameter at a time: the square root of its second moment, and that with the step's scale.
-        return 2 * max((_largest_slice(bucket) * itemsize(bucket.dtype) for bucket in buckets), default=0)
+        slices = (
+            bucket.layout.interval(index, 0).numel * itemsize(bucket.dtype)
+            for bucket in buckets
+            for index in range(len(bucket.layout.specs))
+        )
+        return 2 * max(slices, default=0)
 
     def _for_a_moment(self, extra: dict[str, int]) -> list[dict[str, int]]:
         fullest = self.nbytes
         for name, nbytes in extra.items():
             fullest[name] = fullest.get(name, 0) + nbytes
         return [fullest, self.nbytes]
-
-
-def _largest_nbytes(unit: UnitLayout) -> int:
-    return max(bucket.largest_numel * itemsize(bucket.compute_dtype) for bucket in unit.trainable)
-
-
-def _largest_slice(bucket: CountedBucket) -> int:
-    return max(bucket.layout.interval(index, 0).numel for index in range(len(bucket.layout.specs)))
 
 
 # -- around the step ----------------------------------------------------------------------------------------------
@@ -504,12 +503,6 @@ def _load_peak(setting: PlanSetting, at_rest: dict[str, int]) -> dict[str, int]:
     if setting.layout.shard_size > 1:
         nbytes["gathered units"] = whole
     return nbytes
-
-
-def _save_peak(setting: PlanSetting, at_rest: dict[str, int]) -> dict[str, int]:
-    """Return the peak of saving: shards are written where they lie; a state dict gathers one parameter at a time."""
-    largest = max(b.largest_numel * itemsize(b.dtype) for b in setting.layout.buckets)
-    return {**at_rest, "gathered units": largest}
 
 
 def _host(setting: PlanSetting, ranks_per_host: int) -> tuple[int, int, int]:
@@ -529,7 +522,10 @@ def _host(setting: PlanSetting, ranks_per_host: int) -> tuple[int, int, int]:
     )
     on_host = [nbytes for bucket in buckets for nbytes in bucket.host_buffers]
     shards, locked_shards = sum(on_host), sum(map(page_locked_nbytes, on_host))
-    steady = locked_shards + _host_state_nbytes(setting)
+    steady = locked_shards
+    if setting.on_host.optimizer_state:  # made beside main weights, or page-locked because it travels
+        state = _state_nbytes(setting)
+        steady += state if setting.on_host.main_weights else many_page_locked_nbytes(state)
     # All pages but the last, which never leaves the device. For a layer that is
     # checkpointed a page holds its input alone.
     locked = many_page_locked_nbytes if setting.job.checkpointing == "none" else page_locked_nbytes
@@ -540,14 +536,6 @@ def _host(setting: PlanSetting, ranks_per_host: int) -> tuple[int, int, int]:
     # Parts of a whole model are gone before all shards exist, which outweighs rounding.
     loads = largest + locked_shards, whole + shards
     return loads[0] * ranks_per_host, loads[1] * ranks_per_host, steady * ranks_per_host
-
-
-def _host_state_nbytes(setting: PlanSetting) -> int:
-    """Return the optimizer state's bytes on the host: made beside main weights, or page-locked because it travels."""
-    if not setting.on_host.optimizer_state:
-        return 0
-    nbytes = _state_nbytes(setting)
-    return nbytes if setting.on_host.main_weights else many_page_locked_nbytes(nbytes)
 
 
 def _checkpoint(setting: PlanSetting) -> int:

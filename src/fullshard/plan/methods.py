@@ -27,7 +27,11 @@ def apply_method(model: ModelShape, job: Job) -> ModelShape:
         ConfigError: a LoRA target that no layer has, or a model of which QLoRA would quantise little.
     """
     if job.float8:
-        model = model.map(lambda unit, p: [_in_float8(p)] if unit.block is not None else [p])
+        model = model.map(  # torchao's `convert_to_float8_training`: linear layers, usually not the head
+            lambda unit, p: [
+                dataclasses.replace(p, sent_as=FLOAT8) if unit.block and p.role == "matrix" and p.trainable else p
+            ]
+        )
     if model.is_final:
         return model
     if job.method == "full":
@@ -75,12 +79,6 @@ def conversion_of(model: ModelShape) -> Conversion:
 
 def _is_matrix(model: ModelShape, unit: UnitShape, parameter: ParameterShape) -> bool:
     return parameter.role == "matrix" and unit is not model.root
-
-
-def _in_float8(parameter: ParameterShape) -> ParameterShape:
-    """Return the parameter as torchao's `convert_to_float8_training` has it: linear layers, usually not the head."""
-    is_linear = parameter.role == "matrix" and parameter.trainable
-    return dataclasses.replace(parameter, sent_as=FLOAT8) if is_linear else parameter
 
 
 def _packed(weight: ParameterShape) -> Iterator[ParameterShape]:

@@ -85,7 +85,8 @@ def search(
         ConfigError: nothing fits.
     """
     kept = frozenset(fixed)
-    job = _with_what_costs_nothing(job, cluster, kept)
+    if job.optimizer == "adamw" and "optimizer" not in kept and not cluster.device.is_cpu:
+        job = job.model_copy(update={"optimizer": "adamw-fused"})  # which costs nothing
     rounded = _rounded(job, kept) if may_round else job
     plans = _search(model, rounded, cluster, kept, margin)
     if rounded != job:
@@ -117,11 +118,6 @@ def _search(model: ModelShape, job: Job, cluster: Cluster, kept: frozenset[str],
 def _fastest_first(plan: Plan) -> tuple[float, int]:
     """Return a sort key: the fastest first, and of equally fast plans the smallest."""
     return -plan.time.tokens_per_second, plan.memory.needed
-
-
-def _with_what_costs_nothing(job: Job, cluster: Cluster, fixed: frozenset[str]) -> Job:
-    may_fuse = job.optimizer == "adamw" and "optimizer" not in fixed and not cluster.device.is_cpu
-    return job.model_copy(update={"optimizer": "adamw-fused"}) if may_fuse else job
 
 
 def _rounded(job: Job, fixed: frozenset[str]) -> Job:
