@@ -105,17 +105,8 @@ def _gpt_oss(fields: Fields, prefix: str, index: int) -> tuple[Weights, Block]:
         ParameterShape(f"{mlp}.experts.down_proj", (experts, width, hidden)),
         ParameterShape(f"{mlp}.experts.down_proj_bias", (experts, hidden)),
     ]
-    return weights, Block(
-        hidden,
-        heads,
-        kv_heads,
-        head_dim,
-        width,
-        fused_gate=True,
-        experts=experts,
-        experts_per_token=fields.number("num_experts_per_tok", "experts_per_token"),
-        window=attention_window(fields, index, period=2),
-    )
+    block = _routed(fields, heads, kv_heads, head_dim, width, experts)
+    return weights, dataclasses.replace(block, window=attention_window(fields, index, period=2))
 
 
 def _llama4(fields: Fields, prefix: str, index: int) -> tuple[Weights, Block]:
@@ -135,17 +126,7 @@ def _llama4(fields: Fields, prefix: str, index: int) -> tuple[Weights, Block]:
         *linear_weights(f"{mlp}.router", hidden, experts),
         *gated_weights(f"{mlp}.shared_expert", hidden, width),
     ]
-    return weights, Block(
-        hidden,
-        heads,
-        kv_heads,
-        head_dim,
-        width,
-        fused_gate=True,
-        experts=experts,
-        experts_per_token=fields.number("num_experts_per_tok", default=1),
-        shared_intermediate=width,
-    )
+    return weights, _routed(fields, heads, kv_heads, head_dim, width, experts, shared=width, default=1)
 
 
 def _qwen3_next(fields: Fields, prefix: str, index: int) -> tuple[Weights, Block]:
@@ -170,20 +151,9 @@ def _qwen3_next(fields: Fields, prefix: str, index: int) -> tuple[Weights, Block
         *gated_weights(f"{mlp}.shared_expert", hidden, shared),
         *linear_weights(f"{mlp}.shared_expert_gate", hidden, 1),
     ]
-    return weights, Block(
-        hidden,
-        heads,
-        kv_heads,
-        head_dim,
-        width,
-        fused_gate=True,
-        norm="rms-float32-weight",
-        head_norms=True,
-        experts=experts,
-        experts_per_token=fields.number("num_experts_per_tok"),
-        shared_intermediate=shared,
-        window=_DELTA_CHUNK if is_linear else 0,
-    )
+    block = _routed(fields, heads, kv_heads, head_dim, width, experts, shared=shared)
+    window = _DELTA_CHUNK if is_linear else 0
+    return weights, dataclasses.replace(block, norm="rms-float32-weight", head_norms=True, window=window)
 
 
 _DELTA_CHUNK = 64
@@ -227,18 +197,28 @@ def _shared_and_routed(fields: Fields, prefix: str, index: int) -> Weights:
 
 
 def _block(fields: Fields, index: int, heads: int, kv_heads: int, head_dim: int) -> Block:
-    is_dense = _is_dense(fields, index)
-    width = fields.number("intermediate_size" if is_dense else "moe_intermediate_size")
-    block = Block(fields.number("hidden_size"), heads, kv_heads, head_dim, width)
-    if is_dense:
-        return block
-    return dataclasses.replace(
-        block,
-        fused_gate=True,
-        experts=fields.number("n_routed_experts"),
-        experts_per_token=fields.number("num_experts_per_tok"),
-        shared_intermediate=width * fields.number("n_shared_experts", default=1),
-    )
+    if _is_dense(fields, index):
+        return Block(fields.number("hidden_size"), heads, kv_heads, head_dim, fields.number("intermediate_size"))
+    width, experts = fields.number("moe_intermediate_size"), fields.number("n_routed_experts")
+    shared = width * fields.number("n_shared_experts", default=1)
+    return _routed(fields, heads, kv_heads, head_dim, width, experts, shared=shared)
+
+
+def _routed(
+    fields: Fields,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    width: int,
+    experts: int,
+    *,
+    shared: int = 0,
+    default: int | None = None,
+) -> Block:
+    """Build a block whose tokens go to some experts, `default` if the file does not say, and to one that all share."""
+    block = Block(fields.number("hidden_size"), heads, kv_heads, head_dim, width, fused_gate=True, experts=experts)
+    each = fields.number("num_experts_per_tok", "experts_per_token", default=default)
+    return dataclasses.replace(block, experts_per_token=each, shared_intermediate=shared)
 
 
 MIXTURES = {
