@@ -130,34 +130,17 @@ def _feed_forward(fields: Fields, kind: _Decoder, prefix: str, index: int) -> tu
     if shared:
         weights += gated_weights(f"{prefix}.shared_expert", hidden, shared)
         weights += linear_weights(f"{prefix}.shared_expert_gate", hidden, 1)
-    block = Block(
-        hidden,
-        1,
-        1,
-        1,
-        width,
-        fused_gate=True,
-        experts=experts,
-        experts_per_token=fields.number("num_experts_per_tok"),
-        shared_intermediate=shared,
-    )
-    return weights, block
+    block = Block(hidden, 1, 1, 1, width, fused_gate=True, experts=experts, shared_intermediate=shared)
+    return weights, dataclasses.replace(block, experts_per_token=fields.number("num_experts_per_tok"))
 
 
 def _gpt2(fields: Fields) -> ModelShape:
     hidden, heads = fields.number("n_embd"), fields.number("n_head")
     inner, vocab = fields.number("n_inner", default=4 * hidden), fields.number("vocab_size")
     positions = fields.number("n_positions", "n_ctx")
-    block = Block(
-        hidden,
-        heads,
-        heads,
-        hidden // heads,
-        inner,
-        gated=False,
-        norm="layer",
+    block = dataclasses.replace(
+        Block(hidden, heads, heads, hidden // heads, inner, gated=False, norm="layer", float32_scores=False),
         activation=fields.text("activation_function", default="gelu_new"),
-        float32_scores=False,
         dropout=fields.is_dropped("resid_pdrop", default=0.1),
         attention_dropout=fields.is_dropped("attn_pdrop", default=0.1),
     )
