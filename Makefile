@@ -72,10 +72,10 @@ $(VERSIONS_VENV)/.dev: pyproject.toml constraints.txt
 
 test-versions: $(VERSIONS_VENV)/.dev  ## run the tests that another torch could fail (options: TORCH=2.11 PYTHON=python3.12)
 	$(VERSIONS_VENV)/bin/python -m pytest --numprocesses $(WORKERS) --dist worksteal \
-		-m 'not full and not gpu and not xla' $(addprefix tests/test_,$(addsuffix .py,\
+		-m 'not full and not gpu and not xla' $(foreach name,\
 		torch_private sharded_tensor torch_checkpoint traps_forward traps_backward traps_modes traps_compile fsdp_module \
-		interop plain_tensors step_in_backward extended deferred pipeline tensor_parallel checkpoint_ranks launch \
-		accelerator_ranks lora preemption)) $(ARGS)
+		torch_tools plain_tensors step_in_backward extended deferred pipeline tensor_parallel checkpoint_ranks launch \
+		accelerator_ranks lora preemption,$(shell find tests -name test_$(name).py)) $(ARGS)
 
 # Of its own, because torch_xla needs a torch that is too old for the engine; so without the constraints, and fullshard
 # without its torch. That of the default index brings CUDA's libraries with it, 6 GB in all; an index of CPU-only wheels

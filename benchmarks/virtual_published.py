@@ -2,7 +2,7 @@
 
     python -m benchmarks.virtual_published
 
-The runs are those of `tests/test_plan_published.py` that were not compiled, because the virtual device runs kernels one
+The runs are those of `test_plan_published.py` that were not compiled, because the virtual device runs kernels one
 by one; MPT's are left out, whose attention and loss it has no kernels for. Writes
 `benchmarks/results/virtual-published.json`, row by row.
 """
@@ -18,7 +18,7 @@ from fullshard.api.virtual.rehearsal import time_step
 from fullshard.plan.hardware import parse_cluster
 from fullshard.plan.job import Job
 from fullshard.plan.library import MODELS
-from tests.test_plan_published import SPEEDS, Speed, predicted_speed
+from tests.plan.test_plan_published import SPEEDS, Speed, predicted_speed
 
 RECORD = RESULTS / "virtual-published.json"
 ROWS = [row for row in SPEEDS if not row.job.get("compile")]

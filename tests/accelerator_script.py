@@ -1,6 +1,6 @@
 """A script as people write it for Accelerate: BERT on sentence pairs, in the shape of its `nlp_example`.
 
-`tests/test_accelerator_script.py` runs it once with Accelerate and once with fullshard; only the import differs.
+`tests/api/test_accelerator_script.py` runs it once with Accelerate and once with fullshard; only the import differs.
 """
 
 from __future__ import annotations

@@ -317,7 +317,7 @@ _HEAD = """# Models
 Tiny models of every type that Transformers {version} has, trained for {steps} steps of AdamW at two ranks, sharded with
 automatic units, next to an unsharded model whose gradients are averaged: losses, every gradient and every weight, then
 state dict, export and generated tokens. Made by `python -m tests.model_types` from tests/model_types.json, which
-`tests/test_model_types.py` checks: a few types always, all of them in the full suite.
+`tests/engine/test_model_types.py` checks: a few types always, all of them in the full suite.
 
 {tried} types were tried: {equal} are equal bit for bit, {rounded} to rounding, {wrong} are not equal or refused
 ({share:.1%} are right). {absent} more could not be tried, listed below with the reason: most are configurations without

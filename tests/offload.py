@@ -1,4 +1,4 @@
-"""A model that is trained with parts of it on the host, and the ways to train it: for tests/test_offload*.py."""
+"""A model that is trained with parts of it on the host, and the ways to train it: for test_offload*.py."""
 
 from __future__ import annotations
 

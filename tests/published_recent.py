@@ -1,4 +1,4 @@
-"""Published figures of 2025 and 2026, and one table of 2024-11: what `tests/test_plan_published.py` compares besides.
+"""Published figures of 2025 and 2026, and one table of 2024-11: what `test_plan_published.py` compares besides.
 
 They were written down before any of them was predicted, and nothing was changed to fit one of them. Sources, by
 repository and commit:

@@ -1,4 +1,4 @@
-"""Models that are trained with the optimizer's step in backward: for tests/test_step_in_backward*.py."""
+"""Models that are trained with the optimizer's step in backward: for test_step_in_backward*.py."""
 
 from __future__ import annotations
 

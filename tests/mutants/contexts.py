@@ -15,7 +15,7 @@ import coverage
 
 class _TestNames(coverage.CoveragePlugin):
     def dynamic_context(self, frame: FrameType) -> str | None:
-        """The test and its phase, such as `tests/test_layout.py::test_padding (call)`."""
+        """The test and its phase, such as `tests/core/test_layout.py::test_padding (call)`."""
         return os.environ.get("PYTEST_CURRENT_TEST")
 
 

@@ -22,9 +22,9 @@ from fullshard import stream_weights
 from fullshard.core.errors import CheckpointError
 from fullshard.features import shard_model
 from fullshard.integrations.transformers.inference import _ending
+from tests.checkpoint.test_checkpoint_export import _layers, _model
 from tests.distributed import run_ranks
 from tests.launching import free_port, launch, started
-from tests.test_checkpoint_export import _layers, _model
 from tests.trl_runs import write_model
 
 ROOT = Path(__file__).parents[2]

@@ -18,8 +18,8 @@ import fullshard
 from fullshard.checkpoint import AsyncSaver, load_checkpoint, save_checkpoint
 from fullshard.features import register_fsdp_forward_method, shard_model, unsharded
 from tests.distributed import place_of
+from tests.features.extended.test_composed import Coded
 from tests.simulated.training import Case, batch, made, optimizer_of, whole_parameters
-from tests.test_composed import Coded
 
 
 def _step(model: Any, optimizer: torch.optim.Optimizer, step: int, place: torch.device) -> torch.Tensor:

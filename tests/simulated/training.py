@@ -38,8 +38,8 @@ from fullshard.features.recompute import checkpoint_modules
 from fullshard.features.steps_in_backward.stepper import step_in_backward
 from fullshard.optim import Muon, OnOwners
 from tests.distributed import place_of
-from tests.test_composed import Coded
-from tests.test_extended import Halved
+from tests.features.extended.test_composed import Coded
+from tests.features.extended.test_extended import Halved
 
 WIDTH, DEPTH, TOKENS, BATCH, CHUNK = 16, 3, 11, (2, 7), 5
 KEPT_NBYTES = 16_000

@@ -1,9 +1,9 @@
 """The private names of torch that the kernel uses, or more than one folder above it.
 
-A folder that needs others has a `torch_private.py` of its own. No other file has one; `tests/test_architecture` ensures
+A folder that needs others has a `torch_private.py` of its own. No other file has one; `test_architecture` ensures
 that. torch may rename any of these in any release without notice. So each entry says its purpose, what goes wrong if
 torch changes it, and since which release torch has it ("2.0" is the oldest that was examined).
-`tests/test_torch_private` uses each of them for just that purpose, and fails with its name.
+`tests/engine/test_torch_private` uses each of them for just that purpose, and fails with its name.
 """
 
 from __future__ import annotations

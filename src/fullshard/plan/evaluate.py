@@ -34,7 +34,7 @@ from fullshard.plan.traffic import Links, Traffic, links_of, traffic_of
 
 ERROR_BAR = 0.94, 1.15
 """What runs needed, as parts of what is predicted: 10th and 90th percentile of the published rows
-(`tests/test_plan_published.py`, which asserts them)."""
+(`tests/plan/test_plan_published.py`, which asserts them)."""
 
 MARGIN = 0.92
 """The part of a device that is recommended to be filled."""

@@ -1,6 +1,6 @@
 """Well-known models by name: the fields of each one's published `config.json` that decide its shapes.
 
-The organisation stands in the comment above its rows, with the date of the release. `tests/test_plan_models.py` checks
+The organisation stands in the comment above its rows, with the date of the release. `test_plan_models.py` checks
 what the fields come to, the count of parameters, against the one that each model's page gives; and the fields
 themselves against tables that others keep (`tests/fixtures/published_shapes.csv`) and the defaults of Transformers'
 classes. Where a model also sees pictures, its text part is here.

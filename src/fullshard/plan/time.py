@@ -85,7 +85,7 @@ COMPILED_OPS = 0.15
 
 LAYER_KERNELS, LAYER_VIEWS = (34, 67), (39, 71)
 """ATen operations of a layer's forward and of its backward, with a kernel and without, counted in a Llama layer
-(`tests/test_plan_time.py`)."""
+(`tests/plan/test_plan_time.py`)."""
 
 LAYER_OPS = tuple(map(sum, zip(LAYER_KERNELS, LAYER_VIEWS, strict=True)))
 """All of them."""

@@ -1,0 +1,300 @@
+"""Trackers, profiles and what is prepared a second time.
+
+pytest tests/api/test_reporting.py
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import ProfileKwargs, tracking
+from accelerate.tracking import GeneralTracker
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from fullshard.api import Accelerator
+from fullshard.core.errors import CheckpointError, ConfigError
+from fullshard.features import shard_model
+from fullshard.observe import add_rows
+from tests.distributed import preload, run_ranks
+
+preload("accelerate.tracking")
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in list(os.environ):
+        if name.startswith(("FSDP_", "ACCELERATE_")) or name in ("RANK", "WORLD_SIZE"):
+            monkeypatch.delenv(name)
+    yield
+
+
+class Kept(GeneralTracker):
+    """Keeps what it is told."""
+
+    name = "kept"
+    requires_logging_directory = False
+    main_process_only = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[Any] = []
+
+    @property
+    def tracker(self) -> list[Any]:
+        return self.told
+
+    def start(self) -> None:
+        self.told.append("start")
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.told.append(values)
+
+    def log(self, values: dict[str, Any], step: int | None = None, **further: Any) -> None:
+        self.told.append((values, step, further))
+
+    def finish(self) -> None:
+        self.told.append("finish")
+
+
+def _track(directory: str) -> tuple[list[Any], list[str], Any]:
+    kept = Kept()
+    accelerator = Accelerator(cpu=True, log_with=["tensorboard", kept], project_dir=directory)
+    accelerator.init_trackers("run", {"lr": 0.5})
+    accelerator.log({"loss": 1.5}, step=3, log_kwargs={"kept": {"tag": "a"}})
+    names = [tracker.name for tracker in accelerator.trackers]
+    found = accelerator.get_tracker("kept", unwrap=True)
+    if accelerator.is_main_process:
+        with pytest.raises(ConfigError, match="no tracker 'wandb' was started; started: tensorboard, kept"):
+            accelerator.get_tracker("wandb")
+    accelerator.end_training()
+    return kept.told, names, found is kept.told
+
+
+def test_trackers_run_on_the_main_process(tmp_path: Path) -> None:
+    (told, names, found), (others, none, blank) = run_ranks(_track, 2, str(tmp_path))
+    assert told == ["start", {"lr": 0.5}, ({"loss": 1.5}, 3, {"tag": "a"}), "finish"]
+    assert names == ["tensorboard", "kept"] and found
+    assert others == none == [] and not blank
+    assert len(list((tmp_path / "run").rglob("events.*"))) >= 1, "project_dir is where tensorboard writes"
+
+
+class Unfinished(Kept):
+    """Cannot send the rest."""
+
+    def finish(self) -> None:
+        raise OSError("no network")
+
+
+def _end_without_network() -> tuple[str, bool]:
+    accelerator = Accelerator(cpu=True, log_with=[Unfinished()])
+    accelerator.init_trackers("run")
+    error = ""
+    try:
+        accelerator.end_training()
+    except OSError as caught:
+        error = str(caught)
+    return error, dist.is_initialized()
+
+
+def test_a_tracker_that_cannot_finish_is_an_error_where_it_is() -> None:
+    """The others do not wait for that rank, nor find it gone."""
+    assert run_ranks(_end_without_network, 2, timeout=60) == [("no network", False), ("", False)]
+
+
+class Registered(Kept):
+    """Made by its name."""
+
+    name = "registered"
+
+    def __init__(self, project: str, tag: str = "") -> None:
+        super().__init__()
+        self.told.append((project, tag))
+
+
+def test_tensorboard_holds_what_was_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Accelerate's own tests have it: a tensor of one element is a number, text is text, settings are in a file."""
+    monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "3")
+    module = "tensorboard.backend.event_processing.event_accumulator"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        event_accumulator = importlib.import_module(module)
+        accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=tmp_path)
+        accelerator.init_trackers("run", {"lr": 0.5, "text": "t"}, {"tensorboard": {"flush_secs": 60}})
+        accelerator.log({"loss": 0.25, "tensor": torch.tensor(1), "my_text": "some_value"}, step=7)
+        accelerator.end_training()
+        events = event_accumulator.EventAccumulator(str(tmp_path / "run"))
+        events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(7, 0.25)]
+    assert [event.value for event in events.Scalars("tensor")] == [1.0]
+    assert "my_text/text_summary" in events.Tags()["tensors"]
+    (hparams,) = (tmp_path / "run").rglob("hparams.yml")
+    assert "lr: 0.5" in hparams.read_text()
+
+
+def test_a_second_run_has_trackers_of_its_own(tmp_path: Path) -> None:
+    """What the first one had is finished, and takes no more."""
+    accelerator = Accelerator(cpu=True, log_with=["tensorboard", kept := Kept()], project_dir=str(tmp_path))
+    for name in ("first", "second"):
+        accelerator.init_trackers(name)
+        accelerator.log({"loss": 1.0}, step=1)
+        accelerator.end_training()
+    assert kept.told == ["start", ({"loss": 1.0}, 1, {}), "finish"] * 2
+    assert [len(list((tmp_path / name).glob("events*"))) for name in ("first", "second")] == [1, 1]
+
+
+def test_values_that_no_tracker_takes_are_not_dropped_without_a_word(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=str(tmp_path))
+    with pytest.warns(UserWarning, match="log: tensorboard has not been started: call init_trackers first"):
+        accelerator.log({"loss": 1.0})
+    with pytest.raises(ConfigError, match=r"no tracker is called 'tensorbord'\nhint: did you mean 'tensorboard'"):
+        accelerator.init_trackers("run", init_kwargs={"tensorbord": {"flush_secs": 1}})
+    accelerator.init_trackers("run", init_kwargs={"wandb": {"entity": "others"}})  # for another time
+    assert len(accelerator.trackers) == 1
+
+
+def test_a_tracker_that_a_script_registers_goes_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracking, "LOGGER_TYPE_TO_CLASS", dict(tracking.LOGGER_TYPE_TO_CLASS))
+    tracking.register_tracker_class(Registered)
+    accelerator = Accelerator(cpu=True, log_with="registered")
+    accelerator.init_trackers("mine", {"lr": 0.5}, init_kwargs={"registered": {"tag": "b"}})
+    accelerator.log({"loss": 1.0})
+    assert accelerator.get_tracker("registered", unwrap=True) == [
+        ("mine", "b"), "start", {"lr": 0.5}, ({"loss": 1.0}, None, {})
+    ]  # fmt: skip
+
+
+def test_a_profile_of_what_is_inside(tmp_path: Path) -> None:
+    handler = ProfileKwargs(activities=["cpu"], record_shapes=True, output_trace_dir=str(tmp_path / "traces"))
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
+    assert accelerator.profile_handler is handler
+    with accelerator.profile() as profiler:
+        torch.ones(3, 4) @ torch.ones(4, 5)
+    shapes = [event.input_shapes for event in profiler.events() if event.name == "aten::mm"]
+    assert shapes == [[[3, 4], [4, 5]]]
+    assert "aten::mm" in json.dumps(json.loads((tmp_path / "traces" / "profile_0.json").read_text()))
+    with accelerator.profile(ProfileKwargs()) as profiler:
+        torch.ones(3) + 1
+    assert any(event.name == "aten::add" for event in profiler.events())
+
+
+def _profiled(directory: str) -> tuple[list[str], list[Any]]:
+    heard: list[Any] = []
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[ProfileKwargs(activities=["cpu"], output_trace_dir=directory)])
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = accelerator.prepare(shard_model(plain, unit_modules=[], event_sink=heard.append))
+    with accelerator.profile():
+        accelerator.backward(model(torch.ones(2, 4)).sum())
+    during = [str(event.kind) for event in heard]
+    accelerator.backward(model(torch.ones(2, 4)).sum())
+    return during, heard[len(during) :]
+
+
+def test_a_profile_has_rows_of_the_engine_and_all_ranks(tmp_path: Path) -> None:
+    results = run_ranks(_profiled, 2, str(tmp_path))
+    assert all(during.count("forward_begin") == 1 and after for during, after in results), "who listened still does"
+    own = json.loads((tmp_path / "profile_1.json").read_text())["traceEvents"]
+    merged = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert not [entry for entry in own if "fullshard:" in str(entry.get("name"))], "marks became rows"
+    for entries, ranks in ((own, 1), (merged, 2)):
+        ours = [entry for entry in entries if entry.get("cat") == "fullshard" and entry["ph"] == "X"]
+        names = [entry["name"] for entry in ours]
+        assert {"forward root", "backward root", "gather root", "reduce root"} <= set(names)
+        assert all(names.count(name) == ranks for name in ("forward root", "backward root")), names
+        assert all(entry["dur"] > 0 for entry in ours)
+    products = [entry for entry in own if entry.get("name") == "aten::addmm"]
+    (forward,) = (entry for entry in own if entry.get("name") == "forward root")
+    assert len(products) == 2
+    assert all(forward["ts"] <= p["ts"] <= forward["ts"] + forward["dur"] for p in products), "on the profiler's clock"
+    groups = {entry["args"]["name"] for entry in merged if entry["name"] == "process_name"}
+    assert {"rank 0", "rank 1"} <= groups
+
+
+def _profiled_without_room(directory: str) -> str:
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[ProfileKwargs(activities=["cpu"], output_trace_dir=directory)])
+    with pytest.raises(CheckpointError) as error, accelerator.profile():
+        if accelerator.process_index == 1:
+            (Path(directory) / "profile_1.json").mkdir()
+    accelerator.wait_for_everyone()
+    return str(error.value)
+
+
+def test_a_trace_that_one_rank_cannot_write_is_an_error_on_all(tmp_path: Path) -> None:
+    one, other = run_ranks(_profiled_without_room, 2, str(tmp_path), timeout=60)
+    assert one == other and one.startswith("writing the traces of a profile failed\nrank 1: IsADirectoryError")
+
+
+def test_a_schedule_that_has_recorded_nothing_costs_no_run(tmp_path: Path) -> None:
+    (tmp_path / "profile_0.json").write_text("of an earlier profile")
+    handler = ProfileKwargs(output_trace_dir=str(tmp_path), schedule_option={"wait": 5, "warmup": 1, "active": 1})
+    accelerator = Accelerator(cpu=True)
+    with pytest.warns(UserWarning, match=r"nothing was recorded.*after 1 calls"), accelerator.profile(handler) as made:
+        made.step()
+    assert not any(path.suffix == ".json" for path in tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "what"),
+    [
+        ({"activities": ["gpu"]}, "Invalid profiler activity: gpu"),
+        ({"schedule_option": {"wait": 1, "warmup": 1, "activ": 1}}, "schedule_option = .*'activ'"),
+        ({"schedule_option": {"wait": -1, "warmup": 1, "active": 1}}, "wait=-1"),
+        ({"output_trace_dir": __file__}, "output_trace_dir: cannot make"),
+    ],
+)
+def test_a_profile_that_cannot_be_is_refused_before_it_begins(wrong: dict[str, Any], what: str) -> None:
+    begun = False
+    with pytest.raises(ConfigError, match=what), Accelerator(cpu=True).profile(ProfileKwargs(**wrong)):
+        begun = True
+    assert not begun
+
+
+def test_ranges_that_overlap_get_rows_of_their_own(tmp_path: Path) -> None:
+    def mark(kind: str, unit: str, at: float) -> dict[str, Any]:
+        return {"ph": "X", "name": f"fullshard:{kind}:8:{unit}", "ts": at, "dur": 1.0, "pid": 7, "tid": 7}
+
+    marks = [mark("unshard_issued", "a", 0), mark("unshard_issued", "b", 5), mark("unshard_ready", "a", 9)]
+    marks += [mark("unshard_ready", "b", 20), mark("unshard_issued", "c", 30), mark("unshard_ready", "c", 40)]
+    marks += [mark("unshard_ready", "d", 50), mark("resharded", "a", 60)]
+    (tmp_path / "profile_0.json").write_text(json.dumps({"traceEvents": marks}))
+    add_rows(tmp_path / "profile_0.json")
+    entries = json.loads((tmp_path / "profile_0.json").read_text())["traceEvents"]
+    rows = {entry["tid"]: entry["args"]["name"] for entry in entries if entry["name"] == "thread_name"}
+    found = {entry["name"]: (rows[entry["tid"]], entry["ts"], entry["dur"]) for entry in entries if entry["ph"] == "X"}
+    assert found == {
+        "gather a": ("gathers", 0, 10), "gather b": ("gathers 2", 5, 16), "gather c": ("gathers", 30, 11),
+    }  # fmt: skip
+    assert [entry["name"] for entry in entries if entry["ph"] == "i"] == ["resharded a"]
+
+
+def test_what_is_prepared_again_after_free_memory_is_known_again(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    loader = DataLoader(TensorDataset(torch.ones(4, 4)), batch_size=2)
+    prepared = accelerator.prepare(model, optimizer, loader, schedule)
+    accelerator.free_memory()
+    again = accelerator.prepare(*prepared)
+    assert all(one is other for one, other in zip(again, prepared, strict=True))
+    model, optimizer, loader, schedule = again
+    for (batch,) in loader:
+        accelerator.backward(model(batch).square().sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    before = {k: v.clone() for k, v in optimizer.state[model.weight].items()}
+    accelerator.save_state(tmp_path / "state")
+    accelerator.backward(model(batch).square().sum())
+    optimizer.step()
+    accelerator.load_state(tmp_path / "state")
+    after = optimizer.state[next(iter(model.parameters()))]
+    assert all(torch.equal(after[name], value) for name, value in before.items())

@@ -1,0 +1,205 @@
+"""One process plays a rank of many: the real engine on tensors without data.
+
+pytest tests/api/test_simulate.py
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from fullshard.api.simulation import Simulation, simulate, transformers_model
+from fullshard.core.errors import ConfigError
+from fullshard.core.events import Event, EventKind
+from fullshard.plan.job import Job
+from fullshard.plan.library import MODELS
+
+SMALL = {**MODELS["Llama-2-7B"], "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "vocab_size": 99,
+         "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
+
+
+@pytest.mark.parametrize("rank", [0, 6])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"strategy": "SHARD_GRAD_OP", "accumulation": 2},
+        {"strategy": "NO_SHARD"},
+        {"strategy": "HYBRID_SHARD", "shard_size": 4, "checkpointing": "full"},
+        {
+            "strategy": "HYBRID_SHARD_ZERO2",
+            "shard_size": 2,
+            "precision": "fp32",
+            "forward_prefetch": False,
+            "checkpointing": "selective",
+        },
+        {"gather_as": "int8", "reduce_as": "bfloat16"},
+        {"offload": True, "accumulation": 2},
+        {"offload_main_weights": True, "strategy": "HYBRID_SHARD", "shard_size": 2, "accumulation": 2},
+        {"offload": True, "gather_as": "int8"},
+        {"offload_activations": True, "offload": True, "checkpointing": "full", "seq_len": 512},
+    ],
+    ids=lambda settings: "-".join(map(str, settings.values())) or "FULL_SHARD",
+)
+def test_events_and_bytes_are_the_planners(settings: dict[str, object], rank: int) -> None:
+    result = simulate(transformers_model(SMALL), Job.of({"seq_len": 16, **settings}), world_size=8, rank=rank)
+    assert result.differences == []
+    assert len(result.events) > 30
+    assert result.sharding.world_size == 8
+
+
+WHISPER = {"model_type": "whisper", "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "vocab_size": 99,
+           "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64,
+           "num_mel_bins": 16, "max_source_positions": 30, "max_target_positions": 40, "decoder_start_token_id": 1,
+           "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
+T5 = {"model_type": "t5", "d_model": 32, "d_kv": 8, "num_heads": 4, "d_ff": 64, "num_layers": 2, "vocab_size": 99,
+      "decoder_start_token_id": 0}  # fmt: skip
+
+
+def test_an_encoder_and_a_decoder() -> None:
+    """T5's first layers lend their position bias to all others, which hand it on: backward comes to each once."""
+    for model in (WHISPER, T5):
+        assert simulate(transformers_model(model), Job.of({"seq_len": 16}), world_size=4).differences == []
+
+
+def test_a_heads_bias_is_in_its_unit() -> None:
+    model = {"model_type": "gptj", "vocab_size": 99, "n_embd": 64, "n_head": 4, "n_layer": 2, "rotary_dim": 8,
+             "bos_token_id": 0, "eos_token_id": 0}  # fmt: skip
+    job = Job.of({"seq_len": 16, "wrap_embeddings": True})
+    assert simulate(transformers_model(model), job, world_size=4).differences == []
+
+
+def test_families_that_make_their_own_mask() -> None:
+    for model in (
+        {"model_type": "opt", "hidden_size": 64, "ffn_dim": 128, "word_embed_proj_dim": 64, "num_attention_heads": 4},
+        {"model_type": "bloom", "hidden_size": 64, "n_layer": 2, "n_head": 4},
+    ):
+        build = transformers_model({"num_hidden_layers": 2, "vocab_size": 99, **model})
+        assert simulate(build, Job.of({"seq_len": 16}), world_size=4).differences == []
+
+
+def test_a_configuration_that_transformers_cannot_use_is_told() -> None:
+    with pytest.raises(ConfigError, match=r"takes this for no qwen2_moe.*mlp_only_layers(.|\n)*\nhint: the file must"):
+        transformers_model({"model_type": "qwen2_moe", "mlp_only_layers": 3})()
+    with pytest.raises(ConfigError, match=r"takes this for no llama: Trying to create tensor with negative dimension"):
+        transformers_model({"model_type": "llama", "hidden_size": -64})()
+    if importlib.util.find_spec("flash_attn") is None:  # what is missing is not the file's fault
+        with pytest.raises(ImportError, match="FlashAttention2"):
+            transformers_model({**SMALL, "model_type": "llama"}, attention="flash_attention_2")()
+
+
+def test_models_without_sdpa_and_models_nobody_builds() -> None:
+    """Gemma 2 caps its scores, which only its own attention does; Kimi-K2 is the planner's alone."""
+    gemma = {**SMALL, "model_type": "gemma2", "head_dim": 16}
+    assert simulate(transformers_model(gemma), Job.of({"seq_len": 16}), world_size=4).differences == []
+    with pytest.raises(ConfigError, match=r"model_type 'kimi_k2' is none of Transformers.*\nhint: update"):
+        transformers_model(MODELS["Kimi-K2"])
+    with pytest.raises(ConfigError, match=r"model_type \['llama'\] is none of Transformers"):
+        transformers_model({"model_type": ["llama"]})
+
+
+@pytest.mark.parametrize(
+    ("strategy", "shard_size", "line"),
+    [
+        ("FULL_SHARD", None, "sharded over 4 ranks (FULL_SHARD, 1 x 4): "),
+        ("SHARD_GRAD_OP", None, "sharded over 4 ranks (SHARD_GRAD_OP, 1 x 4): "),
+        ("NO_SHARD", None, "replicated on 4 ranks (NO_SHARD, 4 x 1): "),
+        ("HYBRID_SHARD", 2, "sharded over 4 ranks (HYBRID_SHARD, 2 x 2): "),
+        ("HYBRID_SHARD_ZERO2", 2, "sharded over 4 ranks (HYBRID_SHARD_ZERO2, 2 x 2): "),
+        ("HYBRID_SHARD", 4, "sharded over 4 ranks (FULL_SHARD, 1 x 4): "),
+        ("HYBRID_SHARD_ZERO2", 1, "replicated on 4 ranks (NO_SHARD, 4 x 1): "),
+    ],
+)
+def test_the_line_says_what_the_mesh_and_the_units_are(strategy: str, shard_size: int | None, line: str) -> None:
+    job = Job.of({"seq_len": 16, "strategy": strategy, "shard_size": shard_size})
+    assert str(simulate(transformers_model(SMALL), job, world_size=4).sharding).startswith(line)
+
+
+@pytest.mark.parametrize("prefetch", ["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"])
+def test_activations_leave_and_return_when_the_planner_says(prefetch: str) -> None:
+    """Between the same events of the same units; how many bytes is in test_activation_offload.py."""
+    job = {"offload_activations": True, "seq_len": 512, "accumulation": 2, "backward_prefetch": prefetch}
+    result = simulate(transformers_model(SMALL), Job.of(job), world_size=4)
+    found, planned = ([(e.kind, e.unit, e.what) for e in events] for events in (result.events, result.predicted))
+    assert found == planned
+    assert sum(what == "activations" for _, _, what in found) == 2 * 2 * 2
+
+
+@pytest.mark.full
+def test_a_seventy_billion_model_on_a_thousand_ranks() -> None:
+    start = time.monotonic()
+    job = Job.of({"seq_len": 128})
+    result = simulate(transformers_model(MODELS["Llama-3-70B"]), job, world_size=1024, rank=1023)
+    assert result.differences == []
+    assert result.sharding.total_numel == 70_553_706_496
+    assert result.sharding.rank_nbytes == pytest.approx(4 * 70_553_706_496 / 1024, rel=0.001)
+    assert time.monotonic() - start < 60
+
+
+def test_four_thousand_ranks() -> None:
+    job = Job.of({"strategy": "HYBRID_SHARD", "shard_size": 512, "seq_len": 16})
+    result = simulate(transformers_model(SMALL), job, world_size=4096, rank=4095)
+    assert result.differences == []
+
+
+def test_differences_are_found() -> None:
+    result = simulate(transformers_model(SMALL), Job.of({"seq_len": 16}), world_size=4)
+    wrong = Event(EventKind.RESHARDED, "nowhere", 1)
+    changed = {**{name: getattr(result, name) for name in Simulation.__slots__}, "events": [wrong, *result.events[1:]]}
+    found = Simulation(**{**changed, "main_nbytes": 1, "counted": (0, 0, 0)}).differences
+    assert [text.split(":")[0] for text in found] == ["event 0", "(gather, reduce, replicate) bytes", "main weights"]
+
+
+def test_parts_that_tokens_do_not_reach_are_named() -> None:
+    """The eyes of a model that sees: nobody shows it a picture."""
+    result = simulate(transformers_model(SMALL), Job.of({"seq_len": 16}), world_size=4)
+    unseen = [event for event in result.events if event.unit != "model.layers.1"]
+    seen = {name: getattr(result, name) for name in Simulation.__slots__}
+    (found,) = Simulation(**{**seen, "events": unseen}).differences
+    assert found == "1 planned units did not run, model.layers.1 the first: a simulation feeds tokens alone"
+
+
+class Halved(nn.Module):
+    """Layers, and something after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(7, 7) for _ in range(4)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layers(x) / 2
+        return out
+
+
+def test_a_model_of_ones_own() -> None:
+    def build() -> nn.Module:
+        return Halved()
+
+    def run(model: nn.Module) -> torch.Tensor:
+        out: torch.Tensor = model(torch.zeros(2, 7, device="meta"))
+        return out.sum()
+
+    result = simulate(build, Job.of({"precision": "no"}), world_size=3, run=run)
+    assert result.differences == []
+
+
+def test_refusals() -> None:
+    with pytest.raises(ConfigError, match="rank 4 of 4"):
+        simulate(transformers_model(SMALL), Job.of({}), world_size=4, rank=4)
+    with pytest.raises(ConfigError, match="only full training"):
+        simulate(transformers_model(SMALL), Job.of({"method": "lora"}), world_size=4)
+    with pytest.raises(ConfigError, match="does not divide"):
+        simulate(transformers_model(SMALL), Job.of({"strategy": "HYBRID_SHARD", "shard_size": 3}), world_size=4)
+
+
+def test_the_embeddings_as_units() -> None:
+    """The loss is taken inside the model's forward, so backward comes to the outermost unit before the head."""
+    job = Job.of({"seq_len": 16, "wrap_embeddings": True, "accumulation": 2})
+    result = simulate(transformers_model(SMALL), job, world_size=4)
+    assert result.differences == []
+    begun = [event.unit for event in result.events if event.kind is EventKind.BACKWARD_BEGIN]
+    assert begun[:2] == ["", "lm_head"]

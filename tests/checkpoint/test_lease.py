@@ -1,0 +1,206 @@
+"""A folder is one job's at a time: the second is refused by name, and a job that has ended is no obstacle.
+
+pytest tests/checkpoint/test_lease.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import cast
+
+import pytest
+from torch import nn
+
+from fullshard import Accelerator
+from fullshard.api.options import ProjectConfiguration
+from fullshard.checkpoint import lease as leases
+from fullshard.checkpoint import save_checkpoint
+from fullshard.checkpoint.lease import LEASE_NAME, hold_folder, lease, let_go
+from fullshard.checkpoint.objects import ObjectPath, location
+from fullshard.core.errors import CheckpointError, ConfigError
+from tests.launching import wait_until
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from fullshard.checkpoint.lease import hold_folder, hold_name
+{"folder": hold_folder, "name": hold_name}[sys.argv[1]](Path(sys.argv[2]))
+print("has it", flush=True)
+time.sleep(600)
+"""
+
+
+@contextmanager
+def another_job(kind: str, path: Path) -> Iterator[str]:
+    """That has a folder or a name; what it is refused with. It is killed at the end."""
+    command = [sys.executable, "-c", HOLDER, kind, str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
+        try:
+            assert holder.stdout is not None and holder.stdout.readline() == "has it\n"
+            yield rf"{path} is in use: process {holder.pid} on .* has it since \d+ s\nhint"
+        finally:
+            holder.kill()
+
+
+def test_a_second_job_is_refused_until_the_first_is_gone(tmp_path: Path) -> None:
+    with (
+        another_job("folder", tmp_path) as refused,
+        pytest.raises(ConfigError, match=refused),
+        lease(tmp_path),
+    ):
+        pass
+    assert (tmp_path / LEASE_NAME).exists()
+    with lease(tmp_path), lease(tmp_path):  # a killed one has left it; within a process it is one's own
+        assert json.loads((tmp_path / LEASE_NAME).read_text())["pid"] == os.getpid()
+        hold_folder(tmp_path / "checkpoints")  # as a save there does
+    (tmp_path / "checkpoints").rmdir()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_lease_in_an_object_store_lasts_as_long_as_it_is_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of another host only time tells. Of all that find it old, one takes over."""
+    folder = cast("ObjectPath", location("memory://bucket/lasts"))
+    theirs = {"host": "node7", "pid": os.getpid(), "born": "another 1", "since": time.time() - 500, "renewed": 0}
+    (folder / LEASE_NAME).write_bytes(json.dumps(theirs).encode())
+    with (
+        pytest.raises(ConfigError, match=r"process \d+ on node7 has it since 500 s\n.* in the way for 60 s"),
+        lease(folder),
+    ):
+        pass
+    monkeypatch.setattr(leases, "LASTS_SECONDS", -1)
+    with lease(folder):
+        assert [*folder.beneath()] == [f"{LEASE_NAME}.1"]
+        monkeypatch.undo()
+        assert leases._HELD.pop(folder / LEASE_NAME) == folder / f"{LEASE_NAME}.1"  # as another job sees it
+        (folder / f"{LEASE_NAME}.1").write_bytes(json.dumps(theirs).encode())
+        with pytest.raises(ConfigError, match=r"on node7 has it"), lease(folder):
+            pass
+    (folder / f"{LEASE_NAME}.1").unlink()
+
+
+def test_of_two_that_see_another_state_at_most_one_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One finds nothing, the other what has just ended and takes the next number: neither has seen the other's."""
+    folder = cast("ObjectPath", location("memory://bucket/both"))
+    theirs = json.dumps({"host": "node7", "pid": 1, "born": "another 1", "renewed": 0}).encode()
+    create = ObjectPath.create
+
+    def meanwhile(path: ObjectPath, data: bytes) -> bool:
+        path.with_name(f"{LEASE_NAME}.7").write_bytes(theirs)
+        return create(path, data)
+
+    monkeypatch.setattr(ObjectPath, "create", meanwhile)
+    with pytest.raises(ConfigError, match=r"process 1 on node7"), lease(folder):
+        pass
+    assert [*folder.beneath()] == [f"{LEASE_NAME}.7"]
+
+
+def test_a_forked_process_does_not_keep_the_lease(tmp_path: Path) -> None:
+    """Or workers of a data loader that outlive their parent would keep the next run out."""
+    code = (
+        "import os, sys, time\nfrom pathlib import Path\nfrom fullshard.checkpoint.lease import hold_folder\n"
+        "hold_folder(Path(sys.argv[1]))\n"
+        "os.fork() or time.sleep(60)\nprint(flush=True)\nos._exit(0)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None and parent.stdout.readline() == b"\n"
+        assert parent.wait(30) == 0
+        with lease(tmp_path):
+            pass
+        for entry in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):
+                if str(tmp_path).encode() in entry.read_bytes():
+                    os.kill(int(entry.parent.name), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "sparse", "deep", "other types"])
+def test_what_is_no_lease_keeps_nobody_out_or_waiting(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / LEASE_NAME
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "sparse":
+        with path.open("wb") as file:
+            file.truncate(6 * 10**9)  # takes no room
+    else:
+        process = {"host": "x", "pid": "self", "begun": 1, "machine": "m", "since": 1}
+        path.write_text("[" * 60_000 if kind == "deep" else json.dumps(process))
+    began = time.monotonic()
+    with lease(tmp_path):
+        assert json.loads(path.read_text())["pid"] == os.getpid()
+    assert time.monotonic() - began < 5 and not list(tmp_path.iterdir())
+
+
+def test_a_name_in_a_lease_does_not_steer_a_terminal(tmp_path: Path) -> None:
+    theirs = {"host": "\x1b[2J" + "n" * 50_000, "pid": 1, "since": time.time()}
+    with another_job("folder", tmp_path):
+        (tmp_path / LEASE_NAME).write_text(json.dumps(theirs))
+        with pytest.raises(ConfigError, match=r"process 1 on \\x1b\[2Jn+ \[\.\.\. ") as error, lease(tmp_path):
+            pass
+    assert len(str(error.value)) < 1000
+
+
+def test_a_lease_is_renewed_while_it_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or another host would take a job that runs for one that has ended."""
+    monkeypatch.setattr(leases, "RENEWED_EVERY_SECONDS", 0.01)
+    monkeypatch.setattr(leases, "_THREAD", "not one that sleeps already")
+    folder = location(f"memory://bucket/{tmp_path.name}")
+    path = folder / LEASE_NAME
+    with lease(folder):
+        text = json.loads(path.read_bytes()) | {"renewed": 0.0}
+        path.write_bytes(json.dumps(text).encode())
+        wait_until(lambda: json.loads(path.read_bytes())["renewed"] > text["since"], 10, "a renewal")
+        assert json.loads(path.read_bytes()) | {"renewed": 0.0} == text
+
+
+def test_a_save_that_replaces_or_removes_is_kept_from_anothers(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    with another_job("folder", tmp_path) as refused:
+        for options in ({}, {"overwrite": True}, {"total_limit": 1}):
+            with pytest.raises(CheckpointError, match=refused):
+                save_checkpoint(tmp_path / "a", model=model, **options)
+    save_checkpoint(tmp_path / "a", model=model, overwrite=True)
+    let_go()
+    with another_job("name", tmp_path / "a") as refused:
+        for options in ({"overwrite": True}, {"total_limit": 1}):
+            with pytest.raises(CheckpointError, match=refused):
+                save_checkpoint(tmp_path / "a", model=model, **options)
+        save_checkpoint(tmp_path / "b", model=model, overwrite=True)  # another name is another's to use
+        assert {path.name for path in tmp_path.iterdir()} == {".a.lease.json", ".b.lease.json", "LATEST", "a", "b"}
+    save_checkpoint(tmp_path / "c", model=model, total_limit=1)
+    let_go()
+    assert {path.name for path in tmp_path.iterdir()} == {".a.lease.json", "LATEST", "c"}  # which the killed one left
+
+
+def test_a_folder_that_cannot_be_made_is_an_own_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for folder, reason in (("file", "File exists"), ("file/x", "Not a directory")):
+        with pytest.raises(ConfigError, match=f"cannot prepare a directory at {tmp_path}/{folder}: {reason}"):
+            lease(tmp_path / folder).__enter__()
+
+
+def test_numbered_checkpoints_are_one_jobs(tmp_path: Path) -> None:
+    accelerator = Accelerator(project_config=ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True))
+    accelerator.prepare(nn.Linear(4, 4))
+    with another_job("folder", tmp_path / "checkpoints") as refused, pytest.raises(ConfigError, match=refused):
+        accelerator.save_state()
+    accelerator.save_state()
+    accelerator.end_training()
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"LATEST", "checkpoint_0"}
+
+
+@pytest.mark.full
+def test_sft_is_refused_before_it_reads_anything(tmp_path: Path) -> None:
+    from fullshard.recipes.sft import run
+    from fullshard.recipes.sft_arguments import read_arguments
+
+    words = ["--model_name_or_path", "nowhere", "--dataset_name", "none", "--output_dir", str(tmp_path)]
+    with another_job("folder", tmp_path) as refused, pytest.raises(ConfigError, match=refused):
+        run(read_arguments([*words, "--report_to", "none"], print))

@@ -1,0 +1,119 @@
+"""What stays in 16 or 32 bits of a model that was to be quantised: counted alike by the planner, said, and refused.
+
+pytest tests/features/quantized_weights/test_modules_left_unquantized.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
+
+import fullshard
+from fullshard import Accelerator
+from fullshard.checkpoint.pretrained import _replace_linear_layers
+from fullshard.checkpoint.quantities import conversion_of as conversion_of_model
+from fullshard.core.errors import ConfigError
+from fullshard.features.quantized_weights.scales import outline
+from fullshard.plan.evaluate import evaluate, notes_of
+from fullshard.plan.families import from_config
+from fullshard.plan.hardware import parse_cluster
+from fullshard.plan.job import Job
+from fullshard.plan.methods import conversion_of
+
+peft = pytest.importorskip("peft")
+parametrize = pytest.importorskip("bitsandbytes.nn.parametrize")
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 64,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": None,
+}  # fmt: skip
+_EXPERTS = {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+MIXTURE = {**LLAMA, **_EXPERTS, "model_type": "qwen3_moe"}
+CONFIGS = {
+    "llama": LLAMA,
+    "qwen3_moe": MIXTURE,
+    "mixtral": {**LLAMA, "num_local_experts": 8, "num_experts_per_tok": 2, "model_type": "mixtral"},
+    "gpt_oss": {**LLAMA, **_EXPERTS, "model_type": "gpt_oss"},
+    "qwen2_moe, one dense layer": {
+        **LLAMA, **_EXPERTS, "model_type": "qwen2_moe", "shared_expert_intermediate_size": 64, "mlp_only_layers": [1],
+    },
+}  # fmt: skip
+FOUR_BITS = {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.float32}
+
+
+def with_adapters(model: Any) -> Any:
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "o_proj"]))
+
+
+@pytest.mark.parametrize("values", CONFIGS.values(), ids=CONFIGS)
+def test_the_planner_counts_what_bitsandbytes_leaves(values: dict[str, Any]) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values))
+    _replace_linear_layers(model, BitsAndBytesConfig(**FOUR_BITS))
+    outline(model)
+    found = conversion_of_model(with_adapters(model))
+    assert found == conversion_of(from_config(values, where="test")[0])
+    assert (found.stacked > 0) == (found.unadapted > 0) == (values is not LLAMA)
+
+
+@pytest.fixture
+def mixture(tmp_path: Path) -> Path:
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**MIXTURE)).save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_mixture_most_of_which_is_not_quantised_is_refused(bits: int, mixture: Path) -> None:
+    config = BitsAndBytesConfig(**FOUR_BITS) if bits == 4 else BitsAndBytesConfig(load_in_8bit=True)
+    said = r"8\d% of the weights .* stay in 16 or 32 bits.*experts, stacked in 3-D parameters\nhint: .*replace_param"
+    with pytest.raises(ConfigError, match=said):
+        fullshard.from_pretrained(AutoModelForCausalLM, mixture, quantization_config=config, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(mixture, quantization_config=config, dtype=torch.float32)
+    with pytest.raises(ConfigError, match=said):
+        Accelerator(cpu=True).prepare(with_adapters(model))
+
+
+def test_what_its_hint_says_is_taken(
+    mixture: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    left = BitsAndBytesConfig(**FOUR_BITS, llm_int8_skip_modules=["lm_head", "experts"])
+    model: Any = fullshard.from_pretrained(AutoModelForCausalLM, mixture, quantization_config=left, dtype=torch.float32)
+    assert "stay in 16 or 32 bits" in caplog.text
+    Accelerator(cpu=True).prepare(with_adapters(model))
+    told = capsys.readouterr().err
+    assert "stay in 16 or 32 bits" in told and "weights of experts have no adapter and are not trained" in told
+
+    model = AutoModelForCausalLM.from_pretrained(
+        mixture, quantization_config=BitsAndBytesConfig(**FOUR_BITS), dtype=torch.float32
+    )
+    for layer in model.model.layers:
+        for name in ("gate_up_proj", "down_proj"):
+            parametrize.replace_parameter_4bit(layer.mlp.experts, name)
+    assert conversion_of_model(model).stacked == 0
+    sharded = Accelerator(cpu=True).prepare(with_adapters(model))
+    assert "weights of experts have no adapter" in capsys.readouterr().err
+    ids = torch.arange(16)[None]
+    sharded(input_ids=ids, labels=ids).loss.backward()
+    assert all(p.grad is not None for p in sharded.parameters() if p.requires_grad)
+
+
+def test_experts_with_adapters_are_not_named(capsys: pytest.CaptureFixture[str]) -> None:
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MIXTURE))
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    Accelerator(cpu=True).prepare(peft.get_peft_model(model, peft.LoraConfig(r=4, target_parameters=names)))
+    assert "adapter and" not in capsys.readouterr().err
+
+
+def test_a_plan_says_the_same() -> None:
+    cluster, mixture, llama = parse_cluster("8xH100"), *(from_config(v, where="test")[0] for v in (MIXTURE, LLAMA))
+    with pytest.raises(ConfigError, match=r"stay in 16 or 32 bits.*experts"):
+        evaluate(mixture, Job.of({"method": "qlora"}), cluster)
+    notes = notes_of(evaluate(llama, Job.of({"method": "qlora"}), cluster))
+    assert [n for n in notes if "% of the weights (8.5 k of 82.2 k) stay in 16 or 32 bits" in n]
+    assert not [n for n in notes if "adapter" in n]
+    notes = notes_of(evaluate(mixture, Job.of({"method": "lora"}), cluster))
+    assert [n for n in notes if "experts have no adapter" in n]

@@ -1,0 +1,191 @@
+"""A rank that does not go on, and one that is gone: the launcher names it, with its stack or with what others noticed.
+
+pytest tests/features/watchdog/test_hung_ranks.py. Real processes over shared memory and Gloo.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from fullshard.launch.bootstrap import PREEMPTION_DIR, STACK_SIGNAL
+from fullshard.launch.scene import Scene
+from tests.launching import LAUNCH, alive, free_port, read, started
+
+SCRIPT = """
+import os, signal, sys, time
+from pathlib import Path
+import torch
+from fullshard import fully_shard
+from fullshard.launch import init_process_group_from_environment
+
+directory, how = Path(sys.argv[1]), sys.argv[2]
+device, seconds = torch.device(sys.argv[3]), float(sys.argv[4])
+environment = init_process_group_from_environment(device, timeout_seconds=seconds)
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
+fully_shard(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+def next_batch(step):
+    if environment.rank == 1 and step == 3:
+        (directory / "hangs").write_text(str(time.monotonic()))
+        if how == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "leave":
+            sys.exit(0)
+        while how == "loop":
+            pass
+        time.sleep(600)  # a data loader that waits for its disk
+    return torch.ones(4, 8, device=device)
+
+(directory / f"pid{environment.rank}").write_text(str(os.getpid()))
+for step in range(10):
+    model(next_batch(step)).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def end_of(tmp_path: Path, how: str, comm: str) -> tuple[str, float]:
+    """What the launcher says, and how long after the hang."""
+    (tmp_path / "hang.py").write_text(SCRIPT)
+    command = [*LAUNCH, "--num_processes", "2", "--cpu", "hang.py", str(tmp_path), how, "cpu", "3"]
+    with started(*command, cwd=tmp_path, FULLSHARD_COMM=comm) as launcher:
+        output, _ = launcher.communicate(timeout=120)
+        seconds = time.monotonic() - float(read(tmp_path / "hangs"))
+        pids = [int(read(tmp_path / f"pid{rank}")) for rank in (0, 1)]
+    assert launcher.returncode == (137 if how == "kill" else 1), output
+    assert not any(map(alive, pids))
+    return output, seconds
+
+
+@pytest.mark.parametrize(
+    ("how", "comm"),
+    [
+        ("stop", "auto"),
+        *(
+            pytest.param(how, comm, marks=pytest.mark.full)
+            for how in ("stop", "loop", "sleep")
+            for comm in ("auto", "gloo")
+        ),
+    ],
+)
+def test_a_hung_rank_is_named_with_its_stack(tmp_path: Path, how: str, comm: str) -> None:
+    """The launcher's own end of it is never the cause."""
+    output, _ = end_of(tmp_path, how, comm)
+    assert "out of memory" not in output and "SIGKILL" not in output
+    assert re.search(r"CommunicationError: rank 0, unit '.*', .*\(step 4 of this process\)", output)
+    # Half the time-out before, and again with the error: without the launcher's doing.
+    assert len(re.findall(r"rank 1 \(process \d+ on \S+\) (is running, at hang.py|gives no sign of life)", output)) > 1
+    state = "was stopped (SIGSTOP)" if how == "stop" else "was running"
+    assert "rank 1 of 2 (process " in output, output
+    last = output[output.index("rank 1 of 2 (process ") :]
+    assert f"{state}, and did not come so far. It was here, the innermost call first:" in last
+    assert "in next_batch" in last
+    assert len(last.splitlines()) < 12
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("comm", ["auto", "gloo"])
+def test_of_a_dead_rank_the_others_say_where_they_noticed(tmp_path: Path, comm: str) -> None:
+    output, seconds = end_of(tmp_path, "kill", comm)
+    assert re.search(r"rank 1 of 2 \(process \d+ on .+\) was ended by SIGKILL", output)
+    assert re.search(r"it did last: step 3 of this process, after unit '.*', after the last reshard", output)
+    assert re.search(r"the others noticed it here: .*rank 0, unit '.*', .*\(step 4 of this process\)", output), output
+    assert seconds < 15  # five, on a machine with nothing else to do
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("comm", ["auto", "gloo"])
+def test_a_rank_that_has_ended_well_before_the_others_is_named(tmp_path: Path, comm: str) -> None:
+    output, seconds = end_of(tmp_path, "leave", comm)
+    assert re.search(r"rank 0 of 2 .* failed with exit code 1", output)
+    assert re.search(r"rank 1 of 2 \(process \d+ on .+\) had ended before, with exit code 0", output), output
+    assert output.splitlines()[-1].startswith("it did last: step 3 of this process, after unit ''")
+    assert seconds < 15
+
+
+WAITS = """
+import signal, sys, threading, time
+from fullshard.launch.bootstrap import STACK_SIGNAL, leave_stacks
+
+leave_stacks()
+threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+signal.pthread_sigmask(signal.SIG_BLOCK, [STACK_SIGNAL])  # so that another thread gets it
+
+def waits_here():
+    print("there", flush=True)
+    time.sleep(60)
+
+waits_here()
+"""
+
+
+def test_the_stack_is_the_main_threads_whoever_got_the_signal(tmp_path: Path) -> None:
+    with started(sys.executable, "-c", WAITS, cwd=tmp_path, **{PREEMPTION_DIR: str(tmp_path)}) as process:
+        assert process.stdout is not None and process.stdout.readline() == "there\n"
+        scene = Scene(tmp_path)
+        scene.look({0: process}, is_over=True)
+        text = scene.missing({process.pid: 0}, 1)
+        process.kill()
+    assert "in waits_here" in text and "threading.py" not in text
+
+
+LAST = '  File "b.py", line 2 in b\n'
+
+
+def test_a_stack_is_read_when_it_is_whole(tmp_path: Path) -> None:
+    """It is written in pieces, and a process that has just gone on after a stop is slow."""
+    code = f"import signal, time; signal.signal({int(STACK_SIGNAL)}, signal.SIG_IGN); print('there', flush=True)"
+    with started(sys.executable, "-c", f"{code}; time.sleep(60)", cwd=tmp_path) as process:
+        assert process.stdout is not None and process.stdout.readline() == "there\n"
+        file = tmp_path / f"stack-{process.pid}"
+        file.touch()
+
+        def write() -> None:
+            for piece in ("Thread 0x01:\n", '  File "a.py"', ", line 1 in a\n\nCurrent thread", " 0x02:\n", LAST):
+                time.sleep(0.05)
+                with file.open("a") as out:
+                    out.write(piece)
+
+        writer = threading.Thread(target=write)
+        writer.start()
+        scene = Scene(tmp_path)
+        scene.look({0: process}, is_over=True)
+        writer.join()
+        process.kill()
+    assert scene.missing({process.pid: 0}, 1).endswith(f"the innermost call first:\n{LAST}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", ["stop", "sleep", "kill"])
+def test_on_a_gpu_too(tmp_path: Path, how: str) -> None:
+    """Over NCCL, whose collectives no host waits for; two hosts of one rank each share the GPU.
+
+    Ten seconds: before the first step each rank starts the device, and NCCL connects them.
+    """
+    (tmp_path / "hang.py").write_text(SCRIPT)
+    port = str(free_port())
+    with ExitStack() as stack:
+        launchers = []
+        for host in ("0", "1"):
+            words = ["--num_processes", "2", "--num_machines", "2", "--machine_rank", host, "--main_process_port", port]
+            words += ["--main_process_ip", "127.0.0.1", "hang.py", str(tmp_path), how, "cuda:0", "10"]
+            apart = {"NCCL_HOSTID": host, "NCCL_SOCKET_IFNAME": "lo"}
+            launchers.append(stack.enter_context(started(*LAUNCH, *words, cwd=tmp_path, **apart)))
+        output = "".join(launcher.communicate(timeout=120)[0] for launcher in launchers)
+    print(output)
+    assert [launcher.returncode for launcher in launchers] == [1, 137 if how == "kill" else 1]
+    assert not any(alive(int(read(tmp_path / f"pid{rank}"))) for rank in (0, 1))
+    if how == "kill":
+        assert re.search(r"rank 1 of 2 \(process \d+ on .+\) was ended by SIGKILL", output)
+    else:
+        assert re.search(r"rank 0, unit '.*', .*\(step 4 of this process\)", output)
+        assert "in next_batch" in output and "SIGABRT" not in output

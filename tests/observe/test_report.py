@@ -1,0 +1,375 @@
+"""A report of runs: what is in it, that it is one file, and that nothing in it is read from elsewhere.
+
+pytest tests/observe/test_report.py
+"""
+
+from __future__ import annotations
+
+import html.parser
+import json
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from fullshard.cli.main import app
+from fullshard.cli.options import file_word
+from fullshard.core.errors import DataError, MissingExtraError
+from fullshard.observe import StepMetrics
+from fullshard.observe.plots import Line, line_chart
+from fullshard.observe.record import read_runs
+from fullshard.observe.report import write_report
+
+
+def made_up_run(directory: Path, *, steps: int = 20, lr: float = 1e-3, events: list[dict[str, Any]]) -> Path:
+    """What `fullshard train` would leave."""
+    directory.mkdir()
+    lines = [
+        StepMetrics(
+            step=step, loss=5 - step / 10, learning_rate=lr, grad_norm=1.0, tokens=64, tokens_seen=64 * step,
+            step_seconds=0.5, tokens_per_second=128.0, data_wait_seconds=0.25, memory_nbytes=(2**30, 2**31),
+            planned_nbytes=3 * 2**29, checkpoint_seconds=0.5, skipped_steps=2,
+        ).to_json()
+        for step in range(1, steps + 1)
+    ]  # fmt: skip
+    (directory / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    settings = {"--lr": {"value": lr, "origin": "given"}, "--seed": {"value": 0, "origin": "default"}}
+    (directory / "settings.json").write_text(json.dumps(settings))
+    (directory / "environment.json").write_text(json.dumps({"torch": "2.13.0", "device": "H100", "ranks": 2}))
+    bucket = {"dtype": "float32", "compute_dtype": "bfloat16", "trainable": True, "elements": 2**20, "bytes": 2**21}
+    units = [{"name": f"layers.{i}", "buckets": [bucket | {"per_rank": 2**19}]} for i in range(3)]
+    plan = {
+        "verdict": "fits: needs 1.5 GiB", "process": 2**29, "units": units, "devices": {"count": 2},
+        "memory": {"phases": {"load": {"parameters": 2**29}, "backward": {"parameters": 2**29, "gradients": 2**28}}},
+        "model": {"name": "Llama", "parameters": 3 * 2**20},
+    }  # fmt: skip
+    (directory / "plan.json").write_text(json.dumps(plan))
+    same = {"host": "h", "pid": 1, "rank": 0, "step": None}
+    times = (f"2026-11-23T17:00:{second:02}.000Z" for second in range(60))
+    text = "".join(json.dumps({"time": next(times)} | same | event) + "\n" for event in events)
+    (directory / "events.jsonl").write_text(text)
+    (directory / "checkpoints" / "step-000020").mkdir(parents=True)
+    (directory / "checkpoints" / "step-000020" / "model.safetensors").write_bytes(bytes(1000))
+    return directory
+
+
+SAVED = [{"kind": "save", "step": step, "path": f"out/checkpoints/step-{step:06}", "seconds": 1.25} for step in (9, 20)]
+DONE: list[dict[str, Any]] = [{"kind": "start", "world_size": 2}, *SAVED, {"kind": "end"}]
+FAILED: list[dict[str, Any]] = [
+    {"kind": "start", "world_size": 2},
+    {"kind": "failure", "rank": 1, "how": "SIGKILL", "step": 7},
+    {"kind": "restart", "number": 1, "of": 1},
+    {"kind": "start", "world_size": 2},
+    {"kind": "failure", "rank": 1, "message": "ValueError: <script>alert(1)</script>\nsecond line", "step": 9},
+]
+
+
+class Page(html.parser.HTMLParser):
+    """Checks that elements are closed, and gathers texts, ids and what would be read from elsewhere."""
+
+    VOID = ("meta", "link", "br", "img")
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.texts: list[str] = []
+        self.ids: list[str] = []
+        self.read: list[str] = []
+        self.feed(text)
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for name, value in attrs:
+            if name == "id":
+                self.ids.append(value or "")
+            elif name in ("src", "href", "xlink:href") and not (value or "").startswith("data:"):
+                self.read.append(f"{tag} {value}")
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+
+def test_runs_side_by_side(tmp_path: Path) -> None:
+    first = made_up_run(tmp_path / "first", events=DONE)
+    second = made_up_run(tmp_path / "second", lr=2e-3, steps=9, events=FAILED)
+    write_report([first, second], tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text()
+    page = Page(text)
+    assert not page.read and "@import" not in text and "url(http" not in text, "one file, without a network"
+    assert {"script", "iframe"}.isdisjoint(re.findall(r"<(\w+)", text)), "what a run says is text"
+    assert "prefers-color-scheme: dark" in text and "@media print" in text
+    assert "first: done, 20 steps" in page.texts
+    assert "second: failed after step 9: ValueError: <script>alert(1)</script>" in page.texts
+    for expected in (
+        "3.0500, mean of the last tenth",
+        "layers.0 to 2",
+        "2.00 GiB",
+        "1.50 GiB",
+        "1.25 s",
+        "0.002 (given)",
+    ):
+        assert expected in page.texts, expected
+    assert '<tr class="differs"><td>--lr</td>' in text and "<summary>1 by default</summary>" in text
+    assert "SIGKILL" in text and text.count("<img") == 7 + 2 + 2
+    rows = [row for row in re.findall(r"<tr>(.*?)</tr>", text) if "step-0000" in row]
+    assert ["removed since" in row for row in rows] == [True, False, False]
+
+
+def test_many_steps_are_drawn_as_their_means() -> None:
+    source = line_chart("nats", [Line("a", range(5000), [float(x) for x in range(5000)]), Line("b", [1], [2.0], 1)])
+    assert source.startswith("data:image/svg+xml;base64,") and len(source) < 90_000
+
+
+def test_a_run_of_trainer(tmp_path: Path) -> None:
+    history = [{"step": 1, "loss": 2.0, "learning_rate": 0.1}, {"step": 1, "eval_loss": 3.0}, {"step": 2, "loss": 1.5}]
+    (tmp_path / "checkpoint-2").mkdir()
+    (tmp_path / "checkpoint-2" / "trainer_state.json").write_text(json.dumps({"log_history": history}))
+    (run,) = read_runs([tmp_path])
+    assert run.series("loss") == ([1, 2], [2.0, 1.5])
+    done = CliRunner().invoke(app, ["report", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert "checkpoint-2" in (tmp_path / "report.html").read_text()
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"holds no run: neither metrics.jsonl(.|\n)*hint: name the --output-dir"):
+        write_report([tmp_path], tmp_path / "report.html")
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_a_file_that_was_cut_off_is_named_with_its_line(tmp_path: Path) -> None:
+    run = made_up_run(tmp_path / "run", events=DONE)
+    plan = (run / "plan.json").read_text()
+    (run / "plan.json").write_text(plan[:40])
+    with pytest.raises(DataError, match=r"plan\.json is not valid JSON.*\nhint: a kill may have cut it off"):
+        read_runs([run])
+    (run / "plan.json").write_text("[1]")
+    with pytest.raises(DataError, match=r"plan\.json is not valid JSON: expected an object of JSON, got a list"):
+        read_runs([run])
+    (run / "plan.json").write_text(plan)
+    for name, text, wrong in (
+        ("plan.json", plan.replace('"count": 2', '"count": []'), r"devices.count: input should be a valid integer"),
+        ("plan.json", plan.replace('"phases"', '"parts"'), r"memory.phases: field required"),
+        ("settings.json", '{"--lr": 3}', r"--lr: input should be"),
+        ("environment.json", '{"torch": "2.13.0"}', r"device: field required"),
+        ("trainer_state.json", '{"log_history": [{"step": 1, "loss": "x"}]}', r"log_history.0.loss: input should be"),
+        ("trainer_state.json", '{"log_history": [3]}', r"log_history.0: input should be"),
+    ):
+        path = run / name
+        before = path.read_bytes() if path.exists() else b""
+        path.write_text(text)
+        lines = (run / "metrics.jsonl").read_bytes()
+        if name == "trainer_state.json":
+            (run / "metrics.jsonl").unlink()
+        with pytest.raises(DataError, match=rf"{name}: {wrong}(.|\n)*hint: another program"):
+            read_runs([run])
+        path.write_bytes(before) if before else path.unlink()
+        (run / "metrics.jsonl").write_bytes(lines)
+    metrics = (run / "metrics.jsonl").read_text().splitlines()
+    for line in (metrics[2][:30], '{"epoch": 1}', "[1]", "\udce9"):
+        text = "\n".join([*metrics[:2], line, *metrics[3:]]) + "\n"
+        (run / "metrics.jsonl").write_bytes(text.encode(errors="surrogateescape"))
+        with pytest.raises(DataError, match=r"metrics\.jsonl:3: expected a step as"):
+            read_runs([run])
+
+
+def test_of_trainers_states_the_newest_that_is_whole_counts(tmp_path: Path) -> None:
+    for step, text in ((9, '{"log_history": [{"step": 9, "loss": 2.0}]}'), (10, '{"log_history": [{"st')):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(text)
+    (run,) = read_runs([tmp_path])
+    assert run.series("loss") == ([9], [2.0])
+    (tmp_path / "checkpoint-9" / "trainer_state.json").unlink()
+    with pytest.raises(DataError, match=r"checkpoint-10.trainer_state\.json is not valid JSON"):
+        read_runs([tmp_path])
+
+
+STEP = {
+    "step": 1, "loss": 2.5, "learning_rate": 0.1, "grad_norm": 1.0, "tokens": 4, "tokens_seen": 4, "step_seconds": 0.5,
+    "tokens_per_second": 8.0, "data_wait_seconds": 0.1, "memory_nbytes": [10],
+}  # fmt: skip
+BUCKET = {"elements": 8, "per_rank": 4, "bytes": 32, "dtype": "f", "compute_dtype": "f", "trainable": True}
+PLAN: dict[str, Any] = {
+    "verdict": "fits", "memory": {"phases": {"load": {"p": 8}}}, "devices": {"count": 2}, "units": [],
+    "model": {"name": "m", "parameters": 8},
+}  # fmt: skip
+NAMES = ("$x_{$", "$", "_hidden", "\ud83d\ude00 \u4e2d", "a\x00\x1b[31m", "n" * 50_000, "", "<b>", "{{ 7 / 0 }}", "%s")
+
+
+def lines(*values: object) -> str:
+    return "".join(json.dumps(value) + "\n" for value in values)
+
+
+def event(**fields: object) -> dict[str, object]:
+    return {"time": "2026-11-23T17:00:00Z", "kind": "failure"} | fields
+
+
+def units(*names: str) -> str:
+    return json.dumps(PLAN | {"units": [{"name": n, "buckets": [BUCKET | {"bytes": i}]} for i, n in enumerate(names)]})
+
+
+FINE: dict[str, dict[str, str]] = {
+    "names": {"plan.json": units(*NAMES), "settings.json": json.dumps({n: {"value": n, "origin": n} for n in NAMES})},
+    "phases": {"plan.json": json.dumps(PLAN | {"memory": {"phases": {n: {n: 7} for n in NAMES}}})},
+    "no phases": {"plan.json": json.dumps(PLAN | {"memory": {"phases": {}}})},
+    "no buckets": {"plan.json": json.dumps(PLAN | {"units": [{"name": "a", "buckets": []}]})},
+    "many units": {"plan.json": units(*map(str, range(3000)))},
+    "times": {"events.jsonl": lines(*(event(time=t) for t in ("yesterday", "", "2026-13-45", "2026-01-01", "\ud800")))},
+    "odd events": {"events.jsonl": lines(event(kind=["a"]), event(step=[1], rank={"a": 1}, message=3, path={}), 7)},
+    "odd saves": {"events.jsonl": lines(*(event(kind="save", path=p, seconds=[]) for p in (None, [1], "\x00/" * 999)))},
+    "halves": {"events.jsonl": lines(event(message="\ud800")), "plan.json": json.dumps(PLAN | {"verdict": "\udfff"})},
+    "huge integers": {"events.jsonl": lines(event(step=10**4000, other=[10**4000]), event(step=7))},
+    "deep events": {"events.jsonl": lines(event()) + '{"time": "", "kind": "skip", "a": ' + "[" * 90_000},
+    "no text": {"events.jsonl": "\udcff\udcfe\x00"},
+    "deep settings": {"settings.json": '{"a": {"origin": "given", "value": ' + "[" * 150 + "]" * 150 + "}}"},
+    "odd environment": {"environment.json": json.dumps({"device": "\u202e", "ranks": -1, "x": [{"y": None}], "": 2})},
+    "no finite number": {"metrics.jsonl": lines(*(STEP | {"loss": x} for x in ("nan", "-inf", "1e308", -1e308)))},
+    "huge steps": {"metrics.jsonl": lines(STEP | {"step": 10**200}, STEP | {"memory_nbytes": [10**400]})},
+    "no memory": {"metrics.jsonl": lines(STEP | {"memory_nbytes": []})},
+    "Trainer": {"metrics.jsonl": "", "trainer_state.json": '{"log_history": [{"loss": 1.5}, {"eval_loss": "x"}]}'},
+}
+ODD: tuple[tuple[str, object], ...] = (
+    ("loss", [1.0]),
+    ("loss", None),
+    ("step", "one"),
+    ("step", 1.5),
+    ("memory_nbytes", "all"),
+    ("tokens", {}),
+)
+WRONG = {
+    **{f"{key} is {odd}": {"metrics.jsonl": lines(STEP, STEP | {key: odd}, STEP)} for key, odd in ODD},
+    "deep steps": {"metrics.jsonl": "[" * 90_000 + "\n"},
+    "a long step": {"metrics.jsonl": "x" * 2**21 + "\n"},
+    "a deep plan": {"plan.json": '{"a":' * 90_000},
+    "another encoding": {"plan.json": "\udcff\udcfe{\x00"},
+    "a huge model": {"plan.json": json.dumps(PLAN | {"model": {"name": "m", "parameters": 10**400}})},
+    "negative memory": {"plan.json": json.dumps(PLAN | {"process": -1})},
+    "no ranks": {"plan.json": json.dumps(PLAN | {"units": [{"name": "a", "buckets": [BUCKET | {"per_rank": 0}]}]})},
+    "odd settings": {"settings.json": '{"--lr": [1, 2]}'},
+    "odd history": {"metrics.jsonl": "", "trainer_state.json": '{"log_history": {"loss": 1}}'},
+    "no run": {"metrics.jsonl": "", "trainer_state.json": '{"log_history": [{"eval_loss": 1}]}'},
+}
+SPECIAL = ("metrics.jsonl", "events.jsonl", "plan.json", "settings.json", "environment.json", "trainer_state.json")
+
+
+def hostile(directory: Path, files: dict[str, str]) -> Path:
+    directory.mkdir()
+    for name, text in ({"metrics.jsonl": lines(STEP)} | files).items():
+        (directory / name).write_bytes(text.encode("utf-8", "surrogateescape"))
+    return directory
+
+
+def sparse(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 6 * 2**30)
+
+
+@pytest.mark.parametrize("files", FINE.values(), ids=FINE)
+def test_an_odd_folder_gives_a_report(files: dict[str, str], tmp_path: Path) -> None:
+    run = hostile(tmp_path / os.fsdecode(b"run$_\xff<i>"), files)
+    write_report([run], run / "report.html")
+    text = (run / "report.html").read_text()
+    Page(text)
+    assert "<b>" not in text and "<i>" not in text and len(text) < 3_000_000
+
+
+@pytest.mark.parametrize("files", WRONG.values(), ids=WRONG)
+def test_a_wrong_file_is_one_error_with_its_name(files: dict[str, str], tmp_path: Path) -> None:
+    run = hostile(tmp_path / "run", files)
+    with pytest.raises(DataError) as caught:
+        write_report([run], run / "report.html")
+    assert any(name in str(caught.value) for name, text in files.items() if text) and "hint: " in str(caught.value)
+    assert len(str(caught.value)) < 1000 and not (run / "report.html").exists()
+
+
+@pytest.mark.parametrize("name", SPECIAL)
+def test_what_is_no_file_of_the_folder_is_not_read(name: str, tmp_path: Path) -> None:
+    """Pipes would be waited for; links may lead to files of others."""
+    other = hostile(tmp_path / "other", {name: "{}"})
+    makers: list[Callable[[Path], object]] = [os.mkfifo, sparse, Path.mkdir]
+    makers += [lambda path: path.symlink_to(other / name), lambda path: path.symlink_to(path)]
+    for number, make in enumerate(makers):
+        run = hostile(tmp_path / str(number), {"metrics.jsonl": ""} if name == "trainer_state.json" else {})
+        (run / name).unlink(missing_ok=True)
+        make(run / name)
+        if make is Path.mkdir and name == "events.jsonl":
+            continue  # no journal
+        with pytest.raises(DataError, match=rf"{re.escape(name)} cannot be read: .*\nhint: move it away"):
+            read_runs([run])
+
+
+def test_links_are_neither_followed_nor_overwritten(tmp_path: Path) -> None:
+    run, others = hostile(tmp_path / "run", {}), tmp_path / "others"
+    hostile(others, {"trainer_state.json": '{"log_history": [{"step": 77, "loss": 1.0}]}'})
+    (run / "checkpoints").mkdir()
+    (run / "checkpoints" / "step-2").symlink_to("/")
+    (run / "checkpoints" / "step-3").mkdir()
+    os.mkfifo(run / "checkpoints" / "step-3" / "pipe")
+    (run / "checkpoints" / "step-3" / "others").symlink_to(others)
+    (run / "checkpoint-9").symlink_to(others)
+    (run / "report.html").symlink_to(others / "metrics.jsonl")
+    begin = time.monotonic()
+    assert CliRunner().invoke(app, ["report", str(run)]).exit_code == 0
+    assert time.monotonic() - begin < 60
+    assert (others / "metrics.jsonl").read_text() == lines(STEP) and not (run / "report.html").is_symlink()
+    text = (run / "report.html").read_text()
+    assert text.count("a link, which is not followed") == 2 and "0 B in 0 files" in text
+    (run / "metrics.jsonl").unlink()
+    with pytest.raises(DataError, match="holds no run"):  # but in a folder that is not its own
+        read_runs([run])
+    assert {path.name for path in run.iterdir()} == {"checkpoints", "checkpoint-9", "report.html"}
+
+
+def test_without_matplotlib_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = hostile(tmp_path / "run", {})
+    for package in ("matplotlib", "jinja2"):
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, package, None)
+            with pytest.raises(MissingExtraError, match=rf"{package}(.|\n)*fullshard\[plots\]"):
+                write_report([run], run / "report.html")
+
+
+@pytest.mark.parametrize(("output", "what"), [("nowhere/x.html", "there is no folder"), ("", "is a folder; name a")])
+def test_where_nothing_can_be_written_is_said_first(output: str, what: str, tmp_path: Path) -> None:
+    """Also of what takes minutes: a simulation's picture, a calibration."""
+    file = str(tmp_path / output)
+    commands = (
+        ["report", "no-run", "-o", file],
+        ["simulate", "-m", "GPT-2", "-d", "8xH100", "--timeline", file],
+        ["plan", "--calibrate", file],
+    )
+    for command in commands:
+        result = CliRunner().invoke(app, command, env={"COLUMNS": "400"})
+        assert result.exit_code == 2
+        assert what in result.output
+
+
+def test_a_folder_that_takes_no_file_is_said_first() -> None:
+    real, effective, saved = os.getresuid()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "there").touch(0o666)
+        (folder / "there").chmod(0o666)
+        folder.chmod(0o555)
+        try:
+            os.setresuid(real or 65534, effective or 65534, saved)
+            with pytest.raises(typer.BadParameter, match="cannot be written, nothing can in"):
+                file_word(f"{folder}/new")
+            assert file_word(f"{folder}/there") == folder / "there"
+        finally:
+            os.setresuid(real, effective, saved)
+            folder.chmod(0o755)

@@ -1,0 +1,624 @@
+"""`fullshard plan` and what it recommends.
+
+pytest tests/plan/test_plan_cli.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from fullshard.api.planning import plan_run, planned_device
+from fullshard.cli.plan import OTHER_WORDS, _question
+from fullshard.config.load import load_file
+from fullshard.config.resolve import resolve
+from fullshard.config.schema import RunConfig
+from fullshard.core.errors import ConfigError
+from fullshard.launch.environment import read_rank_environment
+from fullshard.plan.alternatives import swept, with_settings
+from fullshard.plan.evaluate import MARGIN, changes_that_fit, evaluate, notes_of
+from fullshard.plan.families import from_config
+from fullshard.plan.hardware import DEVICES, find_device, parse_cluster, split_devices, write_calibration
+from fullshard.plan.job import Job
+from fullshard.plan.layout import lay_out
+from fullshard.plan.library import MODELS as MODELS_BY_NAME
+from fullshard.plan.library import load_model
+from fullshard.plan.memory import memory_of
+from fullshard.plan.report import as_dict, as_run_config
+from fullshard.plan.route import Route
+from fullshard.plan.schedule import predict_step
+from fullshard.plan.search import pareto, search
+from fullshard.plan.setting import PlanSetting
+from fullshard.plan.time import time_of
+from fullshard.plan.traffic import traffic_of
+from tests.commands import run_here
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return run_here("plan", *arguments)
+
+
+def test_it_answers_in_tables() -> None:
+    done = run("--model", "Llama-3.1-8B", "--devices", "8xH100", "--checkpointing", "full")
+    assert done.returncode == 0, done.stderr
+    for word in ("main weights", "optimizer state", "logits", "tokens/s", "MFU", "fits", "disk"):
+        assert word in done.stdout
+
+
+@pytest.mark.parametrize(("devices", "most"), [pytest.param("8xH100", 1.6, marks=pytest.mark.full), ("1024xH100", 1.0)])
+def test_it_takes_about_a_second_and_no_torch(tmp_path: Path, devices: str, most: float) -> None:
+    """Of processor time, for a config.json, the whole command, in the best of three, its modules compiled before.
+
+    On 8 devices no change is enough alone, so pairs are compared: 35 plans.
+
+    On a busy machine processor time passes faster, too: the bound is in what importing the command line's libraries
+    takes at that moment, a fifth of a second on a quiet one.
+    """
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**MODELS_BY_NAME["Llama-3.1-70B"]}), encoding="utf-8")
+    code = (
+        f"import os, sys; sys.argv = ['fullshard', 'plan', '-m', {str(path)!r}, '-d', {devices!r}]\n"
+        "from fullshard.cli.main import main\n"
+        "try: main()\nexcept SystemExit: pass\n"
+        "sys.stderr.write(f\"{'torch' in sys.modules} {sum(os.times()[:2])}\")"
+    )
+    base = "import os, sys, typer._adapters, typer.main, rich.table; sys.stderr.write(f'- {sum(os.times()[:2])}')"
+    seconds: dict[str, list[float]] = {base: [], code: []}
+    environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path / "compiled")}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    for _ in range(4):
+        for program, found in seconds.items():
+            command = [sys.executable, "-c", program]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=environment)
+            loaded, spent = done.stderr.split()
+            found.append(float(spent))
+        assert loaded == "False"
+        assert "MFU" in done.stdout
+    assert min(seconds[code]) < most * max(1.0, 5 * min(seconds[base]))
+
+
+def test_json_has_everything(tmp_path: Path) -> None:
+    done = run("-m", "GPT-2", "-d", "2xCPU", "--precision", "fp32", "--json")
+    values = json.loads(done.stdout)
+    assert values["model"]["parameters"] == 124_439_808
+    assert values["memory"]["persistent"] == pytest.approx(12 * 124_439_808 / 2, rel=1e-3)
+    assert set(values["memory"]["phases"]) == {"load", "forward", "backward", "optimizer", "save"}
+    assert values["traffic"]["reduce"] == pytest.approx(4 * 124_439_808 / 2, rel=1e-3)
+
+
+def test_what_does_not_fit_comes_with_changes() -> None:
+    done = run("-m", "Llama-2-7B", "-d", "8xRTX4090", "--micro-batch", "4")
+    assert done.returncode == 1
+    assert "does not fit" in done.stdout and "what would make it fit" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["-m", "Lama-2-7B", "-d", "8xH100"], "did you mean Llama-2-7B"),
+        (["-m", "Llama-2-7B", "-d", "8xH1000"], "did you mean H100"),
+        (["-m", "Llama-2-7B", "-d", "8xH100", "--strategy", "FULL"], "use one of FULL_SHARD"),
+        (["-m", "Llama-2-7B", "-d", "8xH100", "--hosts", "3"], "shared equally by 3 hosts"),
+        (["-m", "Llama-2-7B", "-d", "0xH100"], "8xH100"),
+        (["-m", "Llama-2-7B"], "--devices 8xH100"),
+        (["-d", "8xH100"], "--model Llama"),
+        (["-m", "Llama-2-7B", "-d", "8xH100", "--method", "lora", "--lora-targets", "query"], "it has down_proj"),
+        (["-m", "Llama-2-7B", "-d", "8xH100", "--strategy", "4", "--shard-size", "3"], "does not divide world size 8"),
+        (["-m", "Llama-2-7B", "-d", "8xH100", "--layers", "3"], "number of parameters"),
+        (["-m", "GPT-2", "-d", "8xH100", "--plot", "out.gif"], ".png"),
+        (["-m", "GPT-2", "-d", "2xnothing.json"], "--calibrate"),
+        (["-m", "GPT-2", "-d", "8"], "write it as 8xH100"),
+        (["-m", "GPT-2", "-d", "8x", "H100"], "quotes around a value with spaces"),
+        (["-m", "Llama-2-7B", "-d", "8xH100", "--batch_size", "4"], "it is --micro-batch here"),
+        (["-m", "Llama-2-7B", "-d", "8xH100", "--zero-stage=3"], "it is --strategy here"),
+        (["-m", "Llama-2-7B", "-d", "8xH100", "--strategy", "zero3"], "stage 3 is FULL_SHARD"),
+        (["-m", "GPT-2", "-d", "8xH100", "--seq-len", "2048"], "positions for 1024 tokens"),
+        (["-m", "GPT-2", "-d", "8xH100", "--seq-len", "4.5k"], "expected a whole number, got '4.5k'"),
+    ],
+)
+def test_mistakes_are_named(arguments: list[str], expected: str) -> None:
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert expected in done.stderr
+
+
+def test_other_words_are_of_options_that_exist() -> None:
+    options = {"--model", "--devices", "--hosts", "--config", "--price"}
+    options |= {"--" + name.replace("_", "-") for name in Job.model_fields}
+    assert {words.split()[0] for words in OTHER_WORDS.values()} <= options
+    assert not OTHER_WORDS.keys() & options
+
+
+def test_a_model_without_so_many_positions() -> None:
+    """Planned with those it has; more that are asked for, here or beside, are an error."""
+    done = run("-m", "gpt2", "-d", "8xH100", "--json")
+    values = json.loads(done.stdout)
+    assert values["job"]["seq_len"] == 1024 and "GPT-2 has positions for 1024 tokens" in values["notes"][0]
+    gpt2 = load_model("GPT-2")[0]
+    assert (gpt2.positions, load_model("Llama-2-7B")[0].positions) == (1024, None)
+    for ask in (
+        lambda: swept(gpt2, Job.of({"seq_len": 512}), parse_cluster("8xH100"), "seq-len=1k..2k", price=None),
+        lambda: with_settings(gpt2, Job.of({"seq_len": 512}), parse_cluster("8xH100"), "seq-len=2k", price=None),
+    ):
+        with pytest.raises(ConfigError, match="a sequence has 2048"):
+            ask()
+
+
+def test_thousands_of_tokens() -> None:
+    assert [Job.of({"seq_len": text}).seq_len for text in ("128k", "2K", "4096")] == [131072, 2048, 4096]
+    with pytest.raises(ConfigError, match="seq_len: expected a whole number, got '8q'"):
+        Job.of({"seq_len": "8q"})
+
+
+def test_four_bits_are_counted_as_elements() -> None:
+    """Of a QLoRA's base too: 8 billion and the adapters."""
+    model = load_model("Llama-3.1-8B")[0]
+    plan = evaluate(model, Job.of({"method": "qlora"}), parse_cluster("1xRTX4090"))
+    assert plan.parameters == model.numel + plan.trainable
+
+
+def test_gradients_in_the_dtype_of_the_weights_are_proposed() -> None:
+    """Of weights that are trained in bfloat16 the sum in float32 is most of what one device holds."""
+    job = Job.of({"base_dtype": "bfloat16", "precision": "no", "checkpointing": "full", "optimizer": "adamw-fused"})
+    plan = evaluate(load_model("Llama-3.2-3B")[0], job, parse_cluster("1xRTX5090"))
+    change = next(c for c in changes_that_fit(plan) if "reduce_dtype" in c.words)
+    assert not plan.fits and plan.memory.needed - change.plan.memory.needed > 3 * plan.parameters
+
+
+def test_an_unknown_setting_in_python() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'micro_batch'"):
+        Job.of({"microbatch": 3})
+
+
+def test_adapters_go_with_adapters() -> None:
+    with pytest.raises(ConfigError, match="lora_rank and lora_targets: full training has no adapters"):
+        Job.of({"lora_rank": 8, "lora_targets": "q_proj"})
+
+
+@pytest.mark.parametrize(
+    "text", ["8xH100", " 8 x h100 ", "8*H100", "8 H100", "8H100", "8 \N{MULTIPLICATION SIGN} H100", "H100x8", "H100:8"]
+)
+def test_how_many_of_what(text: str) -> None:
+    cluster = parse_cluster(text)
+    assert (cluster.count, cluster.device.name) == (8, "H100")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("8xL40S", "8 x L40S in 1 host"),
+        ("16xA10G", "16 x A10G in 2 hosts"),
+        ("8xNVIDIA H100 80GB", "8 x H100 in 1 host"),
+        ("8xNVIDIA H100 80GB HBM3", "8 x H100 in 1 host"),
+        ("8xNVIDIA A100-SXM4-40GB", "8 x A100-40 in 1 host"),
+        ("NVIDIA A100-SXM4-80GB", "1 x A100-80 in 1 host"),
+        ("8xH200 141GB", "8 x H200 in 1 host"),
+        ("8xH100-PCIe", "8 x H100-PCIe in 1 host"),
+        ("2 x RTX 5090", "2 x RTX5090 in 1 host"),
+        ("4xA6000", "4 x RTX-A6000 in 1 host"),
+        ("8xGB200", "8 x GB200 in 2 hosts"),
+        ("8xV100-32GB", "8 x V100 in 1 host"),
+        ("NVIDIA RTX 6000 Ada Generation", "1 x RTX6000-Ada in 1 host"),
+        ("64xTrillium", "64 x TPU-v6e in 1 host"),
+        ("v5e-8", "8 x TPU-v5e in 1 host"),
+        ("v5litepod-16", "16 x TPU-v5e in 1 host"),
+        ("v5p-8", "4 x TPU-v5p in 1 host"),
+    ],
+)
+def test_devices_by_name(text: str, expected: str) -> None:
+    assert str(parse_cluster(text)) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "gb", "expected"),
+    [
+        ("NVIDIA H100 80GB HBM3", 85.0, "H100"),
+        ("NVIDIA H100 PCIe", 85.0, "H100-PCIe"),
+        ("NVIDIA H100 NVL", 100.0, "H100-NVL"),
+        ("NVIDIA H200", 150.0, "H200"),
+        ("NVIDIA A100-SXM4-40GB", 42.3, "A100-40"),
+        ("NVIDIA A100-PCIE-40GB", 42.3, "A100-40"),
+        ("NVIDIA B300 SXM6 AC", 287.0, "B300"),
+        ("NVIDIA H200 NVL", 150.8, "H200-NVL"),
+        ("NVIDIA L40", 48.3, "L40"),
+        ("NVIDIA A40", 48.3, "A40"),
+        ("Tesla V100-PCIE-32GB", 34.1, "V100-PCIe"),
+    ],
+)
+def test_the_device_of_a_run(name: str, gb: float, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _device_is(name, gb, monkeypatch)
+    assert planned_device(torch.device("cuda", 0)) == expected
+
+
+def _device_is(name: str, gb: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=int(gb * 1e9)))
+
+
+@pytest.mark.parametrize(
+    ("name", "gb", "message"),
+    [
+        ("NVIDIA H200 MIG 1g.18gb", 18.0, "unknown hardware 'NVIDIA H200 MIG 1g.18gb'"),
+        (
+            "NVIDIA H100 80GB HBM3",
+            10.0,
+            "NVIDIA H100 80GB HBM3 has 9.31 GiB, and plans for H100 are made",
+        ),
+    ],
+)
+def test_a_run_that_is_not_planned_says_why(
+    name: str, gb: float, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _device_is(name, gb, monkeypatch)
+    said: list[str] = []
+    run = RunConfig(), read_rank_environment(), torch.device("cuda", 0)
+    assert plan_run(nn.Linear(2, 2), *run, said.append) is None
+    assert len(said) == 1 and said[0].startswith(f"plan: none for this run: {message}")
+
+
+def test_links_of_a_rack() -> None:
+    """72 GB200 reach one another as fast as the four of a host do; the next rack is behind the network."""
+    near, far = parse_cluster("72xGB200"), parse_cluster("144xGB200")
+    assert near.hosts == 18 and near.device.network == near.device.link
+    assert far.device.network < far.device.link / 10
+
+
+def test_every_device_has_a_source_and_makes_sense() -> None:
+    for name, device in DEVICES.items():
+        assert find_device(name) is device and device.source
+        assert device.flops >= device.flops_fp32 and device.link >= device.network
+        assert 8e9 < device.memory < 400e9
+        if device.is_run and not device.is_cpu:
+            assert 4 <= device.per_host <= 8
+
+
+@pytest.mark.parametrize(("device", "note"), [("TPU-v5p", "has not been run"), ("V100", "no bfloat16")])
+def test_what_a_device_cannot_is_said(device: str, note: str) -> None:
+    shape, _ = load_model("GPT-2")
+    assert any(note in said for said in notes_of(evaluate(shape, Job.of({}), parse_cluster(f"8x{device}"))))
+
+
+@pytest.mark.parametrize("text", ["A100-PCIE-24GB", "H100 40GB", "V100-PCIE-16GB"])
+def test_memory_that_a_kind_does_not_have_is_not_taken_for_another(text: str) -> None:
+    with pytest.raises(ConfigError, match="unknown hardware"):
+        find_device(text)
+
+
+def test_a_kind_that_begins_with_a_number() -> None:
+    assert split_devices("4090") == (None, "4090") and split_devices("A100-80") == (None, "A100-80")
+    assert split_devices("2x4090") == split_devices("2 4090") == (2, "4090")
+
+
+def test_the_file_says_how_many_4090s(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("distributed_type: FSDP\nnum_machines: 1\nnum_processes: 2\nfsdp_config: {}\n", encoding="utf-8")
+    _, cluster, _ = _question({}, "4090", None, path, None)
+    assert str(cluster) == "2 x RTX4090 in 1 host"
+
+
+def test_too_many_layers_and_relatives() -> None:
+    with pytest.raises(ConfigError, match="at most 1000"):
+        load_model("1e15")
+    with pytest.raises(ConfigError) as error:  # not gemma3_text
+        from_config({"model_type": "llama4_text", "n_routed_experts": 8}, where="x")
+    assert "did you mean" not in str(error.value)
+
+
+def test_both_ways_to_count_attention() -> None:
+    """PaLM's appendix B counts 12 x layers x width x sequence more per token, a causal model needs half of that."""
+    shape, _ = load_model("Llama-2-7B")
+    time = evaluate(shape, Job.of({"seq_len": 4096}), parse_cluster("8xH100")).time
+    attention = 12 * 32 * 4096 * 4096
+    palm = 6 * (shape.numel - 32000 * 4096) + attention
+    assert time.mfu_unmasked / time.mfu == pytest.approx(palm / (palm - attention / 2), rel=1e-3)
+    assert time.mfu_unmasked == pytest.approx(palm * time.tokens_per_second / time.peak_flops, rel=1e-3)
+
+
+def test_accelerate_yaml_is_planned_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "fsdp.yaml"
+    path.write_text(
+        "distributed_type: FSDP\nmixed_precision: bf16\nnum_machines: 1\nnum_processes: 8\n"
+        "fsdp_config:\n  fsdp_sharding_strategy: SHARD_GRAD_OP\n  fsdp_activation_checkpointing: true\n",
+        encoding="utf-8",
+    )
+    done = run("-m", "GPT-2", "-d", "A100", "--config", str(path), "--json")
+    assert done.returncode == 0, done.stderr
+    values = json.loads(done.stdout)
+    assert values["devices"] == {"kind": "A100-80", "count": 8, "hosts": 1}
+    assert values["job"]["strategy"] == "SHARD_GRAD_OP"
+    assert values["job"]["checkpointing"] == "full"
+    assert not any("precision" in note for note in values["notes"])
+    wrong = run("-m", "GPT-2", "-d", "4xA100", "--config", str(path))
+    assert wrong.returncode == 2 and "starts 8 processes" in wrong.stderr
+
+
+@pytest.mark.parametrize(
+    ("written", "note"),
+    [
+        ("sharding: {wrap: none}", "wrap (sharding.wrap = none): planned with a unit per layer"),
+        ("fsdp_config: {fsdp_auto_wrap_policy: SIZE_BASED_WRAP}", "fsdp_auto_wrap_policy (sharding.wrap = size): "),
+        ("sharding: {wrap_classes: [GPT2MLP]}", "(sharding.wrap_classes = [GPT2MLP]): planned as the model's layers"),
+        ("sharding: {ignored_modules: 'h.*'}", "ignored_modules (sharding.ignored_modules = h.*): planned as sharded"),
+        ("precision: {mode: 'no', param_dtype: bfloat16}", "param_dtype (precision.param_dtype = bfloat16): "),
+    ],
+)
+def test_a_file_whose_units_are_others_than_planned_says_so(written: str, note: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(written)
+    done = run("-m", "GPT-2", "-d", "2xA100", "--config", str(path), "--json")
+    assert done.returncode == 0, done.stderr
+    assert any(f"{path}:1:" in said and note in said for said in json.loads(done.stdout)["notes"])
+
+
+def test_a_deepspeed_file_says_the_batch_and_not_the_precision(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(
+        json.dumps({"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 4}), encoding="utf-8"
+    )
+    job, _, notes = _question({}, "8xA100", None, path, None)
+    assert job.micro_batch == 4 and job.precision == "no"
+    assert not any("train_micro_batch" in note for note in notes)
+    assert any("says nothing of precision: planned in float32" in note for note in notes)
+    job, _, notes = _question({"micro_batch": 1, "precision": "bf16"}, "8xA100", None, path, None)
+    assert job.micro_batch == 1 and not any("precision" in note for note in notes)
+    path.write_text(path.read_text(encoding="utf-8").replace("4", '"auto"'), encoding="utf-8")
+    assert _question({}, "8xA100", None, path, None)[0].micro_batch == 1
+    named = tmp_path / "accelerate.yaml"
+    named.write_text("distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: ds.json}\n")
+    for value, count in (('"4"', 4), ("4.0", 4), ('"AUTO"', 1)):
+        path.write_text(f'\ufeff{{"zero_optimization": {{"stage": 2}}, "train_micro_batch_size_per_gpu": {value}}}')
+        assert [_question({}, "8xA100", None, each, None)[0].micro_batch for each in (path, named)] == [count, count]
+    path.write_text('{"train_micro_batch_size_per_gpu": 0}')
+    with pytest.raises(ConfigError, match=r"ds\.json:1:2: train_micro_batch_size_per_gpu: expected 1 or more, got 0"):
+        _question({}, "8xA100", None, path, None)
+
+
+def test_the_best_is_written_as_a_configuration(tmp_path: Path) -> None:
+    path = tmp_path / "best.yaml"
+    done = run("-m", "Llama-2-7B", "-d", "16xA100", "--micro-batch", "4", "--auto", "--write", str(path), "--json")
+    assert done.returncode == 0, done.stderr
+    assert f"run it with fullshard launch --config_file {path} SCRIPT" in done.stderr
+    values = json.loads(done.stdout)
+    config = resolve([load_file(path)]).config
+    assert config.launch.num_processes == 16 and config.launch.num_machines == 2
+    assert config.launch.device == "cuda", "a host without GPUs must not start 16 processes on its processors"
+    assert config.sharding.strategy == values["job"]["strategy"]
+    assert config.sharding.activation_checkpointing == (values["job"]["checkpointing"] == "full")
+    assert config.training.gradient_accumulation_steps == values["job"]["accumulation"]
+    assert [p["fits"] for p in values["pareto"]] == [True] * len(values["pareto"])
+    again = run("-m", "GPT-2", "-d", "2xA100", "--write", str(path))
+    assert again.returncode == 2 and "--overwrite" in again.stderr
+
+
+def test_what_is_no_part_of_a_plan_is_written_as_the_planned_file_has_it(tmp_path: Path) -> None:
+    planned, path = tmp_path / "run.yaml", tmp_path / "best.yaml"
+    planned.write_text(
+        "launch: {num_processes: 8, max_restarts: 3}\n"
+        "sharding: {strategy: SHARD_GRAD_OP, wrap_classes: [LlamaDecoderLayer]}\n"
+        "training: {gradient_clipping: 1.0}\ncheckpoint: {async_save: true}\nprecision: {mode: bf16}\n"
+    )
+    arguments = ("-m", "Llama-2-7B", "-d", "A100", "--config", str(planned), "--checkpointing", "full")
+    done = run(*arguments, "--optimizer", "adamw-8bit", "--write", str(path))
+    assert "the script is to have optimizer = adamw-8bit, micro_batch = 1, seq_len = 2048\n" in done.stderr
+    config = resolve([load_file(path)]).config
+    assert (config.launch.max_restarts, config.training.gradient_clipping, config.checkpoint.async_save) == (3, 1, True)
+    assert (config.sharding.strategy, config.sharding.wrap_classes) == ("SHARD_GRAD_OP", ("LlamaDecoderLayer",))
+    assert config.sharding.activation_checkpointing  # as planned
+    nowhere = run(*arguments, "--write", str(tmp_path / "nowhere" / "best.yaml"))
+    assert nowhere.returncode == 2 and "name a file in a folder that exists" in nowhere.stderr
+
+
+def test_the_notes_on_a_compared_file_are_said(tmp_path: Path) -> None:
+    path = tmp_path / "other.yaml"
+    path.write_text("sharding: {wrap: none}")
+    done = run("-m", "GPT-2", "-d", "2xA100", "--config", str(path), "--compare", str(path), "--json")
+    assert sum("(sharding.wrap = none)" in note for note in json.loads(done.stdout)["notes"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--overwrite",), "--overwrite without --write"),
+        (("--calibrate", "config.json"), "is there, and is no calibration"),
+        (("--reshard-after-forward", "auto", "--unsharded-memory-gib", "1e300"), "less than or equal to"),
+    ],
+)
+def test_what_would_do_nothing_or_harm_is_refused(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    placed = [str(tmp_path / word) if word.endswith(".json") else word for word in arguments]
+    done = run("-m", "GPT-2", "-d", "2xA100", *placed)
+    assert done.returncode == 2 and message in done.stderr
+    assert (tmp_path / "config.json").read_text() == '{"model_type": "llama"}'
+
+
+def test_strategy_auto_is_auto() -> None:
+    arguments = ("-m", "GPT-2", "-d", "2xA100", "--json", "--micro-batch", "2")
+    one, other = run(*arguments, "--auto"), run(*arguments, "--strategy", "auto")
+    assert one.returncode == 0 and json.loads(one.stdout)["pareto"]
+    assert one.stdout == other.stdout
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg"])
+def test_pictures(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"plan{suffix}"
+    assert run("-m", "GPT-2", "-d", "4xA100", "--plot", str(path)).returncode == 0
+    assert path.stat().st_size > 10_000
+    if suffix == ".svg":
+        text = path.read_text(encoding="utf-8")
+        assert "memory of one rank over one step" in text and "optimizer state" in text and "A100-80" in text
+
+
+MODELS = st.sampled_from(["GPT-2", "Qwen2.5-0.5B", "Llama-2-7B", "Mixtral-8x7B", "Llama-2-70B"])
+
+
+@settings(max_examples=3, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    model=MODELS,
+    device=st.sampled_from([name for name in DEVICES if name != "CPU"]),
+    count=st.sampled_from([1, 2, 8, 16, 64]),
+    micro_batch=st.integers(1, 8),
+    seq_len=st.sampled_from([512, 2048, 8192]),
+    method=st.sampled_from(["full", "lora", "qlora"]),
+    gigabytes=st.integers(2, 200),
+)
+def test_what_is_recommended_fits(
+    model: str, device: str, count: int, micro_batch: int, seq_len: int, method: str, gigabytes: int
+) -> None:
+    """On devices with any memory: nothing that is found, proposed or on the front needs more than there is."""
+    shape, _ = load_model(model)
+    cluster = parse_cluster(f"{count}x{device}")
+    cluster = dataclasses.replace(cluster, device=dataclasses.replace(cluster.device, memory=gigabytes * 10**9))
+    job = Job.of({"micro_batch": micro_batch, "seq_len": seq_len, "method": method})
+    try:
+        found = search(shape, job, cluster)
+    except ConfigError as error:
+        assert "nothing fits" in str(error)
+        found = []
+    plan = evaluate(shape, job, cluster)
+    proposed = [change.plan for change in changes_that_fit(plan)] if not plan.fits else []
+    for recommended in [*found, *pareto(found), *proposed]:
+        again = evaluate(shape, recommended.job, recommended.cluster)  # from its job alone, not as it was found
+        assert again.memory.needed <= MARGIN * again.cluster.device.memory
+        assert again.memory.needed == recommended.memory.needed
+    assert all(a.time.tokens_per_second >= b.time.tokens_per_second for a, b in itertools.pairwise(found))
+
+
+@pytest.mark.parametrize("steps", [False, True])
+@pytest.mark.parametrize("sync", [True, False])
+def test_one_micro_batch_stands_for_all(sync: bool, steps: bool) -> None:
+    """The short cut for accumulation gives what replaying every event gives."""
+    shape, _ = load_model("GPT-2")
+    job = Job.of({"accumulation": 5, "sync_each_micro_batch": sync, "step_in_backward": steps})
+    cluster = parse_cluster("8xA100")
+    plan = evaluate(shape, job, cluster)
+    layout = lay_out(shape, strategy=job.row, world_size=8, dtypes=job.dtypes)
+    setting = PlanSetting(shape, layout, job, cluster.device)
+    events = predict_step(layout, job.schedule)
+    whole = time_of(events, setting, cluster)
+    assert plan.traffic == traffic_of(events, layout)
+    assert plan.time.total == pytest.approx(whole.total, rel=1e-9)
+    assert plan.memory.phases == memory_of(events, setting, ranks_per_host=8).phases
+
+
+def test_more_of_everything_costs_more() -> None:
+    shape, _ = load_model("Llama-2-7B")
+    cluster = parse_cluster("8xA100")
+    base = evaluate(shape, Job.of({}), cluster)
+    assert evaluate(shape, Job.of({"micro_batch": 2}), cluster).memory.needed > base.memory.needed
+    assert evaluate(shape, Job.of({"checkpointing": "full"}), cluster).memory.needed < base.memory.needed
+    assert evaluate(shape, Job.of({"checkpointing": "full"}), cluster).time.total > base.time.total
+    assert evaluate(shape, Job.of({"strategy": "NO_SHARD"}), cluster).memory.persistent > 7 * base.memory.persistent
+    far = parse_cluster("8xA100", hosts=8)
+    assert evaluate(shape, Job.of({}), far).time.communication > base.time.communication
+
+
+def test_bytes_on_each_link() -> None:
+    """In one host everything is on its links; over hosts each receives once what it does not hold."""
+    shape, _ = load_model("GPT-2")
+    near, far = (evaluate(shape, Job.of({}), parse_cluster("8xA100", hosts)) for hosts in (1, 4))
+    sent = near.traffic.gather_nbytes + near.traffic.reduce_nbytes
+    assert (near.links.host, near.links.network) == (sent, 0)
+    buffers = sent * 8 / 7
+    assert far.links.host == pytest.approx(buffers / 2, rel=1e-6)
+    assert far.links.network == pytest.approx(buffers * 3 / 4 / 2, rel=1e-6)
+    hybrid = evaluate(shape, Job.of({"strategy": "HYBRID_SHARD", "shard_size": 2}), parse_cluster("8xA100", 4))
+    assert hybrid.links.network == pytest.approx(hybrid.traffic.replicate_nbytes, rel=1e-6)
+    assert hybrid.links.host == hybrid.traffic.gather_nbytes + hybrid.traffic.reduce_nbytes
+
+
+def test_ranks_that_share_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan for CPUs takes what a run in this environment takes; accelerators have their own links."""
+    shape, _ = load_model("GPT-2")
+    shared = evaluate(shape, Job.of({}), parse_cluster("2xCPU"))
+    monkeypatch.setenv("FULLSHARD_COMM", "gloo")
+    sent = evaluate(shape, Job.of({}), parse_cluster("2xCPU"))
+    assert (shared.setting.route, sent.setting.route) == (Route.SHARED_MEMORY, Route.POINT_TO_POINT)
+    assert (
+        shared.memory.phases["forward"].get("gathered units", 0) == 0 < sent.memory.phases["forward"]["gathered units"]
+    )
+    assert any("FULLSHARD_COMM=gloo" in note for note in notes_of(sent))
+    for more in (parse_cluster("1xCPU"), parse_cluster("8xA100")):
+        assert not any("FULLSHARD_COMM" in note for note in notes_of(evaluate(shape, Job.of({}), more)))
+
+
+EVERY_SETTING: dict[str, tuple[dict[str, Any], Any]] = {
+    "strategy": ({}, "SHARD_GRAD_OP"),
+    "shard_size": ({"strategy": "HYBRID_SHARD", "shard_size": 2}, 4),
+    "reshard_after_forward": ({}, "auto"),
+    "unsharded_memory_gib": ({"reshard_after_forward": "auto"}, 0.0),
+    "wrap_embeddings": ({}, True),
+    "precision": ({}, "fp32"),
+    "reduce_dtype": ({}, "bfloat16"),
+    "gather_as": ({}, "int8"),
+    "reduce_as": ({}, "int8"),
+    "optimizer": ({}, "sgd"),
+    "method": ({}, "lora"),
+    "lora_rank": ({"method": "lora"}, 64),
+    "lora_targets": ({"method": "lora"}, "c_attn"),
+    "lora_dropout": ({"method": "lora"}, 0.1),
+    "base_dtype": ({"method": "lora"}, "float32"),
+    "offload": ({}, True),
+    "offload_compute_shards": ({"method": "lora"}, True),
+    "offload_main_weights": ({}, True),
+    "offload_optimizer_state": ({}, True),
+    "offload_activations": ({}, True),
+    "checkpointing": ({}, "selective"),
+    "reentrant": ({"checkpointing": "full"}, True),
+    "compile": ({}, True),
+    "micro_batch": ({}, 2),
+    "seq_len": ({}, 1024),
+    "accumulation": ({}, 2),
+    "sync_each_micro_batch": ({"accumulation": 2}, False),
+    "step_in_backward": ({}, True),
+    "attention": ({}, "eager"),
+    "loss": ({}, "fused"),
+    "loss_chunk": ({"loss": "fused"}, 512),
+    "keeps_outputs": ({}, True),
+    "tp": ({}, 2),
+    "sequence_parallel": ({"tp": 2}, True),
+    "float8": ({}, True),
+    "forward_prefetch": ({}, False),
+    "backward_prefetch": ({}, "NO_PREFETCH"),
+}
+
+
+@pytest.mark.parametrize("name", list(Job.model_fields))
+def test_every_setting_is_used(name: str) -> None:
+    """It changes a prediction, or, where it says so, only the configuration that is written."""
+    base, value = EVERY_SETTING[name]
+    shape, _ = load_model(
+        "Llama-3.1-8B" if name in ("wrap_embeddings", "tp", "sequence_parallel", "float8") else "GPT-2"
+    )  # whose head is its embedding
+    cluster = parse_cluster("8xA100")
+    one, other = (evaluate(shape, Job.of({**base, **more}), cluster) for more in ({}, {name: value}))
+    if name == "reentrant":
+        assert as_run_config(one) != as_run_config(other)
+        return
+    before, after = as_dict(one), as_dict(other)
+    assert any(before[part] != after[part] for part in ("memory", "traffic", "time"))
+
+
+def test_calibrations_are_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    device = dataclasses.replace(DEVICES["CPU"], link=3e9, source="measured")
+    write_calibration(device, path)
+    assert find_device(str(path)) == device
+    assert parse_cluster(f"2x{path}").device == device
+    values: dict[str, Any] = json.loads(path.read_text())
+    for name, wrong in (("link", -1), ("flops", float("nan")), ("memory_bandwidth", float("inf")), ("rack", -1)):
+        path.write_text(json.dumps({**values, name: wrong}))
+        with pytest.raises(ConfigError, match=f"{name} must be positive"):
+            find_device(str(path))

@@ -1,0 +1,245 @@
+"""`--auto` against every combination there is, tried one by one.
+
+pytest tests/plan/test_plan_search.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import itertools
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from fullshard.core.errors import ConfigError
+from fullshard.plan.evaluate import MARGIN, Plan, evaluate
+from fullshard.plan.hardware import DEVICES, Cluster, parse_cluster
+from fullshard.plan.job import Job
+from fullshard.plan.library import load_model
+from fullshard.plan.report import front_table
+from fullshard.plan.search import search
+from fullshard.plan.shapes import ModelShape
+
+SITUATIONS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "small, one host": ("GPT-2", "8xA100", {"seq_len": 512}),
+    "small, no room": ("GPT-2-medium", "2xA10G", {"seq_len": 1024, "micro_batch": 2}),
+    "small, two hosts": ("Qwen2.5-0.5B", "16xRTX4090", {"micro_batch": 4}),
+    "adapters": ("Qwen2.5-0.5B", "2xRTX3090", {"method": "lora", "seq_len": 4096}),
+    "7B, one host": ("Llama-2-7B", "8xA100-40", {}),
+    "7B, many hosts": ("Llama-2-7B", "64xA100", {"micro_batch": 4, "seq_len": 4096}),
+    "7B, little memory": ("Llama-2-7B", "8xRTX4090", {}),
+    "8B, long": ("Llama-3.1-8B", "8xH100", {"seq_len": 32768}),
+    "8B, compiled": ("Llama-3.1-8B", "8xH100", {"seq_len": 8192, "compile": True}),
+    "7B in four bits": ("Llama-2-7B", "2xRTX3090", {"method": "qlora", "micro_batch": 4}),
+    "mixture": ("Mixtral-8x7B", "64xH100", {"seq_len": 4096}),
+    "70B": ("Llama-3.1-70B", "64xH100", {"micro_batch": 2, "seq_len": 4096}),
+    "8B in four bits, one card": ("Llama-3.1-8B", "1xRTX4090", {"method": "qlora", "micro_batch": 4}),
+    "8B, PCIe": ("Llama-3.1-8B", "8xL40S", {"seq_len": 4096}),
+    "8B, very long": ("Llama-3.1-8B", "8xH100", {"seq_len": 131072}),
+    "small experts": ("Qwen3-30B-A3B", "64xH100", {"seq_len": 4096}),
+}
+QUICK = ("small, no room",)
+WITH_WHAT_COSTS_NOTHING = ("small, one host", "small, no room", "small, two hosts", "adapters")
+"""Where the other optimizer is tried, too, which is never faster: twice as many plans."""
+
+
+def everything(model: ModelShape, job: Job, cluster: Cluster, *, tries_all: bool) -> Iterator[Plan]:
+    """Each combination that fits below the margin."""
+    sizes = [2**power for power in range(1, 12) if 2**power < cluster.count]
+    meshes: list[tuple[str, int | None]] = [(name, None) for name in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")]
+    meshes += [(name, None) for name in ("SHARD_GRAD_OPTIMIZER", "SHARD_OPTIMIZER")]
+    meshes += itertools.product(("HYBRID_SHARD", "HYBRID_SHARD_ZERO2"), sizes)
+    parts = ("offload_optimizer_state", "offload_main_weights", "offload")
+    hosts: list[dict[str, Any]] = [{}, *({part: True} for part in parts)]
+    hosts += [{**part, "offload_activations": True} for part in hosts]
+    sequences = job.micro_batch * job.accumulation
+    kinds, flags = ("none", "selective", "full"), (False, True)
+    optimizers, losses = ("adamw", "adamw-fused") if tries_all else ("adamw-fused",), ("eager", "fused")
+    for (
+        strategy,
+        shard_size,
+    ), checkpointing, host, in_backward, embeddings, optimizer, loss, size in itertools.product(
+        meshes, kinds, hosts, flags, flags, optimizers, losses, (1, 2, 4, 8, 16, 32, 64)
+    ):
+        if size > sequences > 1 or (checkpointing == "selective" and job.compile):
+            continue
+        values = {"strategy": strategy, "shard_size": shard_size, "checkpointing": checkpointing, "loss": loss, **host}
+        values |= {"step_in_backward": in_backward, "wrap_embeddings": embeddings, "optimizer": optimizer}
+        values |= {"micro_batch": size, "accumulation": max(1, sequences // size)}
+        try:
+            plan = evaluate(model, Job.of({**job.model_dump(), **values}), cluster)
+        except ConfigError:
+            continue
+        if plan.is_within(MARGIN):
+            yield plan
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.full]) for name in SITUATIONS]
+)
+def test_no_combination_is_faster(name: str) -> None:
+    """By more than 2 %. Layers are taken away, so that there is time for thousands of plans."""
+    model_name, devices, values = SITUATIONS[name]
+    model, _ = load_model(model_name)
+    cluster, job = parse_cluster(devices), Job.of(values)
+    layers = 7
+    share = (model.numel - model.root.numel) * layers / len(model.blocks) / model.numel + model.root.numel / model.numel
+    model = dataclasses.replace(model, units=(*model.units[:layers], model.root))
+    # Of a very long sequence one layer alone needs most of it.
+    memory = round(cluster.device.memory * (min(1.0, 2 * share) if job.seq_len < 2**17 else 1.0))
+    cluster = dataclasses.replace(cluster, device=dataclasses.replace(cluster.device, memory=memory))
+    found = search(model, job, cluster)[0]
+    plans = everything(model, job, cluster, tries_all=name in WITH_WHAT_COSTS_NOTHING)
+    best = max(plans, key=lambda plan: plan.time.tokens_per_second)
+    speeds = found.time.tokens_per_second, best.time.tokens_per_second
+    print(f"{name}: found {speeds[0]:.0f}, best {speeds[1]:.0f}: {best.job.model_dump(exclude_defaults=True)}")
+    assert speeds[0] >= 0.98 * speeds[1]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", SITUATIONS)
+def test_it_answers_within_five_seconds(name: str) -> None:
+    """Of processor time, for the whole model."""
+    model_name, devices, values = SITUATIONS[name]
+    model, cluster, job = load_model(model_name)[0], parse_cluster(devices), Job.of(values)
+    begun = time.process_time()
+    search(model, job, cluster)
+    spent = time.process_time() - begun
+    print(f"{name}: {spent:.1f} s")
+    assert spent < 5
+
+
+def test_bounds_are_bounds() -> None:
+    """What a few layers say of the whole model: never too much memory, never too slow."""
+    from fullshard.plan.search import _Bounds
+
+    model, _ = load_model("Llama-3.1-8B")
+    cluster = parse_cluster("16xH100")
+    bounds = _Bounds(model, cluster, 100.0)
+    switches: list[dict[str, Any]] = [{}, {"offload": True}, {"step_in_backward": True}, {"micro_batch": 8}]
+    switches += [{"strategy": "SHARD_GRAD_OP"}]
+    for checkpointing, more in itertools.product(("none", "full"), switches):
+        job = Job.of({"checkpointing": checkpointing, **more})
+        bound, plan = bounds.of(job), evaluate(model, job, cluster)
+        assert bound is not None and bound.unhindered >= bound.tokens_per_second
+        assert 0.9 * plan.memory.needed <= bound.needed <= 1.03 * plan.memory.needed
+        assert plan.time.tokens_per_second <= bound.tokens_per_second * 1.001 <= 1.1 * plan.time.tokens_per_second
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "period"),
+    [
+        ("Llama-2-7B", 0, 1),
+        ("gpt-oss-20b", 0, 2),
+        ("Qwen3-Next-80B-A3B", 0, 4),
+        ("Gemma-3-27B", 0, 6),
+        ("DeepSeek-V3", 3, 1),
+        ("GLM-4.5-Air", 1, 1),
+    ],
+)
+def test_layers_that_take_turns(name: str, first: int, period: int) -> None:
+    """So many, after those that come first, say what the whole model needs, to be looked at in the place of all."""
+    from fullshard.plan.search import _Bounds, _turns
+
+    model, _ = load_model(name)
+    assert _turns([unit for unit in model.units if unit.block is not None]) == (first, period)
+    few, more = (len(shorter.blocks) - first for _, shorter in _Bounds(model, parse_cluster("8xH100"), 100.0)._models)
+    assert few % period == 0 and few >= 3 and more == 2 * few
+
+
+def test_an_encoder_and_a_decoder_are_shortened_alike() -> None:
+    from fullshard.api.counting import count
+    from fullshard.plan.search import _Bounds
+
+    model = count({"model_type": "t5", "d_model": 2048, "d_ff": 5120, "num_layers": 24, "num_heads": 32})
+    bounds = _Bounds(model, parse_cluster("4xA100"), 1.0)
+    assert [len(shorter.blocks) for _, shorter in bounds._models] == [2 * (1 + 3), 2 * (1 + 6)]
+    job = Job.of({"seq_len": 512, "micro_batch": 8})
+    bound, plan = bounds.of(job), evaluate(model, job, parse_cluster("4xA100"))
+    assert bound is not None
+    assert 0.9 * plan.memory.needed <= bound.needed <= 1.03 * plan.memory.needed
+    assert plan.time.tokens_per_second <= bound.tokens_per_second * 1.001 <= 1.1 * plan.time.tokens_per_second
+
+
+def test_what_is_fixed_stays() -> None:
+    model, _ = load_model("GPT-2")
+    job = Job.of({"strategy": "FULL_SHARD", "checkpointing": "full", "optimizer": "adamw"})
+    fixed = ("strategy", "checkpointing", "optimizer", "loss")
+    for plan in search(model, job, parse_cluster("8xH100"), fixed=fixed):
+        assert all(getattr(plan.job, name) == getattr(job, name) for name in fixed)
+
+
+def test_what_saves_memory_is_tried_together() -> None:
+    """On a device that is too small for all but three things that are switched on at once."""
+    model, cluster = load_model("Qwen2.5-0.5B")[0], parse_cluster("8xA100")
+    values: dict[str, Any] = {"checkpointing": "full", "seq_len": 32768, "optimizer": "adamw-fused"}
+    saving: dict[str, Any] = {"loss": "fused", "offload_activations": True, "offload_main_weights": True}
+    fixed = ("strategy", "checkpointing", "wrap_embeddings", "offload", "optimizer")
+
+    def needed(more: dict[str, Any]) -> int:
+        return evaluate(model, Job.of({**values, **more}), cluster).memory.needed
+
+    memory = round(needed(saving) / MARGIN) + 1
+    for left in saving:
+        assert needed({name: value for name, value in saving.items() if name != left}) > MARGIN * memory
+    small = dataclasses.replace(cluster, device=dataclasses.replace(cluster.device, memory=memory))
+    found = search(model, Job.of(values), small, fixed=fixed)[0].job
+    assert {name: getattr(found, name) for name in saving} == saving
+
+
+def test_what_rounds_is_taken_where_it_helps() -> None:
+    """On slow links messages in int8, on one card the 8-bit state; and nothing that brings less than a hundredth."""
+    model, _ = load_model("Qwen2.5-1.5B")
+    job = Job.of({"checkpointing": "full", "strategy": "FULL_SHARD"})
+    fixed = ("checkpointing", "strategy")
+    few, links = job.model_copy(update={"micro_batch": 2}), parse_cluster("16xL40S")
+    slow, exact = (search(model, few, links, fixed=fixed, may_round=on)[0] for on in (True, False))
+    assert (slow.job.gather_as, slow.job.reduce_as) == ("int8", "int8") and exact.job.gather_as is None
+    assert slow.time.tokens_per_second > 1.1 * exact.time.tokens_per_second
+    card = parse_cluster("1xRTX4090")
+    one = search(model, job, card, fixed=fixed, may_round=True)[0]
+    assert one.job.optimizer == "adamw-8bit" and one.job.gather_as is None and one.job.reduce_as is None
+
+
+def test_the_margin() -> None:
+    model, _ = load_model("GPT-2")
+    cluster = parse_cluster("2xA10G")
+    tight, loose = (search(model, Job.of({}), cluster, margin=margin)[0] for margin in (0.4, 1.0))
+    assert tight.memory.needed <= 0.4 * cluster.device.memory < loose.memory.needed
+    with pytest.raises(ConfigError, match=r"2% of that may be filled \(--margin\)"):
+        search(model, Job.of({}), cluster, margin=0.02)
+
+
+@pytest.mark.parametrize(
+    ("share", "words"),
+    [(0.8, "fits"), (0.9, "fits, tight"), (0.95, "may not fit"), (1.02, "may not fit"), (1.2, "does not")],
+)
+def test_verdicts(share: float, words: str) -> None:
+    """By what part of the device a plan needs."""
+    model, _ = load_model("GPT-2")
+    plan = evaluate(model, Job.of({}), parse_cluster("8xA100"))
+    device = dataclasses.replace(DEVICES["A100-80"], memory=round(plan.memory.needed / share))
+    plan = dataclasses.replace(plan, cluster=dataclasses.replace(plan.cluster, device=device))
+    assert plan.verdict.startswith(words)
+    assert plan.confidence.startswith(words) and plan.fits == (share <= 1)
+
+
+def test_the_list_of_plans_is_readable_in_80_columns() -> None:
+    """No word is cut off, and what all plans have in common has no column."""
+    model, _ = load_model("Llama-2-7B")
+    jobs: list[dict[str, Any]] = [{"wrap_embeddings": True, "step_in_backward": True}, {"checkpointing": "selective"}]
+    jobs += [{"strategy": "HYBRID_SHARD_ZERO2", "shard_size": 128, "micro_batch": 64}, {"accumulation": 8}]
+    plans = [evaluate(model, Job.of(job), parse_cluster("1024xH100")) for job in jobs]
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(front_table(plans, "plans"))
+    text = console.export_text()
+    assert (
+        "\N{HORIZONTAL ELLIPSIS}" not in text
+        and "HYBRID_SHARD_ZERO2" in text
+        and "embeddings" in text
+        and "on host" not in text
+    )
