@@ -143,7 +143,10 @@ def wait_for_a_dawdler(comm: str, where: str, directory: str) -> tuple[str, str]
 )
 def test_who_is_waited_for_is_said_and_then_an_error(comm: str, where: str, tmp_path: Path) -> None:
     (line, error), _ = run_ranks(wait_for_a_dawdler, 2, comm, where, str(tmp_path))
-    missing = r"rank 1 \(process \d+ on \S+\) (is running, at .*test_waits_and_timeouts.py:\d+ in until|gives no sign of life any more)"
+    missing = (
+        r"rank 1 \(process \d+ on \S+\) "
+        r"(is running, at .*test_waits_and_timeouts.py:\d+ in until|gives no sign of life any more)"
+    )
     assert line, error
     step = r"\(step 3 of this process\)"
     assert re.match(rf"fullshard: rank 0 has waited \d+ s, in {where}.*{step}: {missing}", line), line
