@@ -78,7 +78,7 @@ def test_a_planted_race_is_found_with_both_places(plant: Any) -> None:
     assert races
     lines, begin = inspect.getsourcelines(plant)
     marked = [
-        f"tests/{Path(__file__).name}:{begin + n} {plant.__name__}"
+        f"{Path(__file__).parent.name}/{Path(__file__).name}:{begin + n} {plant.__name__}"
         for n, line in enumerate(lines)
         if "here" in line.partition("#")[2]
     ]

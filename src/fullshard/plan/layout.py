@@ -154,7 +154,8 @@ def lay_out(
                 # The root and a head are needed again at once, when backward begins.
                 strategy.frees_after_forward and not is_root and not is_head,
                 feeds_units=is_root and embeds,
-                takes_ids=is_root or any(p.role == "embedding" for p in unit.parameters),
+                # All matrices: T5 keeps its position bias in an embedding of its first layer.
+                takes_ids=is_root or {p.role for p in unit.parameters if len(p.shape) > 1} == {"embedding"},
                 block=unit.block,
                 is_head=is_head,
             )
