@@ -54,7 +54,7 @@ _FUNCTIONS: tuple[tuple[str, str, Callable[[list[Any]], object], Callable[..., A
     ("accelerate.data_loader", "skip_first_batches", _with_loader, skip_first_batches),
     ("trl.models.utils", "prepare_fsdp", _accelerators, _prepare_for_inference),
 )
-"""Where a function is, its name, whether its arguments are ours, and what is called then."""
+"""Each function of another library to replace: its place, its name, the test of its arguments, and the replacement."""
 
 
 def teach_libraries() -> None:

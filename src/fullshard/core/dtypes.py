@@ -109,7 +109,7 @@ class Dtypes:
 
     @property
     def sent(self) -> dict[str, str]:
-        """What is sent in fewer bytes, in words, and as what."""
+        """Return the dtypes of what is sent in fewer bytes, by its name in messages."""
         named = {"gather as": self.gather_as, "reduce as": self.reduce_as}
         return {name: value for name, value in named.items() if value is not None}
 

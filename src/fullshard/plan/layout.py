@@ -24,7 +24,7 @@ class UnitLayout:
         buckets: in the engine's order.
         frees_after_forward: whether its unsharded parameters are freed between forward and backward.
         feeds_units: whether one of its trainable parameters is used before the first inner unit (an embedding).
-        takes_ids: whether its inputs never want a gradient (token ids); T5's first layer has an embedding, but no ids.
+        takes_ids: whether its inputs never want a gradient: its first matrix is an embedding, as of token ids.
         block: its computation.
         page_nbytes: bytes of its saved tensors that are in host memory until its backward.
     """
@@ -154,7 +154,7 @@ def lay_out(
                 # The root and a head are needed again at once, when backward begins.
                 strategy.frees_after_forward and not is_root and not is_head,
                 feeds_units=is_root and embeds,
-                takes_ids=is_root or {p.role for p in unit.parameters if len(p.shape) > 1} == {"embedding"},
+                takes_ids=is_root or next((p.role for p in unit.parameters if len(p.shape) == 2), "") == "embedding",
                 block=unit.block,
                 is_head=is_head,
             )

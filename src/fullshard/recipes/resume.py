@@ -1,4 +1,4 @@
-"""What a run goes on from, and what it refuses to go on from."""
+"""Resuming a run: the checkpoint to start from, and checkpoints that do not fit the run."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ _NAMES = {
     "pathlib": ("PosixPath", "PurePosixPath", "WindowsPath"),
     "pathlib._local": ("PosixPath", "WindowsPath"),
 }  # fmt: skip
-"""What a pickle may ask for, by module."""
+"""The names that a pickle may load, by module."""
 
 
 @dataclass(frozen=True, slots=True)

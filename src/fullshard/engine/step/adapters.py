@@ -12,7 +12,7 @@ from fullshard.engine.parameter import ShardedParameter
 
 
 class OptimizerAdapter:
-    """What the engine does for an optimizer. This class does nothing, and is for optimizers that need nothing.
+    """Adapt an optimizer to sharded parameters. The base class does nothing, for optimizers that need nothing.
 
     Attributes:
         needs_plain_memory: whether the optimizer uses a tensor's memory directly, and so takes no wrapper of several.

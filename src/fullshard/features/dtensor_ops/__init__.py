@@ -1,4 +1,4 @@
-"""What torch does with sharded tensors: its operators, and the methods of its DTensor."""
+"""torch's operators, and the methods of its DTensor, on sharded tensors."""
 
 from fullshard.features.dtensor_ops import kernels
 from fullshard.features.dtensor_ops.methods import add_methods

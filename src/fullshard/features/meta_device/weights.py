@@ -1,4 +1,4 @@
-"""Where parameters on the meta device come from, if their values are stored somewhere."""
+"""Sources of the values of parameters on the meta device."""
 
 from __future__ import annotations
 

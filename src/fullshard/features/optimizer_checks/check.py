@@ -34,7 +34,7 @@ NEEDS_WHOLE_TENSORS: dict[str, frozenset[str]] = {
 functions of the tensor alone nor divide it over the ranks: by package. Other such optimizers see the whole tensor."""
 
 _STEPS_IN_BACKWARD = frozenset({"Lomo", "AdaLomo", "LOMO", "AdaLOMO"})
-"""Those of them that update whole parameters as gradients appear, in hooks of their own."""
+"""The ones among these that update whole parameters in hooks of their own, as gradients appear."""
 
 _OF_ONE_PARAMETER = ("came_pytorch.", "pytorch_optimizer.", "torch_optimizer.")
 """Packages whose optimizers update a parameter by itself."""

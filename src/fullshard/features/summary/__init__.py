@@ -1,4 +1,4 @@
-"""What `describe(model)` says of a sharded model, and the line at start-up."""
+"""`describe(model)`: how a model is sharded; and the line at start-up."""
 
 from fullshard.features.summary.sharding import Sharding, describe
 

@@ -1,4 +1,4 @@
-"""What torch, Transformers and PEFT expect of a module that torch's `fully_shard` has sharded."""
+"""Attributes and methods that torch, Transformers and PEFT expect of a module sharded by torch's `fully_shard`."""
 
 from fullshard.features.torch_compat.data_parallel import check_data_parallel
 from fullshard.features.torch_compat.extension import TorchCompat

@@ -70,7 +70,7 @@ _CLOSED = re.compile("closed by peer|reset by peer|broken pipe|socket closed|(re
 _APART = re.compile(r"is in collective|preamble\.length")
 """Messages about ranks that are in different collectives."""
 _NCCL_SECONDS = 600.0
-"""Torch's default time-out for NCCL; else it is `default_pg_timeout`."""
+"""The default time-out that torch gives NCCL; for other backends it is `default_pg_timeout`."""
 
 
 class Watchdog(ShardingWatcher):
