@@ -166,8 +166,8 @@ def train(device: str, inputs: Path, output: Path, *more: str) -> str:
 
 
 def test_a_training_run_says_what_it_does_and_leaves_it(device: str, inputs: Path, tmp_path: Path) -> None:
-    """Its lines, its records, its profile with the device's kernels, its memory, its report; and it goes on."""
-    watched = ["--profile", "--memory-timeline", "--save-every", "6", "--log-every", "1"]
+    """Its lines, its records, its profile with the device's kernels, its report; and it goes on."""
+    watched = ["--profile", "--save-every", "6", "--log-every", "1"]
     said = train(device, inputs, tmp_path, "--steps", "12", *watched)
     assert "after step 12" in train(device, inputs, tmp_path, "--steps", "16", "--save-every", "6")
     metrics = list(read_metrics(tmp_path / "metrics.jsonl"))
@@ -179,7 +179,6 @@ def test_a_training_run_says_what_it_does_and_leaves_it(device: str, inputs: Pat
     assert "tokens/s" in said
     trace = json.loads((tmp_path / "profile" / "trace.json").read_text())["traceEvents"]
     assert any(event.get("cat") == "kernel" for event in trace) == (device == "cuda")
-    assert {"memory.svg", "rank-0.json"} <= {path.name for path in (tmp_path / "memory").iterdir()}
     report = (tmp_path / "report.html").read_text()
     assert all(word in report for word in ("tokens", "memory", "step"))
     assert ("MFU" in report) == (device == "cuda")

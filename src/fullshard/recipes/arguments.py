@@ -153,9 +153,6 @@ class TrainArguments(View):
     tensorboard: bool = Field(False, description="Write TensorBoard events too: --log-with tensorboard")
     profile: bool = Field(False, description="Profile a few steps: a trace per rank and one of all, for Perfetto")
     profile_steps: str = Field("3-5", description="The steps to profile, counted from the first of this process")
-    memory_timeline: bool = Field(
-        False, description="Write what memory holds through the third step, planned and measured: JSON and a picture"
-    )
     plot: bool = Field(True, description="Draw the loss curve, and write report.html")
     export: bool = Field(True, description="Write the model as a Hugging Face directory")
     prompt: str = Field("def __init__(self", description="What the sample text begins with")

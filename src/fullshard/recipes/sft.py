@@ -65,7 +65,7 @@ def run(arguments: SFTArguments) -> Any:
         trainer = make_trainer(arguments)
         own = arguments.own
         steps = own.profile_steps if own.profile else None
-        recorder = Recorder(trainer.accelerator, output, say, steps=steps, memory=own.memory_timeline)
+        recorder = Recorder(trainer.accelerator, output, say, steps=steps)
         trainer.add_callback(recorded(recorder))
         trainer.train(resume_from_checkpoint=resume)
         trainer.save_state()

@@ -35,7 +35,6 @@ class OwnArguments:
     profile_steps: str = field(
         default="3-5", metadata={"help": "The steps to profile, counted from the first of this process."}
     )
-    memory_timeline: bool = field(default=False, metadata={"help": "Write what memory holds through the third step."})
 
 
 RENAMED = {

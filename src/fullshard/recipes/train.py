@@ -147,11 +147,7 @@ class Loop:
         """
         trainer, arguments = self._trainer, self._arguments
         steps = arguments.profile_steps if arguments.profile else None
-        recorder = Recorder(
-            trainer.accelerator, arguments.output_dir, self._say, steps=steps, memory=arguments.memory_timeline
-        )
-        planned = () if trainer.plan is None else trainer.plan.memory.timeline
-        recorder.begin(trainer.model, trainer.optimizer.optimizer, planned)
+        recorder = Recorder(trainer.accelerator, arguments.output_dir, self._say, steps=steps)
         self._open_metrics(first_step)
         with self._saver, contextlib.closing(self):
             if arguments.async_save:

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp
 
-from fullshard.api.memory_timeline import copies_nbytes
 from fullshard.checkpoint import load_checkpoint, save_checkpoint
 from fullshard.config.switches import OFFLOAD
 from fullshard.core.errors import ConfigError
@@ -95,7 +94,12 @@ def bytes_per_element() -> dict[str, tuple[float, float]]:
         buckets = [bucket for unit in units_of(Case(BFLOAT16).model(POLICIES[name])) for bucket in unit.buckets]
         numel = sum(bucket.layout.shard_numel for bucket in buckets)
         found[name] = (
-            sum(map(copies_nbytes, buckets)) / numel,
+            sum(
+                b.compute_shard.nbytes
+                for b in buckets
+                if b.compute_shard is not b.main and not b.plan.is_gathered_from_host
+            )
+            / numel,
             sum(sum(CountedBucket.like(bucket.plan).host_buffers) for bucket in buckets) / numel,
         )
     return found
