@@ -27,7 +27,7 @@ from fullshard.core.events import Event, EventKind
 from fullshard.features import ShardedParameter, fully_shard, init_mesh, shard_model
 from fullshard.features.matrices.exchange import sent_numel
 from fullshard.features.steps_in_backward.stepper import step_in_backward
-from fullshard.optim import EMA, Adafactor, MatrixRule, Muon
+from fullshard.optim import EMA, MatrixRule, Muon, OnOwners
 from fullshard.plan.dealing import NEWTON_SCHULZ_STEPS
 from fullshard.plan.matrices import MatrixWork
 from tests import optimizers
@@ -379,8 +379,8 @@ def check_offloaded(policies: list[str]) -> dict[str, float]:
     return found
 
 
-def adafactor(model: nn.Module) -> Adafactor:
-    return Adafactor([p for p in model.parameters() if p.requires_grad])
+def adafactor(model: nn.Module) -> OnOwners:
+    return OnOwners(model, torch.optim.Adafactor, whole_parameters=True)
 
 
 @pytest.mark.usefixtures("rehearsed")

@@ -114,16 +114,12 @@ def state_entries(optimizer: torch.optim.Optimizer, parameters: Sequence[LocalTe
             yield from (StateEntry(local, key, value, "interval") for key, value in coded.items())
             for key, value in {**state, **rows}.items():
                 if key not in coded and key not in parts:
-                    yield StateEntry(local, key, value, _layout(optimizer, local, key, value))
+                    yield StateEntry(local, key, value, _layout(local, key, value))
 
 
-def _layout(
-    optimizer: torch.optim.Optimizer, local: LocalTensor, key: str, value: Any
-) -> Literal["interval", "replicated"] | None:
+def _layout(local: LocalTensor, key: str, value: Any) -> Literal["interval", "replicated"] | None:
     if not isinstance(value, torch.Tensor):
         return None
-    if isinstance(optimizer, MatrixOptimizer) and key in optimizer.whole_state:
-        return "replicated"
     is_counter = value.ndim == 0 and (local.is_sharded or key == "step")
     if is_counter:
         return "replicated"

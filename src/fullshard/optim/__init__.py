@@ -1,9 +1,8 @@
 """Optimizers that need whole matrices, sharded as the model is; averages of weights are here, too."""
 
 from fullshard.features.averages import EMA
-from fullshard.optim.adafactor import Adafactor, TransformersAdafactor
 from fullshard.optim.muon import Muon
 from fullshard.optim.on_owners import OnOwners
 from fullshard.optim.rule import MatrixRule
 
-__all__ = ["EMA", "Adafactor", "MatrixRule", "Muon", "OnOwners", "TransformersAdafactor"]
+__all__ = ["EMA", "MatrixRule", "Muon", "OnOwners"]

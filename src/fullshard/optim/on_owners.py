@@ -33,10 +33,14 @@ class OnOwners(MatricesWithAdamW):
     State is with the owner of a matrix. `save_checkpoint` and `Accelerator.save_state` save it, and any number of ranks
     can load it. A convolution is given as a matrix with a row per output channel.
 
+    With `whole_parameters=True` the class has every parameter, vectors and embeddings too, in its own shape, and AdamW
+    none: the numbers of one process for classes such as `torch.optim.Adafactor`.
+
     Args:
         params: see `MatricesWithAdamW`.
         optimizer: a class that updates a parameter from its weights, its gradient and its state alone; its `step`
             takes no closure.
+        whole_parameters: see above.
         options: what the class takes, in its own words, and `AdamWOptions`. A learning rate and a weight decay are also
             AdamW's.
 
@@ -49,14 +53,22 @@ class OnOwners(MatricesWithAdamW):
     width = 2  # a weight and its gradient
 
     def __init__(
-        self, params: nn.Module | Iterable[Any], optimizer: type[torch.optim.Optimizer], **options: Any
+        self,
+        params: nn.Module | Iterable[Any],
+        optimizer: type[torch.optim.Optimizer],
+        *,
+        whole_parameters: bool = False,
+        **options: Any,
     ) -> None:
         adamw: Any = {key: options.pop(key) for key in AdamWOptions.__annotations__ if key in options}
         self._class, self._options = optimizer, options
         self.name, self.algorithm = optimizer.__name__, optimizer.__name__.lower()
         known = self._made_with(torch.empty(1, 1), options).defaults
         shared = {key: known[key] for key in (*options, "lr", "weight_decay") if key in known}
-        super().__init__(params, {"weight_decay": 0.0, **shared}, **adamw)
+        self._whole_parameters, self.least_dims = whole_parameters, 0 if whole_parameters else 2
+        if whole_parameters and isinstance(params, nn.Module):
+            params = [p for p in params.parameters() if p.requires_grad]
+        super().__init__(params, {"weight_decay": 0.0, **shared, "flatten": whole_parameters}, **adamw)
 
     @property
     def sent_as(self) -> torch.dtype:  # type: ignore[override]
@@ -83,10 +95,13 @@ class OnOwners(MatricesWithAdamW):
 
     def _made(self, parameter: torch.Tensor, number: int, matrix: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
         given, gradient = matrix.unbind(-1)
-        made = self._made_with(given.contiguous(), group)
+        given, gradient = given.contiguous(), gradient.contiguous()
+        if self._whole_parameters:
+            given, gradient = given.view(parameter.shape), gradient.view(parameter.shape)
+        made = self._made_with(given, group)
         own = made.param_groups[0]
         [weights] = own["params"]
-        weights.grad = gradient.contiguous()
+        weights.grad = gradient
         kept, ending = self.state[parameter], f".{number}"
         if (rest := kept.get(_REST + ending)) is not None:
             saved = _with_tensors(rest, lambda name: _on(weights.device, kept[name + ending]))

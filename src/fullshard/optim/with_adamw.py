@@ -49,6 +49,7 @@ class MatricesWithAdamW(MatrixOptimizer):
         algorithm: what updates matrices, as their groups have it.
         sent_as: the dtype in which matrices are sent to owners and back.
         width: how many values owners get for each element.
+        least_dims: of a parameter that is not AdamW's.
 
     Raises:
         ConfigError: a value that cannot be.
@@ -58,6 +59,7 @@ class MatricesWithAdamW(MatrixOptimizer):
     algorithm: str
     sent_as: torch.dtype
     width = 1
+    least_dims = 2
 
     def __init__(
         self, params: nn.Module | Iterable[Any], defaults: dict[str, Any], **adamw: Unpack[AdamWOptions]
@@ -72,7 +74,7 @@ class MatricesWithAdamW(MatrixOptimizer):
             logger.info("%s", self.rule)
         super().__init__(
             params if self.rule is None else self.rule.groups(),
-            {**defaults, "algorithm": self.algorithm, "flatten": False},
+            {"algorithm": self.algorithm, "flatten": False, **defaults},
         )
 
     # -- a subclass's own -----------------------------------------------------------------------------------------
@@ -159,7 +161,7 @@ class MatricesWithAdamW(MatrixOptimizer):
     def _check_group(self, group: dict[str, Any], number: int) -> None:
         where = f"{self.name}, parameter group {number}"
         for key in ("lr", "weight_decay"):
-            if not float(group[key]) >= 0:
+            if group[key] is not None and not float(group[key]) >= 0:
                 raise ConfigError(f"{where}: {key} is {group[key]}, expected 0 or more")
         if group["algorithm"] not in (self.algorithm, "adamw"):
             raise ConfigError(f"{where}: algorithm is {group['algorithm']!r}, not {self.algorithm} or adamw")
@@ -168,27 +170,26 @@ class MatricesWithAdamW(MatrixOptimizer):
             return
         self._check(group, where)
         for parameter in group["params"]:
-            _check_matrix(parameter, self.name, where)
+            self._check_matrix(parameter, where)
+
+    def _check_matrix(self, parameter: torch.Tensor, where: str) -> None:
+        name = getattr(parameter, "name", None) or "a parameter"
+        if parameter.dim() < self.least_dims or not parameter.is_floating_point():
+            raise OptimizerError(
+                f"{where}: {name} of shape {tuple(parameter.shape)} and {parameter.dtype} is no matrix of real numbers",
+                hint=f"an optimizer of the model, as fullshard.optim.Muon(model), gives matrices to {self.name}, and "
+                "embeddings, head and vectors to AdamW",
+            )
+        if isinstance(parameter, DTensor) and not isinstance(parameter, ShardedTensor):
+            raise OptimizerError(
+                f"{where}: {name} is a DTensor that fullshard has not sharded ({parameter.placements})",
+                hint="shard the model with fullshard.fully_shard or fullshard.Accelerator",
+            )
 
 
 def _adamw(options: dict[str, Any]) -> optim.AdamW:
     """Return torch's AdamW of one empty parameter."""
     return optim.AdamW([nn.Parameter(torch.empty(0))], **options)
-
-
-def _check_matrix(parameter: torch.Tensor, optimizer: str, where: str) -> None:
-    name = getattr(parameter, "name", None) or "a parameter"
-    if parameter.dim() < 2 or not parameter.is_floating_point():
-        raise OptimizerError(
-            f"{where}: {name} of shape {tuple(parameter.shape)} and {parameter.dtype} is no matrix of real numbers",
-            hint=f"an optimizer of the model, as fullshard.optim.Muon(model), gives matrices to {optimizer}, and "
-            "embeddings, head and vectors to AdamW",
-        )
-    if isinstance(parameter, DTensor) and not isinstance(parameter, ShardedTensor):
-        raise OptimizerError(
-            f"{where}: {name} is a DTensor that fullshard has not sharded ({parameter.placements})",
-            hint="shard the model with fullshard.fully_shard or fullshard.Accelerator",
-        )
 
 
 def local_gradient(parameter: torch.Tensor) -> torch.Tensor | None:

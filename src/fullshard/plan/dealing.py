@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from fullshard.core.errors import LayoutError
 from fullshard.core.layout import BucketLayout, Interval
 
 NEWTON_SCHULZ_STEPS = 5
@@ -65,15 +64,12 @@ def matrix_shape(shape: Sequence[int], *, flatten: bool) -> tuple[int, int, int]
     """Return (how many, rows, columns) of the matrices in a parameter of this shape.
 
     Args:
-        shape: of two dims or more. Three dims are a batch of matrices, for example the weights of experts.
+        shape: three dims are a batch of matrices, for example the weights of experts; a vector is one row.
         flatten: treat it as one matrix, with all dims but the first as columns, as for a convolution. More than three
             dims are always flattened.
-
-    Raises:
-        LayoutError: it has fewer.
     """
     if len(shape) < 2:
-        raise LayoutError(f"a tensor of shape {tuple(shape)} is no matrix")
+        return 1, 1, math.prod(shape)
     if len(shape) == 3 and not flatten:
         return shape[0], shape[1], shape[2]
     return 1, shape[0], math.prod(shape[1:])

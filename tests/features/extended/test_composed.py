@@ -274,8 +274,8 @@ def check_kept(directory: Path) -> None:
         torch.testing.assert_close(_plain(mine.full_tensor()), _plain(wanted.full_tensor()), rtol=0, atol=0)
     with pytest.raises(CheckpointError, match=r"'0.weight' is a Coded, which wraps several tensors"):
         save_checkpoint(directory / "ours", model=model)
-    with pytest.raises(OptimizerError, match=r"fullshard.*Adafactor computes with memory, of which 0.weight, a Coded"):
-        fullshard.optim.Adafactor(model.parameters(), lr=1e-3).step()
+    with pytest.raises(OptimizerError, match=r"fullshard.*Muon computes with memory, of which 0.weight, a Coded"):
+        fullshard.optim.Muon(model, lr=1e-3).step()
     dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=directory / "torchs")
     third = shard(model_of(coded=True))
     with torch.serialization.safe_globals([Coded]):

@@ -17,7 +17,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from fullshard.comm.base import Collectives, Parts
 from fullshard.comm.gloo import GlooCollectives
 from fullshard.comm.select import choices_for, collectives_for
-from fullshard.core.errors import LayoutError
 from fullshard.core.layout import BucketLayout, Interval, ParameterSpec
 from fullshard.features.matrices.exchange import gathered, sent, sent_numel
 from fullshard.features.shared_memory.two_level import TwoLevelCollectives
@@ -50,15 +49,11 @@ def llama(layers: int, *, shard_size: int, replicate_size: int = 1, experts: int
         ((5, 8, 4), False, (5, 8, 4)),  # experts
         ((8, 4, 3), True, (1, 8, 12)),  # a convolution
         ((8, 4, 3, 3), False, (1, 8, 36)),
+        ((8,), False, (1, 1, 8)),
     ],
 )
 def test_what_a_parameter_is_as_matrices(shape: tuple[int, ...], flatten: bool, expected: tuple[int, int, int]) -> None:
     assert matrix_shape(shape, flatten=flatten) == expected
-
-
-def test_a_vector_is_no_matrix() -> None:
-    with pytest.raises(LayoutError, match="no matrix"):
-        matrix_shape((8,), flatten=False)
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ from fullshard.features.watchdog.limits import seconds_to_wait, stall_seconds
 from fullshard.features.watchdog.status import read_statuses
 from fullshard.features.watchdog.watchdog import Watchdog, keep_status_in
 from fullshard.launch import RankEnvironment, read_rank_environment, run_on_main
-from fullshard.optim import Adafactor
+from fullshard.optim import Muon
 from tests.distributed import run_ranks
 from tests.launching import free_port
 from tests.traps import rank_and_size
@@ -232,7 +232,7 @@ def waits_of_a_step() -> list[str]:
         model: Any = nn.Linear(8, 8)
         fully_shard(model)
         _take_from_rank_0([torch.ones(2), torch.ones(3)], init_mesh())  # a wait each: it may take long
-        optimizer, scaler = Adafactor(model.parameters()), torch.amp.GradScaler("cpu")
+        optimizer, scaler = Muon(model), torch.amp.GradScaler("cpu")
         scaler.scale(model(torch.ones(2, 8)).sum()).backward()
         scaler.unscale_(optimizer)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -245,7 +245,7 @@ def test_every_wait_of_a_step_is_told() -> None:
     """Where another rank does not come it is named, and the wait is ended."""
     for said in run_ranks(waits_of_a_step, 2):
         assert said.count("the norm of gradients") == 1 and said.count("weights of rank 0's") == 2
-        assert {"unscaling gradients", "Adafactor's sums", "what rank 0 does"} <= {*said}
+        assert {"unscaling gradients", "pieces of matrices to owners", "what rank 0 does"} <= {*said}
 
 
 def test_what_rank_0_says_goes_where_the_group_sends(monkeypatch: pytest.MonkeyPatch) -> None:

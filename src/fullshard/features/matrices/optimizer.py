@@ -21,13 +21,11 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     Attributes:
         name: of what updates matrices.
-        whole_state: keys of state that every rank has whole, the same.
         keeps_matrices: whether owners keep state of their matrices. Its keys end with the matrix's number in the
             parameter, as in `left.0`. All other tensors are laid out as the parameter.
     """
 
     name: str
-    whole_state: ClassVar[frozenset[str]] = frozenset()
     keeps_matrices: ClassVar[bool] = False
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:

@@ -84,15 +84,12 @@ def _check_whole(kind: type) -> None:
 def _in_place_of(kind: type, names: set[str]) -> str:
     """Return the line to write in place of an optimizer that needs whole tensors; empty if there is none."""
     if "Adafactor" in names:
-        home = next(one.__module__ for one in kind.__mro__ if one.__name__ == "Adafactor")
-        ours = "TransformersAdafactor" if home.startswith("transformers.") else "Adafactor"
-        is_known = home.startswith(("torch.", "transformers."))
-        alike = "the same arguments and numbers" if is_known else "torch's arguments"
-        return f"write fullshard.optim.{ours}(model.parameters(), ...) instead: {alike}"
+        return _on_owners(kind, "whole_parameters=True, ...")
     if "Muon" in names:
         return "write fullshard.optim.Muon(model, lr=...) instead: the same numbers, each matrix computed by one rank"
     return _on_owners(kind) if names & {"SOAP", "Shampoo"} else ""
 
 
-def _on_owners(kind: type) -> str:
-    return f"write fullshard.optim.OnOwners(model, {kind.__name__}, ...) instead: each matrix computed by one rank"
+def _on_owners(kind: type, options: str = "...") -> str:
+    name = kind.__name__
+    return f"write fullshard.optim.OnOwners(model, {name}, {options}) instead: each matrix computed by one rank"

@@ -55,7 +55,7 @@ from fullshard.integrations.transformers.completions import generate_in_step
 from fullshard.integrations.transformers.inference import stream_into_engines
 from fullshard.integrations.transformers.teachers import teachers_head
 from fullshard.launch.environment import read_rank_environment, run_on_main
-from fullshard.optim import TransformersAdafactor
+from fullshard.optim import OnOwners
 
 _COMPLETE = "trainer_state.json"
 _DATALOADER = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler")
@@ -186,13 +186,14 @@ class ShardedTraining:
             return super().prediction_step(*args, **kwargs)  # type: ignore[misc]
 
     def create_optimizer(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Create the optimizer as Transformers does; `optim="adafactor"` is the one right on sharded parameters."""
+        """Create the optimizer as Transformers does; the owners of whole parameters run `optim="adafactor"`."""
         from transformers.optimization import Adafactor
 
         made = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
         if type(self.optimizer) is not Adafactor:
             return made
-        self.optimizer = TransformersAdafactor(self.optimizer.param_groups, **self.optimizer.defaults)
+        groups, options = self.optimizer.param_groups, self.optimizer.defaults
+        self.optimizer = OnOwners(groups, Adafactor, whole_parameters=True, **options)
         return self.optimizer
 
     def evaluation_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
