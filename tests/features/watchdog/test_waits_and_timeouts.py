@@ -245,7 +245,8 @@ def test_every_wait_of_a_step_is_told() -> None:
     """Where another rank does not come it is named, and the wait is ended."""
     for said in run_ranks(waits_of_a_step, 2):
         assert said.count("the norm of gradients") == 1 and said.count("weights of rank 0's") == 2
-        assert {"unscaling gradients", "pieces of matrices to owners", "what rank 0 does"} <= {*said}
+        assert {"unscaling gradients", "what rank 0 does"} <= {*said}
+        assert any("pieces of matrices to owners" in what for what in said)
 
 
 def test_what_rank_0_says_goes_where_the_group_sends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,25 +44,23 @@ def state_dict(self: torch.optim.Optimizer) -> dict[str, Any]:
                 "Accelerator.save_state and load_state: they keep it at any number of ranks",
             )
     kept = STATE_DICT.torchs(self)
-    return _map_states(self, kept, lambda state, parameter: _wrapped(adapter.saved(state), parameter))
+    return _map_states(self, kept, lambda state, parameter: _wrapped(self, adapter.saved(state), parameter))
 
 
 def as_sharded(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
     """Return state of plain tensors as the optimizer keeps it: laid out as the parameter, unless that is plain."""
     if isinstance(parameter, ShardedParameter) and not adapter_of(optimizer).keeps_plain_state:
-        return _wrapped(state, parameter)
+        return _wrapped(optimizer, state, parameter)
     return state
 
 
-def _wrapped(state: dict[str, Any], parameter: ShardedParameter) -> dict[str, Any]:
-    return {
-        key: ShardedTensor(value, parameter.spec) if _is_interval(value, parameter) else value
-        for key, value in state.items()
-    }
+def _wrapped(optimizer: torch.optim.Optimizer, state: dict[str, Any], parameter: ShardedParameter) -> dict[str, Any]:
+    def is_interval(key: str, value: Any) -> bool:
+        is_alike = type(value) is torch.Tensor and value.dim() > 0 and value.shape == parameter.spec.local_shape
+        return is_alike and adapter_of(optimizer).is_laid_out(optimizer, key)
 
-
-def _is_interval(value: Any, parameter: ShardedParameter) -> bool:
-    return type(value) is torch.Tensor and value.dim() > 0 and value.shape == parameter.spec.local_shape
+    spec = parameter.spec
+    return {key: ShardedTensor(value, spec) if is_interval(key, value) else value for key, value in state.items()}
 
 
 @functools.wraps(LOAD_STATE_DICT.torchs)
