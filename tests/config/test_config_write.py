@@ -1,11 +1,10 @@
-"""What is written reads back: fullshard's YAML, and Accelerate's with remarks on every difference; the JSON schema.
+"""What is written reads back; the JSON schema.
 
 Run: pytest tests/config/test_config_write.py
 """
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,6 @@ from fullshard.config.schema import (
 )
 from fullshard.config.settings import SettingsError
 from fullshard.config.write import json_schema, scalar, write_native
-from fullshard.config.write_accelerate import write_accelerate
 from fullshard.core.strategy import STRATEGIES
 
 DTYPES = st.sampled_from([None, "float32", "bfloat16", "float16"])
@@ -170,55 +168,6 @@ def test_any_configuration_survives_the_native_file(config: RunConfig, comments:
     jsonschema.validate(YAML(typ="safe").load(text), SCHEMA)
 
 
-@PROPERTY
-@given(config=CONFIGS)
-def test_every_difference_in_accelerates_form_is_remarked(config: RunConfig) -> None:
-    """write -> read -> Accelerate's form -> read: equal, but for the settings that the remarks name."""
-    config = read(write_native(config)).config
-    text, remarks = write_accelerate(config)
-    remarked = {remark.path for remark in remarks}
-    back = read(text).config
-    for group in GROUPS:
-        for name in type(getattr(config, group)).model_fields:
-            path = f"{group}.{name}"
-            before, after = getattr(getattr(config, group), name), getattr(getattr(back, group), name)
-            assert before == after or path in remarked, f"{path}: {before!r} became {after!r}"
-    # What is said in other words means the same, unless a remark says what it was written as.
-    before_row, after_row = config.sharding.resolved_strategy(), back.sharding.resolved_strategy()
-    said = [remark.text for remark in remarks if remark.path == "sharding.strategy"]
-    assert before_row == after_row or any(f"is written as {after_row.name}" in text for text in said)
-
-
-def test_nothing_is_remarked_that_accelerate_can_say() -> None:
-    config = RunConfig(
-        launch=LaunchConfig(num_processes=8, gpu_ids=("0", "1"), debug=True),
-        sharding=ShardingConfig(
-            reshard_after_forward=False,
-            wrap_classes=("LlamaDecoderLayer", "Other"),
-            activation_checkpointing=True,
-            cpu_ram_efficient_loading=True,
-            compile=True,
-            compile_mode="max-autotune",
-        ),
-        precision=PrecisionConfig(mode="bf16"),
-        checkpoint=CheckpointConfig(state_dict_type="FULL_STATE_DICT"),
-    )
-    text, remarks = write_accelerate(config)
-    assert remarks == []
-    assert read(text).config == config
-
-
-def test_a_hybrid_mesh_is_kept() -> None:
-    config = RunConfig(
-        launch=LaunchConfig(num_processes=8), sharding=ShardingConfig(strategy="HYBRID_SHARD_ZERO2", shard_size=4)
-    )
-    text, remarks = write_accelerate(config)
-    back = read(text).config
-    assert back.sharding.resolved_strategy().name == "HYBRID_SHARD_ZERO2"
-    assert back.sharding.shard_size == 4
-    assert {remark.path for remark in remarks} == {"sharding.strategy", "sharding.reshard_after_forward"}
-
-
 @pytest.mark.parametrize(
     ("value", "text"),
     [
@@ -274,69 +223,3 @@ def test_every_setting_is_explained_in_the_file() -> None:
 def test_the_schema_refuses_what_the_reader_refuses(content: dict[str, Any]) -> None:
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(content, json_schema())
-
-
-@pytest.fixture(scope="module")
-def launch_parser() -> argparse.ArgumentParser:
-    from accelerate.commands.launch import launch_command_parser
-
-    parser: argparse.ArgumentParser = launch_command_parser()
-    return parser
-
-
-EXAMPLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "full": ({"num_processes": 2}, {"wrap_classes": ("BertLayer",), "cpu_ram_efficient_loading": True}),
-    "ddp": ({"num_processes": 2}, {"strategy": "NO_SHARD"}),
-    "hybrid": ({"num_processes": 8}, {"strategy": "HYBRID_SHARD", "shard_size": 4}),
-    "hosts": ({"num_processes": 8, "num_machines": 2, "main_process_ip": "10.0.0.1"}, {"strategy": "HYBRID_SHARD"}),
-    "inputs": ({"num_processes": 2}, {"activation_checkpointing": True, "offload_activations": True}),
-    "size": ({"num_processes": 2, "device": "cpu"}, {"wrap_min_numel": 10**8, "cpu_offload": True}),
-    "compiled": ({"num_processes": 2, "gpu_ids": ("0", "1")}, {"compile": True, "ignored_modules": r".*\.head"}),
-}
-
-
-@pytest.mark.parametrize("name", EXAMPLES)
-@pytest.mark.parametrize("mode", ["no", "bf16", "fp16"])
-def test_accelerate_accepts_what_is_written(
-    name: str, mode: Any, tmp_path: Path, launch_parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its own loader, its launcher's validation, the variables for its workers, and its plugin made from those."""
-    from accelerate import FullyShardedDataParallelPlugin
-    from accelerate.commands.config.config_args import load_config_from_file
-    from accelerate.commands.launch import _validate_launch_command
-    from accelerate.utils.launch import prepare_multi_gpu_env
-
-    launch, sharding = EXAMPLES[name]
-    config = RunConfig(
-        launch=LaunchConfig(**launch), sharding=ShardingConfig(**sharding), precision=PrecisionConfig(mode=mode)
-    )
-    path = tmp_path / "accelerate.yaml"
-    path.write_text(write_accelerate(config)[0])
-
-    loaded = load_config_from_file(str(path))
-    assert loaded.mixed_precision == mode
-    assert loaded.num_processes == launch["num_processes"]
-
-    args = launch_parser.parse_args(["--config_file", str(path), "script.py"])
-    args, _, _ = _validate_launch_command(args)
-    assert args.use_fsdp
-    assert args.num_processes == launch["num_processes"]
-    environment = prepare_multi_gpu_env(args)
-    for variable, value in environment.items():
-        if variable.startswith(("FSDP_", "ACCELERATE_")):
-            monkeypatch.setenv(variable, value)
-    row = config.sharding.resolved_strategy()
-    if environment["FSDP_VERSION"] == "1":  # its plugin needs an accelerator
-        assert environment["FSDP_SHARDING_STRATEGY"] == row.name
-        return
-    plugin = FullyShardedDataParallelPlugin()
-    assert plugin.fsdp_version == 2
-    assert plugin.reshard_after_forward == row.frees_after_forward
-    assert plugin.activation_checkpointing_offload == config.sharding.offload_activations
-    if config.sharding.wrap_classes:
-        assert environment["FSDP_TRANSFORMER_CLS_TO_WRAP"] == ",".join(config.sharding.wrap_classes)
-    if config.sharding.wrap_min_numel:
-        assert plugin.min_num_params == config.sharding.wrap_min_numel
-    if name == "hybrid":
-        assert environment["PARALLELISM_CONFIG_DP_REPLICATE_SIZE"] == "2"
-        assert environment["PARALLELISM_CONFIG_DP_SHARD_SIZE"] == "4"

@@ -8,17 +8,13 @@ A change of words is a change of these pages. Write them anew with
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from fullshard.cli.launch import help_text
 from fullshard.cli.main import app
-from fullshard.config.hardware import DetectedDevice, Hardware
-from fullshard.config.questions import QUESTIONS, Interview, Question
 from fullshard.config.schema import (
     CheckpointConfig,
     LaunchConfig,
@@ -28,22 +24,9 @@ from fullshard.config.schema import (
     TrainingConfig,
 )
 from fullshard.config.write import json_schema, write_native
-from fullshard.config.write_accelerate import write_accelerate
 from fullshard.recipes.arguments import TrainArguments
 
 PAGES = Path(__file__).parents[1] / "fixtures" / "settings"
-GIB = 2**30
-HOSTS = {
-    "laptop": Hardware(4, 16 * GIB),
-    "server": Hardware(64, 512 * GIB, (DetectedDevice("NVIDIA H200", 140 * GIB, 9.0),) * 8),
-    "old server": Hardware(64, 512 * GIB, (DetectedDevice("Tesla V100", 16 * GIB, 7.0),) * 4),
-}
-INTERVIEWS: dict[str, dict[str, Any]] = {
-    "laptop": {"num_processes": "1", "wrap": "size"},
-    "server": {"num_machines": "2", "strategy": "HYBRID_SHARD", "wrap": "class", "wrap_classes": "Block, Other"},
-    "old server": {"advanced": True, "activation_checkpointing": True},
-    "laptop, left to the launcher": {"device": "auto", "num_processes": "auto", "strategy": "NO_SHARD"},
-}
 CHANGED: dict[str, RunConfig] = {
     "everything": RunConfig(
         launch=LaunchConfig(
@@ -100,73 +83,7 @@ CHANGED: dict[str, RunConfig] = {
         training=TrainingConfig(gradient_accumulation_steps=4, step_in_backward=True, check_plan=True),
         checkpoint=CheckpointConfig(state_dict_type="FULL_STATE_DICT", format="dcp", async_save=True),
     ),
-    "replicated": RunConfig(
-        sharding=ShardingConfig(
-            strategy="NO_SHARD",
-            wrap="none",
-            backward_prefetch="BACKWARD_POST",
-            offload_activations=False,
-            compile_mode="max-autotune",
-            sync_module_states=False,
-        ),
-        precision=PrecisionConfig(mode="bf16"),
-        training=TrainingConfig(gradient_clipping=1.0),
-    ),
-    "hybrid": RunConfig(
-        launch=LaunchConfig(num_processes=8, num_machines=2, device="cpu"),
-        sharding=ShardingConfig(
-            strategy="HYBRID_SHARD_ZERO2",
-            wrap_min_numel=10**8,
-            activation_checkpointing=True,
-            activation_checkpointing_mode="selective",
-            backward_prefetch="BACKWARD_POST",
-            compile_fullgraph=True,
-        ),
-    ),
 }
-
-
-def _interview(hardware: Hardware, answers: dict[str, Any], said: set[str]) -> Iterator[str]:
-    """Every question with what it offers and what it refuses, and what the answers set."""
-    asking = Interview(hardware)
-    while (question := asking.next()) is not None:
-        yield f"{question.name}: {question.text}"
-        if question.choices is not None:
-            choices = question.choices(asking.answers)
-            yield from (f"    {choice.value!s:.30}: {choice.title}" for choice in choices)
-            answer = answers.get(question.name, choices[0].value)
-        else:
-            offered = question.default(asking.answers)
-            yield f"    [{offered}]"
-            refused = [line for line in _refused(asking, question) if f"{question.name}{line}" not in said]
-            said |= {f"{question.name}{line}" for line in refused}
-            yield from refused
-            answer = answers.get(question.name, offered)
-        asking.answer(question, answer)
-    yield write_native(asking.config(), comments=False, only_changed=True)
-
-
-def _refused(asking: Interview, question: Question) -> Iterator[str]:
-    for answer in ("0", "-1", "1.5", "many", "3", "a b", "70000", " "):
-        fault = asking.fault(question, answer)
-        if fault is not None:
-            yield f"    {answer!r} is refused: {fault}"
-
-
-def _questions() -> str:
-    lines = [f"order: {' '.join(question.name for question in QUESTIONS)}"]
-    said: set[str] = set()
-    for name, answers in INTERVIEWS.items():
-        lines += ["", f"== {name}", *_interview(HOSTS[name.partition(",")[0]], answers, said)]
-    return "\n".join(lines) + "\n"
-
-
-def _accelerate() -> str:
-    lines = []
-    for name, config in CHANGED.items():
-        text, remarks = write_accelerate(config)
-        lines += [f"== {name}", text, *map(str, remarks), ""]
-    return "\n".join(lines)
 
 
 def _flags(command: str) -> str:
@@ -181,8 +98,6 @@ MADE = {
     "default.yaml": lambda: write_native(RunConfig()),
     "changed.yaml": lambda: write_native(CHANGED["everything"]),
     "schema.json": lambda: json.dumps(json_schema(), indent=1) + "\n",
-    "questions.txt": _questions,
-    "accelerate.txt": _accelerate,
     "train_arguments.json": lambda: TrainArguments.of({}).to_json(),
     "train_flags.txt": lambda: _flags("train"),
     "plan_flags.txt": lambda: _flags("plan"),

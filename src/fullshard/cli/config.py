@@ -6,7 +6,6 @@ import json
 import os
 import sys
 from dataclasses import asdict
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,13 +20,6 @@ _Output = Annotated[
     Path | None, typer.Option("--output", "-o", help="File to write. Default: standard output.", parser=path_word)
 ]
 _Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")]
-
-
-class Form(StrEnum):
-    """What a configuration can be converted to."""
-
-    ACCELERATE = "accelerate"
-    FULLSHARD = "fullshard"
 
 
 @app.callback(invoke_without_command=True)
@@ -74,24 +66,16 @@ def check(
 @app.command("convert")
 def convert(
     file: Annotated[Path, typer.Argument(help="A file of any dialect.", parser=path_word)],
-    to: Annotated[Form, typer.Option(help="Whose YAML to write.")],
     output: _Output = None,
     overwrite: _Overwrite = False,
 ) -> None:
-    """Write a configuration in another dialect. What it cannot say there is listed on standard error."""
+    """Write a configuration of any dialect as fullshard's YAML; notes on its keys go to standard error."""
     from fullshard.config.write import write_native
-    from fullshard.config.write_accelerate import write_accelerate
 
     resolved = _resolve(file)
-    said = [str(note) for note in resolved.notes]
-    if to is Form.ACCELERATE:
-        text, remarks = write_accelerate(resolved.config)
-        said += [str(remark) for remark in remarks]
-    else:
-        text = write_native(resolved.config)
-    _put(text, output, overwrite)
-    for line in said:
-        sys.stderr.write(f"note: {line}\n")
+    _put(write_native(resolved.config), output, overwrite)
+    for note in resolved.notes:
+        sys.stderr.write(f"note: {note}\n")
 
 
 @app.command("schema")

@@ -1,21 +1,99 @@
-"""The questions of `fullshard.config.questions` in a terminal; the answers go to a file."""
+"""The questionnaire of `fullshard config`: the schema's questions in a terminal; the answers go to a file."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from fullshard.config.hardware import detect_hardware
-from fullshard.config.questions import BACK, Interview, Question, hardware_words
-from fullshard.config.schema import RunConfig
+from fullshard.config import values
+from fullshard.config.hardware import Hardware, detect_hardware
+from fullshard.config.schema import SETTINGS, RunConfig
+from fullshard.config.settings import About, SettingsError
 from fullshard.config.write import save_text, write_native
-from fullshard.config.write_accelerate import write_accelerate
 from fullshard.core.errors import ConfigError
+from fullshard.core.paths import local_path
+from fullshard.core.strategy import STRATEGIES
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as a shell has it."""
 
-_BACK_WORD = "back"
+Answers = Mapping[str, Any]
+"""The answers so far, by the path of the setting."""
+
+_WHEN: dict[str, Callable[[Answers], bool]] = {
+    "launch.num_machines": lambda _: True,
+    "launch.num_processes": lambda _: True,
+    "launch.main_process_ip": lambda given: given["launch.num_machines"] > 1,
+    "launch.main_process_port": lambda given: given["launch.num_machines"] > 1,
+    "launch.device": lambda _: True,
+    "precision.mode": lambda _: True,
+    "sharding.strategy": lambda given: given["launch.num_processes"] != 1,
+    "sharding.shard_size": lambda given: STRATEGIES[given.get("sharding.strategy", "FULL_SHARD")].is_hybrid,
+    "sharding.activation_checkpointing": lambda _: True,
+    "sharding.wrap": lambda _: True,
+    "sharding.wrap_classes": lambda given: given["sharding.wrap"] == "class",
+    "sharding.wrap_min_numel": lambda given: given["sharding.wrap"] == "size",
+    "checkpoint.state_dict_type": lambda given: given["launch.num_processes"] != 1,
+    "training.gradient_accumulation_steps": lambda _: True,
+}
+"""When each setting is asked, in the order of the questions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """The question about the setting at `path`, after the answers `given`; `default` is offered."""
+
+    path: str
+    given: Answers
+    default: Any
+
+    @property
+    def text(self) -> str:
+        """Return what is asked."""
+        return About.of(SETTINGS[self.path]).ask
+
+    @property
+    def choices(self) -> dict[Any, str]:
+        """Return the answers that go with those given, and their words; none if a text is asked for."""
+        return {value: words for value, words in self._answers.items() if self.fault(value) is None}
+
+    @property
+    def _answers(self) -> Mapping[Any, str]:
+        return About.of(SETTINGS[self.path]).answers
+
+    def read(self, answer: Any) -> Any:
+        """Return the setting's value; a `ValueError` says why there is none."""
+        return answer if self._answers else values.coerce(self.path, answer)
+
+    def fault(self, answer: Any) -> str | None:
+        """Return what is wrong with an answer, or None."""
+        asked = {path.partition(".")[2] for path in (*self.given, self.path)}
+        try:
+            RunConfig.of_paths({**self.given, self.path: self.read(answer)})
+        except SettingsError as error:
+            for found in error.faults:
+                if {name.rpartition(".")[2] for name in found.settings} <= asked:  # else a later answer mends it
+                    return f"{found.message}; {found.hint}" if found.hint else found.message
+        except ValueError as error:
+            return str(error)
+        return None
+
+
+def interview(hardware: Hardware, reply: Callable[[Question], Any]) -> RunConfig:
+    """Ask with `reply`, which returns an answer without fault, until the configuration is known."""
+    given: dict[str, Any] = {}
+    for path, when in _WHEN.items():
+        if not when(given):
+            continue
+        default = SETTINGS[path].default
+        if hardware.accelerators:
+            count = len(hardware.accelerators) * given.get("launch.num_machines", 1)
+            default = {"launch.num_processes": count, "precision.mode": "bf16"}.get(path, default)
+        question = Question(path, given, default)
+        given = {**given, path: question.read(reply(question))}
+    return RunConfig.of_paths(given)
 
 
 def run() -> int:
@@ -24,82 +102,60 @@ def run() -> int:
     Raises:
         ConfigError: this is no terminal, or the file cannot be written.
     """
+    import questionary
+
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise ConfigError(
             "the questionnaire needs a terminal, and standard input or output is none",
             hint="`fullshard config default --output FILE` writes a file to edit",
         )
     hardware = detect_hardware()
-    interview = Interview(hardware)
-    print(f"This host has {hardware_words(hardware)}.")
-    if hardware.failure:
-        print(f"Accelerators could not be counted: {hardware.failure}")
-    print("The recommended answer comes first. Ctrl-C ends; nothing is written before the last question.\n")
+    print(f"This host has {', '.join(_words(hardware))}.")
+    print("Ctrl-C ends; nothing is written before the last question. The file lists the settings not asked here.\n")
     try:
-        while not _is_done(interview):
-            pass
+        config = interview(hardware, _reply)
+        name = questionary.text("Which file shall be written?", default="fullshard.yaml", validate=_path_fault)
+        path = local_path(name.unsafe_ask().strip())
+        print("\nThis is what will be written, besides the defaults:\n")
+        print(write_native(config, comments=False, only_changed=True))
+        if not questionary.confirm(f"Write {path}?").unsafe_ask():
+            raise KeyboardInterrupt
     except (KeyboardInterrupt, EOFError):
         print("\nnothing was written")
         return INTERRUPTED
-    _write(interview)
+    save_text(write_native(config), path, overwrite=False)
+    where = f", on each of the {config.launch.num_machines} hosts" if config.launch.num_machines > 1 else ""
+    print(f"\nwrote {path}\nstart{where}: fullshard launch --config_file {path} script.py")
     return 0
 
 
-def _is_done(interview: Interview) -> bool:
-    """Ask one question; return whether it was the last and everything is confirmed."""
-    question = interview.next()
-    answer = _ask(interview, question) if question is not None else _confirm(interview)
-    if answer is BACK:
-        interview.back()
-    elif question is not None:
-        interview.answer(question, answer)
-    return question is None and answer is not BACK
-
-
-def _ask(interview: Interview, question: Question) -> Any:
+def _reply(question: Question) -> Any:
     import questionary
 
-    is_first = not interview.answers.given
-    if question.choices is not None:
-        choices = [questionary.Choice(choice.title, choice.value) for choice in question.choices(interview.answers)]
-        back = [] if is_first else [questionary.Choice("(back)", BACK)]
-        return questionary.select(question.text, [*choices, *back]).unsafe_ask()
-
-    def fault(text: str) -> bool | str:
-        if text.strip().lower() == _BACK_WORD:
-            return True
-        return interview.fault(question, text) or True
-
-    text = questionary.text(
-        question.text,
-        default=question.default(interview.answers),
-        validate=fault,
-        instruction=f"({_BACK_WORD}: the question before) ",
+    if question.choices:
+        choices = [questionary.Choice(words, value) for value, words in question.choices.items()]
+        return questionary.select(question.text, choices, default=question.default).unsafe_ask()
+    default = "" if question.default in (None, ()) else str(question.default)
+    return questionary.text(
+        question.text, default=default, validate=lambda text: question.fault(text) or True
     ).unsafe_ask()
-    return BACK if text.strip().lower() == _BACK_WORD else text
 
 
-def _confirm(interview: Interview) -> Any:
-    import questionary
-
-    print("\nThis is what will be written, besides the defaults:\n")
-    print(write_native(interview.config(), comments=False, only_changed=True))
-    choices = [questionary.Choice(f"yes: write {interview.answers['path']}", True), questionary.Choice("(back)", BACK)]
-    return questionary.select("Is it right?", choices).unsafe_ask()
-
-
-def _write(interview: Interview) -> None:
-    config, path = interview.config(), interview.answers["path"]
-    if interview.answers["form"] == "accelerate":
-        text, remarks = write_accelerate(config)
-    else:
-        text, remarks = write_native(config), []
-    save_text(text, path, overwrite=bool(interview.answers["overwrite"]))
-    print(f"\nwrote {path}")
-    for remark in remarks:
-        print(f"note: {remark}")
-    print(f"start{_where(config)}: fullshard launch --config_file {path} script.py")
+def _words(hardware: Hardware) -> Iterator[str]:
+    names = [device.name for device in hardware.accelerators]
+    yield from (f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+    yield f"{hardware.cpu_count} processor" + ("s" if hardware.cpu_count != 1 else "")
+    if hardware.failure:
+        yield f"and accelerators that could not be counted: {hardware.failure}"
 
 
-def _where(config: RunConfig) -> str:
-    return "" if config.launch.num_machines == 1 else f", on each of the {config.launch.num_machines} hosts"
+def _path_fault(text: str) -> bool | str:
+    try:
+        path = local_path(text.strip())
+    except ConfigError as error:
+        return str(error)
+    if path.suffix not in (".yaml", ".yml"):
+        return f"expected a name that ends in .yaml, got {text!r}"
+    if not path.absolute().parent.is_dir():
+        return f"there is no folder {path.parent}"
+    return f"{path} exists already" if path.exists() else True

@@ -37,8 +37,6 @@ OnReplicas = Literal["raise", "heal", "off"]
 COPIES_COST = 0.03
 """Part of the steps' time that copies in host memory may cost: the limit of `max_lost_steps = 0`."""
 
-_IN_THE_POLICY = "Accelerate takes dtypes from the plugin's mixed_precision_policy, in the script"
-
 _DTYPE_ALIASES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 
 
@@ -66,10 +64,10 @@ class PrecisionConfig(Settings):
     """What forward and backward compute in. Main weights are float32 but with `no`, which leaves every dtype as the
     model has it; fp16 scales the loss."""
 
-    param_dtype: Dtype | None = setting(None, accelerate=_IN_THE_POLICY)
+    param_dtype: Dtype | None = None
     """Compute dtype of parameters and inputs, instead of the mode's."""
 
-    reduce_dtype: Dtype | None = setting(None, accelerate=_IN_THE_POLICY)
+    reduce_dtype: Dtype | None = None
     """Dtype in which gradients are reduced over the ranks, instead of the mode's."""
 
     gather_as: Packing | None = None
@@ -80,10 +78,10 @@ class PrecisionConfig(Settings):
     reduce_as: Packing | None = None
     """The same for gradients on their way along the shard axis. They are added up in `reduce_dtype` all the same."""
 
-    output_dtype: Dtype | None = setting(None, accelerate=_IN_THE_POLICY)
+    output_dtype: Dtype | None = None
     """Dtype the model's floating-point outputs are cast to, instead of float32 in the modes bf16 and fp16."""
 
-    buffer_dtype: Dtype | None = setting(None, accelerate=_IN_THE_POLICY)
+    buffer_dtype: Dtype | None = None
     """Dtype floating-point buffers are cast to. None: they keep theirs, which is right for rotary tables and norms."""
 
     cast_inputs: bool = True
@@ -142,7 +140,7 @@ class LaunchConfig(Settings):
     """Where and how the processes of a job are started."""
 
     num_processes: int | None = setting(
-        None, ge=1, le=10**6, ask="How many processes over all hosts? (one per device; auto: count when the job starts)"
+        None, ge=1, le=10**6, ask="How many processes over all hosts? (empty: one per device, when the job starts)"
     )
     """Processes of the whole job, over all hosts. None: one per device; on a CPU 2 per host, if it has 2 cores."""
 
@@ -171,26 +169,20 @@ class LaunchConfig(Settings):
     rdzv_id: str | None = None
     """Name of the job, the same on every host."""
 
-    rdzv_conf: str = setting("", accelerate="--rdzv_conf")
+    rdzv_conf: str = ""
     """Seconds to wait for other hosts: `join_timeout=600,last_call_timeout=30` for those that there must be, and for
     further ones once these are there."""
 
-    max_restarts: int = setting(
-        0,
-        ge=0,
-        le=10**6,
-        ask="How often are all processes started again after one failed?",
-        accelerate="--max_restarts",
-    )
+    max_restarts: int = Field(default=0, ge=0, le=10**6)
     """How often all processes are started again after one failed."""
 
-    monitor_interval: float = setting(0.1, gt=0, le=10**9, accelerate="--monitor_interval")
+    monitor_interval: float = Field(default=0.1, gt=0, le=10**9)
     """Seconds between two looks at the processes."""
 
-    grace_period: float = setting(30.0, gt=0, le=10**9)
+    grace_period: float = Field(default=30.0, gt=0, le=10**9)
     """Seconds that processes have to save and end after the launcher got SIGTERM, SIGINT, SIGUSR1 or SIGUSR2."""
 
-    timeout: float | None = setting(None, gt=0, le=10**9)
+    timeout: float | None = Field(default=None, gt=0, le=10**9)
     """Seconds a rank waits for another before it fails. None: 120 once the first step is over, longer where steps take
     long; 1800 before that, in saves, and while another rank saves or compiles."""
 
@@ -209,20 +201,16 @@ class LaunchConfig(Settings):
     gpu_ids: tuple[str, ...] | None = None
     """Accelerators of this host to use. None: all."""
 
-    num_cpu_threads_per_process: int | None = setting(None, ge=1, le=10**6, accelerate="--num_cpu_threads_per_process")
+    num_cpu_threads_per_process: int | None = Field(default=None, ge=1, le=10**6)
     """Threads of each process. None: the host's processors, shared out."""
 
-    log_dir: str | None = setting(None, ask="Folder for a log file per rank? (empty: none)", accelerate="--log_dir")
+    log_dir: str | None = None
     """Directory for each rank's standard output and error."""
 
-    role: str = setting("default", accelerate="--role")
+    role: str = "default"
     """Name of the processes, which they find in ROLE_NAME."""
 
-    debug: bool = setting(
-        False,
-        ask="Check collectives against one another while running?",
-        answers={False: "no", True: "yes: finds ranks that disagree, slow"},
-    )
+    debug: bool = False
     """Whether collectives are checked against one another while running (TORCH_DISTRIBUTED_DEBUG=DETAIL)."""
 
     @property
@@ -301,17 +289,10 @@ class LaunchConfig(Settings):
 class TrainingConfig(Settings):
     """What a training loop does around the engine."""
 
-    gradient_accumulation_steps: int = setting(
-        1,
-        ge=1,
-        ask="Micro-batches per optimizer step? (gradient accumulation)",
-        accelerate="pass it to Accelerator(...) in the script",
-    )
+    gradient_accumulation_steps: int = setting(1, ge=1, ask="Micro-batches per optimizer step? (gradient accumulation)")
     """Micro-batches per optimizer step."""
 
-    gradient_clipping: float | None = setting(
-        None, gt=0, allow_inf_nan=True, accelerate="call accelerator.clip_grad_norm_ in the script"
-    )
+    gradient_clipping: float | None = Field(default=None, gt=0, allow_inf_nan=True)
     """Norm that the gradients of an optimizer are clipped to before its step; an infinite one is none. None: as the
     script does."""
 
@@ -319,21 +300,12 @@ class TrainingConfig(Settings):
     """Whether the optimizer updates every bucket within backward, as soon as its gradient is final, and frees that: the
     gradients of the whole model never exist at once. For torch's element-wise optimizers, without clipping or fp16."""
 
-    nonfinite_gradients: OnNonFinite = setting(
-        "raise",
-        ask="What if gradients are not finite? (NaN or infinity)",
-        answers={
-            "raise": "an error on all ranks before anything is changed: parameter, rank and step are named",
-            "skip": "the step is left out on all ranks",
-            "rollback": "back to the last checkpoint, and past the data since: fullshard train only",
-            "off": "nothing: nobody looks",
-        },
-    )
+    nonfinite_gradients: OnNonFinite = "raise"
     """What becomes of an optimizer's step whose gradients hold NaN or infinity on any rank: `raise` is an error on all
     ranks before anything is changed, `skip` leaves the step out, `rollback` (`fullshard train`) goes back to the last
     checkpoint and past the data since, `off` does not look. What overflows under a loss scale is left to the scaler."""
 
-    nonfinite_limit: int = setting(10, ge=1)
+    nonfinite_limit: int = Field(default=10, ge=1)
     """How many steps in a row may be left out, or how often a checkpoint may be gone back to, before it is an error."""
 
     replica_check: OnReplicas = "raise"
@@ -341,7 +313,7 @@ class TrainingConfig(Settings):
     `raise` is an error on all ranks that names rank, host and parameter, `heal` gives those that differ from most
     others what these have, and is an error where there is no such most, `off` does not look."""
 
-    compare_every: int = setting(100, ge=0)
+    compare_every: int = Field(default=100, ge=0)
     """Steps from one comparison of the ranks to the next: whether replicas hold the same weights, and which rank is
     slower than 0.7 of the median. Replicas are compared before each save, too. 0: never."""
 
@@ -363,15 +335,13 @@ class CheckpointConfig(Settings):
     )
     """Whether a saved model is one part per rank (SHARDED and LOCAL, which differ in `get_state_dict`) or whole."""
 
-    format: CheckpointFormat = setting(
-        "native", accelerate="Accelerate writes torch's distributed format with SHARDED_STATE_DICT, and no other"
-    )
+    format: CheckpointFormat = "native"
     """Whether torch's distributed format, as Accelerate lays it out, is written besides, for tools that expect it."""
 
     async_save: bool = False
     """Whether training goes on while a checkpoint is written, from a copy in host memory."""
 
-    max_lost_steps: int | None = setting(None, ge=0)
+    max_lost_steps: int | None = Field(default=None, ge=0)
     """How many steps a kill may undo at most: copies of the state in the memory of this host and of the next one are
     renewed twice as often, and restarts go on from them. 0: as few as copies allow that cost 3 % of a step. None: no
     copies."""

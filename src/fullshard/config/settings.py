@@ -21,14 +21,11 @@ class About:
     Attributes:
         ask: the question of the questionnaire; none if it is not asked.
         answers: by value, the words of each answer, in the order in which they are offered; none for a text or number.
-        accelerate: why Accelerate's file cannot express it, if Accelerate has such a setting; or the flag of its
-            launcher, which can express it.
         overruled_by: settings of the group that say the same in another way: one in a higher source overrules this.
     """
 
     ask: str = ""
     answers: Mapping[Any, str] = dataclasses.field(default_factory=dict)
-    accelerate: str = ""
     overruled_by: tuple[str, ...] = ()
 
     @classmethod
@@ -42,13 +39,12 @@ def setting(
     *,
     ask: str = "",
     answers: Mapping[Any, str] | None = None,
-    accelerate: str = "",
     overruled_by: tuple[str, ...] = (),
     **bounds: Any,
 ) -> Any:
     """Return a field of `Settings` with its facts; see `About`. `bounds` are those of pydantic's `Field`."""
     field = Field(default=default, **bounds)
-    field.metadata.append(About(ask, answers or {}, accelerate, overruled_by))
+    field.metadata.append(About(ask, answers or {}, overruled_by))
     return field
 
 

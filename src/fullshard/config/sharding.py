@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
-from pydantic import field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from fullshard.config.settings import CombinationError, Settings, setting
 from fullshard.core.offload import Offload
@@ -15,8 +15,6 @@ BackwardPrefetch = Literal["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"]
 WrapKind = Literal["auto", "none", "class", "size"]
 CheckpointingMode = Literal["full", "selective"]
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
-
-_ONE_SWITCH = "Accelerate has one switch for everything, fsdp_offload_params"
 
 
 def kept_or_auto(choice: str) -> Mapping[str, Any]:
@@ -51,7 +49,7 @@ class ShardingConfig(Settings):
     the strategy that differs in this alone is taken: FULL_SHARD with `false` is SHARD_GRAD_OP, and so on. `auto`: those
     of as many units are kept as memory allows."""
 
-    unsharded_memory_gib: float | None = setting(None, ge=0, le=2**30)
+    unsharded_memory_gib: float | None = Field(default=None, ge=0, le=2**30)
     """GiB (2**30 bytes) per rank that units kept by `reshard_after_forward: auto` may take. None: what is found free
     after two steps."""
 
@@ -84,23 +82,13 @@ class ShardingConfig(Settings):
     )
     """Parameters a unit has at least."""
 
-    wrap_embeddings: bool = setting(
-        False, accelerate="Accelerate has no such setting: they would belong to the outermost unit"
-    )
+    wrap_embeddings: bool = False
     """Whether the input embedding and the head are units of their own. The head then stays unsharded until backward."""
 
     ignored_modules: str | None = None
     """A regular expression; modules whose whole qualified name matches it keep their parameters unsharded."""
 
-    backward_prefetch: BackwardPrefetch = setting(
-        "BACKWARD_PRE",
-        ask="When is the next unit gathered in backward?",
-        answers={
-            "BACKWARD_PRE": "before this unit's gradients are computed: fastest",
-            "BACKWARD_POST": "after: one unit less in memory",
-            "NO_PREFETCH": "never: least memory",
-        },
-    )
+    backward_prefetch: BackwardPrefetch = "BACKWARD_PRE"
     """When the next unit's all-gather is issued in backward: before this unit computes gradients, after, or never."""
 
     forward_prefetch: bool = True
@@ -119,24 +107,22 @@ class ShardingConfig(Settings):
     activation_checkpointing_reentrant: bool = False
     """Use PyTorch's older, reentrant implementation of it."""
 
-    activation_checkpointing_mode: CheckpointingMode = setting(
-        "full", accelerate="Accelerate has no such setting: it would recompute whole units"
-    )
+    activation_checkpointing_mode: CheckpointingMode = "full"
     """What of a unit is recomputed: all of it, or (`selective`) all but attention's output and every second matrix
     product."""
 
     cpu_offload: bool = False
     """Whether sharded parameters, gradients and optimizer state live in host memory: the next three at once."""
 
-    offload_compute_shards: bool | None = setting(None, accelerate=_ONE_SWITCH, overruled_by=("cpu_offload",))
+    offload_compute_shards: bool | None = setting(None, overruled_by=("cpu_offload",))
     """Whether what units are gathered from lives in host memory: frozen parameters, and with `offload_main_weights`
     trainable ones too. None: as `cpu_offload` says."""
 
-    offload_main_weights: bool | None = setting(None, accelerate=_ONE_SWITCH, overruled_by=("cpu_offload",))
+    offload_main_weights: bool | None = setting(None, overruled_by=("cpu_offload",))
     """Whether main weights live in host memory, with their gradients, and are updated there. None: as `cpu_offload`
     says."""
 
-    offload_optimizer_state: bool | None = setting(None, accelerate=_ONE_SWITCH, overruled_by=("cpu_offload",))
+    offload_optimizer_state: bool | None = setting(None, overruled_by=("cpu_offload",))
     """Whether the optimizer's state lives in host memory. Alone, it visits the device for each step. None: where the
     main weights are."""
 
@@ -147,18 +133,10 @@ class ShardingConfig(Settings):
     sync_module_states: bool = True
     """Whether rank 0's parameters and buffers are broadcast at the start. Without it all ranks must start equal."""
 
-    cpu_ram_efficient_loading: bool = setting(
-        False,
-        ask="Shall from_pretrained read weights on one rank of each host only?",
-        answers={False: "no", True: "yes: a large model is in host memory once"},
-    )
+    cpu_ram_efficient_loading: bool = False
     """Whether `from_pretrained` reads weights on each host's first rank only. Needs `sync_module_states`."""
 
-    compile: bool = setting(
-        False,
-        ask="Compile every unit with torch.compile?",
-        answers={False: "no", True: "yes: faster steps, slower start"},
-    )
+    compile: bool = False
     """Whether the forward of every unit is compiled, each on its own."""
 
     compile_backend: str = "inductor"
