@@ -9,7 +9,6 @@ import ast
 import copy
 import importlib
 import inspect
-from collections import OrderedDict
 from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
@@ -532,15 +531,6 @@ def foreach() -> None:
     finally:
         for kinds, was in zip(torch_private._FOREACH_TYPES, before, strict=True):
             kinds[:] = was
-
-
-@check("copy_module_versions")
-def module_versions() -> None:
-    source, target = nn.BatchNorm1d(1).state_dict(), OrderedDict[str, torch.Tensor]()
-    torch_private.copy_module_versions(source, target)
-    assert target._metadata[""]["version"] == 2  # type: ignore[attr-defined]
-    torch_private.copy_module_versions({}, target)
-    assert target._metadata[""]["version"] == 2  # type: ignore[attr-defined]
 
 
 @check("steps_of")

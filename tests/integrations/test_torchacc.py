@@ -1,17 +1,13 @@
-"""`fullshard.torchacc` in one process: every field of `Config`, length buckets, fetching ahead, names that are absent.
+"""`fullshard.torchacc` in one process: every field of `Config`, length buckets, names that are absent.
 
 pytest tests/integrations/test_torchacc.py
 """
 
 from __future__ import annotations
 
-import gc
 import importlib
 import itertools
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -404,7 +400,7 @@ def test_the_model_stays_what_it_was() -> None:
     made = prepared.generate(torch.tensor([[1, 2]]), attention_mask=torch.ones(1, 2), max_new_tokens=3, pad_token_id=0)
     assert made.shape[1] > 2
     metadata = prepared.get_shard_metadata()
-    assert metadata["parameters"]["lm_head.weight"] == {"shape": [32, 8], "interval": [0, 256]}
+    assert metadata["shard_info"][""]["lm_head.weight"]["_orig_size"] == (32, 8)
 
 
 def test_float16_needs_a_scaler() -> None:
@@ -444,15 +440,6 @@ def test_an_optimizer_made_too_early_is_refused() -> None:
 
 def batch_of(length: int, keys: tuple[str, ...] = ("input_ids", "attention_mask", "labels")) -> dict[str, Any]:
     return {key: torch.ones(2, length, dtype=torch.long) for key in keys}
-
-
-def no_thread_is_left() -> bool:
-    deadline = time.monotonic() + 10
-    while any(thread.name == "AsyncLoader" for thread in threading.enumerate()):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.01)
-    return True
 
 
 def test_batches_are_padded_to_the_next_bucket() -> None:
@@ -512,7 +499,6 @@ def test_batches_that_cannot_be_padded(batch: Any, padding: dict[str, float] | N
         ({"buckets": [4], "max_length": 8}, "give one of the two"),
         ({"max_length": 0}, "at least 1"),
         ({"pad_value_dict": {"x": 0}}, "means nothing without buckets"),
-        ({"device_prefetch_size": 0}, "at least 1"),
         ({"prefetch": 3}, "no argument 'prefetch'"),
     ],
 )
@@ -526,80 +512,7 @@ def test_arguments_without_effect_are_said(capsys: pytest.CaptureFixture[str]) -
     assert "batches_per_execution has no effect here" in capsys.readouterr().err
 
 
-class Slow:
-    """Yields numbers and notes when each was taken from it, and by which thread."""
-
-    def __init__(self, count: int = 100) -> None:
-        self.count = count
-        self.taken: list[str] = []
-        self.is_closed = False
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        try:
-            for number in range(self.count):
-                self.taken.append(threading.current_thread().name)
-                yield torch.tensor(number)
-        finally:
-            self.is_closed = True
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline, "nothing happened in time"
-        time.sleep(0.01)
-
-
-def test_batches_are_fetched_ahead_and_not_further() -> None:
-    slow = Slow()
-    iterator = iter(torchacc.AsyncLoader(slow, "cpu", device_prefetch_size=3))
-    assert next(iterator) == 0
-    assert next(iterator) == 1
-    wait_for(lambda: len(slow.taken) == 6)  # two handed out, three waiting, one in hand
-    time.sleep(0.3)
-    assert len(slow.taken) == 6
-    assert slow.taken[0] == "MainThread"
-    assert set(slow.taken[1:]) == {"AsyncLoader"}
-    iterator.close()  # type: ignore[attr-defined]
-    assert no_thread_is_left()
-    assert slow.is_closed
-
-
-def test_leaving_early_ends_the_thread() -> None:
-    slow = Slow()
-    for number in torchacc.AsyncLoader(slow, "cpu"):
-        if number == 2:
-            break
-    gc.collect()
-    assert no_thread_is_left()
-    assert slow.is_closed
-
-
-def test_every_batch_comes_once_in_order_twice() -> None:
-    loader = torchacc.AsyncLoader(Slow(20), "cpu", device_prefetch_size=1)
-    for _ in range(2):
-        assert [int(number) for number in loader] == list(range(20))
-    assert no_thread_is_left()
-
-
-def test_an_error_in_the_loader_is_raised_in_the_loop() -> None:
-    def broken() -> Iterator[int]:
-        yield 1
-        yield 2
-        raise ValueError("line 3 is damaged")
-
-    seen = []
-    with pytest.raises(ValueError, match="line 3 is damaged"):
-        for number in torchacc.AsyncLoader(broken(), "cpu"):
-            seen.append(number)  # noqa: PERF402
-    assert seen == [1, 2]
-    assert no_thread_is_left()
-
-
-def test_the_position_is_that_of_the_loop_not_of_the_thread() -> None:
+def test_the_position_is_that_of_the_loop() -> None:
     dataset = TensorDataset(torch.arange(12))
     model = nn.Linear(1, 1)
     _, loader = torchacc.accelerate(model, DataLoader(dataset, batch_size=2, shuffle=True))
@@ -618,19 +531,6 @@ def test_the_position_is_that_of_the_loop_not_of_the_thread() -> None:
     assert loader.dataset is dataset
 
 
-@pytest.mark.full
-def test_a_process_ends_although_a_loader_is_in_the_middle() -> None:
-    import subprocess
-
-    code = (
-        "import itertools, fullshard.torchacc as torchacc\n"
-        "iterator = iter(torchacc.AsyncLoader(itertools.count(), 'cpu'))\n"
-        "next(iterator), next(iterator)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
 # -- saving on one rank -----------------------------------------------------------------------------------------
 
 
@@ -639,7 +539,7 @@ def test_a_file_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     torchacc.save({"x": torch.arange(10)[2:4]}, path)
     assert torch.load(path)["x"].tolist() == [2, 3]
     assert torch.load(path)["x"].untyped_storage().nbytes() == 16
-    with pytest.raises(CheckpointError, match="is a directory"):
+    with pytest.raises(CheckpointError, match="Is a directory"):
         torchacc.save(1, tmp_path)
 
     def full(*arguments: object) -> None:
@@ -650,11 +550,6 @@ def test_a_file_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         torchacc.save({"x": 1}, path)
     assert [file.name for file in path.parent.iterdir()] == ["value.pth"]
     assert torch.load(path)["x"].tolist() == [2, 3]
-
-
-def test_what_torch_load_would_refuse_is_said(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match=r"pathlib.*weights_only=True\) refuses it"):
-        torchacc.save({"path": Path("x")}, tmp_path / "value.pth")
 
 
 def test_one_rank_saves_and_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -671,8 +566,5 @@ def test_one_rank_saves_and_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(CheckpointError, match=r"no file matches nowhere\*\.pth"):
         torchacc.dist.fsdp.consolidate_sharded_model_checkpoints("nowhere")
     torchacc.save({"x": 1}, "plain.pth")
-    with pytest.raises(CheckpointError, match="has no 'model' and 'shard_metadata'"):
+    with pytest.raises(CheckpointError, match=r"plain\.pth holds no model"):
         torchacc.dist.fsdp.consolidate_sharded_model_checkpoints("plain.pth")
-    torchacc.save({"model": {}, "shard_metadata": {"shard_info": {}}}, "xla.pth")
-    with pytest.raises(CheckpointError, match="torch_xla's"):
-        torchacc.dist.fsdp.consolidate_sharded_model_checkpoints("xla.pth")

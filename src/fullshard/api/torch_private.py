@@ -29,12 +29,6 @@ def inside_compiled(module: nn.Module) -> nn.Module:
 # -- modules, optimizers, loaders -------------------------------------------------------------------------------
 
 
-def copy_module_versions(source: Any, target: Any) -> None:
-    """Give a state dict another one's data beside tensors: the versions of its modules. Since 2.0."""
-    if hasattr(source, "_metadata"):
-        target._metadata = source._metadata
-
-
 def steps_of(scheduler: Any) -> int:
     """Return how often a learning rate schedule has stepped; 0 if it does not count. Since 2.0."""
     return getattr(scheduler, "_step_count", 0)

@@ -86,7 +86,7 @@ def accelerate(
 
     Args:
         model: the model; on any device.
-        dataloader: its batches arrive on the rank's device, fetched ahead.
+        dataloader: its batches arrive on the rank's device.
         config: a `Config`, a dict or the path of a YAML file with its fields. Default: all defaults, so every rank
             holds the whole model.
 
