@@ -6,13 +6,11 @@ Run: pytest tests/config/test_config_cli.py
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import jsonschema
-import pexpect
 import pytest
 from ruamel.yaml import YAML
 
@@ -98,25 +96,6 @@ def test_explain_says_every_value_and_where_it_comes_from(tmp_path: Path, accele
     assert by_path["launch.debug"] == ["launch.debug", "false", "default"]
     assert "follows from other settings" in next(line for line in lines if line.startswith("sharding.wrap "))
     assert any(line.startswith("note: accelerate.yaml:5:3: fsdp_backward_prefetch_policy") for line in lines)
-
-
-def test_explain_on_a_narrow_terminal_cuts_nothing_off(tmp_path: Path, accelerate_file: Path) -> None:
-    code = "from fullshard.cli.main import main; main()"
-    text, status = pexpect.run(
-        f"{sys.executable} -c '{code}' config explain {accelerate_file.name}",
-        cwd=str(tmp_path),
-        env={"PATH": "/usr/bin:/bin", "TERM": "xterm", "COLUMNS": "60", "HF_HOME": str(tmp_path / "hf")},
-        encoding="utf-8",
-        timeout=60,
-        withexitstatus=True,
-    )
-    assert status == 0, text
-    assert "…" not in text
-    # A cell that does not fit goes on in the next line; its column is put together again.
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
-    settings = "".join(line[1:].split("  ")[0].strip() for line in plain.splitlines())
-    for path in ("sharding.wrap_classes", "sharding.activation_checkpointing_reentrant", "checkpoint.state_dict_type"):
-        assert path in settings
 
 
 def test_explain_without_a_file_says_so(tmp_path: Path) -> None:

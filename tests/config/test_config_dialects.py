@@ -24,8 +24,7 @@ from fullshard.config.document import read_document
 from fullshard.config.environment import VARIABLES, load_arguments, load_environment
 from fullshard.config.fsdp import FSDP
 from fullshard.config.handover import hand_over, handed_over
-from fullshard.config.load import load_file, load_fsdp_config
-from fullshard.config.native import NATIVE
+from fullshard.config.load import NATIVE, load_file, load_fsdp_config
 from fullshard.config.origin import Origin
 from fullshard.config.resolve import Resolved, resolve
 from fullshard.config.schema import SETTINGS

@@ -199,7 +199,7 @@ _COMMANDS = [
     ["config", "default", "--output", URL],
     ["config", "schema", "--output", URL],
     ["config", "check", URL],
-    ["config", "convert", URL, "--to", "fullshard"],
+    ["config", "convert", URL],
     ["config", "explain", URL],
     ["ckpt", "inspect", WEB],
     ["ckpt", "verify", WEB],

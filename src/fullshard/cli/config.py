@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -69,7 +68,10 @@ def convert(
     output: _Output = None,
     overwrite: _Overwrite = False,
 ) -> None:
-    """Write a configuration of any dialect as fullshard's YAML; notes on its keys go to standard error."""
+    """Write a file as fullshard's YAML.
+
+    Notes on its keys go to standard error.
+    """
     from fullshard.config.write import write_native
 
     resolved = _resolve(file)
@@ -95,7 +97,7 @@ def explain(context: typer.Context) -> None:
     fullshard config explain [FILE] [--json] [flags of `fullshard launch`]
     """
     from fullshard.cli.launch import read_sources
-    from fullshard.config.explain import explain as explained
+    from fullshard.config.dialect import shown
     from fullshard.config.flags import parse
     from fullshard.config.resolve import resolve
 
@@ -103,16 +105,19 @@ def explain(context: typer.Context) -> None:
     if line.option("help"):
         print(context.get_help())
         return
-    as_json = "--json" in context.args
     resolved = resolve(read_sources(line, os.environ))
-    rows = list(explained(resolved))
-    notes = [str(note) for note in resolved.notes]
-    if as_json:
-        print(json.dumps({"settings": [asdict(row) for row in rows], "notes": notes}, indent=2))
+    rows, notes = list(resolved.explained()), [str(note) for note in resolved.notes]
+    if "--json" in context.args:
+        print(json.dumps({"settings": rows, "notes": notes}, indent=2))
         return
     if line.option("config_file") is None:
         print("no file is named")
-    _print_rows(rows)
+    sources = [row["source"] + (f" ({row['written_as']})" if row["written_as"] else "") for row in rows]
+    cells = [(row["path"], shown(row["value"]), source) for row, source in zip(rows, sources, strict=True)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for row, texts in zip(rows, cells, strict=True):
+        text = "  ".join(cell.ljust(width) for cell, width in zip(texts, widths, strict=True))
+        print(text.rstrip() if row["source"] == "default" else f"{text}  default {shown(row['default'])}")
     for note in notes:
         print(f"note: {note}")
 
@@ -129,38 +134,6 @@ def _with_file_as_flag(arguments: list[str]) -> list[str]:
     if after.target is not None:
         raise ConfigError(f"one file at a time, got {line.target} and {after.target}", hint="name one")
     return ["--config_file", line.target, *before, *line.arguments]
-
-
-def _print_rows(rows: list[Any]) -> None:
-    """Print a table on a terminal, and aligned lines into a pipe."""
-    from fullshard.config.dialect import shown
-
-    cells = [
-        (
-            row.path,
-            shown(row.value),
-            f"{row.source} ({row.written_as})" if row.written_as else row.source,
-            shown(row.default) if row.is_set else "",
-        )
-        for row in rows
-    ]
-    if not sys.stdout.isatty():
-        widths = [max(len(row[column]) for row in cells) for column in range(3)]
-        for row in cells:
-            line = "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=False))
-            print(f"{line}  {f'default {row[3]}' if row[3] else ''}".rstrip())
-        return
-    from rich.box import SIMPLE
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=SIMPLE)
-    for title in ("setting", "value", "source", "default"):
-        table.add_column(title, overflow="fold")  # on a narrow terminal nothing is cut off
-    for explained, row in zip(rows, cells, strict=True):
-        table.add_row(*(Text(text) for text in row), style="bold" if explained.is_set else "dim")
-    Console().print(table)
 
 
 def _resolve(file: Path) -> Any:

@@ -117,7 +117,7 @@ def _split_file(path: Path, directory: Path, launch_words: list[str]) -> list[st
     from ruamel.yaml import YAML
 
     from fullshard.config.document import read_document
-    from fullshard.config.native import NATIVE
+    from fullshard.config.load import NATIVE
     from fullshard.config.resolve import resolve
 
     entries = read_document(path)

@@ -37,15 +37,14 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One row of a dialect.
+    """One row of a dialect: a key as its own tool writes it today.
 
     Attributes:
-        name: the key as its own tool writes it today.
+        name: without dashes and prefixes.
         status: what becomes of it.
         target: path of the setting it sets; for several, see `read`.
-        because: for a key without effect the reason; for a translated one its meaning here; for a refused one the
-            reason.
-        spellings: other spellings that are understood: deprecated or mistaken ones.
+        because: why it has no effect or is refused; for a translated one its meaning here.
+        spellings: deprecated or mistaken ones that are understood too.
         read: turns the value into settings by path, for a row that is not plainly `target = value`. A `ConfigError` or
             `ValueError` is a fault of the value; None means that it has no effect; a text gives the reason.
         section: the dialect of the mapping that is its value.
@@ -64,11 +63,7 @@ class Key:
     variable: str | None = None
 
     def settings(self, value: Any) -> Settings | str | None:
-        """Return the settings that `value` sets; None or a reason if it sets nothing.
-
-        Raises:
-            ConfigError, ValueError: it cannot be read, or is refused.
-        """
+        """Return the settings that `value` sets; see `read`."""
         if self.read is not None:
             return self.read(value)
         return {self.target: values.coerce(self.target, value)} if self.target else {}
@@ -76,14 +71,7 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A setting with its source.
-
-    Attributes:
-        path: `group.name`.
-        value: of the setting's type.
-        origin: where it was written.
-        key: as it was written there.
-    """
+    """A setting by its path, `group.name`, with its source: where it was written, and the key there."""
 
     path: str
     value: Any
@@ -93,14 +81,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """A note on a key that was not plainly used.
-
-    Attributes:
-        origin: where it was written.
-        key: as it was written there.
-        status: translated or no effect.
-        text: the note, without origin and key.
-    """
+    """A note on a key that was not plainly used: the text follows its origin and the key."""
 
     origin: Origin
     key: str
@@ -113,13 +94,7 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A reason to refuse a configuration.
-
-    Attributes:
-        origins: the places to look at.
-        message: what is wrong, got / expected.
-        hint: one action that mends it.
-    """
+    """A reason to refuse a configuration, with the places to look at and one action that mends it."""
 
     origins: tuple[Origin, ...]
     message: str
@@ -131,11 +106,7 @@ class Problem:
 
 
 def refuse(problems: Iterable[Problem]) -> None:
-    """Raise one error that lists all problems, if there are any.
-
-    Raises:
-        ConfigError: there are.
-    """
+    """Raise one `ConfigError` that lists all problems, if there are any."""
     problems = list(problems)
     if not problems:
         return
@@ -153,13 +124,9 @@ def refuse(problems: Iterable[Problem]) -> None:
 
 @dataclass(slots=True)
 class Reading:
-    """The contents of one source.
+    """The contents of one source: its settings as they were written; one with problems must not be used.
 
-    Attributes:
-        settings: in the order they were written.
-        notes: on the keys that were not plainly used.
-        problems: all of them; a reading with problems must not be used.
-        entries: what was written, by the key's name in the table; for rules about several keys.
+    `entries` has what was written by the key's name in the table, for rules about several keys.
     """
 
     settings: list[Setting] = field(default_factory=list)
@@ -284,40 +251,38 @@ def _normal(name: str) -> str:
 
 
 def _read_entry(key: Key, entry: Entry) -> Reading:
-    reading = Reading()
-    if key.section is not None and not values.is_none(entry.value):
+    def problem(message: str, hint: str) -> Reading:
+        return Reading(problems=[Problem((entry.origin,), message, hint)])
+
+    if key.section is not None:
         if entry.is_mapping:
             return key.section.read(entry.value)
-        if entry.value == {}:
-            return reading
-        message = f"{entry.key} holds nested keys, got {entry.value!r}"
-        return Reading(problems=[Problem((entry.origin,), message, "indent its keys below it")])
-    if key.section is not None:
-        return reading
-    if key.status is Status.REFUSED and key.read is None:
-        if not _is_unset(entry.value, key.unset):
-            message = f"{entry.key} = {shown(entry.value)} is not supported: {key.because}"
-            reading.problems.append(Problem((entry.origin,), message, f"leave {entry.key} out"))
-        return reading
-    if entry.is_mapping and key.status is not Status.NO_EFFECT and key.read is None:
-        message = f"{entry.key} is one value, got nested keys"
-        return Reading(problems=[Problem((entry.origin,), message, "write its value after the colon")])
-    if entry.value is None and key.read is not None:
+        if values.is_none(entry.value) or entry.value == {}:
+            return Reading()
+        return problem(f"{entry.key} holds nested keys, got {entry.value!r}", "indent its keys below it")
+    if key.read is None and key.status is Status.REFUSED:
+        value = entry.value.strip().lower() if isinstance(entry.value, str) else entry.value
+        if value in [*key.unset, [], {}, ()]:
+            return Reading()
+        message = f"{entry.key} = {shown(entry.value)} is not supported: {key.because}"
+        return problem(message, f"leave {entry.key} out")
+    if key.read is None and key.status is Status.NO_EFFECT:
+        return Reading(notes=[_note(entry, key.because)])
+    if key.read is None and entry.is_mapping:
+        return problem(f"{entry.key} is one value, got nested keys", "write its value after the colon")
+    if key.read is not None and entry.value is None:
         return Reading(notes=[_note(entry, "it has no value")])
     try:
         found = key.settings(entry.value)
     except (ConfigError, ValueError) as error:
         message = plain_message(error)
         advice = f"see {key.target} in `fullshard config explain`" if key.target else f"leave it out: {key.because}"
-        hint = getattr(error, "hint", None) or advice
         named = _normal(entry.key) in _normal(entry.origin.text)  # a flag or a variable is called like its key
         what = message if named and entry.origin.precedence > Precedence.FILE else f"{entry.key}: {message}"
-        reading.problems.append(Problem((entry.origin,), what, hint))
-        return reading
-    if found is None or isinstance(found, str) or (key.status is Status.NO_EFFECT and key.read is None):
-        reading.notes.append(_note(entry, found if isinstance(found, str) else key.because))
-        return reading
-    reading.settings += [Setting(path, value, entry.origin, entry.key) for path, value in found.items()]
+        return problem(what, getattr(error, "hint", None) or advice)
+    if found is None or isinstance(found, str):
+        return Reading(notes=[_note(entry, found or key.because)])
+    reading = Reading([Setting(path, value, entry.origin, entry.key) for path, value in found.items()])
     if found and (key.status is Status.TRANSLATED or _normal(entry.key) in map(_normal, key.spellings)):
         meaning = ", ".join(f"{path} = {shown(value)}" for path, value in found.items())
         reason = f" ({key.because})" if key.because else ""
@@ -327,12 +292,6 @@ def _read_entry(key: Key, entry: Entry) -> Reading:
 
 def _note(item: Entry | Setting, because: str) -> Note:
     return Note(item.origin, item.key, Status.NO_EFFECT, f"has no effect here: {because}")
-
-
-def _is_unset(value: Any, unset: tuple[Any, ...]) -> bool:
-    if isinstance(value, str):
-        value = value.strip().lower()
-    return value in [*unset, [], {}, ()]
 
 
 def shown(value: Any) -> str:

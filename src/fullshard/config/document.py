@@ -9,7 +9,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from fullshard.config.origin import Entry, Origin
+from fullshard.config.origin import Entry, Origin, Precedence
 from fullshard.core.errors import ConfigError
 from fullshard.core.paths import local_path
 
@@ -20,11 +20,7 @@ _MAX_VALUES = 20_000
 
 
 def read_document(path: str | Path) -> tuple[Entry, ...]:
-    """Return the top-level entries of a YAML or JSON file.
-
-    Raises:
-        ConfigError: the file is missing, unreadable, empty, not valid, has a key twice, or holds no mapping.
-    """
+    """Return the top-level entries of a YAML or JSON file; one that is missing or wrong is a `ConfigError`."""
     path = local_path(path)
     if path.is_dir():
         raise ConfigError(f"{path} is a directory, a configuration is a file", hint="name the file in it")
@@ -35,20 +31,15 @@ def read_document(path: str | Path) -> tuple[Entry, ...]:
             raise ConfigError(f"{path} has more than {MAX_NBYTES} bytes", hint="a configuration is a few lines of text")
         text = data.decode("utf-8-sig")  # editors on Windows begin a file with a mark
     except FileNotFoundError:
-        raise ConfigError(f"the configuration file {path} does not exist", hint=_nearby(path)) from None
+        raise ConfigError(f"the configuration file {path} does not exist", hint=f"look in {path.parent}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error}", hint="a configuration is a UTF-8 text file") from None
     return parse_document(text, str(path))
 
 
 def parse_document(text: str, name: str) -> tuple[Entry, ...]:
-    """Return the top-level entries of YAML or JSON text; `name` stands for the file in messages.
-
-    Raises:
-        ConfigError: see `read_document`.
-    """
+    """Return the top-level entries of YAML or JSON text; `name` stands for the file in messages."""
     from ruamel.yaml import YAML
-    from ruamel.yaml.constructor import DuplicateKeyError
     from ruamel.yaml.error import MarkedYAMLError
 
     if name.endswith(".json"):
@@ -56,26 +47,20 @@ def parse_document(text: str, name: str) -> tuple[Entry, ...]:
         text = text.replace("\t", " ")  # JSON allows tabs where YAML does not
     try:
         content = YAML(typ="rt").load(StringIO(text))
-    except DuplicateKeyError as error:
-        raise ConfigError(
-            f"{_mark(name, error.problem_mark)}: {(error.problem or '').split(' with value')[0]}",
-            hint="keep one of the two",
-        ) from None
     except MarkedYAMLError as error:
-        raise ConfigError(
-            f"{_mark(name, error.problem_mark or error.context_mark)}: not valid YAML: {error.problem}",
-            hint="a key needs a colon and a space before its value, and nested keys the same indentation",
-        ) from None
+        mark: Any = error.problem_mark or error.context_mark
+        place = f"{mark.line + 1}:{mark.column + 1}" if mark is not None else "1:1"
+        problem = (error.problem or "").split(" with value")[0]  # of a key that is there twice
+        hint = "a key needs a colon and a space before its value, nested keys the same indentation; each stands once"
+        raise ConfigError(f"{name}:{place}: not valid YAML: {problem}", hint=hint) from None
     except Exception as error:  # ruamel raises plain errors for malformed tags and numbers
         raise ConfigError(f"{name}:1:1: not valid YAML: {error}", hint="see the YAML syntax") from None
-    if content is None:
-        raise ConfigError(f"{name}:1:1: the file is empty", hint="`fullshard config default` writes one to start from")
-    if not isinstance(content, Mapping):
-        raise ConfigError(
-            f"{name}:1:1: expected `key: value` lines, got a {'list' if isinstance(content, list) else 'single value'}",
-            hint="`fullshard config default` writes an example",
-        )
-    return _entries(content, name, itertools.count(1))
+    if isinstance(content, Mapping):
+        return _entries(content, name, itertools.count(1))
+    got = "nothing" if content is None else "a list" if isinstance(content, list) else "a single value"
+    raise ConfigError(
+        f"{name}:1:1: expected `key: value` lines, got {got}", hint="`fullshard config default` writes an example"
+    )
 
 
 def _entries(mapping: Any, name: str, values: Iterator[int]) -> tuple[Entry, ...]:
@@ -83,7 +68,8 @@ def _entries(mapping: Any, name: str, values: Iterator[int]) -> tuple[Entry, ...
     for key in mapping:
         # A key that is merged in (<<) has no place of its own there.
         line, column = (mapping.lc.data or {}).get(key, (mapping.lc.line, mapping.lc.col))[:2]
-        found.append(Entry(str(key), _value(mapping[key], name, values), Origin.file(name, line + 1, column + 1)))
+        origin = Origin(Precedence.FILE, f"{name}:{line + 1}:{column + 1}")
+        found.append(Entry(str(key), _value(mapping[key], name, values), origin))
     return tuple(found)
 
 
@@ -111,15 +97,3 @@ def _check_json(text: str, name: str) -> None:
         ) from None
     except (ValueError, RecursionError) as error:  # a number of 5000 digits; 1000 brackets
         raise ConfigError(f"{name}:1:1: not valid JSON: {error}", hint="check the file") from None
-
-
-def _mark(name: str, mark: Any) -> str:
-    return f"{name}:{mark.line + 1}:{mark.column + 1}" if mark is not None else f"{name}:1:1"
-
-
-def _nearby(path: Path) -> str:
-    try:
-        files = sorted(file.name for file in path.parent.iterdir() if file.suffix in (".yaml", ".yml", ".json"))
-    except OSError:
-        return "check the path"
-    return f"{path.parent} has {', '.join(files[:8])}" if files else "`fullshard config default` writes one"

@@ -9,32 +9,21 @@ from typing import Any
 
 
 class Precedence(IntEnum):
-    """The rank of sources that set the same thing: the highest wins."""
+    """The rank of sources that set the same thing: the highest wins. An argument is the script's own."""
 
     DEFAULT = 0
     FILE = 1
     ENVIRONMENT = 2
     FLAG = 3
     ARGUMENT = 4
-    """an argument in the script itself"""
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """One place.
-
-    Attributes:
-        precedence: the kind of place.
-        text: as people write it: `run.yaml:7:3`, `--fsdp_offload_params`, `$FSDP_OFFLOAD_PARAMS`.
-    """
+    """One place, as people write it: `run.yaml:7:3`, `--fsdp_offload_params`, `$FSDP_OFFLOAD_PARAMS`."""
 
     precedence: Precedence
     text: str
-
-    @classmethod
-    def file(cls, path: str, line: int, column: int) -> Origin:
-        """Return a place in a file; line and column count from 1."""
-        return cls(Precedence.FILE, f"{path}:{line}:{column}")
 
     @classmethod
     def variable(cls, name: str) -> Origin:
@@ -60,13 +49,7 @@ DEFAULT = Origin(Precedence.DEFAULT, "default")
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Entry:
-    """One key with its value, as found.
-
-    Attributes:
-        key: as written.
-        value: a scalar, a list, or a tuple of entries for a mapping.
-        origin: where.
-    """
+    """One key as written, with its value: a scalar, a list, or a tuple of entries for a mapping."""
 
     key: str
     value: Any

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,13 +27,7 @@ _OVERRULES = {path: others for path in SETTINGS if (others := _overruled(path))}
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A configuration that can run.
-
-    Attributes:
-        config: every value.
-        settings: by path, those that some source has set.
-        notes: on the keys that were not plainly used.
-    """
+    """A configuration that can run, the settings by path that some source has set, and notes on the other keys."""
 
     config: RunConfig
     settings: dict[str, Setting]
@@ -47,12 +41,23 @@ class Resolved:
         """Return the origin of the value at `group.name`."""
         return self.settings[path].origin if path in self.settings else DEFAULT
 
+    def explained(self) -> Iterator[dict[str, Any]]:
+        """Yield every setting in the order of the schema: its value and default, where it was written and as what."""
+        for path, field in SETTINGS.items():
+            value, setting = self.value(path), self.settings.get(path)
+            follows = setting is None and value != field.default  # `wrap` where classes or a size are given
+            yield {
+                "path": path,
+                "value": value,
+                "default": field.default,
+                "source": "follows from other settings" if follows else self.origin(path).text,
+                "written_as": None if setting is None or setting.key == path.split(".")[1] else setting.key,
+                "description": " ".join((field.description or "").split()),
+            }
+
 
 def resolve(readings: Iterable[Reading]) -> Resolved:
-    """Merge readings and validate the whole.
-
-    Args:
-        readings: in any order; each setting carries the precedence of its source. Of two with the same, the later wins.
+    """Merge readings, in any order, and validate the whole: of two settings with the same precedence the later wins.
 
     Raises:
         ConfigError: a reading has problems, or the settings do not go together; all are listed with their places.

@@ -20,7 +20,7 @@ class About:
 
     Attributes:
         ask: the question of the questionnaire; none if it is not asked.
-        answers: by value, the words of each answer, in the order in which they are offered; none for a text or number.
+        answers: the words of each answer, by value; none for a text or number.
         overruled_by: settings of the group that say the same in another way: one in a higher source overrules this.
     """
 
@@ -50,13 +50,7 @@ def setting(
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A fault of one setting, or of several together.
-
-    Attributes:
-        settings: their names within the group, most to blame first; empty if unknown.
-        message: what is wrong, got / expected.
-        hint: one action that mends it.
-    """
+    """A fault: the settings of the group to blame, most first, what is wrong, and one action that mends it."""
 
     settings: tuple[str, ...]
     message: str
@@ -64,12 +58,7 @@ class Fault:
 
 
 class SettingsError(ConfigError):
-    """Some settings of a group are wrong.
-
-    Args:
-        group: the class of the settings.
-        faults: every fault that was found.
-    """
+    """Some settings of a group are wrong; `faults` has every fault that was found."""
 
     def __init__(self, group: str, faults: Sequence[Fault]) -> None:
         hints = list(dict.fromkeys(fault.hint for fault in faults if fault.hint))
@@ -81,13 +70,7 @@ class SettingsError(ConfigError):
 
 
 class CombinationError(ConfigError):
-    """Settings that are right one by one, but not together.
-
-    Args:
-        message: what contradicts what.
-        settings: their names within the group, most to blame first.
-        hint: one action that mends it.
-    """
+    """Settings that are right one by one, but not together: their names within the group, most to blame first."""
 
     def __init__(self, message: str, *settings: str, hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
@@ -119,11 +102,7 @@ class Settings(BaseModel):
 
     @classmethod
     def of(cls, value: Mapping[str, Any] | Self | None) -> Self:
-        """Build settings from a mapping, from None (all defaults), or return them unchanged.
-
-        Raises:
-            ConfigError: anything else, or a setting that is wrong.
-        """
+        """Build settings from a mapping or from None (all defaults), or return them unchanged; else `ConfigError`."""
         if isinstance(value, cls):
             return value
         if value is not None and not isinstance(value, Mapping):

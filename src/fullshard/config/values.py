@@ -72,11 +72,7 @@ def names(value: Any) -> tuple[str, ...]:
 
 
 def one_of(value: Any, known: Sequence[str], *, numbered: bool = False) -> str:
-    """Read a known upper-case name: in any case, with `-` or a space for `_`, or by its number from 1.
-
-    Raises:
-        ConfigError: none of them.
-    """
+    """Read a known upper-case name: in any case, with `-` or a space for `_`, or by its number from 1."""
     name = text(value).upper().replace("-", "_").replace(" ", "_")
     if numbered and name.isdigit() and 1 <= int(name) <= len(known):
         return known[int(name) - 1]
@@ -95,11 +91,7 @@ def is_none(value: Any) -> bool:
 
 
 def coerce(path: str, value: Any) -> Any:
-    """Convert a value to the type of the setting at `group.name`. The schema checks ranges and choices.
-
-    Raises:
-        ValueError: it cannot be read as that type.
-    """
+    """Convert a value to the type of the setting at `path`; the schema checks ranges and choices, else `ValueError`."""
     kinds = _members(SETTINGS[path].annotation)
     if type(None) in kinds and is_none(value):
         return None

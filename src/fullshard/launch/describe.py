@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 
 from fullshard.config.dialect import shown
-from fullshard.config.explain import explain
 from fullshard.config.flags import CommandLine
 from fullshard.launch.network import DEFAULT_PORT
 from fullshard.launch.plan import LaunchPlan
@@ -42,7 +41,7 @@ def _meeting(plan: LaunchPlan) -> str:
 
 def _settings(plan: LaunchPlan) -> list[str]:
     return [
-        f"  {setting.path} = {shown(setting.value)}  ({setting.source})"
-        for setting in explain(plan.resolved)
-        if setting.value != setting.default
+        f"  {row['path']} = {shown(row['value'])}  ({row['source']})"
+        for row in plan.resolved.explained()
+        if row["value"] != row["default"]
     ]
