@@ -31,12 +31,6 @@ from fullshard.config.switches import COPIES_DIR
 from fullshard.core.errors import CheckpointError, ConfigError
 from fullshard.features import shard_model
 from fullshard.launch import copies as places
-from fullshard.plan.copies import copies_of
-from fullshard.plan.evaluate import evaluate
-from fullshard.plan.hardware import parse_cluster
-from fullshard.plan.host import page_locked_nbytes
-from fullshard.plan.job import Job
-from fullshard.plan.library import load_model
 from tests.distributed import run_ranks
 from tests.launching import launch
 
@@ -437,30 +431,3 @@ def test_a_script_with_an_accelerator(tmp_path: Path) -> None:
     )
     done = launch(*flags, "other.py", cwd=tmp_path, timeout=280)
     assert "max_lost_steps had no effect" in done.stderr
-
-
-def test_copies_are_planned() -> None:
-    cluster = parse_cluster("4xCPU", 2)
-    copies = copies_of(1600, 1.0, cluster, writers=4, is_on_host=False)
-    assert copies.nbytes == 2 * (400 + 400) * 2 + 400 * 2, "two copies with the neighbour's, and one being collected"
-    assert copies.every == 1 and copies.max_lost_steps == 2 and copies.aside == 400 * 2
-    seldom = copies_of(10**10, 1.0, cluster, writers=4, is_on_host=False)
-    assert 0.02 < seldom.seconds / seldom.every <= 0.03
-    alone = copies_of(10**10, 1.0, parse_cluster("4xCPU", 1), writers=4, is_on_host=False)
-    assert alone.nbytes == 3 * 10**10 and alone.seconds < seldom.seconds
-
-
-@pytest.mark.parametrize(
-    ("settings", "writers", "on_a_host"),
-    [({}, 16, 8), ({"strategy": "HYBRID_SHARD", "shard_size": 4}, 4, 4), ({"strategy": "NO_SHARD"}, 1, 1)],
-)
-def test_a_writers_host_takes_most(settings: dict[str, Any], writers: int, on_a_host: int) -> None:
-    """Replicas write nothing. Blocks are page-locked, powers of two, unless the state is in host memory already."""
-    model, cluster = load_model("GPT-2")[0], parse_cluster("16xH100")
-    there = evaluate(model, Job.of(settings), cluster)
-    share = there.memory.checkpoint // writers
-    assert there.copies.aside == on_a_host * page_locked_nbytes(share)
-    assert there.copies.nbytes - there.copies.aside == pytest.approx(2 * on_a_host * share * (1 + (writers == 16)))
-    if not settings:
-        offloaded = evaluate(model, Job.of({"offload_main_weights": True}), cluster)
-        assert offloaded.copies.aside == pytest.approx(8 * offloaded.memory.checkpoint / 16)

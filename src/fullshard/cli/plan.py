@@ -16,12 +16,12 @@ from fullshard.config.dialect import shown
 from fullshard.config.values import integer
 from fullshard.core.errors import ConfigError
 from fullshard.core.files import read_bytes
+from fullshard.core.sizes import parse_count
 from fullshard.plan.job import Job
 
 if TYPE_CHECKING:
     from fullshard.config.dialect import Reading
     from fullshard.config.resolve import Resolved
-    from fullshard.plan.alternatives import Alternative
     from fullshard.plan.evaluate import Plan
     from fullshard.plan.hardware import Cluster
     from fullshard.plan.shapes import ModelShape
@@ -82,18 +82,6 @@ Price = Annotated[
     float | None, typer.Option(min=0, help="Of a device and hour, in any currency: with --tokens, what it costs")
 ]
 Tokens = Annotated[str | None, typer.Option(help="To train on (15e9, 300B): how long it takes")]
-Compare = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="Side by side: other devices (8xH200,16xA100, with prices 8xH200@3.50), files (a.yaml b.yaml) or "
-        "settings (checkpointing=full,tp=2); may be repeated"
-    ),
-]
-Others = Annotated[list[str] | None, typer.Argument(help="Further ones of --compare", show_default=False)]
-Sweep = Annotated[
-    str | None,
-    typer.Option(help="One setting's values: seq-len=2048..131072 (doubled), micro-batch=1,2,4, devices=8..64"),
-]
 Calibrate = Annotated[
     Path | None,
     typer.Option(help="Measure this machine into FILE.json, which --devices 2xFILE.json then names", parser=file_word),
@@ -118,9 +106,6 @@ def plan(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace that file")] = False,
     price: Price = None,
     tokens: Tokens = None,
-    compare: Compare = None,
-    others: Others = None,
-    sweep: Sweep = None,
     calibrate: Calibrate = None,
     layers: Shape = None,
     hidden: Shape = None,
@@ -137,49 +122,38 @@ def plan(
     from fullshard.plan.evaluate import MARGIN, changes_that_fit
     from fullshard.plan.library import load_model
 
-    compare = _compared(compare, others)
-    if config is None and (files := [text for text in compare if _is_file(text)]):
-        config = path_word(files[0])
-        compare.remove(files[0])
     if overwrite and write is None and calibrate is None:
         raise ConfigError("--overwrite without --write", hint="say which file: --write FILE.yaml")
     if calibrate is not None:
         _calibrate(calibrate, overwrite=overwrite)
         if model is None:
             return
+        devices = devices or (f"2x{calibrate}" if config is None else str(calibrate))
     if model is None:
         raise ConfigError("no --model", hint="name one, for example --model Llama-3.1-8B, or give a config.json")
     part = MARGIN if margin is None else margin / 100
     shape = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "vocab": vocab}
     described, notes = load_model(model, shape)
-    given = {name: value for name, value in settings.items() if _is_given(context, name)}
+    sources = {name: context.get_parameter_source(name) for name in settings}
+    given = {n: v for n, v in settings.items() if (source := sources[n]) is not None and source.name != "DEFAULT"}
     notes += _within_positions(described, given, settings["seq_len"])
     if str(given.get("strategy")).lower() == "auto":
         auto = True
         del given["strategy"]
-    job, cluster, more = _question(given, devices, hosts, config, calibrate)
+    job, cluster, more = _question(given, devices, hosts, config)
     notes += more
-    fixed = given.keys() if auto else None
-    chosen, front = _answer(described, job, cluster, part, fixed=fixed, may_round=may_round)
+    chosen, front = _answer(described, job, cluster, part, fixed=given.keys() if auto else None, may_round=may_round)
     changes = [] if chosen.fits else changes_that_fit(chosen, margin=part)
-    own = str(chosen.cluster) if config is None else config.name
-    beside = [_beside(chosen, given, devices, hosts, text, price, notes) for text in compare]
-    side_by_side = _side_by_side(chosen, own, price, tokens, [each for some in beside for each in some], sweep)
+    cost = _cost(chosen, tokens, price)
     if plot is not None:
-        _draw(chosen, plot, sweep, side_by_side)
+        from fullshard.plan.pictures import draw
+
+        draw(chosen, plot)
     if write is not None:
         _write(chosen, write, config, overwrite=overwrite)
-    if as_json:
-        _print_json(chosen, changes, notes, front, side_by_side)
-    else:
-        _print_tables(chosen, changes, notes, front, side_by_side)
+    _print(chosen, changes, notes, front, cost, as_json=as_json)
     if not chosen.fits:
         raise typer.Exit(DOES_NOT_FIT)
-
-
-def _is_given(context: typer.Context, name: str) -> bool:
-    source = context.get_parameter_source(name)
-    return source is not None and source.name != "DEFAULT"
 
 
 def _within_positions(model: ModelShape, given: dict[str, Any], seq_len: int) -> list[str]:
@@ -194,36 +168,29 @@ def _within_positions(model: ModelShape, given: dict[str, Any], seq_len: int) ->
 
 
 def _question(
-    given: dict[str, Any], devices: str | None, hosts: int | None, config: Path | None, calibration: Path | None
+    given: dict[str, Any], devices: str | None, hosts: int | None, config: Path | None
 ) -> tuple[Job, Cluster, list[str]]:
     """Return the job and the cluster, from flags and, below them, a configuration file."""
     from fullshard.plan.hardware import parse_cluster, split_devices
 
-    notes: list[str] = []
-    processes = None
-    job = Job.of(given)
-    if config is not None:
-        from fullshard.config.load import load_file
-        from fullshard.config.resolve import resolve
-
-        resolved = resolve([reading := load_file(config)])
-        batch = _micro_batch_of(reading)
-        if batch is not None:
-            given = {"micro_batch": batch, **given}
-        job = Job.from_run(resolved.config, **given)
-        processes, hosts = resolved.config.launch.num_processes, hosts or resolved.config.launch.num_machines
-        notes += [str(note) for note in resolved.notes if batch is None or note.key != _MICRO_BATCH]
-        notes += _unplanned(resolved)
-        if "precision" not in given and "precision.mode" not in resolved.settings:
-            notes.append(f"{config} says nothing of precision: planned in {job.compute_dtype}, as it is stored")
-    if devices is None and calibration is not None:
-        devices = f"{processes or 2}x{calibration}"
     if devices is None:
         raise ConfigError("no --devices", hint="say how many of what, for example --devices 8xH100")
+    if config is None:
+        return Job.of(given), parse_cluster(devices, hosts), []
+    from fullshard.config.load import load_file
+    from fullshard.config.resolve import resolve
+
+    resolved = resolve([reading := load_file(config)])
+    batch = _micro_batch_of(reading)
+    job = Job.from_run(resolved.config, **({} if batch is None else {"micro_batch": batch}) | given)
+    notes = [str(note) for note in resolved.notes if batch is None or note.key != _MICRO_BATCH] + _unplanned(resolved)
+    if "precision" not in given and "precision.mode" not in resolved.settings:
+        notes.append(f"{config} says nothing of precision: planned in {job.compute_dtype}, as it is stored")
+    processes = resolved.config.launch.num_processes
     if processes is not None and split_devices(devices)[0] is None:
         devices = f"{processes}x{devices}"  # the file says how many, the flag of what kind
-    cluster = parse_cluster(devices, hosts)
-    if processes is not None and processes != cluster.count:
+    cluster = parse_cluster(devices, hosts or resolved.config.launch.num_machines)
+    if processes not in (None, cluster.count):
         raise ConfigError(
             f"{config} starts {processes} processes, --devices {devices} are {cluster.count}",
             hint=f"write --devices {cluster.device.name}, or change the file",
@@ -245,6 +212,22 @@ def _answer(
     fixed = set(fixed) - {"micro_batch", "accumulation"}
     found = search(model, job, cluster, fixed=fixed, margin=margin, may_round=may_round)
     return found[0], pareto(found)
+
+
+def _cost(plan: Plan, tokens: str | None, price: float | None) -> dict[str, float]:
+    """Return the hours that so many tokens take, and what they cost at a price; nothing without tokens."""
+    if tokens is None and price is None:
+        return {}
+    if tokens is None:
+        raise ConfigError(
+            "--price without --tokens", hint="say how much is to be trained on, for example --tokens 15e9"
+        )
+    if not (count := parse_count(tokens)):
+        raise ConfigError(f"tokens {tokens!r}: expected a number above 0", hint="write it as 15e9 or 300B")
+    if price is not None and not price < float("inf"):
+        raise ConfigError(f"price {price}: expected a number", hint="write it as 3.50")
+    hours = count / plan.time.tokens_per_second / 3600
+    return {"hours": hours} | ({} if price is None else {"money": hours * plan.cluster.count * price})
 
 
 _UNPLANNED = {
@@ -277,119 +260,29 @@ def _micro_batch_of(reading: Reading) -> int | None:
     return integer(entry.value)
 
 
-_Rows = dict[str, list[Any]]
-"""Plans side by side, by the option that asked for them."""
-
-
-def _compared(compare: list[str] | None, others: list[str] | None) -> list[str]:
-    if others and not compare:
-        raise ConfigError(
-            f"{' '.join(others)}: belongs to no option",
-            hint="write --compare before what is to be compared, and quotes around a value with spaces: -d '8 H100'",
-        )
-    found = [*(compare or []), *(others or [])]
-    if not all(word.strip() for word in found):
-        raise ConfigError("--compare: there is nothing in ''", hint="name a file, settings or devices")
-    return found
-
-
-def _is_file(text: str) -> bool:
-    """Return whether it names a configuration; a calibration is a device, and so is `2xcalibration.json`."""
-    path = path_word(text) if text.endswith((".yaml", ".yml", ".json")) else None
-    if path is None or path.suffix != ".json":
-        return path is not None
-    return path.is_file() and not _is_calibration(path)
-
-
-def _is_calibration(path: Path) -> bool:
-    try:
-        return b"memory_bandwidth" in read_bytes(path)
-    except OSError:
-        return False
-
-
-def _beside(
-    chosen: Plan,
-    given: dict[str, Any],
-    devices: str | None,
-    hosts: int | None,
-    text: str,
-    price: float | None,
-    notes: list[str],
-) -> list[Alternative]:
-    """Plan one word of --compare: a file, settings, or devices. `notes` gets those on a file."""
-    from fullshard.plan.alternatives import Alternative, elsewhere, with_settings
-    from fullshard.plan.evaluate import evaluate
-
-    if _is_file(text):
-        job, cluster, more = _question(given, devices, hosts, path := path_word(text), None)
-        notes += more
-        return [Alternative(path.name, evaluate(chosen.model, job, cluster), price)]
-    if "=" in text:
-        return [with_settings(chosen.model, chosen.job, chosen.cluster, text, price=price)]
-    return elsewhere(chosen.model, chosen.job, [text], price=price)
-
-
-def _side_by_side(
-    chosen: Plan, name: str, price: float | None, tokens: str | None, compare: list[Alternative], sweep: str | None
-) -> _Rows:
-    from fullshard.plan.alternatives import Alternative, as_rows, read_tokens, swept
-
-    if price is not None and tokens is None:
-        raise ConfigError(
-            "--price without --tokens", hint="say how much is to be trained on, for example --tokens 15e9"
-        )
-    count = None if tokens is None else read_tokens(tokens)
-    own = Alternative(name, chosen, price)
-    rows: _Rows = {}
-    if count is not None:
-        rows["cost"] = as_rows([own], count)
-    if compare:
-        rows["compare"] = as_rows([own, *compare], count)
-    if sweep is not None:
-        rows["sweep"] = as_rows(swept(chosen.model, chosen.job, chosen.cluster, sweep, price=price), count)
-    return rows
-
-
-def _draw(plan: Plan, path: Path, sweep: str | None, rows: _Rows) -> None:
-    from fullshard.plan.pictures import draw, draw_sweep
-
-    if sweep is not None:
-        draw_sweep(plan, sweep, rows["sweep"], path)
-    else:
-        draw(plan, path)
-
-
-def _print_json(plan: Plan, changes: list[Any], notes: list[str], front: list[Plan], rows: _Rows) -> None:
-    from fullshard.plan.report import as_dict
-
-    values = {**as_dict(plan, changes, notes), **rows}
-    if front:
-        values["pareto"] = [as_dict(other) for other in front]
-    typer.echo(json.dumps(values, indent=2))
-
-
 _PIPE_WIDTH = 400
 """Width of output that a program reads: no line is broken."""
 
 
-def _print_tables(plan: Plan, changes: list[Any], notes: list[str], front: list[Plan], rows: _Rows) -> None:
-    from rich.console import Console
+def _print(
+    plan: Plan, changes: list[Any], notes: list[str], front: list[Plan], cost: dict[str, float], *, as_json: bool
+) -> None:
+    from fullshard.plan.report import as_dict, as_tables, front_table
 
-    from fullshard.plan.report import alternatives_table, as_tables, front_table
+    if as_json:
+        values = as_dict(plan, changes, notes) | ({"cost": cost} if cost else {})
+        values |= {"pareto": [as_dict(other) for other in front]} if front else {}
+        typer.echo(json.dumps(values, indent=2))
+        return
+    from rich.console import Console
 
     is_sized = sys.stdout.isatty() or "COLUMNS" in os.environ
     console = Console(width=None if is_sized else _PIPE_WIDTH)
     console.print(as_tables(plan, changes, notes))
     if front:
         console.print(front_table(front, "no other is both faster and smaller"))
-    heads = {"cost": "time and cost", "compare": "side by side", "sweep": "one setting, the rest as above"}
-    for name, found in rows.items():
-        console.print(alternatives_table(found, heads[name], "value" if name == "sweep" else "on"))
-        for row in found if name == "compare" else ():
-            if row["settings"]:
-                said = ", ".join(f"{setting} {value}" for setting, value in row["settings"].items())
-                console.print(f"{row['what']}: {said}", markup=False, highlight=False)
+    if cost:
+        typer.echo(", ".join(f"{name} for these tokens: {value:,.0f}" for name, value in cost.items()))
 
 
 def _write(plan: Plan, path: Path, planned: Path | None, *, overwrite: bool) -> None:
@@ -411,7 +304,7 @@ def _write(plan: Plan, path: Path, planned: Path | None, *, overwrite: bool) -> 
 def _calibrate(path: Path, *, overwrite: bool) -> None:
     if path.suffix != ".json":
         raise ConfigError(f"{path}: a calibration is a .json file", hint="name the file that is to be written")
-    if path.exists() and not overwrite and not _is_calibration(path):
+    if path.exists() and not overwrite and b"memory_bandwidth" not in read_bytes(path):
         raise ConfigError(f"{path} is there, and is no calibration", hint="name another file, or add --overwrite")
     from fullshard.api.calibration import calibrate
 

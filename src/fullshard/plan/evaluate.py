@@ -15,7 +15,6 @@ from fullshard.core.schedule import SPENT, count_kept
 from fullshard.core.sizes import GIB, format_nbytes
 from fullshard.plan.activations import page_nbytes
 from fullshard.plan.attention import what_runs
-from fullshard.plan.copies import PlannedCopies, copies_of
 from fullshard.plan.hardware import Cluster
 from fullshard.plan.job import Job
 from fullshard.plan.layout import ModelLayout, lay_out
@@ -27,7 +26,6 @@ from fullshard.plan.route import Route
 from fullshard.plan.schedule import ScheduleOptions, predict_step
 from fullshard.plan.setting import PlanSetting
 from fullshard.plan.shapes import Block, ModelShape
-from fullshard.plan.streaming import Streaming, streaming_of
 from fullshard.plan.tiles import groups_of, sent_nbytes, tiled
 from fullshard.plan.time import StepTime, time_of
 from fullshard.plan.traffic import Links, Traffic, links_of, traffic_of
@@ -85,22 +83,6 @@ class Plan:
     def time(self) -> StepTime:
         """Time of a step."""
         return time_of(self.events, self.setting, self.cluster, repeats=self.repeats)
-
-    @functools.cached_property
-    def copies(self) -> PlannedCopies:
-        """Cost of copies of the state in host memory."""
-        return copies_of(
-            self.memory.checkpoint,
-            self.time.total,
-            self.cluster,
-            writers=self.setting.layout.shard_size * self.job.tp,
-            is_on_host=self.setting.on_host.main_weights,
-        )
-
-    @functools.cached_property
-    def streaming(self) -> Streaming:
-        """Cost of `stream_weights`."""
-        return streaming_of(self.model, self.setting.layout, self.cluster)
 
     @property
     def parameters(self) -> int:

@@ -44,11 +44,6 @@ class MatrixWork:
         return self.dealing.replicate_size * self.dealing.shard_size
 
     @property
-    def idle(self) -> int:
-        """Number of ranks that own none."""
-        return sum(not work for work in self.dealing.work())
-
-    @property
     def over_mean(self) -> float:
         """The busiest rank's computation, over the mean."""
         work = self.dealing.work()

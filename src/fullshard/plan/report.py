@@ -9,11 +9,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fullshard.config.schema import COPIES_COST, RunConfig
+from fullshard.config.schema import RunConfig
 from fullshard.core.sizes import GIB, format_count, format_nbytes
 from fullshard.plan.evaluate import Change, Plan, notes_of
 from fullshard.plan.job import Job
-from fullshard.plan.matrices import MatrixWork
 from fullshard.plan.memory import CATEGORIES
 
 
@@ -57,71 +56,39 @@ def _memory_table(plan: Plan) -> Table:
 
 
 def _rest_table(plan: Plan) -> Table:
-    time, traffic, memory = plan.time, plan.traffic, plan.memory
-    table = Table("per optimizer step", "", show_header=False)
-    table.add_row("time", f"{time.total:.3f} s: compute {time.compute:.3f}, exposed communication {time.exposed:.3f}, "
-                  f"copies {time.copies:.3f}, optimizer {time.optimizer:.3f}")  # fmt: skip
-    table.add_row("all communication", f"{time.communication:.3f} s, most of it beside computing")
-    rank = time.tokens_per_second / plan.cluster.count
-    table.add_row(
-        "speed",
-        f"{time.tokens_per_second:,.0f} tokens/s, {rank:,.0f} per device; MFU {time.mfu:.1%} "
-        f"({time.mfu_unmasked:.1%} with attention counted whole, as in PaLM's appendix B)",
-    )
-    table.add_row(
-        "each rank sends",
-        f"{format_nbytes(traffic.gather_nbytes)} to unshard ({traffic.gathers} collectives), "
+    time, traffic, memory, work = plan.time, plan.traffic, plan.memory, plan.setting.matrices
+    between = f", {format_nbytes(traffic.tiles_nbytes)} in its tensor-parallel group" * (plan.job.tp > 1)
+    rows = {
+        "time": f"{time.total:.3f} s: compute {time.compute:.3f}, exposed communication {time.exposed:.3f}, "
+        f"copies {time.copies:.3f}, optimizer {time.optimizer:.3f}",
+        "all communication": f"{time.communication:.3f} s, most of it beside computing",
+        "speed": f"{time.tokens_per_second:,.0f} tokens/s, {time.tokens_per_second / plan.cluster.count:,.0f} per "
+        f"device; MFU {time.mfu:.1%} ({time.mfu_unmasked:.1%} with attention counted whole, as in PaLM's appendix B)",
+        "each rank sends": f"{format_nbytes(traffic.gather_nbytes)} to unshard ({traffic.gathers} collectives), "
         f"{format_nbytes(traffic.reduce_nbytes)} to reduce ({traffic.reductions}), "
-        f"{format_nbytes(traffic.replicate_nbytes)} between replicas"
-        + (f", {format_nbytes(traffic.tiles_nbytes)} in its tensor-parallel group" * (plan.job.tp > 1)),
-    )
-    table.add_row(
-        "on each device's links",
-        f"{format_nbytes(plan.links.host)} inside the host, {format_nbytes(plan.links.network)} between hosts",
-    )
-    table.add_row(
-        "host memory, each host",
-        f"{format_nbytes(memory.host_load)} while fullshard.from_pretrained loads "
+        f"{format_nbytes(traffic.replicate_nbytes)} between replicas{between}",
+        "on each device's links": f"{format_nbytes(plan.links.host)} inside the host, "
+        f"{format_nbytes(plan.links.network)} between hosts",
+        "host memory, each host": f"{format_nbytes(memory.host_load)} while fullshard.from_pretrained loads "
         f"(Transformers' own: {format_nbytes(memory.host_load_peers)}), "
         f"{format_nbytes(memory.host_steady)} in steady state",
-    )
-    if (work := plan.setting.matrices) is not None:
-        table.add_row("matrices", _told_of(work))
+    }
+    if work is not None:
+        rows["matrices"] = (
+            f"{work.count} of {format_count(work.numel)} elements, dealt to {work.ranks} ranks: the busiest computes "
+            f"{work.over_mean:.2f} of the mean; each rank sends {format_nbytes(round(work.sent_nbytes))} to owners and "
+            f"back, {format_nbytes(round(work.replicated_nbytes))} to replicas"
+        )
     if plan.job.on_host and not plan.cluster.device.is_cpu:
-        table.add_row(
-            "between host and device",
+        rows["between host and device"] = (
             f"{format_nbytes(traffic.to_device_nbytes)} to the device, {format_nbytes(traffic.to_host_nbytes)} back "
-            f"({plan.job.on_host} on the host)",
+            f"({plan.job.on_host} on the host)"
         )
-    in_background = f"{format_nbytes(plan.copies.aside)} more of host memory on a host, at most, with async_save"
-    table.add_row("disk, each checkpoint", f"{format_nbytes(memory.checkpoint)}; {in_background}")
-    if plan.job.method != "qlora":
-        streaming = plan.streaming
-        table.add_row(
-            "weights to an engine",
-            f"{format_nbytes(streaming.nbytes)} in bfloat16: {streaming.gathered:.2f} s to all ranks, "
-            f"{streaming.sent:.2f} s more to a server on another host (stream_weights)",
-        )
-    copies = plan.copies
-    table.add_row(
-        "copies in host memory",
-        f"{format_nbytes(copies.nbytes)} more on each host, {copies.seconds:.2f} s each: every {copies.every} steps "
-        f"they cost {COPIES_COST:.0%}, and a kill undoes {copies.max_lost_steps} at most (--max_lost_steps 0)",
-    )
+    rows["disk, each checkpoint"] = format_nbytes(memory.checkpoint)
+    table = Table("per optimizer step", "", show_header=False)
+    for row in rows.items():
+        table.add_row(*row)
     return table
-
-
-def _told_of(work: MatrixWork) -> str:
-    told = (
-        f"{work.count} of {format_count(work.numel)} elements, dealt to {work.ranks} ranks: the busiest computes "
-        f"{work.over_mean:.2f} of the mean, {work.balance:.2f} of the least that whole matrices allow"
-    )
-    if work.idle:
-        told += f" ({work.idle} ranks own none)"
-    told += f"; each rank sends {format_nbytes(round(work.sent_nbytes))} to owners and back"
-    if work.replicated_nbytes:
-        told += f", {format_nbytes(round(work.replicated_nbytes))} to replicas"
-    return told
 
 
 def front_table(plans: Sequence[Plan], title: str) -> Table:
@@ -157,24 +124,6 @@ def _front_row(plan: Plan) -> dict[str, str]:
     }
 
 
-def alternatives_table(rows: Sequence[Mapping[str, Any]], title: str, head: str) -> Table:
-    """Show runs side by side (`plan/alternatives`); hours and money if tokens and prices were given."""
-    table = Table(title=title, padding=(0, 1, 0, 0))
-    table.add_column(head)
-    table.add_column("verdict")
-    numbers = ["GiB", "of", "s / step", "tokens/s", "MFU"]
-    for name in ("hours", "money"):
-        numbers += [name] if any(row[name] is not None for row in rows) else []
-    for name in numbers:
-        table.add_column(name, justify="right")
-    for row in rows:
-        cells = [f"{row['needed'] / GIB:.1f}", f"{row['available'] / GIB:.1f}", f"{row['step']:.3f}"]
-        cells += [f"{row['tokens_per_second']:,.0f}", f"{row['mfu']:.0%}"]
-        cells += ["" if row[name] is None else f"{row[name]:,.0f}" for name in ("hours", "money") if name in numbers]
-        table.add_row(row["what"], row["confidence"], *cells)
-    return table
-
-
 def as_dict(plan: Plan, changes: Sequence[Change] = (), notes: Sequence[str] = ()) -> dict[str, Any]:
     """Return everything as plain values. Bytes are bytes, times are seconds."""
     return {
@@ -206,8 +155,6 @@ def as_dict(plan: Plan, changes: Sequence[Change] = (), notes: Sequence[str] = (
             "available": plan.cluster.device.memory,
             "expected": plan.expected,
         },
-        "copies": _picked(plan.copies, "host=nbytes aside seconds every max_lost_steps"),
-        "streaming": None if plan.job.method == "qlora" else _picked(plan.streaming, "nbytes gathered sent"),
         "traffic": {
             **_picked(
                 plan.traffic,
@@ -220,8 +167,7 @@ def as_dict(plan: Plan, changes: Sequence[Change] = (), notes: Sequence[str] = (
         if plan.setting.matrices is None
         else _picked(
             plan.setting.matrices,
-            "count elements=numel balance over_mean idle_ranks=idle sent=sent_nbytes replicated=replicated_nbytes "
-            "owned=owned_nbytes",
+            "count elements=numel over_mean sent=sent_nbytes replicated=replicated_nbytes owned=owned_nbytes",
         ),
         "time": _picked(
             plan.time,
