@@ -1,12 +1,10 @@
-"""Plans of tensor parallelism and of gathers in float8: the engine's own events and bytes, and published speeds.
+"""Plans of tensor parallelism: the engine's own events and bytes, and published speeds.
 
 pytest tests/plan/test_plan_tiles.py
 """
 
 from __future__ import annotations
 
-import functools
-import importlib
 import os
 from typing import Any
 
@@ -14,12 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
-    PrepareModuleInput,
     RowwiseParallel,
-    SequenceParallel,
     parallelize_module,
 )
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -108,56 +104,21 @@ def test_tiles_are_sharded_as_planned() -> None:
         assert found == []
 
 
-def float8_compared() -> list[str]:
-    torchao: Any = importlib.import_module("torchao.float8")
-    config = torchao.Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
-    model = torchao.convert_to_float8_training(
-        build(), config=config, module_filter_fn=lambda module, name: name != "lm_head"
-    )
-    return compared(model, planned(float8=True))
-
-
-@pytest.mark.full
-def test_float8_is_gathered_as_planned() -> None:
-    pytest.importorskip("torchao.float8", reason="needs the extra `quant`")
-    for found in run_ranks(float8_compared, 2):
-        assert found == []
-
-
 BATCH, SEQUENCE = 2, 64
 LAYER: dict[str, Any] = {**CONFIG, "hidden_size": 128, "intermediate_size": 352, "num_key_value_heads": 4}
 
 
-def split_along_the_sequence(layer: Any, mesh: Any) -> None:
-    """As torchtitan's plan of Llama has it, with Transformers' names."""
-    parts = {
-        **dict.fromkeys(("input_layernorm", "post_attention_layernorm"), SequenceParallel()),
-        "self_attn": PrepareModuleInput(
-            input_kwarg_layouts={"hidden_states": Shard(1)}, desired_input_kwarg_layouts={"hidden_states": Replicate()}
-        ),
-        "mlp": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
-        **{f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"},
-        **{f"mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")},
-        **{name: RowwiseParallel(output_layouts=Shard(1)) for name in ("self_attn.o_proj", "mlp.down_proj")},
-    }
-    parallelize_module(layer, mesh, parts)
-
-
-def saved_in_layers(dtype: torch.dtype, *, sequence_parallel: bool) -> list[tuple[int, int]]:
+def saved_in_layers(dtype: torch.dtype) -> list[tuple[int, int]]:
     """(bytes that autograd saves, of the layer's input) of one and of two layers on this rank, parameters left out."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     found = []
     for depth in (1, 2):
         config = AutoConfig.for_model(**{**LAYER, "num_hidden_layers": depth})
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").train()
-        if not sequence_parallel:
-            split(model, mesh)
-        for layer in model.model.layers if sequence_parallel else ():
-            split_along_the_sequence(layer, mesh)
+        split(model, mesh)
         rotary = model.model.rotary_emb(torch.zeros(1, dtype=dtype), torch.arange(SEQUENCE)[None])
         own = {_storage(tensor)._cdata for tensor in (*model.parameters(), *rotary)}
-        tokens = SEQUENCE // mesh.size() if sequence_parallel else SEQUENCE
-        hidden = given = torch.ones(BATCH, tokens, LAYER["hidden_size"], dtype=dtype, requires_grad=True)
+        hidden = given = torch.ones(BATCH, SEQUENCE, LAYER["hidden_size"], dtype=dtype, requires_grad=True)
         storages: dict[int, Any] = {}
 
         def pack(tensor: Any, storages: dict[int, Any] = storages) -> Any:
@@ -183,43 +144,16 @@ def _storage(tensor: Any) -> Any:
         pytest.param(4, torch.float32, marks=pytest.mark.full),
     ],
 )
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_a_rank_keeps_what_the_formulas_say(ranks: int, dtype: torch.dtype, *, sequence_parallel: bool) -> None:
-    """A layer more, cut by torch as Transformers and as torchtitan cut it; within 1 %, the rest is statistics."""
+def test_a_rank_keeps_what_the_formulas_say(ranks: int, dtype: torch.dtype) -> None:
+    """A layer more, cut by torch as Transformers cuts it; within 1 %, the rest is statistics."""
     settings = {"micro_batch": BATCH, "seq_len": SEQUENCE, "attention": "sdpa", "tp": ranks}
-    job = Job.of({**settings, "sequence_parallel": sequence_parallel,
-                  "precision": "bf16" if dtype is torch.bfloat16 else "no"})  # fmt: skip
-    shape = tiled(from_config(LAYER, where="test")[0], ranks, sequence_parallel=sequence_parallel)
+    job = Job.of({**settings, "precision": "bf16" if dtype is torch.bfloat16 else "no"})
+    shape = tiled(from_config(LAYER, where="test")[0], ranks)
     layer = layer_activations(shape.blocks[0], job, DEVICES["CPU"])
-    for (one, given), (two, _) in run_ranks(
-        functools.partial(saved_in_layers, dtype, sequence_parallel=sequence_parallel), ranks
-    ):
-        print(f"{ranks} ranks, {dtype}, {sequence_parallel}: predicted {layer.kept}, saved {two - one}, input {given}")
+    for (one, given), (two, _) in run_ranks(saved_in_layers, ranks, dtype):
+        print(f"{ranks} ranks, {dtype}: predicted {layer.kept}, saved {two - one}, input {given}")
         assert layer.kept == pytest.approx(two - one, rel=0.01)
         assert layer.inputs == given
-
-
-def test_what_is_split_along_the_sequence() -> None:
-    """Norms, layers' inputs and the embedding; what projections read stays whole, and as many bytes are sent."""
-    shape, _ = load_model("Llama-3.1-8B")
-    settings = {"checkpointing": "full", "seq_len": 4096, "loss": "fused", "tp": 4}
-    whole, part = (
-        evaluate(shape, Job.of({**settings, "sequence_parallel": on}), parse_cluster("16xH100")) for on in (False, True)
-    )
-    one, two = (
-        layer_activations(plan.setting.model.blocks[0], plan.job, plan.setting.device) for plan in (whole, part)
-    )
-    assert one.inputs == 4 * two.inputs == 4 * two.kept == 2 * 4096 * 4096
-    assert one.recomputed - two.recomputed == 4096 * 2 * (4 + 2) * 4096 * 3 // 4  # of two norms
-    embedding = 4 * 128256 * 4096
-    assert whole.memory.phases["load"]["main weights"] - part.memory.phases["load"]["main weights"] == pytest.approx(
-        embedding / 4 * 3 / 4, rel=1e-3
-    )
-    assert part.traffic.tiles_nbytes - whole.traffic.tiles_nbytes == 2 * 4096 * 2 * 4096 * 3 // 4  # the embedding's
-    assert part.memory.peak < whole.memory.peak
-    said = [next(n for n in notes_of(plan) if n.startswith("layers are cut")) for plan in (whole, part)]
-    assert "each with all tokens" in said[0] and "less (--sequence-parallel)" in said[0]
-    assert "1024 of 4096 tokens" in said[1]
 
 
 def test_what_tiles_change() -> None:
@@ -241,22 +175,11 @@ def test_what_tiles_change() -> None:
     assert one.traffic.tiles_nbytes == 0 and "--tp" not in str(notes_of(one))
 
 
-def test_float8_halves_what_is_gathered() -> None:
-    shape, _ = load_model("Llama-3.1-8B")
-    plain, packed = (evaluate(shape, Job.of({"float8": on}), parse_cluster("8xH100")) for on in (False, True))
-    linear = 32 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 14336 * 4096)
-    assert plain.traffic.gather_nbytes - packed.traffic.gather_nbytes == 2 * linear * 7 / 8  # forward and backward
-    assert packed.traffic.reduce_nbytes == plain.traffic.reduce_nbytes
-    assert packed.time.total < plain.time.total
-
-
-TITAN = "torchtitan, benchmarks of 2024-12 (float8) and of 2025-06 (tensor parallelism), compiled"
-_TP = {"tp": 8, "sequence_parallel": True, "seq_len": 8192, "compile": True, "loss": "fused"}
+TITAN = "torchtitan, benchmarks of 2025-06, compiled"
+_TP = {"tp": 8, "seq_len": 8192, "compile": True, "loss": "fused"}
 SPEEDS = {
     "70B, 256 x H100": ("Llama-3.1-70B", "256xH100", {**_TP, "micro_batch": 16, "checkpointing": "full"}, 597.3),
     "8B, 64 x H100": ("Llama-3.1-8B", "64xH100", {**_TP, "micro_batch": 12, "checkpointing": "selective"}, 4378),
-    "8B in float8, 8 x H100": ("Llama-3.1-8B", "8xH100",
-        {"float8": True, "micro_batch": 2, "seq_len": 8192, "compile": True, "checkpointing": "selective"}, 8532),
 }  # fmt: skip
 
 
@@ -277,12 +200,7 @@ def test_published_speeds(name: str) -> None:
         ("GPT-2", {"tp": 2}, "its head is its embedding"),
         ("Llama-3.1-8B", {"tp": 2, "method": "lora"}, "tp with method lora"),
         ("Llama-3.1-8B", {"tp": 2, "optimizer": "muon"}, "tp with optimizer muon"),
-        ("Llama-3.1-8B", {"tp": 2, "float8": True}, "tp with float8"),
-        ("Llama-3.1-8B", {"sequence_parallel": True}, "over the 1 ranks"),
-        ("Llama-3.1-8B", {"tp": 2, "sequence_parallel": True, "seq_len": 4095}, "splits 4095 tokens over the 2 ranks"),
         ("Llama-3.1-8B", {"tp": 2, "wrap_embeddings": True}, "tp with wrap_embeddings"),
-        ("Llama-3.1-8B", {"float8": True, "method": "qlora"}, "float8 with method qlora"),
-        ("Llama-3.1-8B", {"float8": True, "offload": True}, "float8 with offload"),
     ],
 )
 def test_what_is_not_planned_is_refused_by_name(model: str, settings: dict[str, Any], words: str) -> None:
@@ -290,7 +208,6 @@ def test_what_is_not_planned_is_refused_by_name(model: str, settings: dict[str, 
         evaluate(load_model(model)[0], Job.of(settings), parse_cluster("16xH100"))
 
 
-@pytest.mark.parametrize("settings", [{"tp": 2}, {"float8": True}])
-def test_what_is_not_simulated_is_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="are not simulated"):
-        simulate(transformers_model(CONFIG), Job.of(settings), world_size=4)
+def test_it_is_not_simulated() -> None:
+    with pytest.raises(ConfigError, match="is not simulated"):
+        simulate(transformers_model(CONFIG), Job.of({"tp": 2}), world_size=4)

@@ -98,11 +98,11 @@ def layer_activations(block: Block, job: Job, device: Device) -> LayerActivation
     """Return the bytes of one layer; torch's CPU kernels draw dropout's masks in the compute dtype."""
     width = itemsize(job.compute_dtype)
     tokens, widest = job.tokens, width * block.active_intermediate
-    between = _saved_between(block, job, width, device) * job.tokens_between
+    between = _saved_between(block, job, width, device) * job.tokens
     whole = _saved_within(block, job, width, device) * tokens + between
     feeding = ((3 if block.gated else 2) * widest + 2 * width * block.hidden) * tokens
     working = max(feeding, _working_on_scores(block, job, width, device) * tokens)
-    inputs, temporaries = width * block.hidden * job.tokens_between, (working, feeding - widest * tokens)
+    inputs, temporaries = width * block.hidden * job.tokens, (working, feeding - widest * tokens)
     if job.checkpointing == "none":
         return LayerActivations(whole, inputs, 0, *temporaries)
     if job.checkpointing == "full":
@@ -149,7 +149,7 @@ def between_products_nbytes(block: Block, job: Job, device: Device) -> tuple[int
     within += (5 if block.gated else 2) * width * block.active_intermediate
     if block.adapters is not None:
         within += 5 * width * block.adapters.written
-    eager = between * job.tokens_between + within * job.tokens
+    eager = between * job.tokens + within * job.tokens
     return max(2 * saved, eager) + forward, max(3 * saved, 2 * eager) + backward
 
 

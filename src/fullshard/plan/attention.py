@@ -5,18 +5,10 @@ mask a query sees half of the keys on average; with a window w of S keys, w - wÂ
 where forward does twice, because flash attention computes scores again (FlashAttention-2, arXiv 2307.08691, section
 3.1.2). What is written out (`eager`) is computed whole, masked or not, and only twice as much in backward.
 
-The parts of the peak are the papers' own, for long sequences and heads of 128, forward and backward together:
-
-    A100, version 2    0.73 of 312 TFLOP/s forward and 0.63 backward (2307.08691, abstract); a mask takes a tenth: 0.59
-    H100, version 2    335 of 989 forward with a mask and 370 without, 322 backward without (FlashAttention-3, arXiv
-                       2407.08608, figures 5 and 6, 16k tokens); with a tenth less for the mask: 0.305
-    H100, version 3    616 forward with a mask, 561 backward without (the same figures): 1.76 of version 2
-    B200, version 4    1613 of 2250 forward (FlashAttention-4, 2026-03, abstract: "71% utilization"); both ways together
-                       as much less as on the A100, 0.57. Version 2 there as on the H100, so 1.88 of it: an assumption
-    version 1          half of version 2 (2307.08691, abstract: "around 2x speedup")
-
-Heads of 64 and of 256 reach 0.89 of that (figure 5). A row of S keys is worth S / (S + 350): 512 tokens reach 0.57 to
-0.66 of what 16k do, in either direction, for heads of 64 as of 128 (figures 5 and 6).
+The parts of the peak are the papers' own for version 2, long sequences and heads of 128, both directions: A100 0.73 of
+312 TFLOP/s forward and 0.63 backward, a tenth less with a mask (2307.08691); H100 335 of 989 and 322, a tenth less
+(FlashAttention-3, arXiv 2407.08608, figures 5 and 6). PyTorch's `sdpa` is version 2, if there is no mask to be read.
+Heads of 64 and of 256 reach 0.89 of that. A row of S keys is worth S / (S + 350).
 
 What PyTorch's `sdpa` runs on an accelerator, up to 2.13, by `can_use_flash_attention` and
 `can_use_mem_efficient_attention` in its aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, and by what Transformers
@@ -43,7 +35,7 @@ from typing import Literal
 
 from fullshard.core.dtypes import itemsize
 from fullshard.plan.hardware import Device
-from fullshard.plan.job import Job, Kernel
+from fullshard.plan.job import Job
 from fullshard.plan.shapes import Block
 
 Way = Literal["fused", "masked", "math", "eager"]
@@ -57,11 +49,6 @@ BACKWARD = 2.5
 
 _HALF = 350
 """Number of keys at which a kernel reaches half of its speed."""
-
-_VERSION = {"flash": 1.0, "sdpa": 1.0, "flash1": 0.5, "flash3": 1.76, "flash4": 1.88}
-"""Speed, of version 2's. PyTorch's `sdpa` is version 2, if there is no mask to be read; versions 3 and 4 are for Hopper
-and Blackwell, and elsewhere what `flash` is."""
-_OF_ONE_KIND = {"flash3": 3, "flash4": 4}
 
 _OF_HEAD_SIZE = {64: 0.89, 256: 0.89}
 
@@ -81,22 +68,8 @@ def attention_flops(block: Block, tokens: int, seq_len: int, *, whole: bool = Fa
     return 2 * widths * tokens * seen_keys(block, seq_len, whole=whole)
 
 
-def part_of_peak(block: Block, kernel: Kernel, seq_len: int, *, flash: float, newest: int) -> float:
-    """Return the part of the peak that a fused kernel reaches.
-
-    Args:
-        block: for the size of its heads and its window.
-        kernel: a fused one.
-        seq_len: tokens of a sequence.
-        flash: what version 2 reaches on long sequences, with heads of 128.
-        newest: the newest version that is made for it.
-    """
-    version = _VERSION[kernel] if _OF_ONE_KIND.get(kernel, newest) == newest else 1.0
-    return version * part_of_size(block.head_dim, min(seq_len, block.window or seq_len), flash=flash)
-
-
 def part_of_size(head_dim: int, keys: int, *, flash: float) -> float:
-    """Return what version 2 reaches with heads and rows of these sizes; `flash` as in `part_of_peak`."""
+    """Return the part of the peak for heads and rows of these sizes; `flash`: for long rows, with heads of 128."""
     return flash * _OF_HEAD_SIZE.get(head_dim, 1.0) * keys / (keys + _HALF)
 
 

@@ -174,7 +174,7 @@ def _evaluate(model: ModelShape, job: Job, cluster: Cluster, *, budget: int | No
     trained = apply_method(model, job)
     if job.wrap_embeddings:
         trained = trained.with_own_embeddings()
-    trained = tiled(trained, job.tp, sequence_parallel=job.sequence_parallel)
+    trained = tiled(trained, job.tp)
     world_size, neighbours = groups_of(cluster, job.tp)
     is_cpu = cluster.device.is_cpu
     on_host = Offload() if is_cpu else job.on_host  # there, host and device are one
@@ -246,13 +246,9 @@ def notes_of(plan: Plan) -> list[str]:
     if said := _attention_note(plan):
         notes.append(said)
     if job.tp > 1:
-        notes.append(_tiles_note(plan))
-    if job.float8:
-        gain, name = device.float8, device.name
-        speed = f"float8 products of a {name} are taken as {gain:g} times as fast, casts included"
         notes.append(
-            f"{speed if gain > 1 else f'a {name} computes nothing in float8'}; the script calls torchao's "
-            "convert_to_float8_training, with enable_fsdp_float8_all_gather"
+            f"layers are cut over {job.tp} ranks as Transformers cuts Llama's, each with all tokens between their "
+            "parts; the script or distributed_config does that (docs/tensor_parallelism.md)"
         )
     if device.is_cpu and plan.setting.layout.shard_size > 1 and not plan.cluster.shares_memory:
         notes.append("ranks send through Gloo and share no memory, because FULLSHARD_COMM=gloo is set")
@@ -292,26 +288,6 @@ def _attention_note(plan: Plan) -> str:
 def _without_kernel(plan: Plan, job: Job) -> list[Block]:
     """Return the layers whose scores PyTorch writes out."""
     return [block for block in plan.model.blocks if what_runs(block, job, plan.cluster.device) == "math"]
-
-
-def _tiles_note(plan: Plan) -> str:
-    """Note how the plan takes layers to be cut, and what the other way needs."""
-    job = plan.job
-    if job.sequence_parallel:
-        return (
-            f"layers are cut over {job.tp} ranks as torchtitan cuts Llama's: between their parts a rank has "
-            f"{job.seq_len // job.tp} of {job.seq_len} tokens; the script does that (docs/tensor_parallelism.md): "
-            "no plan of Transformers does"
-        )
-    note = (
-        f"layers are cut over {job.tp} ranks as Transformers cuts Llama's, each with all tokens between their parts; "
-        "the script or distributed_config does that (docs/tensor_parallelism.md)"
-    )
-    if job.seq_len % job.tp or not plan.model.blocks:
-        return note
-    split = evaluate(plan.model, Job.of({**job.model_dump(), "sequence_parallel": True}), plan.cluster)
-    less = format_nbytes(max(0, plan.memory.needed - split.memory.needed))
-    return f"{note}. A script that splits them along the sequence needs {less} less (--sequence-parallel)"
 
 
 # -- what to change -----------------------------------------------------------------------------------------------

@@ -50,8 +50,6 @@ class Device:
             attention for it: of NVIDIA's both begin with compute capability 8.0.
         flash: part of `flops` that flash attention's second version reaches (`plan/attention`): as on the A100, whose
             kernel it is, or as on the H100, where faster products leave it behind.
-        newest_flash: the newest version that is made for it.
-        float8: how much faster products in float8 are than in bfloat16, casts of what they read included; 1: not.
         is_run: whether this engine has run on its kind, or is tested for it; else a note says so.
     """
 
@@ -75,8 +73,6 @@ class Device:
     rack: int = 0
     has_bfloat16: bool = True
     flash: float = 0.59
-    newest_flash: int = 2
-    float8: float = 1.0
     is_run: bool = True
 
     @property
@@ -126,11 +122,7 @@ _A100_PCIE = "NVIDIA A100 data sheet 2022, PCIe 4.0 x16 (without bridges); 200 G
 _IN_A_RACK = "links reach 72 in a rack, 4 in a host; between racks"
 _TPU = "Google Cloud TPU pages, 2026-11"
 
-_FLOAT8 = 1.5
-"""The data sheets say twice as fast; casts and sums over elements cost a part of it. Whole steps of
-torchtitan gain 1.16 to 1.36 (its benchmarks of 2024-12 and 2025-06)."""
-_FASTER: dict[str, Any] = {"flash": 0.305, "float8": _FLOAT8}  # an assumption: version 2 was not written for them
-_HOPPER, _BLACKWELL = {**_FASTER, "newest_flash": 3}, {**_FASTER, "newest_flash": 4}
+_FASTER: dict[str, Any] = {"flash": 0.305}  # an assumption: version 2 was not written for them
 
 # Memory is what the driver reports where it is less than the name says (40 GB: 39.6 GiB and so on).
 _ALL = (
@@ -138,44 +130,38 @@ _ALL = (
     _gpu("A100-80", 84.9, (312, 156), 2039, 300, 25, _A100, 0.67),
     _gpu("A100-PCIe", 84.9, (312, 156), 1935, 32, 12.5, _A100_PCIE, 0.6),
     _gpu("A800", 84.9, (312, 156), 2039, 200, 25, "NVIDIA A800 data sheet 2022: an A100 with 400 GB/s of NVLink", 0.67),
-    _gpu("H100", 85.0, (989, 494), 3350, 450, 50, "NVIDIA H100 SXM data sheet; 8 x 400 Gb/s per host", **_HOPPER),
-    _gpu("H100-PCIe", 85.0, (756, 378), 2000, 64, 25, "NVIDIA H100 PCIe data sheet; PCIe 5.0 x16", **_HOPPER),
-    _gpu("H100-NVL", 100.2, (835, 417), 3938, 64, 25, "NVIDIA H100 NVL data sheet; PCIe 5.0 x16", **_HOPPER),
+    _gpu("H100", 85.0, (989, 494), 3350, 450, 50, "NVIDIA H100 SXM data sheet; 8 x 400 Gb/s per host", **_FASTER),
+    _gpu("H100-PCIe", 85.0, (756, 378), 2000, 64, 25, "NVIDIA H100 PCIe data sheet; PCIe 5.0 x16", **_FASTER),
+    _gpu("H100-NVL", 100.2, (835, 417), 3938, 64, 25, "NVIDIA H100 NVL data sheet; PCIe 5.0 x16", **_FASTER),
     _gpu("H800", 85.0, (989, 494), 3350, 200, 50, "NVIDIA H800 SXM data sheet 2023: an H100 with 400 GB/s of NVLink",
-         **_HOPPER),
-    _gpu("H20", 102.6, (148, 74), 4000, 450, 50, "NVIDIA H20 data sheet 2023; 8 x 400 Gb/s per host", 0.8,
-         float8=_FLOAT8),
+         **_FASTER),
+    _gpu("H20", 102.6, (148, 74), 4000, 450, 50, "NVIDIA H20 data sheet 2023; 8 x 400 Gb/s per host", 0.8),
     _gpu("H200", 150.1, (989, 494), 4800, 450, 50, "NVIDIA H200 SXM data sheet; 8 x 400 Gb/s per host (DGX H200)",
-         **_HOPPER),
-    _gpu("H200-NVL", 150.1, (835, 417), 4800, 64, 25, "NVIDIA H200 NVL data sheet 2024; PCIe 5.0 x16", **_HOPPER),
-    _gpu("B200", 191.5, (2250, 1125), 8000, 900, 50, "NVIDIA DGX B200 data sheet; 8 x 400 Gb/s per host", **_BLACKWELL),
+         **_FASTER),
+    _gpu("H200-NVL", 150.1, (835, 417), 4800, 64, 25, "NVIDIA H200 NVL data sheet 2024; PCIe 5.0 x16", **_FASTER),
+    _gpu("B200", 191.5, (2250, 1125), 8000, 900, 50, "NVIDIA DGX B200 data sheet; 8 x 400 Gb/s per host", **_FASTER),
     _gpu("B300", 287.4, (2250, 1125), 8000, 900, 100, "NVIDIA DGX B300 data sheet 2025; 8 x 800 Gb/s per host",
-         **_BLACKWELL),
+         **_FASTER),
     _gpu("GB200", 197.6, (2500, 1250), 8000, 900, 50, f"NVIDIA GB200 NVL72 page 2024; {_IN_A_RACK} 400 Gb/s each",
-         per_host=4, rack=72, **_BLACKWELL),
+         per_host=4, rack=72, **_FASTER),
     _gpu("GB300", 297.7, (2500, 1250), 8000, 900, 100, f"NVIDIA GB300 NVL72 page 2025; {_IN_A_RACK} 800 Gb/s each",
-         per_host=4, rack=72, **_BLACKWELL),
+         per_host=4, rack=72, **_FASTER),
     _gpu("MI300X", 205.8, (1307, 653), 5300, 448, 50, "AMD Instinct MI300X data sheet; 8 x 400 Gb/s per host",
          **_FASTER),
     _gpu("MI325X", 274.4, (1307, 653), 6000, 448, 50, "AMD Instinct MI325X data sheet 2024; 8 x 400 Gb/s per host",
          **_FASTER),
     _gpu("MI355X", 308.8, (2516, 157), 8000, 537, 50, "AMD Instinct MI355X data sheet 2025 (no TF32); 8 x 400 Gb/s",
          **_FASTER),
-    _gpu("L40S", 48.3, (362, 183), 864, 32, 12.5, "NVIDIA L40S data sheet; PCIe 4.0 x16", float8=_FLOAT8),
-    _gpu("L40", 48.3, (181, 90.5), 864, 32, 12.5, "NVIDIA L40 data sheet 2022; PCIe 4.0 x16", float8=_FLOAT8),
-    _gpu("L4", 24.2, (121, 60), 300, 32, 6.2, "NVIDIA L4 data sheet 2023; PCIe 4.0 x16, 400 Gb/s per host of 8",
-         float8=_FLOAT8),
+    _gpu("L40S", 48.3, (362, 183), 864, 32, 12.5, "NVIDIA L40S data sheet; PCIe 4.0 x16"),
+    _gpu("L40", 48.3, (181, 90.5), 864, 32, 12.5, "NVIDIA L40 data sheet 2022; PCIe 4.0 x16"),
+    _gpu("L4", 24.2, (121, 60), 300, 32, 6.2, "NVIDIA L4 data sheet 2023; PCIe 4.0 x16, 400 Gb/s per host of 8"),
     _gpu("A10G", 23.7, (70, 35), 600, 16, 3.1, "NVIDIA A10 data sheet, AWS g5; PCIe 4.0 x8, 25 Gb/s"),
     _gpu("A40", 48.3, (150, 74.8), 696, 32, 12.5, "NVIDIA A40 data sheet 2021; PCIe 4.0 x16"),
     _gpu("RTX-A6000", 51.0, (155, 77.4), 768, 32, 3.1, "NVIDIA RTX A6000 data sheet 2021; PCIe 4.0 x16, 25 Gb/s"),
-    _gpu("RTX6000-Ada", 51.0, (364, 182), 960, 32, 3.1, "NVIDIA RTX 6000 Ada data sheet 2023; PCIe 4.0 x16, 25 Gb/s",
-         float8=_FLOAT8),
-    _gpu("RTX-PRO-6000", 102.6, (504, 252), 1792, 64, 12.5, "NVIDIA RTX PRO 6000 Blackwell data sheet 2025; PCIe 5.0",
-         float8=_FLOAT8),
-    _gpu("RTX5090", 34.2, (210, 105), 1792, 64, 3.1, "NVIDIA RTX Blackwell architecture paper 2025; PCIe 5.0, 25 Gb/s",
-         float8=_FLOAT8),
-    _gpu("RTX4090", 25.4, (165, 82.6), 1008, 32, 3.1, "NVIDIA Ada architecture paper; PCIe 4.0 x16, 25 Gb/s",
-         float8=_FLOAT8),
+    _gpu("RTX6000-Ada", 51.0, (364, 182), 960, 32, 3.1, "NVIDIA RTX 6000 Ada data sheet 2023; PCIe 4.0 x16, 25 Gb/s"),
+    _gpu("RTX-PRO-6000", 102.6, (504, 252), 1792, 64, 12.5, "NVIDIA RTX PRO 6000 Blackwell data sheet 2025; PCIe 5.0"),
+    _gpu("RTX5090", 34.2, (210, 105), 1792, 64, 3.1, "NVIDIA RTX Blackwell architecture paper 2025; PCIe 5.0, 25 Gb/s"),
+    _gpu("RTX4090", 25.4, (165, 82.6), 1008, 32, 3.1, "NVIDIA Ada architecture paper; PCIe 4.0 x16, 25 Gb/s"),
     _gpu("RTX3090", 25.4, (71, 35.6), 936, 16, 3.1, "NVIDIA Ampere GA102 paper; PCIe 4.0 x8 each of two, 25 Gb/s",
          per_host=4),
     _gpu("V100", 34.1, (125, 15.7), 900, 150, 12.5, "NVIDIA V100 SXM2 data sheet 2018, fp16; DGX-1: 4 x 100 Gb/s",

@@ -23,7 +23,7 @@ Optimizer = Literal["adamw", "adamw-fused", "adamw-8bit", "muon", "sgd", "sgd-mo
 Method = Literal["full", "lora", "qlora"]
 Checkpointing = Literal["none", "selective", "full"]
 Loss = Literal["eager", "kernel", "fused"]
-Kernel = Literal["flash", "flash1", "flash3", "flash4", "sdpa", "eager"]
+Kernel = Literal["flash", "sdpa", "eager"]
 
 
 KEEP_WHAT_FITS = {"reshard_after_forward": "auto"}
@@ -64,16 +64,8 @@ class Job(View):
     reduce_dtype: Dtype | None = of_run("precision.reduce_dtype")
     gather_as: Packing | None = of_run("precision.gather_as")
     reduce_as: Packing | None = of_run("precision.reduce_as")
-    float8: bool = Field(
-        False, description="Linear layers of the blocks compute in torchao's float8, and are gathered in it"
-    )
     tp: int = Field(
         1, ge=1, description="Ranks of a tensor-parallel group, which split each layer; the rest shard what they have"
-    )
-    sequence_parallel: bool = Field(
-        False,
-        description="With tp: what is between the parts of a layer is split along the sequence, and the embedding by "
-        "words, as torchtitan does; else every rank of a group has all of it, as with Transformers",
     )
     optimizer: Optimizer = Field("adamw", description="adamw, adamw-fused, adamw-8bit, muon, sgd, sgd-momentum or none")
     method: Method = Field("full", description="full, lora, or qlora: frozen base in 4 bits")
@@ -110,9 +102,7 @@ class Job(View):
     sync_each_micro_batch: bool = Field(True, description="Reduce gradients after each micro-batch (else: no_sync)")
     step_in_backward: bool = of_run("training.step_in_backward")
     attention: Kernel = Field(
-        "flash",
-        description="flash (version 2), flash1, flash3 (Hopper), flash4 (Blackwell) or sdpa, which keep no scores, "
-        "or eager, which does",
+        "flash", description="flash (version 2) or sdpa, which keep no scores, or eager, which does"
     )
     loss: Loss = Field(
         "eager",
@@ -149,29 +139,15 @@ class Job(View):
                 f"{self.optimizer} with its state alone on the host is not planned",
                 hint="offload main weights, too, or plan adamw",
             )
-        self._check_tiles()
+        besides = {
+            "method": self.method != "full",
+            "optimizer": self.planned_optimizer.matrix is not None,
+            "wrap_embeddings": self.wrap_embeddings,
+        }
+        if self.tp > 1 and (wrong := next((name for name, is_there in besides.items() if is_there), None)):
+            raise ConfigError(f"tp with {wrong} {getattr(self, wrong)} is not planned", hint="leave one of them out")
         if self.method == "qlora" and self.base_dtype == "float32" and self.precision in ("bf16", "fp16"):
             raise ConfigError("qlora computes in half precision with a float32 base", hint="use base_dtype bfloat16")
-
-    def _check_tiles(self) -> None:
-        """Refuse what is not planned with tensor parallelism and float8."""
-        if self.sequence_parallel and (self.tp == 1 or self.seq_len % self.tp):
-            raise ConfigError(
-                f"sequence_parallel splits {self.seq_len} tokens over the {self.tp} ranks of a tensor-parallel group",
-                hint="choose a tp above 1 that divides seq_len, or leave sequence_parallel out",
-            )
-        for name, is_on in (("tp", self.tp > 1), ("float8", self.float8)):
-            besides = {
-                "method": self.method != "full",
-                "optimizer": self.planned_optimizer.matrix is not None,
-                "wrap_embeddings": name == "tp" and self.wrap_embeddings,
-                "float8": name == "tp" and self.float8,
-                "offload": name == "float8" and (self.on_host.main_weights or self.on_host.compute_shards),
-            }
-            if is_on and (wrong := [other for other, is_there in besides.items() if is_there]):
-                raise ConfigError(
-                    f"{name} with {wrong[0]} {getattr(self, wrong[0])} is not planned", hint="leave one of them out"
-                )
 
     @classmethod
     def from_run(cls, config: RunConfig, **values: Any) -> Self:
@@ -256,8 +232,3 @@ class Job(View):
     def chunk_tokens(self) -> int:
         """Tokens of a chunk of the fused loss."""
         return min(self.loss_chunk or 1024, self.tokens)
-
-    @property
-    def tokens_between(self) -> int:
-        """Tokens that a rank has between the parts of a layer, in norms and sums."""
-        return self.tokens // self.tp if self.sequence_parallel else self.tokens

@@ -175,28 +175,23 @@ def _buckets(
     parameters: Sequence[ParameterShape], dtypes: Dtypes, shard_size: int, offload: Offload
 ) -> tuple[CountedBucket, ...]:
     """Return the buckets in the order in which their first parameters come, as the engine has them."""
-    buckets = []
-    for members in grouped(parameters, dtypes):
-        first = members[0]
-        plan = CountedBucket.of(
-            _key(first, dtypes),
+    return tuple(
+        CountedBucket.of(
+            _key(members[0], dtypes),
             [parameter.shape for parameter in members],
             dtypes,
             world_size=shard_size,
             offload=offload,
-            by_rows=first.sent_as is not None,
-            is_packed=first.sent_as is None,
         )
-        buckets.append(dataclasses.replace(plan, whole_dtype=first.sent_as))
-    return tuple(buckets)
+        for members in grouped(parameters, dtypes)
+    )
 
 
 def grouped(parameters: Sequence[ParameterShape], dtypes: Dtypes) -> list[list[ParameterShape]]:
-    """Group the parameters of a unit by bucket. A parameter that says itself how it is sent has its own bucket."""
-    groups: dict[tuple[BucketKey, int | None], list[ParameterShape]] = {}
-    for number, parameter in enumerate(parameters):
-        alone = number if parameter.sent_as is not None else None
-        groups.setdefault((_key(parameter, dtypes), alone), []).append(parameter)
+    """Group the parameters of a unit by bucket."""
+    groups: dict[BucketKey, list[ParameterShape]] = {}
+    for parameter in parameters:
+        groups.setdefault(_key(parameter, dtypes), []).append(parameter)
     return list(groups.values())
 
 

@@ -11,7 +11,6 @@ from fullshard.plan.job import Job
 from fullshard.plan.quantized import Conversion, is_stacked
 from fullshard.plan.shapes import ModelShape, ParameterShape, UnitShape
 
-FLOAT8 = "float8_e4m3fn"
 NF4_BLOCK, NESTED_BLOCK = 64, 256
 """Elements per scale, and scales per scale of scales (QLoRA, arXiv 2305.14314, section 3)."""
 
@@ -26,12 +25,6 @@ def apply_method(model: ModelShape, job: Job) -> ModelShape:
     Raises:
         ConfigError: a LoRA target that no layer has, or a model of which QLoRA would quantise little.
     """
-    if job.float8:
-        model = model.map(  # torchao's `convert_to_float8_training`: linear layers, usually not the head
-            lambda unit, p: [
-                dataclasses.replace(p, sent_as=FLOAT8) if unit.block and p.role == "matrix" and p.trainable else p
-            ]
-        )
     if model.is_final:
         return model
     if job.method == "full":

@@ -35,7 +35,6 @@ class ParameterShape:
         role: `matrix` for the weight of a linear layer inside a block (LoRA and quantisation apply to it), `embedding`,
             `head` or `other`.
         tiles: into how many parts tensor parallelism has cut it; `shape` is that of one.
-        sent_as: dtype in which it is gathered and stays, if the parameter itself decides that.
     """
 
     name: str
@@ -46,7 +45,6 @@ class ParameterShape:
     statistics: str | None = None
     role: str = "other"
     tiles: int = 1
-    sent_as: str | None = None
 
     @property
     def numel(self) -> int:

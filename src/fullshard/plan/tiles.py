@@ -8,11 +8,6 @@ parts and its heads and its part of the feed-forward width within them.
     forward of a layer    2 all-reduces of (tokens, hidden), after attention and after the feed-forward part
     backward              2 of the gradients of their inputs; where a layer is recomputed, those of its forward again
     head                  an all-gather of logits (tokens, vocabulary), and in backward an all-reduce of its input's
-
-With `sequence_parallel`, as torchtitan and PyTorch's tutorial cut Llama, each rank has its part of the sequence between
-the parts of a layer: an all-gather before each and a reduce-scatter after it, which together are as many bytes as an
-all-reduce. The embedding is cut by words, and its output is reduced and scattered. No plan of Transformers does that
-(5.23 does not use its `enable_sequence_parallel`), so a model's configuration does not tell it.
 """
 
 from __future__ import annotations
@@ -33,8 +28,8 @@ _OF_EXPERTS = {"gate_up_proj": 1, "down_proj": 2}
 _RECOMPUTED = {"none": 0.0, "selective": 0.5, "full": 1.0}
 
 
-def tiled(model: ModelShape, parts: int, *, sequence_parallel: bool = False) -> ModelShape:
-    """Return a rank's part of the model in a group of `parts`; with `sequence_parallel`, a part of its embedding, too.
+def tiled(model: ModelShape, parts: int) -> ModelShape:
+    """Return a rank's part of the model in a group of `parts`.
 
     Raises:
         ConfigError: layers that Transformers does not cut so, or that cannot be cut evenly.
@@ -45,7 +40,7 @@ def tiled(model: ModelShape, parts: int, *, sequence_parallel: bool = False) -> 
         why = "its head is its embedding" if model.tied else "its layers are not Llama's"
         raise ConfigError(f"tensor parallelism of {model.name} is not planned: {why}", hint="leave tp out")
     blocks = {id(unit): _tile_of_block(model.name, unit.block, parts) for unit in model.units if unit.block is not None}
-    cut = model.map(lambda unit, p: [_tile(p, parts, 0 if sequence_parallel and p.role == "embedding" else _dim(p))])
+    cut = model.map(lambda unit, p: [_tile(p, parts)])
     units = tuple(
         dataclasses.replace(new, block=blocks.get(id(old))) for old, new in zip(model.units, cut.units, strict=True)
     )
@@ -69,7 +64,8 @@ def _dim(parameter: ParameterShape) -> int | None:
     return 1 if module in _BY_COLUMNS and last == "weight" else None
 
 
-def _tile(parameter: ParameterShape, parts: int, dim: int | None) -> ParameterShape:
+def _tile(parameter: ParameterShape, parts: int) -> ParameterShape:
+    dim = _dim(parameter)
     if dim is None:
         return parameter
     shape = tuple(-(-size // parts) if d == dim else size for d, size in enumerate(parameter.shape))
@@ -103,27 +99,19 @@ def groups_of(cluster: Cluster, parts: int) -> tuple[int, int]:
     return cluster.count // parts, max(1, cluster.per_host // parts)
 
 
-def layer_message_nbytes(block: Block, job: Job) -> int:
-    """Return the bytes of an activation between the parts of a layer."""
-    return job.tokens * block.hidden * itemsize(job.compute_dtype)
+def messages_of_layer(block: Block, job: Job) -> tuple[float, float]:
+    """Return the bytes of the activations that a layer all-reduces in forward and in backward."""
+    nbytes = 2 * job.tokens * block.hidden * itemsize(job.compute_dtype)
+    return nbytes, nbytes * (1 + _RECOMPUTED[job.checkpointing])
 
 
-def reductions_of_layer(job: Job) -> tuple[float, float]:
-    """Return a layer's all-reduces in forward and backward, or as many pairs of a gather and a reduce-scatter."""
-    return 2.0, 2.0 + 2 * _RECOMPUTED[job.checkpointing]
+def messages_of_head(model: ModelShape, job: Job) -> tuple[int, int]:
+    """Return the bytes of logits gathered in forward, and of what backward gathers and scatters of their input's."""
+    width = job.tokens * itemsize(job.compute_dtype)
+    return width * model.vocab, width * 2 * model.hidden
 
 
 def sent_nbytes(model: ModelShape, job: Job) -> int:
     """Return bytes that a rank sends in its group in a step; an all-reduce sends twice what an all-gather does."""
-    if job.tp == 1:
-        return 0
-    layers = sum(2 * sum(reductions_of_layer(job)) * layer_message_nbytes(block, job) for block in model.blocks)
-    width = itemsize(job.compute_dtype)
-    ends = job.tokens * sum(ends_of_step(model, job)) * width
-    return round((layers + ends) * (job.tp - 1) / job.tp) * job.accumulation
-
-
-def ends_of_step(model: ModelShape, job: Job) -> tuple[int, int]:
-    """Return elements per token that head and embedding gather, or reduce and scatter, in forward and backward."""
-    embedded = 2 * model.hidden if job.sequence_parallel else 0  # its output, and the head's input
-    return model.vocab + embedded, 2 * model.hidden
+    layers = sum(2 * sum(messages_of_layer(block, job)) for block in model.blocks)
+    return round((layers + sum(messages_of_head(model, job))) * (job.tp - 1) / job.tp) * job.accumulation

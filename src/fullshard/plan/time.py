@@ -37,13 +37,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fullshard.core.dtypes import itemsize
 from fullshard.core.events import Event, EventKind
 from fullshard.plan.hardware import Cluster
 from fullshard.plan.host import HostCosts
 from fullshard.plan.losses import moved_nbytes, new_nbytes, recomputed_flops
 from fullshard.plan.setting import PlanSetting
-from fullshard.plan.tiles import ends_of_step, layer_message_nbytes, reductions_of_layer
+from fullshard.plan.tiles import messages_of_head, messages_of_layer
 from fullshard.plan.traffic import carried, gather_message_nbytes, reduce_message_nbytes
 from fullshard.plan.work import (
     PCIE,
@@ -205,10 +204,6 @@ class _Clock:
         self.shapes = {unit.name: unit for unit in model.units}
         speed, bandwidth = device.peak(job.compute_dtype) * device.efficiency, device.memory_speed
         self.forwards = {unit.name: forward_flops(unit, job) / speed for unit in model.units}
-        if job.float8:
-            gain = 1 - 1 / device.float8
-            for unit in model.units:
-                self.forwards[unit.name] -= gain * forward_flops(unit, job, in_float8=True) / speed
         self.forwards[model.root.name] += head_flops(model, job) / speed
         blocks = {unit.name: unit.block for unit in model.units if unit.block is not None}
         each = {
@@ -350,14 +345,10 @@ class _Clock:
         job, block = self.setting.job, self.shapes[name].block
         if job.tp == 1:
             return
-        model = self.setting.model
-        width = job.tokens * itemsize(job.compute_dtype)
         if block is not None:
-            count, nbytes = reductions_of_layer(job)[way], layer_message_nbytes(block, job)
-            self._wait(self._send(round(count * nbytes), job.tp, stride=1, times=2))
-        elif name == model.root.name:
-            gathered = ends_of_step(model, job)[way]
-            self._wait(self._send(width * gathered, job.tp, stride=1, times=1))
+            self._wait(self._send(round(messages_of_layer(block, job)[way]), job.tp, stride=1, times=2))
+        elif name == self.setting.model.root.name:
+            self._wait(self._send(messages_of_head(self.setting.model, job)[way], job.tp, stride=1, times=1))
 
     def _send(self, nbytes: int, ranks: int, *, stride: int, times: int, after: float = 0.0) -> float:
         """Return when a message among `ranks` ranks, `stride` apart, is done; some share a host, or none does."""

@@ -7,7 +7,7 @@ import math
 from fullshard.core.dtypes import itemsize
 from fullshard.core.sizes import LONG_NBYTES
 from fullshard.plan.activations import between_products_nbytes, layer_activations, passes_over_scores
-from fullshard.plan.attention import BACKWARD, WRITTEN_OUT, attention_flops, part_of_peak, what_runs
+from fullshard.plan.attention import BACKWARD, WRITTEN_OUT, attention_flops, part_of_size, what_runs
 from fullshard.plan.hardware import Cluster, Device
 from fullshard.plan.host import HostCosts
 from fullshard.plan.job import Job
@@ -24,14 +24,12 @@ _LAST = ("mlp.down_proj.weight", "mlp.c_proj.weight", "mlp.fc2.weight")
 """The last product of a layer, by the names of families."""
 
 
-def forward_flops(unit: UnitShape, job: Job, *, in_float8: bool = False) -> float:
-    """Return FLOP of one unit's forward for one micro-batch, attention apart; or only those in float8."""
+def forward_flops(unit: UnitShape, job: Job) -> float:
+    """Return FLOP of one unit's forward for one micro-batch, attention apart."""
     block = unit.block
     flops = 0.0
     for parameter in unit.parameters:
         if parameter.role in ("embedding", "scale") or len(parameter.shape) < 2:
-            continue
-        if in_float8 and parameter.sent_as is None:
             continue
         share = 1.0
         if block is not None and block.experts and ".experts." in parameter.name:
@@ -48,8 +46,8 @@ def attention_seconds(block: Block, job: Job, device: Device) -> tuple[float, fl
     flops = attention_flops(block, job.tokens, job.seq_len, whole=way != "fused" and not device.is_cpu)
     speed = device.peak(dtype) * device.efficiency
     if way not in WRITTEN_OUT and not device.is_cpu and itemsize(dtype) == 2:
-        kernel, newest = job.attention, device.newest_flash
-        speed = device.flops * part_of_peak(block, kernel, job.seq_len, flash=device.flash, newest=newest)
+        keys = min(job.seq_len, block.window or job.seq_len)
+        speed = device.flops * part_of_size(block.head_dim, keys, flash=device.flash)
     seconds = flops / speed
     if way in WRITTEN_OUT and not device.is_cpu:
         scores = flops / (2 * block.head_dim + 2 * (block.value_dim or block.head_dim))

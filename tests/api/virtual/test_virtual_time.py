@@ -22,7 +22,7 @@ from fullshard.api.virtual.clock import DEVICE, Clock
 from fullshard.api.virtual.rehearsal import time_step
 from fullshard.cli.main import app
 from fullshard.core.errors import ConfigError
-from fullshard.plan.attention import attention_flops, part_of_peak
+from fullshard.plan.attention import attention_flops, part_of_size
 from fullshard.plan.evaluate import evaluate
 from fullshard.plan.families import from_config
 from fullshard.plan.hardware import Cluster, parse_cluster
@@ -128,7 +128,7 @@ def test_attention_reaches_what_its_kernel_does() -> None:
     step = time_step({**MODELS["Llama-2-7B"], "num_hidden_layers": 1}, job, cluster)
     [there] = [s for s in step.slices if s.name.endswith("flash_attention")]
     flops = attention_flops(model.blocks[0], 4096, 4096)
-    part = part_of_peak(model.blocks[0], "sdpa", 4096, flash=cluster.device.flash, newest=cluster.device.newest_flash)
+    part = part_of_size(model.blocks[0].head_dim, 4096, flash=cluster.device.flash)
     assert there.end - there.start == pytest.approx(flops / (cluster.device.flops * part), rel=0.02)
 
 
@@ -356,9 +356,7 @@ def test_an_exchange_is_not_shared_as_a_gather_is() -> None:
     assert exchanged(7.0, 8, stride=8, ranks_per_host=8) == (0.0, 7.0)
 
 
-@pytest.mark.parametrize(
-    "settings", [{"offload": True}, {"method": "lora"}, {"optimizer": "muon"}, {"attention": "flash3"}]
-)
+@pytest.mark.parametrize("settings", [{"offload": True}, {"method": "lora"}, {"optimizer": "muon"}])
 def test_what_has_no_virtual_time_is_refused(settings: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="no virtual time with"):
         time_step(SMALL, Job.of(settings), parse_cluster("8xH100"))

@@ -41,9 +41,7 @@ def time_step(
         "offload": bool(job.on_host) or job.on_host.activations,
         "compile": job.compile,
         "tp": job.tp > 1,
-        "float8": job.float8,
         "loss": job.loss != "eager",
-        "attention": job.attention not in ("flash", "sdpa", "eager"),
         "step in backward": job.schedule.steps_in_backward,
         "optimizer": job.optimizer not in ("adamw", "adamw-fused"),
     }
