@@ -21,11 +21,10 @@ from fullshard.core.errors import ConfigError
 from fullshard.features.recompute import checkpoint_modules
 from fullshard.features.unit_selection import unit_modules
 from fullshard.plan.activations import KEPT_BY_ACTIVATION, layer_activations
-from fullshard.plan.families import FAMILIES, from_config
+from fullshard.plan.families import ESTIMATED, FAMILIES, from_config
 from fullshard.plan.hardware import DEVICES
 from fullshard.plan.job import Job
 from fullshard.plan.methods import apply_method
-from fullshard.plan.mixtures import ESTIMATED, MIXTURES
 from fullshard.plan.shapes import Block
 
 SEQUENCE, BATCH = 64, 2
@@ -121,7 +120,7 @@ def compare(kind: str, precision: str, attention: str, *, device: str = "CPU", *
     predicted = layer_activations(shape.blocks[0], job, DEVICES[device]).kept
     print(f"{kind}, {precision}, {attention}: predicted {predicted}, saved {measured}, {predicted / measured:.3f}")
     # A router that reads a float32 copy is not in the formulas; in layers as narrow as these it is a twentieth.
-    assert predicted == pytest.approx(measured, rel=0.1 if kind in MIXTURES else 0.03)
+    assert predicted == pytest.approx(measured, rel=0.1 if kind in ("deepseek_v3", "glm4_moe") else 0.03)
 
 
 @pytest.mark.parametrize(("precision", "device"), [("no", "H100"), ("no", "V100"), ("bf16", "V100")])

@@ -23,11 +23,10 @@ from fullshard.api.counting import _build, count
 from fullshard.api.planning import model_shape
 from fullshard.core.errors import ConfigError
 from fullshard.plan import families
-from fullshard.plan.families import FAMILIES, from_config
+from fullshard.plan.families import ESTIMATED, FAMILIES, from_config
 from fullshard.plan.job import Job
 from fullshard.plan.known_models import ALIASES, MODELS
 from fullshard.plan.library import load_model
-from fullshard.plan.mixtures import ESTIMATED
 from fullshard.plan.work import forward_flops
 
 PUBLISHED = {

@@ -1,0 +1,80 @@
+"""The fields of a `config.json`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fullshard.core.errors import ConfigError
+
+
+class Fields:
+    """The fields of a `config.json`, each under whichever of its names is there.
+
+    Each method returns the first of `names` that is set, else the default; what is of another kind, or missing
+    without a default, raises `ConfigError`.
+    """
+
+    def __init__(self, values: Mapping[str, Any], where: str) -> None:
+        self.values, self.where = values, where
+
+    def number(self, *names: str, default: int | None = None) -> int:
+        """Return a positive whole number."""
+        number: int = self._read(names, default, int, "a positive whole number", least=1)
+        return number
+
+    def flag(self, name: str, default: bool) -> bool:
+        """Return a field that is true or false."""
+        value = self.values.get(name)
+        if value is not None and not isinstance(value, bool | int):
+            raise ConfigError(f"{self.where}: {name} is {value!r}, expected true or false")
+        return default if value is None else bool(value)
+
+    def items(self, name: str) -> tuple[Any, ...]:
+        """Return a list; empty where it is not set."""
+        return tuple(self._read((name,), (), list | tuple, "a list"))
+
+    def text(self, *names: str, default: str) -> str:
+        """Return a word."""
+        return str(self._read(names, default, str, "a word"))
+
+    def is_dropped(self, *names: str, default: float = 0.0) -> bool:
+        """Return whether anything is dropped out: whether the probability is more than 0."""
+        return bool(self._read(names, default, int | float, "a number") > 0)
+
+    def is_set(self, name: str) -> bool:
+        """Return whether the field is there."""
+        return self.values.get(name) is not None
+
+    def _read(self, names: tuple[str, ...], default: Any, kind: Any, expected: str, *, least: int | None = None) -> Any:
+        name = next((name for name in names if self.is_set(name)), None)
+        if name is None:
+            if default is not None:
+                return default
+            raise ConfigError(
+                f"{self.where}: no field {' or '.join(names)}", hint="the file must be the model's whole config.json"
+            )
+        value = self.values[name]
+        if isinstance(value, bool) or not isinstance(value, kind) or (least is not None and value < least):
+            raise ConfigError(f"{self.where}: {name} is {value!r}, expected {expected}")
+        return value
+
+    def heads(self) -> tuple[int, int, int]:
+        """Return the heads of queries, those of keys and values, and their width."""
+        heads, hidden = self.number("num_attention_heads"), self.number("hidden_size")
+        kv_heads = self.number("num_key_value_heads", default=heads)
+        return heads, kv_heads, self.number("head_dim", default=hidden // heads)
+
+    def window(self, index: int, *, period: int) -> int:
+        """Return how many keys a query of layer `index` sees; 0: all before it.
+
+        `layer_types` says it layer by layer; older files have a pattern, or nothing. `period` is the family's: one
+        layer in so many has no window; 1: every layer has one, 0: none has.
+        """
+        width, kinds = self.values.get("sliding_window"), self.items("layer_types")
+        if isinstance(width, bool) or not isinstance(width, int) or width < 1:
+            return 0
+        if index < len(kinds):
+            return width if kinds[index] == "sliding_attention" else 0
+        period = self.number("sliding_window_pattern", default=period) if period else 0
+        return width if period == 1 or (period and (index + 1) % period) else 0
