@@ -1,26 +1,21 @@
-"""The fastest way to run a job: every switch of the engine that keeps its numbers, searched with bounds.
+"""The fastest way to run a job: every switch of the engine that keeps its numbers.
 
-The search covers (`_meshes`, `_SAVING`): strategies and shard sizes, micro-batch and accumulation, checkpointing,
-embeddings as units, and all options that save memory, alone and together: a loss in chunks, stepping in backward,
-activations on the host, and optimizer state, main weights or everything there; for the best plans also units kept
-unsharded. An option that is never slower and never larger is switched on at once: a fused optimizer on accelerators.
+The search covers strategies and shard sizes, micro-batch and accumulation, checkpointing, and all options that save
+memory, alone and together: a loss in chunks, stepping in backward, embeddings as units, activations on the host, and
+optimizer state, main weights or everything there; for the best plans also units kept unsharded. An option that is never
+slower and never larger is switched on at once: a fused optimizer on accelerators.
 
-Each further layer adds the same work again, so the memory and time of a model of n equal layers are maxima of straight
-lines over n. Such a maximum lies above the line through two of its points: a model of 3 and one of 6 layers give the
-*least* memory and time of the whole one. If layers take turns (windows, linear attention), the two models have whole
-turns; layers of another kind that come first (DeepSeek's dense ones) are in both.
-
-Saving memory costs time, so a way is no faster than the same way with fewer options switched on. The search visits ways
-in the order of their best possible speed. It evaluates a way that may fit; it replaces a way that does not by those
-with one more option switched on. It ends when the next way cannot be better than the best one found.
+Saving memory costs time, so the search begins with nothing saved, and looks at the fastest way first: one that does
+not fit is replaced by those with one more option switched on. Ways are compared by estimates from models of a few
+layers: each further layer adds the same work again, so memory and time of n equal layers are maxima of straight lines
+over n, and the line through two points lies below. If layers take turns (windows, linear attention), the two models
+have whole turns; layers of another kind that come first (DeepSeek's dense ones) are in both.
 """
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import dataclasses
-import functools
 import heapq
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -29,34 +24,34 @@ from typing import Any
 
 from fullshard.core.errors import ConfigError
 from fullshard.core.sizes import GIB, format_nbytes
-from fullshard.core.strategy import STRATEGIES, Axis, parse_strategy
+from fullshard.core.strategy import STRATEGIES, parse_strategy
 from fullshard.plan.evaluate import MARGIN, Plan, changes_that_fit, evaluate
 from fullshard.plan.hardware import Cluster
 from fullshard.plan.job import KEEP_WHAT_FITS, Job
 from fullshard.plan.shapes import ModelShape, UnitShape
 from fullshard.plan.tiles import groups_of
-from fullshard.plan.time import CONTENTION
 
 _MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
-_FEW = 3
-_SLACK = 0.03
-"""How much more memory a few layers may say than the whole: with everything on the host, the last gradients of a whole
-model have left before its first layer's backward, which those of a short one have not."""
-_SMALLER = 5
-"""Most plans that are evaluated for the list of plans smaller than the best."""
 
 _SAVING: Mapping[str, Mapping[str, Any]] = {
     "chunks": {"loss": "fused"},
+    "embeddings": {"wrap_embeddings": True},
     "step": {"step_in_backward": True},
     "activations": {"offload_activations": True},
     "state": {"offload_optimizer_state": True},
     "main": {"offload_main_weights": True},
     "all": {"offload": True},
 }
-"""Options that save memory besides sharding and checkpointing, and are never faster."""
-_PACKED = {"gather_as": "int8", "reduce_as": "int8"}
+"""Options that save memory besides sharding and checkpointing."""
 _ONE_OF = frozenset({"state", "main", "all"})
 """Each of these has the one before it."""
+_FEW = 3
+_SLACK = 0.03
+"""How much more memory a few layers may say than the whole: with everything on the host, the last gradients of a whole
+model have left before its first layer's backward, which those of a short one have not."""
+_SMALLER = 5
+"""Most plans that are evaluated for the list of plans smaller than the best."""
+_PACKED = {"gather_as": "int8", "reduce_as": "int8"}
 
 
 def search(
@@ -84,35 +79,27 @@ def search(
     Raises:
         ConfigError: nothing fits.
     """
-    kept = frozenset(fixed)
-    if job.optimizer == "adamw" and "optimizer" not in kept and not cluster.device.is_cpu:
+    if job.optimizer == "adamw" and "optimizer" not in fixed and not cluster.device.is_cpu:
         job = job.model_copy(update={"optimizer": "adamw-fused"})  # which costs nothing
-    rounded = _rounded(job, kept) if may_round else job
-    plans = _search(model, rounded, cluster, kept, margin)
+    rounded = job
+    for name, value in {"optimizer": job.planned_optimizer.in_8_bits, **_PACKED}.items() if may_round else ():
+        if value is not None and name not in fixed:
+            with contextlib.suppress(ConfigError):
+                rounded = Job.of({**rounded.model_dump(), name: value})
+    plans = _Search(model, rounded, cluster, frozenset(fixed), margin).plans()
     if rounded != job:
         best = _with_less_rounding(plans[0], job, margin)
         plans = [best, *(plan for plan in plans[1:] if plan.time.total > best.time.total)]
     return plans
 
 
-def _search(model: ModelShape, job: Job, cluster: Cluster, kept: frozenset[str], margin: float) -> list[Plan]:
-    """Search with everything that is not searched as it is in `job`."""
-    waiting = _Waiting(_Bounds(model, cluster, margin), job, kept)
-    plans: list[Plan] = []
-    for place, candidate in waiting:
-        if plans and candidate.tokens_per_second <= max(plan.time.tokens_per_second for plan in plans):
-            break
-        plan = evaluate(model, candidate.job, cluster)
-        if plan.is_within(margin):
-            plans.append(plan)
-        else:
-            waiting.save_more(place, candidate)
-    if not plans:
-        raise _nothing_fits(model, job, cluster, margin)
-    plans += _smaller(plans, waiting.seen, model, cluster, margin)
-    if not KEEP_WHAT_FITS.keys() & kept:
-        plans += _kept_unsharded(plans, margin)
-    return sorted(plans, key=_fastest_first)
+def _with_less_rounding(plan: Plan, job: Job, margin: float) -> Plan:
+    """Remove the rounding options that gain less than a hundredth."""
+    for name in (*_PACKED, "optimizer"):
+        exact = evaluate(plan.model, Job.of({**plan.job.model_dump(), name: getattr(job, name)}), plan.cluster)
+        if exact.is_within(margin) and exact.time.total <= 1.01 * plan.time.total:
+            plan = exact
+    return plan
 
 
 def _fastest_first(plan: Plan) -> tuple[float, int]:
@@ -120,130 +107,147 @@ def _fastest_first(plan: Plan) -> tuple[float, int]:
     return -plan.time.tokens_per_second, plan.memory.needed
 
 
-def _rounded(job: Job, fixed: frozenset[str]) -> Job:
-    """Add every option that rounds and reduces what is held, moved or sent, as long as they go together."""
-    for name, value in {"optimizer": job.planned_optimizer.in_8_bits, **_PACKED}.items():
-        if value is not None and name not in fixed:
-            with contextlib.suppress(ConfigError):
-                job = Job.of({**job.model_dump(), name: value})
-    return job
-
-
-def _with_less_rounding(plan: Plan, job: Job, margin: float) -> Plan:
-    """Remove the rounding options that gain less than a hundredth."""
-    for name in (*_PACKED, "optimizer"):
-        values = {**plan.job.model_dump(), name: getattr(job, name)}
-        exact = evaluate(plan.model, Job.of(values), plan.cluster)
-        if exact.is_within(margin) and exact.time.total <= 1.01 * plan.time.total:
-            plan = exact
-    return plan
-
-
-@dataclass(frozen=True, slots=True)
-class _Way:
-    """A way to run a job, except for its micro-batch.
-
-    Attributes:
-        values: mesh, checkpointing and whether embeddings are units, as settings.
-        saving: what of `_SAVING` is switched on.
-    """
-
-    values: tuple[tuple[str, Any], ...]
-    saving: frozenset[str] = frozenset()
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Settings of this way, in one dictionary."""
-        chosen = dict(self.values)
-        for name in sorted(self.saving):
-            chosen |= _SAVING[name]
-        return chosen
-
-    def with_more(self, names: Collection[str]) -> Iterator[_Way]:
-        """Yield this way with one more of `names` switched on."""
-        for name in names:
-            if name not in self.saving and not (name in _ONE_OF and self.saving & _ONE_OF):
-                yield dataclasses.replace(self, saving=self.saving | {name})
-
-
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, order=True, slots=True)
 class _Candidate:
-    """A job with its least memory and its highest speed, from models of a few layers.
+    """A way to run a job, with its highest speed and its least memory; the fastest comes first."""
 
-    Attributes:
-        job: what to run.
-        plans: of those models, and the share of each in the whole.
-    """
-
-    job: Job
-    plans: Sequence[tuple[float, Plan]]
-
-    def may_fit(self, available: float) -> bool:
-        """Return whether that is enough for its least memory."""
-        most = available / (1 - _SLACK)
-        return self._few[1] <= most and self.needed <= most
-
-    @functools.cached_property
-    def needed(self) -> float:
-        """Least number of bytes."""
-        amounts = [self._few, *(_amounts(plan) for _, plan in self.plans[1:])]
-        parts = [(share, *amount) for (share, _), amount in zip(self.plans, amounts, strict=True)]
-        phases = range(len(self._few[0]))
-        whole = [sum(share * peaks[phase] for share, peaks, _ in parts) for phase in phases]
-        return max(*whole, sum(share * needed for share, _, needed in parts))
-
-    @functools.cached_property
-    def _few(self) -> tuple[list[int], int]:
-        return _amounts(self.plans[0][1])
-
-    @functools.cached_property
-    def tokens_per_second(self) -> float:
-        """Highest speed."""
-        return self.plans[0][1].time.tokens / sum(share * plan.time.total for share, plan in self.plans)
-
-    @functools.cached_property
-    def unhindered(self) -> float:
-        """Highest speed if no rank waited for communication, and no communication took a part of the device."""
-        seconds = sum(share * (plan.time.total - plan.time.exposed) for share, plan in self.plans)
-        return self.plans[0][1].time.tokens / seconds * (1 + CONTENTION)
+    key: float
+    number: int
+    needed: float = field(compare=False)
+    way: Mapping[str, Any] = field(compare=False)
+    saving: frozenset[str] = field(compare=False)
 
 
-def _amounts(plan: Plan) -> tuple[list[int], int]:
-    """Return the bytes of its phases at their fullest, and of all of it.
+class _Search:
+    """A search with everything that is not searched as it is in `job`."""
 
-    The rest of the ledger is dropped: thousands of ledgers would be much work for the garbage collector.
-    """
-    memory = dataclasses.replace(plan).memory
-    return [memory.peak_of(phase) for phase in memory.phases], memory.needed
+    def __init__(self, model: ModelShape, job: Job, cluster: Cluster, fixed: frozenset[str], margin: float) -> None:
+        self._model, self._job, self._cluster, self._fixed, self._margin = model, job, cluster, fixed, margin
+        self._models, self._numbers = few_layers(model), itertools.count()
+        no_units = model.tied or not any(p.role == "head" for p in model.root.parameters)
+        self._saving = [
+            name
+            for name, values in _SAVING.items()
+            if not fixed & values.keys()
+            and not (name == "embeddings" and no_units)
+            and not (cluster.device.is_cpu and any("offload" in setting for setting in values))  # it is the host
+        ]
 
+    def plans(self) -> list[Plan]:
+        """Return the plans that were found, the fastest first."""
+        waiting, pushed = list(self._first()), set[tuple[int, frozenset[str]]]()
+        heapq.heapify(waiting)
+        fitting, found, best = list[_Candidate](), list[Plan](), 0.0
+        while waiting and -waiting[0].key > best:
+            candidate = heapq.heappop(waiting)
+            if self._may_fit(candidate.needed):
+                fitting.append(candidate)
+                plan = evaluate(self._model, self._job_of(candidate.way, candidate.saving), self._cluster)
+                if plan.is_within(self._margin):
+                    found.append(plan)
+                    best = max(best, plan.time.tokens_per_second)
+                    continue
+            for name in self._saving:
+                more = candidate.saving | {name}
+                if more == candidate.saving or (name in _ONE_OF and candidate.saving & _ONE_OF):
+                    continue
+                if (id(candidate.way), more) not in pushed:
+                    pushed.add((id(candidate.way), more))
+                    if (child := self._candidate(candidate.way, more)) is not None:
+                        heapq.heappush(waiting, child)
+        if not found:
+            raise _nothing_fits(self._model, self._job, self._cluster, self._margin)
+        found += self._smaller(waiting, min(plan.memory.needed for plan in found))
+        found.sort(key=_fastest_first)
+        return sorted([*found, *self._tuned(found[:3])], key=_fastest_first)
 
-class _Bounds:
-    """A job's least memory and highest speed, from models of a few of the layers."""
+    def _first(self) -> Iterator[_Candidate]:
+        """Yield ways with nothing switched on: meshes, ways to checkpoint, micro-batches that may fit with all on."""
+        job, fixed = self._job, self._fixed
+        kinds = ("none", "full") if job.compile else ("none", "selective", "full")
+        sequences = job.micro_batch * job.accumulation
+        sizes = [size for size in _MICRO_BATCHES if size <= sequences or sequences == 1]
+        loss = {} if "loss" in fixed else {"loss": "eager"}
+        for mesh in _meshes(self._cluster, job, fixed):
+            for checkpointing in (job.checkpointing,) if "checkpointing" in fixed else kinds:
+                more = {"checkpointing": checkpointing, "reentrant": job.reentrant and checkpointing == "full"}
+                for size in sizes:
+                    batch = {"micro_batch": size, "accumulation": max(1, sequences // size)}
+                    candidate = self._candidate({**mesh, **loss, **more, **batch}, frozenset())
+                    if candidate is None:
+                        continue
+                    if not self._may_fit(candidate.needed) and not self._may_ever_fit(candidate.way):
+                        break  # a larger one needs more
+                    yield candidate
 
-    def __init__(self, model: ModelShape, cluster: Cluster, margin: float) -> None:
-        self.cluster, self._available = cluster, margin * cluster.device.memory
-        self._models = [(1.0, model)]
-        layers = [unit for unit in model.units if unit.block is not None]
-        # An encoder and a decoder are two parts, which are shortened alike.
-        parts = [list(part) for _, part in itertools.groupby(layers, lambda unit: unit.name.rstrip("0123456789"))]
-        few, more, beyond = zip(*map(_shortened, parts), strict=True) if parts else ((), (), ())
-        if len(set(beyond)) == 1 and beyond[0] > 0:
-            shorter = (_with_layers(model, itertools.chain(*kept)) for kept in (few, more))
-            self._models = list(zip((-beyond[0], 1 + beyond[0]), shorter, strict=True))
+    def _may_ever_fit(self, way: Mapping[str, Any]) -> bool:
+        """Return whether a way may fit with all options that go together switched on."""
+        apart = ({"step", "state", "main"}, _ONE_OF)
+        fullest = (self._candidate(way, frozenset(self._saving) - others) for others in apart)
+        known = [candidate for candidate in fullest if candidate is not None]
+        return not known or any(self._may_fit(candidate.needed) for candidate in known)
 
-    def of(self, job: Job) -> _Candidate | None:
-        """Return the bounds of a job; None if it cannot run."""
-        plans = []
+    def _may_fit(self, needed: float) -> bool:
+        return needed * (1 - _SLACK) <= self._margin * self._cluster.device.memory
+
+    def _job_of(self, way: Mapping[str, Any], saving: frozenset[str]) -> Job:
+        values = {**self._job.model_dump(), **way}
+        for name in sorted(saving):
+            values |= _SAVING[name]
+        return Job.of(values)
+
+    def _candidate(self, way: Mapping[str, Any], saving: frozenset[str]) -> _Candidate | None:
+        """Estimate a way with these options switched on, from few layers; None if they do not go together."""
         try:
-            for share, model in self._models:
-                plans.append((share, evaluate(model, job, self.cluster)))
+            job = self._job_of(way, saving)
+            plans = [(share, evaluate(model, job, self._cluster)) for share, model in self._models]
         except ConfigError:
             return None
-        return _Candidate(job, plans)
+        phases = plans[0][1].memory.phases
+        peaks = (sum(share * plan.memory.peak_of(phase) for share, plan in plans) for phase in phases)
+        needed = max(sum(share * plan.memory.needed for share, plan in plans), *peaks)
+        speed = plans[0][1].time.tokens / sum(share * plan.time.total for share, plan in plans)
+        return _Candidate(-speed, next(self._numbers), needed, way, saving)
 
-    def may_fit(self, candidate: _Candidate | None) -> bool:
-        """Return whether there is enough for its least memory."""
-        return candidate is not None and candidate.may_fit(self._available)
+    def _smaller(self, waiting: Sequence[_Candidate], needed: float) -> Iterator[Plan]:
+        """Yield plans that need less than those that were found, the fastest first."""
+        left = _SMALLER
+        for candidate in sorted(waiting):
+            if left and candidate.needed < 0.95 * needed:
+                plan = evaluate(self._model, self._job_of(candidate.way, candidate.saving), self._cluster)
+                if plan.is_within(self._margin):
+                    needed, left = min(needed, plan.memory.needed), left - 1
+                    yield plan
+
+    def _tuned(self, plans: Sequence[Plan]) -> Iterator[Plan]:
+        """Yield faster versions of plans: embeddings as units, and as many units kept unsharded as the margin holds."""
+        for plan in plans:
+            if "embeddings" in self._saving and not plan.job.wrap_embeddings:
+                values = {**plan.job.model_dump(), "wrap_embeddings": True}
+                with contextlib.suppress(ConfigError):
+                    wrapped = evaluate(plan.model, Job.of(values), plan.cluster)
+                    if wrapped.is_within(self._margin) and wrapped.time.total < plan.time.total:
+                        yield wrapped
+                        plan = wrapped
+            spare = int(10 * (self._margin * plan.cluster.device.memory - plan.memory.needed) / GIB) / 10
+            frees = plan.job.row.frees_after_forward and plan.setting.layout.shard_size > 1
+            if spare > 0 and frees and not KEEP_WHAT_FITS.keys() & self._fixed:
+                more = {**KEEP_WHAT_FITS, "unsharded_memory_gib": spare}
+                kept = evaluate(plan.model, Job.of({**plan.job.model_dump(), **more}), plan.cluster)
+                if kept.is_within(self._margin) and kept.time.total < plan.time.total:
+                    yield kept
+
+
+def few_layers(model: ModelShape) -> list[tuple[float, ModelShape]]:
+    """Return models of a few layers, and the share of each in the whole; the whole, if it is small or irregular."""
+    layers = [unit for unit in model.units if unit.block is not None]
+    # An encoder and a decoder are two parts, which are shortened alike.
+    parts = [list(part) for _, part in itertools.groupby(layers, lambda unit: unit.name.rstrip("0123456789"))]
+    few, more, beyond = zip(*map(_shortened, parts), strict=True) if parts else ((), (), ())
+    if len(set(beyond)) != 1 or beyond[0] <= 0:
+        return [(1.0, model)]
+    shorter = (_with_layers(model, itertools.chain(*kept)) for kept in (few, more))
+    return list(zip((-beyond[0], 1 + beyond[0]), shorter, strict=True))
 
 
 def _turns(layers: Sequence[UnitShape]) -> tuple[int, int]:
@@ -284,156 +288,6 @@ def _with_layers(model: ModelShape, kept: Iterable[UnitShape]) -> ModelShape:
     )
 
 
-@dataclass(order=True, slots=True)
-class _Place:
-    """A way and a micro-batch that wait to be looked at.
-
-    Attributes:
-        key: minus its highest possible speed, so that the fastest comes first.
-        number: a serial number, so that the first of equal ones comes first.
-        is_known: whether that is its own bound, not the bound of a way with fewer options.
-    """
-
-    key: float
-    number: int
-    way: _Way = field(compare=False)
-    size: int = field(compare=False)
-    is_known: bool = field(compare=False)
-
-
-def _over_all_ranks(way: _Way) -> _Way:
-    """Return the way with one shard group. It needs no more: it gathers the same, and a rank keeps less."""
-    values = dict(way.values)
-    row = parse_strategy(values["strategy"])
-    if not row.is_hybrid:
-        return way
-    values |= {"strategy": row.with_axes(Axis.SHARD).name, "shard_size": None}
-    return dataclasses.replace(way, values=tuple(values.items()))
-
-
-class _Waiting:
-    """Ways to run a job, the potentially fastest first.
-
-    Attributes:
-        seen: the ways looked at so far that may fit.
-    """
-
-    def __init__(self, bounds: _Bounds, job: Job, fixed: frozenset[str]) -> None:
-        self._bounds, self._job = bounds, job
-        is_cpu = bounds.cluster.device.is_cpu  # its memory is the host's
-        self._saving = [
-            name
-            for name, values in _SAVING.items()
-            if not fixed & values.keys() and not (is_cpu and any("offload" in setting for setting in values))
-        ]
-        sequences = job.micro_batch * job.accumulation
-        self._sizes = [size for size in _MICRO_BATCHES if size <= sequences or sequences == 1]
-        self._places: list[_Place] = []
-        self._numbers = itertools.count()
-        self._known: dict[tuple[_Way, int], _Candidate | None] = {}
-        self._pushed: set[tuple[_Way, int]] = set()
-        self.seen: list[_Candidate] = []
-        for values in _values(bounds.cluster, job, fixed):
-            self._begin(values, may_wrap="wrap_embeddings" not in fixed)
-
-    def __iter__(self) -> Iterator[tuple[_Place, _Candidate]]:
-        """Yield those that may fit, the potentially fastest first."""
-        while self._places:
-            place = heapq.heappop(self._places)
-            if not place.is_known and self._is_too_large(place.way, place.size):
-                self._push_more(place.way, place.size, self._saving, -place.key)
-                continue
-            candidate = self._bound(place.way, place.size)
-            if candidate is None:
-                continue
-            if place.is_known:
-                yield place, candidate
-            elif self._bounds.may_fit(candidate):
-                self.seen.append(candidate)
-                self._push(place.way, place.size, candidate.tokens_per_second, is_known=True)
-            else:
-                self.save_more(place, candidate)
-
-    def save_more(self, place: _Place, candidate: _Candidate) -> None:
-        """Replace a way that does not fit by ways with one more option switched on."""
-        self._push_more(place.way, place.size, self._saving, candidate.tokens_per_second)
-
-    def _push_more(self, way: _Way, size: int, names: Collection[str], most: float) -> None:
-        """Add ways with one more of `names`. As far as known, none is faster than without one of its options."""
-        for more in way.with_more(names):
-            if (more, size) in self._pushed:
-                continue
-            self._pushed.add((more, size))
-            fewer = (dataclasses.replace(more, saving=more.saving - {name}) for name in more.saving)
-            known = (candidate for way in fewer if (candidate := self._known.get((way, size))) is not None)
-            self._push(more, size, min(most, *(candidate.tokens_per_second for candidate in known), most))
-
-    def _begin(self, values: Mapping[str, Any], *, may_wrap: bool) -> None:
-        """Begin with a mesh and a way to checkpoint, nothing switched on, up to the largest micro-batch that can fit.
-
-        A way that fits only with a part on the host begins with that part there.
-        """
-        plain = _Way(tuple(values.items()))
-        wrapped = _Way((*plain.values, ("wrap_embeddings", True)))
-        ways = [plain, wrapped] if may_wrap and self._bound(wrapped, self._sizes[0]) is not None else [plain]
-        parts = [name for name in self._saving if name in _ONE_OF]
-        without = self._reach_of(ways[-1], "chunks", "activations", "step")
-        most = self._reach_of(ways[-1], "chunks", "activations", *parts[-1:])
-        for place, size in enumerate(self._sizes[: max(without, most)]):
-            candidate = self._bound(plain, size)
-            if candidate is None:
-                continue
-            # On slow links a root that is sent in three parts, beside computing, is faster.
-            for way, speed in zip(ways, (candidate.tokens_per_second, candidate.unhindered), strict=False):
-                if place < without:
-                    self._push(way, size, speed)
-                else:
-                    self._push_more(way, size, parts, speed)
-
-    def _reach_of(self, way: _Way, *names: str) -> int:
-        """Return how many of the micro-batches may fit with these switched on, as long as they go together."""
-        way, saving = _over_all_ranks(way), frozenset(names) & frozenset(self._saving)
-        fullest = [dataclasses.replace(way, saving=saved) for saved in (saving, saving - {"step"} - _ONE_OF)]
-        known = [way for way in fullest if self._bound(way, self._sizes[0]) is not None]
-        if not known:
-            return len(self._sizes)
-        # A larger one needs more.
-        return bisect.bisect_left(
-            self._sizes, True, key=lambda size: not self._bounds.may_fit(self._bound(known[0], size))
-        )
-
-    def _is_too_large(self, way: _Way, size: int) -> bool:
-        """Return whether it would be too large with one shard group: one bound for shard groups of any size."""
-        wider = _over_all_ranks(way)
-        bound = None if wider == way else self._bound(wider, size)
-        return bound is not None and not self._bounds.may_fit(bound)
-
-    def _push(self, way: _Way, size: int, most: float, *, is_known: bool = False) -> None:
-        heapq.heappush(self._places, _Place(-most, next(self._numbers), way, size, is_known))
-
-    def _bound(self, way: _Way, size: int) -> _Candidate | None:
-        if (way, size) not in self._known:
-            sequences = self._job.micro_batch * self._job.accumulation
-            more = {"micro_batch": size, "accumulation": max(1, sequences // size)}
-            try:
-                job = Job.of({**self._job.model_dump(), **way.settings, **more})
-            except ConfigError:
-                self._known[way, size] = None  # this does not go together
-            else:
-                self._known[way, size] = self._bounds.of(job)
-        return self._known[way, size]
-
-
-def _values(cluster: Cluster, job: Job, fixed: frozenset[str]) -> Iterator[dict[str, Any]]:
-    """Yield meshes with ways to checkpoint."""
-    kinds = ("none", "full") if job.compile else ("none", "selective", "full")
-    loss = {} if "loss" in fixed else {"loss": "eager"}
-    for mesh in _meshes(cluster, job, fixed):
-        for checkpointing in (job.checkpointing,) if "checkpointing" in fixed else kinds:
-            reentrant = job.reentrant and checkpointing == "full"
-            yield {**mesh, **loss, "checkpointing": checkpointing, "reentrant": reentrant}
-
-
 def _meshes(cluster: Cluster, job: Job, fixed: frozenset[str]) -> Iterator[dict[str, Any]]:
     count, per_host = groups_of(cluster, job.tp)
     sizes = [size for size in (2**power for power in range(1, 13)) if size < count and not count % size]
@@ -446,36 +300,6 @@ def _meshes(cluster: Cluster, job: Job, fixed: frozenset[str]) -> Iterator[dict[
             yield {"strategy": strategy, "shard_size": job.shard_size}
         else:
             yield from ({"strategy": strategy, "shard_size": size} for size in useful)
-
-
-def _kept_unsharded(plans: Sequence[Plan], margin: float) -> list[Plan]:
-    """Return the three fastest plans with as many units kept unsharded after forward as the margin holds."""
-    found = []
-    for plan in sorted(plans, key=_fastest_first)[:3]:
-        spare = int(10 * (margin * plan.cluster.device.memory - plan.memory.needed) / GIB) / 10
-        if spare <= 0 or not plan.job.row.frees_after_forward or plan.setting.layout.shard_size == 1:
-            continue
-        more = {**KEEP_WHAT_FITS, "unsharded_memory_gib": spare}
-        kept = evaluate(plan.model, Job.of({**plan.job.model_dump(), **more}), plan.cluster)
-        if kept.is_within(margin) and kept.time.total < plan.time.total:
-            found.append(kept)
-    return found
-
-
-def _smaller(
-    plans: Sequence[Plan], seen: Sequence[_Candidate], model: ModelShape, cluster: Cluster, margin: float
-) -> list[Plan]:
-    """Return plans that need less than the best, unless the bounds say that nothing else is faster and smaller."""
-    known = [plan.job for plan in plans]
-    needed = min(plan.memory.needed for plan in plans)
-    found: list[Plan] = []
-    for candidate in sorted(seen, key=lambda candidate: -candidate.tokens_per_second):
-        if candidate.needed < 0.95 * needed and candidate.job not in known and len(found) < _SMALLER:
-            plan = evaluate(model, candidate.job, cluster)
-            if plan.is_within(margin):
-                found.append(plan)
-                needed = min(needed, plan.memory.needed)
-    return found
 
 
 def _nothing_fits(model: ModelShape, job: Job, cluster: Cluster, margin: float) -> ConfigError:
