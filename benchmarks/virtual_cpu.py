@@ -62,7 +62,7 @@ def compare(*, repeats: int, steps: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         for repeat in range(repeats):
             path = Path(folder) / f"{repeat}.json"
-            if launch_local(MODULE, ["--calibrate", str(path)], nproc=2, device="cpu"):
+            if launch_local(MODULE, ["--calibrate", str(path)], nproc=2):
                 raise RuntimeError("the calibration failed")
             for name, seconds in measure(CHOSEN, steps=steps, module=MODULE).items():
                 configuration = next(c for c in CHOSEN if c.name == name)

@@ -102,11 +102,10 @@ def _take_device(kind: str, rank: int, world_size: int) -> None:
 
 
 def place_of(kind: str) -> torch.device:
-    """Where this rank computes on a device of this kind; ranks may share one, and of TPUs a process has one."""
+    """Where this rank computes on a device of this kind; ranks may share one."""
     if kind == "cpu":
         return torch.device(kind)
-    is_one = device.traits_of(torch.device(kind)).is_one_per_process
-    return torch.device(kind, 0 if is_one else dist.get_rank() % device.count(kind))
+    return torch.device(kind, dist.get_rank() % device.count(kind))
 
 
 def _pickled(outcome: tuple[int, bool, Any]) -> bytes:

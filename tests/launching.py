@@ -178,8 +178,7 @@ def _beginning(
     *,
     copies: bool,
 ) -> Iterator[subprocess.Popen[str]]:
-    """Where simulated devices are to be found as torch is imported, it is a new process."""
-    if copies and "SIMULATED_TPUS" not in environ:
+    if copies:
         process = cast("subprocess.Popen[str]", Forked(words, cwd, environ, stdout, stderr))
     else:
         process = subprocess.Popen(

@@ -67,7 +67,7 @@ LAUNCH = groups(
     monitor_interval=st.floats(min_value=0, exclude_min=True, allow_nan=False),
     grace_period=st.floats(min_value=0, exclude_min=True, allow_nan=False),
     timeout=st.none() | st.floats(min_value=0, exclude_min=True, allow_nan=False),
-    device=st.sampled_from(["auto", "cpu", "cuda", "tpu"]),
+    device=st.sampled_from(["auto", "cpu", "cuda"]),
     gpu_ids=st.none() | st.lists(st.integers(0, 7).map(str), min_size=1, max_size=8).map(tuple),
     num_cpu_threads_per_process=st.none() | st.integers(1, 64),
     log_dir=st.none() | TEXTS,

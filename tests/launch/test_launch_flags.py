@@ -123,6 +123,7 @@ def test_what_flags_set(argv: list[str], path: str, value: Any) -> None:
         (["--use_megatron_lm"], ["use_megatron_lm", "divided by sharding alone"]),
         (["--tpu"], ["--tpu: true asks for PyTorch/XLA", "pip install 'fullshard[xla]'"]),
         (["--tpu_cluster"], ["start the launcher on each host"]),
+        (["--device", "tpu"], ["PyTorch/XLA's own launcher starts TPU jobs"]),
         (["--env", "A=1"], ["set the variables where the launcher is started"]),
         (["--mixed_precision", "fp8"], ["--mixed_precision", "fp8 is not supported", "use bf16"]),
         (["--num_processes", "2:4"], ["2:4 processes: it is hosts that come and go", "give --nnodes MIN:MAX"]),

@@ -108,10 +108,9 @@ def test_commands_have_the_flags_that_are_shown(page: Path) -> None:
 
 
 LAUNCHES = sorted({shlex.join(words[1:]) for page in PAGES for words in commands(page) if words[1] == "launch"})
-ON_A_TPU = "--device tpu"
 
 
-@pytest.mark.parametrize("command", [line for line in LAUNCHES if ON_A_TPU not in line])
+@pytest.mark.parametrize("command", LAUNCHES)
 def test_launches_that_are_shown_would_start(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With `--dry_run`. The programs and files that they name are there, and empty, or a configuration."""
     monkeypatch.chdir(tmp_path)

@@ -42,7 +42,6 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   S getDefaultStream(D d) const override { return at(index_of(d), 0); }
   S getStreamFromGlobalPool(D d, bool) const override { return getNewStream(d, 0); }
   S getNewStream(D d, int) const override {
-    TORCH_CHECK(!has_stubs, "this device makes no streams");
     std::lock_guard guard(lock);
     auto id = ++devices[index_of(d)].last;
     stream_at(index_of(d), id);
@@ -62,7 +61,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     made->clock = looks_for_races ? clock_of(s.device_index(), s.id()) : Clock();
   }
   void block(void* event, const S& s) const override {
-    if (!event || has_stubs) return;
+    if (!event) return;
     auto point = static_cast<Event*>(event)->point;
     if (point.device == s.device_index() && point.stream == s.id()) return;
     std::lock_guard guard(lock);
@@ -70,7 +69,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     stream_at(s.device_index(), s.id()).clock.join(static_cast<Event*>(event)->clock);
   }
   bool queryEvent(void* event) const override {
-    if (!event || has_stubs) return true;
+    if (!event) return true;
     auto point = static_cast<Event*>(event)->point;
     std::lock_guard guard(lock);
     auto& stream = stream_at(point.device, point.stream);
@@ -89,7 +88,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void synchronizeStream(const S& s) const override { ::block(s.device_index(), s.id(), "stream.synchronize"); }
   void synchronizeEvent(void* event) const override {
-    if (!event || has_stubs) return;
+    if (!event) return;
     auto point = static_cast<Event*>(event)->point;
     ::block(point.device, point.stream, point.at, "event.synchronize", &static_cast<Event*>(event)->clock);
   }
@@ -137,25 +136,13 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   }
 };
 
-// An allocator that counts nothing.
-struct Uncounted final : c10::Allocator {
-  c10::DataPtr allocate(size_t nbytes) override { return memory.allocate(nbytes); }
-  void copy_data(void* to, const void* from, size_t count) const override { memory.copy_data(to, from, count); }
-} uncounted;
-
-void check_dtype(at::ScalarType dtype) {
-  TORCH_CHECK(!has_stubs || dtype != at::kHalf, "this device has no ", c10::toString(dtype));
-}
-
 Tensor empty_memory_format(IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
                            std::optional<at::Device> device, std::optional<bool>, std::optional<at::MemoryFormat> format) {
-  check_dtype(c10::dtype_or_default(dtype));
   c10::DeviceGuard guard(c10::Device(SIM, device ? index_of(*device) : current_device));
   return at::detail::empty_generic(size, &memory, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::dtype_or_default(dtype), format);
 }
 Tensor empty_strided(IntArrayRef size, IntArrayRef stride, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
                      std::optional<at::Device> device, std::optional<bool>) {
-  check_dtype(c10::dtype_or_default(dtype));
   c10::DeviceGuard guard(c10::Device(SIM, device ? index_of(*device) : current_device));
   return at::detail::empty_strided_generic(size, stride, &memory, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::dtype_or_default(dtype));
 }
@@ -199,13 +186,10 @@ TORCH_LIBRARY(simulated, m) {
 // -- what Python calls ------------------------------------------------------------------------------------------------
 
 extern "C" {
-// With stubs: as a TPU is, see `has_stubs`.
-void simulated_start(int count, int with_stubs) {
+void simulated_start(int count) {
   device_count = count;
-  has_stubs = with_stubs;
-  if (has_stubs) policy = AS_ISSUED;
   arena();
-  c10::SetAllocator(SIM, has_stubs ? (c10::Allocator*)&uncounted : &memory, 0);
+  c10::SetAllocator(SIM, &memory, 0);
   static Hooks hooks;
   at::RegisterPrivateUse1HooksInterface(&hooks);
   static Guard guard;

@@ -18,9 +18,7 @@ import torch
 from tests.simulated.build import library
 
 NAME = os.environ.get("SIMULATED_DEVICE", "simulated")
-"""Or `tpu`: streams are stubs, everything is done in the order of issue, a process has one device."""
-IS_TPU = NAME == "tpu"
-DEVICES = 1 if IS_TPU else 4
+DEVICES = 4
 TESTS = str(Path(__file__).parent)
 
 
@@ -47,7 +45,7 @@ for _name in ("drawn", "seed_of", "pending"):
 _C.simulated_seed.argtypes = [ctypes.c_int, ctypes.c_int64]
 _C.simulated_set_drawn.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 _C.simulated_failure.restype = ctypes.c_char_p
-_C.simulated_start(DEVICES, IS_TPU)
+_C.simulated_start(DEVICES)
 
 begin_ranks, enter, leave = _C.simulated_begin_ranks, _C.simulated_enter, _C.simulated_leave
 

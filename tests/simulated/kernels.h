@@ -265,9 +265,6 @@ Tensor copy_from(const Tensor& source, const Tensor& target, bool non_blocking) 
   {
     std::lock_guard guard(lock);
     auto page = plain.numel() ? pinned->find(plain.const_data_ptr()) : pinned->pages.end();
-    // Counts may come as they like: torch's DDP sends some so.
-    TORCH_CHECK(!has_stubs || !non_blocking || page != pinned->pages.end() || (arrives && !plain.is_floating_point()),
-                "a copy that nobody waits for, from or to memory that is not page-locked");
     is_late = non_blocking && page != pinned->pages.end();
     if (is_late) {  // the memory, not the tensor: that may go, and the copy goes on
       page->second.uses++;

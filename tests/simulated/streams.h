@@ -24,8 +24,6 @@ namespace {
 constexpr auto SIM = c10::DeviceType::PrivateUse1;
 constexpr int DEVICES = 4;
 int device_count = DEVICES;
-// Of a device whose streams are stubs: everything is done when it is issued, waits do nothing, events are always over.
-bool has_stubs = false;
 // Streams are numbered: 0 computes, the program's own are positive, and each communicator between hosts has a negative one.
 
 using at::IntArrayRef;
@@ -66,7 +64,7 @@ struct Meeting {
   bool over = false;
 };
 
-enum Policy { LAZY, EAGER_SIDE, EAGER_COMPUTE, RANDOM, AS_ISSUED };
+enum Policy { LAZY, EAGER_SIDE, EAGER_COMPUTE, RANDOM };
 Policy policy = LAZY;
 std::mt19937 dice[DEVICES];
 std::string failure;  // of a kernel; as on a real device every later call reports it
@@ -157,7 +155,7 @@ bool advance(int device, int64_t id, int64_t upto) {
 }
 
 bool is_eager(int64_t id) {
-  return policy == AS_ISSUED || (policy == EAGER_SIDE && id != 0) || (policy == EAGER_COMPUTE && id == 0);
+  return (policy == EAGER_SIDE && id != 0) || (policy == EAGER_COMPUTE && id == 0);
 }
 
 int64_t launch(int device, int64_t id, Task task) {

@@ -183,10 +183,10 @@ def test_a_checkpoint_goes_to_another_mesh(xla: Any, start: Net, data: Any, one_
     model = xla.prepare(copy.deepcopy(start), xla.XlaSettings(wrap_classes=("Block",)))
     optimizer = adamw(model)
     steps(model, optimizer, xla.batches(data[:2], model))
-    xla.save_checkpoint(tmp_path / "a", model, optimizer, extra={"step": 2})
+    xla.save_checkpoint(tmp_path / "a.pt", model, optimizer, extra={"step": 2})
     other = xla.prepare(Net(), xla.XlaSettings(wrap_classes=("Block",), shard_size=2))
     resumed = adamw(other, lr=1.0)
-    assert xla.load_checkpoint(tmp_path / "a", other, resumed) == {"step": 2}
+    assert xla.load_checkpoint(tmp_path / "a.pt", other, resumed) == {"step": 2}
     assert resumed.param_groups[0]["lr"] == 1e-2
     assert spec(other.blocks[0].up.weight) == "{devices=[2,1,2]0,2,1,3 last_tile_dim_replicate}"
     assert other.head.weight is other.embed.weight
@@ -199,34 +199,34 @@ import sys, torch
 sys.path[:0] = [{root!r}, {src!r}]
 from tests.xla.test_xla_training import Net, adamw, steps
 import fullshard
-from fullshard.checkpoint import load_checkpoint, save_checkpoint
+from fullshard.checkpoint import load_checkpoint
+from fullshard.cli.main import app
+from typer.testing import CliRunner
+made = CliRunner().invoke(app, ["ckpt", "import", {path!r}, {native!r}, "--optimizer", "AdamW"])
+assert made.exit_code == 0, made.output
 data = torch.load({data!r})
 model = Net()
 model = fullshard.shard_model(model, unit_modules=list(model.blocks))
 optimizer = adamw(model)
-load_checkpoint({path!r}, model=model, optimizer=optimizer)
+load_checkpoint({native!r}, model=model, optimizer=optimizer)
 print("LOSSES", *[loss for loss, _ in steps(model, optimizer, data)])
-save_checkpoint({back!r}, model=model, optimizer=optimizer)
 """
 
 
-def test_a_run_moves_to_the_engine_and_back(xla: Any, start: Net, data: Any, one_process: Any, tmp_path: Path) -> None:
+def test_a_run_moves_to_the_engine(xla: Any, start: Net, data: Any, one_process: Any, tmp_path: Path) -> None:
     python = os.environ.get("ENGINE_PYTHON", str(ROOT / ".venv" / "bin" / "python"))
     expected = [loss for loss, _ in one_process[0]]
     model = xla.prepare(copy.deepcopy(start), xla.XlaSettings(wrap_classes=("Block",)))
     optimizer = adamw(model)
     steps(model, optimizer, xla.batches(data[:1], model))
-    xla.save_checkpoint(tmp_path / "there", model, optimizer)
+    xla.save_checkpoint(tmp_path / "there.pt", model, optimizer)
     torch.save(data[1:3], tmp_path / "data.pt")
-    paths = {"data": tmp_path / "data.pt", "path": tmp_path / "there", "back": tmp_path / "back"}
+    paths = {"data": tmp_path / "data.pt", "path": tmp_path / "there.pt", "native": tmp_path / "native"}
     code = ENGINE.format(root=str(ROOT), src=str(ROOT / "src"), **{k: str(v) for k, v in paths.items()})
     done = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     [line] = [line for line in done.stdout.splitlines() if line.startswith("LOSSES")]
     assert list(map(float, line.split()[1:])) == pytest.approx(expected[1:3], abs=1e-5)
-    xla.load_checkpoint(tmp_path / "back", model, optimizer)
-    found = steps(model, optimizer, xla.batches(data[3:], model))
-    assert found[0][0] == pytest.approx(expected[3], abs=1e-5)
 
 
 def test_what_cannot_be_is_an_error(xla: Any, start: Net, tmp_path: Path) -> None:
@@ -244,7 +244,7 @@ def test_what_cannot_be_is_an_error(xla: Any, start: Net, tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match="a batch of 6 on 4 devices"):
         xla.shard_batch(torch.ones(6, 2), model)
     xla.save_checkpoint(tmp_path / "model", model)
-    with pytest.raises(CheckpointError, match="holds no optimizer, expected AdamW"):
+    with pytest.raises(CheckpointError, match="holds no optimizer"):
         xla.load_checkpoint(tmp_path / "model", model, adamw(model))
     with pytest.raises(CheckpointError, match="the model has 'bias', the state does not"):
         xla.load_checkpoint(tmp_path / "model", xla.prepare(nn.Linear(2, 2)))
@@ -271,7 +271,7 @@ def test_the_code_of_the_page(xla: Any, tmp_path: Path, monkeypatch: pytest.Monk
     size = GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
     batch = {"input_ids": torch.arange(32).view(4, 8), "labels": torch.arange(32).view(4, 8)}
     exec(code, {"model": GPT2LMHeadModel(size), "torch": torch, "train_dataloader": [batch, batch]})
-    assert (tmp_path / "out" / "step-100" / "manifest.json").is_file()
+    assert torch.load(tmp_path / "out" / "step-100.pt")["optimizer"]["state"]
 
 
 DOCUMENTED = "xla: True # must be set\nxla_fsdp_settings: # more\nxla_fsdp_grad_ckpt: True # recompute\n"

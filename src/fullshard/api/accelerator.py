@@ -552,8 +552,6 @@ class Accelerator(Loaders, Reporting):
 
 
 def _check_precision(mode: str, device: torch.device) -> None:
-    if mode == "fp16":
-        devices.require_dtype(device, torch.float16, "mixed_precision = fp16")
     if mode == "bf16" and device.type == "cuda" and not cuda.computes_bfloat16(device):
         raise ConfigError(
             f"mixed_precision = bf16 on {name_of(device)}, which has no bfloat16 arithmetic",

@@ -29,7 +29,7 @@ def calibrate(path: Path) -> Device:
     nproc = 2 if device.type == "cpu" else torch.accelerator.device_count()
     with scratch_directory("fullshard-calibration-") as directory:
         measured = directory / "device.json"
-        code = launch_local("fullshard.api.calibration_ranks", [str(measured)], nproc=nproc, device=device.type)
+        code = launch_local("fullshard.api.calibration_ranks", [str(measured)], nproc=nproc)
         if code:
             raise CommunicationError(
                 f"calibration failed: its processes ended with code {code}", hint="see above what they said"

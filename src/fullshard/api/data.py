@@ -26,8 +26,7 @@ from fullshard.api.dispatching import dispatched
 from fullshard.api.forwarding import forwarded
 from fullshard.api.shares import Share
 from fullshard.api.state import GradientState
-from fullshard.comm.device import traits_of
-from fullshard.core.errors import ConfigError, DataError
+from fullshard.core.errors import DataError
 from fullshard.features.watchdog import ORDERS
 
 _END = object()
@@ -36,18 +35,6 @@ _INHERITED = (
     "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator",
     "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order",
 )  # fmt: skip
-
-
-def _without_fork(context: Any, device: torch.device) -> Any:
-    """Return the start method of workers: "spawn" beside a device that a fork may hang on, unless one is set."""
-    if context is None:
-        return "spawn"
-    if context.get_start_method() == "fork":
-        raise ConfigError(
-            f"multiprocessing_context = fork: a process that uses a {device.type.upper()} is not to be forked",
-            hint="leave it out: workers are spawned then",
-        )
-    return context
 
 
 class ShardedDataLoader(DataLoader[Any]):
@@ -107,8 +94,6 @@ class ShardedDataLoader(DataLoader[Any]):
         share.deal.for_all = dispatch and world_size > 1
         share.deal.even = even_batches or share.is_always_even
         inherited = {name: getattr(loader, name) for name in _INHERITED if hasattr(loader, name)}
-        if device is not None and inherited["num_workers"] and not traits_of(device).may_fork:
-            inherited["multiprocessing_context"] = _without_fork(inherited["multiprocessing_context"], device)
         self.base_dataloader: DataLoader[Any] = DataLoader(**share.arguments(loader), **inherited)
         # Scripts read their own settings from it; the other loader does the reading.
         vars(self).update(vars(self.base_dataloader) | share.shown(loader))

@@ -12,7 +12,6 @@ import accelerate
 import torch
 import torch.distributed as dist
 
-from fullshard.comm import device as devices
 from fullshard.core.errors import ConfigError
 from fullshard.launch import cuda
 
@@ -57,13 +56,6 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
 
 
 def _check_can_fork(name: str) -> None:
-    with cuda.asking_the_driver():
-        kind = devices.accelerator()
-    if kind is not None and not devices.traits_of(torch.device(kind)).may_fork:
-        raise ConfigError(
-            f"{name} forks the notebook, which a {kind.upper()} does not bear",
-            hint=f"put the function into a script and start it with `fullshard launch --device {kind}`",
-        )
     if cuda.was_used():
         raise ConfigError(
             f"{name}: this notebook has used CUDA, which processes forked from it cannot use any more",

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fullshard.core.imports import on_demand
-from fullshard.core.requirements import require_torch, why_no_xla
+from fullshard.core.requirements import require_torch
 
 if TYPE_CHECKING:
     from fullshard.checkpoint.background import AsyncSaver
@@ -42,8 +42,7 @@ __all__ = [
     "whole_checkpoints",
 ]
 
-if why_no_xla() is not None:  # else PyTorch/XLA trains, and the format is all that it can use
-    require_torch()
+require_torch()
 
 _HOMES = {
     "AsyncSaver": "background",

@@ -1,4 +1,4 @@
-"""Elements of tensors as bytes in data files. Imports no engine: PyTorch/XLA's torch is too old for that."""
+"""Elements of tensors as bytes in data files."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def doctor(
     nproc: Annotated[
         int | None, typer.Option("--nproc", "-n", min=1, help="Ranks. Default: one per device, else 2.")
     ] = None,
-    device: Annotated[Literal["auto", "cpu", "cuda", "tpu"], typer.Option(help="What the ranks compute on.")] = "auto",
+    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="What the ranks compute on.")] = "auto",
     timeout: Annotated[float, typer.Option(min=1, max=1e9, help="Seconds a rank waits for the others.")] = 60.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

@@ -132,14 +132,13 @@ def _start(plan: LaunchPlan, streams: StreamPlan) -> int:
     from fullshard.launch.bootstrap import TRAINER_HOOK, WATCHED
     from fullshard.launch.local import Hosts, LaunchJob, run_job
     from fullshard.launch.scratch import scratch_directory
-    from fullshard.launch.tpu import prepare_host
 
     gc.freeze()
     gc.enable()
     launch = plan.launch
     hosts = Hosts(
         launch.num_machines,
-        prepare_host(plan.device, plan.per_host, launch.num_machines, launch.machine_rank),
+        launch.machine_rank,
         launch.main_process_ip or "",
         launch.main_process_port or 0,
         plan.join_timeout,

@@ -10,7 +10,6 @@ import typer
 
 from fullshard.cli.options import options_from
 from fullshard.core.errors import ConfigError
-from fullshard.core.requirements import is_installed
 from fullshard.recipes.arguments import TrainArguments
 
 _WORKER = "fullshard.recipes.train"
@@ -51,7 +50,7 @@ def train(
     if nproc is not None and nproc < 1:
         raise ConfigError(f"--nproc must be at least 1, got {nproc}")
     kind: str = arguments.device
-    if nproc is None or is_installed("torch_tpu"):  # else nothing here needs torch, whose import takes seconds
+    if nproc is None:  # else nothing here needs torch, whose import takes seconds
         from fullshard.launch.device import kind_of
 
         kind = kind_of(kind)
@@ -59,7 +58,7 @@ def train(
     if count == 1 and not arguments.max_restarts:
         _take_part(arguments)
     else:
-        sys.exit(_launch(arguments, count, kind))
+        sys.exit(_launch(arguments, count))
 
 
 def _take_part(arguments: TrainArguments) -> None:
@@ -68,7 +67,7 @@ def _take_part(arguments: TrainArguments) -> None:
     run(arguments)
 
 
-def _launch(arguments: TrainArguments, nproc: int, kind: str) -> int:
+def _launch(arguments: TrainArguments, nproc: int) -> int:
     from fullshard.launch.local import launch_local
     from fullshard.launch.scratch import scratch_directory
 
@@ -79,7 +78,6 @@ def _launch(arguments: TrainArguments, nproc: int, kind: str) -> int:
             _WORKER,
             [str(path)],
             nproc=nproc,
-            device=kind,
             max_restarts=arguments.max_restarts,
             grace_period=arguments.grace_period,
         )

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fullshard.comm import torch_private
 from fullshard.comm.agreement import SAME_MODEL, all_gather_object, check_agreement
 from fullshard.comm.base import MAX_TAGS, Collectives
-from fullshard.comm.device import current, require_gloo
+from fullshard.comm.device import current
 from fullshard.comm.join import join_process_group
 from fullshard.comm.select import collectives_for
 from fullshard.comm.waiting import PROGRESS
@@ -154,7 +154,6 @@ def init_mesh(
         device = torch.device("cpu") if is_of_cpus else current()
     device = torch.empty(0, device=device).device  # with its index, as its tensors have it: `cuda` is not `cuda:0`
     ranks = joined_world_size()
-    require_gloo(device, dist.group.WORLD if dist.is_initialized() else None)
     if device_mesh is not None:
         return _from_device_mesh(device_mesh, device, shard_size)
     if not dist.is_initialized():

@@ -21,7 +21,7 @@ from fullshard.config.dialect import (
 )
 from fullshard.config.fsdp import FSDP_KEYS, finish_fsdp, make_hybrid
 from fullshard.config.steps import STEP_KEYS
-from fullshard.config.tpus import tpus_or_xla
+from fullshard.config.xla import require_xla
 from fullshard.core.errors import ConfigError
 
 _PLAIN = tuple(f"MULTI_{kind}" for kind in ("CPU", "GPU", "NPU", "MLU", "SDAA", "MUSA", "XPU", "HPU", "NEURON"))
@@ -41,7 +41,7 @@ def _distributed_type(value: Any) -> Settings | str:
     if name in _OTHER_PARALLELISM:
         raise ConfigError(f"{name}: models are divided by sharding alone", hint="use FSDP")
     if name == "XLA":
-        return tpus_or_xla("XLA", "pip install torch_tpu on a host with TPUs, or use FSDP")
+        return require_xla("XLA", "use FSDP")
     if name == "NO":
         return {"launch.num_processes": 1}
     if name == "MULTI_CPU":

@@ -27,7 +27,7 @@ from fullshard.core.paths import check_path
 PrecisionMode = Literal["no", "fp32", "bf16", "fp16"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 Packing = Literal["int8", "bfloat16"]
-Device = Literal["auto", "cpu", "cuda", "tpu"]
+Device = Literal["auto", "cpu", "cuda"]
 RendezvousBackend = Literal["c10d", "static"]
 StateDictType = Literal["FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"]
 CheckpointFormat = Literal["native", "dcp"]
@@ -191,7 +191,6 @@ class LaunchConfig(Settings):
         ask="What will the job run on?",
         answers={
             "cuda": "NVIDIA GPUs",
-            "tpu": "Google TPUs, through torch_tpu",
             "cpu": "processors",
             "auto": "whatever the machine has when the job starts",
         },
@@ -217,6 +216,13 @@ class LaunchConfig(Settings):
     def is_elastic(self) -> bool:
         """Return whether hosts may come and go."""
         return self.min_machines is not None and self.min_machines < self.num_machines
+
+    @field_validator("device", mode="before")
+    @classmethod
+    def _is_no_tpu(cls, value: object) -> object:
+        if value == "tpu":
+            raise ValueError("tpu: PyTorch/XLA's own launcher starts TPU jobs, see docs/xla.md")
+        return value
 
     @field_validator("log_dir")
     @classmethod

@@ -19,7 +19,7 @@ from fullshard.config.dialect import Dialect, Key, Problem, Read, Reading, Setti
 from fullshard.config.document import read_document
 from fullshard.config.origin import Entry, Origin
 from fullshard.config.settings import closest, plain_message
-from fullshard.config.tpus import require_xla
+from fullshard.config.xla import require_xla
 from fullshard.core.errors import ConfigError
 
 AXES = ("dp", "fsdp", "pp", "tp")

@@ -11,7 +11,8 @@ from typing import Any
 
 from fullshard.config import values
 from fullshard.config.dialect import Dialect, Key, Settings, Status, no_effect, refused
-from fullshard.config.tpus import tpus_or_xla
+from fullshard.core.errors import ConfigError
+from fullshard.core.requirements import XLA_TORCH, why_no_xla
 
 
 def _fp32_reduce(value: Any) -> Settings | str:
@@ -54,15 +55,30 @@ XLA_SETTINGS = Dialect(
     ),
 )
 
-XLA_TRAINS = "TPUs: fullshard's engine trains on them through torch_tpu; PyTorch/XLA needs the extra `fullshard[xla]`"
+XLA_TRAINS = "PyTorch/XLA trains, which needs the extra `fullshard[xla]`"
 """The effect of a key that asks for PyTorch/XLA."""
 
-_OR_LEAVE_OUT = "pip install torch_tpu on a host with TPUs, or leave it out"
+
+def require_xla(what: str, otherwise: str) -> Settings:
+    """Refuse what asks for PyTorch/XLA where it cannot be had; else set nothing, as the adapter reads it itself.
+
+    Args:
+        what: the key with its value, or whatever asks.
+        otherwise: how to do without, after "or".
+
+    Raises:
+        ConfigError: it is not installed, or not for this torch.
+    """
+    if (why := why_no_xla()) is not None:
+        torch = ".".join(map(str, XLA_TORCH))
+        hint = f"pip install 'fullshard[xla]' into an environment of its own (torch {torch}), or {otherwise}"
+        raise ConfigError(f"{what} asks for PyTorch/XLA, and {why}", hint=hint)
+    return {}
 
 
 def asks_for_xla(value: Any) -> Settings:
     """Read a truth value that asks for PyTorch/XLA."""
-    return tpus_or_xla("true", _OR_LEAVE_OUT) if values.boolean(value) else {}
+    return require_xla("true", "leave it out") if values.boolean(value) else {}
 
 
 XLA_KEYS = (

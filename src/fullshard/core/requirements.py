@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
-from pathlib import Path
 
 from fullshard.core.errors import VersionError
 from fullshard.core.version import __version__
@@ -37,11 +35,6 @@ def require_torch() -> None:
         raise VersionError(f"fullshard needs torch {oldest} or later, got {version}", hint=hint)
 
 
-def is_installed(distribution: str) -> bool:
-    """Return whether a distribution is installed, whether or not it works here."""
-    return version_of(distribution) is not None
-
-
 def why_no_xla() -> str | None:
     """Say why this environment cannot train through PyTorch/XLA, as the end of a sentence; None if it can.
 
@@ -51,31 +44,6 @@ def why_no_xla() -> str | None:
     if xla is None or torch is None:
         return f"{'torch_xla' if xla is None else 'torch'} is not installed"
     return None if _release(xla) == _release(torch) else f"torch_xla {xla} does not go with torch {torch}"
-
-
-INSTALL_TPU = "pip install torch_tpu on a host that shows its TPUs, or leave the device out"
-
-
-def tpu_nodes() -> list[str]:
-    """Return the files through which this host shows its TPUs."""
-    shown = [*Path("/dev").glob("accel*"), *Path("/dev/vfio").glob("[0-9]*")]
-    return sorted(str(path) for path in shown)
-
-
-def why_no_tpu() -> str | None:
-    """Say why torch finds no TPU here, as the end of a sentence; None if no visible reason exists.
-
-    It looks at the installed packages and at the host's device files, and imports neither torch nor torch_tpu, which
-    torch imports itself.
-    """
-    version = version_of("torch_tpu")
-    if version is None:
-        return "torch_tpu is not installed"
-    if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
-        return "TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps torch from importing torch_tpu"
-    if not tpu_nodes():
-        return f"torch_tpu {version} finds no TPU: this host has neither /dev/accel* nor /dev/vfio/*"
-    return None
 
 
 def version_of(distribution: str) -> str | None:

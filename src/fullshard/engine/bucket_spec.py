@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 
 from fullshard.comm.base import PACKINGS, Packing
-from fullshard.comm.device import require_dtype
 from fullshard.comm.mesh import Mesh
 from fullshard.core.bucket import BucketKey, BucketPlan
 from fullshard.engine.kinds import kind_of
@@ -88,9 +87,6 @@ class BucketSpec:
         self.dtype, self.compute_dtype, self.reduce_dtype, self.compute_shard_dtype = map(
             torch_dtype, (plan.dtype, plan.compute_dtype, plan.reduce_dtype, plan.compute_shard_dtype)
         )
-        require_dtype(mesh.device, self.dtype, "parameters")
-        require_dtype(mesh.device, self.compute_dtype, "param_dtype")
-        require_dtype(mesh.device, self.reduce_dtype, "reduce_dtype")
         self.gather_packing, self.reduce_packing = _packing(plan.weights_as), _packing(plan.gradients_as)
         self.slices = [self.layout.shard_slice(index, mesh.shard_rank) for index in range(len(slots))]
         self.reduction = reduction or ReductionSettings.of(mesh)

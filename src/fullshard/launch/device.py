@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from fullshard.comm.device import accelerator
 from fullshard.core.errors import ConfigError
-from fullshard.core.requirements import INSTALL_TPU, why_no_tpu
 
 
 def kind_of(wanted: str) -> str:
@@ -24,11 +23,15 @@ def kind_of(wanted: str) -> str:
     if wanted in ("cpu", "cuda"):
         return wanted
     here = accelerator()
-    if wanted in ("auto", here):
-        return here or "cpu"
-    if wanted == "tpu":
-        raise ConfigError(f"device = tpu, and {why_no_tpu() or 'torch shows none'}", hint=INSTALL_TPU)
-    raise ConfigError(f"unknown device {wanted!r}", hint="use auto, cpu, cuda or tpu")
+    kind = (here or "cpu") if wanted == "auto" else wanted
+    if kind == "tpu":
+        raise ConfigError(
+            "fullshard starts no TPU jobs: PyTorch/XLA's own launcher does",
+            hint="train with fullshard.integrations.xla (docs/xla.md), or use --device cpu",
+        )
+    if kind not in (here, "cpu"):
+        raise ConfigError(f"unknown device {wanted!r}", hint="use auto, cpu or cuda")
+    return kind
 
 
 def object_device() -> torch.device | None:

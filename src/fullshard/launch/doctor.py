@@ -17,7 +17,7 @@ from fullshard.config.resolve import resolve
 from fullshard.config.settings import plain_message
 from fullshard.core.errors import ConfigError
 from fullshard.core.files import read_object
-from fullshard.core.requirements import INSTALL_TPU, OLDEST_TORCH, is_too_old, tpu_nodes, why_no_tpu
+from fullshard.core.requirements import OLDEST_TORCH, is_too_old
 from fullshard.core.sizes import MIB, format_nbytes
 from fullshard.launch.report import Report, open_files_limit, shared_memory_nbytes
 
@@ -80,7 +80,6 @@ def examine(
         *_threads(environ, nproc, hardware.cpu_count),
         *_limits(shared_memory_nbytes(), open_files_limit()),
         *_torch(hardware, report, device),
-        *_tpu(report, device),
         *_clock(time.time()),
     ]
 
@@ -221,17 +220,6 @@ def _torch(hardware: Hardware, report: Report, device: str) -> Iterator[Finding]
         )
 
 
-def _tpu(report: Report, device: str) -> Iterator[Finding]:
-    """Report a TPU that is here and not used, or asked for and not here."""
-    if report["torch"]["accelerator"].startswith("tpu"):
-        return
-    why, nodes = why_no_tpu(), tpu_nodes()
-    if device == "tpu":
-        yield Finding(f"device = tpu, and {why or 'torch shows none'}", INSTALL_TPU)
-    elif nodes and nodes[0].startswith("/dev/accel"):  # /dev/vfio may hold any device
-        yield Finding(f"this host shows a TPU ({nodes[0]}), and {why or 'torch shows none'}", INSTALL_TPU)
-
-
 def _clock(now: float) -> Iterator[Finding]:
     installed = Path(__file__).stat().st_mtime
     if now < installed - 86400:
@@ -253,7 +241,7 @@ def try_ranks(nproc: int, device: str, timeout_seconds: float) -> Trial:
 
     Args:
         nproc: how many.
-        device: `cpu`, `cuda`, `tpu` or `auto`.
+        device: `cpu`, `cuda` or `auto`.
         timeout_seconds: how long a rank waits for the others.
 
     Raises:
@@ -263,7 +251,7 @@ def try_ranks(nproc: int, device: str, timeout_seconds: float) -> Trial:
 
     with tempfile.TemporaryDirectory(prefix="fullshard-doctor-") as directory:
         path = Path(directory) / "outcome.json"
-        code = launch_local(_WORKER, [str(path), device, str(timeout_seconds)], nproc=nproc, device=device)
+        code = launch_local(_WORKER, [str(path), device, str(timeout_seconds)], nproc=nproc)
         outcome = read_object(path) if path.exists() else {}
     return Trial(code, outcome.get("checks", {}), outcome.get("facts", {}))
 

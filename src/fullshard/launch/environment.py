@@ -21,8 +21,6 @@ from fullshard.core.threads import rest_at_exit
 from fullshard.launch.device import kind_of, object_device
 
 T = TypeVar("T")
-_TPU_ADDRESSES = "TORCH_TPU_SLICEBUILDER_ADDRESSES"
-"""The address of each rank's TPU: the same list on all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +96,7 @@ def rank_device(environment: RankEnvironment, kind: str = "auto") -> torch.devic
 
     Args:
         environment: the place of this process.
-        kind: `cpu`, `cuda`, `tpu`, or `auto`: the accelerator where there is one, else the CPU.
+        kind: `cpu`, `cuda`, or `auto`: the accelerator where there is one, else the CPU.
 
     Raises:
         ConfigError: another kind, no such device at all, or fewer than this host's ranks.
@@ -107,7 +105,7 @@ def rank_device(environment: RankEnvironment, kind: str = "auto") -> torch.devic
     if kind == "cpu":
         return torch.device("cpu")
     count = devices.count(kind)
-    if environment.local_rank >= count and not devices.traits_of(torch.device(kind)).is_one_per_process:
+    if environment.local_rank >= count:
         raise ConfigError(
             f"local rank {environment.local_rank} has no {kind.upper()} device: this host has {count}",
             hint=f"start at most {count} processes per host, or use --device cpu" if count else "use --device cpu",
@@ -136,8 +134,6 @@ def init_process_group_from_environment(
     if not environment.launched or dist.is_initialized():
         return environment
     device = device or rank_device(environment)
-    if device.type == "tpu":
-        check_tpu_environment(environment.world_size)
     PROGRESS.limit = timeout_seconds
     timeout_seconds = timeout_seconds or timeout_of_environment() or TIMEOUT_SECONDS
     join_process_group(
@@ -186,18 +182,3 @@ def _picklable(error: Exception) -> Exception:
     except Exception:
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error
-
-
-def check_tpu_environment(world_size: int) -> None:
-    """Check that each rank has its place in what `launch.tpu.prepare_host` sets: without it they would wait for ever.
-
-    Raises:
-        ConfigError: they have not.
-    """
-    addresses = [address for address in os.environ.get(_TPU_ADDRESSES, "").split(",") if address]
-    if world_size > 1 and len(addresses) != world_size:
-        raise ConfigError(
-            f"{_TPU_ADDRESSES} has {len(addresses)} addresses for {world_size} ranks",
-            hint="start with `fullshard launch`; with torchrun call "
-            "torch.tpu.distributed.set_tpu_launch_env(nproc_per_node=N) before it",
-        )

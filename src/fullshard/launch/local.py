@@ -65,7 +65,6 @@ from fullshard.launch.rendezvous_server import (
 from fullshard.launch.scene import Scene, is_of_a_hang, is_of_a_loss
 from fullshard.launch.scratch import scratch_directory
 from fullshard.launch.streams import STREAMS, StreamPlan
-from fullshard.launch.tpu import prepare_host
 
 SHUTDOWN_SECONDS = 3
 """Seconds that a process may take to end after a signal before it is killed."""
@@ -136,7 +135,6 @@ def launch_local(
     arguments: Sequence[str],
     *,
     nproc: int,
-    device: str = "auto",
     max_restarts: int = 0,
     grace_period: float = 30.0,
 ) -> int:
@@ -146,7 +144,6 @@ def launch_local(
         module: what to run; it should call `fullshard.launch.worker.run_worker`.
         arguments: its command-line arguments.
         nproc: number of processes, the world size.
-        device: what they compute on, if that wants something set before they start.
         max_restarts: how often all of them are started again after one failed.
         grace_period: see `LaunchJob`.
 
@@ -159,7 +156,6 @@ def launch_local(
     if nproc < 1:
         raise ConfigError(f"the number of processes must be at least 1, got {nproc}")
     check_count(nproc)
-    prepare_host(device, nproc)
     variables = worker_variables(nproc)
     return run_job(
         LaunchJob(

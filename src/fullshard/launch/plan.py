@@ -104,7 +104,11 @@ def make_plan(
     """
     said = resolve(readings)
     launch = said.config.launch
-    _check_place(launch, elsewhere=elsewhere)
+    if launch.is_elastic and elsewhere:
+        raise ConfigError(
+            f"{launch.min_machines} to {launch.num_machines} hosts with --print: a cluster's job has a fixed number",
+            hint="give one number",
+        )
     if elsewhere and launch.device == "cuda" and launch.num_processes is not None:
         device, devices = "cuda", launch.num_processes // launch.num_machines
     else:
@@ -126,11 +130,6 @@ def make_plan(
         )
     if device == "cpu" and not elsewhere:
         check_count(per_host, f"{resolved.origin('launch.num_processes')}: ")
-    if device == "tpu" and resolved.config.precision.mode == "fp16":
-        raise ConfigError(
-            f"{resolved.origin('precision.mode')}: fp16, and a TPU computes in bfloat16 and float32",
-            hint="use bf16, without a scaler",
-        )
     if launch.num_machines > 1 and launch.main_process_ip is None and not elsewhere:
         raise ConfigError(
             f"{resolved.origin('launch.num_machines')}: {launch.num_machines} hosts, and main_process_ip is not given",
@@ -169,23 +168,6 @@ def _hidden_devices(launch: LaunchConfig, device: str, environ: Mapping[str, str
             yield Note(Origin.variable(name), name, Status.NO_EFFECT, text)
 
 
-def _check_place(launch: LaunchConfig, *, elsewhere: bool) -> None:
-    """Refuse what cannot run there: a changing number of hosts, or TPUs of a cluster."""
-    if launch.is_elastic and (elsewhere or launch.device == "tpu"):
-        raise ConfigError(
-            f"{launch.min_machines} to {launch.num_machines} hosts "
-            + (
-                "with --print: a cluster's job has a fixed number" if elsewhere else "with TPUs: a slice is all of them"
-            ),
-            hint="give one number",
-        )
-    if elsewhere and launch.device == "tpu":
-        raise ConfigError(
-            "--print with device = tpu: clusters name kinds and topologies of TPUs, which are not known here",
-            hint="start `fullshard launch --device tpu` on each host of the slice",
-        )
-
-
 def _check_every_size(resolved: Resolved, per_host: int) -> None:
     """Check that the model can be divided over any number of hosts, if hosts may come and go."""
     launch, sharding = resolved.config.launch, resolved.config.sharding
@@ -200,7 +182,7 @@ def _check_every_size(resolved: Resolved, per_host: int) -> None:
             ) from None
 
 
-_BACKENDS = {"cpu": "gloo", "cuda": "nccl", "tpu": "tpu_dist", "xpu": "xccl"}
+_BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl"}
 """Backends of collectives, by kind of device."""
 
 
@@ -240,8 +222,7 @@ def _devices(said: Resolved, environ: Mapping[str, str]) -> tuple[str, int]:
     if launch.gpu_ids is not None:
         _check_ids(launch.gpu_ids, said.origin("launch.gpu_ids"))
         return "cuda", len(launch.gpu_ids)
-    count = None if launch.device == "tpu" else devices_per_host(environ)
-    if count is not None:
+    if (count := devices_per_host(environ)) is not None:
         kind = "cuda"
     else:
         from fullshard.comm import device as devices

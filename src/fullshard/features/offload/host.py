@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 
 from fullshard.comm.base import Work, WorkOf
-from fullshard.comm.device import traits_of
+from fullshard.comm.device import has_streams
 
 LEAVING = 1
 """Gradients that may be on their way to the host before computing waits for the oldest; bounds their memory."""
@@ -42,7 +42,7 @@ class Host:
     def __init__(self, device: torch.device, *, pins: bool, overlaps: bool) -> None:
         self._device = device
         self._place = torch.device("meta" if device.type == "meta" else "cpu")
-        self._has_streams = traits_of(device).has_streams
+        self._has_streams = has_streams(device)
         self._pins = pins and self._has_streams
         self._to_device, self._to_host = (
             torch.Stream(device) if overlaps and self._has_streams else None for _ in ("to device", "to host")

@@ -23,7 +23,6 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.nn.utils import clip_grad as torch_clip
 from torch.optim import optimizer as torch_optimizer
 
-from fullshard.comm.device import require_dtype
 from fullshard.comm.mesh import Mesh, init_mesh, meshes
 from fullshard.comm.torch_dist import all_reduce
 from fullshard.comm.waiting import PROGRESS
@@ -186,8 +185,6 @@ def _unscale_grads(
 ) -> dict[torch.device, torch.Tensor]:
     """Unscale gradients as torch does, then agree on whether any rank found an overflow."""
     parameters = sharded_parameters(optimizer)
-    for parameter in parameters[:1]:
-        require_dtype(parameter.mesh.device, torch.float16, "a GradScaler is for float16")
     if any(p.bucket.plan.main_is_on_host for p in parameters):  # gradients are there, and torch waits for no copy
         inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
     found: dict[torch.device, torch.Tensor] = torch_private.unscale.torchs(

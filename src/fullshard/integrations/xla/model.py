@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.config.tpus import require_xla
+from fullshard.config.xla import require_xla
 from fullshard.core.errors import CheckpointError, ConfigError, WrapError
 from fullshard.integrations.xla.settings import XlaSettings
 
@@ -48,10 +48,14 @@ class Sharded:
         if self.settings.shard_output is not None:
             self.settings.shard_output(output, self.mesh)
             return
-        for tensor in tensors_in(output):
+
+        def divide(tensor: torch.Tensor) -> torch.Tensor:
             is_batch = tensor.dim() > 0 and tensor.shape[0] % self.mesh.size() == 0
             if is_batch and tensor.device.type == "xla" and not torch_xla._XLAC._get_xla_sharding_spec(tensor):
                 spmd.mark_sharding(tensor, self.mesh, (_AXES, *[None] * (tensor.dim() - 1)))
+            return tensor
+
+        mapped(output, divide)
 
 
 def prepare(model: nn.Module, settings: XlaSettings | None = None) -> nn.Module:
@@ -93,18 +97,6 @@ def sharded_state(model: nn.Module) -> Sharded:
     return found
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Return every tensor in tensors, tuples, lists, mappings (Transformers' outputs among them) and their nesting."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_in(item)
-
-
 def shard_batch(batch: Any, model: nn.Module) -> Any:
     """Place a global batch: dim 0 of its tensors, which all devices must divide, is spread over the devices.
 
@@ -123,7 +115,7 @@ def shard_batch(batch: Any, model: nn.Module) -> Any:
             )
         return sharded.place(value, (_AXES, *[None] * (value.dim() - 1)))
 
-    return _mapped(dict(batch) if isinstance(batch, Mapping) else batch, place)
+    return mapped(dict(batch) if isinstance(batch, Mapping) else batch, place)
 
 
 class batches:
@@ -260,21 +252,21 @@ def _in_bf16(forward: Any) -> Any:
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         with torch.autocast("xla", dtype=torch.bfloat16):
             output = forward(*args, **kwargs)
-        return _mapped(output, lambda tensor: tensor.float() if tensor.dtype == torch.bfloat16 else tensor)
+        return mapped(output, lambda tensor: tensor.float() if tensor.dtype == torch.bfloat16 else tensor)
 
     return wrapped
 
 
-def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return the value with every tensor in it changed; see `tensors_in`."""
+def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return tuples, lists, mappings (Transformers' outputs among them) with every tensor in them changed."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, Mapping):
         changed: Any = copy.copy(value)
         for key, item in value.items():
-            changed[key] = _mapped(item, change)
+            changed[key] = mapped(item, change)
         return changed
     if isinstance(value, list | tuple):
-        items = [_mapped(item, change) for item in value]
+        items = [mapped(item, change) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
