@@ -470,7 +470,7 @@ def test_fullshard_merge_is_bitwise_pefts(tmp_path: Path, case: str) -> None:
 @pytest.mark.filterwarnings("ignore:Setting `save")
 def test_fullshard_merge_of_damaged_files_names_them(tmp_path: Path) -> None:
     """They are not JSON, no model's or adapter's, or cut: each library has errors of its own for that."""
-    from fullshard.checkpoint.offline import HuggingFaceSource, MergedSource, write_weights
+    from fullshard.checkpoint.offline import open_merged, write_weights
 
     whole_and_adapter(tmp_path, "plain")
     weights = (tmp_path / "adapter" / "adapter_model.safetensors").read_bytes()
@@ -487,12 +487,15 @@ def test_fullshard_merge_of_damaged_files_names_them(tmp_path: Path) -> None:
         path = tmp_path / name
         whole = path.read_bytes()
         path.write_bytes(content)
-        with pytest.raises(CheckpointError, match=f"(?s){path}.*{what}"):
-            MergedSource(HuggingFaceSource(tmp_path / "base"), tmp_path / "adapter")
+        with (
+            pytest.raises(CheckpointError, match=f"(?s){path}.*{what}"),
+            open_merged(tmp_path / "base", tmp_path / "adapter"),
+        ):
+            pass
         path.write_bytes(whole)
     adapter = shutil.copytree(tmp_path / "adapter", tmp_path / "run" / "step-5")
     with (
-        MergedSource(HuggingFaceSource(tmp_path / "base"), adapter) as merged,
+        open_merged(tmp_path / "base", adapter) as (merged, _),
         pytest.raises(CheckpointError, match=f"{tmp_path / 'run'} holds {adapter}, which is read"),
     ):
         write_weights(merged, tmp_path / "run", overwrite=True)
@@ -507,17 +510,14 @@ def test_fullshard_merge_of_files_in_another_dtype_than_the_configuration_says(
     """The files' own: no bit of them is lost, and what is written is that."""
     from safetensors.torch import load_file
 
-    from fullshard.checkpoint.offline import HuggingFaceSource, MergedSource, write_weights
+    from fullshard.checkpoint.offline import open_merged, write_weights
 
     expected = whole_and_adapter(tmp_path, "plain", getattr(torch, files)).state_dict()
     path = tmp_path / "base" / "config.json"
     said = json.loads(path.read_text())
     del said["dtype"]
     path.write_text(json.dumps(said | ({} if config is None else {"dtype": config})))
-    with (
-        MergedSource(HuggingFaceSource(tmp_path / "base"), tmp_path / "adapter") as merged,
-        merged.configuration() as beside,
-    ):
+    with open_merged(tmp_path / "base", tmp_path / "adapter") as (merged, beside):
         write_weights(merged, tmp_path / "merged", config_from=beside, needs_config=True)
     found = load_file(tmp_path / "merged" / "model.safetensors")
     assert {name: tensor.dtype for name, tensor in found.items()} == dict.fromkeys(found, getattr(torch, files))
@@ -550,17 +550,13 @@ def test_a_file_that_lacks_some_of_the_adapters_is_refused(tmp_path: Path) -> No
 def test_fullshard_merge_of_a_trainers_checkpoint(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    from fullshard.checkpoint.offline import HuggingFaceSource, MergedSource, write_weights
+    from fullshard.checkpoint.offline import open_merged, write_weights
 
     whole_and_adapter(tmp_path, "plain")
     run_ranks(interrupted, 2, str(tmp_path), "plain", "SHARDED_STATE_DICT")
     for name, place in (("a", "checkpoint-4"), ("b", "checkpoint-4/training_state")):
-        with (
-            MergedSource(HuggingFaceSource(tmp_path / "base"), tmp_path / place) as merged,
-            merged.configuration() as config,
-        ):
+        with open_merged(tmp_path / "base", tmp_path / place) as (merged, config):
             write_weights(merged, tmp_path / name, config_from=config, needs_config=True)
-            assert bool(files_in_use(tmp_path)) == (name == "b")  # an adapter's file is opened to be read
         assert files_in_use(tmp_path) == []
     first, second = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in "ab")
     compare_bitwise(first, second)
@@ -571,7 +567,7 @@ def test_fullshard_merge_of_a_checkpoint_with_transformers_own_adapters(tmp_path
     from peft import LoraConfig
 
     from fullshard.checkpoint import save_checkpoint
-    from fullshard.checkpoint.offline import HuggingFaceSource, MergedSource, write_weights
+    from fullshard.checkpoint.offline import open_merged, write_weights
 
     build().save_pretrained(tmp_path / "base")
     model = build()
@@ -580,10 +576,7 @@ def test_fullshard_merge_of_a_checkpoint_with_transformers_own_adapters(tmp_path
     model.save_pretrained(tmp_path / "adapter")
     save_checkpoint(tmp_path / "adapter" / "state", model=model)
     for name, place in (("a", "adapter"), ("b", "adapter/state")):
-        with (
-            MergedSource(HuggingFaceSource(tmp_path / "base"), tmp_path / place) as merged,
-            merged.configuration() as config,
-        ):
+        with open_merged(tmp_path / "base", tmp_path / place) as (merged, config):
             write_weights(merged, tmp_path / name, config_from=config, needs_config=True)
     files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("a", "b", "base")]
     assert files[0] == files[1] != files[2]

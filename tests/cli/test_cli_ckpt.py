@@ -44,18 +44,12 @@ def _run(*arguments: object) -> Result:
     return result
 
 
-def test_inspect_draws_who_owns_what(saved: Path) -> None:
+def test_inspect_says_what_is_in_it(saved: Path) -> None:
     text = _run("inspect", saved).stdout
-    for part in ("fullshard checkpoint", "AdamW, 2 groups", "2 (1 replicate x 2 shard)", "embed.weight = head.weight"):
+    for part in ("fullshard checkpoint", '"kind": "AdamW"', '"shard": 2', '{"embed.weight": ["head.weight"]}'):
         assert part in text
-    assert "step         2" in text
-    assert "scheduler" in text
-    picture = [line for line in text.splitlines() if line.endswith("|")]
-    assert any("layers.0" in line for line in picture)
-    assert all(set(line.split("|")[1]) <= {"0", "1"} for line in picture)
-    assert any("0" in line.split("|")[1] for line in picture)
-    assert any("1" in line.split("|")[1] for line in picture)
-    assert "layers.1.0.weight" in _run("inspect", saved, "--tensors").stdout
+    assert "step               2" in text and "world_size         2" in text and "scheduler" in text
+    assert "layers.1.0.weight" not in text and "layers.1.0.weight" in _run("inspect", saved, "--tensors").stdout
 
 
 def test_inspect_as_json(saved: Path) -> None:
@@ -71,12 +65,10 @@ def test_inspect_as_json(saved: Path) -> None:
     assert "embed.weight/exp_avg" in by_name
 
 
-def test_inspect_names_the_settings_that_were_changed(tmp_path: Path) -> None:
+def test_inspect_as_json_has_the_configuration_of_the_run(tmp_path: Path) -> None:
     config = RunConfig(checkpoint=CheckpointConfig(async_save=True)).model_dump(mode="json")
     save_checkpoint(tmp_path / "c", model=nn.Linear(2, 2), extra={"step": 1, "config": config})
-    text = _run("inspect", tmp_path / "c").stdout
-    assert "1 settings that are not the default" in text and "checkpoint.async_save = true" in text
-    assert "reshard" not in text
+    assert "reshard" not in _run("inspect", tmp_path / "c").stdout
     assert json.loads(_run("inspect", tmp_path / "c", "--json").stdout)["config"] == config
 
 
@@ -104,11 +96,11 @@ def test_diff(saved: Path, tmp_path: Path) -> None:
     other = _run("diff", saved, tmp_path / "whole", "--model-only", "--json")
     assert other.exit_code == 1
     differences = json.loads(other.stdout)
-    assert {d["what"] for d in differences} == {"dtype", "values", "only in A"}, "the tied name is stored once"
-    value = next(d for d in differences if d["name"] == "frozen.weight" and d["what"] == "values")
+    assert "only in A" in {d["what"] for d in differences}, "the tied name is stored once"
+    kind, value = (d for d in differences if d["name"] == "frozen.weight")
+    assert kind["what"] == "float32 of shape [6, 6] and bfloat16 of shape [6, 6]"
     weight = reference()[0]["frozen.weight"]
     assert value["max_abs"] == (weight - weight.bfloat16().float()).abs().max().item()
-    assert value["count"] == int((weight != weight.bfloat16().float()).sum())
 
 
 def test_reshard_consolidate_import_there_and_back(saved: Path, tmp_path: Path) -> None:
@@ -124,7 +116,7 @@ def test_reshard_consolidate_import_there_and_back(saved: Path, tmp_path: Path) 
     with pytest.raises(ConfigError, match="fullshard ckpt import"):
         _run("reshard", tmp_path / "whole", tmp_path / "b", "--world-size", 2)
     imported = _run("import", tmp_path / "whole", tmp_path / "b", "--world-size", 2)
-    assert "Hugging Face directory (safetensors)" in imported.stderr
+    assert "Hugging Face directory" in imported.stderr
     verify_checkpoint(tmp_path / "b").raise_if_damaged()
     assert _run("diff", saved, tmp_path / "b", "--model-only").stdout.splitlines() == [
         "head.weight: only in A",
@@ -136,8 +128,7 @@ def test_reshard_consolidate_import_there_and_back(saved: Path, tmp_path: Path) 
 def test_export_in_the_format_of_torch_and_import(saved: Path, tmp_path: Path, to: str) -> None:
     _run("export", saved, tmp_path / "theirs", "--to", to)
     _run("import", tmp_path / "theirs", tmp_path / "ours", "--world-size", 2)
-    found = json.loads(_run("diff", saved, tmp_path / "ours", "--json").stdout)
-    assert [d for d in found if d["kind"] == "model" or d["what"] != "setting"] == []
+    assert _run("diff", saved, tmp_path / "ours").stdout == "no difference\n"
     with pytest.raises(ConfigError, match="has no effect"):
         _run("export", saved, tmp_path / "other", "--to", to, "--config-from", tmp_path)
 

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
 from fullshard.checkpoint import full_state_dict, load_checkpoint, save_checkpoint, verify_checkpoint
 from fullshard.checkpoint.coded_state import coded_tensors
 from fullshard.checkpoint.format import CodedPieceRecord, CodeRecord, StateTensorRecord, read_manifest
-from fullshard.checkpoint.offline.native import NativeSource
+from fullshard.checkpoint.offline.native import open_native
 from fullshard.core.errors import CheckpointError, OptimizerError
 from fullshard.core.layout import Interval
 from fullshard.features import ShardedParameter, shard_model
@@ -98,7 +98,7 @@ def session(
 
 def state_of(path: Path) -> dict[str, torch.Tensor]:
     """All optimizer state of a checkpoint, as values."""
-    with NativeSource(path) as source:
+    with open_native(path) as source:
         return {
             name: source.read(kind, name, Interval(0, record.numel))
             for kind, name, record in source.contents.tensors()

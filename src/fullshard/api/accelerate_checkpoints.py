@@ -16,7 +16,7 @@ from fullshard.api import saving
 from fullshard.checkpoint.adapters import is_adapted
 from fullshard.checkpoint.chunks import fill_local
 from fullshard.checkpoint.full_state import full_state_dict, load_full_state_dict, match_names
-from fullshard.checkpoint.offline.dcp import DcpSource
+from fullshard.checkpoint.offline.dcp import open_dcp
 from fullshard.checkpoint.offline.source import require_values
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.save import save_checkpoint
@@ -95,7 +95,7 @@ def _read(path: Path, model: torch.nn.Module) -> None:
     rest(model)
     locals_ = local_tensors(model)
     check_is_plain(locals_)
-    with DcpSource("weights as Accelerate saves them", path, [path], optimizer=False) as source:
+    with open_dcp("weights as Accelerate saves them", path, [path], optimizer=False) as source:
         records = require_values(source)
         whole = {name: torch.empty(record.shape, device="meta") for name, record in records.items()}
         names, _, _ = match_names(locals_, whole, strict=True)

@@ -37,7 +37,6 @@ class MergedModel:
         base: the model without adapters: its class and configuration are those of the result.
         sources: the tensors of the result, in its order, under the names it has for them. The tensor inside is the
             model's own where the adapters leave it as it is, else a stand-in on the meta device.
-        prefix: what comes before a name of the base in the PEFT model.
         ties_embeddings: whether input and output embeddings are one tensor in the result.
 
     Raises:
@@ -51,7 +50,6 @@ class MergedModel:
         self._layers: dict[int, list[nn.Module]] = {}
         self._last: tuple[list[nn.Module], dict[str, torch.Tensor]] = ([], {})
         self._paths: dict[int, str] = {}
-        self.prefix = next(f"{path}." for path, module in model.named_modules() if module is self.base)
         self.sources = self._find_sources()
 
     def parts(self, source: LocalTensor) -> list[torch.Tensor]:

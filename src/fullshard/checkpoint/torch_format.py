@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fullshard.checkpoint.format import part_paths
 from fullshard.checkpoint.objects import Location, on_this_host
-from fullshard.checkpoint.offline.native import NativeSource
+from fullshard.checkpoint.offline.native import open_native
 from fullshard.checkpoint.offline.source import nbytes_of
 from fullshard.checkpoint.offline.write_dcp import write_dcp
 from fullshard.checkpoint.save import Pending
@@ -57,7 +57,7 @@ def write_torch_format(checkpoint: Path, directory: Path, *, first: int = 0) -> 
     temp = make_temp_directory(checkpoint, save_id, overwrite=True)
     try:
         for index, part in enumerate(part_paths(checkpoint) or [checkpoint], first):
-            with NativeSource(part) as source:
+            with open_native(part) as source:
                 require_room(temp, sum(nbytes_of(record) for _, _, record in source.contents.tensors()))
                 write_dcp(source, temp / f"{index}", index=index)
         # Weights last: a program that finds them may rely on the optimizer's state.

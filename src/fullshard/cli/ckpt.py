@@ -19,7 +19,7 @@ from fullshard.core.sizes import format_count, format_nbytes
 
 if TYPE_CHECKING:
     from fullshard.checkpoint.objects import Location
-    from fullshard.checkpoint.offline import Contents, Source
+    from fullshard.checkpoint.offline import Source
 
 DIFFERENT = 1
 """Exit code of `verify` and `diff` when there is something to report; errors have 2."""
@@ -67,25 +67,32 @@ def inspect(
     index: _Index = 0,
     as_json: _Json = False,
 ) -> None:
-    """Say what a checkpoint holds, and draw which rank owns what. Reads no weights."""
+    """Say what a checkpoint holds. Reads no weights. --json also has every tensor, and the ranks that stored it."""
     with _open(checkpoint, index=index) as source:
         facts = _facts(source)
-        if as_json:
-            facts["tensors"] = _tensor_facts(source.contents)
-            typer.echo(json.dumps(facts, indent=2))
-            return
-        _print_facts(facts, source.contents)
-        if tensors:
-            for tensor in _tensor_facts(source.contents):
-                _say(f"  {tensor['name']:<60} {tensor['dtype']:<10} {tensor['shape']}")
+        listed = [
+            {
+                "kind": kind,
+                "name": name,
+                "dtype": record.dtype,
+                "shape": list(record.shape),
+                "pieces": [[piece.rank, piece.start, piece.stop] for piece in record.pieces],
+            }
+            for kind, name, record in source.contents.tensors()
+        ]
+    if as_json:
+        typer.echo(json.dumps({**facts, "tensors": listed}, indent=2))
+        return
+    facts |= {"numel": format_count(facts["numel"]), "nbytes": format_nbytes(facts["nbytes"])}
+    for name, value in facts.items():
+        if value not in (None, [], {}) and name != "config":
+            _say(f"{name:<18} {value if isinstance(value, str) else json.dumps(value)}")
+    for tensor in listed if tensors else ():
+        _say(f"  {tensor['name']:<60} {tensor['dtype']:<10} {tensor['shape']}")
 
 
 @app.command()
-def verify(
-    checkpoint: _Ours,
-    *,
-    as_json: _Json = False,
-) -> None:
+def verify(checkpoint: _Ours, *, as_json: _Json = False) -> None:
     """Read every byte and prove it. Exit code 0: whole; 1: damaged, with all that is wrong."""
     from fullshard.checkpoint.objects import location
     from fullshard.checkpoint.verify import verify_parts
@@ -113,24 +120,20 @@ def diff(
     model_only: Annotated[bool, typer.Option("--model-only", help="Leave optimizer state out.")] = False,
     as_json: _Json = False,
 ) -> None:
-    """Compare names, shapes, dtypes and every bit. Exit code 0: the same; 1: different."""
-    from fullshard.checkpoint.objects import location
+    """Compare names, shapes, dtypes and every bit of the tensors. Exit code 0: the same; 1: different."""
     from fullshard.checkpoint.offline import compare
 
-    paths = location(a), location(b)
-    with _open(paths[0], optimizer=not model_only) as one, _open(paths[1], optimizer=not model_only) as other:
-        total = _total(one.contents)
-        with _progress("comparing", total) as tick:
-            found = [
-                difference
-                for difference in compare(one, other, progress=tick)
-                if not (model_only and difference.kind == "optimizer")
-            ]
-    if as_json:
-        typer.echo(json.dumps([_plain(difference) for difference in found], indent=2))
+    with (
+        _open(a, optimizer=not model_only) as one,
+        _open(b, optimizer=not model_only) as other,
+        _progress("comparing", one) as tick,
+    ):
+        found = [d for d in compare(one, other, progress=tick) if d.kind == "model" or not model_only]
+    if as_json:  # JSON has no infinity
+        typer.echo(json.dumps([d._asdict() | {"max_abs": min(d.max_abs, sys.float_info.max)} for d in found], indent=2))
     else:
         for difference in found:
-            _say(str(difference))
+            _say(f"{difference.name}: {difference.what}")
         _say(f"{len(found)} differences" if found else "no difference")
     if found:
         raise typer.Exit(DIFFERENT)
@@ -181,10 +184,9 @@ def export(
     from fullshard.checkpoint.shards import parse_dtype
 
     layout: Any = "accelerate" if to is Target.DCP else to.value
-    with _open(checkpoint, index=index) as source:
-        with _progress("writing", _total(source.contents)) as tick:
-            write_dcp(source, output, layout=layout, dtype=parse_dtype(dtype), overwrite=overwrite, progress=tick)
-        _done(output)
+    with _open(checkpoint, index=index) as source, _progress("writing", source) as tick:
+        write_dcp(source, output, layout=layout, dtype=parse_dtype(dtype), overwrite=overwrite, progress=tick)
+    _done(output)
 
 
 @app.command()
@@ -200,10 +202,10 @@ def reshard(
     from fullshard.checkpoint.format import MANIFEST_NAME, trainer_state
     from fullshard.checkpoint.objects import location
 
-    ours, where = trainer_state(location(checkpoint)), location(output)
+    ours = trainer_state(location(checkpoint))
     if not (ours / MANIFEST_NAME).is_file():
         raise ConfigError(f"{ours} is no checkpoint of ours", hint="fullshard ckpt import takes those of others")
-    _native(ours, where, world_size=world_size, shard_size=shard_size, overwrite=overwrite)
+    _native(ours, output, world_size=world_size, shard_size=shard_size, overwrite=overwrite)
 
 
 @app.command("import")
@@ -261,27 +263,25 @@ def prune(
 def _weights(checkpoint: str, output: Path, index: int, **options: Any) -> None:
     from fullshard.checkpoint.offline import write_weights
 
-    with _open(checkpoint, optimizer=False, index=index) as source:
-        with _progress("writing", _total(source.contents, model_only=True)) as tick:
-            copied = write_weights(source, output, progress=tick, **options)
-        _done(output)
-        if copied:
-            _say(f"copied: {', '.join(copied)}")
+    with _open(checkpoint, optimizer=False, index=index) as source, _progress("writing", source) as tick:
+        copied = write_weights(source, output, progress=tick, **options)
+    _done(output)
+    if copied:
+        _say(f"copied: {', '.join(copied)}")
 
 
 def _native(
-    checkpoint: str | Location, output: str | Location, *, index: int = 0, with_optimizer: bool = True, **options: Any
+    checkpoint: str | Location, output: str, *, index: int = 0, with_optimizer: bool = True, **options: Any
 ) -> None:
     from fullshard.checkpoint.objects import location
     from fullshard.checkpoint.offline import write_native
 
     where = location(output)
-    with _open(checkpoint, optimizer=with_optimizer, index=index) as source:
-        with _progress("writing", _total(source.contents)) as tick:
-            notes = write_native(source, where, progress=tick, **options)
-        _done(where)
-        for note in notes:
-            _say(f"note: {note}")
+    with _open(checkpoint, optimizer=with_optimizer, index=index) as source, _progress("writing", source) as tick:
+        notes = write_native(source, where, progress=tick, **options)
+    _done(where)
+    for note in notes:
+        _say(f"note: {note}")
 
 
 def _say(text: str, *, err: bool = False) -> None:
@@ -299,7 +299,7 @@ def _open(path: str | Location, *, optimizer: bool = True, index: int = 0) -> It
 
 
 @contextlib.contextmanager
-def _progress(what: str, nbytes: int) -> Iterator[Callable[[int], None]]:
+def _progress(what: str, source: Source) -> Iterator[Callable[[int], None]]:
     """Yield a progress bar on a terminal, and nothing elsewhere."""
     if not sys.stderr.isatty():
         yield lambda _: None
@@ -309,14 +309,14 @@ def _progress(what: str, nbytes: int) -> Iterator[Callable[[int], None]]:
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=nbytes)
+        task = bar.add_task(what, total=_nbytes(source))
         yield lambda done: bar.advance(task, done)
 
 
-def _total(contents: Contents, *, model_only: bool = False) -> int:
+def _nbytes(source: Source) -> int:
     from fullshard.checkpoint.offline.source import nbytes_of
 
-    return sum(nbytes_of(record) for kind, _, record in contents.tensors() if kind == "model" or not model_only)
+    return sum(nbytes_of(record) for _, _, record in source.contents.tensors())
 
 
 def _done(output: Location) -> None:
@@ -327,24 +327,16 @@ def _done(output: Location) -> None:
     _say(f"wrote {output}: {len(sizes)} files, {format_nbytes(sum(sizes))}")
 
 
-def _plain(difference: Any) -> dict[str, Any]:
-    fields = {name: getattr(difference, name) for name in ("kind", "name", "what", "a", "b", "max_abs", "count")}
-    return {**fields, "max_abs": str(difference.max_abs)} if difference.max_abs == float("inf") else fields
-
-
 def _facts(source: Source) -> dict[str, Any]:
     """Return a short summary of a checkpoint."""
-    from fullshard.checkpoint.offline.source import nbytes_of
-
-    contents, manifest = source.contents, source.contents.manifest
-    model = {**contents.parameters, **contents.buffers}
+    contents, manifest, model = source.contents, source.contents.manifest, source.contents.model
     facts: dict[str, Any] = {
         "path": str(source.path),
         "kind": source.title,
         "parameters": len(contents.parameters),
         "buffers": len(contents.buffers),
         "numel": sum(record.numel for record in model.values()),
-        "nbytes": sum(nbytes_of(record) for _, _, record in contents.tensors()),
+        "nbytes": _nbytes(source),
         "dtypes": dict(Counter(record.dtype for record in model.values())),
         "not_stored": [name for name, record in model.items() if not record.is_stored],
         "tied": {name: list(record.aliases) for name, record in model.items() if record.aliases},
@@ -353,102 +345,14 @@ def _facts(source: Source) -> dict[str, Any]:
         "notes": list(contents.notes),
     }
     if contents.optimizer is not None:
-        keys = sorted({key for values in contents.optimizer.state.values() for key in values})
         facts["optimizer"] = {
             "kind": contents.optimizer.kind or None,
             "groups": [{"parameters": len(g.parameters), **g.options} for g in contents.optimizer.groups],
-            "state": keys,
+            "state": sorted({key for values in contents.optimizer.state.values() for key in values}),
         }
-    extra = contents.states.get("extra")
-    if isinstance(extra, dict):
-        facts["step"] = extra.get("step")
-        facts["config"] = extra.get("config")
+    if isinstance(extra := contents.states.get("extra"), dict):
+        facts |= {"step": extra.get("step"), "config": extra.get("config")}
     if manifest is not None:
-        facts |= {
-            "save_id": manifest.save_id,
-            "saved_at": manifest.saved_at,
-            "world_size": manifest.world_size,
-            "mesh": manifest.mesh.model_dump(),
-            "fullshard_version": manifest.fullshard_version,
-            "torch_version": manifest.torch_version,
-        }
+        keys = {"save_id", "saved_at", "world_size", "mesh", "fullshard_version", "torch_version"}
+        facts |= manifest.model_dump(include=keys)
     return facts
-
-
-def _tensor_facts(contents: Contents) -> list[dict[str, Any]]:
-    return [
-        {
-            "kind": kind,
-            "name": name,
-            "dtype": record.dtype,
-            "shape": list(record.shape),
-            "pieces": [[piece.rank, piece.start, piece.stop] for piece in record.pieces],
-        }
-        for kind, name, record in contents.tensors()
-    ]
-
-
-def _print_facts(facts: dict[str, Any], contents: Contents) -> None:
-    import datetime
-
-    def line(name: str, text: str) -> None:
-        _say(f"{name:<12} {text}")
-
-    line("kind", facts["kind"])
-    dtypes = ", ".join(f"{name} x{count}" for name, count in facts["dtypes"].items())
-    line("model", f"{format_count(facts['numel'])} elements in {facts['parameters']} parameters ({dtypes})")
-    if facts["buffers"]:
-        line("buffers", str(facts["buffers"]))
-    if facts["not_stored"]:
-        line("not stored", f"{len(facts['not_stored'])} tensors, first {facts['not_stored'][0]}")
-    for name, aliases in facts["tied"].items():
-        line("tied", f"{name} = {', '.join(aliases)}")
-    if facts["optimizer"]:
-        optimizer = facts["optimizer"]
-        kind = optimizer["kind"] or "of unknown class"
-        line(
-            "optimizer", f"{kind}, {len(optimizer['groups'])} groups, state {', '.join(optimizer['state']) or 'empty'}"
-        )
-    line("size", format_nbytes(facts["nbytes"]))
-    if facts.get("step") is not None:
-        line("step", str(facts["step"]))
-    if contents.manifest is not None:
-        when = datetime.datetime.fromtimestamp(facts["saved_at"]).isoformat(sep=" ", timespec="seconds")
-        line("saved", f"{when} by fullshard {facts['fullshard_version']}, torch {facts['torch_version']}")
-        mesh = facts["mesh"]
-        line("ranks", f"{facts['world_size']} ({mesh['replicate']} replicate x {mesh['shard']} shard)")
-    if facts["states"]:
-        line("also", ", ".join(facts["states"]))
-    if facts.get("config") is not None:
-        changed = _changed_settings(facts["config"])
-        line("config", f"{len(changed)} settings that are not the default (--json has all)")
-        for name, value in changed.items():
-            line("", f"{name} = {json.dumps(value)}")
-    for note in facts["notes"]:
-        line("note", note)
-    if contents.manifest is not None:
-        _print_picture(contents)
-
-
-def _changed_settings(config: Any) -> dict[str, Any]:
-    """Return the settings of a run by their dotted names, without those that have the default."""
-    from fullshard.config.schema import RunConfig
-
-    def flat(value: Any, prefix: str = "") -> dict[str, Any]:
-        if not isinstance(value, dict):
-            return {prefix.rstrip("."): value}
-        return {name: inner for key, part in value.items() for name, inner in flat(part, f"{prefix}{key}.").items()}
-
-    usual = flat(RunConfig().model_dump(mode="json"))
-    return {name: value for name, value in flat(config).items() if name not in usual or usual[name] != value}
-
-
-def _print_picture(contents: Contents) -> None:
-    from fullshard.checkpoint.offline.picture import ownership
-
-    lines = ownership({name: record for kind, name, record in contents.tensors() if kind == "model"})
-    if lines:
-        width = max(len(part) for part, _ in lines)
-        _say("\nwho stores what (one letter per share, 0-9 a-z A-Z are ranks):")
-        for part, owners in lines:
-            _say(f"  {part:<{width}} |{owners}|")

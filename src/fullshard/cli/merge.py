@@ -25,18 +25,12 @@ def merge(
     overwrite: Overwrite = False,
 ) -> None:
     """Merge a LoRA adapter into its base model. Holds one layer and the adapter, whatever the model's size."""
-    from fullshard.checkpoint.offline import HuggingFaceSource, MergedSource, write_weights
+    from fullshard.checkpoint.offline import open_merged, write_weights
     from fullshard.checkpoint.weight_files import model_directory
 
-    source = HuggingFaceSource(model_directory(base))
-    with MergedSource(source, adapter) as merged, merged.configuration() as configuration:
+    with open_merged(model_directory(base), adapter) as (merged, configuration):
         write_weights(
-            merged,
-            output,
-            dtype=dtype,
-            max_shard_size=max_shard_size,
-            config_from=configuration,
-            needs_config=True,
+            merged, output, dtype=dtype, max_shard_size=max_shard_size, config_from=configuration, needs_config=True,
             overwrite=overwrite,
-        )
+        )  # fmt: skip
     typer.echo(f"wrote {output}")

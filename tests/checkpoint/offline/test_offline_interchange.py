@@ -149,7 +149,7 @@ def test_torch_fsdp2_loads_ours(tmp_path: Path, layout: Any) -> None:
     loaded = run_ranks(_load_peer, 2, str(tmp_path / "theirs"), layout)[0]
     assert {n for n, t in ours.items() if not torch.equal(t, loaded[n])} == set()
     with open_source(tmp_path / "theirs") as again, open_source(tmp_path / "ours") as source:
-        assert [d for d in compare(source, again) if d.what != "setting"] == []
+        assert list(compare(source, again)) == []
 
 
 def _accelerate(directory: str, *, save: bool, kind: str) -> dict[str, torch.Tensor]:
@@ -311,7 +311,6 @@ def test_plain_torch_files(tmp_path: Path) -> None:
     torch.save({"model": wrapped, "epoch": 3}, tmp_path / "nested.pt")
     for name, notes in (("weights.pt", []), ("nested.pt", ["epoch: not part of the model"])):
         with open_source(tmp_path / name) as source:
-            assert source.contents.parameters["embed.weight"].aliases == ("head.weight",)
             assert list(source.contents.notes) == notes
             read = _read_all(source)
             assert {n for n, t in read.items() if not torch.equal(t, weights[n])} == set()

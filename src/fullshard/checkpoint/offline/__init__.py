@@ -2,8 +2,7 @@
 
 from fullshard.checkpoint.offline.compare import Difference, compare
 from fullshard.checkpoint.offline.detect import open_source
-from fullshard.checkpoint.offline.huggingface import HuggingFaceSource
-from fullshard.checkpoint.offline.merging import MergedSource
+from fullshard.checkpoint.offline.merging import open_merged
 from fullshard.checkpoint.offline.source import Contents, Source
 from fullshard.checkpoint.offline.write_dcp import write_dcp
 from fullshard.checkpoint.offline.write_native import write_native
@@ -12,10 +11,9 @@ from fullshard.checkpoint.offline.write_weights import write_weights
 __all__ = [
     "Contents",
     "Difference",
-    "HuggingFaceSource",
-    "MergedSource",
     "Source",
     "compare",
+    "open_merged",
     "open_source",
     "write_dcp",
     "write_native",

@@ -61,7 +61,7 @@ class Box:
         return math.prod(self.sizes)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class StoredObject:
     """An entry of the state dict: a tensor in boxes, or a Python value (no dtype) in one box without sizes."""
 

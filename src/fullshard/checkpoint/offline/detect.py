@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from fullshard.checkpoint.format import MANIFEST_NAME, trainer_state
-from fullshard.checkpoint.objects import Location, ObjectPath, location
-from fullshard.checkpoint.offline.dcp import DcpSource
+from fullshard.checkpoint.objects import Location, location
+from fullshard.checkpoint.offline.dcp import open_dcp
 from fullshard.checkpoint.offline.dcp_metadata import METADATA_NAME
-from fullshard.checkpoint.offline.huggingface import HuggingFaceSource, files_beside_weights, has_safetensors
-from fullshard.checkpoint.offline.native import NativeSource
+from fullshard.checkpoint.offline.huggingface import files_beside_weights, open_weights
+from fullshard.checkpoint.offline.native import open_native
 from fullshard.checkpoint.offline.source import Source
-from fullshard.checkpoint.offline.torch_state import bin_files, open_torch_state
+from fullshard.checkpoint.offline.torch_state import open_torch_state
 from fullshard.checkpoint.offline.xla import is_rank_file, open_xla, rank_files
-from fullshard.checkpoint.weight_files import PICKLED_INDEX_NAME, PICKLED_NAME
+from fullshard.checkpoint.weight_files import INDEX_NAME, PICKLED_INDEX_NAME, PICKLED_NAME, SINGLE_NAME
 from fullshard.core.errors import CheckpointError
 
 _MODEL, _OPTIMIZER = "pytorch_model_fsdp", "optimizer"
@@ -31,20 +31,22 @@ def open_source(path: str | Location, *, optimizer: bool = True, index: int = 0)
         CheckpointError: nothing here that is known, or a checkpoint that is damaged.
     """
     path = location(path)
+    source = None if index else _native(path)
+    if source is None and isinstance(path, Path):
+        source = _accelerate(path, optimizer, index)
+        if source is None and not index:
+            source = _directory(path, optimizer) if path.is_dir() else _file(path, optimizer)
+    if source is not None:
+        return source
     if index:
-        return _further(path, optimizer, index)
-    if isinstance(path, ObjectPath):
-        return _in_a_store(path)
-    if path.is_file():
-        if is_rank_file(path):
-            return open_xla(path.parent, rank_files(path.parent), optimizer=optimizer)
-        return open_torch_state(f"torch file ({path.name})", path, [path], optimizer=optimizer)
-    if not path.is_dir():
-        raise CheckpointError(f"there is no checkpoint at {path}")
-    for open_it in (_native, _of_trainer, _accelerate_sharded, _dcp, _accelerate_full, _xla, _hugging_face):
-        source = open_it(path, optimizer, index)
-        if source is not None:
-            return source
+        raise CheckpointError(
+            f"{path} holds no model {index} of a checkpoint of Accelerate with several", hint="leave it out"
+        )
+    if not isinstance(path, Path):
+        raise CheckpointError(
+            f"{path} holds no checkpoint of fullshard's, and those of others are not read from an object store",
+            hint="copy it to a directory first",
+        )
     entries = sorted(entry.name for entry in path.iterdir())
     inside = [name for name in entries if (path / name / MANIFEST_NAME).is_file()]
     raise CheckpointError(
@@ -53,89 +55,60 @@ def open_source(path: str | Location, *, optimizer: bool = True, index: int = 0)
     )
 
 
-def _further(path: Location, optimizer: bool, index: int) -> Source:
-    """Return one of several models, which only checkpoints of Accelerate have."""
-    for open_it in (_accelerate_sharded, _accelerate_full):
-        source = open_it(path, optimizer, index) if isinstance(path, Path) else None
-        if source is not None:
-            return source
-    raise CheckpointError(
-        f"{path} holds no model {index} of a checkpoint of Accelerate with several", hint="leave it out"
-    )
-
-
-def _in_a_store(path: ObjectPath) -> Source:
-    directory = trainer_state(path)
-    if (directory / MANIFEST_NAME).is_file():
-        return NativeSource(directory)
-    raise CheckpointError(
-        f"{path} holds no checkpoint of fullshard's, and those of others are not read from an object store",
-        hint="copy it to a directory first",
-    )
-
-
-def _native(path: Path, optimizer: bool, index: int) -> Source | None:
-    return NativeSource(path) if (path / MANIFEST_NAME).is_file() else None
-
-
-def _of_trainer(path: Path, optimizer: bool, index: int) -> Source | None:
-    """Return it under the directory's own path, for configuration and tokenizer. None if its weights lie beside it."""
+def _native(path: Location) -> Source | None:
+    """Return one of ours; that of Trainer's under its directory's own path, for configuration and tokenizer."""
     state = trainer_state(path)
-    if state == path:
+    if not (state / MANIFEST_NAME).is_file():
         return None
-    source = NativeSource(state)
-    if not any(record.is_stored for record in source.contents.parameters.values()):
-        source.close()
-        return None
-    source.title, source.path = "checkpoint of Trainer on fullshard", path
+    source = open_native(state)
+    if state != path and isinstance(path, Path):
+        if not any(record.is_stored for record in source.contents.parameters.values()):
+            source.close()
+            return None  # its weights lie beside it
+        source.title, source.path = "checkpoint of Trainer on fullshard", path
     return source
 
 
-def _dcp(path: Path, optimizer: bool, index: int) -> Source | None:
-    if not (path / METADATA_NAME).is_file():
-        return None
-    sibling = path.parent / path.name.replace(_MODEL, _OPTIMIZER)
-    if path.name.startswith(f"{_MODEL}_") and optimizer and (sibling / METADATA_NAME).is_file():
-        return _accelerate_sharded(path.parent, optimizer, int(path.name.rpartition("_")[2]))
-    return DcpSource("torch distributed checkpoint (DCP)", path, [path], optimizer=optimizer)
-
-
-def _accelerate_sharded(path: Path, optimizer: bool, index: int) -> Source | None:
-    model, state = path / f"{_MODEL}_{index}", path / f"{_OPTIMIZER}_{index}"
-    if not (model / METADATA_NAME).is_file():
-        return None
-    directories = [model, state] if optimizer and (state / METADATA_NAME).is_file() else [model]
-    notes = _left_over(path, {directory.name for directory in directories})
-    return DcpSource("Accelerate / Trainer checkpoint (sharded)", path, directories, notes=notes)
-
-
-def _accelerate_full(path: Path, optimizer: bool, index: int) -> Source | None:
-    suffix = f"_{index}" if index else ""
-    model, state = path / f"{_MODEL}{suffix}.bin", path / f"{_OPTIMIZER}{suffix}.bin"
+def _accelerate(path: Path, optimizer: bool, index: int) -> Source | None:
+    directories = [path / f"{name}_{index}" for name in ((_MODEL, _OPTIMIZER) if optimizer else (_MODEL,))]
+    found = [directory for directory in directories if (directory / METADATA_NAME).is_file()]
+    if directories[0] in found:
+        return open_dcp("Accelerate / Trainer checkpoint (sharded)", path, found, notes=_left_over(path, found))
+    model, state = (path / f"{name}{f'_{index}' if index else ''}.bin" for name in (_MODEL, _OPTIMIZER))
     if not model.is_file():
         return None
-    found: Path | bool = state if optimizer and state.is_file() else False
-    notes = _left_over(path, {model.name, *([state.name] if found else [])})
-    return open_torch_state("Accelerate / Trainer checkpoint (full)", path, [model], optimizer=found, notes=notes)
+    has_state = optimizer and state.is_file()
+    return open_torch_state(
+        "Accelerate / Trainer checkpoint (full)",
+        model,
+        optimizer=state if has_state else False,
+        notes=_left_over(path, [model, state] if has_state else [model]),
+    )
 
 
-def _xla(path: Path, optimizer: bool, index: int) -> Source | None:
+def _file(path: Path, optimizer: bool) -> Source:
+    if not path.is_file():
+        raise CheckpointError(f"there is no checkpoint at {path}")
+    if is_rank_file(path):
+        return open_xla(path.parent, optimizer=optimizer)
+    return open_torch_state(f"torch file ({path.name})", path, optimizer=optimizer)
+
+
+def _directory(path: Path, optimizer: bool) -> Source | None:
+    if (path / METADATA_NAME).is_file():
+        name, _, number = path.name.rpartition("_")
+        if name == _MODEL and number.isdigit() and optimizer:
+            return _accelerate(path.parent, optimizer, int(number))
+        return open_dcp("torch distributed checkpoint (DCP)", path, [path], optimizer=optimizer)
     files = rank_files(path)
-    if not files or not is_rank_file(files[0]):
-        return None
-    return open_xla(path, files, optimizer=optimizer)
-
-
-def _hugging_face(path: Path, optimizer: bool, index: int) -> Source | None:
-    if has_safetensors(path):
-        return HuggingFaceSource(path)
-    if (path / PICKLED_INDEX_NAME).is_file() or (path / PICKLED_NAME).is_file():
-        return open_torch_state("Hugging Face directory (pytorch_model.bin)", path, bin_files(path))
+    if files and is_rank_file(files[0]):
+        return open_xla(path, optimizer=optimizer)
+    if any((path / name).is_file() for name in (SINGLE_NAME, INDEX_NAME, PICKLED_NAME, PICKLED_INDEX_NAME)):
+        return open_weights(path)
     return None
 
 
-def _left_over(path: Path, used: set[str]) -> list[str]:
+def _left_over(path: Path, used: list[Path]) -> list[str]:
     """Return the parts of a foreign training state that are not taken over."""
-    known = {*used, *(file.name for file in files_beside_weights(path))}
-    names = sorted(entry.name for entry in path.iterdir() if entry.name not in known)
+    names = sorted(entry.name for entry in {*path.iterdir()} - {*used, *files_beside_weights(path)})
     return [f"not taken over: {', '.join(names)}"] if names else []

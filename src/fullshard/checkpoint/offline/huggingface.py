@@ -1,4 +1,4 @@
-"""Directories of safetensors files as a source: what Hugging Face's `save_pretrained` writes."""
+"""Directories of weights as Hugging Face's `save_pretrained` writes them, and of what lies beside those."""
 
 from __future__ import annotations
 
@@ -23,34 +23,21 @@ _COPIED = (
 )  # fmt: skip
 
 
-class HuggingFaceSource(Source):
-    """A directory with `model.safetensors`, or several such files and an index.
+def open_weights(path: Path, file: Path | None = None) -> Source:
+    """Open a directory of weights, or only `file` of it, whatever its name. Raises as `stored_tensors` does."""
+    stored = dict(stored_tensors(path) if file is None else tensors_of(file))
 
-    Args:
-        path: the directory.
-        file: the one file of it to read, whatever its name.
-
-    Raises:
-        CheckpointError: an index that points elsewhere, or a file that is cut or malformed.
-    """
-
-    title = "Hugging Face directory (safetensors)"
-
-    def __init__(self, path: Path, file: Path | None = None) -> None:
-        self.path = path
-        self._stored = dict(stored_tensors(path) if file is None else tensors_of(file))
-        self.contents = Contents({n: tensor_record(s.shape, s.dtype, where=n) for n, s in self._stored.items()})
-
-    def read(self, kind: Kind, name: str, interval: Interval) -> torch.Tensor:
-        """See `Source.read`."""
-        stored = self._stored[name]
-        out = torch.empty(interval.numel, dtype=stored.dtype)
-        stored.read(interval, out)
+    def read(kind: Kind, name: str, interval: Interval) -> torch.Tensor:
+        out = torch.empty(interval.numel, dtype=stored[name].dtype)
+        stored[name].read(interval, out)
         return out
+
+    contents = Contents({n: tensor_record(s.shape, s.dtype, where=n) for n, s in stored.items()})
+    return Source("Hugging Face directory", path, contents, read)
 
 
 def has_safetensors(directory: Path) -> bool:
-    """Return whether `HuggingFaceSource` can read it."""
+    """Return whether the directory holds weights in safetensors files."""
     return (directory / SINGLE_NAME).is_file() or (directory / INDEX_NAME).is_file()
 
 

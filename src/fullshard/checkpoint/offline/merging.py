@@ -8,7 +8,6 @@ the files. So one layer of the model is held at a time, and the adapter.
 from __future__ import annotations
 
 import functools
-import importlib
 import json
 import shutil
 import tempfile
@@ -23,16 +22,16 @@ from torch import nn
 from fullshard.checkpoint.elements import dtype_of
 from fullshard.checkpoint.format import MANIFEST_NAME, TRAINER_STATE, TensorRecord
 from fullshard.checkpoint.merging import MergedModel
-from fullshard.checkpoint.objects import Location, on_this_host
 from fullshard.checkpoint.offline.huggingface import (
     CONFIG_NAME,
-    HuggingFaceSource,
     files_beside_weights,
+    open_weights,
     read_configuration,
     skeleton_of,
 )
-from fullshard.checkpoint.offline.native import NativeSource
+from fullshard.checkpoint.offline.native import open_native
 from fullshard.checkpoint.offline.source import Contents, Kind, Source, tensor_record
+from fullshard.checkpoint.tensors import LocalTensor
 from fullshard.core.errors import CheckpointError
 from fullshard.core.imports import import_extra
 from fullshard.core.layout import Interval
@@ -45,160 +44,79 @@ _ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _WRAPPING = ("base_layer", "original_module")
 
 
-class MergedSource(Source):
-    """The base model `base` with the adapter in `adapter` merged into it.
+@contextmanager
+def open_merged(path: Path, adapter: Path) -> Iterator[tuple[Source, Path]]:
+    """Yield a base model with an adapter merged into it, and a directory with the configuration and the tokenizer.
 
     Args:
-        base: a source of the base model, whose path is a Hugging Face directory. It is closed with this one.
+        path: a Hugging Face directory, the base model's.
         adapter: a directory of PEFT's, a checkpoint of Trainer's, or the `training_state` inside one.
 
     Raises:
         CheckpointError: the adapter does not fit the base, or cannot be merged.
         MissingExtraError: without PEFT.
     """
+    base = open_weights(path)
+    on_disk = base.contents.parameters
+    directory = _config_directory(adapter)
+    # As wide as on disk, whatever the configuration says: a narrower merge would lose bits.
+    dtypes = {dtype_of(record) for record in on_disk.values()}
+    wide = functools.reduce(torch.promote_types, dtypes & _COMPUTED_WITH or {torch.float32})
+    model, values = _peft_model(path, adapter, directory, wide)
+    merged = MergedModel(model)
+    disk = _disk_names(on_disk, merged.base)
 
-    title = "base model with an adapter merged into it"
-
-    @property
-    def places(self) -> tuple[Location, ...]:
-        """The base's and the adapter's."""
-        return (self.path, self._adapter)
-
-    def __init__(self, base: Source, adapter: Path) -> None:
-        self._base, self._adapter = base, Path(adapter)
-        self.path: Path = on_this_host(base.path)
-        directory = _config_directory(self._adapter)
-        self._weights = _Adapter(self._adapter)
-        try:
-            self._prepare(directory)
-        except BaseException:
-            self.close()  # the caller cannot: it has no object to close
-            raise
-
-    def _prepare(self, directory: Path) -> None:
-        """Find out what the adapter changes."""
-        base = self._base
-        self._last = "", torch.empty(0)
-        # As wide as on disk, whatever the configuration says: a narrower merge would lose bits.
-        dtypes = {dtype_of(record) for record in base.contents.parameters.values()}
-        wide = functools.reduce(torch.promote_types, dtypes & _COMPUTED_WITH or {torch.float32})
-        self._model = _skeleton(self.path, directory, self._weights, wide)
-        self._merged = MergedModel(self._model)
-        prefix = self._merged.prefix
-        by_name = self._weights.by_model_name(self._model, prefix)
-        self._stored = {name.removeprefix(prefix): key for name, key in by_name.items() if name.startswith(prefix)}
-        self._disk = _disk_names(base.contents.parameters, self._merged.base)
-        self._sources = {self._name(source): source for source in self._merged.sources if self._is_changed(source)}
-        changed = {
-            name: tensor_record(source.shape, source.tensor.dtype, where=name) for name, source in self._sources.items()
-        }
-        for name, record in changed.items():
-            # PEFT may compute in another dtype than the base has on disk; the base's dtype is written.
-            if (old := base.contents.parameters.get(name)) is not None:
-                changed[name] = record.model_copy(update={"dtype": old.dtype})
-        self.contents = Contents(
-            parameters={**base.contents.parameters, **changed}, buffers=base.contents.buffers, notes=base.contents.notes
-        )
-
-    def read(self, kind: Kind, name: str, interval: Interval) -> torch.Tensor:
-        """See `Source.read`."""
-        source = self._sources.get(name)
-        if source is None:
-            return self._base.read(kind, name, interval)
-        if name != self._last[0]:  # it is read in pieces
-            whole = self._merged.merge(source, self._whole).detach()
-            self._last = name, whole.to(dtype_of(self.contents.parameters[name])).reshape(-1)
-        return self._last[1][interval.start : interval.stop].contiguous()
-
-    @contextmanager
-    def configuration(self) -> Iterator[Path]:
-        """Return a directory with the configuration and the tokenizer of the result."""
-        with tempfile.TemporaryDirectory() as name:
-            directory = Path(name)
-            for place in (self.path, _config_directory(self._adapter)):  # the adapter's tokenizer is the newer one
-                for file in files_beside_weights(place):
-                    if file.name != CONFIG_NAME or place is self.path:
-                        shutil.copyfile(file, directory / file.name)
-            path = directory / CONFIG_NAME
-            config = read_configuration(path)
-            final: Any = self._merged.base.config
-            if (rows := getattr(final, "vocab_size", None)) is not None:
-                config["vocab_size"] = rows
-            if config.get("tie_word_embeddings", getattr(final, "tie_word_embeddings", False)):
-                config["tie_word_embeddings"] = self._merged.ties_embeddings
-            path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-            yield directory
-
-    def close(self) -> None:
-        """Close all files."""
-        self._base.close()
-        self._weights.close()
-
-    def _is_changed(self, source: Any) -> bool:
-        if self._merged.is_changed(source):
-            return True
-        parts = map(self._merged.local, self._merged.parts(source))
-        return any(name in self._stored for part in parts for name in part.names)
-
-    def _name(self, source: Any) -> str:
-        """Return the name on disk, or the first where the base has none of its names (untied by the adapter)."""
-        return next((self._disk[name] for name in source.names if name in self._disk), str(source.name))
-
-    def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a parameter of the skeleton, from the adapter's file or the base's."""
-        names = self._merged.local(tensor).names
-        stored = next((self._stored[name] for name in names if name in self._stored), None)
-        if stored is not None:
-            value = self._weights.whole(stored)
-        else:
-            plain = map(_plain, names)
-            disk = next((self._disk[name] for name in plain if name in self._disk), None)
-            if disk is None:
-                raise CheckpointError(f"neither {self._adapter} nor {self.path} holds {names[0]}")
-            value = self._base.whole(disk)
+    def whole(tensor: torch.Tensor) -> torch.Tensor:
+        """Return a parameter of the model, of the adapter's or the base's."""
+        names = merged.local(tensor).names
+        value = next((values[name] for name in names if name in values), None)
+        name = next((disk[plain] for plain in map(_plain, names) if plain in disk), None)
+        if value is None and name is None:
+            raise CheckpointError(f"neither {adapter} nor {path} holds {names[0]}")
+        value = base.whole(str(name)) if value is None else value
         if value.shape != tensor.shape:
             raise CheckpointError(f"{names[0]} has shape {tuple(value.shape)}, expected {tuple(tensor.shape)}")
         return value.to(tensor.dtype)
 
+    changed: dict[str, tuple[LocalTensor, TensorRecord]] = {}
+    for source in merged.sources:
+        parts = (name for part in merged.parts(source) for name in merged.local(part).names)
+        if merged.is_changed(source) or not values.keys().isdisjoint(parts):
+            # The first name where the base has none of them: untied by the adapter. PEFT may compute in another dtype
+            # than the base has on disk; the base's is written.
+            name = next((disk[name] for name in source.names if name in disk), source.name)
+            dtype = on_disk[name].dtype if name in on_disk else source.tensor.dtype
+            changed[name] = source, tensor_record(source.shape, dtype, where=name)
 
-class _Adapter:
-    """The tensors of an adapter, read when asked for."""
+    @functools.lru_cache(1)  # it is read in pieces
+    def made(name: str) -> torch.Tensor:
+        source, record = changed[name]
+        return merged.merge(source, whole).detach().to(dtype_of(record)).reshape(-1)
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        file = directory / _ADAPTER_WEIGHTS
-        state = next((d for d in (directory, directory / TRAINER_STATE) if (d / MANIFEST_NAME).is_file()), None)
-        if file.is_file():
-            self._source: Source = HuggingFaceSource(directory, file)
-        elif state is not None:
-            self._source = NativeSource(state)
-        else:
-            raise CheckpointError(
-                f"{directory} holds neither {_ADAPTER_WEIGHTS} nor a checkpoint", hint="give the adapter's directory"
-            )
-        records = self._source.contents.parameters
-        self.shapes = {name: record.shape for name, record in records.items() if record.is_stored}
-        self.close, self.whole = self._source.close, self._source.whole
+    def read(kind: Kind, name: str, interval: Interval) -> torch.Tensor:
+        if name not in changed:
+            return base.read(kind, name, interval)
+        return made(name)[interval.start : interval.stop].contiguous()
 
-    def by_model_name(self, model: nn.Module, prefix: str) -> dict[str, str]:
-        """Return the names by those that they have in the PEFT model.
+    contents = Contents({**on_disk, **{name: record for name, (_, record) in changed.items()}})
+    with tempfile.TemporaryDirectory() as beside:
+        _write_configuration(Path(beside), (path, directory), merged)
+        yield Source("base model with an adapter merged into it", path, contents, read, [adapter]), Path(beside)
 
-        A checkpoint of a model with Transformers' own `add_adapter` lacks the prefix of its base.
-        """
-        if isinstance(self._source, NativeSource):
-            known = model.state_dict().keys()
-            return {name if name in known else prefix + name: name for name in self.shapes}
-        peft: Any = importlib.import_module("peft")
-        stand_ins = {name: torch.empty(0, device="meta") for name in model.state_dict()}
-        stored = peft.get_peft_model_state_dict(
-            model, state_dict=dict(stand_ins), save_embedding_layers=any(".embed" in name for name in self.shapes)
-        )
-        names = {id(value): name for name, value in stand_ins.items()}
-        places = {key: names[id(value)] for key, value in stored.items() if id(value) in names}
-        strangers = sorted(self.shapes.keys() - places.keys() - stand_ins.keys())
-        if strangers:
-            raise CheckpointError(f"{self._directory} does not fit the base: no place for {', '.join(strangers[:5])}")
-        return {places.get(key, key): key for key in self.shapes}
+
+def _write_configuration(target: Path, places: tuple[Path, Path], merged: MergedModel) -> None:
+    """Copy what lies beside the weights; the adapter's tokenizer is newer than the base's."""
+    base, _ = places
+    for file in (file for place in places for file in files_beside_weights(place)):
+        if file.name != CONFIG_NAME or file.parent == base:
+            shutil.copyfile(file, target / file.name)
+    config = read_configuration(target / CONFIG_NAME)
+    final: Any = merged.base.config
+    if (rows := getattr(final, "vocab_size", None)) is not None:
+        config["vocab_size"] = rows
+    if config.get("tie_word_embeddings", getattr(final, "tie_word_embeddings", False)):
+        config["tie_word_embeddings"] = merged.ties_embeddings
+    (target / CONFIG_NAME).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _config_directory(adapter: Path) -> Path:
@@ -211,51 +129,81 @@ def _config_directory(adapter: Path) -> Path:
     )
 
 
-def _skeleton(base: Path, adapter: Path, weights: _Adapter, dtype: torch.dtype) -> nn.Module:
-    """Return the PEFT model on the meta device."""
+def _peft_model(
+    base: Path, adapter: Path, directory: Path, dtype: torch.dtype
+) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """Return the PEFT model on the meta device, and the adapter's tensors by their names in its base."""
     transformers = import_extra("transformers", extra="hf", purpose="merging an adapter")
     peft = import_extra("peft", extra="sft", purpose="merging an adapter")
-    model: Any = skeleton_of(transformers, base, dtype)
-    path = adapter / ADAPTER_CONFIG
+    base_model: Any = skeleton_of(transformers, base, dtype)
+    path = directory / ADAPTER_CONFIG
     read_configuration(path)
+    with _open_adapter(adapter) as source:
+        stored = {name: source.whole(name) for name, r in source.contents.parameters.items() if r.is_stored}
+        is_ours = source.contents.manifest is not None
     with meta_parameters():
-        rows = _table_rows(weights, model.get_input_embeddings().weight.shape)
+        rows = _table_rows(stored, base_model.get_input_embeddings().weight.shape)
         if rows is not None:
-            model.resize_token_embeddings(rows, mean_resizing=False)
+            base_model.resize_token_embeddings(rows, mean_resizing=False)
         try:
-            adapter_config = peft.PeftConfig.from_pretrained(str(adapter))
-            adapter_config.inference_mode = False
-            skeleton: nn.Module = peft.get_peft_model(model, adapter_config, low_cpu_mem_usage=True)
+            config = peft.PeftConfig.from_pretrained(str(directory))
+            config.inference_mode = False
+            model: Any = peft.get_peft_model(base_model, config, low_cpu_mem_usage=True)
         except Exception as error:  # each method checks its fields in its own way
             raise CheckpointError(
                 f"{path}: PEFT {peft.__version__} makes no adapter of it for {base}: {type(error).__name__}: {error}",
                 hint="it must be the adapter's whole configuration, and the base the model that it was trained on",
             ) from error
-    return skeleton
+    if not is_ours:
+        stored = _by_model_name(peft, model, stored, adapter)
+    # A checkpoint of a model with Transformers' own `add_adapter` lacks the prefix of its base.
+    prefix = next(f"{name}." for name, module in model.named_modules() if module is model.get_base_model())
+    return model, {name.removeprefix(prefix): value for name, value in stored.items()}
 
 
-def _table_rows(weights: _Adapter, shape: torch.Size) -> int | None:
+def _open_adapter(directory: Path) -> Source:
+    if (directory / _ADAPTER_WEIGHTS).is_file():
+        return open_weights(directory, directory / _ADAPTER_WEIGHTS)
+    for place in (directory, directory / TRAINER_STATE):
+        if (place / MANIFEST_NAME).is_file():
+            return open_native(place)
+    raise CheckpointError(
+        f"{directory} holds neither {_ADAPTER_WEIGHTS} nor a checkpoint", hint="give the adapter's directory"
+    )
+
+
+def _by_model_name(
+    peft: Any, model: nn.Module, stored: Mapping[str, torch.Tensor], directory: Path
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of PEFT's file by the names that they have in the PEFT model, which only PEFT knows."""
+    stand_ins = {name: torch.empty(0, device="meta") for name in model.state_dict()}
+    chosen = peft.get_peft_model_state_dict(
+        model, state_dict=dict(stand_ins), save_embedding_layers=any(".embed" in name for name in stored)
+    )
+    names = {id(value): name for name, value in stand_ins.items()}
+    places = {key: names[id(value)] for key, value in chosen.items() if id(value) in names}
+    if strangers := sorted(stored.keys() - places.keys() - stand_ins.keys()):
+        raise CheckpointError(f"{directory} does not fit the base: no place for {', '.join(strangers[:5])}")
+    return {places.get(key, key): value for key, value in stored.items()}
+
+
+def _table_rows(stored: Mapping[str, torch.Tensor], shape: torch.Size) -> int | None:
     """Return the rows of the embeddings in the adapter, if they were resized."""
     tables = [
-        found
-        for name, found in weights.shapes.items()
-        if len(found) == 2 and found[1] == shape[1] and name.endswith(".weight") and "lora_" not in name
+        tensor.shape[0]
+        for name, tensor in stored.items()
+        if tensor.ndim == 2 and tensor.shape[1] == shape[1] and name.endswith(".weight") and "lora_" not in name
         and any(part.startswith(("embed", "lm_head", "wte", "shared")) for part in name.split("."))
     ]  # fmt: skip
-    return next((found[0] for found in tables if found[0] != shape[0]), None)
+    return next((rows for rows in tables if rows != shape[0]), None)
 
 
 def _disk_names(on_disk: Mapping[str, TensorRecord], base: nn.Module) -> dict[str, str]:
     """Return the name on disk by the model's name for a tensor: with the prefix of its base model or without."""
-    prefix = getattr(base, "base_model_prefix", "")
+    prefix = f"{getattr(base, 'base_model_prefix', '')}."
     known = set(map(_plain, base.state_dict()))
-    found = {}
-    for key in on_disk:
-        for name in (key, f"{prefix}.{key}", key.removeprefix(f"{prefix}.")):
-            if name in known:
-                found[name] = key
-                break
-    return found
+    names = {key: (key, prefix + key, key.removeprefix(prefix)) for key in on_disk}
+    return {next(name for name in some if name in known): key for key, some in names.items() if known & {*some}}
 
 
 def _plain(name: str) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 
 from fullshard.checkpoint.elements import dtype_of
@@ -16,47 +14,31 @@ from fullshard.core.errors import CheckpointError
 from fullshard.core.layout import Interval
 
 
-class NativeSource(Source):
-    """A directory that `save_checkpoint` wrote.
+def open_native(path: Location) -> Source:
+    """Open a directory that `save_checkpoint` wrote.
 
     Raises:
         CheckpointError: files are missing or cut, or the manifest is damaged; all problems are listed.
     """
+    manifest = read_manifest(path)
+    if problems := quick_problems(path, manifest):
+        raise CheckpointError(f"{path} is damaged:\n" + "\n".join(problems))
+    others = sorted(entry.name for entry in path.iterdir() if entry.name not in {MANIFEST_NAME, *manifest.files})
+    contents = Contents(
+        parameters=manifest.parameters,
+        buffers=manifest.buffers,
+        optimizer=manifest.optimizer,
+        states=manifest.states,
+        manifest=manifest,
+        notes=[f"{name}: {'for other programs' if is_for_others(name) else 'no part of it'}" for name in others],
+    )
+    readers = Readers(path, manifest)
+    records = {(kind, name): record for kind, name, record in contents.tensors()}
 
-    title = "fullshard checkpoint"
-
-    def __init__(self, path: Location) -> None:
-        self.path = path
-        manifest = read_manifest(path)
-        if problems := quick_problems(path, manifest):
-            raise CheckpointError(f"{path} is damaged:\n" + "\n".join(problems))
-        self.contents = Contents(
-            parameters=manifest.parameters,
-            buffers=manifest.buffers,
-            optimizer=manifest.optimizer,
-            states=manifest.states,
-            manifest=manifest,
-            notes=_notes(path, manifest.files),
-        )
-        self._readers = Readers(path, manifest)
-        self._records = {(kind, name): record for kind, name, record in self.contents.tensors()}
-
-    def read(self, kind: Kind, name: str, interval: Interval) -> torch.Tensor:
-        """See `Source.read`."""
-        record = self._records[kind, name]
+    def read(kind: Kind, name: str, interval: Interval) -> torch.Tensor:
+        record = records[kind, name]
         out = torch.empty(interval.numel, dtype=dtype_of(record))
-        self._readers.fill(out, kind, name, record, interval)
+        readers.fill(out, kind, name, record, interval)
         return out
 
-    def rank_state(self, rank: int) -> Mapping[str, torch.Tensor]:
-        """See `Source.rank_state`."""
-        return self._readers.rank_state(rank)
-
-    def close(self) -> None:
-        """Close its files."""
-        self._readers.close()
-
-
-def _notes(path: Location, files: Mapping[str, object]) -> list[str]:
-    others = sorted(entry.name for entry in path.iterdir() if entry.name != MANIFEST_NAME and entry.name not in files)
-    return [f"{name}: {'for other programs' if is_for_others(name) else 'no part of it'}" for name in others]
+    return Source("fullshard checkpoint", path, contents, read, rank_state=readers.rank_state, close=readers.close)

@@ -7,16 +7,14 @@ be told from the options of current versions of torch's common ones, and has to 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from fullshard.checkpoint.format import (
-    GroupRecord,
-    OptimizerRecord,
-    StateTensorRecord,
-    StateValueRecord,
-    TensorRecord,
-)
+import torch
+
+from fullshard.checkpoint.format import GroupRecord, OptimizerRecord, StateTensorRecord, StateValueRecord, TensorRecord
+from fullshard.checkpoint.offline.source import tensor_record
+from fullshard.checkpoint.torch_files import check_tensor
 from fullshard.checkpoint.values import encode_plain
 from fullshard.core.errors import CheckpointError
 
@@ -33,22 +31,14 @@ _OPTIONS_OF = {
 
 
 def optimizer_record(
-    nested: Mapping[str, Any],
-    parameters: Mapping[str, TensorRecord],
-    *,
-    describe: Callable[[Any, str], TensorRecord | None],
-    where: str,
+    nested: Mapping[str, Any], parameters: Mapping[str, TensorRecord], *, where: str
 ) -> tuple[OptimizerRecord, dict[str, Any]]:
-    """Return the records of an optimizer's state dict, and the tensors they stand for.
+    """Return the records of an optimizer's state dict, and by `PARAMETER/KEY` what has the elements of each tensor.
 
     Args:
-        nested: `state` and `param_groups`, as described above, with names for parameters.
+        nested: `state` and `param_groups`, as described above. What has a `shape` and a `dtype` is a tensor.
         parameters: those of the model.
-        describe: shape and dtype of a leaf that stands for a tensor; None for a Python value.
         where: for messages.
-
-    Returns:
-        The record, and leaves by `PARAMETER/KEY`.
 
     Raises:
         CheckpointError: state of unknown parameters or under numbers, or values that cannot be stored.
@@ -65,26 +55,25 @@ def optimizer_record(
             hint="import model and optimizer of the same save",
         )
     leaves: dict[str, Any] = {}
-    records: dict[str, dict[str, StateTensorRecord | StateValueRecord]] = {}
-    for name, values in state.items():
-        for key, value in values.items():
-            at = f"{name}/{key}"
-            found = describe(value, at)
-            if found is None:
-                record: Any = StateValueRecord(value=encode_plain(value, where=at))
-            else:
-                is_interval = found.shape == parameters[name].shape and not (found.shape == () and key == "step")
-                record = StateTensorRecord(
-                    shape=found.shape,
-                    dtype=found.dtype,
-                    pieces=(),
-                    layout="interval" if is_interval else "replicated",
-                    is_on_host=key == "step",
-                )
-                leaves[at] = value
-            records.setdefault(name, {})[key] = record
+    records: dict[str, dict[str, StateTensorRecord | StateValueRecord]] = {name: {} for name in state}
+    for name, key, value in ((name, key, value) for name, values in state.items() for key, value in values.items()):
+        at = f"{name}/{key}"
+        if not hasattr(value, "dtype"):
+            records[name][key] = StateValueRecord(value=encode_plain(value, where=at))
+            continue
+        leaves[at] = check_tensor(value, where=at) if isinstance(value, torch.Tensor) else value
+        found = tensor_record(value.shape, value.dtype, where=at)
+        is_interval = found.shape == parameters[name].shape and not (found.shape == () and key == "step")
+        records[name][key] = StateTensorRecord(
+            shape=found.shape,
+            dtype=found.dtype,
+            pieces=(),
+            layout="interval" if is_interval else "replicated",
+            is_on_host=key == "step",
+        )
     kept = tuple(_group(group, where=where) for group in groups)
-    return OptimizerRecord(kind=_kind(kept), groups=kept, state=records), leaves
+    state_records = {name: values for name, values in records.items() if values}
+    return OptimizerRecord(kind=_kind(kept), groups=kept, state=state_records), leaves
 
 
 def unflatten(flat: Mapping[str, T], parameters: Mapping[str, TensorRecord]) -> dict[str, Any]:
@@ -116,10 +105,7 @@ def _named(state: Mapping[Any, Any], groups: list[Any], *, where: str) -> tuple[
             hint="import without the optimizer (--no-optimizer)",
         )
     names = {n: name for group in groups for n, name in zip(group["params"], group["param_names"], strict=True)}
-    named = [
-        {**{k: v for k, v in group.items() if k != "param_names"}, "params": list(group["param_names"])}
-        for group in groups
-    ]
+    named = [{**group, "params": list(group["param_names"])} for group in groups]
     return {names[number]: values for number, values in state.items()}, named
 
 

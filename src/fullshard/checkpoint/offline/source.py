@@ -1,15 +1,13 @@
 """One view of every kind of checkpoint: named tensors of which any interval can be read.
 
-A *source* is a checkpoint on disk, ours or a peer's. It says what it holds in the records of our own manifest (with
-no pieces where another program saved) and reads elements [start, stop) of a flattened tensor. Everything offline is
-written against this: inspect, diff, reshard, consolidate, export and import need no process group and no model, and
-hold one chunk of one tensor at a time.
+A *source* is a checkpoint on disk, ours or a peer's. It says what it holds in the records of our own manifest, with
+no pieces where another program saved. What is written from a source needs no process group and no model, and holds
+one chunk of one tensor at a time. Each file `open`s or writes one format; `detect` tells them apart.
 """
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,63 +68,52 @@ class Contents:
         return stored_tensors(self.model, self.optimizer)
 
 
-def refuse_around(source: Source, final: Location) -> None:
-    """Raise `CheckpointError` if what is written would replace a directory that the source lies in.
-
-    In its own place it may be written: that stays whole until the new one is.
-    """
-    for place in source.places:
-        if isinstance(place, Path) and isinstance(final, Path) and final.resolve() in place.resolve().parents:
-            raise CheckpointError(
-                f"{final} holds {place}, which is read: replacing it would remove all that is there",
-                hint="name a directory in it, or another",
-            )
-
-
-class Source(ABC):
+@dataclass(eq=False)
+class Source:
     """A checkpoint that can be read in parts.
 
     Attributes:
         title: what it is, for people.
         path: the directory or file.
         contents: what it holds.
+        read: returns an interval of a flattened tensor, 1-D in host memory, for reading only; raises `CheckpointError`
+            if the file is damaged.
+        places: further places that it reads.
+        rank_state: returns the small tensors that a rank saved whole for itself: generators, tensors inside `states`.
+        close: closes its files.
     """
 
     title: str
     path: Location
     contents: Contents
-
-    @property
-    def places(self) -> tuple[Location, ...]:
-        """All that it reads."""
-        return (self.path,)
-
-    @abstractmethod
-    def read(self, kind: Kind, name: str, interval: Interval) -> torch.Tensor:
-        """Return elements `interval` of a flattened tensor, 1-D in host memory; for reading only.
-
-        Raises:
-            CheckpointError: the file is damaged or not what it should be.
-        """
+    read: Callable[[Kind, str, Interval], torch.Tensor]
+    places: Sequence[Location] = ()
+    rank_state: Callable[[int], Mapping[str, torch.Tensor]] = lambda rank: {}
+    close: Callable[[], None] = lambda: None
 
     def whole(self, name: str) -> torch.Tensor:
-        """Return all of a tensor of the model, in its shape. Raises as `read` does."""
-        parameters = self.contents.parameters
-        record = parameters[name] if name in parameters else self.contents.buffers[name]
+        """Return all of a tensor of the model, in its shape."""
+        record = self.contents.model[name]
         return self.read("model", name, Interval(0, record.numel)).reshape(record.shape)
-
-    def rank_state(self, rank: int) -> Mapping[str, torch.Tensor]:
-        """Return the small tensors that a rank saved whole for itself: generators, tensors inside `states`."""
-        return {}
-
-    def close(self) -> None:  # noqa: B027 -- for those that hold files open
-        """Close its files."""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def refuse_around(source: Source, final: Location) -> None:
+    """Raise `CheckpointError` if what is written would replace a directory that the source lies in.
+
+    In its own place it may be written: that stays whole until the new one is.
+    """
+    for place in (source.path, *source.places):
+        if isinstance(place, Path) and isinstance(final, Path) and final.resolve() in place.resolve().parents:
+            raise CheckpointError(
+                f"{final} holds {place}, which is read: replacing it would remove all that is there",
+                hint="name a directory in it, or another",
+            )
 
 
 def require_values(source: Source, hint: str | None = None) -> dict[str, TensorRecord]:
@@ -181,50 +168,8 @@ def stream(
         progress(data.nbytes)
 
 
-class Pieces:
-    """A flattened tensor, or a part of one, in consecutive 1-D tensors.
-
-    Args:
-        parts: tensors in host memory, possibly mapped from a file.
-        offset: where the tensor starts in their concatenation.
-    """
-
-    def __init__(self, parts: Sequence[torch.Tensor], offset: int = 0) -> None:
-        self._parts, self._offset = parts, offset
-
-    def read(self, interval: Interval) -> torch.Tensor:
-        """Return elements of the tensor."""
-        wanted = interval.shift(self._offset)
-        found, end = [], 0
-        for part in self._parts:
-            common = wanted.intersect(Interval(end, end + part.numel())).shift(-end)
-            if common.numel:
-                found.append(part.detach().reshape(-1)[common.start : common.stop])
-            end += part.numel()
-        return found[0] if len(found) == 1 else torch.cat(found)
-
-
-class MemorySource(Source):
-    """A checkpoint whose tensors, all that `contents` lists, are there (mapped): what torch's own files turn into."""
-
-    def __init__(self, title: str, path: Path, contents: Contents, tensors: Mapping[tuple[Kind, str], Pieces]) -> None:
-        self.title, self.path, self.contents, self._tensors = title, path, contents, tensors
-
-    def read(self, kind: Kind, name: str, interval: Interval) -> torch.Tensor:
-        """See `Source.read`."""
-        return self._tensors[kind, name].read(interval)
-
-    def close(self) -> None:
-        """Release the files, which stay mapped as long as a tensor of them is held."""
-        self._tensors = {}
-
-
 def tensor_record(shape: Sequence[int], dtype: torch.dtype | str, *, where: str) -> TensorRecord:
-    """Return a record without pieces.
-
-    Raises:
-        CheckpointError: a dtype that safetensors has no name for, or a shape that is not one.
-    """
+    """Return a record without pieces. Raises `CheckpointError` for a shape or dtype that no file of ours can have."""
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
         raise CheckpointError(f"{where} is of {name}, which safetensors cannot hold")

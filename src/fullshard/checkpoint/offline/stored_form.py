@@ -12,9 +12,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from fullshard.checkpoint.conversion import Group, outline_of, saving_rules
+from fullshard.checkpoint.conversion import outline_of, saving_rules
 from fullshard.checkpoint.elements import dtype_of
-from fullshard.checkpoint.objects import Location
 from fullshard.checkpoint.offline.huggingface import CONFIG_NAME, read_configuration, skeleton_of
 from fullshard.checkpoint.offline.source import Contents, Kind, Source, tensor_record
 from fullshard.core.errors import CheckpointError
@@ -40,44 +39,29 @@ def in_stored_form(source: Source, directory: Path) -> Source:
         if not isinstance(error.__cause__, (OSError, ValueError)):
             raise
         return source  # of no model that it knows
-    return StoredSource(source, model) if source.contents.model.keys() <= model.state_dict().keys() else source
+    return _stored_form(source, model) if source.contents.model.keys() <= model.state_dict().keys() else source
 
 
-class StoredSource(Source):
-    """The contents of `held`, a Transformers model, by the names and in the shapes of its files. Closed with `held`."""
+def _stored_form(source: Source, model: nn.Module) -> Source:
+    held = source.contents.model
+    metas = {name: torch.empty(record.shape, dtype=dtype_of(record), device="meta") for name, record in held.items()}
+    outline = outline_of(model, metas)
+    as_it_is, groups = saving_rules(model, outline).save(held)
+    names = {stored: name for name, stored in as_it_is.items()}
+    records = {stored: held[name] for stored, name in names.items()}
+    numbers: dict[str, int] = {}
+    for number, group in enumerate(groups):
+        for name, tensor in group.convert_meta(metas, outline).items():
+            numbers[name] = number
+            records[name] = tensor_record(tensor.shape, tensor.dtype, where=name)
 
-    title = "model in the form that Transformers stores"
+    @functools.lru_cache(_GROUPS_HELD)
+    def made(number: int) -> dict[str, torch.Tensor]:
+        return {name: t.reshape(-1) for name, t in groups[number].convert(source.whole, outline).items()}
 
-    @property
-    def places(self) -> tuple[Location, ...]:
-        """The places of the tensors that it is made of."""
-        return self._held.places
+    def read(kind: Kind, name: str, interval: Interval) -> torch.Tensor:
+        if name in names:
+            return source.read(kind, names[name], interval)
+        return made(numbers[name])[name][interval.start : interval.stop]
 
-    def __init__(self, held: Source, model: nn.Module) -> None:
-        self.path, self._held = held.path, held
-        held_records = held.contents.model
-        metas = {
-            name: torch.empty(record.shape, dtype=dtype_of(record), device="meta")
-            for name, record in held_records.items()
-        }
-        self._outline = outline_of(model, metas)
-        as_it_is, groups = saving_rules(model, self._outline).save(held_records)
-        self._names = {stored: name for name, stored in as_it_is.items()}
-        self._groups: dict[str, int] = {}
-        records = {stored: held_records[name] for stored, name in self._names.items()}
-        for number, group in enumerate(groups):
-            for name, tensor in group.convert_meta(metas, self._outline).items():
-                self._groups[name] = number
-                records[name] = tensor_record(tensor.shape, tensor.dtype, where=name)
-        self._made = functools.lru_cache(_GROUPS_HELD)(lambda number: self._make(groups[number]))
-        self.contents = Contents(records, notes=held.contents.notes)
-
-    def read(self, kind: Kind, name: str, interval: Interval) -> torch.Tensor:
-        """See `Source.read`."""
-        if name in self._names:
-            return self._held.read(kind, self._names[name], interval)
-        return self._made(self._groups[name])[name][interval.start : interval.stop]
-
-    def _make(self, group: Group) -> dict[str, torch.Tensor]:
-        made = group.convert(self._held.whole, self._outline)
-        return {name: tensor.reshape(-1) for name, tensor in made.items()}
+    return Source(source.title, source.path, Contents(records, notes=source.contents.notes), read, source.places)

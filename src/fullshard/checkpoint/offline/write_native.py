@@ -6,6 +6,7 @@ of a run of that size reads little but its own file.
 
 from __future__ import annotations
 
+import hashlib
 import uuid
 from collections.abc import Mapping
 from dataclasses import replace
@@ -18,7 +19,6 @@ from fullshard.checkpoint.format import (
     FileRecord,
     Manifest,
     MeshRecord,
-    OptimizerRecord,
     PieceRecord,
     StateTensorRecord,
     TensorRecord,
@@ -33,7 +33,6 @@ from fullshard.checkpoint.offline.source import (
     RecordT,
     Source,
     cast_record,
-    chunks,
     refuse_around,
     require_values,
     silent,
@@ -50,6 +49,9 @@ from fullshard.core.layout import BucketLayout, Interval, ParameterSpec
 from fullshard.core.version import __version__
 
 _PROBE_NUMEL = 4096
+
+_Cut = dict[tuple[Kind, str], tuple[TensorRecord, list[Interval]]]
+"""Every stored tensor with what each rank holds of it."""
 
 
 def write_native(
@@ -87,11 +89,10 @@ def write_native(
         raise ConfigError(f"{world_size} ranks cannot be divided into groups of {shard_size}")
     contents = _as_stored(source, dtype, optimizer_kind)
     cut = _cut(contents, shard_size)
-    save_id = uuid.uuid4().hex[:16]
     notes = list(contents.notes)
     final = location(path).absolute()
     refuse_around(source, final)
-    with new_checkpoint(final, save_id, overwrite=overwrite) as new:
+    with new_checkpoint(final, uuid.uuid4().hex[:16], overwrite=overwrite) as new:
         files: dict[str, FileRecord] = {}
         for rank in range(shard_size):
             for kind in ("model", "optimizer"):
@@ -102,8 +103,9 @@ def write_native(
                 }
                 if parts:
                     files[new.file_of(kind, rank).name] = _write_rank_file(new, kind, rank, parts, source, progress)
-        files |= _write_rank_states(new, source, contents, world_size, notes)
-        manifest = _manifest(new, contents, cut, files, world_size, shard_size)
+        files |= _write_rank_states(new, source, world_size, notes)
+        mesh = MeshRecord(replicate=world_size // shard_size, shard=shard_size)
+        manifest = _manifest(new, contents, cut, files, mesh)
         if problems := structure_problems(manifest):
             raise CheckpointError(f"{source.path} is no complete checkpoint:\n" + "\n".join(problems))
         new.manifest = encode_manifest(manifest)
@@ -114,7 +116,11 @@ def _as_stored(source: Source, dtype: torch.dtype | None, optimizer_kind: str | 
     """Return the contents in their stored form: cast, tied tensors once, the optimizer's class known."""
     contents = source.contents
     require_values(source, hint="it was saved with an adapter whose base model lies elsewhere; load it in a run")
-    optimizer = contents.optimizer
+    parameters, optimizer = dict(contents.parameters), contents.optimizer
+    for name, tied in _tied(source).items() if contents.manifest is None else ():
+        parameters[name] = parameters[name].model_copy(update={"aliases": (*parameters[name].aliases, *tied)})
+        for alias in tied:
+            del parameters[alias]
     if optimizer is not None:
         if optimizer_kind and optimizer.kind and optimizer_kind != optimizer.kind:
             raise ConfigError(f"{source.path} was saved with {optimizer.kind}, not with {optimizer_kind}")
@@ -123,15 +129,14 @@ def _as_stored(source: Source, dtype: torch.dtype | None, optimizer_kind: str | 
                 f"{source.path} does not say which optimizer its state is of",
                 hint="name its class, for example --optimizer AdamW, or leave it out with --no-optimizer",
             )
-        optimizer = optimizer.model_copy(update={"kind": optimizer.kind or optimizer_kind})
-    parameters = dict(contents.parameters)
-    if contents.manifest is None:
-        for name, tied in _tied(source).items():
-            parameters[name] = parameters[name].model_copy(update={"aliases": (*parameters[name].aliases, *tied)})
-            for alias in tied:
-                del parameters[alias]
-        if optimizer is not None:
-            optimizer = _without(optimizer, {name for record in parameters.values() for name in record.aliases})
+        aliases = {name for record in parameters.values() for name in record.aliases}
+        groups = tuple(
+            group.model_copy(update={"parameters": tuple(n for n in group.parameters if n not in aliases)})
+            for group in optimizer.groups
+        )
+        state = {name: values for name, values in optimizer.state.items() if name not in aliases}
+        update = {"kind": optimizer.kind or optimizer_kind, "groups": groups, "state": state}
+        optimizer = optimizer.model_copy(update=update)
     return replace(
         contents,
         parameters={name: cast_record(record, dtype) for name, record in parameters.items()},
@@ -140,64 +145,42 @@ def _as_stored(source: Source, dtype: torch.dtype | None, optimizer_kind: str | 
     )
 
 
-def _without(optimizer: OptimizerRecord, names: set[str]) -> OptimizerRecord:
-    """Return the optimizer without parameters that are tied to others, whose state is theirs."""
-    groups = tuple(
-        group.model_copy(update={"parameters": tuple(n for n in group.parameters if n not in names)})
-        for group in optimizer.groups
-    )
-    state = {name: values for name, values in optimizer.state.items() if name not in names}
-    return optimizer.model_copy(update={"groups": groups, "state": state})
-
-
 def _tied(source: Source) -> dict[str, list[str]]:
-    """Return the names of each tied tensor: other formats store it per name, or do not say that it is tied.
+    """Return the further names of each tied tensor: other formats store it per name, or do not say that it is tied.
 
-    Tensors are one if they hold the same bytes and have the same optimizer state, so nothing is lost if they are not
-    tied after all. Only matrices are looked at, and those that start differently are told apart by that.
+    Tensors are one if they hold the same bytes and have the same optimizer state, or only the first has any. So nothing
+    is lost if they are not tied after all. Only matrices are looked at, and those that start differently are told apart
+    by that.
     """
-    parameters = source.contents.parameters
-    state = source.contents.optimizer.state if source.contents.optimizer else {}
-    alike: dict[tuple[object, ...], list[str]] = {}
+    parameters, optimizer = source.contents.parameters, source.contents.optimizer
+    state = optimizer.state if optimizer else {}
+    alike: dict[object, list[str]] = {}
     for name, record in parameters.items():
         if len(record.shape) > 1 and record.numel:
-            alike.setdefault((record.shape, record.dtype), []).append(name)
+            start = source.read("model", name, Interval(0, min(_PROBE_NUMEL, record.numel)))
+            alike.setdefault((record.shape, record.dtype, tensor_bytes(start).tobytes()), []).append(name)
     tied: dict[str, list[str]] = {}
     for names in alike.values():
-        first: dict[bytes, list[str]] = {}
+        first: dict[object, str] = {}
         for name in names if len(names) > 1 else ():
-            probe = Interval(0, min(_PROBE_NUMEL, parameters[name].numel))
-            found = first.setdefault(tensor_bytes(source.read("model", name, probe)).tobytes(), [])
-            other = next((o for o in found if _is_same(source, "model", o, name, parameters[name])), None)
-            if other is None or not _has_same_state(source, state, other, name):
-                found.append(name)
-            else:
-                tied.setdefault(other, []).append(name)
+            values = state.get(name, {})
+            weight = _digest(source, "model", name, parameters[name])
+            held = tuple(
+                _digest(source, "optimizer", f"{name}/{key}", v) if isinstance(v, TensorRecord) else repr(v)
+                for key, v in sorted(values.items())
+            )
+            one = first.setdefault((weight, held), name) if values else first.get(weight, name)
+            first.setdefault(weight, name)
+            if one != name:
+                tied.setdefault(one, []).append(name)
     return tied
 
 
-def _has_same_state(source: Source, state: Mapping[str, Mapping[str, object]], one: str, other: str) -> bool:
-    mine, theirs = state.get(one, {}), state.get(other, {})
-    if not theirs:
-        return True
-    if mine != theirs:
-        return False
-    return all(
-        _is_same(source, "optimizer", f"{one}/{key}", f"{other}/{key}", record)
-        for key, record in mine.items()
-        if isinstance(record, StateTensorRecord)
-    )
-
-
-def _is_same(source: Source, kind: Kind, one: str, other: str, record: TensorRecord) -> bool:
-    return all(
-        (tensor_bytes(source.read(kind, one, part)) == tensor_bytes(source.read(kind, other, part))).all()
-        for part in chunks(record)
-    )
-
-
-_Cut = dict[tuple[Kind, str], tuple[TensorRecord, list[Interval]]]
-"""Every stored tensor with what each rank holds of it."""
+def _digest(source: Source, kind: Kind, name: str, record: TensorRecord) -> bytes:
+    digest = hashlib.sha256()
+    for data in stream(source, kind, name, record):
+        digest.update(data.tobytes())
+    return digest.digest()
 
 
 def _cut(contents: Contents, size: int) -> _Cut:
@@ -241,12 +224,10 @@ def _is_replicated(record: TensorRecord) -> bool:
     return isinstance(record, StateTensorRecord) and record.layout == "replicated"
 
 
-def _write_rank_states(
-    new: NewCheckpoint, source: Source, contents: Contents, world_size: int, notes: list[str]
-) -> dict[str, FileRecord]:
+def _write_rank_states(new: NewCheckpoint, source: Source, world_size: int, notes: list[str]) -> dict[str, FileRecord]:
     """Write the ranks' own state: all of it at the same world size, else that of rank 0 without generators."""
     files = {}
-    saved = contents.manifest.world_size if contents.manifest else 0
+    saved = source.contents.manifest.world_size if source.contents.manifest else 0
     if saved and saved != world_size:
         notes.append(f"random number generators: saved by {saved} ranks, of no use to {world_size}")
     for rank in range(saved if saved == world_size else min(saved, 1)):
@@ -260,20 +241,13 @@ def _write_rank_states(
 
 
 def _manifest(
-    new: NewCheckpoint,
-    contents: Contents,
-    cut: _Cut,
-    files: dict[str, FileRecord],
-    world_size: int,
-    shard_size: int,
+    new: NewCheckpoint, contents: Contents, cut: _Cut, files: dict[str, FileRecord], mesh: MeshRecord
 ) -> Manifest:
-    pieces = {
-        key: tuple(PieceRecord(rank=rank, start=i.start, stop=i.stop) for rank, i in enumerate(intervals) if i.numel)
-        for key, (_, intervals) in cut.items()
-    }
-
     def placed(kind: Kind, name: str, record: RecordT) -> RecordT:
-        return record.model_copy(update={"pieces": pieces[kind, name], "tiles": None})
+        pieces = tuple(
+            PieceRecord(rank=rank, start=i.start, stop=i.stop) for rank, i in enumerate(cut[kind, name][1]) if i.numel
+        )
+        return record.model_copy(update={"pieces": pieces, "tiles": None})
 
     optimizer = contents.optimizer
     if optimizer is not None:
@@ -285,16 +259,15 @@ def _manifest(
             for name, values in optimizer.state.items()
         }
         optimizer = optimizer.model_copy(update={"state": state})
-    saved = contents.manifest
     return Manifest(
         format_version=FORMAT_VERSION if new.own_names else 1,
         own_names=new.own_names,
         save_id=new.save_id,
-        saved_at=saved.saved_at if saved else next_stamp(),
+        saved_at=contents.manifest.saved_at if contents.manifest else next_stamp(),
         fullshard_version=__version__,
         torch_version=str(torch.__version__),
-        world_size=world_size,
-        mesh=MeshRecord(replicate=world_size // shard_size, shard=shard_size),
+        world_size=mesh.replicate * mesh.shard,
+        mesh=mesh,
         files=files,
         parameters={name: placed("model", name, record) for name, record in contents.parameters.items()},
         buffers={name: placed("model", name, record) for name, record in contents.buffers.items()},
