@@ -90,7 +90,7 @@ def _file(path: Path, optimizer: bool) -> Source:
     if not path.is_file():
         raise CheckpointError(f"there is no checkpoint at {path}")
     if is_rank_file(path):
-        return open_xla(path.parent, optimizer=optimizer)
+        return open_xla(path.parent, rank_files(path.parent), optimizer=optimizer)
     return open_torch_state(f"torch file ({path.name})", path, optimizer=optimizer)
 
 
@@ -102,7 +102,7 @@ def _directory(path: Path, optimizer: bool) -> Source | None:
         return open_dcp("torch distributed checkpoint (DCP)", path, [path], optimizer=optimizer)
     files = rank_files(path)
     if files and is_rank_file(files[0]):
-        return open_xla(path, optimizer=optimizer)
+        return open_xla(path, files, optimizer=optimizer)
     if any((path / name).is_file() for name in (SINGLE_NAME, INDEX_NAME, PICKLED_NAME, PICKLED_INDEX_NAME)):
         return open_weights(path)
     return None

@@ -39,13 +39,13 @@ def is_rank_file(path: Path) -> bool:
     return isinstance(loaded, Mapping) and "shard_metadata" in loaded
 
 
-def open_xla(path: Path, *, optimizer: bool = True) -> Source:
-    """Open the per-rank files in a directory: a model, and the optimizer's state if it is there.
+def open_xla(path: Path, files: Sequence[Path], *, optimizer: bool = True) -> Source:
+    """Open per-rank files: a model, and the optimizer's state if it is there. `path` is for messages.
 
     Raises:
         CheckpointError: a rank's file is missing or there twice, or they contradict each other.
     """
-    loaded = {file: load_torch_file(file) for file in rank_files(path)}
+    loaded = {file: load_torch_file(file) for file in files}
     loaded = {file: value for file, value in loaded.items() if isinstance(value, Mapping) and "shard_metadata" in value}
     try:
         models = _by_rank({f: v for f, v in loaded.items() if "model" in v}, path, "model")
