@@ -19,8 +19,7 @@ import transformers
 from torch import nn
 
 from fullshard.checkpoint import full_state_dict
-from fullshard.checkpoint.adapter_loading import load_adapters
-from fullshard.checkpoint.adapters import save_adapters
+from fullshard.checkpoint.adapters import load_adapters, save_adapters
 from fullshard.checkpoint.format import read_manifest
 from fullshard.core.errors import CheckpointError, ConfigError, LifecycleError, OptimizerError
 from fullshard.features import shard_model, unsharded

@@ -252,18 +252,6 @@ def test_an_expert_that_is_missing_is_an_error(tmp_path: Path) -> None:
         sharded_state(MixtralForCausalLM, tmp_path)
 
 
-def test_names_are_mapped_as_the_user_says(llama: Path) -> None:
-    expected = LlamaForCausalLM.from_pretrained(llama).state_dict()
-    tensors = {name.replace("mlp.", "ffn."): value for name, value in load_file(llama / "model.safetensors").items()}
-    save_file(tensors, llama / "model.safetensors", {"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"mlp\.down_proj\.weight is not in the files"):
-        sharded_state(AutoModelForCausalLM, llama)
-    model, state = sharded_state(AutoModelForCausalLM, llama, key_mapping={r"\.ffn\.": ".mlp."})
-    assert_same(state, dict(expected))
-    export_hf(llama / "export", model=model)  # in the names it came in, as Transformers' save_pretrained does
-    assert names_in_files(llama / "export") == names_in_files(llama)
-
-
 def test_a_tensor_that_is_there_twice_with_different_values_is_an_error(tmp_path: Path) -> None:
     save(BertForMaskedLM(BertConfig(**SMALL, max_position_embeddings=16)), tmp_path)
     name = "bert.encoder.layer.0.output.LayerNorm"

@@ -1,4 +1,4 @@
-"""The adapters of a PEFT model: saved whole and alone, in PEFT's format, and loaded from it.
+"""The adapters of a PEFT model: saved whole and alone, in PEFT's format, and loaded from it; and their names.
 
 PEFT decides what belongs to an adapter and how it is called in a file; it is asked with stand-ins for the weights, so
 only what it wants is gathered, one parameter at a time.
@@ -7,8 +7,9 @@ only what it wants is gathered, one parameter at a time.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from torch import nn
 
 from fullshard.checkpoint.full_state import full_tensor
 from fullshard.checkpoint.ranks import Ranks
-from fullshard.checkpoint.tensors import LocalTensor, local_tensors, rest
+from fullshard.checkpoint.tensors import LocalTensor, local_parameters, local_tensors, rest
+from fullshard.core.errors import CheckpointError
+from fullshard.engine.lookup import clean_name
 from fullshard.features import unsharded
 
 
@@ -71,13 +74,6 @@ def save_adapters(path: str | Path, model: nn.Module) -> None:
         ranks.on_rank_0(f"writing adapters to {path}", write)
 
 
-def adapter_directories(path: Path, model: Any) -> dict[str, Path]:
-    """Return the directory with the files of each adapter."""
-    if is_adapted(model):
-        return {str(name): path if name == "default" else path / str(name) for name in model.peft_config}
-    return dict.fromkeys(model.active_adapters(), path)
-
-
 def wanted_weights(model: nn.Module, ranks: Ranks) -> dict[str, list[str]]:
     """Return, for each adapter, the names in the model of the tensors that PEFT stores for it.
 
@@ -127,3 +123,51 @@ def prompts_whole(model: nn.Module, *, writeback: bool = False) -> Iterator[None
         for module in () if encoders is None else encoders.modules():
             whole.enter_context(unsharded(module, writeback=writeback, recurse=False))
         yield
+
+
+def adapter_parameter_names(model: nn.Module) -> Container[str]:
+    """Return the names of adapter parameters of `model`, and of all others that are trained; none without adapters.
+
+    A collective.
+    """
+    if not is_saved_as_adapters(model):
+        return ()
+    names = {name for stored in wanted_weights(model, Ranks.of(model)).values() for name in stored}
+    trained = (local for local in local_parameters(model) if local.tensor.requires_grad)
+    return names | {name for local in trained for name in local.names}
+
+
+def load_adapters(path: str | Path, model: nn.Module) -> None:
+    """Load the adapters that `save_adapters` or PEFT wrote into those of the same names. Every rank reads.
+
+    Raises:
+        CheckpointError: an adapter is not there, or not all of it.
+    """
+    ranks = Ranks.of(model)
+    wanted = wanted_weights(model, ranks)
+    peft: Any = importlib.import_module("peft")
+    rest(model)
+
+    def read(directory: Path, adapter: object) -> Any:
+        if not (directory / "adapter_config.json").is_file():
+            raise CheckpointError(f"{directory} holds no adapter", hint=f"expected the adapter {adapter!r} there")
+        return peft.load_peft_weights(str(directory), device="cpu")
+
+    names: Any = model.peft_config if is_adapted(model) else model.active_adapters()  # type: ignore[operator]
+    for adapter in map(str, names):
+        directory = Path(path) if adapter == "default" or not is_adapted(model) else Path(path) / adapter
+        config: Any = model.peft_config[adapter]  # type: ignore[index]
+        weights = ranks.together(f"reading {directory}", functools.partial(read, directory, adapter))
+        if not is_adapted(model):  # names in files begin with PEFT's module, which it lacks
+            weights = {name.removeprefix("base_model.model."): value for name, value in weights.items()}
+        with prompts_whole(model, writeback=True):
+            result = peft.set_peft_model_state_dict(model, weights, adapter_name=adapter)
+        if result.unexpected_keys and not config.is_prompt_learning:  # PEFT has put it into the encoder
+            raise CheckpointError(f"{directory}: no place for {', '.join(result.unexpected_keys)}")
+        own = {name for name in wanted[adapter] if adapter in name.split(".")}  # the rest is the base's
+        if missing := sorted(own.intersection(map(clean_name, result.missing_keys))):
+            raise CheckpointError(
+                f"{directory} lacks {len(missing)} of the {len(own)} tensors of the adapter {adapter!r}: "
+                f"{', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''}",
+                hint="it was saved of other target_modules; make the adapters as they were",
+            )

@@ -25,11 +25,7 @@ def averages_in(objects: Iterable[object]) -> list[EMA]:
 def average_entries(
     objects: Iterable[object], optimizer: torch.optim.Optimizer | None, parameters: Sequence[LocalTensor]
 ) -> Iterator[StateEntry]:
-    """Return the entries that this rank stores of the averages.
-
-    Raises:
-        CheckpointError: there is no optimizer to store them with, or their keys are not apart.
-    """
+    """Return the entries that this rank stores of the averages."""
     averages = averages_in(objects)
     if averages and optimizer is None:
         raise CheckpointError(
@@ -38,25 +34,19 @@ def average_entries(
         )
     taken = {key for state in (optimizer.state.values() if optimizer is not None else ()) for key in state}
     for average in averages:
-        if average.key not in taken:
-            taken.add(average.key)
-            continue
-        raise CheckpointError(
-            f"two averages, or an average and the optimizer's state, are both called {average.key!r}",
-            hint="give each a name: EMA(model, decay, key=...)",
-        )
-    for average in averages:
+        if average.key in taken:
+            raise CheckpointError(
+                f"two averages, or an average and the optimizer's state, are both called {average.key!r}",
+                hint="give each a name: EMA(model, decay, key=...)",
+            )
+        taken.add(average.key)
         for local, held in average_tensors(average, parameters):
             if local.is_writer and local.interval.numel:
                 yield StateEntry(local, average.key, held, "interval")
 
 
 def average_tensors(average: EMA, parameters: Sequence[LocalTensor]) -> Iterator[tuple[LocalTensor, torch.Tensor]]:
-    """Return each parameter that has an average, and what this rank holds of it.
-
-    Raises:
-        CheckpointError: it is of another model.
-    """
+    """Return each parameter that has an average, and what this rank holds of it."""
     held = average.by_parameter
     pairs = [(local, held[id(local.tensor)]) for local in parameters if id(local.tensor) in held]
     if len(pairs) != len(held):

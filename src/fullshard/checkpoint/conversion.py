@@ -11,6 +11,7 @@ Earlier versions have no rules; then a tensor keeps its name, but for the prefix
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.core.errors import CheckpointError, ConfigError
+from fullshard.core.errors import CheckpointError
 from fullshard.engine.lookup import clean_name
 
 _RENAMED = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
@@ -41,7 +42,7 @@ class Outline:
 
     @property
     def title(self) -> str:
-        """The title for messages."""
+        """The model's name in messages."""
         return type(self.config).__name__.removesuffix("Config")
 
 
@@ -62,11 +63,7 @@ class Group:
     renamings: tuple[Any, ...] = ()
 
     def convert(self, get: Callable[[str], torch.Tensor], outline: Outline) -> dict[str, torch.Tensor]:
-        """Return the tensors, by name, that the rule makes of those that `get` gives.
-
-        Raises:
-            CheckpointError: They do not match the rule.
-        """
+        """Return the tensors, by name, that the rule makes of those that `get` gives."""
         return self._apply([(pattern, name, get(name)) for pattern, name in self.takes], outline)
 
     def convert_meta(self, metas: Mapping[str, torch.Tensor], outline: Outline) -> dict[str, torch.Tensor]:
@@ -76,8 +73,7 @@ class Group:
 
     def row(self, index: int, get: Callable[[str], torch.Tensor], outline: Outline) -> torch.Tensor:
         """Return row `index` of the result; see `has_rows`."""
-        by_pattern = self._by_pattern()
-        taken = [(pattern, names[index], get(names[index])) for pattern, names in by_pattern.items()]
+        taken = [(pattern, names[index], get(names[index])) for pattern, names in self._by_pattern.items()]
         return next(iter(self._apply(taken, outline).values()))
 
     @property
@@ -87,24 +83,17 @@ class Group:
         So an expert of a layer can be read without the others.
         """
         first, *others = self.rule.operations
-        lengths = {len(names) for names in self._by_pattern().values()}
-        return (
-            type(first).__name__ == "MergeModulelist"
-            and first.dim == 0
-            and len(lengths) == 1
-            and len(self.rule.target_patterns) == 1
-            and all(
-                (type(op).__name__ == "Concatenate" and op.dim > 0)
-                or (type(op).__name__ == "Transpose" and min(op.dim0, op.dim1) > 0 and not op.check_dims)
-                for op in others
-            )
+        stacks = type(first).__name__ == "MergeModulelist" and first.dim == 0 and len(self.rule.target_patterns) == 1
+        keeps = all(
+            (type(op).__name__ == "Concatenate" and op.dim > 0)
+            or (type(op).__name__ == "Transpose" and min(op.dim0, op.dim1) > 0 and not op.check_dims)
+            for op in others
         )
+        return stacks and keeps and len({len(names) for names in self._by_pattern.values()}) == 1
 
+    @functools.cached_property
     def _by_pattern(self) -> dict[str, list[str]]:
-        found: dict[str, list[str]] = {}
-        for pattern, name in self.takes:
-            found.setdefault(pattern, []).append(name)
-        return found
+        return {pattern: [n for p, n in self.takes if p == pattern] for pattern, _ in self.takes}
 
     def _apply(self, taken: Iterable[tuple[str, str, torch.Tensor]], outline: Outline) -> dict[str, torch.Tensor]:
         rule = copy.deepcopy(self.rule)  # it keeps its inputs
@@ -126,10 +115,9 @@ class Rules:
 
     def __init__(self, outline: Outline, transforms: Iterable[Any]) -> None:
         self.outline, self.transforms = outline, tuple(transforms)
-        converters = [t for t in self.transforms if hasattr(t, "operations")]
-        self._converters = tuple(converters)
+        self._converters = [t for t in self.transforms if hasattr(t, "operations")]
         self._renamings = tuple(t for t in self.transforms if not hasattr(t, "operations"))
-        self._by_pattern = {pattern: t for t in converters for pattern in t.source_patterns}
+        self._by_pattern = {pattern: t for t in self._converters for pattern in t.source_patterns}
 
     def used(self) -> list[Any]:
         """Return the names in the files that matched a tensor."""
@@ -138,9 +126,8 @@ class Rules:
     def load(self, keys: Iterable[str]) -> tuple[dict[str, str], list[Group], list[str], list[tuple[str, str]]]:
         """Return how to make the model's tensors from files with tensors of these names.
 
-        Returns:
-            The name in the files of each tensor that is stored as it is; how the others are made; names in the files
-            that none is made of; and further names in the files for tensors that are stored as they are.
+        That is: the name in the files of each tensor that is stored as it is; how the others are made; names in the
+        files that none is made of; and further names in the files for tensors that are stored as they are.
         """
         known = self.outline.tensors
         as_it_is: dict[str, str] = {}
@@ -193,19 +180,10 @@ class Rules:
         return prefix + name if prefix + name in known else name
 
 
-def loading_rules(model: nn.Module, outline: Outline, key_mapping: Mapping[str, str] | None = None) -> Rules:
-    """Return the rules from a Hugging Face directory to `model`.
-
-    Raises:
-        ConfigError: `key_mapping` with a version of Transformers that has no rules.
-    """
+def loading_rules(model: nn.Module, outline: Outline) -> Rules:
+    """Return the rules from a Hugging Face directory to `model`."""
     mapping = _conversion_mapping()
-    if mapping is not None:
-        given = None if key_mapping is None else dict(key_mapping)
-        return Rules(outline, mapping.get_model_conversion_mapping(model, given))
-    if key_mapping is not None:
-        raise ConfigError("key_mapping needs Transformers 5 or later", hint="leave it out, or upgrade Transformers")
-    return Rules(outline, [_Legacy()])
+    return Rules(outline, [_Legacy()] if mapping is None else mapping.get_model_conversion_mapping(model))
 
 
 def saving_rules(model: nn.Module, outline: Outline) -> Rules:

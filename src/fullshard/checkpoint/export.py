@@ -107,14 +107,10 @@ _Plan = list[tuple[str, list[tuple[Batch, list[TensorEntry]]]]]
 
 
 class StoredForm:
-    """The conversion of whole parameters to the tensors that Transformers stores for them.
+    """The conversion of whole parameters to the tensors that Transformers stores for them: `batches`, in model order.
 
     Usually that is the parameter itself. But Transformers 5 keeps some models in another form in memory than on disk,
     such as all experts of a layer in one tensor, and other software reads the form on disk.
-
-    Attributes:
-        batches: what is stored, in the model's order.
-        merged: what the adapters of a PEFT model make of it; None of another model.
     """
 
     def __init__(
@@ -140,11 +136,7 @@ class StoredForm:
 
     @classmethod
     def of(cls, model: nn.Module, *, cast: torch.dtype | None) -> StoredForm:
-        """Return the stored form of a model, adapters merged. Brings it to rest.
-
-        Raises:
-            CheckpointError: adapters that cannot be merged, or a unit that is held unsharded.
-        """
+        """Return the stored form of a model, adapters merged. Brings it to rest."""
         rest(model)
         if is_adapted(model):
             merged = MergedModel(model)

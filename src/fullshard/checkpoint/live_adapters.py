@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.checkpoint.adapters import is_adapted
 from fullshard.checkpoint.full_state import full_tensor, gather_when_all_save
 from fullshard.checkpoint.merging import check_mergeable, copy_module
 from fullshard.checkpoint.tensors import local_tensors, rest
-from fullshard.core.errors import CheckpointError, LifecycleError
+from fullshard.core.errors import LifecycleError
 from fullshard.features import ShardedParameter
 
 
@@ -27,20 +26,9 @@ def merge_adapters(
 ) -> None:
     """Merge adapters of a PEFT model into its base weights, in place, sharded as they are. A collective.
 
-    Forwards then leave the adapters out, as after PEFT's `merge_adapter`.
-
-    Args:
-        model: a PEFT model, sharded or not.
-        adapter_names: which; None: the active ones.
-        safe_merge: refuse weights that would not be finite.
-        progressbar: count the layers on standard error.
-
-    Raises:
-        CheckpointError: no PEFT model, a quantised base, or adapters that cannot be merged.
-        ValueError: PEFT's, of `safe_merge`; layers before the one it names are merged.
+    Forwards then leave the adapters out, as after PEFT's `merge_adapter`, which has the same arguments. If `safe_merge`
+    finds weights that would not be finite, the layers before the one that it names are merged.
     """
-    if not is_adapted(model):
-        raise CheckpointError(f"{type(model).__name__} has no adapters")
     check_mergeable(model)
     names = None if adapter_names is None else list(adapter_names)
     rest(model)

@@ -28,19 +28,11 @@ Whole = Callable[[torch.Tensor], torch.Tensor]
 
 
 class MergedModel:
-    """The model that `PeftModel.merge_and_unload` would make of a model, without making it.
+    """The model that `PeftModel.merge_and_unload` would make of a model at rest, without making it.
 
-    Args:
-        model: a PEFT model at rest; sharded, whole or on the meta device.
-
-    Attributes:
-        base: the model without adapters: its class and configuration are those of the result.
-        sources: the tensors of the result, in its order, under the names it has for them. The tensor inside is the
-            model's own where the adapters leave it as it is, else a stand-in on the meta device.
-        ties_embeddings: whether input and output embeddings are one tensor in the result.
-
-    Raises:
-        CheckpointError: adapters that cannot be merged (prompts), or a quantised base.
+    `base` is the model without adapters, with the class and configuration of the result. `sources` are the tensors of
+    the result, in its order, under the names it has for them. The tensor inside is the model's own where the adapters
+    leave it as it is, else a stand-in on the meta device.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -85,7 +77,8 @@ class MergedModel:
     @property
     def ties_embeddings(self) -> bool:
         """Return whether two names of the result stand for one embedding."""
-        tables = [f() for f in (_getter(self.base, "input"), _getter(self.base, "output")) if f is not None]
+        getters = (getattr(self.base, f"get_{which}_embeddings", None) for which in ("input", "output"))
+        tables = [get() for get in getters if get is not None]
         names = [name for name, module, _ in _walk(self.base) if any(module is table for table in tables)]
         return any(sum(name.startswith(f"{path}.") for path in names for name in s.names) > 1 for s in self.sources)
 
@@ -103,12 +96,13 @@ class MergedModel:
                 if is_adapted_here and module not in self._layers.setdefault(id(tensor), []):
                     self._layers[id(tensor)].append(module)
         originals = {id(stand_ins[key]): local.tensor for key, local in self._local.items() if key in stand_ins}
-        sources = []
-        for key, (stand_in, names) in named.items():
-            tensor = stand_in if key in self._layers else originals[key]
-            shape = tuple(stand_in.shape)
-            sources.append(LocalTensor(tuple(names), tensor, shape, Interval(0, stand_in.numel()), is_writer=True))
-        return sources
+        return [
+            LocalTensor(
+                tuple(names), made if key in self._layers else originals[key], tuple(made.shape),
+                Interval(0, made.numel()), is_writer=True,
+            )
+            for key, (made, names) in named.items()
+        ]  # fmt: skip
 
     def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
         local = self._local.get(id(tensor))
@@ -117,11 +111,7 @@ class MergedModel:
 
 
 def check_mergeable(model: nn.Module) -> None:
-    """Refuse adapters that are no change of weights, and a quantised base.
-
-    Raises:
-        CheckpointError: either of the two.
-    """
+    """Raise `CheckpointError` for adapters that are no change of weights, and for a quantised base."""
     check = getattr(model.base_model, "_check_merge_allowed", None)
     if check is None:
         raise CheckpointError(
@@ -147,18 +137,13 @@ def _walk(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module, b
                 yield from _walk(child, clean_name(f"{path}.{name}" if path else name))
 
 
-def _getter(model: nn.Module, which: str) -> Callable[[], nn.Module] | None:
-    return getattr(model, f"get_{which}_embeddings", None)
-
-
 def _unload(layer: Any) -> nn.Module:
     """Return the plain module that PEFT makes of one of its own."""
+    options = {"safe_merge": False, "adapter_names": None}
     if hasattr(layer, "unload_and_optionally_merge_module"):
-        plain: nn.Module = layer.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
-        return plain
-    layer.merge(safe_merge=False, adapter_names=None)
-    base: nn.Module = layer.get_base_layer()
-    return base
+        return layer.unload_and_optionally_merge_module(merge=True, **options)  # type: ignore[no-any-return]
+    layer.merge(**options)
+    return layer.get_base_layer()  # type: ignore[no-any-return]
 
 
 def copy_module(

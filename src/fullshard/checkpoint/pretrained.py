@@ -42,6 +42,7 @@ from fullshard.wrap.partition import Slot
 
 logger = logging.getLogger(__name__)
 
+_REFUSED = ("key_mapping", "variant", "subfolder")
 _HUB_OPTIONS = ("revision", "cache_dir", "token", "local_files_only")
 _DORA = "lora_magnitude_vector"
 _NORM_NUMEL = 2**20
@@ -55,11 +56,8 @@ def from_pretrained(
     dtype: torch.dtype | str | None = None,
     quantization_config: Any = None,
     config: Any = None,
-    key_mapping: Mapping[str, str] | None = None,
     ignore_missing: bool = False,
     ignore_mismatched_sizes: bool = False,
-    variant: str | None = None,
-    subfolder: str = "",
     **options: Any,
 ) -> nn.Module:
     """Return a Transformers model whose weights are read when it is sharded, by each rank only its own.
@@ -77,36 +75,38 @@ def from_pretrained(
         dtype: of the parameters. Default: as the configuration says, else as the first weight is.
         quantization_config: bitsandbytes' `BitsAndBytesConfig`: weights are quantised as they are read.
         config: instead of the one in the directory.
-        key_mapping: further renamings of the files' tensors, from patterns to names.
         ignore_missing: initialise whatever the files lack; it is named in a warning.
         ignore_mismatched_sizes: the same for what has another shape in the files.
-        variant: of the files' names, as `fp16` in `model.fp16.safetensors`.
-        subfolder: of the directory, where configuration and weights are.
         options: passed on to the model's configuration (`attn_implementation`, say) and to the hub (`revision`).
 
     Raises:
         CheckpointError: no weights; later, when the model is sharded: weights that do not fit.
-        ConfigError: a quantisation that is not bitsandbytes', one that leaves most of the model as it is, or weights
-            that are quantised already.
+        ConfigError: a quantisation that is not bitsandbytes', one that leaves most of the model as it is, weights
+            that are quantised already, or `key_mapping`, `variant` or `subfolder`.
         MissingExtraError: without the `hf` extra.
     """
     transformers = import_extra("transformers", extra="hf", purpose="loading a pretrained model")
+    if given := [name for name in _REFUSED if options.pop(name, None)]:
+        raise ConfigError(
+            f"from_pretrained(...) with {', '.join(given)}",
+            hint="give the directory itself, with files of the usual names, which save_pretrained writes",
+        )
     hub: dict[str, Any] = {key: options.pop(key) for key in _HUB_OPTIONS if key in options}
-    directory = model_directory(name_or_path, hub, subfolder=subfolder, variant=variant)
+    directory = model_directory(name_or_path, hub)
     if config is None:
         # Options of the configuration (num_labels, rope_scaling, ...) go there; the rest is for the model.
         source = transformers.AutoConfig if hasattr(auto_class, "from_config") else auto_class.config_class
         config, options = source.from_pretrained(directory, return_unused_kwargs=True, **options)
     config = copy.deepcopy(config)
     _refuse_quantised(directory, config)
-    stored = dict(stored_tensors(directory, variant=variant))
+    stored = dict(stored_tensors(directory))
     parsed = _dtype(dtype, config, stored)
     make = getattr(auto_class, "from_config", None) or auto_class._from_config
     with meta_parameters():
         model: nn.Module = make(config, dtype=parsed, **options)
         _keep_in_fp32(model, parsed)
         built = outline_of(model, tensors_of(model))
-        rules = loading_rules(model, built, key_mapping)
+        rules = loading_rules(model, built)
         found = match(stored, rules)
         model._weight_conversions = rules.used()  # type: ignore[assignment] # saving reverses them
         _untie_what_differs(model, found.sources)
@@ -200,15 +200,8 @@ def _resize_token_embeddings(
 class PretrainedWeights:
     """The weights of a directory, for one model. A `WeightSource` of the engine.
 
-    Args:
-        directory: where they are.
-        base: the Transformers model, which may be wrapped later; names are relative to it.
-        built: the model as the configuration describes it, before anybody has changed it.
-        dtype: of weights before they are quantised.
-        found: where the model's tensors come from.
-
-    Attributes:
-        ignore_missing, ignore_mismatched_sizes: what may be initialised anew.
+    `base` is the Transformers model, which may be wrapped later; names are relative to it. `built` is the model as the
+    configuration describes it, before anybody has changed it; `dtype` that of weights before they are quantised.
     """
 
     ignore_missing = ignore_mismatched_sizes = False
@@ -220,11 +213,7 @@ class PretrainedWeights:
         self._adapters: dict[int, tuple[str, Any, Any]] = {}
 
     def start(self, model: nn.Module) -> None:
-        """Match the places in the model with the tensors found in the files.
-
-        Raises:
-            CheckpointError: shapes that differ, or weights that are missing; all are listed.
-        """
+        """Match the places in the model with the tensors in the files; raise an error that lists all that differs."""
         self._adapters = _adapter_parts(model)
         adapters = adapter_modules(model)
         places = [p for p in places_of(self._base) if id(p.module) not in adapters]
@@ -247,18 +236,14 @@ class PretrainedWeights:
                 "initialise these anew",
             )
         buffers = {p.name for p in absent if not isinstance(p.tensor, nn.Parameter)} - names
-        unused = not_ignored(set(self._unused), self._base, "_keys_to_ignore_on_load_unexpected")
-        for named, what in (
-            (names - missing, "not in %s, newly initialised: %s"),
-            (mismatched.keys() & {place.name for place in absent}, "in another shape in %s, newly initialised: %s"),
-            (
-                not_ignored(buffers, self._base, "_keys_to_ignore_on_load_missing"),
-                "not in %s, as the model makes them: %s",
-            ),
-            (unused, "in %s, not used: %s"),
+        for named, ignored, what in (
+            (names - missing, "", "not in %s, newly initialised: %s"),
+            (mismatched.keys() & {p.name for p in absent}, "", "in another shape in %s, newly initialised: %s"),
+            (buffers, "_keys_to_ignore_on_load_missing", "not in %s, as the model makes them: %s"),
+            (set(self._unused), "_keys_to_ignore_on_load_unexpected", "in %s, not used: %s"),
         ):
-            if named:
-                logger.warning(f"%s: {what}", type(self._base).__name__, self.directory, ", ".join(sorted(named)))
+            if said := not_ignored(named, self._base, ignored):
+                logger.warning(f"%s: {what}", type(self._base).__name__, self.directory, ", ".join(sorted(said)))
 
     def _shape_problem(self, place: Place) -> str | None:
         stored = self._sources[place.name]
@@ -289,14 +274,12 @@ class PretrainedWeights:
         if shard is None or not shard.is_chunked:
             self._read_rows(slot, interval, out)
             return
-        read_across(
+        read, shape, wanted = (
             functools.partial(self._read_rows, slot),
-            out,
-            shape=tuple(slot.parameter.shape),
-            source=UNCUT,
-            target=shard.chunking,
-            wanted=interval.shift(shard.start),
+            slot.parameter.shape,
+            interval.shift(shard.start),
         )
+        read_across(read, out, shape=tuple(shape), source=UNCUT, target=shard.chunking, wanted=wanted)
 
     def _read_rows(self, slot: Slot, interval: Interval, out: torch.Tensor) -> None:
         """Fill `out` with elements `interval` of the parameter."""
@@ -411,8 +394,7 @@ def _new_rows(model: nn.Module, name: str, stored: TensorSource, numel: int) -> 
 def _adapter_parts(model: nn.Module) -> dict[int, tuple[str, Any, Any]]:
     """Return, by id, the modules that hold parts of LoRA adapters: which part, how it is initialised, of which layer.
 
-    Raises:
-        ConfigError: an initialisation that needs the whole base weight at once.
+    Refuse an initialisation that needs the whole base weight at once.
     """
     schemes: dict[str, Any] = {}
     for module in model.modules():
@@ -429,9 +411,8 @@ def _adapter_parts(model: nn.Module) -> dict[int, tuple[str, Any, Any]]:
             for adapter, part in parts:
                 scheme = schemes.get(adapter, True)
                 # B is zero in the beginning but for False, and a row is one output but for `fan_in_fan_out`.
-                is_of_rows = (
-                    type(part).__name__ == "DoraLinearLayer" and not part.fan_in_fan_out and scheme is not False
-                )
+                is_dora = type(part).__name__ == "DoraLinearLayer"
+                is_of_rows = is_dora and not part.fan_in_fan_out and scheme is not False
                 if next(part.parameters(), None) is None:
                     continue
                 if (kind == _DORA and not is_of_rows) or (scheme not in (True, False) and scheme != "gaussian"):

@@ -31,20 +31,11 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 PICKLED_INDEX_NAME = "pytorch_model.bin.index.json"
 PICKLED_NAME = "pytorch_model.bin"
-_FOREIGN = (
-    (r"model\..+\.safetensors|pytorch_model\..+\.bin|.*\.index\..+\.json", "weights of a variant",
-     "name it: variant='fp16' for model.fp16.safetensors"),
-    (r"(model|pytorch_model)-\d+-of-\d+\..*", "files without their index", "download or copy the index again"),
-    (r"adapter_(config\.json|model\..*)", "an adapter", "load the base model, then the adapter with PEFT"),
-    (r"manifest\.json", "a checkpoint of fullshard", "fullshard ckpt export makes a model of it"),
-    (r"\.metadata|.*\.distcp", "a checkpoint of torch's", "fullshard ckpt import and export make a model of it"),
-    (r"tf_model.*\.h5|model\.ckpt.*", "weights of TensorFlow", "convert them with Transformers 4"),
-    (r"flax_model.*", "weights of Flax", "convert them with Transformers 4"),
-    (r".*\.gguf", "weights in GGUF", "load them with Transformers and save_pretrained them"),
-    (r"(?!training_args|optimizer|scheduler|scaler|rng_state).*\.(safetensors|bin|pth?)", "weights under another name",
-     "save_pretrained names them as they are looked for"),
-)  # fmt: skip
-"""Files of a directory whose weights cannot be read from it, what they are, and what to do."""
+_OTHER_WEIGHTS = re.compile(
+    r"(?!training_args|optimizer|scheduler|scaler|rng_state).*\.(safetensors|bin|pth?|h5|gguf|ckpt.*|distcp)"
+    r"|flax_model.*|.*\.index(\..+)?\.json|adapter_config\.json|manifest\.json|\.metadata"
+)
+"""Files of a directory that hold, or describe, weights which cannot be read from it."""
 _STAGING_NBYTES = 16 * MIB
 
 
@@ -52,11 +43,7 @@ _STAGING_NBYTES = 16 * MIB
 class TensorSource:
     """A tensor that can be read by intervals: stored in a file, or made of such.
 
-    Attributes:
-        shape: of the whole tensor.
-        dtype: in which it is stored or made.
-        where: the place, for messages.
-        read: fills a tensor with an interval of the flattened whole, cast on the way.
+    `where` names its place in messages; `read` fills a tensor with an interval of the flattened whole, cast on the way.
     """
 
     shape: tuple[int, ...]
@@ -84,13 +71,7 @@ def _read_file(path: Path, dtype: torch.dtype, first: int, interval: Interval, o
             out[start : start + len(values)].copy_(values)
 
 
-def model_directory(
-    name_or_path: str | Path,
-    hub: Mapping[str, Any] | None = None,
-    *,
-    subfolder: str = "",
-    variant: str | None = None,
-) -> Path:
+def model_directory(name_or_path: str | Path, hub: Mapping[str, Any] | None = None) -> Path:
     """Return the directory itself, or that of the hub's cache. Downloads it first if need be.
 
     Raises:
@@ -98,66 +79,51 @@ def model_directory(
         MissingExtraError: a hub name without the `hf` extra.
     """
     path = local_path(name_or_path)
-    if not path.is_dir():
-        if path.exists() or looks_like_path(str(name_or_path)):
-            raise CheckpointError(f"there is no directory {name_or_path}", hint="give a directory or a hub name")
-        path = _downloaded(str(name_or_path), dict(hub or {}), subfolder=subfolder, variant=variant)
-    if not (path / subfolder).is_dir():
-        raise CheckpointError(f"there is no directory {path / subfolder}", hint="check subfolder")
-    return path / subfolder
-
-
-def _downloaded(name: str, hub: dict[str, Any], *, subfolder: str, variant: str | None) -> Path:
-    module = import_extra("huggingface_hub", extra="hf", purpose=f"downloading {name}")
-    inside = f"{subfolder.rstrip('/')}/" if subfolder else ""
+    if path.is_dir():
+        return path
+    if path.exists() or looks_like_path(str(name_or_path)):
+        raise CheckpointError(f"there is no directory {name_or_path}", hint="give a directory or a hub name")
+    module = import_extra("huggingface_hub", extra="hf", purpose=f"downloading {name_or_path}")
     # Weights, configuration, tokenizer.
-    patterns = [f"{inside}{pattern}" for pattern in ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")]
+    patterns = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
     try:
-        path = Path(module.snapshot_download(name, allow_patterns=patterns, **hub))
-        if not any((path / subfolder).glob("*.safetensors")):
-            suffix = f".{variant}.bin" if variant else ".bin"
-            module.snapshot_download(name, allow_patterns=[f"{inside}pytorch_model*{suffix}"], **hub)
+        path = Path(module.snapshot_download(str(name_or_path), allow_patterns=patterns, **(hub or {})))
+        if not any(path.glob("*.safetensors")):
+            module.snapshot_download(str(name_or_path), allow_patterns=["pytorch_model*.bin"], **(hub or {}))
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{name} is no directory, and cannot be had from the hub: {error}",
+            f"{name_or_path} is no directory, and cannot be had from the hub: {error}",
             hint="give a directory, or download it first",
         ) from error
     return path
 
 
-def weights_file(directory: Path, *, variant: str | None = None) -> Path | None:
+def weights_file(directory: Path) -> Path | None:
     """Return the file of a directory that holds its weights, or the index of several; None if it has no weights.
 
     Raises:
-        CheckpointError: weights that cannot be read here: of another variant or format, an adapter's, a checkpoint's.
+        CheckpointError: weights that cannot be read here: of another name or format, an adapter's, a checkpoint's.
     """
     for name in (SINGLE_NAME, INDEX_NAME, PICKLED_NAME, PICKLED_INDEX_NAME):
-        path = directory / _of_variant(name, variant)
-        if path.is_file():
-            return path
-    if variant is not None:
-        raise CheckpointError(f"{directory} holds neither {_of_variant(SINGLE_NAME, variant)} nor an index of them")
-    names = sorted(path.name for path in directory.iterdir())
-    for pattern, what, hint in _FOREIGN:
-        found = [name for name in names if re.fullmatch(pattern, name)]
-        if found:
-            raise CheckpointError(
-                f"{directory} holds {what} ({found[0]}), but neither {SINGLE_NAME} nor {PICKLED_NAME}", hint=hint
-            )
+        if (directory / name).is_file():
+            return directory / name
+    found = sorted(path.name for path in directory.iterdir() if _OTHER_WEIGHTS.fullmatch(path.name))
+    if found:
+        raise CheckpointError(
+            f"{directory} holds {', '.join(found[:3])}, but neither {SINGLE_NAME} nor {PICKLED_NAME}",
+            hint="`fullshard ckpt export` makes those of a checkpoint, `fullshard merge` of an adapter, save_pretrained of "
+            "a model; several files need their index",
+        )
     return None
 
 
-def stored_tensors(directory: Path, *, variant: str | None = None) -> Iterator[tuple[str, TensorSource]]:
-    """Return every tensor of the directory by name.
-
-    Args:
-        directory: holds safetensors files, or pickled ones of torch's, and an index if there are several.
-        variant: of the files' names, as `fp16` in `model.fp16.safetensors`.
+def stored_tensors(directory: Path) -> Iterator[tuple[str, TensorSource]]:
+    """Return every tensor of a directory of safetensors files, or pickled ones of torch's, by name.
 
     Raises:
         CheckpointError: no weights, an index that points elsewhere, or a file that is cut or malformed.
     """
-    path = weights_file(directory, variant=variant)
+    path = weights_file(directory)
     if path is None:
         raise CheckpointError(
             f"{directory} holds neither {SINGLE_NAME} nor {INDEX_NAME}, nor {PICKLED_NAME}",
@@ -191,19 +157,8 @@ def indexed_files(index: Path) -> dict[Path, list[str]]:
     return found
 
 
-def _of_variant(name: str, variant: str | None) -> str:
-    if variant is None:
-        return name
-    stem, end = name.rsplit(".", 1)
-    return f"{stem}.{variant}.{end}"
-
-
 def tensors_of(path: Path) -> Iterator[tuple[str, TensorSource]]:
-    """Return every tensor of one file by name.
-
-    Raises:
-        CheckpointError: it is cut or malformed.
-    """
+    """Return every tensor of one file by name. Raises `CheckpointError` if it is cut or malformed."""
     return _safetensors_of(path) if path.suffix == ".safetensors" else _pickled_tensors(path)
 
 
@@ -214,8 +169,7 @@ def _pickled_tensors(path: Path) -> Iterator[tuple[str, TensorSource]]:
         raise CheckpointError(f"{path} holds a {type(tensors).__name__}, not tensors by name")
     for name, tensor in tensors.items():
         flat = check_tensor(tensor, where=f"{path}: {name!r}").reshape(-1)
-        read = functools.partial(_read_mapped, flat)
-        yield name, TensorSource(tuple(tensor.shape), tensor.dtype, path.name, read)
+        yield name, TensorSource(tuple(tensor.shape), tensor.dtype, path.name, functools.partial(_read_mapped, flat))
 
 
 @torch.no_grad()
@@ -237,11 +191,7 @@ def _safetensors_of(path: Path) -> Iterator[tuple[str, TensorSource]]:
 
 
 def json_file(path: Path, *, limit_nbytes: int) -> dict[str, Any]:
-    """Return the JSON object that a file holds.
-
-    Raises:
-        CheckpointError: it holds none, cannot be read, or is larger.
-    """
+    """Return the JSON object of a file. Raises `CheckpointError` if it has none, cannot be read, or is larger."""
     try:
         return read_object(path, limit_nbytes=limit_nbytes)
     except OSError as error:

@@ -32,8 +32,7 @@ from fullshard import checkpoint
 from fullshard.api.elastic import accumulation_steps
 from fullshard.api.plugin import say_once
 from fullshard.api.sharding import is_sharded
-from fullshard.checkpoint.adapter_loading import adapter_parameter_names, load_adapters
-from fullshard.checkpoint.adapters import is_saved_as_adapters
+from fullshard.checkpoint.adapters import adapter_parameter_names, is_saved_as_adapters, load_adapters
 from fullshard.checkpoint.format import MANIFEST_NAME, TRAINER_STATE
 from fullshard.checkpoint.full_state import whole_in_state_dicts
 from fullshard.checkpoint.lease import lease
