@@ -211,11 +211,12 @@ def test_weights_are_quantised_as_they_are_read(bits: int, storage: torch.dtype,
     run_ranks(check_quantised, 2, tmp_path, bits, storage)
 
 
-def test_adapters_that_need_whole_weights_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [{"init_lora_weights": "orthogonal"}, {"use_dora": True}], ids=str)
+def test_adapters_that_need_whole_weights_are_refused(tmp_path: Path, options: dict[str, Any]) -> None:
     peft = pytest.importorskip("peft")
     save(LLAMA, tmp_path)
     model: Any = fullshard.from_pretrained(AutoModelForCausalLM, tmp_path)
-    model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights="orthogonal"))
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"], **options))
     with pytest.raises(ConfigError, match="whole base weights") as error:
         Accelerator(cpu=True).prepare(model)
     assert error.value.hint is not None

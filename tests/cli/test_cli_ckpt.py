@@ -216,10 +216,7 @@ def test_what_the_source_lies_in_is_not_replaced(saved: Path) -> None:
     assert saved.is_dir()
 
 
-def test_what_is_not_there_is_not_passed_over(saved: Path, tmp_path: Path) -> None:
-    """An index of one model, and a directory of which the one around it was taken."""
-    with pytest.raises(CheckpointError, match=r"step-2 holds no model 5 of a checkpoint of Accelerate"):
-        _run("inspect", saved, "--index", "5")
+def test_a_directory_that_is_not_there_is_not_passed_over(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"there is no directory .*/none"):
         _run("export", saved, tmp_path / "x", "--config-from", tmp_path / "none")
 

@@ -36,7 +36,7 @@ from fullshard.core.imports import import_extra
 from fullshard.core.layout import Interval
 from fullshard.core.paths import local_path
 from fullshard.features.meta_device import WEIGHTS, meta_parameters
-from fullshard.features.quantized_weights.scales import dequantised, is_exact, outline, quantise, whole_shape
+from fullshard.features.quantized_weights.scales import is_exact, outline, quantise, whole_shape
 from fullshard.features.tensor_parallel import local_shard_of
 from fullshard.wrap.partition import Slot
 
@@ -45,8 +45,6 @@ logger = logging.getLogger(__name__)
 _REFUSED = ("key_mapping", "variant", "subfolder")
 _HUB_OPTIONS = ("revision", "cache_dir", "token", "local_files_only")
 _DORA = "lora_magnitude_vector"
-_NORM_NUMEL = 2**20
-"""Elements of a weight that are held at once to take the norms of its rows."""
 
 
 def from_pretrained(
@@ -210,7 +208,7 @@ class PretrainedWeights:
         self.directory, self._base, self._built, self._dtype = directory, base, built, dtype
         self._sources, self._unused = found.sources, found.unused
         self._names: dict[tuple[int, str], str] = {}
-        self._adapters: dict[int, tuple[str, Any, Any]] = {}
+        self._adapters: dict[int, tuple[str, Any]] = {}
 
     def start(self, model: nn.Module) -> None:
         """Match the places in the model with the tensors in the files; raise an error that lists all that differs."""
@@ -298,11 +296,8 @@ class PretrainedWeights:
         found = self._adapters.get(id(module))
         if found is None:
             return False
-        kind, scheme, layer = found
+        kind, scheme = found
         with torch.no_grad():
-            if kind == _DORA:
-                self._read_row_norms(layer.get_base_layer(), module.weight)  # type: ignore[arg-type]
-                return True
             for name, parameter in module.named_parameters(recurse=False):
                 if name == "bias" or (scheme is not False and kind in ("lora_B", "lora_embedding_A")):
                     parameter.zero_()
@@ -313,33 +308,6 @@ class PretrainedWeights:
                 else:
                     nn.init.kaiming_uniform_(parameter, a=math.sqrt(5))
         return True
-
-    def _read_row_norms(self, base: nn.Module, out: torch.Tensor) -> None:
-        """Compute DoRA's start, the norm of each row of the base weight, which is read a few rows at a time.
-
-        Of a quantised weight it is the norm of what the weight has become; its unit has just made it.
-        """
-        weight: Any = base.weight
-        if is_exact(weight):
-            # PEFT adds the adapter, which is zero, in the dtype that it has at first.
-            values = dequantised(base)
-            dtype = getattr(base, "compute_dtype", weight.dtype)
-            adapter_dtype = dtype if dtype.is_floating_point else torch.float32
-            out.copy_(torch.linalg.norm(values.to(torch.promote_types(values.dtype, adapter_dtype)), dim=1))
-            return
-        name = self._names.get((id(base), "weight"))
-        if name is None or self._sources[name].numel != out.numel() * math.prod(self._sources[name].shape[1:]):
-            raise ConfigError(
-                f"DoRA on {type(base).__name__}: {self.directory} does not hold its weight as it is in the model",
-                hint="load the base with Transformers' own from_pretrained before adding the adapter",
-            )
-        rows, columns = self._sources[name].shape
-        step = max(1, _NORM_NUMEL // columns)
-        for start in range(0, rows, step):
-            stop = min(start + step, rows)
-            part = torch.empty(stop - start, columns, dtype=weight.dtype)
-            self._sources[name].read(Interval(start * columns, stop * columns), part.view(-1))
-            out[start:stop] = torch.linalg.norm(part, dim=1)
 
     def _name(self, slot: Slot) -> str | None:
         names = (self._names.get((id(module), attribute)) for module, attribute in slot.owners)
@@ -391,8 +359,8 @@ def _new_rows(model: nn.Module, name: str, stored: TensorSource, numel: int) -> 
     return torch.randn(numel - stored.numel, generator=generator) * std
 
 
-def _adapter_parts(model: nn.Module) -> dict[int, tuple[str, Any, Any]]:
-    """Return, by id, the modules that hold parts of LoRA adapters: which part, how it is initialised, of which layer.
+def _adapter_parts(model: nn.Module) -> dict[int, tuple[str, Any]]:
+    """Return, by id, the modules that hold parts of LoRA adapters: which part, and how it is initialised.
 
     Refuse an initialisation that needs the whole base weight at once.
     """
@@ -400,29 +368,23 @@ def _adapter_parts(model: nn.Module) -> dict[int, tuple[str, Any, Any]]:
     for module in model.modules():
         if isinstance(configs := module.__dict__.get("peft_config"), Mapping):
             schemes = {name: getattr(each, "init_lora_weights", True) for name, each in configs.items()} | schemes
-    found: dict[int, tuple[str, Any, Any]] = {}
+    found: dict[int, tuple[str, Any]] = {}
     layers: list[Any] = [m for m in model.modules() if hasattr(m, "adapter_layer_names") and hasattr(m, "lora_A")]
-    for layer in layers:
-        for kind in layer.adapter_layer_names:
-            holder = getattr(layer, kind, None)
-            parts = list(holder.items()) if isinstance(holder, nn.ModuleDict) else []
-            if isinstance(holder, nn.ParameterDict) and len(holder):
-                parts = [(next(iter(holder)), holder)]
-            for adapter, part in parts:
-                scheme = schemes.get(adapter, True)
-                # B is zero in the beginning but for False, and a row is one output but for `fan_in_fan_out`.
-                is_dora = type(part).__name__ == "DoraLinearLayer"
-                is_of_rows = is_dora and not part.fan_in_fan_out and scheme is not False
-                if next(part.parameters(), None) is None:
-                    continue
-                if (kind == _DORA and not is_of_rows) or (scheme not in (True, False) and scheme != "gaussian"):
-                    what = f"{type(part).__name__}, " if kind == _DORA else ""
-                    raise ConfigError(
-                        f"{what}init_lora_weights={scheme!r} computes the adapter from whole base weights, which no "
-                        "rank holds here",
-                        hint="load the base with Transformers' own from_pretrained before adding the adapter",
-                    )
-                found[id(part)] = kind, scheme, layer
+    for kind, holder in ((kind, getattr(layer, kind, None)) for layer in layers for kind in layer.adapter_layer_names):
+        parts = list(holder.items()) if isinstance(holder, nn.ModuleDict) else []
+        if isinstance(holder, nn.ParameterDict) and len(holder):
+            parts = [(next(iter(holder)), holder)]
+        for adapter, part in parts:
+            scheme = schemes.get(adapter, True)
+            if next(part.parameters(), None) is None:
+                continue
+            if kind == _DORA or (scheme not in (True, False) and scheme != "gaussian"):
+                what = "DoRA" if kind == _DORA else f"init_lora_weights={scheme!r}"
+                raise ConfigError(
+                    f"{what} computes the adapter from whole base weights, which no rank holds here",
+                    hint="load the base with Transformers' own from_pretrained before adding the adapter",
+                )
+            found[id(part)] = kind, scheme
     return found
 
 

@@ -111,8 +111,8 @@ def weights_file(directory: Path) -> Path | None:
     if found:
         raise CheckpointError(
             f"{directory} holds {', '.join(found[:3])}, but neither {SINGLE_NAME} nor {PICKLED_NAME}",
-            hint="`fullshard ckpt export` makes those of a checkpoint, `fullshard merge` of an adapter, save_pretrained of "
-            "a model; several files need their index",
+            hint="`fullshard ckpt export` makes those of a checkpoint, `fullshard merge` of an adapter; several files "
+            "need their index",
         )
     return None
 

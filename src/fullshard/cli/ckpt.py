@@ -41,7 +41,6 @@ _OutputOrUrl = Annotated[str, typer.Argument(help="Directory or URL to create. I
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _WorldSize = Annotated[int, typer.Option(min=1, max=65536, help="Ranks to cut it for.")]
 _ShardSize = Annotated[int | None, typer.Option(min=1, help="Ranks of a shard group (hybrid). Default: all.")]
-_Index = Annotated[int, typer.Option(min=0, help="Which model of an Accelerate checkpoint with several.")]
 _ConfigFrom = Annotated[
     Path | None,
     typer.Option(
@@ -64,11 +63,10 @@ def inspect(
     checkpoint: _Checkpoint,
     *,
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
-    index: _Index = 0,
     as_json: _Json = False,
 ) -> None:
     """Say what a checkpoint holds. Reads no weights. --json also has every tensor, and the ranks that stored it."""
-    with _open(checkpoint, index=index) as source:
+    with _open(checkpoint) as source:
         facts = _facts(source)
         listed = [
             {
@@ -147,12 +145,11 @@ def consolidate(
     dtype: Dtype = None,
     max_shard_size: MaxShardSize = "5GB",
     config_from: _ConfigFrom = None,
-    index: _Index = 0,
     overwrite: Overwrite = False,
 ) -> None:
     """Put the model together in safetensors files. Holds 16 MiB of a tensor at a time."""
     options = {"dtype": dtype, "max_shard_size": max_shard_size, "config_from": config_from, "overwrite": overwrite}
-    _weights(checkpoint, output, index, **options)
+    _weights(checkpoint, output, **options)
 
 
 @app.command()
@@ -170,13 +167,12 @@ def export(
     dtype: Dtype = None,
     max_shard_size: MaxShardSize = "5GB",
     config_from: _ConfigFrom = None,
-    index: _Index = 0,
     overwrite: Overwrite = False,
 ) -> None:
     """Write a checkpoint for other programs. Holds 16 MiB of a tensor at a time; more where it is stored otherwise."""
     if to is Target.HF:
         options = {"dtype": dtype, "max_shard_size": max_shard_size, "config_from": config_from, "overwrite": overwrite}
-        _weights(checkpoint, output, index, needs_config=True, **options)
+        _weights(checkpoint, output, needs_config=True, **options)
         return
     if config_from is not None:
         raise ConfigError("--config-from has no effect with torch's format, which holds no configuration")
@@ -184,7 +180,7 @@ def export(
     from fullshard.checkpoint.shards import parse_dtype
 
     layout: Any = "accelerate" if to is Target.DCP else to.value
-    with _open(checkpoint, index=index) as source, _progress("writing", source) as tick:
+    with _open(checkpoint) as source, _progress("writing", source) as tick:
         write_dcp(source, output, layout=layout, dtype=parse_dtype(dtype), overwrite=overwrite, progress=tick)
     _done(output)
 
@@ -220,7 +216,6 @@ def import_(
     ] = None,
     no_optimizer: Annotated[bool, typer.Option("--no-optimizer", help="Leave optimizer state out.")] = False,
     dtype: Dtype = None,
-    index: _Index = 0,
     overwrite: Overwrite = False,
 ) -> None:
     """Make a checkpoint of ours out of another program's.
@@ -232,7 +227,7 @@ def import_(
     from fullshard.checkpoint.shards import parse_dtype
 
     _native(
-        checkpoint, output, index=index, with_optimizer=not no_optimizer, world_size=world_size, shard_size=shard_size,
+        checkpoint, output, with_optimizer=not no_optimizer, world_size=world_size, shard_size=shard_size,
         dtype=parse_dtype(dtype), optimizer_kind=optimizer, overwrite=overwrite,
     )  # fmt: skip
 
@@ -260,24 +255,22 @@ def prune(
     _say(f"{len(found.kept)} whole checkpoints are kept")
 
 
-def _weights(checkpoint: str, output: Path, index: int, **options: Any) -> None:
+def _weights(checkpoint: str, output: Path, **options: Any) -> None:
     from fullshard.checkpoint.offline import write_weights
 
-    with _open(checkpoint, optimizer=False, index=index) as source, _progress("writing", source) as tick:
+    with _open(checkpoint, optimizer=False) as source, _progress("writing", source) as tick:
         copied = write_weights(source, output, progress=tick, **options)
     _done(output)
     if copied:
         _say(f"copied: {', '.join(copied)}")
 
 
-def _native(
-    checkpoint: str | Location, output: str, *, index: int = 0, with_optimizer: bool = True, **options: Any
-) -> None:
+def _native(checkpoint: str | Location, output: str, *, with_optimizer: bool = True, **options: Any) -> None:
     from fullshard.checkpoint.objects import location
     from fullshard.checkpoint.offline import write_native
 
     where = location(output)
-    with _open(checkpoint, optimizer=with_optimizer, index=index) as source, _progress("writing", source) as tick:
+    with _open(checkpoint, optimizer=with_optimizer) as source, _progress("writing", source) as tick:
         notes = write_native(source, where, progress=tick, **options)
     _done(where)
     for note in notes:
@@ -290,10 +283,10 @@ def _say(text: str, *, err: bool = False) -> None:
 
 
 @contextlib.contextmanager
-def _open(path: str | Location, *, optimizer: bool = True, index: int = 0) -> Iterator[Source]:
+def _open(path: str | Location, *, optimizer: bool = True) -> Iterator[Source]:
     from fullshard.checkpoint.offline import open_source
 
-    with open_source(path, optimizer=optimizer, index=index) as source:
+    with open_source(path, optimizer=optimizer) as source:
         _say(f"{path}: {source.title}", err=True)
         yield source
 
@@ -304,13 +297,8 @@ def _progress(what: str, source: Source) -> Iterator[Callable[[int], None]]:
     if not sys.stderr.isatty():
         yield lambda _: None
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=_nbytes(source))
-        yield lambda done: bar.advance(task, done)
+    with typer.progressbar(length=_nbytes(source), label=what, file=sys.stderr) as bar:
+        yield bar.update
 
 
 def _nbytes(source: Source) -> int:

@@ -19,34 +19,30 @@ from fullshard.core.errors import CheckpointError
 _MODEL, _OPTIMIZER = "pytorch_model_fsdp", "optimizer"
 
 
-def open_source(path: str | Location, *, optimizer: bool = True, index: int = 0) -> Source:
+def open_source(path: str | Location, *, optimizer: bool = True) -> Source:
     """Open any checkpoint that can be read here.
 
     Args:
-        path: a directory, or a file of `torch.save`.
+        path: a directory, or a file of `torch.save`. Of a checkpoint of Accelerate with several models that of one.
         optimizer: also open the optimizer's state, if it is there. A single DCP directory holds both.
-        index: which model of a checkpoint of Accelerate with several.
 
     Raises:
         CheckpointError: nothing here that is known, or a checkpoint that is damaged.
     """
     path = location(path)
-    source = None if index else _native(path)
-    if source is None and isinstance(path, Path):
-        source = _accelerate(path, optimizer, index)
-        if source is None and not index:
-            source = _directory(path, optimizer) if path.is_dir() else _file(path, optimizer)
+    source = _native(path)
     if source is not None:
         return source
-    if index:
-        raise CheckpointError(
-            f"{path} holds no model {index} of a checkpoint of Accelerate with several", hint="leave it out"
-        )
     if not isinstance(path, Path):
         raise CheckpointError(
             f"{path} holds no checkpoint of fullshard's, and those of others are not read from an object store",
             hint="copy it to a directory first",
         )
+    if not path.is_dir():
+        return _file(path, optimizer)
+    source = _accelerate(path, optimizer) or _directory(path, optimizer)
+    if source is not None:
+        return source
     entries = sorted(entry.name for entry in path.iterdir())
     inside = [name for name in entries if (path / name / MANIFEST_NAME).is_file()]
     raise CheckpointError(
@@ -69,12 +65,12 @@ def _native(path: Location) -> Source | None:
     return source
 
 
-def _accelerate(path: Path, optimizer: bool, index: int) -> Source | None:
+def _accelerate(path: Path, optimizer: bool, index: int = 0) -> Source | None:
     directories = [path / f"{name}_{index}" for name in ((_MODEL, _OPTIMIZER) if optimizer else (_MODEL,))]
     found = [directory for directory in directories if (directory / METADATA_NAME).is_file()]
     if directories[0] in found:
         return open_dcp("Accelerate / Trainer checkpoint (sharded)", path, found, notes=_left_over(path, found))
-    model, state = (path / f"{name}{f'_{index}' if index else ''}.bin" for name in (_MODEL, _OPTIMIZER))
+    model, state = (path / f"{name}.bin" for name in (_MODEL, _OPTIMIZER))
     if not model.is_file():
         return None
     has_state = optimizer and state.is_file()

@@ -1,8 +1,8 @@
 """Optimizer state as torch's programs store it, turned into the records of our manifest.
 
 They store `{"state": {PARAMETER: {KEY: value}}, "param_groups": [{..., "params": [PARAMETER, ...]}]}`, or the same
-flattened: `state.PARAMETER.KEY` and `param_groups.PARAMETER.OPTION`. The class of the optimizer is not stored; it can
-be told from the options of current versions of torch's common ones, and has to be given for others.
+flattened: `state.PARAMETER.KEY` and `param_groups.PARAMETER.OPTION`. The class of the optimizer is not stored; that of
+torch's AdamW, Adam and SGD can be told from their options, that of others has to be given.
 """
 
 from __future__ import annotations
@@ -19,15 +19,6 @@ from fullshard.checkpoint.values import encode_plain
 from fullshard.core.errors import CheckpointError
 
 T = TypeVar("T")
-
-_OPTIONS_OF = {
-    "SGD": {"momentum", "dampening", "nesterov"},
-    "Adagrad": {"lr_decay", "initial_accumulator_value"},
-    "RMSprop": {"alpha", "centered", "momentum"},
-    "Adadelta": {"rho"},
-    "NAdam": {"momentum_decay"},
-}
-"""Options that an optimizer of torch has and no other."""
 
 
 def optimizer_record(
@@ -123,5 +114,4 @@ def _kind(groups: tuple[GroupRecord, ...]) -> str:
     options = groups[0].options if groups else {}
     if "decoupled_weight_decay" in options and "betas" in options and "momentum_decay" not in options:
         return "AdamW" if options["decoupled_weight_decay"] else "Adam"
-    found = [kind for kind, names in _OPTIONS_OF.items() if names <= options.keys()]
-    return found[0] if len(found) == 1 else ""
+    return "SGD" if {"momentum", "dampening", "nesterov"} <= options.keys() else ""

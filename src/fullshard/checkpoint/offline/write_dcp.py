@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import uuid
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -78,12 +77,19 @@ def write_dcp(
     for name, record in records.items():
         reference = _reference("model", name, cast_record(record, dtype))
         model |= dict.fromkeys((name, *record.aliases), reference)
-    optimizer = _optimizer(source)
+    optimizer = _optimizer(source, is_flat=layout == "torchtitan")
+    directories = {".": {"model": model, **optimizer}}
+    if layout == "accelerate":
+        directories = {f"pytorch_model_fsdp_{index}": {"model": model}}
+        if optimizer:
+            directories[f"optimizer_{index}"] = optimizer
+    elif layout == "torchtitan":
+        directories = {".": {**model, **optimizer}}
     final = local_path(path).absolute()
     refuse_around(source, final)
     with committed_directory(final, uuid.uuid4().hex[:16], overwrite=overwrite) as temp:
-        for directory, state in _directories(temp, layout, index, model, optimizer).items():
-            _save(state, directory, _ReadingPlanner(source, progress))
+        for name, state in directories.items():
+            _save(state, temp / name, _ReadingPlanner(source, progress))
 
 
 def _save(state: dict[str, Any], directory: Path, planner: DefaultSavePlanner) -> None:
@@ -100,25 +106,11 @@ def _save(state: dict[str, Any], directory: Path, planner: DefaultSavePlanner) -
             ) from error
 
 
-def _directories(
-    root: Path, layout: Layout, index: int, model: dict[str, Any], optimizer: dict[str, Any] | None
-) -> dict[Path, dict[str, Any]]:
-    """Return the contents of each directory."""
-    if layout == "accelerate":
-        directories = {root / f"pytorch_model_fsdp_{index}": {"model": model}}
-        if optimizer is not None:
-            directories[root / f"optimizer_{index}"] = {"optimizer": optimizer}
-        return directories
-    if layout == "torch":
-        return {root: {"model": model} if optimizer is None else {"model": model, "optimizer": optimizer}}
-    return {root: model if optimizer is None else {**model, "optimizer": _flattened(optimizer)}}
-
-
-def _optimizer(source: Source) -> dict[str, Any] | None:
-    """Return the optimizer's state dict, with names for parameters."""
+def _optimizer(source: Source, *, is_flat: bool) -> dict[str, dict[str, Any]]:
+    """Return the optimizer's state dict under its name, with names for parameters; empty if there is none."""
     record = source.contents.optimizer
     if record is None:
-        return None
+        return {}
     stored = source.rank_state(0)
     state = {
         name: {
@@ -129,21 +121,14 @@ def _optimizer(source: Source) -> dict[str, Any] | None:
         }
         for name, values in record.state.items()
     }
-    groups = [
-        {**{key: decode_value(value, stored) for key, value in group.options.items()}, "params": list(group.parameters)}
-        for group in record.groups
-    ]
-    return {"state": state, "param_groups": groups}
-
-
-def _flattened(optimizer: Mapping[str, Any]) -> dict[str, Any]:
-    flat = {
-        f"state.{name}.{key}": value for name, values in optimizer["state"].items() for key, value in values.items()
-    }
-    for group in optimizer["param_groups"]:
-        options = {key: value for key, value in group.items() if key != "params"}
-        flat |= {f"param_groups.{name}.{key}": value for name in group["params"] for key, value in options.items()}
-    return flat
+    options = [{key: decode_value(value, stored) for key, value in g.options.items()} for g in record.groups]
+    groups = list(zip((list(group.parameters) for group in record.groups), options, strict=True))
+    if not is_flat:
+        return {"optimizer": {"state": state, "param_groups": [{**each, "params": names} for names, each in groups]}}
+    flat = {f"state.{name}.{key}": value for name, values in state.items() for key, value in values.items()}
+    for names, each in groups:
+        flat |= {f"param_groups.{name}.{key}": value for name in names for key, value in each.items()}
+    return {"optimizer": flat}
 
 
 def _reference(kind: Kind, name: str, record: TensorRecord) -> _Reference:

@@ -8,12 +8,10 @@ from __future__ import annotations
 import json
 import shutil
 import uuid
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from fullshard.checkpoint.objects import ObjectPath
 from fullshard.checkpoint.offline.huggingface import CONFIG_NAME, files_beside_weights, read_configuration
 from fullshard.checkpoint.offline.source import (
     Progress,
@@ -66,17 +64,21 @@ def write_weights(
         MissingExtraError: `needs_config` without Transformers.
     """
     limit, cast = parse_size(max_shard_size), parse_dtype(dtype)
-    _refuse_what_is_no_model(source, needs_config=needs_config)
+    names = require_values(source, hint="merge the adapter into its base model: fullshard merge")
     copied = _configuration(source, config_from, needs_config=needs_config)
     if needs_config:
-        source = in_stored_form(source, next(file.parent for file in copied if file.name == CONFIG_NAME))
+        if adapter := next((name for name in names if ".lora_" in name or ".base_layer." in name), None):
+            raise CheckpointError(
+                f"{source.path} carries adapters ({adapter!r}), whose names no plain model has",
+                hint="merge them into the base model: fullshard merge; or take the tensors as they are: consolidate",
+            )
+        source = in_stored_form(source, copied[0].parent)
     records = {name: cast_record(record, cast) for name, record in source.contents.model.items()}
     entries = [TensorEntry(name, record.dtype, record.shape) for name, record in records.items()]
     numbers = file_numbers((entry.nbytes for entry in entries), limit)
-    names = file_names(max(numbers, default=0) + 1)
     files = {
         name: storage_order([e for e, n in zip(entries, numbers, strict=True) if n == number])
-        for number, name in enumerate(names)
+        for number, name in enumerate(file_names(max(numbers, default=0) + 1))
     }
     final = local_path(path).absolute()
     refuse_around(source, final)
@@ -95,35 +97,18 @@ def write_weights(
     return [file.name for file in copied]
 
 
-def _refuse_what_is_no_model(source: Source, *, needs_config: bool) -> None:
-    records = require_values(source, hint="merge the adapter into its base model: fullshard merge")
-    adapters = [name for name in records if ".lora_" in name or ".base_layer." in name]
-    if adapters and needs_config:
-        raise CheckpointError(
-            f"{source.path} carries adapters ({adapters[0]!r}), whose names no plain model has",
-            hint="merge them into the base model: fullshard merge; or take the tensors as they are: consolidate",
-        )
-
-
-def _configuration(source: Source, config_from: str | Path | None, *, needs_config: bool) -> Sequence[Path]:
+def _configuration(source: Source, config_from: str | Path | None, *, needs_config: bool) -> list[Path]:
+    """Return the files to copy, `config.json` first if there is one."""
     directory = source.path if config_from is None else local_path(config_from)
-    if isinstance(directory, ObjectPath):
-        if needs_config:
-            raise ConfigError(
-                f"{directory} is no directory of this host, expected one with a {CONFIG_NAME}",
-                hint="name the directory of the model that training started from: --config-from DIRECTORY",
-            )
-        return []
-    if not directory.exists():
-        raise ConfigError(
-            f"there is no directory {directory}", hint="name that of the model that training started from"
-        )
-    directory = directory if directory.is_dir() else directory.parent
-    found = files_beside_weights(directory)
-    if needs_config and not any(file.name == CONFIG_NAME for file in found):
+    hint = "name the directory of the model that training started from: --config-from DIRECTORY"
+    found = []
+    if isinstance(directory, Path):
+        if not directory.exists():
+            raise ConfigError(f"there is no directory {directory}", hint=hint)
+        found = files_beside_weights(directory if directory.is_dir() else directory.parent)
+    if needs_config and (not found or found[0].name != CONFIG_NAME):
         raise CheckpointError(
-            f"{directory} holds no {CONFIG_NAME}, without which from_pretrained reads nothing",
-            hint="name the directory of the model that training started from: --config-from DIRECTORY",
+            f"{directory} holds no {CONFIG_NAME}, without which from_pretrained reads nothing", hint=hint
         )
     return found
 

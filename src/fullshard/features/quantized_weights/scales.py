@@ -202,17 +202,6 @@ def quantise(module: nn.Module, values: torch.Tensor) -> None:
     expose_scales(module)
 
 
-def dequantised(module: nn.Module) -> torch.Tensor:
-    """Return the values of a quantised weight that is whole."""
-    functional: Any = importlib.import_module("bitsandbytes.functional")
-    weight: Any = module._parameters["weight"]
-    if hasattr(weight, "quant_state"):
-        values: torch.Tensor = functional.dequantize_4bit(weight.data, weight.quant_state)
-    else:
-        values = functional.int8_vectorwise_dequant(weight.data, module._parameters["SCB"])
-    return values
-
-
 def _quantise_4bit(values: torch.Tensor, outlined: Any) -> tuple[torch.Tensor, Any]:
     """Return `(packed values, quant_state)` as `bitsandbytes.functional.quantize_4bit` gives them, bit for bit.
 
