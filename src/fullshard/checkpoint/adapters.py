@@ -50,13 +50,8 @@ HOW_TO_SAVE_INNER = (
 def save_adapters(path: str | Path, model: nn.Module) -> None:
     """Write every adapter as `save_pretrained` of the unsharded model would. A collective.
 
-    Args:
-        path: directory, which may exist; adapters other than `default` go into directories of their own. Of a model
-            with Transformers' own `add_adapter` it gets the one at work.
-        model: a PEFT model, or a model with `add_adapter`; sharded or not.
-
-    Raises:
-        CheckpointError: on every rank, if it cannot be written.
+    Adapters other than `default` go into directories of their own. Of a model with Transformers' own `add_adapter` the
+    one at work is written.
     """
     rest(model)
     ranks = Ranks.of(model)
@@ -138,11 +133,7 @@ def adapter_parameter_names(model: nn.Module) -> Container[str]:
 
 
 def load_adapters(path: str | Path, model: nn.Module) -> None:
-    """Load the adapters that `save_adapters` or PEFT wrote into those of the same names. Every rank reads.
-
-    Raises:
-        CheckpointError: an adapter is not there, or not all of it.
-    """
+    """Load the adapters that `save_adapters` or PEFT wrote into those of the same names. Every rank reads."""
     ranks = Ranks.of(model)
     wanted = wanted_weights(model, ranks)
     peft: Any = importlib.import_module("peft")

@@ -8,14 +8,14 @@ from typing import NamedTuple
 import torch
 
 from fullshard.checkpoint.elements import tensor_bytes
-from fullshard.checkpoint.offline.source import Progress, Source, chunks, silent
+from fullshard.checkpoint.offline.source import Kind, Progress, Source, chunks, silent
 from fullshard.core.dtypes import itemsize
 
 
 class Difference(NamedTuple):
     """A difference of one tensor; `max_abs` is the largest of its values, infinite where one is no number."""
 
-    kind: str
+    kind: Kind
     name: str
     what: str
     max_abs: float = 0.0
@@ -26,14 +26,14 @@ def compare(a: Source, b: Source, *, progress: Progress = silent) -> Iterator[Di
     mine, theirs = (
         {(k, n): (name, r) for k, name, r in s.contents.tensors() for n in (name, *r.aliases)} for s in (a, b)
     )
-    for kind, name in sorted(mine.keys() | theirs.keys()):
-        if (kind, name) not in mine or (kind, name) not in theirs:
-            yield Difference(kind, name, f"only in {'A' if (kind, name) in mine else 'B'}")
+    for key in sorted(mine.keys() | theirs.keys()):
+        if key not in mine or key not in theirs:
+            yield Difference(*key, f"only in {'A' if key in mine else 'B'}")
             continue
-        (own, record), (other, other_record) = mine[kind, name], theirs[kind, name]
-        if (record.shape, record.dtype) != (other_record.shape, other_record.dtype):
-            both = (f"{r.dtype} of shape {list(r.shape)}" for r in (record, other_record))
-            yield Difference(kind, name, " and ".join(both))
+        kind, (own, record), (other, other_record) = key[0], mine[key], theirs[key]
+        shown = [f"{r.dtype} of shape {list(r.shape)}" for r in (record, other_record)]
+        if shown[0] != shown[1]:
+            yield Difference(*key, " and ".join(shown))
         is_same, largest = True, 0.0
         for part in chunks(record) if record.shape == other_record.shape else ():
             x, y = a.read(kind, own, part), b.read(kind, other, part)
@@ -44,4 +44,4 @@ def compare(a: Source, b: Source, *, progress: Progress = silent) -> Iterator[Di
                 largest = max(largest, float(distance.nan_to_num(nan=float("inf")).max()))
                 is_same = is_same and x.dtype != y.dtype and largest == 0
         if not is_same:
-            yield Difference(kind, name, f"values differ by at most {largest:g}", largest)
+            yield Difference(*key, f"values differ by at most {largest:g}", largest)

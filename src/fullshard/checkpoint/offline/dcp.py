@@ -34,9 +34,6 @@ def open_dcp(
     """Open a model, and optimizer state if there is any, in one or two DCP directories, the model's first.
 
     Of every tensor the parts that one rank saved are read whole, one at a time.
-
-    Raises:
-        CheckpointError: see `read_metadata`; or no model in it.
     """
     model, state, others = _split([stored for directory in directories for stored in read_metadata(directory)])
     tensors: dict[tuple[Kind, str], StoredObject] = {("model", n): stored for n, stored in model.items()}

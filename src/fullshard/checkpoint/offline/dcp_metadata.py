@@ -41,13 +41,7 @@ _NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A part of a tensor that lies in one file.
-
-    Attributes:
-        offsets, sizes: where in the tensor, per dim.
-        file: its file, relative to the directory.
-        start, nbytes: bytes of the file: an archive of `torch.save`.
-    """
+    """A part of a tensor: where in it, per dim, and in which bytes of which file, an archive of `torch.save`."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -80,9 +74,8 @@ class StoredObject:
 def read_metadata(directory: Path) -> list[StoredObject]:
     """Return the contents of a DCP directory.
 
-    Raises:
-        CheckpointError: no or damaged metadata, a pickle that asks for a class that does not belong there, a file
-            outside the directory, or boxes that do not cover a tensor exactly once; all of the latter are listed.
+    Refuse damaged metadata, a pickle that asks for a class that does not belong there, a file outside the directory,
+    and boxes that do not cover a tensor exactly once.
     """
     path = directory / METADATA_NAME
     try:
@@ -159,17 +152,17 @@ def _objects(directory: Path, root: Any) -> list[StoredObject]:
             raise ValueError(f"the entry {name!r:.80} has no name")
         kind = type(record).__name__
         if kind == "BytesStorageMetadata":
-            boxes = [_box((), (), info) for _, info in places.get(name, ())]
-            objects.append(StoredObject(directory, path, None, (), tuple(boxes)))
+            boxes = tuple(_box((), (), info) for _, info in places.get(name, ()))
+            objects.append(StoredObject(directory, path, None, (), boxes))
         elif kind == "TensorStorageMetadata":
             found = dict(places.get(name, ()))
             chunks = [(_ints(chunk["offsets"]), _ints(chunk["sizes"])) for chunk in record["chunks"]]
-            boxes = [_box(o, s, found[o]) for o, s in chunks if o in found]
+            boxes = tuple(_box(o, s, found[o]) for o, s in chunks if o in found)
             dtype = record["properties"].state
             dtype = dtype["dtype"] if isinstance(dtype, dict) else dtype[0]
             if dtype not in DTYPES:
                 raise ValueError(f"{name} has no known dtype")
-            objects.append(StoredObject(directory, path, dtype, _ints(record["size"]), tuple(boxes)))
+            objects.append(StoredObject(directory, path, dtype, _ints(record["size"]), boxes))
         else:
             raise ValueError(f"{name} is a {kind}")
     return objects

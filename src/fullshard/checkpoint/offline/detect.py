@@ -20,14 +20,9 @@ _MODEL, _OPTIMIZER = "pytorch_model_fsdp", "optimizer"
 
 
 def open_source(path: str | Location, *, optimizer: bool = True) -> Source:
-    """Open any checkpoint that can be read here.
+    """Open any checkpoint that can be read here, with the optimizer's state if it is there and wanted.
 
-    Args:
-        path: a directory, or a file of `torch.save`. Of a checkpoint of Accelerate with several models that of one.
-        optimizer: also open the optimizer's state, if it is there. A single DCP directory holds both.
-
-    Raises:
-        CheckpointError: nothing here that is known, or a checkpoint that is damaged.
+    `path` is a directory or a file of `torch.save`; of a checkpoint of Accelerate with several models that of one.
     """
     path = location(path)
     source = _native(path)

@@ -48,13 +48,8 @@ _WRAPPING = ("base_layer", "original_module")
 def open_merged(path: Path, adapter: Path) -> Iterator[tuple[Source, Path]]:
     """Yield a base model with an adapter merged into it, and a directory with the configuration and the tokenizer.
 
-    Args:
-        path: a Hugging Face directory, the base model's.
-        adapter: a directory of PEFT's, a checkpoint of Trainer's, or the `training_state` inside one.
-
-    Raises:
-        CheckpointError: the adapter does not fit the base, or cannot be merged.
-        MissingExtraError: without PEFT.
+    `path` is the base model's Hugging Face directory; `adapter` a directory of PEFT's, a checkpoint of Trainer's, or
+    the `training_state` inside one.
     """
     base = open_weights(path)
     on_disk = base.contents.parameters

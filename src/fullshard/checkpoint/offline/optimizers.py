@@ -26,13 +26,7 @@ def optimizer_record(
 ) -> tuple[OptimizerRecord, dict[str, Any]]:
     """Return the records of an optimizer's state dict, and by `PARAMETER/KEY` what has the elements of each tensor.
 
-    Args:
-        nested: `state` and `param_groups`, as described above. What has a `shape` and a `dtype` is a tensor.
-        parameters: those of the model.
-        where: for messages.
-
-    Raises:
-        CheckpointError: state of unknown parameters or under numbers, or values that cannot be stored.
+    `nested` has `state` and `param_groups` as described above. What has a `shape` and a `dtype` is a tensor.
     """
     state, groups = nested.get("state"), nested.get("param_groups")
     if not isinstance(state, Mapping) or not isinstance(groups, list):

@@ -43,12 +43,8 @@ _WRAPPERS = torch_private.WRAPPERS | {"_fsdp_wrapped_module", "_fpw_module"}
 class Contents:
     """The contents of a checkpoint, without the elements.
 
-    Attributes:
-        parameters, buffers: tensors of the model. Only our own format tells them apart; elsewhere all are parameters.
-        optimizer: parameter groups and state; its `kind` is empty where the format does not store it.
-        states: encoded Python values (`scheduler`, `extra`, ...), see `Manifest.states`.
-        manifest: of our own checkpoints.
-        notes: the parts that are not taken over, one line each.
+    Only our own format tells parameters from buffers, and has `states` and a `manifest`; elsewhere all tensors are
+    parameters. The optimizer's `kind` is empty where the format does not store it. `notes` name what is not taken over.
     """
 
     parameters: Mapping[str, TensorRecord]
@@ -72,15 +68,8 @@ class Contents:
 class Source:
     """A checkpoint that can be read in parts.
 
-    Attributes:
-        title: what it is, for people.
-        path: the directory or file.
-        contents: what it holds.
-        read: returns an interval of a flattened tensor, 1-D in host memory, for reading only; raises `CheckpointError`
-            if the file is damaged.
-        places: further places that it reads.
-        rank_state: returns the small tensors that a rank saved whole for itself: generators, tensors inside `states`.
-        close: closes its files.
+    `read` returns an interval of a flattened tensor, 1-D in host memory, for reading only. `places` are read besides
+    `path`. `rank_state` returns the small tensors that a rank saved whole for itself: generators, those in `states`.
     """
 
     title: str
@@ -184,11 +173,7 @@ def plain_name(name: str) -> str:
 
 
 def plain_names(named: Mapping[str, T]) -> dict[str, T]:
-    """Return the values under their plain names; a `module.` before all of them (DDP) goes too.
-
-    Raises:
-        CheckpointError: two of them become one.
-    """
+    """Return the values under their plain names; a `module.` before all of them (DDP) goes too."""
     plain = {plain_name(name): value for name, value in named.items()}
     if plain and all(name.startswith("module.") for name in plain):
         plain = {name.removeprefix("module."): value for name, value in plain.items()}

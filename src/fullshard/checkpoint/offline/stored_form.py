@@ -25,12 +25,7 @@ _GROUPS_HELD = 3
 
 
 def in_stored_form(source: Source, directory: Path) -> Source:
-    """Return a source as Transformers stores its model, or `source` if its names are not those of a model in memory.
-
-    Raises:
-        CheckpointError: the configuration is damaged.
-        MissingExtraError: without Transformers.
-    """
+    """Return a source as Transformers stores its model, or `source` if its names are not those of a model in memory."""
     read_configuration(directory / CONFIG_NAME)
     transformers = import_extra("transformers", extra="hf", purpose="the form that it stores a model in")
     try:

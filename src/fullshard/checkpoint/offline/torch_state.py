@@ -47,14 +47,7 @@ class Pieces:
 def open_torch_state(title: str, path: Path, *, optimizer: Path | bool = True, notes: Sequence[str] = ()) -> Source:
     """Open a file of `torch.save`: a state dict, or a dictionary that holds one as `model`, perhaps an optimizer's too.
 
-    Args:
-        title: what it is, for people.
-        path: the file.
-        optimizer: whether to open the optimizer's state, or the file of its own that has it.
-        notes: see `Contents`.
-
-    Raises:
-        CheckpointError: a file that is not what it should be, see `load_torch_file`.
+    `optimizer` says whether to open the optimizer's state, or which file of its own has it.
     """
     loaded = load_torch_file(path)
     if not isinstance(loaded, Mapping):

@@ -59,18 +59,8 @@ def write_dcp(
 ) -> None:
     """Write model and optimizer state. One whole tensor is held at a time.
 
-    Args:
-        source: what to write. Tied tensors are written under each of their names, as torch does.
-        path: directory to create; it appears when it is complete.
-        layout: see the module.
-        index: which of several models it is; a number in the names of Accelerate's layout.
-        dtype: store floating-point tensors of the model as this; default: as they are.
-        overwrite: replace `path` if it exists.
-        progress: told of bytes written.
-
-    Raises:
-        CheckpointError: a damaged source, one whose weights are not all stored, or a disk that is full; nothing is
-            left at `path`.
+    Tied tensors are written under each of their names, as torch does. `index` says which of several models it is, a
+    number in the names of Accelerate's layout; `dtype` casts floating-point tensors of the model.
     """
     records = require_values(source)
     model: dict[str, Any] = {}

@@ -65,24 +65,11 @@ def write_native(
     overwrite: bool = False,
     progress: Progress = silent,
 ) -> list[str]:
-    """Write a checkpoint that `load_checkpoint` reads.
+    """Write a checkpoint that `load_checkpoint` reads. Return what was not taken over, one line each.
 
-    Args:
-        source: what to write, optimizer state included if it has any.
-        path: directory to create; it appears when it is complete.
-        world_size: ranks to cut it for. Random number generators are kept only if this is what saved it.
-        shard_size: ranks of a shard group; default all. The others hold copies, which are not stored.
-        dtype: store floating-point tensors of the model as this; optimizer state stays as it is.
-        optimizer_kind: class of the optimizer, where the source does not say.
-        overwrite: replace `path` if it exists; the old one stays whole until the new one is.
-        progress: told of bytes written.
-
-    Returns:
-        What was not taken over, one line each.
-
-    Raises:
-        CheckpointError: a damaged source, or one whose weights are not all stored; nothing is left at `path`.
-        ConfigError: a shard size that does not divide the world size, or an optimizer of unknown class.
+    It is cut for `world_size` ranks in shard groups of `shard_size`, by default all; other groups hold copies, which
+    are not stored. Random number generators are kept only if as many ranks saved them. `dtype` casts floating-point
+    tensors of the model; `optimizer_kind` is the class of the optimizer, where the source does not say.
     """
     shard_size = world_size if shard_size is None else shard_size
     if world_size < 1 or shard_size < 1 or world_size % shard_size:

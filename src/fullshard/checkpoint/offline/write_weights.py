@@ -42,26 +42,10 @@ def write_weights(
     overwrite: bool = False,
     progress: Progress = silent,
 ) -> list[str]:
-    """Write parameters and buffers, each once, and copy configuration and tokenizer if they are found.
+    """Write parameters and buffers, each once; copy configuration and tokenizer if there are any. Return those names.
 
-    Args:
-        source: what to write; its optimizer is left out.
-        path: directory to create; it appears when it is complete.
-        dtype: store floating-point tensors as this; default: as they are.
-        max_shard_size: bytes of tensors per file, a number or text such as `5GB`.
-        config_from: directory to copy configuration and tokenizer from; default: the source itself.
-        needs_config: what is written is for Transformers: in the form that it stores, and refused without a
-            configuration.
-        overwrite: replace `path` if it exists.
-        progress: told of bytes written.
-
-    Returns:
-        Names of the files copied.
-
-    Raises:
-        CheckpointError: a damaged source, adapters, or no configuration; nothing is left at `path`.
-        ConfigError: `max_shard_size` or `dtype` that cannot be understood.
-        MissingExtraError: `needs_config` without Transformers.
+    They are copied from `config_from`, by default the source's directory. With `needs_config` what is written is for
+    Transformers: in the form that it stores, and refused without a configuration.
     """
     limit, cast = parse_size(max_shard_size), parse_dtype(dtype)
     names = require_values(source, hint="merge the adapter into its base model: fullshard merge")
