@@ -77,7 +77,7 @@ def export_hf(
 
         def finish() -> None:
             write_index(temp, {name: [e for _, entries in members for e in entries] for name, members in plan})
-            _write_configuration(temp, model, cast, convert.merged)
+            write_configuration(temp, model, cast, convert.merged)
             if tokenizer is not None:
                 tokenizer.save_pretrained(temp)
             destination.commit()
@@ -220,7 +220,7 @@ def _write_weights(directory: Path, plan: _Plan, convert: StoredForm, ranks: Ran
         ranks.fail_together(f"writing {name}", error)
 
 
-def _write_configuration(
+def write_configuration(
     directory: Path, model: nn.Module, cast: torch.dtype | None, merged: MergedModel | None
 ) -> None:
     """Write `config.json` and `generation_config.json`, if it is a Transformers model."""

@@ -40,7 +40,6 @@ _Ours = Annotated[str, typer.Argument(help="A checkpoint of ours, or its URL.")]
 _OutputOrUrl = Annotated[str, typer.Argument(help="Directory or URL to create. It appears when it is complete.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _WorldSize = Annotated[int, typer.Option(min=1, max=65536, help="Ranks to cut it for.")]
-_ShardSize = Annotated[int | None, typer.Option(min=1, help="Ranks of a shard group (hybrid). Default: all.")]
 _ConfigFrom = Annotated[
     Path | None,
     typer.Option(
@@ -191,7 +190,6 @@ def reshard(
     output: _OutputOrUrl,
     *,
     world_size: _WorldSize,
-    shard_size: _ShardSize = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Cut a checkpoint of ours for another number of ranks. Bit by bit the same; loading does this too, as it reads."""
@@ -201,7 +199,7 @@ def reshard(
     ours = trainer_state(location(checkpoint))
     if not (ours / MANIFEST_NAME).is_file():
         raise ConfigError(f"{ours} is no checkpoint of ours", hint="fullshard ckpt import takes those of others")
-    _native(ours, output, world_size=world_size, shard_size=shard_size, overwrite=overwrite)
+    _native(ours, output, world_size=world_size, overwrite=overwrite)
 
 
 @app.command("import")
@@ -210,7 +208,6 @@ def import_(
     output: _OutputOrUrl,
     *,
     world_size: _WorldSize = 1,
-    shard_size: _ShardSize = None,
     optimizer: Annotated[
         str | None, typer.Option(help="Class of the optimizer, where the checkpoint does not say, such as AdamW.")
     ] = None,
@@ -227,7 +224,7 @@ def import_(
     from fullshard.checkpoint.shards import parse_dtype
 
     _native(
-        checkpoint, output, with_optimizer=not no_optimizer, world_size=world_size, shard_size=shard_size,
+        checkpoint, output, with_optimizer=not no_optimizer, world_size=world_size,
         dtype=parse_dtype(dtype), optimizer_kind=optimizer, overwrite=overwrite,
     )  # fmt: skip
 

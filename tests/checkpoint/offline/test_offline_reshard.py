@@ -15,7 +15,7 @@ from fullshard.checkpoint import load_checkpoint, verify_checkpoint
 from fullshard.checkpoint.format import read_manifest
 from fullshard.checkpoint.offline import compare, open_source, write_native
 from fullshard.checkpoint.tensors import local_parameters
-from fullshard.core.errors import CheckpointError, ConfigError
+from fullshard.core.errors import CheckpointError
 from fullshard.features import ShardedParameter
 from tests.distributed import run_ranks
 from tests.interchange import reference, save_native, sharded_job, train
@@ -92,17 +92,6 @@ def test_the_same_world_size_keeps_generators(saved: dict[int, Path], tmp_path: 
             assert mine.keys() == theirs.keys()
             assert any(name.startswith("rng/") for name in mine)
             assert all(torch.equal(mine[name], theirs[name]) for name in mine)
-
-
-def test_a_hybrid_mesh_stores_one_copy(saved: dict[int, Path], tmp_path: Path) -> None:
-    _reshard(saved[2], tmp_path / "new", world_size=4, shard_size=2)
-    manifest = read_manifest(tmp_path / "new")
-    assert (manifest.world_size, manifest.mesh.replicate, manifest.mesh.shard) == (4, 2, 2)
-    assert {p.rank for r in manifest.parameters.values() for p in r.pieces} == {0, 1}
-    assert _differences(saved[2], tmp_path / "new") == []
-    with pytest.raises(ConfigError, match="4 ranks cannot be divided into groups of 3"):
-        _reshard(saved[2], tmp_path / "other", world_size=4, shard_size=3)
-    assert not (tmp_path / "other").exists()
 
 
 def test_nothing_is_left_of_a_copy_that_failed(saved: dict[int, Path], tmp_path: Path) -> None:

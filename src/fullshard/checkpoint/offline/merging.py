@@ -8,7 +8,6 @@ the files. So one layer of the model is held at a time, and the adapter.
 from __future__ import annotations
 
 import functools
-import json
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -20,6 +19,7 @@ import torch
 from torch import nn
 
 from fullshard.checkpoint.elements import dtype_of
+from fullshard.checkpoint.export import write_configuration
 from fullshard.checkpoint.format import MANIFEST_NAME, TRAINER_STATE, TensorRecord
 from fullshard.checkpoint.merging import MergedModel
 from fullshard.checkpoint.offline.huggingface import (
@@ -95,23 +95,11 @@ def open_merged(path: Path, adapter: Path) -> Iterator[tuple[Source, Path]]:
 
     contents = Contents({**on_disk, **{name: record for name, (_, record) in changed.items()}})
     with tempfile.TemporaryDirectory() as beside:
-        _write_configuration(Path(beside), (path, directory), merged)
+        write_configuration(Path(beside), merged.base, None, merged)
+        for file in (*files_beside_weights(path), *files_beside_weights(directory)):  # the adapter's tokenizer is newer
+            if file.name != CONFIG_NAME:
+                shutil.copyfile(file, Path(beside) / file.name)
         yield Source("base model with an adapter merged into it", path, contents, read, [adapter]), Path(beside)
-
-
-def _write_configuration(target: Path, places: tuple[Path, Path], merged: MergedModel) -> None:
-    """Copy what lies beside the weights; the adapter's tokenizer is newer than the base's."""
-    base, _ = places
-    for file in (file for place in places for file in files_beside_weights(place)):
-        if file.name != CONFIG_NAME or file.parent == base:
-            shutil.copyfile(file, target / file.name)
-    config = read_configuration(target / CONFIG_NAME)
-    final: Any = merged.base.config
-    if (rows := getattr(final, "vocab_size", None)) is not None:
-        config["vocab_size"] = rows
-    if config.get("tie_word_embeddings", getattr(final, "tie_word_embeddings", False)):
-        config["tie_word_embeddings"] = merged.ties_embeddings
-    (target / CONFIG_NAME).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _config_directory(adapter: Path) -> Path:

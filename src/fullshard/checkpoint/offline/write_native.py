@@ -59,7 +59,6 @@ def write_native(
     path: str | Location,
     *,
     world_size: int,
-    shard_size: int | None = None,
     dtype: torch.dtype | None = None,
     optimizer_kind: str | None = None,
     overwrite: bool = False,
@@ -67,21 +66,18 @@ def write_native(
 ) -> list[str]:
     """Write a checkpoint that `load_checkpoint` reads. Return what was not taken over, one line each.
 
-    It is cut for `world_size` ranks in shard groups of `shard_size`, by default all; other groups hold copies, which
-    are not stored. Random number generators are kept only if as many ranks saved them. `dtype` casts floating-point
-    tensors of the model; `optimizer_kind` is the class of the optimizer, where the source does not say.
+    It is cut for `world_size` ranks, all of one shard group. Random number generators are kept only if as many ranks
+    saved them. `dtype` casts floating-point tensors of the model; `optimizer_kind` is the class of the optimizer, where
+    the source does not say.
     """
-    shard_size = world_size if shard_size is None else shard_size
-    if world_size < 1 or shard_size < 1 or world_size % shard_size:
-        raise ConfigError(f"{world_size} ranks cannot be divided into groups of {shard_size}")
     contents = _as_stored(source, dtype, optimizer_kind)
-    cut = _cut(contents, shard_size)
+    cut = _cut(contents, world_size)
     notes = list(contents.notes)
     final = location(path).absolute()
     refuse_around(source, final)
     with new_checkpoint(final, uuid.uuid4().hex[:16], overwrite=overwrite) as new:
         files: dict[str, FileRecord] = {}
-        for rank in range(shard_size):
+        for rank in range(world_size):
             for kind in ("model", "optimizer"):
                 parts = {
                     name: (record, intervals[rank])
@@ -91,8 +87,7 @@ def write_native(
                 if parts:
                     files[new.file_of(kind, rank).name] = _write_rank_file(new, kind, rank, parts, source, progress)
         files |= _write_rank_states(new, source, world_size, notes)
-        mesh = MeshRecord(replicate=world_size // shard_size, shard=shard_size)
-        manifest = _manifest(new, contents, cut, files, mesh)
+        manifest = _manifest(new, contents, cut, files, world_size)
         if problems := structure_problems(manifest):
             raise CheckpointError(f"{source.path} is no complete checkpoint:\n" + "\n".join(problems))
         new.manifest = encode_manifest(manifest)
@@ -228,7 +223,7 @@ def _write_rank_states(new: NewCheckpoint, source: Source, world_size: int, note
 
 
 def _manifest(
-    new: NewCheckpoint, contents: Contents, cut: _Cut, files: dict[str, FileRecord], mesh: MeshRecord
+    new: NewCheckpoint, contents: Contents, cut: _Cut, files: dict[str, FileRecord], world_size: int
 ) -> Manifest:
     def placed(kind: Kind, name: str, record: RecordT) -> RecordT:
         pieces = tuple(
@@ -253,8 +248,8 @@ def _manifest(
         saved_at=contents.manifest.saved_at if contents.manifest else next_stamp(),
         fullshard_version=__version__,
         torch_version=str(torch.__version__),
-        world_size=mesh.replicate * mesh.shard,
-        mesh=mesh,
+        world_size=world_size,
+        mesh=MeshRecord(replicate=1, shard=world_size),
         files=files,
         parameters={name: placed("model", name, record) for name, record in contents.parameters.items()},
         buffers={name: placed("model", name, record) for name, record in contents.buffers.items()},
