@@ -113,9 +113,8 @@ def from_pretrained(
             outline(model)  # so that PEFT finds weights of the kind they will be
             conversion = conversion_of(model)
             conversion.require()
-            logger.log(
-                logging.WARNING if conversion.stacked else logging.INFO, "%s: %s", type(model).__name__, conversion.said
-            )
+            level = logging.WARNING if conversion.stacked else logging.INFO
+            logger.log(level, "%s: %s", type(model).__name__, conversion.said)
     model.eval()  # as Transformers' own from_pretrained leaves it
     if hasattr(model, "resize_token_embeddings"):
         model.resize_token_embeddings = MethodType(_resize_token_embeddings, model)  # type: ignore[assignment]
@@ -169,12 +168,9 @@ def _untie_what_differs(model: nn.Module, sources: Mapping[str, TensorSource]) -
                 type(model).__name__, target, origin,
             )  # fmt: skip
             path, _, attribute = target.rpartition(".")
-            module = model.get_submodule(path)
-            parameter = module._parameters[attribute]
-            assert parameter is not None  # noqa: S101 -- it is tied
-            module._parameters[attribute] = nn.Parameter(
-                torch.empty_like(parameter), requires_grad=parameter.requires_grad
-            )
+            parameter = model.get_parameter(target)
+            own = nn.Parameter(torch.empty_like(parameter), requires_grad=parameter.requires_grad)
+            model.get_submodule(path)._parameters[attribute] = own
             del tied[target]
 
 
@@ -272,12 +268,8 @@ class PretrainedWeights:
         if shard is None or not shard.is_chunked:
             self._read_rows(slot, interval, out)
             return
-        read, shape, wanted = (
-            functools.partial(self._read_rows, slot),
-            slot.parameter.shape,
-            interval.shift(shard.start),
-        )
-        read_across(read, out, shape=tuple(shape), source=UNCUT, target=shard.chunking, wanted=wanted)
+        read, shape = functools.partial(self._read_rows, slot), tuple(slot.parameter.shape)
+        read_across(read, out, shape=shape, source=UNCUT, target=shard.chunking, wanted=interval.shift(shard.start))
 
     def _read_rows(self, slot: Slot, interval: Interval, out: torch.Tensor) -> None:
         """Fill `out` with elements `interval` of the parameter."""
@@ -317,13 +309,8 @@ class PretrainedWeights:
 def load_pretrained(directory: str | Path, model: nn.Module) -> None:
     """Load a directory of safetensors files into a model that is sharded already: each rank reads its intervals.
 
-    Args:
-        directory: holds every parameter and persistent buffer, under the name and in the form that the model has it in,
-            or in those that Transformers saves it in.
-        model: sharded or not.
-
-    Raises:
-        CheckpointError: names or shapes that differ (nothing has changed then), or a file that cannot be read.
+    It holds every parameter and persistent buffer, under the name and in the form that the model has it in, or in those
+    that Transformers saves it in. If names or shapes differ, nothing is changed.
     """
     rest(model)
     directory = local_path(directory)
