@@ -117,6 +117,11 @@ def weights_file(directory: Path) -> Path | None:
     return None
 
 
+def has_safetensors(directory: Path) -> bool:
+    """Return whether the directory holds weights in safetensors files."""
+    return (directory / SINGLE_NAME).is_file() or (directory / INDEX_NAME).is_file()
+
+
 def stored_tensors(directory: Path) -> Iterator[tuple[str, TensorSource]]:
     """Return every tensor of a directory of safetensors files, or pickled ones of torch's, by name.
 

@@ -1,12 +1,12 @@
 """Checkpoints without a process group and without a model: read any kind, write ours and those of others."""
 
 from fullshard.checkpoint.offline.compare import Difference, compare
+from fullshard.checkpoint.offline.dcp import write_dcp
 from fullshard.checkpoint.offline.detect import open_source
+from fullshard.checkpoint.offline.huggingface import write_weights
 from fullshard.checkpoint.offline.merging import open_merged
 from fullshard.checkpoint.offline.source import Contents, Source
-from fullshard.checkpoint.offline.write_dcp import write_dcp
 from fullshard.checkpoint.offline.write_native import write_native
-from fullshard.checkpoint.offline.write_weights import write_weights
 
 __all__ = [
     "Contents",

@@ -1,21 +1,51 @@
-"""Directories of weights as Hugging Face's `save_pretrained` writes them, and of what lies beside those."""
+"""Hugging Face directories: read as a source, and written of any source, as one safetensors file or several.
+
+No model and no process group is needed; one chunk of one tensor is held at a time. What is for Transformers is written
+in the form that Transformers stores: each expert on its own, where it computes with all experts of a layer in one
+tensor. A checkpoint of training holds what is in memory.
+"""
 
 from __future__ import annotations
 
+import functools
+import json
+import shutil
+import uuid
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from fullshard.checkpoint.offline.source import Contents, Kind, Source, tensor_record
-from fullshard.checkpoint.weight_files import INDEX_NAME, SINGLE_NAME, json_file, stored_tensors, tensors_of
-from fullshard.core.errors import CheckpointError
+from fullshard.checkpoint.conversion import outline_of, saving_rules
+from fullshard.checkpoint.elements import dtype_of
+from fullshard.checkpoint.offline.source import (
+    Contents,
+    Kind,
+    Progress,
+    Source,
+    cast_record,
+    refuse_around,
+    require_values,
+    silent,
+    stream,
+    tensor_record,
+)
+from fullshard.checkpoint.shards import file_names, file_numbers, parse_dtype, parse_size, write_index
+from fullshard.checkpoint.storage import committed_directory
+from fullshard.checkpoint.tensor_file import TensorEntry, TensorFileWriter, storage_order
+from fullshard.checkpoint.weight_files import json_file, stored_tensors, tensors_of
+from fullshard.core.errors import CheckpointError, ConfigError
+from fullshard.core.imports import import_extra
 from fullshard.core.layout import Interval
+from fullshard.core.paths import local_path
+from fullshard.engine.precision import dtype_name
 from fullshard.features.meta_device import meta_parameters
 
 CONFIG_NAME = "config.json"
 _MAX_CONFIG_NBYTES = 2**26
+_GROUPS_HELD = 3
+"""The groups of a layer, whose tensors are written in turn; more are made again."""
 _COPIED = (
     CONFIG_NAME, "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model",
@@ -36,22 +66,13 @@ def open_weights(path: Path, file: Path | None = None) -> Source:
     return Source("Hugging Face directory", path, contents, read)
 
 
-def has_safetensors(directory: Path) -> bool:
-    """Return whether the directory holds weights in safetensors files."""
-    return (directory / SINGLE_NAME).is_file() or (directory / INDEX_NAME).is_file()
-
-
 def files_beside_weights(directory: Path) -> list[Path]:
     """Return the configuration and tokenizer files in a directory."""
     return [directory / name for name in _COPIED if (directory / name).is_file()]
 
 
 def skeleton_of(transformers: Any, directory: Path, dtype: torch.dtype) -> nn.Module:
-    """Return the model that the configuration in a directory describes, with its parameters on the meta device.
-
-    Raises:
-        CheckpointError: there is no configuration, it is damaged, or Transformers makes no model of it.
-    """
+    """Return the model that the configuration in a directory describes, with its parameters on the meta device."""
     path = directory / CONFIG_NAME
     read_configuration(path)  # Transformers' error for a file that is no JSON names no file
     try:
@@ -70,9 +91,116 @@ def skeleton_of(transformers: Any, directory: Path, dtype: torch.dtype) -> nn.Mo
 
 
 def read_configuration(path: Path) -> dict[str, Any]:
-    """Return the values of a configuration, of a model or of an adapter.
-
-    Raises:
-        CheckpointError: it cannot be read, or is no JSON object.
-    """
+    """Return the values of a configuration, of a model or of an adapter."""
     return json_file(path, limit_nbytes=_MAX_CONFIG_NBYTES)
+
+
+def write_weights(
+    source: Source,
+    path: str | Path,
+    *,
+    dtype: torch.dtype | str | None = None,
+    max_shard_size: int | str = "5GB",
+    config_from: str | Path | None = None,
+    needs_config: bool = False,
+    overwrite: bool = False,
+    progress: Progress = silent,
+) -> list[str]:
+    """Write parameters and buffers, each once; copy configuration and tokenizer if there are any. Return those names.
+
+    They are copied from `config_from`, by default the source's directory. With `needs_config` what is written is for
+    Transformers: in the form that it stores, and refused without a configuration.
+    """
+    limit, cast = parse_size(max_shard_size), parse_dtype(dtype)
+    names = require_values(source, hint="merge the adapter into its base model: fullshard merge")
+    copied = _configuration(source, config_from, needs_config=needs_config)
+    if needs_config:
+        if adapter := next((name for name in names if ".lora_" in name or ".base_layer." in name), None):
+            raise CheckpointError(
+                f"{source.path} carries adapters ({adapter!r}), whose names no plain model has",
+                hint="merge them into the base model: fullshard merge; or take the tensors as they are: consolidate",
+            )
+        source = _in_stored_form(source, copied[0].parent)
+    records = {name: cast_record(record, cast) for name, record in source.contents.model.items()}
+    entries = [TensorEntry(name, record.dtype, record.shape) for name, record in records.items()]
+    numbers = file_numbers((entry.nbytes for entry in entries), limit)
+    files = {
+        name: storage_order([e for e, n in zip(entries, numbers, strict=True) if n == number])
+        for number, name in enumerate(file_names(max(numbers, default=0) + 1))
+    }
+    final = local_path(path).absolute()
+    refuse_around(source, final)
+    with committed_directory(final, uuid.uuid4().hex[:16], overwrite=overwrite) as temp:
+        for name, members in files.items():
+            with TensorFileWriter(temp / name, members, {"format": "pt"}) as writer:
+                for entry in members:
+                    parts = stream(source, "model", entry.name, records[entry.name], progress=progress)
+                    writer.write_parts(entry.name, parts)
+                writer.finish()
+        write_index(temp, files)
+        for file in copied:
+            shutil.copyfile(file, temp / file.name)
+        if cast is not None and (temp / CONFIG_NAME).exists():
+            _set_dtype(temp / CONFIG_NAME, cast)
+    return [file.name for file in copied]
+
+
+def _configuration(source: Source, config_from: str | Path | None, *, needs_config: bool) -> list[Path]:
+    """Return the files to copy, `config.json` first if there is one."""
+    directory = source.path if config_from is None else local_path(config_from)
+    hint = "name the directory of the model that training started from: --config-from DIRECTORY"
+    found = []
+    if isinstance(directory, Path):
+        if not directory.exists():
+            raise ConfigError(f"there is no directory {directory}", hint=hint)
+        found = files_beside_weights(directory if directory.is_dir() else directory.parent)
+    if needs_config and (not found or found[0].name != CONFIG_NAME):
+        raise CheckpointError(
+            f"{directory} holds no {CONFIG_NAME}, without which from_pretrained reads nothing", hint=hint
+        )
+    return found
+
+
+def _set_dtype(path: Path, cast: torch.dtype) -> None:
+    """Let the configuration say the dtype that the files now have."""
+    config = read_configuration(path)
+    config["torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"] = dtype_name(cast)
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _in_stored_form(source: Source, directory: Path) -> Source:
+    """Return a source as Transformers stores its model, or `source` if its names are not those of a model in memory."""
+    read_configuration(directory / CONFIG_NAME)
+    transformers = import_extra("transformers", extra="hf", purpose="the form that it stores a model in")
+    try:
+        model = skeleton_of(transformers, directory, torch.float32)
+    except CheckpointError as error:
+        if not isinstance(error.__cause__, (OSError, ValueError)):
+            raise
+        return source  # of no model that it knows
+    return _stored_form_of(source, model) if source.contents.model.keys() <= model.state_dict().keys() else source
+
+
+def _stored_form_of(source: Source, model: nn.Module) -> Source:
+    held = source.contents.model
+    metas = {name: torch.empty(record.shape, dtype=dtype_of(record), device="meta") for name, record in held.items()}
+    outline = outline_of(model, metas)
+    as_it_is, groups = saving_rules(model, outline).save(held)
+    names = {stored: name for name, stored in as_it_is.items()}
+    records = {stored: held[name] for stored, name in names.items()}
+    numbers: dict[str, int] = {}
+    for number, group in enumerate(groups):
+        for name, tensor in group.convert_meta(metas, outline).items():
+            numbers[name] = number
+            records[name] = tensor_record(tensor.shape, tensor.dtype, where=name)
+
+    @functools.lru_cache(_GROUPS_HELD)
+    def made(number: int) -> dict[str, torch.Tensor]:
+        return {name: t.reshape(-1) for name, t in groups[number].convert(source.whole, outline).items()}
+
+    def read(kind: Kind, name: str, interval: Interval) -> torch.Tensor:
+        if name in names:
+            return source.read(kind, names[name], interval)
+        return made(numbers[name])[name][interval.start : interval.stop]
+
+    return Source(source.title, source.path, Contents(records, notes=source.contents.notes), read, source.places)

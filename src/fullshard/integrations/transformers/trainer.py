@@ -36,9 +36,9 @@ from fullshard.checkpoint.adapters import adapter_parameter_names, is_saved_as_a
 from fullshard.checkpoint.format import MANIFEST_NAME, TRAINER_STATE
 from fullshard.checkpoint.full_state import whole_in_state_dicts
 from fullshard.checkpoint.lease import lease
-from fullshard.checkpoint.offline.huggingface import has_safetensors
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.torch_format import write_torch_format
+from fullshard.checkpoint.weight_files import has_safetensors
 from fullshard.comm.waiting import PROGRESS
 from fullshard.core.errors import CheckpointError, ConfigError, DamagedError
 from fullshard.core.paths import local_name, local_path
