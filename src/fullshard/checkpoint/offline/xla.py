@@ -45,11 +45,12 @@ def open_xla(path: Path, files: Sequence[Path], *, optimizer: bool = True) -> So
     Raises:
         CheckpointError: a rank's file is missing or there twice, or they contradict each other.
     """
-    loaded = {file: load_torch_file(file) for file in files}
-    loaded = {file: value for file, value in loaded.items() if isinstance(value, Mapping) and "shard_metadata" in value}
+    loaded = [
+        value for value in map(load_torch_file, files) if isinstance(value, Mapping) and "shard_metadata" in value
+    ]
     try:
-        models = _by_rank({f: v for f, v in loaded.items() if "model" in v}, path, "model")
-        states = _by_rank({f: v for f, v in loaded.items() if optimizer and "optimizer" in v}, path, "optimizer")
+        models = _by_rank([value for value in loaded if "model" in value], path, "model")
+        states = _by_rank([value for value in loaded if optimizer and "optimizer" in value], path, "optimizer")
         if not models:
             raise CheckpointError(f"{path} holds no model: none of its {len(loaded)} files has one")
         return _assembled(path, models, [value["optimizer"] for value in states])
@@ -59,21 +60,15 @@ def open_xla(path: Path, files: Sequence[Path], *, optimizer: bool = True) -> So
         ) from None
 
 
-def _by_rank(loaded: Mapping[Path, Any], path: Path, what: str) -> list[Any]:
+def _by_rank(loaded: Sequence[Any], path: Path, what: str) -> list[Any]:
     """Return the files' contents in rank order, which they state themselves: file names vary, and collide."""
-    found: dict[int, tuple[Path, Any]] = {}
-    sizes = {int(value["shard_metadata"]["world_size"]) for value in loaded.values()}
-    if len(sizes) > 1:
-        raise CheckpointError(f"{path} holds {what} files of {sorted(sizes)} ranks: more than one checkpoint")
-    for file, value in loaded.items():
-        rank = int(value["shard_metadata"]["rank"])
-        if rank in found:
-            raise CheckpointError(f"{found[rank][0].name} and {file.name} are both of rank {rank}")
-        found[rank] = (file, value)
-    missing = sorted(set(range(sizes.pop() if sizes else 0)) - found.keys())
-    if missing:
-        raise CheckpointError(f"{path} lacks the {what} files of ranks {missing[:20]}: found {sorted(found)}")
-    return [found[rank][1] for rank in sorted(found)]
+    ranked = sorted((int(v["shard_metadata"]["rank"]), int(v["shard_metadata"]["world_size"])) for v in loaded)
+    if ranked != [(rank, len(loaded)) for rank in range(len(loaded))]:
+        held = ", ".join(f"{rank} of {size}" for rank, size in ranked[:20])
+        raise CheckpointError(
+            f"{path} holds the {what} files of ranks {held}; expected each rank of one checkpoint once"
+        )
+    return sorted(loaded, key=lambda value: int(value["shard_metadata"]["rank"]))
 
 
 def _assembled(path: Path, models: Sequence[Any], states: Sequence[Any]) -> Source:
