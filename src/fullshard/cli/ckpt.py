@@ -118,11 +118,13 @@ def diff(
     as_json: _Json = False,
 ) -> None:
     """Compare names, shapes, dtypes and every bit of the tensors. Exit code 0: the same; 1: different."""
+    from fullshard.checkpoint.objects import location
     from fullshard.checkpoint.offline import compare
 
+    first, second = location(a), location(b)  # both names are good before anything is read
     with (
-        _open(a, optimizer=not model_only) as one,
-        _open(b, optimizer=not model_only) as other,
+        _open(first, optimizer=not model_only) as one,
+        _open(second, optimizer=not model_only) as other,
         _progress("comparing", one) as tick,
     ):
         found = [d for d in compare(one, other, progress=tick) if d.kind == "model" or not model_only]
@@ -196,10 +198,10 @@ def reshard(
     from fullshard.checkpoint.format import MANIFEST_NAME, trainer_state
     from fullshard.checkpoint.objects import location
 
-    ours = trainer_state(location(checkpoint))
+    ours, where = trainer_state(location(checkpoint)), location(output)
     if not (ours / MANIFEST_NAME).is_file():
         raise ConfigError(f"{ours} is no checkpoint of ours", hint="fullshard ckpt import takes those of others")
-    _native(ours, output, world_size=world_size, overwrite=overwrite)
+    _native(ours, where, world_size=world_size, overwrite=overwrite)
 
 
 @app.command("import")
@@ -262,7 +264,7 @@ def _weights(checkpoint: str, output: Path, **options: Any) -> None:
         _say(f"copied: {', '.join(copied)}")
 
 
-def _native(checkpoint: str | Location, output: str, *, with_optimizer: bool = True, **options: Any) -> None:
+def _native(checkpoint: str | Location, output: str | Location, *, with_optimizer: bool = True, **options: Any) -> None:
     from fullshard.checkpoint.objects import location
     from fullshard.checkpoint.offline import write_native
 
