@@ -125,9 +125,8 @@ def diff(
     with (
         _open(first, optimizer=not model_only) as one,
         _open(second, optimizer=not model_only) as other,
-        _progress("comparing", one) as tick,
     ):
-        found = [d for d in compare(one, other, progress=tick) if d.kind == "model" or not model_only]
+        found = [d for d in compare(one, other) if d.kind == "model" or not model_only]
     if as_json:  # JSON has no infinity
         typer.echo(json.dumps([d._asdict() | {"max_abs": min(d.max_abs, sys.float_info.max)} for d in found], indent=2))
     else:
@@ -181,7 +180,7 @@ def export(
     from fullshard.checkpoint.shards import parse_dtype
 
     layout: Any = "accelerate" if to is Target.DCP else to.value
-    with _open(checkpoint) as source, _progress("writing", source) as tick:
+    with _open(checkpoint) as source, _progress(source) as tick:
         write_dcp(source, output, layout=layout, dtype=parse_dtype(dtype), overwrite=overwrite, progress=tick)
     _done(output)
 
@@ -257,7 +256,7 @@ def prune(
 def _weights(checkpoint: str, output: Path, **options: Any) -> None:
     from fullshard.checkpoint.offline import write_weights
 
-    with _open(checkpoint, optimizer=False) as source, _progress("writing", source) as tick:
+    with _open(checkpoint, optimizer=False) as source, _progress(source) as tick:
         copied = write_weights(source, output, progress=tick, **options)
     _done(output)
     if copied:
@@ -269,7 +268,7 @@ def _native(checkpoint: str | Location, output: str | Location, *, with_optimize
     from fullshard.checkpoint.offline import write_native
 
     where = location(output)
-    with _open(checkpoint, optimizer=with_optimizer) as source, _progress("writing", source) as tick:
+    with _open(checkpoint, optimizer=with_optimizer) as source, _progress(source) as tick:
         notes = write_native(source, where, progress=tick, **options)
     _done(where)
     for note in notes:
@@ -291,12 +290,12 @@ def _open(path: str | Location, *, optimizer: bool = True) -> Iterator[Source]:
 
 
 @contextlib.contextmanager
-def _progress(what: str, source: Source) -> Iterator[Callable[[int], None]]:
+def _progress(source: Source) -> Iterator[Callable[[int], None]]:
     """Yield a progress bar on a terminal, and nothing elsewhere."""
     if not sys.stderr.isatty():
         yield lambda _: None
         return
-    with typer.progressbar(length=_nbytes(source), label=what, file=sys.stderr) as bar:
+    with typer.progressbar(length=_nbytes(source), label="writing", file=sys.stderr) as bar:
         yield bar.update
 
 

@@ -8,8 +8,7 @@ from typing import NamedTuple
 import torch
 
 from fullshard.checkpoint.elements import tensor_bytes
-from fullshard.checkpoint.offline.source import Kind, Progress, Source, chunks, silent
-from fullshard.core.dtypes import itemsize
+from fullshard.checkpoint.offline.source import Kind, Source, chunks
 
 
 class Difference(NamedTuple):
@@ -21,7 +20,7 @@ class Difference(NamedTuple):
     max_abs: float = 0.0
 
 
-def compare(a: Source, b: Source, *, progress: Progress = silent) -> Iterator[Difference]:
+def compare(a: Source, b: Source) -> Iterator[Difference]:
     """Yield the differences in the order of names; none if the tensors of both hold the same bits."""
     mine, theirs = (
         {(k, n): (name, r) for k, name, r in s.contents.tensors() for n in (name, *r.aliases)} for s in (a, b)
@@ -37,7 +36,6 @@ def compare(a: Source, b: Source, *, progress: Progress = silent) -> Iterator[Di
         is_same, largest = True, 0.0
         for part in chunks(record) if record.shape == other_record.shape else ():
             x, y = a.read(kind, own, part), b.read(kind, other, part)
-            progress(part.numel * itemsize(record.dtype))
             if x.dtype != y.dtype or (tensor_bytes(x) != tensor_bytes(y)).any():
                 p, q = (t.to(torch.complex128 if x.is_complex() else torch.float64) for t in (x, y))
                 distance = torch.where((p == q) | (p.isnan() & q.isnan()), 0.0, (p - q).abs())

@@ -28,7 +28,7 @@ from fullshard.core.sizes import MIB
 from fullshard.engine.precision import dtype_name
 
 Progress = Callable[[int], None]
-"""Called with the bytes that were just written or compared."""
+"""Called with the bytes that were just written."""
 _HELD_NBYTES = 16 * MIB
 """The part of a tensor that is read, converted and written at a time."""
 
