@@ -48,13 +48,10 @@ class Outline:
 
 @dataclass(frozen=True)
 class Group:
-    """Tensors that a converter makes of others, all at once.
+    """Tensors that a converter (`rule`) makes of others, all at once; `first` is the name of the first.
 
-    Attributes:
-        rule: the converter.
-        first: the name of the first tensor that it makes.
-        takes: what it takes, in order: the pattern of the rule that a name matches, and the name.
-        renamings: what the names of what it makes go through.
+    `takes` is what it takes, in order: the pattern of the rule that a name matches, and the name. The names of what it
+    makes go through `renamings`.
     """
 
     rule: Any

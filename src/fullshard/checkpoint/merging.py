@@ -2,7 +2,7 @@
 
 PEFT's own code merges each layer, on a copy of that layer whose parameters are whole, so the result is PEFT's bit by
 bit and no rank ever holds more than one layer. Where the whole parameters come from is the caller's business: shards
-of a running job (here) or files (`offline.merging`).
+of a running job (here) or files (`offline.merged`).
 """
 
 from __future__ import annotations

@@ -72,12 +72,7 @@ def _read_file(path: Path, dtype: torch.dtype, first: int, interval: Interval, o
 
 
 def model_directory(name_or_path: str | Path, hub: Mapping[str, Any] | None = None) -> Path:
-    """Return the directory itself, or that of the hub's cache. Downloads it first if need be.
-
-    Raises:
-        CheckpointError: a path that does not exist, or a hub name that cannot be had.
-        MissingExtraError: a hub name without the `hf` extra.
-    """
+    """Return the directory itself, or that of the hub's cache. Downloads it first if need be."""
     path = local_path(name_or_path)
     if path.is_dir():
         return path
@@ -101,8 +96,7 @@ def model_directory(name_or_path: str | Path, hub: Mapping[str, Any] | None = No
 def weights_file(directory: Path) -> Path | None:
     """Return the file of a directory that holds its weights, or the index of several; None if it has no weights.
 
-    Raises:
-        CheckpointError: weights that cannot be read here: of another name or format, an adapter's, a checkpoint's.
+    Refuse weights that cannot be read here: of another name or format, an adapter's, a checkpoint's.
     """
     for name in (SINGLE_NAME, INDEX_NAME, PICKLED_NAME, PICKLED_INDEX_NAME):
         if (directory / name).is_file():
@@ -123,11 +117,7 @@ def has_safetensors(directory: Path) -> bool:
 
 
 def stored_tensors(directory: Path) -> Iterator[tuple[str, TensorSource]]:
-    """Return every tensor of a directory of safetensors files, or pickled ones of torch's, by name.
-
-    Raises:
-        CheckpointError: no weights, an index that points elsewhere, or a file that is cut or malformed.
-    """
+    """Return every tensor of a directory of safetensors files, or pickled ones of torch's, by name."""
     path = weights_file(directory)
     if path is None:
         raise CheckpointError(
@@ -150,8 +140,7 @@ def stored_tensors(directory: Path) -> Iterator[tuple[str, TensorSource]]:
 def indexed_files(index: Path) -> dict[Path, list[str]]:
     """Return the files that an index names, each with the names of the tensors in it.
 
-    Raises:
-        CheckpointError: an index that is malformed or points outside its directory.
+    Refuse an index that is malformed or points outside its directory.
     """
     weight_map = json_file(index, limit_nbytes=MAX_HEADER_NBYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):

@@ -15,11 +15,7 @@ from fullshard.core.layout import Interval
 
 
 def open_native(path: Location) -> Source:
-    """Open a directory that `save_checkpoint` wrote.
-
-    Raises:
-        CheckpointError: files are missing or cut, or the manifest is damaged; all problems are listed.
-    """
+    """Open a directory that `save_checkpoint` wrote, or raise an error that lists all that is missing or damaged."""
     manifest = read_manifest(path)
     if problems := quick_problems(path, manifest):
         raise CheckpointError(f"{path} is damaged:\n" + "\n".join(problems))

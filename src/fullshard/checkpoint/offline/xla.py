@@ -40,11 +40,7 @@ def is_rank_file(path: Path) -> bool:
 
 
 def open_xla(path: Path, files: Sequence[Path], *, optimizer: bool = True) -> Source:
-    """Open per-rank files: a model, and the optimizer's state if it is there. `path` is for messages.
-
-    Raises:
-        CheckpointError: a rank's file is missing or there twice, or they contradict each other.
-    """
+    """Open per-rank files: a model, and the optimizer's state if it is there. `path` is for messages."""
     loaded = [
         value for value in map(load_torch_file, files) if isinstance(value, Mapping) and "shard_metadata" in value
     ]
