@@ -206,12 +206,6 @@ def test_a_missing_weight_is_an_error_unless_it_may_be(llama: Path, caplog: pyte
     assert "newly initialised: model.layers.1.mlp.up_proj.weight" in caplog.text
 
 
-def test_a_new_head_is_no_missing_weight(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        sharded_state(LlamaForSequenceClassification, llama)
-    assert "newly initialised: score.weight" in caplog.text and "not used: lm_head.weight" in caplog.text
-
-
 @pytest.mark.parametrize("architecture", [None, "SomebodysModel"])
 def test_without_the_saved_class_a_head_is_what_is_outside_the_base(llama: Path, architecture: str | None) -> None:
     config = json.loads((llama / "config.json").read_text())

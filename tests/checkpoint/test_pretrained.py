@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -232,44 +233,12 @@ def test_shapes_that_differ_are_all_listed(tmp_path: Path) -> None:
     assert str(error.value).count("_proj.weight has shape") == 6
 
 
-def _damage(path: Path, how: str) -> None:
-    file, index = path / "model.safetensors", path / "model.safetensors.index.json"
-    data = file.read_bytes() if file.exists() else b""
-    match how:
-        case "cut":
-            file.write_bytes(data[: len(data) // 2])
-        case "header":
-            file.write_bytes((2**60).to_bytes(8, "little") + data[8:])
-        case "empty":
-            file.write_bytes(b"")
-        case "missing":
-            file.unlink()
-        case "outside":
-            file.unlink()
-            index.write_text(json.dumps({"weight_map": {"model.norm.weight": "../elsewhere.safetensors"}}))
-        case "size":
-            size = int.from_bytes(data[:8], "little")
-            header = json.loads(data[8 : 8 + size])
-            header["model.norm.weight"]["shape"] = [2**40]
-            text = json.dumps(header).encode()
-            file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size :])
-
-
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ("cut", "lies at bytes"),
-        ("header", "claims a header of"),
-        ("empty", "claims a header of 0 bytes"),
-        ("missing", "holds neither"),
-        ("outside", "outside its directory"),
-        ("size", "of shape"),
-    ],
-)
-def test_damaged_files_are_refused_before_anything_is_allocated(how: str, message: str, tmp_path: Path) -> None:
+def test_damaged_files_are_refused_before_anything_is_allocated(tmp_path: Path) -> None:
+    """By the reader whose refusals `test_offline_damage` has."""
     save(LLAMA, tmp_path)
-    _damage(tmp_path, how)
-    with pytest.raises(CheckpointError, match=message):
+    file = tmp_path / "model.safetensors"
+    os.truncate(file, file.stat().st_size // 2)
+    with pytest.raises(CheckpointError, match="lies at bytes"):
         fullshard.from_pretrained(AutoModelForCausalLM, tmp_path)
 
 
