@@ -17,8 +17,7 @@ from fullshard.plan.host import HostCosts
 from fullshard.plan.job import Job
 from fullshard.plan.library import load_model
 from fullshard.plan.shapes import Block, ModelShape
-from fullshard.plan.time import LAYER_KERNELS, LAYER_VIEWS
-from fullshard.plan.work import attention_seconds
+from fullshard.plan.work import LAYER_KERNELS, LAYER_VIEWS, attention_seconds
 
 BLOCK = Block(2048, 16, 16, 128, 8192)
 H100 = {

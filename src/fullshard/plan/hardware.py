@@ -40,11 +40,6 @@ class Device:
             Elementwise work is counted separately.
         link_efficiency: part of `link`, `network` and `memory_bandwidth` that large transfers reach.
         framework: bytes the runtime and the communication library hold on the device.
-        fresh_bandwidth: bytes per second at which memory new to the process is written, on a CPU; 0: not counted.
-        replicate_link: bytes per second in an all-reduce inside a host, if that takes another route; 0: `link`.
-        op_seconds: least seconds of an operation on a CPU, where nothing else runs meanwhile.
-        function_seconds: seconds per element of an exponential, or a function like it, on a CPU.
-        unit_seconds: seconds of the engine per unit and micro-batch, for hooks and starting collectives, on a CPU.
         rack: devices that `link` reaches though they are in several hosts; 0: none.
         has_bfloat16: whether `flops` are there in bfloat16, or in float16 alone; and whether PyTorch has flash
             attention for it: of NVIDIA's both begin with compute capability 8.0.
@@ -65,11 +60,6 @@ class Device:
     efficiency: float = 0.55
     link_efficiency: float = 0.75
     framework: int = 3 * 2**29
-    fresh_bandwidth: float = 0.0
-    replicate_link: float = 0.0
-    op_seconds: float = 0.0
-    function_seconds: float = 0.0
-    unit_seconds: float = 0.0
     rack: int = 0
     has_bfloat16: bool = True
     flash: float = 0.59
@@ -89,10 +79,9 @@ class Device:
         """Return the peak matrix FLOP/s in a dtype."""
         return self.flops_fp32 if itemsize(dtype) == 4 else self.flops
 
-    def link_seconds(self, inside: float, across: float, *, times: int = 1) -> tuple[float, float]:
-        """Return seconds on the link inside a host and on that between hosts; `times` is 2 for an all-reduce."""
-        link = self.replicate_link if times == 2 and self.replicate_link else self.link
-        return inside / (link * self.link_efficiency), across / (self.network * self.link_efficiency)
+    def link_seconds(self, inside: float, across: float) -> tuple[float, float]:
+        """Return seconds on the link inside a host and on that between hosts."""
+        return inside / (self.link * self.link_efficiency), across / (self.network * self.link_efficiency)
 
 
 def _gpu(
@@ -354,9 +343,8 @@ def read_calibration(path: Path) -> Device:
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"{path}: no calibration: {error}", hint="make one with fullshard plan --calibrate") from None
     needed = ("memory", "flops", "flops_fp32", "memory_bandwidth", "link", "network", "per_host", "efficiency")
-    optional = ("fresh_bandwidth", "replicate_link", "op_seconds", "function_seconds", "unit_seconds", "rack")
     wrong = [name for name in needed if not _is_finite(getattr(device, name)) or getattr(device, name) <= 0]
-    wrong += [name for name in optional if not _is_finite(getattr(device, name)) or getattr(device, name) < 0]
+    wrong += ["rack"] if not _is_finite(device.rack) or device.rack < 0 else []
     if wrong:
         raise ConfigError(f"{path}: {', '.join(wrong)} must be positive", hint="calibrate again")
     return device

@@ -110,22 +110,6 @@ def moved_nbytes(model: ModelShape, job: Job) -> float:
     return float((casts + 4 * 8) * words * job.tokens + of_weight)
 
 
-def new_nbytes(model: ModelShape, job: Job) -> list[tuple[int, int]]:
-    """Return (count, bytes of each) of the buffers that one micro-batch's loss allocates and frees again."""
-    if job.loss != "fused":
-        each = 4 if job.loss == "eager" else itemsize(job.compute_dtype) // 2
-        return [(3, each * model.vocab * job.tokens)]
-    words, chunks = _words(model, job), -(-job.tokens // job.chunk_tokens)
-    cast = itemsize(job.compute_dtype) < 4
-    weight = words * model.hidden if _is_head_trained(model) else 0
-    return [
-        (2 * chunks * (2 if cast else 1), 4 * words * job.chunk_tokens),
-        (2 * chunks, itemsize(job.compute_dtype) * words * job.chunk_tokens),
-        (1, 4 * weight),
-        (chunks + 1 if cast else 0, itemsize(job.compute_dtype) * weight),
-    ]
-
-
 def held_width(job: Job) -> int:
     """Return bytes per logit of the outputs that a loop keeps, in float32 where an Accelerator casts them."""
     if not job.keeps_outputs:

@@ -17,7 +17,6 @@ class OptimizerRow:
             read, weight and moments written. Otherwise each operation of torch's loop goes through memory on its own:
             decay 2, first moment 3, second moment 2 + 4, its root 2, that scaled 2, epsilon 2, the update 4, as
             torch/optim/adamw.py has them; momentum 2 + 3, the update 3.
-        ops: operations of the loop, per parameter.
         has_temporaries: whether the loop keeps results of the size of parameters for a moment.
         is_torchs: whether it is one of torch's own, which can step in backward.
         matrix: costs of whole matrices for every rank, if it needs them; the other fields are then for all other
@@ -28,7 +27,6 @@ class OptimizerRow:
 
     moments: int
     passes: int
-    ops: int = 0
     has_temporaries: bool = False
     is_torchs: bool = True
     in_8_bits: str | None = None
@@ -48,12 +46,12 @@ _ADAM_8_BIT_STATE = 2.0 + 2 * 4 / 256
 """A byte per state, and a float32 scale per block of 256 (bitsandbytes' blockwise 8-bit optimizers)."""
 
 OPTIMIZERS = {
-    "adamw": OptimizerRow(2, 21, ops=11, has_temporaries=True, in_8_bits="adamw-8bit"),
+    "adamw": OptimizerRow(2, 21, has_temporaries=True, in_8_bits="adamw-8bit"),
     "adamw-fused": OptimizerRow(2, 7, in_8_bits="adamw-8bit"),
     "adamw-8bit": OptimizerRow(0, 3, is_torchs=False, packed_nbytes=_ADAM_8_BIT_STATE),
     # Momentum 3, the direction 3, cast 1.5, decay 2, the update 2.5; AdamW for what is no matrix.
-    "muon": OptimizerRow(2, 21, ops=11, has_temporaries=True, is_torchs=False, matrix=OptimizerRow(1, 12, ops=5)),
-    "sgd": OptimizerRow(0, 3, ops=1),
-    "sgd-momentum": OptimizerRow(1, 8, ops=3),
+    "muon": OptimizerRow(2, 21, has_temporaries=True, is_torchs=False, matrix=OptimizerRow(1, 12)),
+    "sgd": OptimizerRow(0, 3),
+    "sgd-momentum": OptimizerRow(1, 8),
     "none": OptimizerRow(0, 0),
 }

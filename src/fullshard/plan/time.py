@@ -22,9 +22,7 @@ Its unit's `unshard ready` (or the next reduction) waits for it, and only that w
     optimizer             bytes read and written / memory bandwidth
 
 On a CPU nothing overlaps: the processor that computes also copies messages, so a collective takes its time in full.
-Ranks that share memory send nothing to unshard. Four more things count on a CPU, at speeds that `--calibrate` measures:
-weights are read from memory for every product; an operation costs some microseconds however small it is; so do a unit's
-hooks; and buffers of more than 32 MiB are new to the process each time, so that the kernel clears them page by page.
+Ranks that share memory send nothing to unshard.
 
 Sources: Kaplan et al. (arXiv 2001.08361, table 1) and Chowdhery et al. (arXiv 2204.02311, appendix B) for FLOP counts
 and the definition of MFU, which counts no recomputation, but attention whole (`mfu_unmasked`); nccl-tests'
@@ -39,27 +37,17 @@ from dataclasses import dataclass
 
 from fullshard.core.events import Event, EventKind
 from fullshard.plan.hardware import Cluster
-from fullshard.plan.host import HostCosts
-from fullshard.plan.losses import moved_nbytes, new_nbytes, recomputed_flops
 from fullshard.plan.setting import PlanSetting
 from fullshard.plan.tiles import messages_of_head, messages_of_layer
 from fullshard.plan.traffic import carried, gather_message_nbytes, reduce_message_nbytes
 from fullshard.plan.work import (
     PCIE,
-    attention_seconds,
-    backward_factor,
-    cast_seconds,
     copied_once_seconds,
-    forward_flops,
-    fresh_nbytes,
-    head_flops,
-    last_product,
+    loss_seconds,
     masked_flops,
     optimizer_seconds,
-    pass_seconds,
-    recomputed_part,
     step_flops,
-    written_again_seconds,
+    works_of,
 )
 
 BASE_LATENCY = 14e-6
@@ -74,29 +62,11 @@ CONTENTION = 0.1
 processors (PyTorch issue 179937 reports 30 to 40 % in single products; over a step it is a tenth)."""
 
 
-HOST_UNIT = 4e-4
-"""Seconds of the engine's own per unit and micro-batch, hooks and starting collectives, measured on 64 ranks
-(`docs/performance.md`)."""
-
-COMPILED_OPS = 0.15
-"""The part of `LAYER_OPS` that a compiled layer launches: products, attention, and a fused kernel between each two."""
-
-
-LAYER_KERNELS, LAYER_VIEWS = (34, 67), (39, 71)
-"""ATen operations of a layer's forward and of its backward, with a kernel and without, counted in a Llama layer
-(`tests/plan/test_plan_time.py`)."""
-
-LAYER_OPS = tuple(map(sum, zip(LAYER_KERNELS, LAYER_VIEWS, strict=True)))
-"""All of them."""
-
-
 def steps(ranks: int, *, times: int) -> int:
     """Return the sequential steps of a collective over `ranks` ranks.
 
-    Args:
-        ranks: in its group.
-        times: 1: an all-gather or a reduce-scatter, around a ring; 2: an all-reduce, which is both, or goes up and down
-            a tree, whichever is shorter (NCCL's double binary trees, since 2.4: as many bytes, log2(ranks) steps).
+    With `times` 1 it is an all-gather or a reduce-scatter, around a ring. With 2 it is an all-reduce, which is both, or
+    goes up and down a tree, whichever is shorter (NCCL's double binary trees, since 2.4: as many bytes).
     """
     ring = times * (ranks - 1)
     return ring if times == 1 else min(ring, 2 * math.ceil(math.log2(ranks)))
@@ -199,52 +169,26 @@ class _Clock:
         self.pages: dict[str, float] = {}
         self.gathered: dict[str, float] = {}
         self.reduced: list[tuple[str, float]] = []
-        model, job, device = setting.model, setting.job, cluster.device
         self.layouts = {unit.name: unit for unit in setting.layout.units}
-        self.shapes = {unit.name: unit for unit in model.units}
-        speed, bandwidth = device.peak(job.compute_dtype) * device.efficiency, device.memory_speed
-        self.forwards = {unit.name: forward_flops(unit, job) / speed for unit in model.units}
-        self.forwards[model.root.name] += head_flops(model, job) / speed
-        blocks = {unit.name: unit.block for unit in model.units if unit.block is not None}
-        each = {
-            block: (
-                attention_seconds(block, job, device),
-                pass_seconds(block, job, device),
-                written_again_seconds(block, job, device),
-            )
-            for block in set(blocks.values())
-        }
-        none = (0.0, 0.0), (0.0, 0.0), 0.0
-        costs = {unit.name: each[unit.block] if unit.block else none for unit in model.units}
-        self.attention = {name: cost[0] for name, cost in costs.items()}
-        self.passes = {name: cost[1] for name, cost in costs.items()}
-        self.written = {name: cost[2] for name, cost in costs.items()}
-        self.ops = {unit.name: device.op_seconds if unit.block else 0.0 for unit in model.units}
-        # On other devices they are read while the products before them are computed.
-        beside = float("inf") if not device.is_cpu else bandwidth
-        self.weights = {name: unit.full_nbytes / beside for name, unit in self.layouts.items()}
-        self.casts = {name: cast_seconds(setting, unit, device) for name, unit in self.layouts.items()}
-        self.loss = recomputed_flops(model, job) / speed + moved_nbytes(model, job) / bandwidth
-        if device.fresh_bandwidth:
-            self.loss += sum(n * fresh_nbytes(nbytes) for n, nbytes in new_nbytes(model, job)) / device.fresh_bandwidth
+        self.works = works_of(setting)
 
     def apply(self, event: Event) -> None:
-        unit = self.layouts[event.unit]
+        unit, work, layout = self.layouts[event.unit], self.works[event.unit], self.setting.layout
         match event.kind:
             case EventKind.UNSHARD_ISSUED:
-                self._cast(self.casts[unit.name][0])
-                sent = gather_message_nbytes(unit) * self.setting.layout.shard_size
-                nbytes = 0 if self.setting.route.shares_memory else sent
+                self._cast(work.casts[0])
+                sent = gather_message_nbytes(unit) * layout.shard_size
                 copied = sum(b.compute_shard_nbytes for b in unit.buckets if b.is_gathered_from_host)
                 there = self._copy("to device", copied)
+                nbytes = 0 if self.setting.route.shares_memory else sent
                 self.gathered[unit.name] = max(self._collective(nbytes, after=there), there)
             case EventKind.UNSHARD_READY:
                 self._wait(self.gathered.pop(unit.name, 0.0))
             case EventKind.FORWARD_END:
-                self._run(self._forward(unit.name) + self.cluster.device.unit_seconds, self._issued(unit.name, 0))
+                self._run(work.forward, work.issued[0])
                 self._exchange_tiles(unit.name, 0)
-                if unit is self.setting.layout.root:
-                    self._run(self.loss)
+                if unit is layout.root:
+                    self._run(loss_seconds(self.setting))
                     self._wait(self.page_left)
             case EventKind.TO_HOST if event.what == "activations":
                 self._wait(self.page_left)
@@ -253,27 +197,18 @@ class _Clock:
                 self.pages[unit.name] = self._copy("to device", event.nbytes)
             case EventKind.BACKWARD_BEGIN:
                 self._wait(self.pages.pop(unit.name, 0.0))
-                again = recomputed_part(self.setting.job) if unit.block is not None else 0.0
-                factor = backward_factor(self.shapes[unit.name])
-                self._run(
-                    factor * (self.forwards[unit.name] + self.weights[unit.name])
-                    + self.attention[unit.name][1]
-                    + self.passes[unit.name][1]
-                    + LAYER_OPS[1] * self.ops[unit.name]
-                    + again * (self._forward(unit.name) - self._left_out(unit.name))
-                    + self.written[unit.name],
-                    self._issued(unit.name, 1) + again * self._issued(unit.name, 0),
-                )
-                self._cast(self.casts[unit.name][1])
+                self._run(work.backward, work.issued[1])
+                self._cast(work.casts[1])
                 self._exchange_tiles(unit.name, 1)
             case EventKind.REDUCE_ISSUED:
                 if self.reduced:  # one reduction is under way at a time; those of a unit come while it computes
                     before, done = self.reduced.pop()
                     self._wait(done if before != unit.name else self.now)
-                shard_size = self.setting.layout.shard_size
-                sent = reduce_message_nbytes(event, unit, shard_size) * shard_size
+                sent = reduce_message_nbytes(event, unit, layout.shard_size) * layout.shard_size
                 done = self._collective(event.nbytes if self.setting.route.shares_memory else sent)
-                done = max(done, self._all_reduce(event.nbytes))
+                stride = self.setting.job.tp * layout.shard_size  # then this rank's interval is summed over replicas
+                own = event.nbytes // layout.shard_size
+                done = max(done, self._send(own, layout.replicate_size, stride=stride, times=2))
                 self.reduced.append((unit.name, done))
             case EventKind.TO_HOST if event.what == "gradient":
                 self._copy("to host", event.nbytes)
@@ -281,24 +216,6 @@ class _Clock:
                 if self.reduced and self.reduced[0][0] == unit.name:  # else it was waited for before
                     self._wait(self.reduced.pop()[1])
                 self._wait(self.copied.get("to host", 0.0))
-
-    def _left_out(self, name: str) -> float:
-        """Return the seconds of a layer's forward that are not run again, or are counted apart."""
-        if self.setting.job.checkpointing == "selective":
-            return self.written[name] or self.attention[name][0]
-        return self.forwards[name] * last_product(self.shapes[name], self.setting.job)
-
-    def _forward(self, name: str) -> float:
-        products = self.forwards[name] + self.attention[name][0] + self.weights[name]
-        return products + self.passes[name][0] + LAYER_OPS[0] * self.ops[name]
-
-    def _issued(self, name: str, way: int) -> float:
-        """Return seconds in which the host issues a unit's forward or backward to an accelerator."""
-        if self.cluster.device.is_cpu:
-            return 0.0
-        fused = COMPILED_OPS if self.setting.job.compile else 1.0
-        layer = fused * HostCosts().seconds(LAYER_KERNELS[way], LAYER_VIEWS[way])
-        return (layer if self.shapes[name].block is not None else 0.0) + HOST_UNIT / 2
 
     def _run(self, seconds: float, issued: float = 0.0) -> None:
         """Run a computation. It ends no sooner than the host has issued it."""
@@ -334,37 +251,27 @@ class _Clock:
         """Return when an all-gather or reduce-scatter of `nbytes`, issued now and begun after `after`, is done."""
         return self._send(nbytes, self.setting.layout.shard_size, stride=self.setting.job.tp, times=1, after=after)
 
-    def _all_reduce(self, nbytes: int) -> float:
-        """Return when the all-reduce of this rank's interval along the replicate axis is done."""
-        layout = self.setting.layout
-        stride = self.setting.job.tp * layout.shard_size
-        return self._send(nbytes // layout.shard_size, layout.replicate_size, stride=stride, times=2)
-
     def _exchange_tiles(self, name: str, way: int) -> None:
         """Reduce between tensor-parallel ranks after (0) or in backward of (1) a unit: the next product waits."""
-        job, block = self.setting.job, self.shapes[name].block
-        if job.tp == 1:
-            return
-        if block is not None:
+        job, model, block = self.setting.job, self.setting.model, self.layouts[name].block
+        if job.tp > 1 and block is not None:
             self._wait(self._send(round(messages_of_layer(block, job)[way]), job.tp, stride=1, times=2))
-        elif name == self.setting.model.root.name:
-            self._wait(self._send(messages_of_head(self.setting.model, job)[way], job.tp, stride=1, times=1))
+        elif job.tp > 1 and name == model.root.name:
+            self._wait(self._send(messages_of_head(model, job)[way], job.tp, stride=1, times=1))
 
     def _send(self, nbytes: int, ranks: int, *, stride: int, times: int, after: float = 0.0) -> float:
         """Return when a message among `ranks` ranks, `stride` apart, is done; some share a host, or none does."""
         if ranks == 1 or nbytes == 0:
             return self.now
         device = self.cluster.device
-        sent = carried(times * nbytes, ranks, stride=stride, ranks_per_host=self.cluster.per_host)
-        inside, across = device.link_seconds(*sent, times=times)
-        latency = times * BASE_LATENCY + steps(ranks, times=times) * STEP_LATENCY
+        inside, across = device.link_seconds(
+            *carried(times * nbytes, ranks, stride=stride, ranks_per_host=self.cluster.per_host)
+        )
+        seconds = max(inside, across) + times * BASE_LATENCY + steps(ranks, times=times) * STEP_LATENCY
+        self.communication += seconds
         if device.is_cpu and not across:
-            self.communication += inside + latency
-            self._wait(self.now + inside + latency)
+            self._wait(self.now + seconds)
             return self.now
         wire = "network" if across > inside else "link"
-        start = max(self.now, after, self.wires.get(wire, 0.0))
-        seconds = max(inside, across) + latency
-        self.communication += seconds
-        self.wires[wire] = start + seconds
-        return start + seconds
+        self.wires[wire] = max(self.now, after, self.wires.get(wire, 0.0)) + seconds
+        return self.wires[wire]

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
+from dataclasses import dataclass
 
 from fullshard.core.dtypes import itemsize
-from fullshard.core.sizes import LONG_NBYTES
 from fullshard.plan.activations import between_products_nbytes, layer_activations, passes_over_scores
 from fullshard.plan.attention import BACKWARD, WRITTEN_OUT, attention_flops, part_of_size, what_runs
 from fullshard.plan.hardware import Cluster, Device
 from fullshard.plan.host import HostCosts
 from fullshard.plan.job import Job
 from fullshard.plan.layout import UnitLayout
+from fullshard.plan.losses import moved_nbytes, recomputed_flops
 from fullshard.plan.matrices import SENT_AS, MatrixWork
 from fullshard.plan.optimizers import OptimizerRow
 from fullshard.plan.setting import PlanSetting, of_parameters
@@ -19,6 +19,17 @@ from fullshard.plan.shapes import Block, ModelShape, UnitShape
 
 PCIE = 25e9
 """Bytes per second between host and device: PCIe 4.0 x16, of 31.5 GB/s."""
+
+HOST_UNIT = 4e-4
+"""Seconds of the engine's own per unit and micro-batch, hooks and starting collectives, measured on 64 ranks
+(`docs/performance.md`)."""
+
+COMPILED_OPS = 0.15
+"""The part of a layer's operations that are launched if it is compiled: products, attention, fused kernels between."""
+
+LAYER_KERNELS, LAYER_VIEWS = (34, 67), (39, 71)
+"""ATen operations of a layer's forward and of its backward, with a kernel and without, counted in a Llama layer
+(`tests/plan/test_plan_time.py`)."""
 
 _LAST = ("mlp.down_proj.weight", "mlp.c_proj.weight", "mlp.fc2.weight")
 """The last product of a layer, by the names of families."""
@@ -55,15 +66,71 @@ def attention_seconds(block: Block, job: Job, device: Device) -> tuple[float, fl
     return seconds, seconds * (2 if way in WRITTEN_OUT or device.is_cpu else BACKWARD)
 
 
-def pass_seconds(block: Block, job: Job, device: Device) -> tuple[float, float]:
+def _pass_seconds(block: Block, job: Job, device: Device) -> tuple[float, float]:
     """Return the seconds of the operations between a layer's products, in forward and in backward."""
-    bandwidth = device.memory_speed
     if not device.is_cpu:
         forward, backward = between_products_nbytes(block, job, device)
-        return forward / bandwidth, backward / bandwidth
-    layer = layer_activations(block, job, device)
-    saved = layer.kept + layer.recomputed
-    return 2 * saved / bandwidth, 3 * saved / bandwidth
+    else:
+        layer = layer_activations(block, job, device)
+        forward, backward = 2 * (layer.kept + layer.recomputed), 3 * (layer.kept + layer.recomputed)
+    return forward / device.memory_speed, backward / device.memory_speed
+
+
+@dataclass(frozen=True, slots=True)
+class UnitWork:
+    """Seconds of a unit for one micro-batch.
+
+    Attributes:
+        forward, backward: of computing; what is recomputed belongs to backward.
+        casts: of the own interval before a gather, and of gradients into the reduce input.
+        issued: in which the host issues forward and backward to an accelerator.
+    """
+
+    forward: float
+    backward: float
+    casts: tuple[float, float]
+    issued: tuple[float, float]
+
+
+def works_of(setting: PlanSetting) -> dict[str, UnitWork]:
+    """Return the work of each unit, by name."""
+    model, job, device = setting.model, setting.job, setting.device
+    speed, part = device.peak(job.compute_dtype) * device.efficiency, recomputed_part(job)
+    of_block = {
+        block: (
+            attention_seconds(block, job, device),
+            _pass_seconds(block, job, device),
+            _written_again_seconds(block, job, device),
+        )
+        for block in set(model.blocks)
+    }
+    works = {}
+    for shape, unit in zip(model.units, setting.layout.units, strict=True):
+        flops = forward_flops(shape, job) + (head_flops(model, job) if shape is model.root else 0.0)
+        none = (0.0, 0.0), (0.0, 0.0), 0.0
+        attention, passes, written = none if shape.block is None else of_block[shape.block]
+        products, again = flops / speed, part if shape.block is not None else 0.0
+        forward = products + attention[0] + passes[0]
+        # What is not run again, or counted apart.
+        left_out = written or attention[0]
+        if job.checkpointing != "selective":
+            left_out = products * last_product(shape, job)
+        backward = backward_factor(shape) * products + attention[1] + passes[1] + again * (forward - left_out) + written
+        issued = [0.0, 0.0]
+        if not device.is_cpu:
+            fused = (COMPILED_OPS if job.compile else 1.0) if shape.block is not None else 0.0
+            counts = zip(LAYER_KERNELS, LAYER_VIEWS, strict=True)
+            issued = [fused * HostCosts().seconds(*each) + HOST_UNIT / 2 for each in counts]
+        there = issued[0], issued[1] + again * issued[0]
+        works[unit.name] = UnitWork(forward, backward, _cast_seconds(setting, unit), there)
+    return works
+
+
+def loss_seconds(setting: PlanSetting) -> float:
+    """Return the seconds of one micro-batch's loss, in forward and backward."""
+    model, job, device = setting.model, setting.job, setting.device
+    speed = device.peak(job.compute_dtype) * device.efficiency
+    return recomputed_flops(model, job) / speed + moved_nbytes(model, job) / device.memory_speed
 
 
 def head_flops(model: ModelShape, job: Job) -> float:
@@ -100,30 +167,22 @@ def recomputed_part(job: Job) -> float:
     return {"none": 0.0, "selective": 0.4, "full": 1.0}[job.checkpointing]
 
 
-def written_again_seconds(block: Block, job: Job, device: Device) -> float:
+def _written_again_seconds(block: Block, job: Job, device: Device) -> float:
     """Return the seconds of attention that selective checkpointing runs again: it keeps what one kernel returns."""
     if job.checkpointing != "selective" or what_runs(block, job, device) not in WRITTEN_OUT:
         return 0.0
-    products = attention_seconds(block, job, device)[0]
-    if device.is_cpu:
-        return products
-    return products + passes_over_scores(block, job, device)[0] * job.tokens / device.memory_speed
+    passes = 0.0 if device.is_cpu else passes_over_scores(block, job, device)[0] * job.tokens / device.memory_speed
+    return attention_seconds(block, job, device)[0] + passes
 
 
-def cast_seconds(setting: PlanSetting, unit: UnitLayout, device: Device) -> tuple[float, float]:
-    """Return seconds of casting the own interval in before a gather, and gradients into the reduce input."""
+def _cast_seconds(setting: PlanSetting, unit: UnitLayout) -> tuple[float, float]:
+    speed = setting.device.memory_speed
     made = sum(b.layout.full_numel * itemsize(b.compute_dtype) + setting.collected_nbytes(b) for b in unit.trainable)
     if setting.route.shares_memory:  # nothing is new, what is there is not copied, and backward finds forward's casts
         moved = sum((b.main_nbytes + copied) / 2 for b in unit.buckets if (copied := setting.copies_nbytes(b)))
-        return moved / device.memory_speed, made / device.memory_speed
+        return moved / speed, made / speed
     own = [bucket for bucket in unit.buckets if not bucket.shares_main]
-    moved = sum(b.main_nbytes + b.layout.shard_numel * itemsize(b.compute_dtype) for b in own)
-    fresh = (
-        sum(fresh_nbytes(bucket.full_nbytes) for bucket in own),
-        sum(fresh_nbytes(bucket.reduce_nbytes) for bucket in unit.trainable),
-    )
-    speed = device.fresh_bandwidth or math.inf
-    return moved / device.memory_speed + fresh[0] / speed, made / device.memory_speed + fresh[1] / speed
+    return sum(b.main_nbytes + b.layout.shard_numel * itemsize(b.compute_dtype) for b in own) / speed, made / speed
 
 
 def last_product(unit: UnitShape, job: Job) -> float:
@@ -152,19 +211,14 @@ def copied_once_seconds(setting: PlanSetting) -> float:
     return seconds
 
 
-def fresh_nbytes(nbytes: int) -> int:
-    """Return the bytes of a buffer that lie in pages new to the process."""
-    return nbytes if nbytes > LONG_NBYTES else 0
-
-
 def optimizer_seconds(setting: PlanSetting, cluster: Cluster) -> float:
     """Return the seconds in which the optimizer reads and writes its state; in the host's memory with offload."""
-    device, optimizer = cluster.device, setting.job.planned_optimizer
+    device = cluster.device
     bandwidth = device.memory_speed
     if setting.on_host.main_weights:
         bandwidth = min(bandwidth, 20e9)  # a host's share per process of some 200 GB/s
     parameters = sum(len(bucket.layout.specs) for bucket in setting.layout.buckets if bucket.trainable)
-    calls = parameters * (optimizer.ops * device.op_seconds if device.is_cpu else HostCosts().seconds(1, 1))
+    calls = 0.0 if device.is_cpu else parameters * HostCosts().seconds(1, 1)
     seconds = of_parameters(setting, OptimizerRow.step_nbytes) / bandwidth + calls
     return seconds + (_matrices(setting.matrices, cluster) if setting.matrices is not None else 0.0)
 
