@@ -182,8 +182,9 @@ class _Search:
 
     def _may_ever_fit(self, way: Mapping[str, Any]) -> bool:
         """Return whether a way may fit with all options that go together switched on."""
-        apart = ({"step", "state", "main"}, _ONE_OF)
-        fullest = (self._candidate(way, frozenset(self._saving) - others) for others in apart)
+        on_host = [name for name in self._saving if name in _ONE_OF][-1:]
+        most = frozenset(self._saving) - _ONE_OF
+        fullest = (self._candidate(way, options) for options in (most - {"step"} | {*on_host}, most))
         known = [candidate for candidate in fullest if candidate is not None]
         return not known or any(self._may_fit(candidate.needed) for candidate in known)
 
