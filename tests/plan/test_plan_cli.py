@@ -42,7 +42,7 @@ from fullshard.plan.schedule import predict_step
 from fullshard.plan.search import pareto, search
 from fullshard.plan.setting import PlanSetting
 from fullshard.plan.time import time_of
-from fullshard.plan.traffic import traffic_of
+from fullshard.plan.traffic import carried, traffic_of
 from tests.commands import run_here
 
 
@@ -525,16 +525,9 @@ def test_more_of_everything_costs_more() -> None:
 
 def test_bytes_on_each_link() -> None:
     """In one host everything is on its links; over hosts each receives once what it does not hold."""
-    shape, _ = load_model("GPT-2")
-    near, far = (evaluate(shape, Job.of({}), parse_cluster("8xA100", hosts)) for hosts in (1, 4))
-    sent = near.traffic.gather_nbytes + near.traffic.reduce_nbytes
-    assert (near.links.host, near.links.network) == (sent, 0)
-    buffers = sent * 8 / 7
-    assert far.links.host == pytest.approx(buffers / 2, rel=1e-6)
-    assert far.links.network == pytest.approx(buffers * 3 / 4 / 2, rel=1e-6)
-    hybrid = evaluate(shape, Job.of({"strategy": "HYBRID_SHARD", "shard_size": 2}), parse_cluster("8xA100", 4))
-    assert hybrid.links.network == pytest.approx(hybrid.traffic.replicate_nbytes, rel=1e-6)
-    assert hybrid.links.host == hybrid.traffic.gather_nbytes + hybrid.traffic.reduce_nbytes
+    assert carried(800, 8, stride=1, ranks_per_host=8) == (700, 0)
+    assert carried(800, 8, stride=1, ranks_per_host=2) == (400, 800 * 3 / 4 / 2)
+    assert carried(800, 4, stride=2, ranks_per_host=2) == (0, 600)  # of replicas none shares a host
 
 
 def test_ranks_that_share_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -585,7 +578,6 @@ EVERY_SETTING: dict[str, tuple[dict[str, Any], Any]] = {
     "loss": ({}, "fused"),
     "loss_chunk": ({"loss": "fused"}, 512),
     "keeps_outputs": ({}, True),
-    "tp": ({}, 2),
     "forward_prefetch": ({}, False),
     "backward_prefetch": ({}, "NO_PREFETCH"),
 }
@@ -595,9 +587,7 @@ EVERY_SETTING: dict[str, tuple[dict[str, Any], Any]] = {
 def test_every_setting_is_used(name: str) -> None:
     """It changes a prediction, or, where it says so, only the configuration that is written."""
     base, value = EVERY_SETTING[name]
-    shape, _ = load_model(
-        "Llama-3.1-8B" if name in ("wrap_embeddings", "tp") else "GPT-2"
-    )  # whose head is its embedding
+    shape, _ = load_model("Llama-3.1-8B" if name == "wrap_embeddings" else "GPT-2")  # whose head is its embedding
     cluster = parse_cluster("8xA100")
     one, other = (evaluate(shape, Job.of({**base, **more}), cluster) for more in ({}, {name: value}))
     if name == "reentrant":

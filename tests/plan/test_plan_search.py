@@ -183,20 +183,6 @@ def test_what_saves_memory_is_tried_together() -> None:
     assert {name: getattr(found, name) for name in saving} == saving
 
 
-def test_what_rounds_is_taken_where_it_helps() -> None:
-    """On slow links messages in int8, on one card the 8-bit state; and nothing that brings less than a hundredth."""
-    model, _ = load_model("Qwen2.5-1.5B")
-    job = Job.of({"checkpointing": "full", "strategy": "FULL_SHARD"})
-    fixed = ("checkpointing", "strategy")
-    few, links = job.model_copy(update={"micro_batch": 2}), parse_cluster("16xL40S")
-    slow, exact = (search(model, few, links, fixed=fixed, may_round=on)[0] for on in (True, False))
-    assert (slow.job.gather_as, slow.job.reduce_as) == ("int8", "int8") and exact.job.gather_as is None
-    assert slow.time.tokens_per_second > 1.1 * exact.time.tokens_per_second
-    card = parse_cluster("1xRTX4090")
-    one = search(model, job, card, fixed=fixed, may_round=True)[0]
-    assert one.job.optimizer == "adamw-8bit" and one.job.gather_as is None and one.job.reduce_as is None
-
-
 def test_the_margin() -> None:
     model, _ = load_model("GPT-2")
     cluster = parse_cluster("2xA10G")

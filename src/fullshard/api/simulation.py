@@ -136,8 +136,6 @@ def simulate(
         raise ConfigError(f"rank {rank} of {world_size} ranks", hint="ranks count from 0")
     if job.method != "full":
         raise ConfigError("only full training can be simulated")
-    if job.tp > 1:
-        raise ConfigError("tensor parallelism is not simulated", hint="ask fullshard plan")
     replicate_size, shard_size = job.row.mesh_shape(world_size, job.shard_size)
     start = time.perf_counter()
     with meta_parameters():

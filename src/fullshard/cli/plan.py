@@ -67,9 +67,6 @@ Config = Annotated[
     typer.Option(help="Plan this file as it is (any dialect `fullshard launch` reads); flags win", parser=path_word),
 ]
 Auto = Annotated[bool, typer.Option("--auto", help="Search for the fastest that fits; or --strategy auto")]
-MayRound = Annotated[
-    bool, typer.Option("--may-round", help="With --auto, what changes numbers, too: 8-bit states, messages in int8")
-]
 Margin = Annotated[
     float | None,
     typer.Option(min=1, max=100, help="Percent of a device that --auto and proposals may fill. Default: 92"),
@@ -99,7 +96,6 @@ def plan(
     hosts: Annotated[int | None, typer.Option(min=1, help="Hosts the devices are in. Default: full ones")] = None,
     config: Config = None,
     auto: Auto = False,
-    may_round: MayRound = False,
     margin: Margin = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
     plot: Plot = None,
@@ -143,7 +139,7 @@ def plan(
         del given["strategy"]
     job, cluster, more = _question(given, devices, hosts, config)
     notes += more
-    chosen, front = _answer(described, job, cluster, part, fixed=given.keys() if auto else None, may_round=may_round)
+    chosen, front = _answer(described, job, cluster, part, fixed=given.keys() if auto else None)
     changes = [] if chosen.fits else changes_that_fit(chosen, margin=part)
     cost = _cost(chosen, tokens, price)
     if plot is not None:
@@ -200,18 +196,16 @@ def _question(
 
 
 def _answer(
-    model: ModelShape, job: Job, cluster: Cluster, margin: float, *, fixed: Collection[str] | None, may_round: bool
+    model: ModelShape, job: Job, cluster: Cluster, margin: float, *, fixed: Collection[str] | None
 ) -> tuple[Plan, list[Plan]]:
     """Return a job's plan; with fixed settings, the best of those that differ elsewhere, and its rivals."""
     from fullshard.plan.evaluate import evaluate
     from fullshard.plan.search import pareto, search
 
-    if fixed is None and may_round:
-        raise ConfigError("--may-round is for a search", hint="add --auto, or say what is to be rounded")
     if fixed is None:
         return evaluate(model, job, cluster), []
     fixed = set(fixed) - {"micro_batch", "accumulation"}
-    found = search(model, job, cluster, fixed=fixed, margin=margin, may_round=may_round)
+    found = search(model, job, cluster, fixed=fixed, margin=margin)
     return found[0], pareto(found)
 
 

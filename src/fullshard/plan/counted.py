@@ -7,7 +7,6 @@ version of Transformers. Its results lie in `$XDG_CACHE_HOME/fullshard/shapes`.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import importlib.util
 import json
@@ -19,14 +18,17 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from fullshard.core.errors import ConfigError
 from fullshard.core.files import read_text, write_text
-from fullshard.plan.shapes import Block, ModelShape, ParameterShape, UnitShape
+from fullshard.plan.shapes import ModelShape
 
 _PROGRAM = "fullshard.api.counting"
 _FORMAT = 4
 """The version of kept results: shapes of another version are counted again."""
 _SECONDS = 300
+_SHAPES = TypeAdapter(ModelShape)
 
 
 def is_known_to_transformers(kind: str) -> bool:
@@ -50,29 +52,16 @@ def counted(values: Mapping[str, Any], *, where: str) -> ModelShape:
     key = hashlib.sha256(f"{_FORMAT} {version('transformers')} {question}".encode()).hexdigest()
     path = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fullshard" / "shapes" / f"{key}.json"
     try:
-        return _read(read_text(path))
-    except (OSError, ValueError, TypeError, KeyError):
+        return _SHAPES.validate_json(read_text(path))
+    except (OSError, ValueError):
         answer = _count(question, where)
     _keep(path, answer)
-    return _read(answer)
+    return _SHAPES.validate_json(answer)
 
 
 def written(model: ModelShape) -> str:
     """Return the shapes as text, for `counted`."""
-    return json.dumps(dataclasses.asdict(model), separators=(",", ":"))
-
-
-def _read(text: str) -> ModelShape:
-    values = json.loads(text)
-    units = [
-        UnitShape(
-            unit["name"],
-            tuple(ParameterShape(**{**p, "shape": tuple(p["shape"])}) for p in unit["parameters"]),
-            None if unit["block"] is None else Block(**unit["block"]),
-        )
-        for unit in values["units"]
-    ]
-    return ModelShape(**{**values, "units": tuple(units), "calls": tuple(values["calls"])})
+    return _SHAPES.dump_json(model).decode()
 
 
 def _count(question: str, where: str) -> str:

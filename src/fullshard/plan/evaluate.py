@@ -26,9 +26,8 @@ from fullshard.plan.route import Route
 from fullshard.plan.schedule import ScheduleOptions, predict_step
 from fullshard.plan.setting import PlanSetting
 from fullshard.plan.shapes import Block, ModelShape
-from fullshard.plan.tiles import groups_of, sent_nbytes, tiled
 from fullshard.plan.time import StepTime, time_of
-from fullshard.plan.traffic import Links, Traffic, links_of, traffic_of
+from fullshard.plan.traffic import Traffic, traffic_of
 
 ERROR_BAR = 0.93, 1.17
 """What runs needed, as parts of what is predicted: 10th and 90th percentile of the published rows
@@ -70,14 +69,7 @@ class Plan:
     def traffic(self) -> Traffic:
         """Bytes that each rank sends and copies in a step."""
         layout = self.setting.layout
-        of_tiles = sent_nbytes(self.setting.model, self.job)
-        all_of_it = traffic_of(self.events, layout).times(self.repeats)
-        return dataclasses.replace(all_of_it, tiles_nbytes=of_tiles, **_copied(layout, self.job))
-
-    @functools.cached_property
-    def links(self) -> Links:
-        """Return the same traffic by link."""
-        return links_of(self.traffic, self.setting.layout, self.cluster.per_host, tiles=self.job.tp)
+        return dataclasses.replace(traffic_of(self.events, layout).times(self.repeats), **_copied(layout, self.job))
 
     @functools.cached_property
     def time(self) -> StepTime:
@@ -88,9 +80,7 @@ class Plan:
     def parameters(self) -> int:
         """Elements, adapters included; 4-bit weights count as two per byte, and their scales do not count."""
         elements = {"scale": 0, "matrix": 2}
-        return sum(
-            p.numel * p.tiles * (elements.get(p.role, 1) if p.exact else 1) for p in self.setting.model.parameters
-        )
+        return sum(p.numel * (elements.get(p.role, 1) if p.exact else 1) for p in self.setting.model.parameters)
 
     @property
     def trainable(self) -> int:
@@ -174,8 +164,7 @@ def _evaluate(model: ModelShape, job: Job, cluster: Cluster, *, budget: int | No
     trained = apply_method(model, job)
     if job.wrap_embeddings:
         trained = trained.with_own_embeddings()
-    trained = tiled(trained, job.tp)
-    world_size, neighbours = groups_of(cluster, job.tp)
+    world_size, neighbours = cluster.count, cluster.per_host
     is_cpu = cluster.device.is_cpu
     on_host = Offload() if is_cpu else job.on_host  # there, host and device are one
     layout = lay_out(
@@ -245,11 +234,6 @@ def notes_of(plan: Plan) -> list[str]:
         notes.append(said)
     if said := _attention_note(plan):
         notes.append(said)
-    if job.tp > 1:
-        notes.append(
-            f"layers are cut over {job.tp} ranks as Transformers cuts Llama's, each with all tokens between their "
-            "parts; the script or distributed_config does that (docs/tensor_parallelism.md)"
-        )
     if device.is_cpu and plan.setting.layout.shard_size > 1 and not plan.cluster.shares_memory:
         notes.append("ranks send through Gloo and share no memory, because FULLSHARD_COMM=gloo is set")
     if job.on_host and device.is_cpu:

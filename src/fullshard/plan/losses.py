@@ -10,16 +10,9 @@ are gone before backward, unless the loop keeps `outputs` until the end of it. T
 cast, so there is one copy less in forward. A loss without a cast of its own is cast by autocast.
 
 The fused loss is the engine's own (`wrap/chunked_loss`), some tokens at a time. Nothing of a chunk is kept, so backward
-makes its logits again: a fourth product with the head's weight beside the usual three. Of n chunks of c tokens, with V
-words and width H:
-
-    bytes at once     c V (b + 8) in forward, 12 c V in backward, where the gradient of the chunk before is still there,
-                      beside 4 V H: the weight's gradient, if it is trained
-    bytes moved       per logit: the cast and log-softmax, in backward both again, exp, the product, the cast back; per
-                      chunk the product that is added to the weight's gradient
-
-Liger's fused linear loss takes its gradients in forward instead: three products, and the weight's
-gradient from then on.
+makes its logits again: a fourth product with the head's weight beside the usual three. A chunk of c tokens with V words
+takes c V (b + 8) bytes in forward and 12 c V in backward, where the gradient of the chunk before is still there, beside
+4 V H for the gradient of the head's weight of width H, if it is trained.
 """
 
 from __future__ import annotations
@@ -69,7 +62,7 @@ def logits_nbytes(model: ModelShape, job: Job) -> LogitsNbytes:
 
 
 def _chunk_nbytes(model: ModelShape, job: Job) -> LogitsNbytes:
-    width, words = itemsize(job.compute_dtype), _words(model, job)
+    width, words = itemsize(job.compute_dtype), model.vocab
     chunk, weight = job.chunk_tokens * words, words * model.hidden if _is_head_trained(model) else 0
     cast = width if width < 4 else 0
     softmax = chunk * (cast + 8)  # the logits, in float32 too, and log-softmax
@@ -77,11 +70,6 @@ def _chunk_nbytes(model: ModelShape, job: Job) -> LogitsNbytes:
     product = chunk * width + weight * cast  # the chunk's part of the weight's gradient, before it is added
     own = 4 * weight + job.tokens * model.hidden * width
     return LogitsNbytes(softmax, own + max(backward, product), 0)
-
-
-def _words(model: ModelShape, job: Job) -> int:
-    """Return the part of the vocabulary whose logits a rank of a tensor-parallel group computes."""
-    return -(-model.vocab // job.tp)
 
 
 def _is_head_trained(model: ModelShape) -> bool:
@@ -93,7 +81,7 @@ def _is_head_trained(model: ModelShape) -> bool:
 
 def recomputed_flops(model: ModelShape, job: Job) -> float:
     """Return the FLOP of the logits that a fused loss makes again in backward, for one micro-batch."""
-    return 2.0 * _words(model, job) * model.hidden * job.tokens if job.loss == "fused" else 0.0
+    return 2.0 * model.vocab * model.hidden * job.tokens if job.loss == "fused" else 0.0
 
 
 def moved_nbytes(model: ModelShape, job: Job) -> float:
@@ -102,7 +90,7 @@ def moved_nbytes(model: ModelShape, job: Job) -> float:
     if job.loss != "fused":
         # log-softmax 2, picking the targets' 1, its backward 3. One kernel reads twice, writes once.
         return 6.0 * (4 if job.loss == "eager" else width // 2) * model.vocab * job.tokens
-    words = _words(model, job)
+    words = model.vocab
     casts = 3 * (width + 4) if width < 4 else 0
     added = 8 + width if width < 4 else 0  # what is added is made first; in float32 the product adds it
     chunks = -(-job.tokens // job.chunk_tokens)
@@ -122,25 +110,16 @@ def loss_note(model: ModelShape, job: Job) -> str:
     if not model.vocab:
         return ""
     most = max(logits_nbytes(model, job).forward, logits_nbytes(model, job).loss)
-    each, elements = most / (job.tokens * model.vocab), job.tokens * model.vocab
+    worst = f"{most / (job.tokens * model.vocab):.0f} bytes per logit, {format_nbytes(most)} at the worst"
     if job.loss == "fused":
         return (
             f"the loss is computed {job.chunk_tokens} tokens at a time, as use_chunked_loss does: "
-            f"{format_nbytes(most)} at the worst, and the head's product once more (Liger's fused linear loss takes "
-            "its gradients in forward)"
+            f"{format_nbytes(most)} at the worst, and the head's product once more"
         )
     if job.loss == "kernel":
-        return (
-            f"the loss is one kernel on whole logits in {job.compute_dtype}, as flash-attn's and Liger's cross entropy "
-            f"are: {each:.0f} bytes per logit, {format_nbytes(most)}"
-        )
-    kept = (
-        f"{held_width(job)} of them because the loop keeps its outputs"
-        if job.keeps_outputs
-        else f"a loop that keeps outputs until backward is over, as Trainer does not, holds "
-        f"{format_nbytes(elements * held_width(job.model_copy(update={'keeps_outputs': True})))} more (--keeps-outputs)"
-    )
+        return f"the loss is one kernel on whole logits in {job.compute_dtype}, as flash-attn's and Liger's: {worst}"
+    more = "which a loop that keeps outputs until backward is over, as Trainer does not, has besides (--keeps-outputs)"
+    kept = "the loop keeps its outputs" if job.keeps_outputs else f"without the logits, {more}"
     return (
-        f"the loss is Transformers' own, which makes float32 of whole logits: {each:.0f} bytes per logit "
-        f"at the worst, {format_nbytes(most)}; {kept}. --loss fused: in chunks, as use_chunked_loss does"
+        f"the loss is Transformers' own, which makes float32 of whole logits: {worst}; {kept}. --loss fused: in chunks"
     )

@@ -29,7 +29,6 @@ from fullshard.plan.evaluate import MARGIN, Plan, changes_that_fit, evaluate
 from fullshard.plan.hardware import Cluster
 from fullshard.plan.job import KEEP_WHAT_FITS, Job
 from fullshard.plan.shapes import ModelShape, UnitShape
-from fullshard.plan.tiles import groups_of
 
 _MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 
@@ -51,7 +50,6 @@ _SLACK = 0.03
 model have left before its first layer's backward, which those of a short one have not."""
 _SMALLER = 5
 """Most plans that are evaluated for the list of plans smaller than the best."""
-_PACKED = {"gather_as": "int8", "reduce_as": "int8"}
 
 
 def search(
@@ -61,7 +59,6 @@ def search(
     *,
     fixed: Collection[str] = (),
     margin: float = MARGIN,
-    may_round: bool = False,
 ) -> list[Plan]:
     """Return the fastest plans, the fastest first, that need at most `margin` of a device.
 
@@ -74,32 +71,13 @@ def search(
         cluster: the devices.
         fixed: settings that are not searched.
         margin: the part of a device that may be filled.
-        may_round: also use options that change the numbers, if they help: optimizer state in 8 bits, messages in int8.
 
     Raises:
         ConfigError: nothing fits.
     """
     if job.optimizer == "adamw" and "optimizer" not in fixed and not cluster.device.is_cpu:
         job = job.model_copy(update={"optimizer": "adamw-fused"})  # which costs nothing
-    rounded = job
-    for name, value in {"optimizer": job.planned_optimizer.in_8_bits, **_PACKED}.items() if may_round else ():
-        if value is not None and name not in fixed:
-            with contextlib.suppress(ConfigError):
-                rounded = Job.of({**rounded.model_dump(), name: value})
-    plans = _Search(model, rounded, cluster, frozenset(fixed), margin).plans()
-    if rounded != job:
-        best = _with_less_rounding(plans[0], job, margin)
-        plans = [best, *(plan for plan in plans[1:] if plan.time.total > best.time.total)]
-    return plans
-
-
-def _with_less_rounding(plan: Plan, job: Job, margin: float) -> Plan:
-    """Remove the rounding options that gain less than a hundredth."""
-    for name in (*_PACKED, "optimizer"):
-        exact = evaluate(plan.model, Job.of({**plan.job.model_dump(), name: getattr(job, name)}), plan.cluster)
-        if exact.is_within(margin) and exact.time.total <= 1.01 * plan.time.total:
-            plan = exact
-    return plan
+    return _Search(model, job, cluster, frozenset(fixed), margin).plans()
 
 
 def _fastest_first(plan: Plan) -> tuple[float, int]:
@@ -290,7 +268,7 @@ def _with_layers(model: ModelShape, kept: Iterable[UnitShape]) -> ModelShape:
 
 
 def _meshes(cluster: Cluster, job: Job, fixed: frozenset[str]) -> Iterator[dict[str, Any]]:
-    count, per_host = groups_of(cluster, job.tp)
+    count, per_host = cluster.count, cluster.per_host
     sizes = [size for size in (2**power for power in range(1, 13)) if size < count and not count % size]
     useful = [size for size in sizes if size % per_host == 0 or per_host % size == 0]
     for strategy in (job.strategy,) if "strategy" in fixed else STRATEGIES:

@@ -32,7 +32,6 @@ class Traffic:
         reduce_nbytes: gradients, on the shard axis.
         replicate_nbytes: gradients, on the replicate axis.
         gathers, reductions: collectives.
-        tiles_nbytes: activations and their gradients, inside a tensor-parallel group.
         to_device_nbytes, to_host_nbytes: bytes copied between the host's memory and the device's, and not sent.
     """
 
@@ -43,7 +42,6 @@ class Traffic:
     reductions: int
     to_device_nbytes: int = 0
     to_host_nbytes: int = 0
-    tiles_nbytes: int = 0
 
     def times(self, repeats: int) -> Traffic:
         """Return the traffic of `repeats` such steps."""
@@ -81,34 +79,6 @@ def reduce_message_nbytes(event: Event, unit: UnitLayout, shard_size: int) -> in
     buckets = (bucket for bucket in unit.buckets if bucket.trainable and bucket.reduce_nbytes == event.nbytes)
     bucket = next(buckets, None)
     return event.nbytes // shard_size if bucket is None else bucket.reduce_message_nbytes
-
-
-@dataclass(frozen=True, slots=True)
-class Links:
-    """Bytes that each device puts on its links in one optimizer step, in one direction.
-
-    Attributes:
-        host: on the link to the devices of its host.
-        network: on the link to other hosts.
-    """
-
-    host: int
-    network: int
-
-
-def links_of(traffic: Traffic, model: ModelLayout, ranks_per_host: int, *, tiles: int = 1) -> Links:
-    """Return which links carry the traffic; `tiles`: ranks of a tensor-parallel group, which are neighbours."""
-    shard, replicas = model.shard_size, model.replicate_size
-    # What was sent is (S - 1)/S of the buffers.
-    buffers = (traffic.gather_nbytes + traffic.reduce_nbytes) * shard / max(1, shard - 1)
-    own = traffic.replicate_nbytes * replicas / max(1, replicas - 1)
-    of_tiles = traffic.tiles_nbytes * tiles / max(1, tiles - 1)
-    parts = (
-        carried(buffers, shard, stride=tiles, ranks_per_host=ranks_per_host),
-        carried(own, replicas, stride=tiles * shard, ranks_per_host=ranks_per_host),
-        carried(of_tiles, tiles, stride=1, ranks_per_host=ranks_per_host),
-    )
-    return Links(round(sum(part[0] for part in parts)), round(sum(part[1] for part in parts)))
 
 
 def carried(nbytes: float, ranks: int, *, stride: int, ranks_per_host: int) -> tuple[float, float]:
