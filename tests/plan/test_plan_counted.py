@@ -45,7 +45,7 @@ def test_parameters_are_those_of_the_model(values: dict[str, Any]) -> None:
     assert shape.numel == numel_on_meta(values)
     assert len(shape.blocks) == 3 and (shape.vocab, shape.hidden) == (90, 64)
     assert shape.positions == values.get("max_position_embeddings")
-    assert counted_shapes._read(written(shape)) == shape
+    assert counted_shapes._SHAPES.validate_json(written(shape)) == shape
 
 
 def test_layers_are_described_by_the_fields() -> None:

@@ -113,13 +113,7 @@ def plan_run(
 ) -> Plan | None:
     """Predict a run of `model` that begins here and now, on this rank's hardware; None, said why, if it is unknown.
 
-    Args:
-        model: not sharded yet.
-        config: of the run.
-        environment: says how many ranks there are, on how many hosts.
-        device: of this rank.
-        say: takes a line for the user.
-        job: fields of a job that the configuration does not have.
+    `job` are the fields of a job that the configuration does not have; `say` takes a line for the user.
     """
     hosts = max(1, environment.world_size // max(1, environment.local_world_size))
     with warnings.catch_warnings():

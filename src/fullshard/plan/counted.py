@@ -25,7 +25,7 @@ from fullshard.core.files import read_text, write_text
 from fullshard.plan.shapes import ModelShape
 
 _PROGRAM = "fullshard.api.counting"
-_FORMAT = 4
+_FORMAT = 5
 """The version of kept results: shapes of another version are counted again."""
 _SECONDS = 300
 _SHAPES = TypeAdapter(ModelShape)

@@ -88,22 +88,6 @@ class Plan:
         return self.setting.model.trainable_numel
 
     @property
-    def units(self) -> int:
-        """Number of units."""
-        return len(self.setting.layout.units)
-
-    @property
-    def buckets(self) -> int:
-        """Number of buckets."""
-        return len(self.setting.layout.buckets)
-
-    @property
-    def padding(self) -> float:
-        """Share of the buckets that is padding, 0 to 1."""
-        layouts = [bucket.layout for bucket in self.setting.layout.buckets]
-        return 1 - sum(layout.numel for layout in layouts) / sum(layout.full_numel for layout in layouts)
-
-    @property
     def fits(self) -> bool:
         """Return whether the device holds it."""
         return self.memory.needed <= self.cluster.device.memory
@@ -223,37 +207,34 @@ def _copied(layout: ModelLayout, job: Job) -> dict[str, int]:
 
 def notes_of(plan: Plan) -> list[str]:
     """Return what the reader has to know besides the numbers."""
-    notes, job, device = [], plan.job, plan.cluster.device
-    if not device.is_run:
-        notes.append(
-            f"this engine has not been run on a {device.name}: nothing of this was compared with a measurement"
-        )
-    if job.precision == "bf16" and not device.has_bfloat16:
-        notes.append(f"a {device.name} has no bfloat16 in hardware: the speed is that of float16 (--precision fp16)")
-    if said := loss_note(plan.model, job):
-        notes.append(said)
-    if said := _attention_note(plan):
-        notes.append(said)
-    if device.is_cpu and plan.setting.layout.shard_size > 1 and not plan.cluster.shares_memory:
-        notes.append("ranks send through Gloo and share no memory, because FULLSHARD_COMM=gloo is set")
-    if job.on_host and device.is_cpu:
-        notes.append("offload saves nothing here: a CPU computes in host memory")
-    if job.keeps_what_fits:
-        others = plan.units - (2 if job.wrap_embeddings else 1)
-        notes.append(f"{plan.kept} of {others} units stay unsharded between forward and backward")
-    if job.checkpointing == "selective" and job.compile:
-        notes.append("this engine does not compile what it checkpoints selectively; it is planned for comparison")
-    if job.method == "full" and job.stored_dtype != job.main_dtype:
-        notes.append(f"main weights are {job.main_dtype}; with precision no they stay {job.stored_dtype}")
-    if not plan.model.blocks:
-        notes.append("what the layers compute is unknown, so activations are not in these numbers")
-    if job.method != "full" and not plan.model.is_final:
-        conversion = conversion_of(plan.model)
-        notes += [conversion.said] if job.method == "qlora" else []
-        notes += [conversion.said_of_adapters] if conversion.unadapted else []
-    if job.method == "qlora" and not device.is_cpu and job.precision == "fp32":
-        notes.append("4-bit layers compute in float32 here; bf16 is usual")
-    return notes
+    job, device, layout = plan.job, plan.cluster.device, plan.setting.layout
+    others = len(layout.units) - (2 if job.wrap_embeddings else 1)
+    conversion = conversion_of(plan.model) if job.method != "full" and not plan.model.is_final else None
+    is_apart = device.is_cpu and layout.shard_size > 1 and not plan.cluster.shares_memory
+    keeps_dtype = job.method != "full" or job.stored_dtype == job.main_dtype
+    notes = {
+        f"this engine has not been run on a {device.name}: nothing of this was compared with a "
+        "measurement": not device.is_run,
+        f"a {device.name} has no bfloat16 in hardware: the speed is that of float16 (--precision fp16)": (
+            job.precision == "bf16" and not device.has_bfloat16
+        ),
+        loss_note(plan.model, job): plan.model.vocab > 0,
+        (said := _attention_note(plan)): bool(said),
+        "ranks send through Gloo and share no memory, because FULLSHARD_COMM=gloo is set": is_apart,
+        "offload saves nothing here: a CPU computes in host memory": job.on_host and device.is_cpu,
+        f"{plan.kept} of {others} units stay unsharded between forward and backward": job.keeps_what_fits,
+        "this engine does not compile what it checkpoints selectively; it is planned for comparison": (
+            job.checkpointing == "selective" and job.compile
+        ),
+        f"main weights are {job.main_dtype}; with precision no they stay {job.stored_dtype}": not keeps_dtype,
+        "what the layers compute is unknown, so activations are not in these numbers": not plan.model.blocks,
+        "4-bit layers compute in float32 here; bf16 is usual": (
+            job.method == "qlora" and not device.is_cpu and job.precision == "fp32"
+        ),
+    }
+    if conversion is not None:
+        notes |= {conversion.said: job.method == "qlora", conversion.said_of_adapters: conversion.unadapted > 0}
+    return [note for note, is_so in notes.items() if is_so]
 
 
 def _attention_note(plan: Plan) -> str:
@@ -380,19 +361,14 @@ def _try(plan: Plan, words: str, values: dict[str, Any], margin: float) -> Chang
 
 
 def _with_more_devices(plan: Plan, margin: float) -> list[Change]:
-    """Return the smallest sufficient multiple of the devices; the cost is of a token's device time."""
-    for cluster in _multiples(plan.cluster):
-        after = evaluate(plan.model, plan.job, cluster)
+    """Return the smallest sufficient multiple of the devices that hosts share; the cost is of a token's device time."""
+    for times in (2, 4, 8, 16, 32, 64):
+        count = plan.cluster.count * times
+        hosts = max(plan.cluster.hosts, -(-count // plan.cluster.device.per_host))
+        if count % hosts:
+            continue
+        after = evaluate(plan.model, plan.job, dataclasses.replace(plan.cluster, count=count, hosts=hosts))
         if after.is_within(margin):
             before, now = (p.time.tokens_per_second / p.cluster.count for p in (plan, after))
-            return [Change(str(cluster), after, before / now)]
+            return [Change(str(after.cluster), after, before / now)]
     return []
-
-
-def _multiples(cluster: Cluster) -> Iterator[Cluster]:
-    """Yield multiples of the same devices that hosts can share equally."""
-    for times in (2, 4, 8, 16, 32, 64):
-        count = cluster.count * times
-        hosts = max(cluster.hosts, -(-count // cluster.device.per_host))
-        if count % hosts == 0:
-            yield dataclasses.replace(cluster, count=count, hosts=hosts)

@@ -103,11 +103,6 @@ class ModelLayout:
         )
 
     @property
-    def world_size(self) -> int:
-        """Ranks."""
-        return self.shard_size * self.replicate_size
-
-    @property
     def root(self) -> UnitLayout:
         """The outermost unit."""
         return self.units[-1]
@@ -128,15 +123,7 @@ def lay_out(
     dtypes: Dtypes,
     offload: Offload | None = None,
 ) -> ModelLayout:
-    """Lay a model out.
-
-    Args:
-        model: its shapes.
-        strategy: a row.
-        world_size: ranks.
-        shard_size: ranks per shard group, for the hybrid strategies.
-        dtypes: per role.
-        offload: what lives in host memory. Default: nothing.
+    """Lay a model out; `shard_size` is for the hybrid strategies.
 
     Raises:
         ConfigError: a shard size that is missing or does not divide the world size.

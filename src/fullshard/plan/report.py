@@ -32,10 +32,12 @@ def as_tables(plan: Plan, changes: Sequence[Change], notes: Sequence[str]) -> Re
 
 def _headline(plan: Plan) -> str:
     job = plan.job
+    units, layouts = plan.setting.layout.units, [bucket.layout for bucket in plan.setting.layout.buckets]
+    padding = 1 - sum(layout.numel for layout in layouts) / sum(layout.full_numel for layout in layouts)
     trained = "" if plan.trainable == plan.parameters else f", {format_count(plan.trainable)} of them trained"
     return (
-        f"{plan.model.name}: {format_count(plan.parameters)} parameters{trained}, {plan.units} units, "
-        f"{plan.buckets} buckets, padding {plan.padding:.3%}\n"
+        f"{plan.model.name}: {format_count(plan.parameters)} parameters{trained}, {len(units)} units, "
+        f"{len(layouts)} buckets, padding {padding:.3%}\n"
         f"{plan.cluster}; {job.strategy}, {job.precision}, {job.optimizer}, {job.method}; micro-batch "
         f"{job.micro_batch} x {job.seq_len} tokens, {job.accumulation} per step; checkpointing {job.checkpointing}"
     )

@@ -23,15 +23,11 @@ class PlanSetting:
     """A run that is planned.
 
     Attributes:
-        model: the shapes, as they are trained.
-        layout: the same, laid out.
-        job: the run.
         device: the device it runs on. On a CPU optimizers update one parameter after the other, and a product in half
             precision has a float32 copy of its result for a moment.
         on_host: what lives in host memory beside the device's, as the layout has it.
         route: how the ranks of a shard group reach one another. Where they share memory, unsharded parameters are
             main weights, or copies of those that last, in the dtype they compute in. Each rank counts its own part.
-        matrices: the work of an optimizer that needs whole matrices; None for any other.
     """
 
     model: ModelShape

@@ -27,9 +27,6 @@ class ParameterShape:
 
     Attributes:
         name: qualified name in the model; a tied parameter has its first.
-        shape: of the whole parameter.
-        dtype: as it is stored.
-        trainable: whether it requires grad.
         exact: whether it is bytes that are never cast (quantised weights and their scales).
         statistics: dtype of running statistics that it computes with, in that dtype (a batch norm's), None for none.
         role: `matrix` for the weight of a linear layer inside a block (LoRA and quantisation apply to it), `embedding`,
@@ -107,16 +104,13 @@ class Block:
 
     Attributes:
         hidden: width of the residual stream.
-        heads, kv_heads, head_dim: of attention.
         value_dim: size of a head's values, where it is another.
         latents: widths of the normalised latents of queries, keys and values, added up; 0: none.
         window: how many keys a query sees, of those before it; 0: all of these.
         intermediate: width of the feed-forward part; of one expert in a mixture.
         gated: whether the feed-forward part multiplies two projections (SwiGLU and friends).
         fused_gate: whether those two are one matrix product, so that one tensor holds both.
-        activation: its name in Transformers.
         norms: normalisations of width `hidden`.
-        norm: their kind.
         head_norms: whether queries and keys are normalised, too.
         experts, experts_per_token: of a mixture; 0 and 0 for a dense layer.
         shared_intermediate: width of the expert that every token passes, 0 for none.
@@ -266,14 +260,11 @@ class ModelShape:
 
     def with_adapters(self, *, dropout: bool) -> ModelShape:
         """Return the model whose layers say what their adapters read."""
-        units = [
-            unit
-            if unit.block is None
-            else dataclasses.replace(
-                unit, block=dataclasses.replace(unit.block, adapters=Adapters.of(unit.parameters, dropout=dropout))
-            )
-            for unit in self.units
-        ]
+        units = list(self.units)
+        for number, unit in enumerate(units):
+            if unit.block is not None:
+                adapters = Adapters.of(unit.parameters, dropout=dropout)
+                units[number] = dataclasses.replace(unit, block=dataclasses.replace(unit.block, adapters=adapters))
         return dataclasses.replace(self, units=tuple(units))
 
     def map(self, change: Callable[[UnitShape, ParameterShape], Iterable[ParameterShape]]) -> ModelShape:
