@@ -209,10 +209,6 @@ def test_how_many_of_what(text: str) -> None:
         ("8xGB200", "8 x GB200 in 2 hosts"),
         ("8xV100-32GB", "8 x V100 in 1 host"),
         ("NVIDIA RTX 6000 Ada Generation", "1 x RTX6000-Ada in 1 host"),
-        ("64xTrillium", "64 x TPU-v6e in 1 host"),
-        ("v5e-8", "8 x TPU-v5e in 1 host"),
-        ("v5litepod-16", "16 x TPU-v5e in 1 host"),
-        ("v5p-8", "4 x TPU-v5p in 1 host"),
     ],
 )
 def test_devices_by_name(text: str, expected: str) -> None:
@@ -278,14 +274,13 @@ def test_every_device_has_a_source_and_makes_sense() -> None:
         assert find_device(name) is device and device.source
         assert device.flops >= device.flops_fp32 and device.link >= device.network
         assert 8e9 < device.memory < 400e9
-        if device.is_run and not device.is_cpu:
+        if not device.is_cpu:
             assert 4 <= device.per_host <= 8
 
 
-@pytest.mark.parametrize(("device", "note"), [("TPU-v5p", "has not been run"), ("V100", "no bfloat16")])
-def test_what_a_device_cannot_is_said(device: str, note: str) -> None:
+def test_what_a_device_cannot_is_said() -> None:
     shape, _ = load_model("GPT-2")
-    assert any(note in said for said in notes_of(evaluate(shape, Job.of({}), parse_cluster(f"8x{device}"))))
+    assert any("no bfloat16" in note for note in notes_of(evaluate(shape, Job.of({}), parse_cluster("8xV100"))))
 
 
 @pytest.mark.parametrize("text", ["A100-PCIE-24GB", "H100 40GB", "V100-PCIE-16GB"])

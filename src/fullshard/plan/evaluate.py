@@ -213,8 +213,6 @@ def notes_of(plan: Plan) -> list[str]:
     is_apart = device.is_cpu and layout.shard_size > 1 and not plan.cluster.shares_memory
     keeps_dtype = job.method != "full" or job.stored_dtype == job.main_dtype
     notes = {
-        f"this engine has not been run on a {device.name}: nothing of this was compared with a "
-        "measurement": not device.is_run,
         f"a {device.name} has no bfloat16 in hardware: the speed is that of float16 (--precision fp16)": (
             job.precision == "bf16" and not device.has_bfloat16
         ),

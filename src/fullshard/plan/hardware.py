@@ -45,7 +45,6 @@ class Device:
             attention for it: of NVIDIA's both begin with compute capability 8.0.
         flash: part of `flops` that flash attention's second version reaches (`plan/attention`): as on the A100, whose
             kernel it is, or as on the H100, where faster products leave it behind.
-        is_run: whether this engine has run on its kind, or is tested for it; else a note says so.
     """
 
     name: str
@@ -63,7 +62,6 @@ class Device:
     rack: int = 0
     has_bfloat16: bool = True
     flash: float = 0.59
-    is_run: bool = True
 
     @property
     def is_cpu(self) -> bool:
@@ -100,16 +98,9 @@ def _gpu(
     return Device(name, round(memory * GB), *speeds, more.pop("per_host", 8), source, efficiency, **more)
 
 
-def _tpu(name: str, memory: float, flops: float, bandwidth: float, link: float, per_slice: int, source: str) -> Device:
-    """Build a TPU's row. A slice is one host here: its chips' own links reach all of it. Float32 is half of bf16."""
-    speeds = (flops * TERA, flops * TERA / 2, bandwidth * GB, link * GB, link * GB)
-    return Device(name, round(memory * 2**30), *speeds, per_slice, source, is_run=False)
-
-
 _A100 = "NVIDIA A100 data sheet 2022; 8 x 200 Gb/s per host (DGX A100)"
 _A100_PCIE = "NVIDIA A100 data sheet 2022, PCIe 4.0 x16 (without bridges); 200 Gb/s per host and pair"
 _IN_A_RACK = "links reach 72 in a rack, 4 in a host; between racks"
-_TPU = "Google Cloud TPU pages, 2026-11"
 
 _FASTER: dict[str, Any] = {"flash": 0.305}  # an assumption: version 2 was not written for them
 
@@ -161,10 +152,6 @@ _ALL = (
          has_bfloat16=False),
     _gpu("T4", 15.6, (65, 8.1), 320, 16, 3.1, "NVIDIA T4 data sheet 2019, fp16; PCIe 3.0 x16, 25 Gb/s", 0.4,
          has_bfloat16=False),
-    _tpu("TPU-v5e", 16, 197, 819, 50, 256, f"{_TPU}: 1,600 Gb/s of links per chip, 4 directions"),
-    _tpu("TPU-v5p", 95, 459, 2765, 100, 8960, f"{_TPU}: 1,200 GB/s of links per chip, both ways, 6 directions"),
-    _tpu("TPU-v6e", 32, 918, 1638, 100, 256, f"{_TPU}: 800 GB/s of links per chip, both ways, 4 directions"),
-    _tpu("TPU-v7", 192, 2307, 7380, 100, 9216, f"{_TPU}: 1,200 GB/s of links per chip, both ways, 6 directions"),
     Device(
         "CPU", 16 * GB, 0.1 * TERA, 0.1 * TERA, 20 * GB, 2 * GB, 1 * GB, 2,
         "a two-core server of 2020 with AVX-512, float32; measure yours with --calibrate",
@@ -194,15 +181,9 @@ _ALIASES = {
         "RTX6000-Ada": "6000ada rtx6000adageneration",
         "RTX-PRO-6000": "pro6000 rtxpro6000blackwell rtxpro6000blackwellserveredition "
         "rtxpro6000blackwellworkstationedition",
-        "TPU-v5e": "v5e",
-        "TPU-v5p": "v5p",
-        "TPU-v6e": "v6e trillium",
-        "TPU-v7": "v7 tpuv7x ironwood",
     }.items()
     for alias in aliases.split()
 }
-_SLICE = re.compile(r"(v5e|v5litepod|v5p|v6e)-(\d+)", re.IGNORECASE)
-"""Google's name of a slice of TPUs: its kind, and how many chips; of v5p how many cores, of which a chip has two."""
 _BRANDS = ("nvidia", "amd", "instinct", "geforce", "tesla")
 
 
@@ -282,15 +263,12 @@ class Cluster:
 
 
 def split_devices(text: str) -> tuple[int | None, str]:
-    """Split number and device: `8xH100`, `8*H100`, `8 H100`, `H100x8`, `H100:8`, `v5e-8`; `H100`, `4090` say no number.
+    """Split number and device: `8xH100`, `8*H100`, `8 H100`, `H100x8`, `H100:8`; `H100`, `4090` say no number.
 
     Raises:
         ConfigError: another form.
     """
     text = text.strip()
-    if (found := _SLICE.fullmatch(text)) is not None and int(found[2]) > 1:
-        kind, number = found[1].lower().replace("litepod", "e"), int(found[2])
-        return number // 2 if kind == "v5p" else number, kind
     if _key(text) in _names():
         return None, text
     if text.isdecimal():

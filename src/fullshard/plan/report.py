@@ -194,12 +194,10 @@ def as_run_config(plan: Plan, others: Mapping[str, Any] | None = None) -> RunCon
     Raises:
         ConfigError: the plan needs something this engine does not have, such as selective checkpointing with compile.
     """
-    planned = plan.cluster.device
-    # Never `auto`: a host without devices would run as many processes on its processors.
-    device = "cpu" if planned.is_cpu else "tpu" if planned.name.startswith("TPU") else "cuda"
     return RunConfig.of_paths(
         {
-            "launch.device": device,
+            # Never `auto`: a host without devices would run as many processes on its processors.
+            "launch.device": "cpu" if plan.cluster.device.is_cpu else "cuda",
             **(others or {}),
             **{setting.path: setting.value for setting in plan.job.run_settings()},
             "launch.num_processes": plan.cluster.count,
