@@ -130,8 +130,8 @@ def test_offload_moves_nothing_on_a_cpu() -> None:
 def test_a_calibration_with_other_figures_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "old.json"
     write_calibration(MEASURED, path)
-    path.write_text(json.dumps({**json.loads(path.read_text()), "op_seconds": 1e-6}))
-    with pytest.raises(ConfigError, match=r"no calibration: .*op_seconds.*\nhint: make one with fullshard plan --cal"):
+    path.write_text(json.dumps({**json.loads(path.read_text()), "replicate_link": 1e9}))
+    with pytest.raises(ConfigError, match=r"no calibration: .*replicate_link.*\nhint: make one with fullshard plan --cal"):
         find_device(str(path))
 
 
