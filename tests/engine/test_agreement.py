@@ -5,16 +5,13 @@ pytest tests/engine/test_agreement.py
 
 from __future__ import annotations
 
-import contextlib
 import time
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from fullshard.checkpoint import full_state_dict
 from fullshard.core.errors import CommunicationError
 from fullshard.features import MixedPrecisionPolicy, fully_shard, shard_model
 from tests.distributed import run_ranks
@@ -193,35 +190,3 @@ def test_a_model_after_one_that_a_rank_could_not_shard() -> None:
     for text in run_ranks(check_failed_sharding, 2, timeout=40):
         for rank in (0, 1):
             assert f"rank {rank} has [unit '' has its buckets at [{2 + rank}]" in text, text
-
-
-def gather_after_failed_sharding() -> list[str]:
-    """Rank 1 cannot make a unit of the model, catches that and gathers what it has of it, as the other does."""
-
-    def place(_: nn.Parameter) -> None:
-        if rank_and_size()[0]:
-            raise ValueError("no such placement")
-
-    model, messages = Layers(), []
-    fully_shard(model.get_submodule("first"))
-    assert all(bool(p.full_tensor().isfinite().all()) for p in model.parameters() if isinstance(p, DTensor))
-    with contextlib.suppress(ValueError):
-        fully_shard(model, shard_placement_fn=place)
-    for parameter in model.parameters():
-        if isinstance(parameter, DTensor):
-            with pytest.raises(CommunicationError) as error:
-                parameter.full_tensor()
-            messages.append(str(error.value))
-            break
-    with pytest.raises(CommunicationError) as error:
-        full_state_dict(model)
-    return [*messages, str(error.value)]
-
-
-@pytest.mark.parametrize("comm", ["auto", pytest.param("gloo", marks=pytest.mark.full)])
-def test_a_model_that_a_rank_could_not_shard_is_not_gathered(comm: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks would gather different tensors in one."""
-    monkeypatch.setenv("FULLSHARD_COMM", comm)
-    for texts in run_ranks(gather_after_failed_sharding, 2, timeout=40):
-        for text in texts:
-            assert "rank 0 has [2 of 2 shardings done], rank 1 has [1 of 2 shardings done]" in text, text

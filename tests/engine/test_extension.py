@@ -88,12 +88,10 @@ unit_ran model
 call_ends model
 forward_ends
 backward_begins
-before_unshard_in_backward model
 unsharded model
 before_gather 0
 call_backward_begins model
 resharded model
-before_unshard_in_backward 0
 unsharded 0
 call_backward_begins 0
 resharded 0

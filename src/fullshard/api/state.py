@@ -12,7 +12,7 @@ import torch.distributed as dist
 from fullshard.comm.waiting import waiting_for_all
 from fullshard.config.handover import launched
 from fullshard.core.errors import ConfigError
-from fullshard.features.watchdog.shardings import meet
+from fullshard.features.watchdog.meeting import meet
 from fullshard.launch.environment import (
     RankEnvironment,
     init_process_group_from_environment,

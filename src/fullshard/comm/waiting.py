@@ -34,12 +34,6 @@ class Watcher:
     def failed(self, groups: Iterable[dist.ProcessGroup | None], what: str, error: BaseException | None) -> None:
         """Run when an error on this rank ends what the ranks of these groups do together."""
 
-    def sharding_begins(self, group: dist.ProcessGroup | None) -> None:
-        """Run before a model, or a part of it, is sharded over a group; None stands for this rank alone."""
-
-    def sharding_ends(self, group: dist.ProcessGroup | None) -> None:
-        """Run after it is sharded; not if sharding it raised."""
-
     def before_whole(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         """Run before the ranks of a group gather a whole tensor on a device; raise to refuse it."""
 

@@ -115,9 +115,6 @@ class Extension:
         For `bucket_is_final` in this backward, set `publishes_early` of the model's reducer, on all ranks alike.
         """
 
-    def before_unshard_in_backward(self, unit: Unit) -> None:
-        """Run before backward, or a recomputation in it, waits for a unit's parameters."""
-
     def call_backward_begins(self, unit: Unit, call: Call) -> None:
         """Run when backward enters one forward of a unit, whose parameters are unsharded."""
 

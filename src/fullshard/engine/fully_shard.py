@@ -14,7 +14,6 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from fullshard.comm import torch_private
 from fullshard.comm.mesh import Mesh, init_mesh
-from fullshard.comm.waiting import PROGRESS
 from fullshard.core.errors import ConfigError, PlacementError, RepeatedError, WrapError
 from fullshard.core.user_class import user_class
 from fullshard.engine.extension import begin_sharding
@@ -81,7 +80,6 @@ def fully_shard(
         resolved = _data_parallel(mesh, dp_mesh_dims)
     else:
         resolved = mesh if isinstance(mesh, Mesh) else init_mesh(device_mesh=mesh)
-    PROGRESS.watcher.sharding_begins(resolved.shard_group)
     reshard, neighbours = _reshard_after_forward(reshard_after_forward, resolved.shard_size)
     for one in modules:
         if unit_of(one) is not None:
@@ -109,7 +107,6 @@ def fully_shard(
     unit = make_unit(plan, schedule=schedule, policy=policy, storage=storage, frees_after_forward=reshard)
     unit.neighbours = None if neighbours is None else resolved.neighbours(neighbours)
     assemble(modules, schedule)
-    PROGRESS.watcher.sharding_ends(resolved.shard_group)
     return module
 
 

@@ -138,8 +138,6 @@ class Unit(UnitParameters):
         in_backward = torch_private.backward_under_way() != -1
         if in_backward:  # a recompute is no forward of the model: it changes neither order nor depth
             self.schedule.backward.hookless_calls.leave_before_recompute()
-            for tell in self.schedule.extensions.before_unshard_in_backward:
-                tell(self)
         else:
             self._is_outermost = self.schedule.forward.begin(self)
         if self._is_outermost:  # as in torch, move inputs left on the host; for a recompute too
@@ -232,8 +230,6 @@ class Unit(UnitParameters):
         call.begin()
         self._gradient_hooks.stay_last()
         if self.unshard_in_backward:
-            for tell in self.schedule.extensions.before_unshard_in_backward:
-                tell(self)
             self.unshard()
         self.schedule.backward.prefetch(self, call)
         self.emit(EventKind.BACKWARD_BEGIN)

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from fullshard.comm.mesh import Mesh, init_mesh, joined_world_size
-from fullshard.comm.waiting import PROGRESS
 from fullshard.core.errors import ConfigError, WrapError
 from fullshard.core.events import EventSink
 from fullshard.core.schedule import BackwardPrefetch
@@ -77,7 +76,6 @@ def shard_model(
     row = parse_strategy(strategy)
     if mesh is None:
         mesh = init_mesh(shard_size=row.mesh_shape(joined_world_size(), shard_size)[1], device=device)
-    PROGRESS.watcher.sharding_begins(mesh.shard_group)
     prefetch = _backward_prefetch(backward_prefetch)
     if units_in([model]):
         raise WrapError("part of the model is sharded already", hint="call shard_model once, on an unsharded model")
@@ -121,7 +119,6 @@ def shard_model(
         # Even if resharding frees no memory, it tells the other ranks that the main weights they read may change.
         unit.reshard_after_backward = not (row.keeps_parameters and unit.freed_nbytes)
     schedule.event_sink = event_sink
-    PROGRESS.watcher.sharding_ends(mesh.shard_group)
     return model
 
 

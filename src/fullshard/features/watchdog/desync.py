@@ -1,8 +1,7 @@
 """Check that all ranks do the same in each step, or report the rank that does not.
 
 Before the first forward the ranks compare the model and the loaded weights. During that forward they compare, before
-each unit is unsharded, which unit they are at. Later each rank logs the gathers of its forwards and backwards; ranks
-that wait for long compare their logs (`sequence_log`). The message that ends a backward carries a digest of what the
+each unit is unsharded, which unit they are at. The message that ends a backward carries a digest of what the
 rank has done since the step before: loads, units in order, backwards, failed ones, optimizer steps, the run's step,
 learning rates, data orders. A failure is reported to waiting ranks (`watchdog`), because the rank that has caught the
 error goes on elsewhere.
@@ -29,18 +28,8 @@ from fullshard.engine.schedule import Schedule
 from fullshard.engine.unit import Unit
 from fullshard.engine.unit_parameters import UnitState
 from fullshard.features.watchdog.data_order import HINT, ORDERS, difference
-from fullshard.features.watchdog.sequence_log import SequenceLog
 from fullshard.features.watchdog.watchdog import WATCHDOG
 
-_END_OF_FORWARD, _END_OF_BACKWARD, _STEP, _SAVE, _BACKWARD = -1, -2, -3, -4, -5
-_WORDS = {
-    _END_OF_FORWARD: "the end of a forward",
-    _BACKWARD: "a backward",
-    _END_OF_BACKWARD: "the end of a backward",
-    _STEP: "an optimizer step",
-    _SAVE: "a checkpoint",
-}
-"""Entries of the log other than units."""
 _HINT = "give every rank as many batches, and have all of them run the same units, steps and learning rates"
 _MODEL_HINT = (
     "build the same model from the same configuration, and load the same weights, on every rank; after a sharding that "
@@ -61,7 +50,7 @@ class DesyncDetection(Extension):
 
     def __init__(self, model: Schedule) -> None:
         super().__init__(model)
-        self._mesh, self._log = model.mesh, cast("SequenceLog | None", None)
+        self._mesh = model.mesh
         self._loads = self._backwards = self._failures = 0  # a rank with fewer loads has other weights
         self._has_gathered = self.is_order_verified = False
         self._forward: list[Unit] = []
@@ -87,10 +76,6 @@ class DesyncDetection(Extension):
         if in_forward:
             self._compare_model([f"weights loaded into {self._loads} units"])
             WATCHDOG.forget_failures(self._mesh.groups)
-            WATCHDOG.agree_on_shardings(self._mesh.shard_group)
-            if self._mesh.gather.size > 1 and self._mesh.control_group is not None:
-                self._log = SequenceLog(self._words)
-                WATCHDOG.follow(self._log, self._mesh.control_group)
         elif self._mesh.gather.size > 1:
             self._compare_model([])
 
@@ -103,7 +88,7 @@ class DesyncDetection(Extension):
                 lines.append(f"unit {unit.name!r} has its buckets at {places} in the memory that ranks share")
         self._mesh.check_agreement(lines, what="the sharded model", hint=_MODEL_HINT)
 
-    # -- the log ------------------------------------------------------------------------------------------------
+    # -- what is done -------------------------------------------------------------------------------------------
 
     def step_begins(self) -> None:
         """Know how long steps take."""
@@ -114,12 +99,11 @@ class DesyncDetection(Extension):
         self._forward = []
 
     def call_begins(self, unit: Unit) -> None:
-        """Log a gather; in the first forward compare, before this rank waits for the others, that all are at it."""
+        """Compare in the first forward, before this rank waits for the others, that all ranks are at this unit."""
         if not self.is_order_verified:
             self._compare_first(f"unit {unit.name!r}")
-        elif _waits(unit):
+        elif unit.state is UnitState.SHARDED or unit.state is UnitState.GATHERING:
             self._has_gathered |= self._mesh.gather.size > 1
-            self._note(unit.number)
         self._forward.append(unit)
 
     def _compare_first(self, at: str) -> None:
@@ -127,59 +111,32 @@ class DesyncDetection(Extension):
         self._mesh.check_agreement([line], what="the order in which units run", hint=_ORDER_HINT)
 
     def forward_ends(self, *, failed: bool) -> None:
-        """Log the end of a forward. If it waited for no rank, the others need not know of it."""
+        """Count a failed forward. If it waited for no rank, the others need not know of it."""
         if failed:
             error = sys.exc_info()[1]  # None: it was interrupted long ago
             if error is not None and (self._has_gathered or not self.is_order_verified):
                 self._fail("a forward", error)
-            self._end_log()
         elif not self.is_order_verified:
             self._compare_first("its end")
             self.is_order_verified = True
-        elif self._has_gathered:
-            self._note(_END_OF_FORWARD)
         self._has_gathered = False
-
-    def backward_begins(self) -> None:
-        """Log a backward."""
-        self._note(_BACKWARD)
-
-    def before_unshard_in_backward(self, unit: Unit) -> None:
-        """Log a gather, unless replicas or groups of neighbours may differ there."""
-        if _waits(unit) and unit.neighbours is None and self._mesh.gather.size == self._mesh.world_size:
-            self._note(unit.number)
 
     def backward_fails(self) -> None:
         """Count it. `features.torch_tools` learns of the error a moment later."""
         self._fail("a backward", None)
-        self._end_log()
 
     def backward_ends(self, used: Mapping[Bucket, bytearray]) -> None:
         """Count a backward that all ranks have completed."""
         self._backwards += 1
 
     def before_step(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
-        """Log an optimizer's step, and know the optimizer."""
+        """Know the optimizer that steps."""
         if self._backwards:
             self._stepped.clear()
         if all(groups is not optimizer.param_groups for _, groups in self._stepped):
             # Keep its groups: a dropped optimizer would otherwise have a learning rate until garbage collection.
             self._stepped.append((weakref.ref(optimizer), optimizer.param_groups))
         self._backwards = 0
-        self._note(_STEP)
-
-    def before_save(self) -> None:
-        """Log a save."""
-        self._note(_SAVE)
-
-    def _note(self, number: int) -> None:
-        if self._log is not None:
-            self._log.note(number)
-
-    def _end_log(self) -> None:
-        """End the log after a failure: the ranks may go on elsewhere, and find each other again."""
-        if self._log is not None:
-            self._log.end()
 
     def _fail(self, what: str, error: BaseException | None) -> None:
         self._failures += 1
@@ -190,21 +147,13 @@ class DesyncDetection(Extension):
         self._failures = 0
         WATCHDOG.forget_failures(self._mesh.groups)
 
-    def _words(self, here: int, there: int, rank: int) -> str:
-        at, other = self._name(here), self._name(there)
-        return f"ranks are out of step: this rank has come to [{at}], rank {rank} to [{other}]"
-
-    def _name(self, number: int) -> str:
-        return _WORDS.get(number) or f"unit {self.model.units[number].name!r}"
-
     # -- end of backward ----------------------------------------------------------------------------------------
 
     def message(self) -> bytes:
-        """Log the end of a backward; return nine bytes of what this rank has done since the step before.
+        """Return nine bytes of what this rank has done since the step before.
 
         For the last forward, the digest covers those units, in their order, whose gradients are reduced.
         """
-        self._note(_END_OF_BACKWARD)
         launched = set(self.model.backward.reducer.order.launched)
         self._ran = [u for u in dict.fromkeys(self._forward) if any(bucket in launched for bucket in u.buckets)]
         entered = zlib.crc32(struct.pack(f"={len(self._ran)}I", *[unit.number for unit in self._ran]))
@@ -263,11 +212,6 @@ class DesyncDetection(Extension):
             on_host = [r for r in rates if not isinstance(r, torch.Tensor) or r.device.type == "cpu"]
             found.append([0.0 if rate is None else float(rate) for rate in on_host])  # None: the optimizer's own rule
         return found
-
-
-def _waits(unit: Unit) -> bool:
-    """Return whether unsharding a unit waits for other ranks."""
-    return unit.state is UnitState.SHARDED or unit.state is UnitState.GATHERING
 
 
 def _run_step() -> int:

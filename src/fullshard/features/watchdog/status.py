@@ -18,8 +18,8 @@ _COLLECTIVES = "/torch/distributed/distributed_c10d.py"
 
 Status = dict[str, Any]
 """A rank's message: `what`, `step`, `is_waiting`, `here` (functions, the innermost first), `busy`, `beat`, and the
-`collective` of torch's that a script has called, which waits for others, too. `is_for_all`: it waits, outside a step,
-for every rank of the job; `come_to`: how much it has noted in each log; `has_ended`: its process ends."""
+`collective` of torch's that a script has called, which waits for others, too. `group`: how many ranks it waits with,
+and a digest of which; `has_ended`: its process ends."""
 
 
 def read_statuses(own: int) -> dict[int, Status]:
@@ -52,15 +52,15 @@ def waits(status: Status) -> bool:
 
 
 def parted(statuses: dict[int, Status]) -> str:
-    """Return which ranks wait for each other for ever: one in a step, one for all ranks before it begins that step."""
-    are_waiting = all(status.get("is_waiting") or status.get("collective") for status in statuses.values())
-    for before, status in statuses.items() if are_waiting else ():
-        come = status["come_to"] if status["is_for_all"] else {}
-        for rank, other in statuses.items():
-            further = [name for name, count in come.items() if 0 <= count < other["come_to"].get(name, 0)]
-            if further and not other["is_for_all"]:
-                return f"ranks are out of step: {described(before, status)}; {described(rank, other)}"
-    return ""
+    """Return where ranks wait for each other for ever: all of them wait, and in different places; else empty."""
+    places: dict[tuple[str, int], int] = {}
+    for rank, status in sorted(statuses.items()):
+        what = status.get("what") if status.get("is_waiting") else status.get("collective")
+        if not what:
+            return ""
+        places.setdefault((what, status["step"]), rank)
+    told = "; ".join(described(rank, statuses[rank]) for rank in list(places.values())[:_NAMED])
+    return f"ranks are out of step: {told}" if len(places) > 1 else ""
 
 
 def ended() -> str:

@@ -8,8 +8,7 @@ If a script catches an error on one rank, in a backward say, the others wait whe
 The store counts errors, too: ranks that wait, and see that others had more errors than they, wait in vain. While the
 job has had no error, a look for errors reads a single number.
 
-A waiting rank also tells the log of what it has waited for (`SequenceLog`), and compares it with that of one other, the
-next rank. So two ranks that went different ways find each other.
+If all ranks wait and none moves, but not all of them wait in the same place, they went different ways.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ import sys
 import threading
 import time
 import weakref
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
@@ -34,7 +34,7 @@ import torch.distributed as dist
 from fullshard.comm import torch_private
 from fullshard.comm.gloo import end_waits
 from fullshard.comm.join import TIMEOUT_SECONDS
-from fullshard.comm.waiting import PROGRESS
+from fullshard.comm.waiting import PROGRESS, Watcher
 from fullshard.config.switches import PREEMPTION_DIR, timeout_of_environment
 from fullshard.core.errors import cut
 from fullshard.core.process import StatusFile, this_process
@@ -42,15 +42,12 @@ from fullshard.core.threads import start_thread
 from fullshard.features.watchdog import status
 from fullshard.features.watchdog.joining import naming_the_missing
 from fullshard.features.watchdog.limits import seconds_to_wait, stall_seconds
-from fullshard.features.watchdog.sequence_log import SequenceLog
-from fullshard.features.watchdog.shardings import ShardingWatcher
+from fullshard.features.watchdog.meeting import meet
 from fullshard.features.watchdog.status import PROCESS, STATUS, Status
 
 _FAILURES, _FAILED = "fullshard/failures", "fullshard/failed/{}"
 """Keys in the store: the number of errors of all ranks together; by rank, its own by group and how often the group was
 in step again."""
-_LOGS = "fullshard/logs/{}"
-"""Key in the store, by rank: its logs, by name; see `SequenceLog.told`."""
 _GIVEN_UP = "fullshard/given-up"
 """Key in the store: why a rank has closed its groups, for the ranks that find them closed."""
 _SOON = 2.0
@@ -73,7 +70,7 @@ _NCCL_SECONDS = 600.0
 """The default time-out that torch gives NCCL; for other backends it is `default_pg_timeout`."""
 
 
-class Watchdog(ShardingWatcher):
+class Watchdog(Watcher):
     """The watchdog of this process.
 
     Attributes:
@@ -82,7 +79,6 @@ class Watchdog(ShardingWatcher):
     """
 
     def __init__(self) -> None:
-        super().__init__()
         self.groups: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
         self.slowest, self._step_began = 0.0, 0.0
         self._pid, self._is_over = 0, threading.Event()
@@ -90,7 +86,6 @@ class Watchdog(ShardingWatcher):
         self._asked: float | None = None
         self._trainer = threading.main_thread().ident
         self._moves, self._since, self._next_line, self._beat = -1, 0.0, 0.0, 0
-        self._logs: weakref.WeakSet[SequenceLog] = weakref.WeakSet()
         self._forget_world()
 
     def joining(self) -> contextlib.AbstractContextManager[None]:
@@ -99,8 +94,7 @@ class Watchdog(ShardingWatcher):
 
     def _forget_world(self) -> None:
         self.groups.clear()  # of the last one, under names that are given again
-        self._logs.clear()
-        self._opened, self._rallies = dict[str, int](), dict[str, int]()
+        self._rallies = dict[str, int]()
         self._failures: dict[str, tuple[int, str]] = {}
         self._unexplained: set[str] = set()
         self._told: dict[str, str] = {}
@@ -120,7 +114,7 @@ class Watchdog(ShardingWatcher):
         with contextlib.suppress(RuntimeError):
             store, own = torch_private.default_store(), dist.get_rank()
             store.set(PROCESS.format(own), this_process())
-            for key in {STATUS, _LOGS, _FAILED} - self._told.keys():  # from here on they can be read
+            for key in {STATUS, _FAILED} - self._told.keys():  # from here on they can be read
                 self._tell(key, "{}")
             store.set(_GIVEN_UP, "")
             store.add(_FAILURES, 0)
@@ -138,12 +132,10 @@ class Watchdog(ShardingWatcher):
             self.slowest = max(self.slowest, now - self._step_began)
         self._step_began = now
 
-    def follow(self, log: SequenceLog, group: dist.ProcessGroup) -> None:
-        """Tell from now on the log of a model that the ranks of a group share. The same on every rank."""
-        number = self._opened[group.group_name] = self._opened.get(group.group_name, 0) + 1
-        log.name = f"{group.group_name}/{number}"
-        log.next_rank = dist.get_global_rank(group, (group.rank() + 1) % group.size())
-        self._logs.add(log)
+    def before_whole(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        """Name a rank that does not come, if the ranks meet on accelerators."""
+        if group is not None:
+            meet(group, device, "gathering a whole tensor")
 
     # -- failures -----------------------------------------------------------------------------------------------
 
@@ -176,12 +168,11 @@ class Watchdog(ShardingWatcher):
         why, text = PROGRESS.given_up, str(error)
         with contextlib.suppress(Exception):  # the store is gone, too
             if not why and self._is_in_its_world:
-                why = self._other_way(_SOON if _APART.search(text) else 0.0) or self._failure()
-                why = why or torch_private.default_store().get(_GIVEN_UP).decode() or status.ended()
+                why = self._failure() or torch_private.default_store().get(_GIVEN_UP).decode() or status.ended()
         if not why and _CLOSED.search(text):
             other = f"rank {1 - dist.get_rank()}" if dist.is_initialized() and dist.get_world_size() == 2 else "a rank"
             why = f"{other} has ended, or left its process group, while this one waits for it"
-        return why or error
+        return why or (f"ranks are out of step: {text}" if _APART.search(text) else error)
 
     # -- the thread ---------------------------------------------------------------------------------------------
 
@@ -219,8 +210,6 @@ class Watchdog(ShardingWatcher):
             return
         idle = now - self._since
         is_long = PROGRESS.is_waiting and idle >= min(_SOON, stall / 3)
-        if is_long and self._end_waits(self._other_way()):
-            return
         is_in_vain = is_long and bool(self._failure())
         if idle < stall / 3 and not is_in_vain:
             return
@@ -233,7 +222,10 @@ class Watchdog(ShardingWatcher):
         others = self._statuses(reading)
         if self._moves != PROGRESS.moves:
             return  # a rank has come meanwhile
-        if why := status.parted({dist.get_rank(): own, **others}):
+        everyone = {dist.get_rank(): own, **others}
+        alike = {rank: each for rank, each in everyone.items() if each.get("group") == own["group"]}
+        why = status.parted(everyone) or (status.parted(alike) if len(alike) == own["group"][0] else "")
+        if why and idle >= max(stall / 2, self.slowest):  # longer than a wait for what a device has queued
             if all(other["is_alive"] for other in others.values()):
                 self._end_waits(why)
                 return
@@ -253,10 +245,7 @@ class Watchdog(ShardingWatcher):
         here, busy = list[str](), ""
         frame: FrameType | None = sys._current_frames().get(self._trainer or 0)
         collective = status.collective(frame)
-        groups = [] if PROGRESS.is_waiting and not PROGRESS.is_patient else PROGRESS.groups
-        if collective and frame is not None and not PROGRESS.is_waiting:
-            group = frame.f_locals.get("group") or dist.group.WORLD  # torch has one name for it everywhere
-            groups = [group] if isinstance(group, dist.ProcessGroup) else []
+        local = None if frame is None else frame.f_locals.get("group")  # torch has one name for it everywhere
         while frame is not None and not PROGRESS.is_waiting:
             file = frame.f_code.co_filename
             busy = next((what for what, files in _BUSY.items() if any(name in file for name in files)), busy)
@@ -264,10 +253,11 @@ class Watchdog(ShardingWatcher):
                 here.append(f"{Path(file).name}:{frame.f_lineno} in {frame.f_code.co_name}")
             frame = frame.f_back
         self._beat += 1
+        group = next(iter(PROGRESS.groups), None) or (local if collective else None)
+        ranks = dist.get_process_group_ranks(group if isinstance(group, dist.ProcessGroup) else None)
         own: Status = {"what": PROGRESS.what, "step": PROGRESS.step, "is_waiting": PROGRESS.is_waiting, "here": here}
         own |= {"busy": busy, "collective": "" if busy else collective, "beat": self._beat}
-        own["is_for_all"] = any(group.size() == dist.get_world_size() for group in groups)
-        own["come_to"] = {log.name: log.told()[0] for log in list(self._logs)}
+        own["group"] = [len(ranks), zlib.crc32(repr(ranks).encode())]
         self._tell(STATUS, json.dumps(own))
         return own
 
@@ -302,23 +292,6 @@ class Watchdog(ShardingWatcher):
         if self._told.get(key) != text:
             torch_private.default_store().set(key.format(dist.get_rank()), text)
             self._told[key] = text
-
-    def _other_way(self, seconds: float = 0.0) -> str:
-        """Return where the next rank of a group has gone another way than this one, if both have told their logs.
-
-        Args:
-            seconds: to look again and again: a rank tells its log when it has waited for long, or has had an error.
-        """
-        until, logs = time.monotonic() + seconds, list(self._logs)
-        ranks = sorted({log.next_rank for log in logs})
-        while logs:
-            self._tell(_LOGS, json.dumps({log.name: log.told() for log in logs}))
-            theirs = dict(zip(ranks, status.read([_LOGS.format(rank) for rank in ranks]), strict=True))
-            found = (log.difference(*theirs[log.next_rank].get(log.name, (0, ()))) for log in logs)
-            if (why := next(filter(None, found), "")) or time.monotonic() >= until:
-                return why
-            time.sleep(_SOON / 10)
-        return ""
 
     def _failure(self, others: dict[int, Status] | None = None) -> str:
         """Return which rank has had an error that others of a group did not have; empty if all had the same.
