@@ -44,13 +44,6 @@ def memory(*names: str) -> str:
     return render_memory([load(RESULTS / name) for name in names])
 
 
-def hosts(name: str) -> str:
-    """What two hosts do, a table per row."""
-    from benchmarks.hosts import render_rows as render
-
-    return render(load(RESULTS / name))
-
-
 def host_time(name: str) -> str:
     """Host time per unit, and of the optimizer."""
     head = ("ranks, trained", "ms per unit, fullshard", "FSDP2", "ratio", "fused AdamW, fullshard", "FSDP2", "ratio")
@@ -145,7 +138,6 @@ KINDS: dict[str, Callable[..., str]] = {
     "summary": summary,
     "rows": rows,
     "memory": memory,
-    "hosts": hosts,
     "host-time": host_time,
     "timeline": timeline,
     "checkpoint": checkpoint,

@@ -20,7 +20,6 @@ from fullshard import ShardedTensor, fully_shard
 from fullshard.comm.mesh import init_mesh
 from fullshard.comm.select import choices_for
 from fullshard.comm.torch_dist import NativeCollectives
-from fullshard.features.shared_memory.progress_thread import ProgressThread
 from tests.launching import environment, free_port
 
 SIZE = 2
@@ -109,30 +108,12 @@ def test_a_group_written_in_python_has_its_own_collectives(run_threads: Any) -> 
     run_threads(check)
 
 
-def test_after_a_failure_a_progress_thread_does_nothing_more() -> None:
-    """Its messages would be taken for others'."""
-    failures, done = list[str](), list[int]()
-    thread = ProgressThread(lambda: failures.append("told"), list)
-
-    def fail() -> None:
-        raise OSError("peer gone")
-
-    results = [thread.submit(do) for do in (lambda: done.append(1), fail, lambda: done.append(2))]
-    assert results[0].result(10) is None
-    for result in results[1:]:
-        with pytest.raises(OSError, match="peer gone"):
-            result.result(10)
-    assert (done, failures) == ([1], ["told"])
-    with pytest.raises(OSError, match="peer gone"):
-        thread.check()
-
-
 ENDS = """
 import os, sys, threading, time
 import torch, torch.distributed as dist, torch._dynamo
 from fullshard import fully_shard
-from fullshard.features.shared_memory.progress_thread import ProgressThread
 from fullshard.core.errors import CommunicationError
+from fullshard.core.threads import start_thread
 from fullshard.comm.waiting import PROGRESS
 from fullshard.features.watchdog import watchdog
 
@@ -151,9 +132,11 @@ def start(kind, rank):
     if kind == "looks":
         PROGRESS.enter("a test")
     if kind == "computes":
-        thread = ProgressThread(list, list)
-        for _ in range(60):
-            thread.submit(lambda: torch.ones(100_000).add_(1).sum().item())
+        stops = threading.Event()
+        def compute():
+            while not stops.is_set():
+                torch.ones(100_000).add_(1).sum().item()
+        start_thread("computes", compute, (), stops.set)
     if kind == "operates":  # Gloo's thread asks for the interpreter, which this one does not give up
         tensors = [torch.ones(4)]
         sys.setswitchinterval(60)

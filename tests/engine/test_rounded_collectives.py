@@ -1,6 +1,6 @@
 """Weights and gradients that are rounded for the way: how much, where, and what training makes of it.
 
-pytest tests/engine/test_rounded_collectives.py; with `-m full` also between hosts.
+pytest tests/engine/test_rounded_collectives.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from fullshard.features.packed_messages.packings import BLOCK_NUMEL, PACKINGS
 from tests.differential import CLOSE
 from tests.distributed import run_ranks
 from tests.features.shared_memory.test_shared_memory import CPU, fill
-from tests.hosts import are_possible, run_hosts
 
 INT8, BF16 = PACKINGS[torch.int8], PACKINGS[torch.bfloat16]
 NUMELS = (0, 1, 16, 255, 256, 257, 5000, 300_016)
@@ -70,7 +69,6 @@ def check_collectives(make: Callable[[], Collectives]) -> None:
     """Every rank gets the same, what a message holds; a sum has this rank's own terms exactly."""
     collectives = make()
     rank, size, numel = collectives.rank, collectives.size, 50_000
-    per_host = int(os.environ["LOCAL_WORLD_SIZE"]) if type(collectives).__name__ == "TwoLevelCollectives" else 1
     assert collectives.sends
     for dtype in (torch.float32, torch.bfloat16):
         buffer = collectives.full_buffer(size * numel, dtype, CPU, holds_main=True, packing=INT8)
@@ -87,9 +85,7 @@ def check_collectives(make: Callable[[], Collectives]) -> None:
         fulls = [fill(size * numel, torch.float32, source) for source in range(size)]
         total = collectives.reduce_scatter(fulls[rank].clone(), tag=2, divisor=2.0, packing=packing).wait()
         terms = [own_interval(full, rank, size) for full in fulls]
-        hosts = [torch.stack(terms[first : first + per_host]).sum(0) for first in range(0, size, per_host)]
-        own = rank // per_host
-        arrived = [term if host == own else sent(packing, term) for host, term in enumerate(hosts)]
+        arrived = [term if source == rank else sent(packing, term) for source, term in enumerate(terms)]
         expected = torch.stack(arrived).sum(0) / 2.0
         torch.testing.assert_close(total, expected, **CLOSE)
 
@@ -99,18 +95,8 @@ def point_to_point() -> Collectives:
     return collectives_for(dist.group.WORLD, CPU)
 
 
-def best() -> Collectives:
-    return collectives_for(dist.group.WORLD, CPU)
-
-
 def test_point_to_point() -> None:
     run_ranks(check_collectives, 2, point_to_point)
-
-
-@pytest.mark.full
-@pytest.mark.skipif(not are_possible(), reason="hosts are process namespaces, which this user may not make")
-def test_between_hosts() -> None:
-    run_hosts(check_collectives, (2, 2), best)
 
 
 STEPS = 60
@@ -169,12 +155,6 @@ def test_training_comes_to_the_same_loss() -> None:
 @pytest.mark.full
 def test_training_comes_to_the_same_loss_in_every_packing() -> None:
     run_ranks(check_training, 2, "gloo", tuple(PACKED))
-
-
-@pytest.mark.full
-@pytest.mark.skipif(not are_possible(), reason="hosts are process namespaces, which this user may not make")
-def test_training_between_hosts_comes_to_the_same_loss() -> None:
-    run_hosts(check_training, (2, 2), "auto", tuple(PACKED))
 
 
 def check_shared_memory() -> None:

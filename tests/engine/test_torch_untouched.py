@@ -51,7 +51,6 @@ import fullshard
 for name in fullshard.__all__:
     getattr(fullshard, name)
 import fullshard.features.steps_in_backward.stepper, fullshard.checkpoint.offline
-import fullshard.features.shared_memory.two_level
 print(*changed(before))
 """
 

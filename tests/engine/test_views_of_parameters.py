@@ -19,7 +19,6 @@ from fullshard.config.switches import COMM
 from fullshard.core.errors import LifecycleError
 from fullshard.features import CPUOffloadPolicy, unsharded
 from tests.distributed import run_ranks
-from tests.hosts import are_possible, run_hosts
 from tests.traps import WIDTH, Block, assert_trains_alike, batch, build, build_sharded, run_squared
 
 
@@ -113,12 +112,6 @@ def test_views_under_other_strategies(strategy: str) -> None:
 @pytest.mark.full
 def test_views_of_what_is_offloaded() -> None:
     run_ranks(functools.partial(check_freed, offload_policy=CPUOffloadPolicy()), 2)
-
-
-@pytest.mark.full
-@pytest.mark.skipif(not are_possible(), reason="needs network namespaces")
-def test_views_on_several_hosts() -> None:
-    run_hosts(functools.partial(check, "auto"), (2, 2))
 
 
 class Caching(nn.Module):

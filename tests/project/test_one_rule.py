@@ -77,7 +77,7 @@ def test_what_an_all_reduce_sends() -> None:
         (1, 1, Route.NONE),
         (2, 2, Route.SHARED_MEMORY),
         (2, 8, Route.SHARED_MEMORY),
-        (4, 2, Route.TWO_LEVELS),
+        (4, 2, Route.POINT_TO_POINT),
         (4, 1, Route.POINT_TO_POINT),
         (4, None, Route.POINT_TO_POINT),
     ],
@@ -96,8 +96,7 @@ def test_a_shard_group_inside_a_host_shares_memory_however_many_hosts_there_are(
         return evaluate(model, job.Job.of({"strategy": strategy, "shard_size": shard_size}), cluster).setting.route
 
     assert [route(2, 3), route(None, 1)] == [Route.SHARED_MEMORY] * 2
-    assert [route(None, 3), route(6, 4)] == [Route.TWO_LEVELS] * 2
-    assert [route(6, 3), route(None, 12)] == [Route.POINT_TO_POINT] * 2, "hosts with different parts of the group"
+    assert [route(None, 3), route(6, 4), route(6, 3), route(None, 12)] == [Route.POINT_TO_POINT] * 4
 
 
 def test_what_is_kept_of_free_memory() -> None:

@@ -60,7 +60,6 @@ class FullBuffer(Protocol):
         full: shape (size x S,); its data are there, and at the same address, whenever the buffer is whole.
         main: shape (S,); this rank's interval, if it outlasts `free`, so that main weights can live there.
         is_persistent: whether its memory is there all the time, so that staying whole costs nothing.
-        is_zeroed: whether `full` reads as zeros after `free`, in part, where others keep the data or have none to read.
         place: the number by which other ranks find it in memory that they share. Each rank counts by itself: after
             one has failed to shard a model, the numbers no longer match.
     """
@@ -68,7 +67,6 @@ class FullBuffer(Protocol):
     full: torch.Tensor
     main: torch.Tensor | None = None
     is_persistent: bool = False
-    is_zeroed: bool = False
     place: int | None = None
 
     @property

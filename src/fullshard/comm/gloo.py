@@ -125,19 +125,16 @@ def average(
     into: torch.Tensor,
     divisor: float,
     watch: Watch | None = None,
-    *,
-    first_rank: int = 0,
 ) -> torch.Tensor:
     """Return the sum of `terms` over `divisor`; in the dtype of `into`, which may be one of them.
 
     A balanced binary tree adds them up in their order: the terms of 8 ranks are added as two times 4 would be.
 
     Args:
-        terms: at least two; those of ranks `first_rank`, `first_rank` + 1 and so on.
+        terms: at least two, by rank.
         into: shape (n,), as each term; returned.
         divisor: see above.
         watch: see `Reduction`.
-        first_rank: see there.
     """
     length = SUM_BLOCK_NBYTES // into.itemsize
     number = sum_blocks(len(terms), is_cast=any(term.dtype != into.dtype for term in terms))
@@ -149,7 +146,7 @@ def average(
         if divisor != 1:
             total.div_(divisor)
         if watch is not None:
-            watch(total, dict(enumerate(parts, start=first_rank)))
+            watch(total, dict(enumerate(parts)))
         if rooms:  # apart, for `into` may be a term that is still to be read
             block.copy_(total)
     return into

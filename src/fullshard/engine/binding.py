@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.comm import torch_private
 from fullshard.core.errors import LifecycleError
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.wrap.partition import Slot
@@ -76,7 +75,6 @@ class Originals:
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = tuple(parameters)
         self._known = self.versions()
-        self._valid: list[int] | None = None
 
     def versions(self) -> list[int]:
         """Return how often each parameter has been changed in place."""
@@ -94,15 +92,3 @@ class Originals:
         changed = [i for i, (a, b) in enumerate(zip(versions, self._known, strict=True)) if a != b]
         self._known = versions
         return changed
-
-    def invalidate(self) -> None:
-        """Make autograd raise an error for reads before `validate`, where the memory holds only zeros."""
-        if self._valid is None:
-            self._valid = self.versions()
-            torch.autograd.graph.increment_version(self.parameters)
-
-    def validate(self) -> None:
-        """Tell autograd that the old values are back, so what it has saved of them is valid again."""
-        if self._valid is not None:
-            torch_private.set_versions(self.parameters, tuple(self._valid))
-            self._valid = None

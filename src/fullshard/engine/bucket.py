@@ -190,8 +190,6 @@ class Bucket(BucketSpec):
                 self._gathering, self._is_lost = None, True
                 raise
             self._gathering, self._is_lost = None, False
-            if self.buffer.is_zeroed:
-                self.originals.validate()
 
     def reshard(self, *, kept_by: Collectives | None = None) -> None:
         """Free the memory of `full` after its gather; not if that failed, as other ranks may still write into it.
@@ -206,8 +204,6 @@ class Bucket(BucketSpec):
         if kept_by is not None and isinstance(self.buffer, ResizedBuffer):
             # Kept in memory of its own, as that of `full` is about to be freed.
             self._kept = own_interval(self.full, kept_by.rank, kept_by.size).clone(), kept_by
-        if self.buffer.is_zeroed:
-            self.originals.invalidate()
         self.buffer.free(keeps_memory=self.owner.keeps_memory)
 
     def write_back(self) -> None:

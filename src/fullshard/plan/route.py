@@ -11,7 +11,6 @@ class Route(Enum):
     NONE = "none"
     NATIVE = "the devices' own links"
     SHARED_MEMORY = "shared memory"
-    TWO_LEVELS = "shared memory and streams between hosts"
     POINT_TO_POINT = "point to point"
 
     @staticmethod
@@ -21,16 +20,13 @@ class Route(Enum):
         Args:
             ranks: how many it has.
             on_cpu: whether the tensors are in host memory.
-            per_host: neighbours in the group that are on one host, on each the same number; None if there is no such
-                number, or if they cannot share memory.
+            per_host: how many of them are on one host; None if they cannot share memory.
         """
         if ranks == 1:
             return Route.NONE
         if not on_cpu:
             return Route.NATIVE
-        if per_host is None or per_host == 1:
-            return Route.POINT_TO_POINT
-        return Route.SHARED_MEMORY if per_host >= ranks else Route.TWO_LEVELS
+        return Route.SHARED_MEMORY if per_host is not None and per_host >= ranks else Route.POINT_TO_POINT
 
     @property
     def shares_memory(self) -> bool:
@@ -40,9 +36,9 @@ class Route(Enum):
     @property
     def widens(self) -> bool:
         """Return whether reductions cast their input, so that gradients are collected in the dtype they are made in."""
-        return self in (Route.SHARED_MEMORY, Route.TWO_LEVELS)
+        return self is Route.SHARED_MEMORY
 
     @property
     def receives_apart(self) -> bool:
         """Return whether the intervals to be summed arrive in buffers of their own."""
-        return self in (Route.POINT_TO_POINT, Route.TWO_LEVELS)
+        return self is Route.POINT_TO_POINT

@@ -6,7 +6,6 @@ pytest tests/features/matrices/test_matrices.py
 from __future__ import annotations
 
 import itertools
-import os
 import random
 
 import pytest
@@ -15,16 +14,13 @@ import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
 from fullshard.comm.base import Collectives, Parts
-from fullshard.comm.gloo import GlooCollectives
-from fullshard.comm.select import choices_for, collectives_for
+from fullshard.comm.select import choices_for
 from fullshard.core.layout import BucketLayout, Interval, ParameterSpec
 from fullshard.features.matrices.exchange import gathered, sent, sent_numel
-from fullshard.features.shared_memory.two_level import TwoLevelCollectives
 from fullshard.optim.newton_schulz import orthogonalized
 from fullshard.plan.dealing import Dealing, Matrix, deal, matrices_in, matrix_shape
 from fullshard.plan.matrices import MatrixWork
 from tests.distributed import run_ranks
-from tests.hosts import are_possible, run_hosts
 
 CPU = torch.device("cpu")
 
@@ -174,18 +170,3 @@ def check_all_collectives() -> None:
 @pytest.mark.parametrize("size", [1, 3])
 def test_exchange(size: int) -> None:
     run_ranks(check_all_collectives, size)
-
-
-def check_two_level() -> None:
-    linked = collectives_for(dist.group.WORLD, CPU)
-    assert isinstance(linked, TwoLevelCollectives)
-    assert os.environ["LOCAL_WORLD_SIZE"] == "2"
-    check_exchange(linked)
-    assert dist.group.WORLD is not None
-    check_exchange(GlooCollectives(dist.group.WORLD))
-
-
-@pytest.mark.full
-@pytest.mark.skipif(not are_possible(), reason="hosts are process namespaces, which this user may not make")
-def test_exchange_between_hosts() -> None:
-    run_hosts(check_two_level, [2, 2])

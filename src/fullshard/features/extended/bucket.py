@@ -152,7 +152,6 @@ class ExtendedBuffer(FullBuffer):
         self._beside: list[tuple[torch.UntypedStorage, int]] = []
         self.gather(rows, tag=0).wait()
         self.full = self.unsharded.detach()
-        self.is_zeroed = any(buffer.is_zeroed for buffer, _ in self._outputs)
         self.place = self._outputs[0][0].place if self._outputs else None
         self.is_persistent = all(buffer.is_persistent for buffer, _ in self._outputs) and not self._beside
         self.whole_nbytes = self.nbytes

@@ -56,10 +56,7 @@ class SharedMemoryCollectives(GlooCollectives):
 
     def _buffer(self, spec: BufferSpec) -> FullBuffer:
         place = self._buffers.place(spec)
-        return super()._buffer(spec) if place is None else self._mapped(place, spec)
-
-    def _mapped(self, place: tuple[int, int], spec: BufferSpec) -> MappedBuffer:
-        return MappedBuffer(self._buffers, place, spec)
+        return super()._buffer(spec) if place is None else MappedBuffer(self._buffers, place, spec)
 
     def _reduce(self, full: torch.Tensor, how: Reduction) -> Work:
         # A tensor that is not from `staging` is copied first, and so for `exchange`.
@@ -76,7 +73,7 @@ class SharedMemoryCollectives(GlooCollectives):
         return self._queues.pool.empty(numel, dtype)
 
     def wait_for_readers(self) -> None:
-        """Wait until this host's ranks have read."""
+        """Wait until the others have read."""
         self._buffers.wait_for_readers()
 
 
@@ -157,8 +154,8 @@ class MappedBuffer(FullBuffer):
         whole = slice(self._start, self._start + spec.numel * dtype.itemsize)
         shown = memoryview(buffers.own)[whole]
         self.full = torch.frombuffer(shown, dtype=torch.uint8).view(dtype)
-        nbytes = self.full.nbytes // (peers.num_hosts * peers.size)
-        begin = self._start + peers.group_rank(peers.rank) * nbytes
+        nbytes = self.full.nbytes // peers.size
+        begin = self._start + peers.rank * nbytes
         interval = memoryview(buffers.shared)[begin : begin + nbytes]
         self._interval = torch.frombuffer(interval, dtype=torch.uint8).view(dtype)
         self.main = self._interval if spec.holds_main else None
@@ -207,17 +204,14 @@ class MappedBuffer(FullBuffer):
         self._buffers.offered[self._buffers.peers.rank, self._number] = number
         return True
 
-    def wait(self, number: int, *, patiently: bool = False) -> torch.Tensor:
-        """Wait until all ranks of this host have offered their intervals for the gather of that number."""
-        offered = self._buffers.offered[:, self._number]
+    def wait(self, number: int) -> torch.Tensor:
+        """Wait until all ranks have offered their intervals for the gather of that number."""
+        offered, pending = self._buffers.offered[:, self._number], self._buffers.pending
 
         def is_whole() -> bool:
-            self._look()
+            for offer in [offer for offer in pending if offer()]:
+                pending.remove(offer)
             return bool((offered >= number).all())
 
-        self._buffers.peers.wait_until(is_whole, patiently=patiently)
+        self._buffers.peers.wait_until(is_whole)
         return self.full
-
-    def _look(self) -> None:
-        for offer in [offer for offer in self._buffers.pending if offer()]:
-            self._buffers.pending.remove(offer)

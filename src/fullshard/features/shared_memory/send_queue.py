@@ -78,74 +78,55 @@ class SendQueues:
             offset = self.pool.offset(tensor) or 0  # one without elements is nowhere
         return tensor, offset
 
-    def wait_for(self, number: int, tag: int, *, patiently: bool = False) -> None:
-        """Wait until all ranks of this host have posted the entry of that number.
+    def wait_for(self, number: int, tag: int) -> None:
+        """Wait until all ranks have posted the entry of that number.
 
         Raises:
             RuntimeError: a rank is in another collective, or has ended.
         """
-        self._peers.wait_until(lambda: all(int(posted[0]) > number for posted in self._posted), patiently=patiently)
+        self._peers.wait_until(lambda: all(int(posted[0]) > number for posted in self._posted))
         for source in range(self._peers.size):
             other, _, _ = self._entry(source, number)
             if other != tag:
-                rank = self._peers.group_rank(source)
-                raise RuntimeError(f"rank {rank} of the group is in collective {other}, this rank in {tag}")
+                raise RuntimeError(f"rank {source} of the group is in collective {other}, this rank in {tag}")
 
-    def sum_interval(
-        self,
-        number: int,
-        full: torch.Tensor,
-        position: int,
-        how: Reduction,
-        divisor: float = 1.0,
-        *,
-        may_keep: bool = False,
-        is_sent: bool = False,
-    ) -> torch.Tensor:
-        """Return the sum over the ranks of this host, in their order, of the interval of rank `position` of the group.
+    def _average_interval(self, number: int, full: torch.Tensor, how: Reduction) -> torch.Tensor:
+        """Return the average over the ranks, which have posted the entry of that number, of this rank's interval.
 
-        Args:
-            number: of the entry; all ranks of this host have posted it.
-            full: the tensor that this rank posted.
-            position: the rank whose interval is summed.
-            how: its dtype is that of `full` or a wider one.
-            divisor: the number by which the sum is divided.
-            may_keep: whether a long sum may take the place of this rank's own term, and keep `full` alive.
-            is_sent: the sum is short-lived, and so is made in reused memory.
+        A long one may take the place of this rank's own term, and keep `full` alive.
         """
-        own = own_interval(full, position, self._peers.num_hosts * self._peers.size)
+        rank = self._peers.rank
+        own = own_interval(full, rank, self._peers.size)
         if own.numel() == 0:
             return own.to(how.dtype)
         terms = []
         for source, memory in enumerate(self._memories):
             _, offset, theirs = self._entry(source, number)  # a rank that has accumulated gradients has another dtype
-            start = offset + position * own.numel() * theirs.itemsize
-            there = source != self._peers.rank
+            start = offset + rank * own.numel() * theirs.itemsize
+            there = source != rank
             terms.append(torch.frombuffer(memory, dtype=theirs, count=own.numel(), offset=start) if there else own)
         # No other rank reads this interval, or the sum.
-        if own.numel() * how.dtype.itemsize < LONG_NBYTES and not is_sent:
+        if own.numel() * how.dtype.itemsize < LONG_NBYTES:
             into = torch.empty(own.numel(), dtype=how.dtype)  # where activations were, which backward has freed
         else:
-            into = own if may_keep and how.dtype == own.dtype else self.pool.empty(own.numel(), how.dtype)
-        return average(terms, into, divisor, how.watch, first_rank=self._peers.group_rank(0))
+            into = own if how.dtype == own.dtype else self.pool.empty(own.numel(), how.dtype)
+        return average(terms, into, how.divisor, how.watch)
 
-    def mark_read(self, number: int, *, patiently: bool = False) -> None:
+    def mark_read(self, number: int) -> None:
         """Say that this rank has read the entry of that number, and wait until the others have."""
         for read in self._read:
             read[self._peers.rank] = number + 1
         # Its memory is handed out again as soon as every peer has read it; waiting bounds how much of it there is.
         own = self._read[self._peers.rank]
-        self._peers.wait_until(lambda: int(own.min()) > number, patiently=patiently)
+        self._peers.wait_until(lambda: int(own.min()) > number)
 
     def reduce(self, full: torch.Tensor, how: Reduction) -> Work:
-        """Begin to average `full` over the ranks of this host."""
+        """Begin to average `full` over the ranks."""
         full, number = self.post(full, how.tag)
-        rank, divisor = self._peers.rank, how.divisor
-        read = partial(self.sum_interval, number, full, rank, how, divisor, may_keep=True)
-        return self._begin(number, how.tag, full, read)
+        return self._begin(number, how.tag, full, partial(self._average_interval, number, full, how))
 
     def exchange(self, leaving: torch.Tensor, arriving: torch.Tensor, parts: Parts, tag: int) -> Work:
-        """Begin to give every rank of this host its part of `leaving`, and to copy their parts for this one."""
+        """Begin to give every rank its part of `leaving`, and to copy their parts for this one."""
         leaving, offset = self._within_reach(leaving)
         starts = np.cumsum([0, *parts.leaving[:-1]]) * leaving.itemsize + offset
         places = self.pool.empty(2 * len(starts), torch.int64)
@@ -154,7 +135,7 @@ class SendQueues:
         return self._begin(number, tag, (leaving, places), partial(self._read_parts, number, arriving, parts))
 
     def _read_parts(self, number: int, arriving: torch.Tensor, parts: Parts) -> torch.Tensor:
-        """Copy the parts that all ranks of this host have for this one. They have posted the entry of that number.
+        """Copy the parts that all ranks have for this one. They have posted the entry of that number.
 
         Raises:
             RuntimeError: a rank has something else than is expected of it.
@@ -164,8 +145,7 @@ class SendQueues:
             _, places, _ = self._entry(source, number)
             start, numel = np.frombuffer(memory, np.int64, 2, places + 16 * self._peers.rank).tolist()
             if numel != piece.numel():
-                rank = self._peers.group_rank(source)
-                raise RuntimeError(f"rank {rank} of the group has {numel} elements for this one, not {piece.numel()}")
+                raise RuntimeError(f"rank {source} of the group has {numel} elements for this one, not {piece.numel()}")
             if numel:
                 piece.copy_(torch.frombuffer(memory, dtype=arriving.dtype, count=numel, offset=start))
         return arriving
