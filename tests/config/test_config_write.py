@@ -125,7 +125,7 @@ CONFIGS = groups(
         step_in_backward=BOOL,
         nonfinite_gradients=st.sampled_from(["raise", "skip", "rollback", "off"]),
         nonfinite_limit=st.integers(1, 10**6),
-        replica_check=st.sampled_from(["raise", "heal", "off"]),
+        replica_check=st.sampled_from(["raise", "off"]),
         compare_every=st.integers(0, 10**6),
         check_plan=BOOL,
     ),

@@ -10,12 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import fullshard
 from fullshard.checkpoint import AsyncSaver, load_checkpoint, save_checkpoint
+from fullshard.core.errors import ReplicaError
 from fullshard.features import register_fsdp_forward_method, shard_model, unsharded
 from tests.distributed import place_of
 from tests.features.extended.test_composed import Coded
@@ -100,17 +102,20 @@ def not_finite_on_one_rank(case: Case, kind: str) -> list[torch.Tensor]:
 
 
 def compare_replicas(case: Case, kind: str) -> list[torch.Tensor]:
-    """Ranks compare weights after each step. A bit of one has flipped, and is healed by the others."""
+    """Ranks compare weights after each step. A bit of one has flipped, which all ranks are told in the next step."""
     place = place_of(kind)
     model: Any = made(case, place)
-    model.set_replica_check("heal", every=1)
+    model.set_replica_check("raise", every=1)
     optimizer = optimizer_of(case, model)
-    found = []
-    for step in range(4):
-        found.append(_step(model, optimizer, step, place))
-        if step == 1 and dist.get_rank() == 1:
-            with torch.no_grad():
-                model.layers[1].up.weight.local.view(-1)[3] += 1
+    found = [_step(model, optimizer, step, place) for step in range(2)]
+    with torch.no_grad():
+        flipped = model.layers[1].up.weight.local.view(-1)[3:4]
+        before = flipped.clone()
+        if dist.get_rank() == 1:
+            flipped += 1
+        with pytest.raises(ReplicaError, match=r"up\.weight"), torch.enable_grad():
+            _step(model, optimizer, 2, place)
+        flipped.copy_(before)
     return _on_the_cpu([*found, *whole_parameters(model)])
 
 

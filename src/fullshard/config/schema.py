@@ -32,7 +32,7 @@ RendezvousBackend = Literal["c10d", "static"]
 StateDictType = Literal["FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"]
 CheckpointFormat = Literal["native", "dcp"]
 OnNonFinite = Literal["raise", "skip", "rollback", "off"]
-OnReplicas = Literal["raise", "heal", "off"]
+OnReplicas = Literal["raise", "off"]
 
 COPIES_COST = 0.03
 """Part of the steps' time that copies in host memory may cost: the limit of `max_lost_steps = 0`."""
@@ -316,8 +316,7 @@ class TrainingConfig(Settings):
 
     replica_check: OnReplicas = "raise"
     """What becomes of replicas (NO_SHARD, HYBRID_SHARD) whose weights differ, by a bit that has flipped in memory say:
-    `raise` is an error on all ranks that names rank, host and parameter, `heal` gives those that differ from most
-    others what these have, and is an error where there is no such most, `off` does not look."""
+    `raise` is an error on all ranks that names rank, host and parameter, `off` does not look."""
 
     compare_every: int = Field(default=100, ge=0)
     """Steps from one comparison of the ranks to the next: whether replicas hold the same weights, and which rank is
@@ -415,13 +414,6 @@ class RunConfig(Settings):
                     "sharding.strategy",
                     hint=f"use FULL_SHARD or SHARD_GRAD_OP, or leave {name} out",
                 )
-        if self.training.replica_check == "heal" and row.shards and not row.is_hybrid:
-            raise CombinationError(
-                f"{self.sharding.strategy} has every weight on one rank only: there is no replica to heal from",
-                "training.replica_check",
-                "sharding.strategy",
-                hint="leave replica_check out, or use HYBRID_SHARD or NO_SHARD",
-            )
         size, launch = self.sharding.shard_size, self.launch
         if row.is_hybrid and size is None and launch.num_machines == 1 and launch.num_processes:
             raise CombinationError(

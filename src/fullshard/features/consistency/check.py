@@ -7,8 +7,7 @@ step computing, waiting and on other work tell which rank is a straggler (`pace`
 from __future__ import annotations
 
 import sys
-import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
@@ -23,9 +22,9 @@ from fullshard.engine.bucket import Bucket
 from fullshard.engine.extension import Extension
 from fullshard.engine.schedule import Schedule
 from fullshard.features.consistency.pace import Pace, RankPace, slow_ranks, usual_computing
-from fullshard.features.consistency.replicas import Replicas
+from fullshard.features.consistency.replicas import digest, find_difference
 
-OnDifference = Literal["raise", "heal", "off"]
+OnDifference = Literal["raise", "off"]
 _NANO = 1_000_000_000
 
 
@@ -34,8 +33,7 @@ class ConsistencyCheck(Extension):
 
     Attributes:
         every: steps between two comparisons; 0: never.
-        policy: the reaction to weights that differ: an error on all ranks, the majority's weights, or nothing.
-        replicas: compares the weights of the ranks.
+        policy: the reaction to weights that differ: an error on all ranks, or nothing.
         paces: paces of the last comparison, by rank of the mesh; empty before the first one.
     """
 
@@ -46,23 +44,16 @@ class ConsistencyCheck(Extension):
     def __init__(self, model: Schedule) -> None:
         super().__init__(model)
         self._mesh, self._has_run, self._done_at = model.mesh, False, 0
-        self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, None] = weakref.WeakKeyDictionary()
-        self.replicas = Replicas(model, self._optimizers)
         self.paces, self._pace, self._slow = list[RankPace](), Pace(), set[int]()
 
     def choose(self, policy: str, every: int) -> None:
         """Set `policy` and `every`.
 
         Raises:
-            ConfigError: there is no such policy, there are no replicas to heal from, or a negative number of steps.
+            ConfigError: there is no such policy, or a negative number of steps.
         """
         if policy not in get_args(OnDifference):
-            raise ConfigError(f"no policy {policy!r} for replicas that differ", hint="use raise, heal or off")
-        if policy == "heal" and self._mesh.replicate_size == 1 < self._mesh.world_size:
-            raise ConfigError(
-                "replica_check = heal, and every weight is on one rank only: there is nothing to heal from",
-                hint="replicas are those of NO_SHARD and HYBRID_SHARD; use raise, or leave it out",
-            )
+            raise ConfigError(f"no policy {policy!r} for replicas that differ", hint="use raise or off")
         if every < 0:
             raise ConfigError(f"ranks are to be compared every {every} steps", hint="use 0 for never, or more")
         self.policy, self.every = policy, every  # type: ignore[assignment]
@@ -91,17 +82,13 @@ class ConsistencyCheck(Extension):
         """Compare the ranks at the end of the first backward after every `every` steps. A collective then.
 
         Raises:
-            ReplicaError: replicas differ, and healing them is not requested or not possible.
+            ReplicaError: replicas differ.
         """
         self._pace.pause()
         steps = self.model.steps
         if used and self.every and steps and steps % self.every == 0 and steps != self._done_at:
             self._done_at = steps
             self.run()
-
-    def before_step(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
-        """Know whose state belongs to the weights."""
-        self._optimizers[optimizer] = None
 
     def before_save(self) -> None:
         """Compare the replicas. A collective.
@@ -111,7 +98,7 @@ class ConsistencyCheck(Extension):
         """
         if self._has_run and self.every and self._are_compared and self._can_compare:
             with self.model.units[-1].waiting("comparing replicas"):
-                self._check(self._table(self.replicas.digest())[..., 0])
+                self._check(self._table(digest(self.model))[..., 0])
 
     # -- comparisons --------------------------------------------------------------------------------------------
 
@@ -124,12 +111,12 @@ class ConsistencyCheck(Extension):
         return self._mesh.replicate_size > 1 and self.policy != "off"
 
     def run(self) -> None:
-        """Compare the ranks, report stragglers, and check or heal replicas. A collective."""
+        """Compare the ranks, report stragglers, and check replicas. A collective."""
         seconds = [round(part * _NANO) for part in self._pace.take()]
         if self._can_compare:
             with self.model.units[-1].waiting("comparing ranks"):
-                digest = self.replicas.digest() if self._are_compared else 0
-                table = self._table(digest, self._mesh.rank, *seconds)
+                own = digest(self.model) if self._are_compared else 0
+                table = self._table(own, self._mesh.rank, *seconds)
                 self._tell_pace(table[..., 1:].reshape(-1, 4))
                 self._check(table[..., 0])
 
@@ -144,7 +131,7 @@ class ConsistencyCheck(Extension):
 
     def _check(self, digests: torch.Tensor) -> None:
         if bool((digests != digests[0]).any()):
-            self.replicas.settle(heals=self.policy == "heal")
+            find_difference(self.model)
 
     def _tell_pace(self, table: torch.Tensor) -> None:
         """Report the ranks that are slow now and were not in the last report."""

@@ -20,27 +20,15 @@ class ConsistencyMethods:
         The ranks compare replicas before every save, and at the end of a backward every `every` steps.
 
         Args:
-            policy: `raise`: a `ReplicaError` on all ranks, with rank, host and parameter. `heal`: replicas that differ
-                from most others get the majority's weights and optimizer state; an error if there is no
-                majority. `off`: do not compare.
+            policy: `raise`: a `ReplicaError` on all ranks, with rank, host and parameter. `off`: do not compare.
             every: steps between two comparisons, 100 by default; stragglers are reported as often. 0:
                 never, not even before a save.
 
         Raises:
-            ConfigError: no such policy, nothing to heal from, or a negative number.
+            ConfigError: no such policy, or a negative number.
         """
         check = self._consistency_check()
         check.choose(policy, check.every if every is None else every)
-
-    def heal_replicas(self, *, from_rank: int) -> list[str]:
-        """Give all replicas the weights and the optimizer state of the one that `from_rank` is in. A collective.
-
-        Call it between two steps, on all ranks.
-
-        Returns:
-            The names of the parameters that differed.
-        """
-        return self._consistency_check().replicas.heal_from(from_rank)
 
     def rank_paces(self) -> list[RankPace]:
         """Return the seconds that each rank computes and waits in a step, as last compared. No collective.
