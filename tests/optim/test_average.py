@@ -404,6 +404,16 @@ def test_transformers_own_trainer_would_not_save_it(tmp_path: Path) -> None:
         made.train()
 
 
+def test_trls_average_of_whole_weights_is_refused() -> None:
+    from trl import BEMACallback
+
+    from fullshard.integrations.transformers.averaging import announce_averages
+
+    holder: Any = types.SimpleNamespace(callback_handler=types.SimpleNamespace(callbacks=[BEMACallback()]))
+    with pytest.raises(ConfigError, match=r"BEMACallback copies whole weights.*\n.*EMACallback of fullshard"):
+        announce_averages(holder)
+
+
 @pytest.mark.full
 def test_train(inputs: Path, tmp_path: Path) -> None:
     """A run in one piece, and one that goes on from its middle, export the same averages."""

@@ -112,19 +112,6 @@ def test_evaluation_of_a_number_that_does_not_divide(place: Path, tmp_path: Path
     assert close(found["evals"], plain["evals"])
 
 
-@pytest.mark.full
-def test_a_bias_corrected_average(place: Path, tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-    from trl import BEMACallback
-
-    found = compare(place, tmp_path, "SFT", False, _callbacks=[BEMACallback(update_freq=1)])
-    plain, sharded = (load_file(tmp_path / side / "bema" / "model.safetensors") for side in ("plain2", "sharded2"))
-    assert plain.keys() == sharded.keys()
-    for name, value in plain.items():
-        torch.testing.assert_close(sharded[name], value, rtol=1e-4, atol=2e-5)
-    assert not torch.equal(sharded["lm_head.weight"], found["weights"]["lm_head.weight"])  # which are the trained ones
-
-
 def completions(place: str, stock: bool, output: str, prompts: int) -> Any:
     """What is logged on the main process, in batches of one."""
     from transformers import GenerationConfig

@@ -48,8 +48,7 @@ from fullshard.integrations.transformers.accelerator import TrainerAccelerator
 from fullshard.integrations.transformers.arguments import join_accelerate, resolved_configuration
 from fullshard.integrations.transformers.averaging import announce_averages, averaged, averages_of
 from fullshard.integrations.transformers.batch_size import agree_to_start_again
-from fullshard.integrations.transformers.bema import shard_bias_corrected_averages
-from fullshard.integrations.transformers.callbacks import look_for_room, note_steps, stop_on_signals
+from fullshard.integrations.transformers.callbacks import follow_run
 from fullshard.integrations.transformers.completions import generate_in_step
 from fullshard.integrations.transformers.inference import stream_into_engines
 from fullshard.integrations.transformers.teachers import teachers_head
@@ -126,13 +125,10 @@ class ShardedTraining:
                 "or weights in from_pretrained's form",
                 hint="set checkpoint.format to native, or train all weights with SHARDED_STATE_DICT",
             )
-        stop_on_signals(self)
-        look_for_room(self, complete_checkpoints)
         announce_averages(self)
-        shard_bias_corrected_averages()
         generate_in_step()
         with self._own_output():
-            note_steps(self)
+            follow_run(self, complete_checkpoints)
             return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
 
     @contextlib.contextmanager
