@@ -101,9 +101,6 @@ def headroom_nbytes(device: torch.device, *, ranks_on_host: int) -> int:
         device: an accelerator: what its driver and PyTorch's allocator have free; or the CPU: this rank's part of what
             the host, and a control group around this process, have free.
         ranks_on_host: ranks that share the host's memory.
-
-    Raises:
-        ConfigError: This system does not say.
     """
     if device.type != "cpu":
         if not counts_memory(device.type):
@@ -127,11 +124,7 @@ def headroom_nbytes(device: torch.device, *, ranks_on_host: int) -> int:
 
 
 def available_host_memory() -> int:
-    """Return the bytes of host memory that this process's host and control groups have left.
-
-    Raises:
-        OSError: Neither says so.
-    """
+    """Return the bytes of host memory that this process's host and control groups have left."""
     return min([_kib(Path("/proc/meminfo").read_text(), "MemAvailable"), *_available_in_group()])
 
 

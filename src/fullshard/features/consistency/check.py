@@ -47,11 +47,7 @@ class ConsistencyCheck(Extension):
         self.paces, self._pace, self._slow = list[RankPace](), Pace(), set[int]()
 
     def choose(self, policy: str, every: int) -> None:
-        """Set `policy` and `every`.
-
-        Raises:
-            ConfigError: there is no such policy, or a negative number of steps.
-        """
+        """Set `policy` and `every`."""
         if policy not in get_args(OnDifference):
             raise ConfigError(f"no policy {policy!r} for replicas that differ", hint="use raise or off")
         if every < 0:
@@ -79,11 +75,7 @@ class ConsistencyCheck(Extension):
         self._pace.resume()
 
     def backward_ends(self, used: Mapping[Bucket, bytearray]) -> None:
-        """Compare the ranks at the end of the first backward after every `every` steps. A collective then.
-
-        Raises:
-            ReplicaError: replicas differ.
-        """
+        """Compare the ranks at the end of the first backward after every `every` steps. A collective then."""
         self._pace.pause()
         steps = self.model.steps
         if used and self.every and steps and steps % self.every == 0 and steps != self._done_at:
@@ -91,11 +83,7 @@ class ConsistencyCheck(Extension):
             self.run()
 
     def before_save(self) -> None:
-        """Compare the replicas. A collective.
-
-        Raises:
-            ReplicaError: as `backward_ends`.
-        """
+        """Compare the replicas. A collective."""
         if self._has_run and self.every and self._are_compared and self._can_compare:
             with self.model.units[-1].waiting("comparing replicas"):
                 self._check(self._table(digest(self.model))[..., 0])

@@ -34,11 +34,7 @@ def digest(model: Schedule) -> int:
 
 
 def find_difference(model: Schedule) -> None:
-    """Find out where digests differ, and raise. A collective.
-
-    Raises:
-        ReplicaError: on all ranks, unless the difference is in padding between parameters.
-    """
+    """Find out where digests differ, and raise on all ranks; padding between parameters may. A collective."""
     mesh, names, odd, is_even = model.mesh, dict[str, None](), dict[int, str](), False
     found = mesh.all_gather_object((mesh.rank, mesh.shard_rank, this_process(), _hashes(model)))
     for column in range(mesh.shard_size):

@@ -232,11 +232,7 @@ class ExtendedBuffer(FullBuffer):
 
 
 def new_rows(extended: torch.Tensor, shape: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Have the class of an extended parameter make an instance of this shape.
-
-    Raises:
-        LifecycleError: the class makes something else.
-    """
+    """Have the class of an extended parameter make an instance of this shape."""
     rows = extended.detach().new_zeros(shape, device=device)
     if type(rows) is not type(extended.detach()):
         raise LifecycleError(

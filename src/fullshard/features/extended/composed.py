@@ -49,11 +49,7 @@ class ComposedSpec(ShardSpec):
         return self._composition.make(wholes, self.shape)
 
     def inner_specs(self, local: torch.Tensor) -> dict[str, tuple[torch.Tensor, ShardSpec | None]]:
-        """Return the tensors in this rank's rows, by name, each with its spec; None if every rank has it whole.
-
-        Raises:
-            LifecycleError: a tensor is neither cut as rows are, nor whole.
-        """
+        """Return the tensors in this rank's rows, by name, each with its spec; None if every rank has it whole."""
         return {
             name: (inner, self._inner_spec(f"{self.name}.{name}", inner, self._composition.shapes[name]))
             for name, inner in inner_tensors(local).items()

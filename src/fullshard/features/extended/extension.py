@@ -26,11 +26,7 @@ class LateProtocol(Extension):
         self._attributes = list(map(vars, self._sharded))
 
     def forward_begins(self) -> None:
-        """Refuse a parameter that was told how it is to be gathered.
-
-        Raises:
-            LifecycleError: there is one.
-        """
+        """Refuse a parameter that was told how it is to be gathered."""
         of_locals = map(vars, map(torch_private.local_of, self._sharded))  # every step asks: no loop but of those
         is_told = map(operator.contains, itertools.chain(self._attributes, of_locals), itertools.repeat(PRE))
         for parameter in itertools.compress(self._sharded * 2, is_told):

@@ -61,11 +61,7 @@ class Composed(Extended):
         return list(inner_tensors(parameter).values())
 
     def moved(self, parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-        """Move a parameter to another device.
-
-        Raises:
-            WrapError: its class makes something else of it there.
-        """
+        """Move a parameter to another device."""
         plain = parameter.detach()
         data = plain.to(device)
         if type(data) is not type(plain):

@@ -57,11 +57,7 @@ class LateRegistration(Extension):
         self._known_children: list[nn.Module | None] = []
 
     def forward_begins(self) -> None:
-        """Refuse parameters and modules that were put in since the last forward of the model.
-
-        Raises:
-            LifecycleError: A parameter that no unit owns, or a sharded one in a place that its unit does not know.
-        """
+        """Refuse parameters and modules that were put in since the last forward of the model."""
         children = list(itertools.chain.from_iterable(map(dict.values, self._children)))
         count = sum(map(len, self._parameters))
         is_known = self._known_count == count and are_same(children, self._known_children)

@@ -86,9 +86,6 @@ class WholeMatrices:
     Args:
         parameters: of two dims or more, all on one mesh; the same on every rank.
         flattened: parameters of three dims that are one matrix each and no batch.
-
-    Raises:
-        OptimizerError: tensor parallelism has split one of them, so that no rank of the mesh has all its pieces.
     """
 
     def __init__(self, parameters: Sequence[ShardedParameter], flattened: set[int]) -> None:
@@ -143,9 +140,6 @@ class WholeMatrices:
             give: called on every rank for each of `given`.
             compute: called for each matrix that this rank owns.
             take: called on every rank for each of `given` of which it has elements.
-
-        Raises:
-            CommunicationError: the ranks' parameters differ.
         """
         if not self._is_agreed:
             self.mesh.check_agreement(self._lines, what="the parameters of an optimizer that needs whole matrices")

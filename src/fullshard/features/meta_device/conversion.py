@@ -46,9 +46,6 @@ def convert(units: Sequence[Unit], fn: Function) -> set[ShardSpec]:
 
     Returns:
         Specs of the parameters that are converted already or stay where they are: do not apply `fn` to them.
-
-    Raises:
-        LifecycleError: a unit cannot be converted; no unit was changed.
     """
     # In the order of sharding: a unit that is real on one rank and on the meta device on another then has
     # the same place in memory that ranks share.
@@ -67,11 +64,7 @@ def convert(units: Sequence[Unit], fn: Function) -> set[ShardSpec]:
 
 
 def _applied(unit: Unit, fn: Function) -> _Applied:
-    """Return the effect of `fn` on a unit.
-
-    Raises:
-        LifecycleError: `fn` moves parameters to another device, which a unit does not support.
-    """
+    """Return the effect of `fn` on a unit."""
     # Parameters on the host compute elsewhere: moving a model there changes nothing.
     before = torch.device("meta") if unit.stand_ins is not None else unit.mesh.device
     applied: _Applied = "same"
@@ -92,11 +85,7 @@ def _applied(unit: Unit, fn: Function) -> _Applied:
 
 
 def _check_cast(unit: Unit) -> None:
-    """Check that a cast would leave nothing behind.
-
-    Raises:
-        LifecycleError: there are gradients, or an optimizer has stepped and so has state.
-    """
+    """Check that a cast would leave nothing behind."""
     is_real = unit.stand_ins is None
     if is_real and (unit.schedule.optimizer_steps or any(p.grad is not None for _, p in unit.entries)):
         raise LifecycleError(

@@ -53,11 +53,7 @@ class MetaDevice(Extension):
         unit.stand_ins = self.stand_ins[unit] = stand_ins
 
     def before_forward(self) -> None:
-        """Make the units real whose modules hold values by now, and warn of those that have memory without values.
-
-        Raises:
-            LifecycleError: some parameters have no values.
-        """
+        """Make the units real whose modules hold values by now, and warn of those that have memory without values."""
         for unit in reversed(self.model.units) if self.stand_ins else ():  # an error names the first in the model
             self.make_real(unit)
         for unit in self.unfilled:
@@ -70,9 +66,6 @@ class MetaDevice(Extension):
         Args:
             unit: the unit. Nothing happens if it has buckets.
             is_filled: whether there must be values; if not, parameters without any are NaN, to be filled later.
-
-        Raises:
-            LifecycleError: some parameters have no values.
         """
         stand_ins = self.stand_ins.get(unit)
         if stand_ins is None:

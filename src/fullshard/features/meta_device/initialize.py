@@ -73,9 +73,6 @@ def materialize(
         sync_module_states: take rank 0's values even for tensors that were not on the meta device.
         buffer_dtype: cast floating-point buffers to this.
         weights: tensors it holds stay on the meta device here; the bucket reads its interval of them.
-
-    Raises:
-        WrapError: a parameter or buffer on the meta device that nothing initialises.
     """
     modules = own_modules(plan, stop_at)
     deferred: set[int] = set()

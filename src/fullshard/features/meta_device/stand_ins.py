@@ -82,12 +82,7 @@ class StandIns:
         )
 
     def settle(self) -> None:
-        """Take over the parameters that the modules hold now.
-
-        Raises:
-            LifecycleError: one of them holds a parameter of another shape or dtype than was sharded, or one was given a
-                hook that would be lost.
-        """
+        """Take over the parameters that the modules hold now."""
         for slot, stand_in in self.entries:
             held, original = _held(slot), slot.parameter
             if (held.shape, held.dtype) != (original.shape, original.dtype):

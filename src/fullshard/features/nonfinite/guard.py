@@ -81,11 +81,7 @@ class NonFiniteGuard(Extension):
         self._names: dict[str, str] | None = None
 
     def choose(self, policy: str, limit: int) -> None:
-        """Set `policy` and `limit`.
-
-        Raises:
-            ConfigError: there is no such policy, or the limit is less than 1.
-        """
+        """Set `policy` and `limit`."""
         if policy not in get_args(OnNonFinite):
             raise ConfigError(f"no policy {policy!r} for gradients that are not finite", hint="use raise, skip or off")
         if limit < 1:
@@ -113,11 +109,7 @@ class NonFiniteGuard(Extension):
         self._ranks |= {self._mesh.rank if group is None else dist.get_global_rank(group, rank) for rank in guilty}
 
     def backward_begins(self) -> None:
-        """Refuse that gradients are used as soon as each is final where steps are to be left out.
-
-        Raises:
-            LifecycleError: Whether to leave one out is known only when all gradients are there.
-        """
+        """Refuse that gradients are used as soon as each is final where steps are to be left out."""
         self._is_early = self.model.backward.reducer.publishes_early
         if self._is_early and self.policy == "skip":
             raise LifecycleError(
@@ -148,9 +140,6 @@ class NonFiniteGuard(Extension):
         """Tell the other ranks whether this one has seen any, without waiting.
 
         It does not wait for an earlier message either: this one includes that, and arrives after it.
-
-        Raises:
-            NonFiniteError: Optimizers have stepped with earlier gradients before the ones that are not finite.
         """
         if used:
             self._announce()
@@ -234,11 +223,7 @@ class NonFiniteGuard(Extension):
         return NonFinite({name: kind for name, kind in known.items() if name in names} or names, ranks)
 
     def before_step(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
-        """Raise an error if gradients are not finite, the same on all ranks; or drop them, if steps may be left out.
-
-        Raises:
-            NonFiniteError: they are not, and that is an error or has happened too often.
-        """
+        """Raise an error if gradients are not finite, the same on all ranks; or drop them, if steps may be left out."""
         _left_out.discard(optimizer)
         if getattr(optimizer, "found_inf", None) is not None:
             return  # a scaler's, which has the optimizer's kernel leave the step out

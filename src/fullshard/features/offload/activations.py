@@ -27,11 +27,7 @@ class ActivationOffload(Extension):
         self._pages = Pages.of(self.model.units)
 
     def forward_begins(self) -> None:
-        """Begin with the first page.
-
-        Raises:
-            ConfigError: the model is one unit, all of whose activations backward needs at once.
-        """
+        """Begin with the first page."""
         if self._pages is None:
             return
         if not self._is_checked:

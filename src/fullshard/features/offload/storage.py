@@ -33,11 +33,7 @@ class OneMemory(Storage):
         self._wanted = wanted
 
     def check(self, plans: Sequence[UnitPlan]) -> None:
-        """Refuse what cannot be.
-
-        Raises:
-            ConfigError: one unit and its activations, or nothing frozen and compute shards alone.
-        """
+        """Refuse what cannot be."""
         if self._wanted.activations:
             check_offloads_activations(len(plans))
         is_frozen = (not slot.parameter.requires_grad for plan in plans for slot in plan.slots)
@@ -128,11 +124,7 @@ class HostStorage(OneMemory):
 
 
 def store_on_host(policy: Any, device: torch.device) -> Storage | None:
-    """Return the storage of a policy, fullshard's or torch's (which has one switch); None for anything else.
-
-    Raises:
-        ConfigError: `FULLSHARD_OFFLOAD` is unknown.
-    """
+    """Return the storage of a policy, fullshard's or torch's (which has one switch); None for anything else."""
     wanted = offload_of(policy)
     # FSDP1's policy has no `pin_memory`.
     return None if wanted is None else _storage(wanted, device, getattr(policy, "pin_memory", True), OFFLOAD.read())
@@ -146,11 +138,7 @@ def _storage(wanted: Offload, device: torch.device, pins: bool, mode: str | None
 
 
 def check_offloads_activations(units: int) -> None:
-    """Refuse activations on the host for a model of one unit: backward would begin with all of them.
-
-    Raises:
-        ConfigError: it is one unit.
-    """
+    """Refuse activations on the host for a model of one unit: backward would begin with all of them."""
     if units == 1:
         raise ConfigError(
             "activations on the host with the whole model as one unit: backward begins with all of them",

@@ -44,11 +44,7 @@ class OptimizerCheck(Extension):
     """Check optimizers of one model's parameters."""
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse an optimizer that needs whole tensors, or memory that a parameter's class does not have in one piece.
-
-        Raises:
-            OptimizerError: it does.
-        """
+        """Refuse an optimizer that needs whole tensors, or memory in one piece that a parameter has not."""
         adapter = adapter_of(optimizer)
         if not adapter.works_on_parts:
             _check_whole(type(optimizer))

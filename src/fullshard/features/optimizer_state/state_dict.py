@@ -28,11 +28,7 @@ LOAD_STATE_DICT = Replaced.of(torch.optim.Optimizer, "load_state_dict")
 
 @functools.wraps(STATE_DICT.torchs)
 def state_dict(self: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return torch's state dict, with a `ShardedTensor` in place of each of this rank's intervals.
-
-    Raises:
-        OptimizerError: state that cannot be whole: see `OptimizerAdapter.why_not_whole`.
-    """
+    """Return torch's state dict, with a `ShardedTensor` in place of each of this rank's intervals."""
     adapter = adapter_of(self)
     adapter.rest(self)
     for parameter in (p for p in self.state if isinstance(p, ShardedParameter)):
@@ -65,11 +61,7 @@ def _wrapped(optimizer: torch.optim.Optimizer, state: dict[str, Any], parameter:
 
 @functools.wraps(LOAD_STATE_DICT.torchs)
 def load_state_dict(self: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """Load as torch does, after whole tensors are cut to this rank's intervals.
-
-    Raises:
-        OptimizerError: state has another shape than its parameter.
-    """
+    """Load as torch does, after whole tensors are cut to this rank's intervals."""
     adapter_of(self).rest(self)
     LOAD_STATE_DICT.torchs(self, _map_states(self, state_dict, partial(cut_state, optimizer=self)))
 

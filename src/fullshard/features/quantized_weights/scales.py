@@ -47,11 +47,7 @@ def aliases(parameter: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def expose_scales(model: nn.Module) -> None:
-    """Turn the scales of all quantised weights in `model` into frozen parameters, in place. A second call does nothing.
-
-    Raises:
-        WrapError: A layer is to be quantised when it is moved, and was not moved yet.
-    """
+    """Turn the scales of all quantised weights in `model` into frozen parameters, in place. A second call is idle."""
     for path, module in model.named_modules():
         weight = module._parameters.get("weight")
         if weight is None:

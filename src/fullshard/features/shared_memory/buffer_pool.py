@@ -34,11 +34,7 @@ class BufferPool:
         self._returned: deque[tuple[int, int]] = deque()
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return an uninitialised tensor of shape (numel,).
-
-        Raises:
-            MemoryError: All of the memory is in use.
-        """
+        """Return an uninitialised tensor of shape (numel,)."""
         if numel == 0:
             return torch.empty(0, dtype=dtype)
         nbytes = round_up(numel * dtype.itemsize, mmap.PAGESIZE)

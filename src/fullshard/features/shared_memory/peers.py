@@ -58,11 +58,7 @@ class Peers:
         return mmap.mmap(self.files[owner], nbytes, flags=flags, offset=start)
 
     def wait_until(self, is_done: Callable[[], bool]) -> None:
-        """Poll, and let other processes run meanwhile.
-
-        Raises:
-            RuntimeError: a rank has ended, or the time-out is over.
-        """
+        """Poll, and let other processes run meanwhile."""
         start = next_check = time.monotonic()
         looks = 0
         while not is_done():

@@ -79,11 +79,7 @@ class SendQueues:
         return tensor, offset
 
     def wait_for(self, number: int, tag: int) -> None:
-        """Wait until all ranks have posted the entry of that number.
-
-        Raises:
-            RuntimeError: a rank is in another collective, or has ended.
-        """
+        """Wait until all ranks have posted the entry of that number."""
         self._peers.wait_until(lambda: all(int(posted[0]) > number for posted in self._posted))
         for source in range(self._peers.size):
             other, _, _ = self._entry(source, number)
@@ -135,11 +131,7 @@ class SendQueues:
         return self._begin(number, tag, (leaving, places), partial(self._read_parts, number, arriving, parts))
 
     def _read_parts(self, number: int, arriving: torch.Tensor, parts: Parts) -> torch.Tensor:
-        """Copy the parts that all ranks have for this one. They have posted the entry of that number.
-
-        Raises:
-            RuntimeError: a rank has something else than is expected of it.
-        """
+        """Copy the parts that all ranks have for this one. They have posted the entry of that number."""
         pieces = cut(arriving, parts.arriving)
         for source, (memory, piece) in enumerate(zip(self._memories, pieces, strict=True)):
             _, places, _ = self._entry(source, number)

@@ -171,11 +171,7 @@ class Stepper:
     # -- in backward --------------------------------------------------------------------------------------------
 
     def begin(self, model: Schedule) -> bool:
-        """Begin a backward; return whether to step in it.
-
-        Raises:
-            LifecycleError: the last step has not ended, or some update would be left out silently.
-        """
+        """Begin a backward; return whether to step in it."""
         optimizer = self._optimizer()
         if optimizer is None:
             return False
@@ -250,11 +246,7 @@ class Stepper:
     # -- after it -----------------------------------------------------------------------------------------------
 
     def __call__(self, optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Allow gradients to be read again, as the script has reached `optimizer.step()`.
-
-        Raises:
-            LifecycleError: with a closure, or after a hyper-parameter was changed that backward has used already.
-        """
+        """Allow gradients to be read again, as the script has reached `optimizer.step()`."""
         if any(argument is not None for argument in (*args[1:], *kwargs.values())):
             raise LifecycleError(
                 f"{type(optimizer).__name__}.step(closure) would come to a backward that steps, within the step",

@@ -36,10 +36,6 @@ class TensorParallel(ParameterKind):
         """Check that each DTensor is over another axis of the mesh than parameters are sharded over.
 
         Over all axes of `data`, it is replicated along those for data, whichever of them it is sharded along.
-
-        Raises:
-            WrapError: one over the same ranks, over several axes, or with a placement that is neither `Shard` nor
-                `Replicate`; by name.
         """
         wrong: dict[int, str] = {}
         for slot in slots:

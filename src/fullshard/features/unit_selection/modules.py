@@ -17,10 +17,6 @@ def embedding_modules(model: nn.Module) -> tuple[nn.Module, nn.Module]:
 
     The outermost unit stays unsharded through a whole step, and so does its gradient through the whole backward. With a
     large vocabulary these two are most of it.
-
-    Raises:
-        WrapError: The model does not say which modules they are, they share a weight (which the unit around both must
-            own), or they are units already.
     """
     embedding, head = _named_by(model, "input"), _named_by(model, "output")
     name, hint = type(model).__name__, "leave wrap_embeddings out"

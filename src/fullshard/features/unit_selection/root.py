@@ -34,9 +34,6 @@ def unit_modules(model: nn.Module, policy: object = None) -> list[nn.Module]:
         model: the model; on the meta device as well.
         policy: anything `parse_policy` takes.
 
-    Raises:
-        WrapError: The policy names a class that the model does not have, or that cannot be a unit.
-
     Warns:
         UserWarning: The policy is not `NoWrap` and yet much of the model is left to the root, embeddings and head
             apart; the text has the share, the bytes and the largest modules of it.

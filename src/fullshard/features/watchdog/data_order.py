@@ -39,10 +39,6 @@ HINT = "a rank has read it alone before: read it on every rank, or call loader.s
 
 
 def check_orders(orders: Iterable[int | None]) -> None:
-    """Compare the orders in which ranks 0, 1, ... read one loader.
-
-    Raises:
-        DataError: they differ.
-    """
+    """Compare the orders in which ranks 0, 1, ... read one loader."""
     if (found := difference(enumerate(orders))) is not None:
         raise DataError(found, hint=HINT)

@@ -68,11 +68,7 @@ class DesyncDetection(Extension):
         self._loads += 1
 
     def before_first_use(self, *, in_forward: bool) -> None:
-        """Check that the model is the same on every rank. A collective.
-
-        Raises:
-            CommunicationError: the models differ.
-        """
+        """Check that the model is the same on every rank. A collective."""
         if in_forward:
             self._compare_model([f"weights loaded into {self._loads} units"])
             WATCHDOG.forget_failures(self._mesh.groups)
@@ -165,11 +161,7 @@ class DesyncDetection(Extension):
         return struct.pack("=BII", self._loads % 256, entered, zlib.crc32(done))
 
     def heard(self, largest: bytes, smallest: bytes) -> None:
-        """Find and report the difference, if there is one. A collective then.
-
-        Raises:
-            CommunicationError: on every rank: the ranks have loaded other weights, or not done the same.
-        """
+        """Find and report the difference, if there is one. A collective then."""
         if largest[0] != smallest[0]:
             raise CommunicationError(
                 f"rank {self._mesh.rank}: load_state_dict has come to {self._loads} units on this rank, which is not "
@@ -184,9 +176,6 @@ class DesyncDetection(Extension):
         """Compare what the ranks have done since the step before. A collective.
 
         Ranks that read a loader in different orders get one warning only, because some scripts intend that.
-
-        Raises:
-            CommunicationError: on every rank, with the values of rank 0 and of the first rank that differs.
         """
         steps = self.model.optimizer_steps
         lines = [f"errors in forward or backward: {self._failures}", f"{steps} optimizer steps of this process"]

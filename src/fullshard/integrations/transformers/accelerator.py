@@ -40,9 +40,6 @@ class TrainerAccelerator(Accelerator):
         resolved: the configuration of the run, the arguments' `fsdp` and `fsdp_config` included.
         dataloader_config: as Accelerate has it.
         tensor_parallel_size: ranks over which the model's layers have been split as it was loaded.
-
-    Raises:
-        ConfigError: an argument that cannot be honoured.
     """
 
     parallelism_config = None

@@ -37,11 +37,7 @@ _PREPARED: dict[str, Any] = {
 
 
 def read_fsdp_arguments(fsdp: Any, fsdp_config: Any) -> Reading:
-    """Return the settings in the two arguments. `fsdp_config` counts without `fsdp`, too: the model is sharded anyway.
-
-    Raises:
-        ConfigError: a file that cannot be read. Faults of words, keys and values are in the reading's problems.
-    """
+    """Return the settings in the two arguments. `fsdp_config` counts without `fsdp`, too."""
     reading = Reading()
     if isinstance(fsdp, list | tuple):  # Transformers takes a list of its FSDPOption, too
         fsdp = " ".join(str(getattr(word, "value", word)) for word in fsdp)
@@ -58,11 +54,7 @@ def read_fsdp_arguments(fsdp: Any, fsdp_config: Any) -> Reading:
 
 
 def resolved_configuration(args: Any) -> Resolved:
-    """Return the configuration of a run with a Trainer: the arguments, over those of the launcher.
-
-    Raises:
-        ConfigError: a setting that is wrong, or a `parallelism_config` that is not of this job.
-    """
+    """Return the configuration of a run with a Trainer: the arguments, over those of the launcher."""
     reading = args.__dict__.get("_fullshard_reading")
     if reading is None:  # Transformers' own class
         reading = read_fsdp_arguments(None if args.fsdp is True else args.fsdp, args.fsdp_config)

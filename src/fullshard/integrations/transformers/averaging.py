@@ -68,11 +68,7 @@ def averages_of(trainer: Any) -> list[EMA]:
 
 
 def announce_averages(trainer: Any) -> None:
-    """Tell a Trainer's callbacks that their averages will be saved.
-
-    Raises:
-        ConfigError: TRL's `BEMACallback` is among them, which copies whole weights.
-    """
+    """Tell a Trainer's callbacks that their averages will be saved."""
     if any(cls.__name__ == "BEMACallback" for each in trainer.callback_handler.callbacks for cls in type(each).__mro__):
         raise ConfigError(
             "TRL's BEMACallback copies whole weights, of which each rank has a part",

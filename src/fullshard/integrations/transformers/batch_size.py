@@ -29,9 +29,6 @@ def agree_to_start_again(error: Exception, batch_size: int, model: Any) -> None:
         error: what ended the training.
         batch_size: the batch size per rank it was tried with.
         model: sharded; it may have been in forward on some ranks and past it on others.
-
-    Raises:
-        CommunicationError: some ranks ran out of memory, and others did not.
     """
     from accelerate.utils.memory import should_reduce_batch_size
 
