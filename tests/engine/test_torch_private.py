@@ -36,7 +36,6 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils
 from torch.utils.data import DataLoader
 
-from fullshard.core.imports import Replaced
 from fullshard.launch import torch_private as launcher
 
 Check = Callable[[], None]
@@ -937,17 +936,3 @@ def one_rank_of_many() -> None:
         assert (dist.get_rank(), dist.get_world_size()) == (5, 4096)
     finally:
         dist.destroy_process_group()
-
-
-@check("redirect")
-def held_in_a_local_name() -> None:
-    assert torch_private.tensor_api.distribute_tensor.__closure__ is None
-
-    def first(one: int, *, two: int = 2) -> tuple[str, int, int]:
-        return "first", one, two
-
-    place = Replaced(None, "first", first)
-    torch_private.redirect(place, lambda *args, **options: ("second", args, options))
-    found: Any = first(1, two=3)
-    assert found == ("second", (1,), {"two": 3})
-    assert place.torchs(1) == ("first", 1, 2) and str(inspect.signature(first)).startswith("(one")

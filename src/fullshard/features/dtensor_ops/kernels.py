@@ -325,42 +325,14 @@ def _norm(
 ) -> Any:
     if not isinstance(tensor, ShardedTensor) or "out" in options or not _all_dims(tensor, dim, keepdim):
         return NotImplemented
-    spec = tensor.spec
-    return WholeTensor.of(_reduced(_local_norm(tensor, order, **options), spec, _placement_of_norm(order)), spec)
-
-
-def _local_norm(tensor: ShardedTensor, order: float, **options: Any) -> torch.Tensor:
     # Not every norm of nothing is 0; one of negative order is as small as the smallest element makes it.
     nothing = float("inf") if order < 0 else 0.0
     local = tensor.local if tensor.local.numel() else tensor.local.new_full((1,), nothing)
     norm: torch.Tensor = torch.linalg.vector_norm(local, order, **options)
-    return norm
-
-
-def _placement_of_norm(order: float) -> Placement:
-    """Return the placement of a norm. A maximum, a minimum and a count need no root."""
+    # A maximum, a minimum and a count need no root.
     plain = {float("inf"): Partial("max"), float("-inf"): Partial("min"), 0.0: Partial()}
-    return plain.get(float(order)) or torch_private.norm_partial(order)
-
-
-def _norms(func: torch_private.Kernel, tensors: Sequence[torch.Tensor], order: float = 2, dtype: Any = None) -> Any:
-    specs = [tensor.spec for tensor in tensors if isinstance(tensor, ShardedTensor)]
-    if (
-        len(specs) < len(tensors)
-        or len({(spec.groups, tensor.dtype) for spec, tensor in zip(specs, tensors, strict=True)}) > 1
-    ):
-        return [torch.linalg.vector_norm(tensor, order, dtype=dtype) for tensor in tensors]
-    locals_ = [_local_norm(tensor, order, dtype=dtype) for tensor in tensors]  # type: ignore[arg-type]
-    norms = _reduced(torch.stack(locals_), specs[0], _placement_of_norm(order))
-    return [WholeTensor.of(norm, spec) for norm, spec in zip(norms.unbind(), specs, strict=True)]
-
-
-def _equal(_func: torch_private.Kernel, left: Any, right: Any) -> Any:
-    are_both = isinstance(left, ShardedTensor) and isinstance(right, ShardedTensor)
-    if left.shape != right.shape or not are_both or not left.spec.is_like(right.spec):
-        return NotImplemented if left.shape == right.shape else False
-    differ = torch.tensor(int(not torch.equal(left.local, right.local)), device=left.spec.mesh.device)
-    return not _reduced(differ, left.spec, Partial()).item()
+    placement = plain.get(float(order)) or torch_private.norm_partial(order)
+    return WholeTensor.of(_reduced(norm, tensor.spec, placement), tensor.spec)
 
 
 def _new(func: torch_private.Kernel, tensor: ShardedTensor, size: Sequence[int], *args: Any, **options: Any) -> Any:
@@ -375,8 +347,9 @@ _SPECIAL: dict[str, Callable[..., Any]] = {
     "mean": _mean,
     "linalg_vector_norm": _norm,
     torch_private.MAX_OF_MANY: lambda _, tensors: [tensor.max() for tensor in tensors],
-    torch_private.NORM_OF_MANY: _norms,
-    "equal": _equal,
+    torch_private.NORM_OF_MANY: lambda _, tensors, order=2, dtype=None: [
+        torch.linalg.vector_norm(tensor, order, dtype=dtype) for tensor in tensors
+    ],
     torch_private.ITEM: lambda _, tensor: tensor.spec.gather(tensor.local).item(),
     "is_same_size": lambda _, left, right: left.shape == right.shape,
     **dict.fromkeys(("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"), _new),

@@ -412,7 +412,6 @@ def install() -> None:
             torch_private.run_backward: _run_backward_to,
         }
     )
-    torch_private.redirect(torch_private.distribute_tensor, _distribute_tensor)
     after_import("torch.distributed.checkpoint.hf_storage", torch_private.keep_every_box)
     after_import(averages.MODULE, averages.shard_averages)
     after_import(adapters.MODULE, adapters.give_wholes)

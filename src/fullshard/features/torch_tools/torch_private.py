@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
 from collections.abc import Callable
 from functools import cache, wraps
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -98,20 +96,3 @@ def keep_every_box(hf_storage: Any) -> None:
         }
 
     hf_storage.HuggingFaceStorageWriter._split_by_storage_plan = split
-
-
-def redirect(place: Replaced, function: Callable[..., Any]) -> None:
-    """Have torch's function itself call `function`, for a script that has it in a local name; `torchs` does as it did.
-
-    For one without a closure, as that is not to be changed. `distribute_tensor` has none. Since 2.0.
-    """
-    old: Any = place.torchs
-    own = FunctionType(old.__code__, old.__globals__, old.__name__, old.__defaults__)
-    own.__kwdefaults__, old.__signature__ = old.__kwdefaults__, inspect.signature(old)
-    old.__code__, old.__defaults__, old.__kwdefaults__ = _call_other.__code__, None, {"_function": function}
-    place.torchs = own
-
-
-def _call_other(*args: Any, _function: Callable[..., Any], **options: Any) -> Any:
-    """Stand in for the code of a function that is redirected. Since 2.0."""
-    return _function(*args, **options)
