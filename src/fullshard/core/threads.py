@@ -16,27 +16,27 @@ from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
 
-Stop = Callable[[], object]
-
 _SECONDS = 1.0
-"""Seconds for each way to stop a thread, enough to finish a computation between two checks."""
+"""Seconds for threads to stop, enough to finish a computation between two checks."""
 _GLOO_SECONDS = 10.0
 
-_STOPS: weakref.WeakKeyDictionary[Thread, tuple[Stop, ...]] = weakref.WeakKeyDictionary()
+_STOPS: weakref.WeakKeyDictionary[Thread, Callable[[], object]] = weakref.WeakKeyDictionary()
 
 
-def start_thread(name: str, body: Callable[..., object], arguments: tuple[object, ...], *stops: Stop) -> Thread:
+def start_thread(
+    name: str, body: Callable[..., object], arguments: tuple[object, ...], stop: Callable[[], object]
+) -> Thread:
     """Start a daemon thread, and stop it before the interpreter ends.
 
     Args:
         name: the thread's name.
         body: its function, which must not keep anything alive whose end stops the thread.
         arguments: of `body`.
-        stops: ways to end it. Each is tried if the thread has not ended a second after the one before.
+        stop: tells it to end.
     """
     rest_at_exit()
     thread = Thread(target=body, args=arguments, name=name, daemon=True)
-    _STOPS[thread] = stops
+    _STOPS[thread] = stop
     thread.start()
     return thread
 
@@ -51,13 +51,12 @@ def rest_at_exit() -> None:
 
 
 def _rest() -> None:
-    for turn in range(max(map(len, _STOPS.values()), default=0)):
-        waiting = [(thread, stops[turn]) for thread, stops in _STOPS.items() if thread.is_alive() and stops[turn:]]
-        for _, stop in waiting:
-            stop()
-        until = time.monotonic() + _SECONDS
-        for thread, _ in waiting:
-            thread.join(max(0.0, until - time.monotonic()))
+    waiting = [thread for thread in _STOPS if thread.is_alive()]
+    for thread in waiting:
+        _STOPS[thread]()
+    until = time.monotonic() + _SECONDS
+    for thread in waiting:
+        thread.join(max(0.0, until - time.monotonic()))
     wait_for_gloo()
 
 

@@ -161,9 +161,7 @@ def _evaluate(model: ModelShape, job: Job, cluster: Cluster, *, budget: int | No
     )
     if on_host.activations:
         layout = layout.with_pages(lambda block: page_nbytes(block, job, cluster.device))
-    per_host = min(layout.shard_size, neighbours)
-    is_apart = layout.shard_size % per_host != 0 or not cluster.shares_memory
-    route = Route.of(layout.shard_size, on_cpu=is_cpu, per_host=None if is_apart else per_host)
+    route = Route.of(layout.shard_size, on_cpu=is_cpu, per_host=neighbours if cluster.shares_memory else None)
     if route.shares_memory:  # parameters are always whole, and events only say when each micro-batch reads them
         layout = dataclasses.replace(layout, keeps_parameters=False)
     kept = 0

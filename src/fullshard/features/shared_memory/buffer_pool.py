@@ -50,14 +50,6 @@ class BufferPool:
         offset = tensor.data_ptr() - self._address
         return offset if 0 <= offset < self._top else None
 
-    def trim(self, more_than: int = -1) -> None:
-        """Give the pages of all free places back to the system, if they are more than so many bytes."""
-        with self._lock:
-            self._collect_returned()
-            if sum(self._free.values()) > more_than:
-                for start, nbytes in self._free.items():
-                    self._memory.madvise(mmap.MADV_REMOVE, start, nbytes)
-
     def _take(self, nbytes: int) -> int:
         self._collect_returned()
         # The smallest that is large enough; of those the first.
