@@ -25,11 +25,7 @@ def orthogonalized(
 ) -> torch.Tensor:
     """Return U S' V^T in place of U S V^T, S' being between 0.5 and 1.5: shape (rows, columns), in bfloat16.
 
-    Args:
-        matrix: shape (rows, columns); it is left as it is.
-        coefficients: of the polynomial.
-        steps: iterations.
-        eps: the least that the matrix is divided by in the place of its norm.
+    `eps` is the least that the matrix is divided by in the place of its norm.
     """
     a, b, c = coefficients
     is_tall = matrix.size(0) > matrix.size(1)

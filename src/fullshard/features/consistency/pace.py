@@ -40,9 +40,7 @@ def usual_computing(paces: Sequence[RankPace]) -> float:
 def slow_ranks(paces: Sequence[RankPace], before: Collection[int] = ()) -> list[RankPace]:
     """Return the ranks whose speed is below `SLOW` of the median, the slowest first.
 
-    Args:
-        paces: of all ranks.
-        before: ranks that were slow so far, and are it up to `SLOW_NO_MORE`.
+    Ranks that were slow `before` are so up to `SLOW_NO_MORE`.
     """
     usual = usual_computing(paces)
     limits = {pace.rank: SLOW_NO_MORE if pace.rank in before else SLOW for pace in paces}

@@ -293,12 +293,8 @@ def reduced(gradient: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
 def _reduce(gradient: torch.Tensor, spec: ShardSpec, *, of_interval: bool = False) -> torch.Tensor:
     """Return the gradient over all ranks; each rank gives the gradient of its own loss. A collective.
 
-    The result is that of the unit's reduction: the mean, unless the script has set another divisor.
-
-    Args:
-        gradient: the gradient of the whole.
-        spec: the spec of the parameter.
-        of_interval: whether it is of this rank's elements alone; then take the mean over the replicas.
+    The result is that of the unit's reduction: the mean, unless the script has set another divisor. A gradient
+    `of_interval` is of this rank's elements alone; then take the mean over the replicas.
     """
     mesh, group = spec.mesh, spec.mesh.world_group
     divisor = float(mesh.world_size) if spec.reduction is None else spec.reduction.divisor

@@ -124,16 +124,10 @@ class ExtendedBucket(Bucket):
 
 
 class ExtendedBuffer(FullBuffer):
-    """The memory that one extended parameter is unsharded into.
-
-    Args:
-        slot: the parameter.
-        rows: an instance of its class with the rows of this rank, padding included.
-        mesh, policy: those of its unit.
-        dtype: the dtype that forward computes in.
+    """The memory that one extended parameter is unsharded into; `dtype` is what forward computes in.
 
     Attributes:
-        rows: see above.
+        rows: an instance of the parameter's class with the rows of this rank, padding included.
         unsharded: the parameter that modules hold in forward.
         full: the same, without autograd.
         storage_ids: ids of the storages of everything that is whole then.

@@ -27,12 +27,7 @@ from fullshard.wrap.partition import Slot, Values
 
 
 class ComposedSpec(ShardSpec):
-    """The spec of a composed parameter, of which each rank has rows.
-
-    Args:
-        *args, **options: those of `ShardSpec`.
-        composition: how the whole is put together.
-    """
+    """The spec of a composed parameter, of which each rank has rows; `composition` puts the whole together."""
 
     def __init__(self, *args: Any, composition: Composition, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -81,11 +81,9 @@ Take = Callable[[ShardedParameter, torch.Tensor], None]
 
 
 class WholeMatrices:
-    """The matrices of an optimizer's parameters, dealt to the ranks of their mesh.
+    """The matrices of an optimizer's parameters, all on one mesh and the same on every rank, dealt to its ranks.
 
-    Args:
-        parameters: of two dims or more, all on one mesh; the same on every rank.
-        flattened: parameters of three dims that are one matrix each and no batch.
+    `flattened` are ids of those of three dims that are one matrix each and no batch.
     """
 
     def __init__(self, parameters: Sequence[ShardedParameter], flattened: set[int]) -> None:

@@ -63,16 +63,10 @@ def materialize(
 ) -> None:
     """Put the unit's parameters, and the buffers of its modules, on the mesh's device with their values.
 
-    Args:
-        plan: the unit.
-        mesh: gives the device and the ranks to agree with.
-        stop_at: inner units, which have been made real before.
-        model: the whole model.
-        init: for modules with something on the meta device. Default: their own `reset_parameters`, else the
-            `_init_weights` of the Transformers model around them.
-        sync_module_states: take rank 0's values even for tensors that were not on the meta device.
-        buffer_dtype: cast floating-point buffers to this.
-        weights: tensors it holds stay on the meta device here; the bucket reads its interval of them.
+    Inner units, `stop_at`, have been made real before. `init` is for modules with something on the meta device; by
+    default it is their own `reset_parameters`, else the `_init_weights` of the Transformers model around them. With
+    `sync_module_states` rank 0's values are taken even for tensors that were not on the meta device. Tensors that
+    `weights` holds stay on the meta device here; the bucket reads its interval of them.
     """
     modules = own_modules(plan, stop_at)
     deferred: set[int] = set()
@@ -99,13 +93,7 @@ def materialize(
 def _initialize(module: nn.Module, own: set[tuple[int, str]], *, device: torch.device, init: InitFunction) -> bool:
     """Make tensors on the meta device real with a fill value no initialisation leaves, then run `init`.
 
-    Return False if there are none.
-
-    Args:
-        module: its tensors on the meta device are made real, except parameters of other units (tied ones).
-        own: (module id, attribute) of the unit's parameters.
-        device: the target.
-        init: see `materialize`.
+    Return False if there are none. Leave parameters of other units (tied ones); `own` are (module id, attribute).
     """
     owned = [(name, p) for name, p in module._parameters.items() if (id(module), name) in own]
     parameters = [(name, p) for name, p in owned if p is not None and p.is_meta]

@@ -28,11 +28,7 @@ from fullshard.wrap.partition import Slot
 
 
 class StandIns:
-    """The parameters that the modules of a unit hold while it has no buckets, and their final values.
-
-    Args:
-        entries: each slot and its stand-in, which the modules hold from now on.
-    """
+    """The parameters that the modules of a unit hold while it has no buckets, and their final values."""
 
     def __init__(self, entries: Iterable[tuple[Slot, ShardedTensor]]) -> None:
         self.entries = list(entries)

@@ -39,12 +39,7 @@ statistics of norms and attention, four bytes per token beside thousands."""
 
 
 class Pages:
-    """Know which pages of a model there are, and where.
-
-    Args:
-        units: those of the model.
-        host: where pages go.
-    """
+    """Know which pages of a model there are, and where."""
 
     def __init__(self, units: Sequence[Unit], host: Host) -> None:
         self._host, self._device = host, units[-1].mesh.device

@@ -23,11 +23,7 @@ from fullshard.wrap.partition import UnitPlan
 
 
 class OneMemory(Storage):
-    """Shards on a CPU, where host and device are one, whatever is to be offloaded.
-
-    Args:
-        wanted: what that is.
-    """
+    """Shards on a CPU, where host and device are one, whatever is to be offloaded."""
 
     def __init__(self, wanted: Offload) -> None:
         self._wanted = wanted

@@ -17,12 +17,7 @@ from fullshard.core.sizes import round_up
 
 
 class BufferPool:
-    """Allocates tensors in a memory. Once no reference to a tensor is left, its place is used again.
-
-    Args:
-        memory: to allocate from; only the allocated parts are ever touched.
-        start: its first byte that may be used.
-    """
+    """Allocates tensors in a memory from byte `start` on. A place is used again once nothing refers to its tensor."""
 
     def __init__(self, memory: mmap.mmap, start: int) -> None:
         self._memory = memory

@@ -20,8 +20,7 @@ ORDERS: Orders = {}
 def difference(orders: Iterable[tuple[int, int | None]]) -> str | None:
     """Say how a rank's order of reading one loader differs from that of the ranks before it; None: they agree.
 
-    Args:
-        orders: ranks, and the order's number of each; None: it does not read it, and has nothing to say.
+    `orders` has ranks, and the order's number of each; None for one that does not read it.
     """
     known = [(rank, order) for rank, order in orders if order is not None]
     for rank, order in known:

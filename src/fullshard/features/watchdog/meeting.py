@@ -13,12 +13,8 @@ def meet(group: dist.ProcessGroup, device: torch.device, what: str) -> None:
     """Wait until all ranks of a group are here. What follows could neither be ended, nor name a rank that did not come.
 
     It uses a message from host to host, if the group sends such. An accelerator's collectives either let no host wait,
-    and it then waits where it reads a number, or, as NCCL's barrier, wait until NCCL ends the process.
-
-    Args:
-        group: whose ranks meet.
-        device: where they go on. Messages between CPUs are watched as they are.
-        what: see `Waiting`, which says what is raised, too.
+    and it then waits where it reads a number, or, as NCCL's barrier, wait until NCCL ends the process. Messages between
+    CPUs are watched as they are.
     """
     host = torch.device("cpu")
     if device.type != "cpu" and torch_private.backend_of(group, host) is not None:

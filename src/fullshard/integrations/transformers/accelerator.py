@@ -33,14 +33,7 @@ class TrainerGradientState(GradientState):
 
 
 class TrainerAccelerator(Accelerator):
-    """Drives the engine for a Trainer.
-
-    Args:
-        args: the `TrainingArguments`.
-        resolved: the configuration of the run, the arguments' `fsdp` and `fsdp_config` included.
-        dataloader_config: as Accelerate has it.
-        tensor_parallel_size: ranks over which the model's layers have been split as it was loaded.
-    """
+    """Drives the engine for a Trainer; `tensor_parallel_size` ranks have parts of the layers since the model's load."""
 
     parallelism_config = None
     _gradient_state_class = TrainerGradientState

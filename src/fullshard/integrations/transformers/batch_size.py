@@ -23,13 +23,7 @@ _TRIES = itertools.count()
 
 
 def agree_to_start_again(error: Exception, batch_size: int, model: Any) -> None:
-    """Return if `error` is no lack of memory, or is one on every rank.
-
-    Args:
-        error: what ended the training.
-        batch_size: the batch size per rank it was tried with.
-        model: sharded; it may have been in forward on some ranks and past it on others.
-    """
+    """Return if `error`, which ended the training, is no lack of memory, or is one on every rank; else raise."""
     from accelerate.utils.memory import should_reduce_batch_size
 
     own, ranks = collectives.rank(), range(collectives.world_size())
