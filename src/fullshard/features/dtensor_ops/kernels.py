@@ -350,6 +350,7 @@ _SPECIAL: dict[str, Callable[..., Any]] = {
     torch_private.NORM_OF_MANY: lambda _, tensors, order=2, dtype=None: [
         torch.linalg.vector_norm(tensor, order, dtype=dtype) for tensor in tensors
     ],
+    "equal": lambda func, *tensors: _gathered(func, tensors, {}),  # which torch marks as element by element
     torch_private.ITEM: lambda _, tensor: tensor.spec.gather(tensor.local).item(),
     "is_same_size": lambda _, left, right: left.shape == right.shape,
     **dict.fromkeys(("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"), _new),
