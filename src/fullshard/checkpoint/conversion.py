@@ -117,7 +117,7 @@ class Rules:
         self._by_pattern = {pattern: t for t in self._converters for pattern in t.source_patterns}
 
     def used(self) -> list[Any]:
-        """Return the names in the files that matched a tensor."""
+        """Return the rules that matched a name in the files."""
         return [transform for transform in self.transforms if transform.was_used()]
 
     def load(self, keys: Iterable[str]) -> tuple[dict[str, str], list[Group], list[str], list[tuple[str, str]]]:
@@ -169,12 +169,9 @@ class Rules:
         A name that the model has is left as it is. Transformers looks for another even then, and exchanges two norms of
         a model (Pixio's backbone) that has one with the prefix and one without.
         """
-        prefix, known = f"{self.outline.base_model_prefix}.", self.outline.tensors
-        if name in known:
-            return name
-        if name.startswith(prefix) and name.removeprefix(prefix) in known:
-            return name.removeprefix(prefix)
-        return prefix + name if prefix + name in known else name
+        prefix = f"{self.outline.base_model_prefix}."
+        candidates = (name, name.removeprefix(prefix), prefix + name)
+        return next((each for each in candidates if each in self.outline.tensors), name)
 
 
 def loading_rules(model: nn.Module, outline: Outline) -> Rules:
