@@ -113,8 +113,8 @@ def _members(path: Path, flat: Mapping[str, Any], shard: Shard) -> Iterator[tupl
     is_whole = sum(part.numel() for part in parts) >= math.prod(size) == sum(numels)
     if not is_whole or [math.prod(s) for s in shapes] != list(numels) or len({p.dtype for p in parts}) > 1:
         raise CheckpointError(
-            f"{path}: {name} has {math.prod(size)} elements, its parameters {list(numels)}, its shards "
-            f"{[part.numel() for part in parts]}"
+            f"{path}: {name} has {math.prod(size)} elements, its shards {[part.numel() for part in parts]}, and the "
+            f"parameters in it {list(numels)}"
         )
     for member, shape, end in zip(names, shapes, itertools.accumulate(numels), strict=True):
         yield f"{unit}.{member}" if unit else member, Pieces(tuple(shape), parts, end - math.prod(shape))
