@@ -32,8 +32,8 @@ from benchmarks.record import RESULTS
 from fullshard.api.simulation import NoWeights, transformers_model
 from fullshard.api.virtual.attention import register
 from fullshard.api.virtual.device import VirtualDevice, VirtualEvent, VirtualStream
-from fullshard.api.virtual.ranks import name_groups, playing
-from fullshard.api.virtual.step import TokenBatch, fused_optimizers, last_step
+from fullshard.api.virtual.group import name_groups, playing
+from fullshard.api.virtual.rehearsal import TokenBatch, fused_optimizers, last_step
 from fullshard.comm.mesh import init_mesh
 from fullshard.core.sizes import GIB
 from fullshard.features import MixedPrecisionPolicy, keep_head, meta_parameters, shard_model

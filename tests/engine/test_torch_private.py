@@ -872,8 +872,8 @@ def every_operation_is_seen() -> None:
     assert hasattr(torch_private.grouped_matmul, "default")
 
 
-@check("view_of_a_product", "softmaxes")
-def kernels_of_products_and_of_softmax() -> None:
+@check("view_of_a_product")
+def kernels_of_products() -> None:
     seen: list[Any] = []
 
     class Seen(torch_private.DispatchMode):
@@ -883,9 +883,8 @@ def kernels_of_products_and_of_softmax() -> None:
 
     rows = torch.zeros(2, 3, 4, requires_grad=True)
     with Seen():
-        product = torch.matmul(rows.transpose(0, 1), torch.zeros(4, 5))
-        (product.softmax(-1) + product.log_softmax(-1)).sum().backward()
-    assert {torch_private.view_of_a_product, *torch_private.softmaxes} <= set(seen)
+        torch.matmul(rows.transpose(0, 1), torch.zeros(4, 5))
+    assert torch_private.view_of_a_product in seen
     assert not torch_private.schema_of(torch_private.view_of_a_product.default).returns[0].alias_info
 
 

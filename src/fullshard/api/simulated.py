@@ -20,18 +20,11 @@ from fullshard.core.sizes import all_reduce_nbytes
 
 @dataclass(slots=True)
 class SimulatedCollectives(Collectives):
-    """One of `size` ranks that never hears from the others.
-
-    Attributes:
-        rank, size: the part that is played.
-        sent_nbytes: bytes this rank would have sent so far.
-        calls: collectives so far.
-    """
+    """One of `size` ranks that never hears from the others; `sent_nbytes` is what it would have sent so far."""
 
     rank: int
     size: int
     sent_nbytes: int = 0
-    calls: int = 0
 
     def _buffer(self, spec: BufferSpec) -> FullBuffer:
         return ResizedBuffer(self, spec)
@@ -60,7 +53,6 @@ class SimulatedCollectives(Collectives):
 
     def _done(self, result: torch.Tensor, nbytes: int) -> Work:
         self.sent_nbytes += nbytes
-        self.calls += self.size > 1
         return completed(result)
 
 

@@ -44,28 +44,24 @@ Step = Callable[[nn.Module], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """The engine's actions, and the planner's prediction.
+    """The engine's actions in one step, after the first, and the planner's prediction.
 
     Attributes:
         sharding: the line at start-up.
-        events: of one step, after the first.
-        predicted: the same by the planner.
-        traffic, counted: bytes this rank sends in it: predicted, and (gather, reduce, replicate) as they were sent.
+        traffic, counted: bytes this rank sends: predicted, and (gather, reduce, replicate) as they were sent.
         main_nbytes, predicted_main_nbytes: bytes of the main weights.
-        build_seconds, shard_seconds, step_seconds: of this process.
-        unit_seconds: of a step, per unit and micro-batch: what the host spends, arithmetic left out.
+        shard_seconds: of this process.
+        unit_seconds: of this process for the step, per unit and micro-batch; arithmetic is left out.
     """
 
     sharding: Sharding
     events: list[Event]
     predicted: list[Event]
     traffic: Traffic
-    counted: tuple[int, int, int]
+    counted: tuple[int, ...]
     main_nbytes: int
     predicted_main_nbytes: int
-    build_seconds: float
     shard_seconds: float
-    step_seconds: float
     unit_seconds: float
 
     @property
@@ -98,7 +94,7 @@ class NoWeights:
     """A source that says it has every parameter and gives none: on the meta device there is nothing to fill."""
 
     def start(self, model: nn.Module) -> None:
-        """Do nothing: there is no source to look up."""
+        """Do nothing."""
 
     def make_whole(self, module: nn.Module, device: torch.device) -> None:
         """Do nothing: buffers come with the model, and lose their data when they are moved to the meta device."""
@@ -108,10 +104,10 @@ class NoWeights:
         return True
 
     def read(self, slot: Slot, interval: Interval, out: torch.Tensor) -> None:
-        """Do nothing: the target has no memory."""
+        """Do nothing."""
 
     def initialize(self, module: nn.Module) -> bool:
-        """Return True: parameters without data need no values."""
+        """Return True."""
         return True
 
 
@@ -137,17 +133,16 @@ def simulate(
     if job.method != "full":
         raise ConfigError("only full training can be simulated")
     replicate_size, shard_size = job.row.mesh_shape(world_size, job.shard_size)
-    start = time.perf_counter()
     with meta_parameters():
         model = build().float()
     shape = model_shape(model)
     if job.wrap_embeddings:
         shape = shape.with_own_embeddings()
-    built = time.perf_counter()
+    start = time.perf_counter()
     mesh = simulated_mesh(rank=rank, replicate_size=replicate_size, shard_size=shard_size, device=torch.device("meta"))
     events: list[Event] = []
     shard_without_weights(model, job, mesh, events.append)
-    sharded = time.perf_counter()
+    shard_seconds = time.perf_counter() - start
     sent, seconds = _second_step(model, job, mesh, events, run or _causal_step(job))
     layout = lay_out(
         shape,
@@ -171,9 +166,7 @@ def simulate(
             tensor.nbytes for unit in units_of(model) for bucket in unit.buckets for tensor in bucket.stored
         ),
         predicted_main_nbytes=sum(bucket.main_nbytes for bucket in layout.buckets),
-        build_seconds=built - start,
-        shard_seconds=sharded - built,
-        step_seconds=seconds,
+        shard_seconds=shard_seconds,
         unit_seconds=seconds / len(layout.units) / job.accumulation,
     )
 
@@ -208,27 +201,25 @@ def shard_without_weights(model: nn.Module, job: Job, mesh: Mesh, event_sink: Ev
 
 def _second_step(
     model: nn.Module, job: Job, mesh: Mesh, events: list[Event], run: Step
-) -> tuple[tuple[int, int, int], float]:
+) -> tuple[tuple[int, ...], float]:
     """Run two steps, and leave the events of the second, which has a recorded order to follow.
 
     Returns:
         Bytes it sent along (gather, reduce, replicate), and its seconds.
     """
+    ways = [way for way in (mesh.gather, mesh.reduce, mesh.replicate) if isinstance(way, SimulatedCollectives)]
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     for _ in range(2):
         events.clear()
-        before = [_sent(collectives) for collectives in (mesh.gather, mesh.reduce, mesh.replicate)]
+        for way in ways:
+            way.sent_nbytes = 0
         begin = time.perf_counter()
         for _ in range(job.accumulation):
             run(model).backward()
         optimizer.step()
         seconds = time.perf_counter() - begin
         optimizer.zero_grad()
-    gather, reduce, replicate = (
-        _sent(collectives) - earlier
-        for collectives, earlier in zip((mesh.gather, mesh.reduce, mesh.replicate), before, strict=True)
-    )
-    return (gather, reduce, replicate), seconds
+    return tuple(way.sent_nbytes for way in ways), seconds
 
 
 def transformers_model(values: dict[str, Any], *, attention: str | None = None) -> Callable[[], nn.Module]:
@@ -283,24 +274,13 @@ def _causal_step(job: Job) -> Step:
         # A whole mask, because Transformers would look at the values of anything less.
         mask = torch.ones(job.micro_batch, 1, job.seq_len, job.seq_len, dtype=torch.bool, device="meta")
         config: Any = model.config
+        inputs = {"input_ids": tokens} | ({} if config.model_type in _OWN_MASK else {"attention_mask": mask})
         if getattr(config, "is_encoder_decoder", False):
-            inputs = {"decoder_input_ids": tokens, "decoder_attention_mask": mask}
             if model.main_input_name == "input_features":  # speech: two frames become one position
                 frames = 2 * config.max_source_positions
-                sound = torch.zeros(job.micro_batch, config.num_mel_bins, frames, device="meta")
-                inputs |= {"input_features": sound}
-            else:
-                inputs |= {"input_ids": tokens, "attention_mask": mask}
-        elif config.model_type in _OWN_MASK:
-            inputs = {"input_ids": tokens}
-        else:
-            inputs = {"input_ids": tokens, "attention_mask": mask}
+                inputs = {"input_features": torch.zeros(job.micro_batch, config.num_mel_bins, frames, device="meta")}
+            inputs |= {"decoder_input_ids": tokens, "decoder_attention_mask": mask}
         loss: torch.Tensor = model(**inputs, labels=tokens).loss
         return loss
 
     return run
-
-
-def _sent(collectives: Any) -> int:
-    assert isinstance(collectives, SimulatedCollectives)  # noqa: S101 -- this module made the mesh
-    return collectives.sent_nbytes

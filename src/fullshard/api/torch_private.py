@@ -67,9 +67,6 @@ copy_all, zero_all = torch.ops.aten._foreach_copy_, torch.ops.aten._foreach_zero
 view_of_a_product = torch.ops.aten._unsafe_view
 """Another shape of a product's fresh result; its schema does not say so, and it launches nothing. Since 2.0."""
 
-softmaxes = (torch.ops.aten._softmax, torch.ops.aten._log_softmax, torch.ops.aten._log_softmax_backward_data)
-"""Compute an exponential for each element. Since 2.0."""
-
 grouped_matmul = torch.ops.aten._grouped_mm
 """Multiplies rows by the weights of experts; the counter of FLOP does not know it. Since 2.8."""
 

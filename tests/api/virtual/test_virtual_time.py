@@ -25,7 +25,7 @@ from fullshard.core.errors import ConfigError
 from fullshard.plan.attention import attention_flops, part_of_size
 from fullshard.plan.evaluate import evaluate
 from fullshard.plan.families import from_config
-from fullshard.plan.hardware import Cluster, parse_cluster
+from fullshard.plan.hardware import parse_cluster
 from fullshard.plan.host import HostCosts
 from fullshard.plan.job import Job
 from fullshard.plan.library import MODELS, load_model
@@ -80,7 +80,7 @@ def test_memory_is_taken_again_by_the_stream_it_belongs_to() -> None:
     rest = memory.take(18 * MIB, "a")
     assert memory.reserved == 30 * MIB
     memory.take(12 * MIB, "b")
-    assert (memory.reserved, memory.segments) == (42 * MIB, 2)
+    assert memory.reserved == 42 * MIB
     memory.give(rest)
     memory.give(small)
     assert memory.take(30 * MIB, "a") is not None  # one block again
@@ -115,7 +115,7 @@ def test_an_optimizer_reads_and_writes_what_the_plan_says() -> None:
     """Although its kernel returns nothing: weights, gradients and two moments read, all but the gradients written."""
     cluster = parse_cluster("8xH100")
     step = time_step(SMALL, FEW, cluster)
-    [update] = [s for s in step.slices if "_fused_adamw_" in s.name]
+    [update] = [s for s in step.tasks if "_fused_adamw_" in s.name]
     shard_nbytes = step.state / 3  # between steps there are weights and two moments
     bandwidth = cluster.device.memory_bandwidth * cluster.device.link_efficiency
     seconds = OPTIMIZERS["adamw-fused"].passes * shard_nbytes / bandwidth
@@ -126,7 +126,7 @@ def test_attention_reaches_what_its_kernel_does() -> None:
     cluster = parse_cluster("8xH100")
     job, model = Job.of({"seq_len": 4096}), load_model("Llama-2-7B")[0]
     step = time_step({**MODELS["Llama-2-7B"], "num_hidden_layers": 1}, job, cluster)
-    [there] = [s for s in step.slices if s.name.endswith("flash_attention")]
+    [there] = [s for s in step.tasks if s.name.endswith("flash_attention")]
     flops = attention_flops(model.blocks[0], 4096, 4096)
     part = part_of_size(model.blocks[0].head_dim, 4096, flash=cluster.device.flash)
     assert there.end - there.start == pytest.approx(flops / (cluster.device.flops * part), rel=0.02)
@@ -183,21 +183,9 @@ def test_a_window_is_a_mask_that_is_read_whole() -> None:
     for precision in ("bf16", "fp32"):
         job = Job.of({"precision": precision, "attention": "sdpa", "seq_len": 8192, "optimizer": "adamw-fused"})
         step, plan = time_step(values, job, cluster), evaluate(from_config(values, where="a test")[0], job, cluster)
-        assert sum(s.name.endswith("efficient_attention") for s in step.slices) == 2
+        assert sum(s.name.endswith("efficient_attention") for s in step.tasks) == 2
         assert plan.time.total == pytest.approx(step.seconds, rel=0.05)
         assert plan.memory.peak_of_step - cluster.device.framework == pytest.approx(step.peak_allocated, rel=0.05)
-
-
-def test_dropout_of_scores_writes_them_out_where_its_kernel_has_none() -> None:
-    job, values = Job.of({"precision": "fp32", "seq_len": 1024}), {**MODELS["GPT-2"], "n_layer": 1}
-    on_cpu, elsewhere = (time_step(values, job, cluster) for cluster in (_cpu(), parse_cluster("2xH100")))
-    assert [any("attention" in s.name for s in step.slices) for step in (on_cpu, elsewhere)] == [False, True]
-
-
-def _cpu(**figures: Any) -> Cluster:
-    """Two ranks of a host that share its memory."""
-    device = dataclasses.replace(parse_cluster("2xH100").device, framework=0, per_host=2, fresh_bandwidth=0.0)
-    return Cluster(dataclasses.replace(device, **figures), 2, 1)
 
 
 def test_values_may_be_narrower_than_keys() -> None:
@@ -220,18 +208,6 @@ def test_models_that_cannot_be_timed_are_named() -> None:
     t5 = {"model_type": "t5", "d_model": 64, "d_ff": 64, "d_kv": 16, "num_layers": 1, "num_heads": 4, "vocab_size": 64}
     with pytest.raises(ConfigError, match="no virtual time of T5ForConditionalGeneration"):
         time_step(t5, job, cluster)
-
-
-def test_on_a_cpu_nothing_runs_beside_anything_else() -> None:
-    plain = time_step(SMALL, FEW, _cpu())
-    assert plain.seconds == pytest.approx(sum(s.end - s.start for s in plain.slices))
-    assert plain.host == pytest.approx(0.0, abs=1e-9)  # it is the host that computes
-    gathers = [s for s in plain.slices if s.name == "all-gather"]
-    reductions = [s for s in plain.slices if s.name == "reduce-scatter"]
-    assert max(s.end - s.start for s in gathers) < 1e-5 < min(s.end - s.start for s in reductions)
-    slow = {"op_seconds": 1e-5, "unit_seconds": 1e-3, "fresh_bandwidth": 1e9, "function_seconds": 1e-9}
-    for name, value in slow.items():
-        assert time_step(SMALL, FEW, _cpu(**{name: value})).seconds > 1.01 * plain.seconds, name
 
 
 def test_the_host_takes_as_long_as_in_the_plan() -> None:
@@ -298,7 +274,7 @@ def test_the_message_about_what_was_used_hides_behind_the_device() -> None:
     assert usual.seconds == pytest.approx(without.seconds, rel=1e-9)
 
 
-def test_a_trace_and_a_picture(tmp_path: Path) -> None:
+def test_a_trace(tmp_path: Path) -> None:
     step = time_step(SMALL, FEW, parse_cluster("4xA100-80"))
     step.write_trace(tmp_path / "step.json")
     events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
@@ -306,9 +282,6 @@ def test_a_trace_and_a_picture(tmp_path: Path) -> None:
     assert names == {"compute", "gather", "reduce", "all ranks"}
     last = max(e["ts"] + e["dur"] for e in events if e["ph"] == "X")
     assert last == pytest.approx(step.seconds * 1e6)
-    pytest.importorskip("matplotlib")
-    step.draw(tmp_path / "step.svg")
-    assert "milliseconds" in (tmp_path / "step.svg").read_text()
 
 
 @pytest.mark.parametrize("name", sorted(RECORDED))
@@ -373,8 +346,6 @@ def test_the_command(tmp_path: Path) -> None:
     assert (figures["rank"], figures["devices"]) == (7, "8 x H100 in 1 host")
     events = json.loads(trace.read_text())["traceEvents"]
     assert max(e["ts"] + e["dur"] for e in events if e["ph"] == "X") == pytest.approx(figures["seconds"] * 1e6)
-    slow = CliRunner().invoke(app, [*usual, "-d", "8xH100", "--timeline", str(trace), "--launch-us", "500", "--json"])
-    assert json.loads(slow.stdout)["seconds"] > figures["seconds"]
     eager = CliRunner().invoke(
         app, [*usual, "-d", "8xH100", "--timeline", str(trace), "--attention", "eager", "--json"]
     )
@@ -383,18 +354,14 @@ def test_the_command(tmp_path: Path) -> None:
     assert "a step in virtual time" in text and f"wrote {trace}" in text
     alone = CliRunner().invoke(app, [*usual, "--devices", "1xH100", "--timeline", str(trace)]).output
     assert "(of 0.0 ms)" in alone and f"wrote {trace}" in alone
-    cpu = json.loads(CliRunner().invoke(app, [*usual, "-d", "2xCPU", "--timeline", str(trace), "--json"]).stdout)
-    assert cpu["seconds"] == pytest.approx(time_step(SMALL, FEW, parse_cluster("2xCPU")).seconds)  # its own host
     trace.unlink()
     for wrong, message in {
         ("--timeline", str(trace)): "on what?",
         ("--timeline", str(trace), "-d", "8xH100", "--world-size", "4"): "leave one out",
         ("--timeline", str(trace), "-d", "8xH100", "--rank", "8"): "rank 8 of 8 ranks",
-        ("--timeline", str(trace), "-d", "8xH100", "--launch-us", "inf"): "less than or equal to 1000000",
-        ("--plot", str(tmp_path / "x.bmp"), "-d", "8xNone"): "cannot draw into this kind of file",
+        ("--timeline", str(trace), "-d", "2xCPU"): "no virtual time on CPUs",
         (): "how many ranks?",
         ("--world-size", "8", "-d", "8xH100"): "of a step in virtual time",
-        ("--world-size", "8", "--launch-us", "3"): "of a step in virtual time",
         ("--world-size", "8", "--attention", "eager"): "of a step in virtual time",
     }.items():
         refused = CliRunner().invoke(app, [*usual, *wrong])

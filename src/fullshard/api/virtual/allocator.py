@@ -8,6 +8,7 @@ neighbours that are free become one. Only where none fits a new segment is asked
 from __future__ import annotations
 
 import bisect
+import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,38 +19,43 @@ SMALL, SMALL_SEGMENT = MIB, 2 * MIB
 MEDIUM, MEDIUM_SEGMENT = 10 * MIB, 20 * MIB
 ROUND = 2 * MIB
 
+_NUMBERS = itertools.count()
 
+
+@dataclass(slots=True, order=True)
 class SegmentPart:
-    """A part of a segment.
+    """A block, in the order in which free ones are looked through; `asked` is 0 while it is free."""
 
-    Attributes:
-        nbytes: of it.
-        stream: whom it belongs to.
-        before, after: neighbours in the segment.
-        is_free: whether it can be taken.
-        asked: bytes that were asked for.
-    """
+    nbytes: int
+    number: int = field(default_factory=lambda: next(_NUMBERS))
+    stream: Any = field(default=None, compare=False)
+    is_small: bool = field(default=False, compare=False)
+    asked: int = field(default=0, compare=False)
+    before: SegmentPart | None = field(default=None, compare=False, repr=False)
+    after: SegmentPart | None = field(default=None, compare=False, repr=False)
 
-    __slots__ = ("after", "asked", "before", "is_free", "is_small", "nbytes", "number", "stream")
+    def cut(self, size: int) -> SegmentPart:
+        """Keep `size` bytes, and return the rest."""
+        rest = SegmentPart(self.nbytes - size, stream=self.stream, is_small=self.is_small, before=self)
+        self.nbytes, rest.after = size, self.after
+        if rest.after is not None:
+            rest.after.before = rest
+        self.after = rest
+        return rest
 
-    def __init__(self, nbytes: int, stream: Any, number: int, *, is_small: bool) -> None:
-        self.nbytes, self.stream, self.number, self.is_small = nbytes, stream, number, is_small
-        self.before: SegmentPart | None = None
-        self.after: SegmentPart | None = None
-        self.is_free, self.asked = True, 0
+    def join(self) -> None:
+        """Take the next block in."""
+        assert self.after is not None  # noqa: S101 -- the caller has seen it
+        self.nbytes, self.after = self.nbytes + self.after.nbytes, self.after.after
+        if self.after is not None:
+            self.after.before = self
 
 
 @dataclass(slots=True)
 class Allocator:
-    """One device's.
+    """One device's memory: `capacity` bytes, of which `reserved` are in segments and `allocated` in use.
 
-    Args:
-        capacity: bytes of the device; before more is asked for, segments that are free go back.
-
-    Attributes:
-        allocated, reserved: bytes now.
-        peak_allocated, peak_reserved: the most, since `reset_peaks`.
-        segments: asked of the device so far.
+    The peaks count since `reset_peaks`. Before more than the capacity is asked for, segments that are free go back.
     """
 
     capacity: float = float("inf")
@@ -57,9 +63,7 @@ class Allocator:
     reserved: int = 0
     peak_allocated: int = 0
     peak_reserved: int = 0
-    segments: int = 0
-    _free: dict[tuple[Any, bool], list[tuple[int, int, SegmentPart]]] = field(default_factory=dict)
-    _count: int = 0
+    _free: dict[tuple[Any, bool], list[SegmentPart]] = field(default_factory=dict)
 
     def reset_peaks(self) -> None:
         """Count the peaks from now on."""
@@ -72,12 +76,12 @@ class Allocator:
         size = -(-nbytes // GRAIN) * GRAIN
         is_small = size <= SMALL
         pool = self._free.setdefault((stream, is_small), [])
-        place = bisect.bisect_left(pool, (size, -1))
-        block = pool.pop(place)[2] if place < len(pool) else self._segment(size, stream, is_small=is_small)
+        place = bisect.bisect_left(pool, size, key=lambda block: block.nbytes)
+        block = pool.pop(place) if place < len(pool) else self._segment(size, stream, is_small=is_small)
         rest = block.nbytes - size
         if rest >= GRAIN if is_small else rest > SMALL:
-            self._split(block, size)
-        block.is_free, block.asked = False, size
+            bisect.insort(pool, block.cut(size))
+        block.asked = size
         self.allocated += size
         self.peak_allocated = max(self.peak_allocated, self.allocated)
         return block
@@ -87,45 +91,24 @@ class Allocator:
         if block is None:
             return
         self.allocated -= block.asked
-        block.is_free, block.asked = True, 0
+        block.asked = 0
         pool = self._free[block.stream, block.is_small]
-        for other in (block.before, block.after):
-            if other is not None and other.is_free:
-                pool.remove((other.nbytes, other.number, other))
-                block = _joined(other, block) if other is block.before else _joined(block, other)
-        bisect.insort(pool, (block.nbytes, block.number, block))
+        if block.after is not None and not block.after.asked:
+            pool.remove(block.after)
+            block.join()
+        if block.before is not None and not block.before.asked:
+            block = block.before
+            pool.remove(block)
+            block.join()
+        bisect.insort(pool, block)
 
     def _segment(self, size: int, stream: Any, *, is_small: bool) -> SegmentPart:
         nbytes = SMALL_SEGMENT if is_small else MEDIUM_SEGMENT if size < MEDIUM else -(-size // ROUND) * ROUND
         if self.reserved + nbytes > self.capacity:
-            self.give_back()
+            for pool in self._free.values():
+                whole = [block for block in pool if block.before is None and block.after is None]
+                self.reserved -= sum(block.nbytes for block in whole)
+                pool[:] = [block for block in pool if block not in whole]
         self.reserved += nbytes
         self.peak_reserved = max(self.peak_reserved, self.reserved)
-        self.segments += 1
-        self._count += 1
-        return SegmentPart(nbytes, stream, self._count, is_small=is_small)
-
-    def give_back(self) -> None:
-        """Return unused segments to the device."""
-        for key, pool in self._free.items():
-            kept = [entry for entry in pool if entry[2].before is not None or entry[2].after is not None]
-            self.reserved -= sum(entry[0] for entry in pool) - sum(entry[0] for entry in kept)
-            self._free[key] = kept
-
-    def _split(self, block: SegmentPart, size: int) -> None:
-        self._count += 1
-        rest = SegmentPart(block.nbytes - size, block.stream, self._count, is_small=block.is_small)
-        rest.before, rest.after, block.nbytes = block, block.after, size
-        if block.after is not None:
-            block.after.before = rest
-        block.after = rest
-        bisect.insort(self._free[block.stream, block.is_small], (rest.nbytes, rest.number, rest))
-
-
-def _joined(first: SegmentPart, second: SegmentPart) -> SegmentPart:
-    first.nbytes += second.nbytes
-    first.after = second.after
-    if second.after is not None:
-        second.after.before = first
-    first.is_free = True
-    return first
+        return SegmentPart(nbytes, stream=stream, is_small=is_small)

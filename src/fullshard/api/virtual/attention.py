@@ -20,7 +20,7 @@ NAME = "virtual"
 
 
 def register(job: Job, device: Device) -> str:
-    """Make it known to Transformers, for a job on a device; returns its name there."""
+    """Make attention of a job on a device known to Transformers; return its name there."""
     import_extra("transformers", extra="hf", purpose="simulating a Transformers model")
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -73,6 +73,6 @@ def _attend(
             for tensor in (key, value)
         )
     read = None
-    if way == "masked" and not device.is_cpu:  # made of the window for each layer, of the dtype of compute
+    if way == "masked":  # made of the window for each layer, of the dtype of compute
         read = query.new_zeros(query.shape[0], 1, query.shape[2], key.shape[2]).expand(-1, query.shape[1], -1, -1)
     return torch_private.attend(query, key, value, read)[..., :width].transpose(1, 2).contiguous(), None

@@ -1,7 +1,4 @@
-"""The cost of an operation: the larger of its FLOP and its bytes, each at the speed that training reaches.
-
-On a CPU both, one after the other, and what its functions take.
-"""
+"""The cost of an operation: the larger of its FLOP and its bytes, each at the speed that training reaches."""
 
 from __future__ import annotations
 
@@ -25,10 +22,6 @@ _NO_KERNEL = {aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, a
 
 _LOOKUPS = {aten.embedding, aten.index_select, aten.index, aten.gather}
 """Read as much as they write, whatever the size of what they look it up in."""
-
-_FUNCTIONS = {aten.exp, aten.silu, aten.silu_backward, aten.gelu, aten.gelu_backward, aten.sigmoid, aten.tanh, aten.cos,
-              aten.sin, *torch_private.softmaxes}  # fmt: skip
-"""Compute one for each element."""
 
 _ONLY_WRITTEN = {aten.copy_, aten.zero_, aten.fill_, torch_private.copy_all, torch_private.zero_all}
 """Their first argument is not read."""
@@ -55,22 +48,9 @@ def seconds(operation: Any, given: Sequence[Any], named: dict[str, Any], made: A
     read = given[:1] if is_attention else given  # attention keeps sums in float32 beside
     is_wide = any(isinstance(value, torch.Tensor) and value.dtype is torch.float32 for value in read)
     peak, part = device.flops_fp32 if is_wide else device.flops, device.efficiency
-    if is_attention and not device.is_cpu and not is_wide:
+    if is_attention and not is_wide:
         part = part_of_size(given[0].shape[-1], given[1].shape[-2], flash=device.flash)
-    moved = _moved(operation, given, named, made)
-    each = flops / (peak * part), moved / device.memory_speed
-    if not device.is_cpu:
-        return max(each)
-    return sum(each) + device.function_seconds * _functions(operation, given, made)
-
-
-def _functions(operation: Any, given: Sequence[Any], made: Any) -> int:
-    """Return how many exponentials and the like it computes, which take a CPU longer than reading their arguments."""
-    kind = operation.overloadpacket
-    if "attention" in operation.name():
-        *_, heads, queries, _ = given[0].shape
-        return int(given[0].shape[0] * heads * queries * given[1].shape[-2])  # of scores that a mask leaves out, too
-    return max((t.numel() for t in tensors_of(made)), default=0) if kind in _FUNCTIONS else 0
+    return max(flops / (peak * part), _moved(operation, given, named, made) / device.memory_speed)
 
 
 def _flops(operation: Any, given: Sequence[Any], named: dict[str, Any], made: Any) -> float:
@@ -95,18 +75,15 @@ def _is_causal(operation: Any, given: Sequence[Any], named: dict[str, Any]) -> b
 
 
 def _moved(operation: Any, given: Sequence[Any], named: dict[str, Any], made: Any) -> float:
-    kind, name = operation.overloadpacket, operation.name()
+    kind = operation.overloadpacket
     written = {id(t): t for t in tensors_of(made) or tensors_of(_changed(operation, given))}
     read = {id(t): t for t in tensors_of((given, list(named.values())))}
     if kind in _LOOKUPS:
         return 2.0 * sum(map(_nbytes, written.values()))
-    if name == "fsdp::all_gather_copy_in":  # torch's, into a part of its result
+    if operation.name() == "fsdp::all_gather_copy_in":  # torch's, into a part of its result
         return 2.0 * sum(map(_nbytes, given[0]))
     if kind in _ONLY_WRITTEN:
-        targets = {id(t) for t in tensors_of(given[:1])}
-        return float(sum(map(_nbytes, tensors_of(given[:1])))) + sum(
-            _nbytes(t) for key, t in read.items() if key not in targets
-        )
+        written = {}
     return float(sum(map(_nbytes, [*read.values(), *written.values()])))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,9 +24,6 @@ from fullshard.plan.hardware import Cluster
 from fullshard.plan.host import HostCosts
 from fullshard.plan.time import CONTENTION, STEP_LATENCY, steps
 from fullshard.plan.traffic import carried, exchanged
-
-_OWN_PAGES_NBYTES = 2**25
-"""A CPU's allocator gives tensors of so many bytes or more new pages: glibc's largest mmap threshold."""
 
 
 class VirtualEvent:
@@ -116,10 +113,9 @@ class VirtualDevice(torch_private.DispatchMode):
 
     Args:
         cluster: the cluster that it belongs to.
-        host: the times that the host takes. A CPU is its own host, which goes on when an operation is over.
+        host: the times that the host takes.
 
     Attributes:
-        clock, memory: of it.
         current: the stream that operations go to.
         launches: operations with a kernel so far.
         curve: (host's seconds, allocated bytes) at each change.
@@ -139,7 +135,7 @@ class VirtualDevice(torch_private.DispatchMode):
         self.begin = _Begin()
         self._known: dict[int, _Memory] = {}
         self._imagined = 0
-        self._leaving: list[tuple[_Memory, list[Task]]] = []
+        self._leaving: list[tuple[SegmentPart | None, list[Task]]] = []
 
     def begin_record(self) -> None:
         """Count peaks, and keep the curve of memory, from now on."""
@@ -147,21 +143,10 @@ class VirtualDevice(torch_private.DispatchMode):
         self.curve.clear()
         self.begin = _Begin(self.clock.host, self.clock.blocked, self.launches, self.collectives, self.memory.allocated)
 
-    @contextlib.contextmanager
-    def at(self, phase: str) -> Iterator[None]:
-        """Book tasks launched within the block under `phase`."""
-        before, self.phase = self.phase, phase
-        try:
-            yield
-        finally:
-            self.phase = before
-
     def note_event(self, event: Event) -> None:
         """Note the unit that the engine is at: a sink of its events."""
         if event.kind in (EventKind.FORWARD_BEGIN, EventKind.BACKWARD_BEGIN):
             self.phase = f"{self.phase.partition(' ')[0]} {event.unit}"
-        elif event.kind is EventKind.FORWARD_END and self.cluster.device.unit_seconds:
-            self.clock_task("hooks of a unit", DEVICE, self.cluster.device.unit_seconds)
 
     # -- operations ---------------------------------------------------------------------------------------------
 
@@ -182,53 +167,28 @@ class VirtualDevice(torch_private.DispatchMode):
             return made
         if costs.is_view(function):
             self.clock.host += self.host.view
-            if self.cluster.device.op_seconds:
-                self.clock_task(str(function.overloadpacket._qualified_op_name), DEVICE, self.cluster.device.op_seconds)
         else:
-            self.run(
-                str(function.overloadpacket._qualified_op_name),
-                costs.seconds(function, given, named, made, self.cluster.device),
-            )
+            self.clock.host += self.host.launch
+            self.launches += 1
+            work = costs.seconds(function, given, named, made, self.cluster.device)
+            self.clock_task(str(function.overloadpacket._qualified_op_name), DEVICE, work)
         for tensor in outputs:
             self._note(tensor, given)
         return made
-
-    def run(self, name: str, work: float) -> Task:
-        """Run a kernel on the current stream."""
-        self.clock.host += self.host.launch
-        self.launches += 1
-        return self.clock_task(name, DEVICE, work + self.cluster.device.op_seconds)
 
     def clock_task(self, name: str, resource: str, work: float, latency: float = 0.0) -> Task:
         """Launch work on the current stream."""
         task = self.clock.launch(self.current.queue, name, resource, work, latency)
         task.phase = self.phase
-        if self.cluster.device.is_cpu:
-            self.clock.block(task)
         return task
 
-    # -- collectives --------------------------------------------------------------------------------------------
-
-    def gather_cost(self, nbytes: int, ranks: int, *, stride: int, times: int = 1) -> tuple[str, float, float]:
-        """Return link, seconds and latency of an all-gather, for which ranks that share memory do nothing."""
-        is_shared = self.cluster.device.is_cpu and self.cluster.shares_memory and ranks <= self.cluster.per_host
-        return self.collective_cost(0 if is_shared else nbytes, ranks, stride=stride, times=times)
-
-    def collective_cost(self, nbytes: int, ranks: int, *, stride: int, times: int = 1) -> tuple[str, float, float]:
-        """Return link, seconds and latency of a reduce-scatter (twice: an all-reduce)."""
-        return self._link_cost(carried, nbytes, ranks, stride, times)
-
-    def exchange_cost(self, nbytes: int, ranks: int, *, stride: int, times: int = 1) -> tuple[str, float, float]:
-        """Return link, seconds and latency of an exchange in which each rank gets `nbytes`."""
-        return self._link_cost(exchanged, nbytes, ranks, stride, times)
-
-    def _link_cost(
-        self, on_links: Callable[..., tuple[float, float]], nbytes: int, ranks: int, stride: int, times: int
-    ) -> tuple[str, float, float]:
+    def collective(self, what: str, nbytes: int, ranks: int, *, stride: int, times: int) -> Task:
+        """Launch a collective of `nbytes` on the current stream; an all-reduce is a reduce-scatter twice."""
+        on_links = exchanged if what == "all-to-all" else carried
         sent = on_links(times * nbytes, ranks, stride=stride, ranks_per_host=self.cluster.per_host)
         inside, across = self.cluster.device.link_seconds(*sent, times=times)
-        name = "link" if inside >= across else "link between hosts"
-        return name, max(inside, across), steps(ranks, times=times) * STEP_LATENCY
+        link = "link" if inside >= across else "link between hosts"
+        return self.clock_task(what, link, max(inside, across), steps(ranks, times=times) * STEP_LATENCY)
 
     # -- memory -------------------------------------------------------------------------------------------------
 
@@ -241,47 +201,34 @@ class VirtualDevice(torch_private.DispatchMode):
             return
         self._take(storage, storage.nbytes())
 
-    def _take(self, storage: Any, nbytes: int, *, is_kept: bool = False) -> None:
-        self._collect()
+    def _take(self, storage: Any, nbytes: int) -> None:
+        while self._leaving and all(map(self.clock.is_over, self._leaving[0][1])):
+            self.memory.give(self._leaving.pop(0)[0])
         key = torch_private.storage_id(storage)
         memory = self._known.get(key)
         if memory is None:
             memory = self._known[key] = _Memory(None, self.current.queue)
-            memory.death = weakref.ref(storage, lambda _: self._die(key))
+            memory.death = weakref.ref(storage, lambda _: self._give(self._known.pop(key, None)))
         memory.block, memory.stream = self.memory.take(nbytes, self.current.queue), self.current.queue
-        device = self.cluster.device
-        if nbytes >= _OWN_PAGES_NBYTES and device.fresh_bandwidth and not is_kept:
-            # Without the cost of writing it, which is the operation's.
-            seconds = nbytes / device.fresh_bandwidth - nbytes / device.memory_bandwidth
-            self.clock_task("new pages", DEVICE, max(0.0, seconds))
         self.curve.append((self.clock.host, self.memory.allocated))
 
-    def _die(self, key: int) -> None:
-        memory = self._known.pop(key, None)
-        if memory is not None:
-            self._give(memory)
-
-    def _give(self, memory: _Memory) -> None:
-        tasks = [stream.last for stream in memory.users if stream.last is not None]
-        memory.users = []
-        if tasks:
-            self._leaving.append((_Memory(memory.block, memory.stream), tasks))
+    def _give(self, memory: _Memory | None) -> None:
+        """Free memory: what other streams have used, once they are done with it."""
+        if memory is None:
+            return
+        if tasks := [stream.last for stream in memory.users if stream.last is not None]:
+            self._leaving.append((memory.block, tasks))
         else:
             self.memory.give(memory.block)
-        memory.block = None
+        memory.block, memory.users = None, []
         self.curve.append((self.clock.host, self.memory.allocated))
-
-    def _collect(self) -> None:
-        """Free the memory that other streams have used and are done with."""
-        while self._leaving and all(map(self.clock.is_over, self._leaving[0][1])):
-            self.memory.give(self._leaving.pop(0)[0].block)
 
     def resize(self, storage: Any, nbytes: int) -> None:
         """Follow a storage that is about to have another size."""
         memory = self._known.get(torch_private.storage_id(storage))
         if memory is not None and memory.block is not None:
             self._give(memory)
-        self._take(storage, nbytes, is_kept=self.cluster.shares_memory)  # the unsharded buffer stays where it is then
+        self._take(storage, nbytes)
 
     def used_by(self, tensor: torch.Tensor, stream: VirtualStream) -> None:
         """Do what `tensor.record_stream(stream)` does."""
@@ -307,31 +254,34 @@ class VirtualDevice(torch_private.DispatchMode):
             else:
                 record(tensor, stream)
 
-        storages.resize_, tensors.record_stream = resize_, record_stream
-        try:
-            with self._knowing_shapes(), self, answered():
-                yield self
-        finally:
-            storages.resize_, tensors.record_stream = resize, record
-
-    @contextlib.contextmanager
-    def _knowing_shapes(self) -> Iterator[None]:
-        """Count no memory for tensors torch makes to learn a shape: fake ones, and DTensor's on the meta device."""
-
-        def imagined(function: Any) -> Any:
-            def imagine(*given: Any) -> Any:
-                self._imagined += 1
-                try:
-                    return function(*given)
-                finally:
-                    self._imagined -= 1
-
-            return imagine
-
-        for place in torch_private.shapes_learnt:
-            setattr(place.owner, place.name, imagined(place.torchs))
-        try:
-            yield
-        finally:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(instead(storages, "resize_", resize_))
+            stack.enter_context(instead(tensors, "record_stream", record_stream))
             for place in torch_private.shapes_learnt:
-                setattr(place.owner, place.name, place.torchs)
+                stack.enter_context(instead(place.owner, place.name, self._imagined_by(place.torchs)))
+            stack.enter_context(self)
+            stack.enter_context(answered())
+            yield self
+
+    def _imagined_by(self, function: Any) -> Any:
+        """Return a function like this one of torch's, whose tensors exist to learn a shape and take no memory."""
+
+        def imagine(*given: Any) -> Any:
+            self._imagined += 1
+            try:
+                return function(*given)
+            finally:
+                self._imagined -= 1
+
+        return imagine
+
+
+@contextlib.contextmanager
+def instead(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Give an object another attribute of this name within the block."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)

@@ -1,20 +1,26 @@
-"""Process groups of the virtual device, with NCCL's order: one collective of a communicator after the other.
+"""One process as one rank of many: torch.distributed with process groups of the virtual device, and no other rank.
 
-This rank's part is played; the others do the same at the same time. Collectives that are asked for without `async_op`
-run on the current stream, others on one of the communicator's own, as in torch's process group for NCCL. Tensors of the
-CPU are messages between hosts, which the host waits for.
+As with NCCL a communicator runs one collective after the other: on the current stream if they are asked for without
+`async_op`, else on a stream of its own. Tensors of the CPU are messages between hosts, which the host waits for.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from fullshard.api import torch_private
 from fullshard.api.virtual.clock import Task
 from fullshard.api.virtual.device import VirtualDevice, VirtualStream
+from fullshard.comm.mesh import Mesh
+
+_NAME = "virtual"
+_playing: list[VirtualDevice] = []
 
 # Without types: torch calls the methods by place, and declares overloads that are not called here.
 _WORK: Any = dist.Work
@@ -44,21 +50,9 @@ class VirtualWork(_WORK):  # type: ignore[misc]
 
 
 class VirtualGroup(_GROUP):  # type: ignore[misc]
-    """One communicator.
+    """One communicator of `size` ranks, `stride` apart; `title` is the name of its stream, for people."""
 
-    Args:
-        device: whose clocks it takes.
-        name: for people.
-        rank, size: this rank's place in it.
-        stride: how far apart its ranks are.
-
-    Attributes:
-        title: of its stream.
-        sent_nbytes: bytes that this rank would have sent.
-        is_in_order: memory is written only after all ranks have read their parts of it.
-    """
-
-    is_in_order = True
+    is_in_order = True  # memory is written only after all ranks have read their parts of it
 
     def __init__(self, device: VirtualDevice, name: str, rank: int, size: int, stride: int = 1) -> None:
         super().__init__(rank, size)
@@ -66,7 +60,6 @@ class VirtualGroup(_GROUP):  # type: ignore[misc]
         self.name = self.title = name
         self._stream: VirtualStream | None = None
         self._last: Task | None = None
-        self.sent_nbytes = 0
 
     def getBackendName(self) -> str:
         """Return the backend's name, for torch."""
@@ -83,7 +76,6 @@ class VirtualGroup(_GROUP):  # type: ignore[misc]
         if whole and not whole[0].is_meta:
             device.clock.host += device.host.message * math.ceil(math.log2(max(2, self._members)))
             return VirtualWork(device, None, [])
-        self.sent_nbytes += times * (nbytes // self._members) * (self._members - 1)
         device.collectives += 1
         device.clock.host += device.host.collective
         stream = device.current
@@ -93,11 +85,8 @@ class VirtualGroup(_GROUP):  # type: ignore[misc]
             stream = self._stream
             stream.wait_stream(device.current)
         device.clock.have_wait(stream.queue, self._last)
-        costs = {"all-gather": device.gather_cost, "all-to-all": device.exchange_cost}
-        cost = costs.get(what, device.collective_cost)
-        resource, work, latency = cost(nbytes, self._members, stride=self._stride, times=times)
         with stream:
-            self._last = device.clock_task(what, resource, work, latency)
+            self._last = device.collective(what, nbytes, self._members, stride=self._stride, times=times)
         return VirtualWork(device, self._last, whole if is_async else [])
 
     def allreduce(self, tensors: list[torch.Tensor], options: Any = None) -> Any:
@@ -109,7 +98,7 @@ class VirtualGroup(_GROUP):  # type: ignore[misc]
         return self._meet("broadcast", tensors, options)
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], options: Any = None) -> Any:
-        """See `torch.distributed`. Between hosts all say the same."""
+        """See `torch.distributed`. Here all say the same."""
         for output in outputs[0]:
             output.copy_(inputs[0])
         return self._meet("all-gather", outputs[0], options)
@@ -133,3 +122,32 @@ class VirtualGroup(_GROUP):  # type: ignore[misc]
         return self._meet("barrier", [torch.zeros(1)], opts)
 
     _allgather_base, _reduce_scatter_base, alltoall_base = all_gather_single, reduce_scatter_single, all_to_all_single
+
+
+@contextlib.contextmanager
+def playing(device: VirtualDevice, rank: int, world_size: int) -> Iterator[None]:
+    """Initialise `torch.distributed`, and make `device` the meta device, within the block."""
+    if not hasattr(dist.Backend, _NAME.upper()):
+        dist.Backend.register_backend(_NAME, _make, extended_api=True, devices=["cpu", "meta"])
+    _playing.append(device)
+    dist.init_process_group(_NAME, rank=rank, world_size=world_size, store=torch_private.store_of_nobody())
+    try:
+        with device.running():
+            yield
+    finally:
+        dist.destroy_process_group()
+        _playing.pop()
+
+
+def name_groups(mesh: Mesh) -> None:
+    """Name the groups of a mesh after their purpose."""
+    kinds = {"gather": mesh.gather, "reduce": mesh.reduce, "all-reduce": mesh.replicate}
+    for group, name in [(mesh.world_group, "all ranks"), *((getattr(c, "group", None), n) for n, c in kinds.items())]:
+        if isinstance(group, VirtualGroup):
+            group.title = name
+
+
+def _make(options: Any, _: Any) -> VirtualGroup:
+    ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
+    stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    return VirtualGroup(_playing[-1], str(options.group_id), options.group_rank, options.group_size, stride)

@@ -1,24 +1,131 @@
-"""A step of fullshard in virtual time."""
+"""A step of fullshard in virtual time: its figures, and a trace for Perfetto or chrome://tracing."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
+from fullshard.api import torch_private
 from fullshard.api.simulation import shard_without_weights, transformers_model
 from fullshard.api.virtual.attention import register
-from fullshard.api.virtual.device import VirtualDevice
-from fullshard.api.virtual.ranks import name_groups, playing
-from fullshard.api.virtual.step import TokenBatch, fused_dropout, fused_optimizers, last_step
-from fullshard.api.virtual.timeline import Timeline
+from fullshard.api.virtual.clock import DEVICE, Task
+from fullshard.api.virtual.device import VirtualDevice, instead
+from fullshard.api.virtual.group import name_groups, playing
 from fullshard.comm.mesh import init_mesh
-from fullshard.core.errors import ConfigError
+from fullshard.core.errors import ConfigError, FullshardError
+from fullshard.core.files import write_text
+from fullshard.core.sizes import MIB
 from fullshard.features import meta_parameters
 from fullshard.plan.hardware import Cluster
 from fullshard.plan.host import HostCosts
 from fullshard.plan.job import Job
+
+STEPS = 2
+"""The first makes the optimizer's state and learns the order of units; the second is like all that follow."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """The figures of one step.
+
+    Attributes:
+        seconds: from the first launch to the end of the last task.
+        compute: seconds in which a kernel runs.
+        communication: seconds in which something is sent, beside computing or not.
+        exposed: those of them in which no kernel runs.
+        idle: seconds in which nothing runs: the device waits for the host.
+        host: seconds until the host has launched everything, without `blocked`.
+        blocked: seconds that the host waits for the device before that.
+        launches, collectives: of the host.
+        peak_allocated, peak_reserved: bytes on the device.
+        state: bytes allocated before the step.
+    """
+
+    seconds: float
+    compute: float
+    communication: float
+    exposed: float
+    idle: float
+    host: float
+    blocked: float
+    launches: int
+    collectives: int
+    peak_allocated: int
+    peak_reserved: int
+    state: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline(Figures):
+    """One step: its figures, its tasks, and (seconds, bytes allocated), by the host's clock, which began at `begin`."""
+
+    begin: float
+    tasks: Sequence[Task]
+    memory: Sequence[tuple[float, int]]
+
+    def figures(self) -> dict[str, float | int]:
+        """Return the figures, for a record."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(Figures)}
+
+    def write_trace(self, path: Path) -> None:
+        """Write it in Chrome's trace format, which Perfetto reads, too."""
+        streams = list(dict.fromkeys(task.stream for task in self.tasks))
+        events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "args": {"name": "virtual time"}}]
+        for number, stream in enumerate(streams):
+            events.append({"ph": "M", "tid": number, "name": "thread_name", "args": {"name": stream}})
+        events += [
+            {
+                "ph": "X",
+                "tid": streams.index(task.stream),
+                "name": task.name,
+                "cat": task.resource,
+                "ts": (task.start - self.begin) * 1e6,
+                "dur": (task.end - task.start) * 1e6,
+                "args": {"unit": task.phase, "launched, us": (task.launched - self.begin) * 1e6},
+            }
+            for task in self.tasks
+        ]
+        for moment, nbytes in self.memory:
+            values = {"MiB": round(nbytes / MIB)}
+            events.append({"ph": "C", "name": "allocated", "ts": (moment - self.begin) * 1e6, "args": values})
+        events = [{"pid": 0, **event} for event in events]
+        write_text(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBatch:
+    """Token ids of one micro-batch, and how often it comes in a step."""
+
+    sequences: int
+    tokens: int
+    accumulation: int = 1
+
+    def loss(self, model: nn.Module) -> torch.Tensor:
+        """Run a forward of a causal language model and return its loss.
+
+        Raises:
+            ConfigError: the model does not run on this device.
+        """
+        ids = torch.zeros(self.sequences, self.tokens, dtype=torch.long, device="meta")
+        places = torch.arange(self.tokens, device="meta")[None]
+        try:
+            logits = model(input_ids=ids, position_ids=places).logits
+        except FullshardError:
+            raise
+        except Exception as error:  # of a model's own code, or of a kernel that knows no such dtype
+            raise ConfigError(
+                f"the forward of {type(model).__name__} does not run in virtual time: {error}",
+                hint="ask fullshard plan, which runs nothing",
+            ) from error
+        return nn.functional.cross_entropy(logits.float().flatten(0, 1), ids.flatten())
 
 
 def time_step(
@@ -29,7 +136,7 @@ def time_step(
     Args:
         values: the model's `config.json`; a causal language model.
         job: how it is trained: whole models, in bfloat16 or float32, with AdamW, nothing on the host, no packing.
-        cluster: the devices.
+        cluster: the accelerators.
         rank: which of them to be.
         host: the times that the host takes.
 
@@ -44,34 +151,94 @@ def time_step(
         "step in backward": job.schedule.steps_in_backward,
         "optimizer": job.optimizer not in ("adamw", "adamw-fused"),
     }
-    if refused := [name for name, is_refused in untimed.items() if is_refused]:
-        raise ConfigError(
-            f"no virtual time with {', '.join(f'{name} = {getattr(job, name, True)}' for name in refused)}",
-            hint="leave them out, or ask fullshard plan",
-        )
+    if refused := [f"{name} = {getattr(job, name, True)}" for name, is_refused in untimed.items() if is_refused]:
+        raise ConfigError(f"no virtual time with {', '.join(refused)}", hint="leave them out, or ask fullshard plan")
+    if cluster.device.is_cpu:
+        raise ConfigError("no virtual time on CPUs", hint="ask fullshard plan --calibrate; or name an accelerator")
     if not 0 <= rank < cluster.count:
         raise ConfigError(f"rank {rank} of {cluster.count} ranks", hint="ranks count from 0")
     attention = "eager" if job.attention == "eager" else register(job, cluster.device)
+    positions = "n_positions" if "n_positions" in values else "max_position_embeddings"
+    values = {**values, positions: max(job.seq_len, values.get(positions, 0))}
     with meta_parameters():
-        model = transformers_model({**values, **_positions(values, job)}, attention=attention)().float()
+        model = transformers_model(values, attention=attention)().float()
     if getattr(model.config, "is_encoder_decoder", False):
         raise ConfigError(
-            f"no virtual time of {type(model).__name__}, which has an encoder and a decoder",
-            hint="ask fullshard plan; or leave out --timeline and --plot",
+            f"no virtual time of {type(model).__name__}, which has an encoder and a decoder", hint="ask fullshard plan"
         )
     device = VirtualDevice(cluster, host)
-    dropout = contextlib.nullcontext() if cluster.device.is_cpu else fused_dropout()
-    with playing(device, rank, cluster.count), fused_optimizers(), dropout:
+    fused = instead(nn.functional, "dropout", _fused_dropout)
+    with playing(device, rank, cluster.count), fused_optimizers(), fused:
         shard_size = job.row.shard_size_on(cluster.per_host, job.shard_size)
         mesh = init_mesh(shard_size=job.row.mesh_shape(cluster.count, shard_size)[1], device=torch.device("meta"))
         name_groups(mesh)
         shard_without_weights(model, job, mesh, device.note_event)
         batch = TokenBatch(job.micro_batch, job.seq_len, job.accumulation)
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        return last_step(device, model, optimizer, batch)
+        return last_step(device, model, torch.optim.AdamW(model.parameters(), fused=True), batch)
 
 
-def _positions(values: dict[str, Any], job: Job) -> dict[str, int]:
-    """Return the number of positions, at least the tokens in a sequence of the job, under its name in the file."""
-    name = "n_positions" if "n_positions" in values else "max_position_embeddings"
-    return {name: max(job.seq_len, values.get(name, 0))}
+def last_step(device: VirtualDevice, model: nn.Module, optimizer: torch.optim.Optimizer, batch: TokenBatch) -> Timeline:
+    """Train for `STEPS` steps, each of which begins when the one before is over, as if the loss were read."""
+    clock, memory = device.clock, device.memory
+    for step in range(STEPS):
+        if step == STEPS - 1:
+            device.begin_record()
+        for _ in range(batch.accumulation):
+            device.phase = "forward"
+            loss = batch.loss(model)
+            device.phase = "backward"
+            loss.backward()
+            del loss
+        device.phase = "optimizer"
+        optimizer.step()
+        optimizer.zero_grad()
+        launched, blocked = clock.host, clock.blocked
+        clock.block_all()
+    begin = device.begin
+    tasks = [t for s in clock.streams for t in s.tasks if t.resource and t.launched >= begin.time]
+    kernels = [(t.start, t.end) for t in tasks if t.resource == DEVICE]
+    sent = [(t.start, t.end) for t in tasks if t.resource != DEVICE]
+    return Timeline(
+        seconds=clock.host - begin.time,
+        compute=_length(kernels),
+        communication=_length(sent),
+        exposed=_length([*kernels, *sent]) - _length(kernels),
+        idle=clock.host - begin.time - _length([*kernels, *sent]),
+        host=launched - begin.time - (blocked - begin.blocked),
+        blocked=blocked - begin.blocked,
+        launches=device.launches - begin.launches,
+        collectives=device.collectives - begin.collectives,
+        peak_allocated=memory.peak_allocated,
+        peak_reserved=memory.peak_reserved,
+        state=begin.allocated,
+        begin=begin.time,
+        tasks=tasks,
+        memory=list(device.curve),
+    )
+
+
+def _length(spans: Iterable[tuple[float, float]]) -> float:
+    """Return the seconds that are within any of the spans."""
+    total, until = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
+
+
+@contextlib.contextmanager
+def fused_optimizers() -> Iterator[None]:
+    """Let torch's optimizers be fused on the meta device within the block, as on the device it stands for."""
+    place = torch_private.fused_devices
+    with instead(place.owner, place.name, lambda: [*place.torchs(), "meta"]):
+        yield
+
+
+_torchs_dropout = nn.functional.dropout
+
+
+def _fused_dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    """Run dropout as one kernel with a mask of bytes, as accelerators do; on the meta device torch has three."""
+    if training and p and not inplace:
+        return torch.native_dropout(input, p, True)[0]
+    return _torchs_dropout(input, p, training, inplace)
