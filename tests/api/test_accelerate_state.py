@@ -177,4 +177,4 @@ def test_trainers_loop_is_what_accelerates_gradient_state_shows(tmp_path: Path) 
     trainer = Trainer(torch.nn.Linear(1, 1), TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]))
     theirs = accelerate.state.GradientState()
     trainer.accelerator.gradient_state._set_sync_gradients(False)
-    assert not theirs.sync_gradients and not trainer.accelerator.state.gradient_state.sync_gradients
+    assert not theirs.sync_gradients and not trainer.accelerator.sync_gradients

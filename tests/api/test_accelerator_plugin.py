@@ -339,8 +339,7 @@ def test_fields_that_are_left_read_as_what_is_in_effect_and_set_nothing(monkeypa
     assert (plugin.sharding_strategy, plugin.reshard_after_forward, plugin.fsdp_version) == ("SHARD_GRAD_OP", False, 2)
     assert plugin.backward_prefetch == fsdp.BackwardPrefetch.BACKWARD_POST
     assert plugin.state_dict_type == fsdp.StateDictType.FULL_STATE_DICT
-    assert plugin.cpu_offload == fsdp.CPUOffload(offload_params=True) and plugin.cpu_offload == fsdp.CPUOffloadPolicy()
-    assert plugin.cpu_offload and plugin.cpu_offload.offload_params and plugin.cpu_offload != fsdp.OffloadPolicy()
+    assert plugin.cpu_offload is True
     assert plugin.activation_checkpointing is True
     assert (plugin.auto_wrap_policy, plugin.transformer_cls_names_to_wrap) == ("TRANSFORMER_BASED_WRAP", ["A", "B"])
     assert not plugin.reading().settings and not copy.deepcopy(plugin).reading().settings
@@ -353,13 +352,14 @@ def test_fields_that_are_left_read_as_what_is_in_effect_and_set_nothing(monkeypa
     assert said.sharding_strategy == fsdp.ShardingStrategy.FULL_SHARD and said.reshard_after_forward is True
     assert said.backward_prefetch == fsdp.BackwardPrefetch.BACKWARD_PRE
     assert Plugin(sharding_strategy="hybrid_shard_zero2").sharding_strategy == fsdp.ShardingStrategy._HYBRID_SHARD_ZERO2
-    assert said.cpu_offload == fsdp.OffloadPolicy() and said.cpu_offload == fsdp.CPUOffload() and not said.cpu_offload
+    assert said.cpu_offload is False
     monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "maybe")
     assert Plugin().cpu_offload is None, "an Accelerator says what is wrong"
 
 
-def test_the_environment_of_accelerate_launch() -> None:
-    exported = {
+def test_the_environment_of_accelerate_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "ACCELERATE_USE_FSDP": "true",
         "FSDP_VERSION": "1",
         "FSDP_SHARDING_STRATEGY": "SHARD_GRAD_OP",
         "FSDP_RESHARD_AFTER_FORWARD": "true",
@@ -370,19 +370,15 @@ def test_the_environment_of_accelerate_launch() -> None:
         "FSDP_USE_ORIG_PARAMS": "true",
         "FSDP_SYNC_MODULE_STATES": "true",
         "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
-        "UNRELATED": "1",
-    }
-    plugin = Plugin.from_environment(exported)
-    assert plugin.sharding_config().resolved_strategy().name == "SHARD_GRAD_OP"
-    assert plugin.wrap_policy() == ByClass(("A", "B"))
-    version_2 = Plugin.from_environment(exported | {"FSDP_VERSION": "2"})
-    assert version_2.sharding_config().resolved_strategy().name == "FULL_SHARD"
-    with pytest.raises(
-        ConfigError, match=r"\$FSDP_OFFLOAD_PARAM: unknown variable(.|\n)*did you mean FSDP_OFFLOAD_PARAMS"
-    ):
-        Plugin.from_environment({"FSDP_OFFLOAD_PARAM": "true"})
+    }.items():
+        monkeypatch.setenv(name, value)
+    assert Plugin().sharding_config().resolved_strategy().name == "SHARD_GRAD_OP"
+    assert Plugin().wrap_policy() == ByClass(("A", "B"))
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    assert Plugin().sharding_config().resolved_strategy().name == "FULL_SHARD"
+    monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "maybe")
     with pytest.raises(ConfigError, match=r"\$FSDP_OFFLOAD_PARAMS: .*expected true or false, got 'maybe'"):
-        Plugin.from_environment({"FSDP_OFFLOAD_PARAMS": "maybe"})
+        Plugin().sharding_config()
 
 
 def _dtypes(accelerator: Accelerator) -> tuple[torch.dtype, torch.dtype]:
@@ -420,6 +416,9 @@ def test_what_is_changed_on_the_plugin_counts_for_the_next_model() -> None:
     assert accelerator.setup.sharding.activation_checkpointing_mode == "selective"
     plugin.activation_checkpointing_mode = "full"
     plugin.reshard_after_forward, plugin.activation_checkpointing = True, False
+    with pytest.raises(ConfigError, match="SHARD_GRAD_OP and reshard_after_forward = true contradict each other"):
+        accelerator.prepare(nn.Linear(2, 2))
+    plugin.sharding_strategy = None
     _dtypes(accelerator)
     sharding = accelerator.setup.sharding
     assert (plugin.sharding_strategy, sharding.activation_checkpointing) == ("FULL_SHARD", False)
@@ -462,7 +461,7 @@ def test_of_what_is_replaced_on_the_plugin_nothing_is_left() -> None:
     plugin.cpu_offload = OffloadPolicy(main_weights=True)
     assert prepared() == ("bfloat16", None, Offload(main_weights=True, optimizer_state=True))
     plugin.mixed_precision_policy, plugin.cpu_offload = None, False
-    assert prepared() == (None, None, Offload()) and plugin.cpu_offload == fsdp.CPUOffload()
+    assert prepared() == (None, None, Offload())
     plugin.set_mixed_precision("bf16", override=True)
     plugin.activation_checkpointing = True
     assert prepared()[0] == "bfloat16" and accelerator.mixed_precision == "bf16"
@@ -481,7 +480,8 @@ def test_none_gives_a_field_back_to_what_filled_the_plugin() -> None:
     plugin.fill(RunConfig.of({"sharding": {"activation_checkpointing": True, "offload_main_weights": True}}))
     accelerator = Accelerator(cpu=True, mixed_precision="bf16", fsdp_plugin=plugin)
     plugin.activation_checkpointing, plugin.cpu_offload, plugin.mixed_precision_policy = False, False, "fp32"
-    assert _dtypes(accelerator) == (torch.float32, torch.float32)
+    with pytest.warns(UserWarning, match="gives way to the plugin"):
+        assert _dtypes(accelerator) == (torch.float32, torch.float32)
     sharding = accelerator.setup.sharding
     assert (sharding.activation_checkpointing, sharding.offload) == (False, Offload())
     plugin.activation_checkpointing = plugin.cpu_offload = plugin.mixed_precision_policy = None
@@ -505,10 +505,9 @@ def test_the_policy_in_effect_is_one_that_fully_shard_takes(monkeypatch: pytest.
     policy = accelerator.state.fsdp_plugin.mixed_precision_policy
     assert policy == MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     given = fsdp.MixedPrecisionPolicy(param_dtype=torch.float16, output_dtype=torch.float32, cast_forward_inputs=False)
-    assert Plugin(mixed_precision_policy=given).mixed_precision_policy == MixedPrecisionPolicy.of(given)
+    assert Plugin(mixed_precision_policy=given).mixed_precision_policy is given
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     assert Plugin().mixed_precision_policy == policy
-    assert Plugin(mixed_precision_policy="no").mixed_precision_policy is None
 
 
 def test_outputs_are_cast_in_any_mode() -> None:

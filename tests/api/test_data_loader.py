@@ -417,6 +417,11 @@ def test_a_loop_that_breaks_off_sees_other_samples_the_next_time() -> None:
     assert epoch(loader) == first
 
 
+@pytest.fixture(autouse=True)
+def _no_loop_before() -> None:
+    GradientState._reset_state()
+
+
 def shuffled(state: GradientState | None = None, *, world_size: int = 1) -> ShardedDataLoader:
     loader = DataLoader(numbers(23), batch_size=4 // world_size, shuffle=True)
     return ShardedDataLoader(loader, world_size=world_size, data_seed=5, gradient_state=state)
@@ -477,7 +482,7 @@ def test_what_counts_as_an_epoch_is_the_same_at_any_number_of_ranks(world_size: 
         assert loader.epoch == expected
     del left_lying
     assert not state.in_dataloader and look() == 5
-    GradientState().join(state)
+    state.begin_run()
     assert look() == 6, "a later Accelerator has no optimizer yet"
     optimizer.step()
     assert [look(), look()] == [7, 7], "and knows of the earlier one's as soon as that steps"

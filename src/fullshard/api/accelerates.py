@@ -42,31 +42,12 @@ def _translated(plugin: Any, name: str) -> Any:
     return named.get(getattr(value, "__name__", ""), value) if name == "auto_wrap_policy" else value
 
 
-class Followed:
-    """A plugin of Accelerate's that a script holds and may change, and fullshard's that stands for it.
-
-    Args:
-        theirs: the script's.
-
-    Raises:
-        ConfigError: a value that is unknown or cannot be honoured.
-    """
-
-    def __init__(self, theirs: Any) -> None:
-        self._theirs, self.ours = theirs, own_plugin(theirs)
-        self._said = _everything_said(self.ours)
-
-    def follow(self) -> None:
-        """Copy to fullshard's plugin the changes that the script has since made to its own."""
-        said = _everything_said(own_plugin(self._theirs))
-        for name, value in said.items():
-            if value != self._said[name]:  # None: it is Accelerate's default again
-                setattr(self.ours, name, _translated(self._theirs, name) if value is None else value)
-        self._said = said
-
-
-def _everything_said(plugin: FullyShardedDataParallelPlugin) -> dict[str, Any]:
-    return {field.name: plugin.said(field.name) for field in dataclasses.fields(plugin)}
+def take_changes(ours: FullyShardedDataParallelPlugin, theirs: Any, before: dict[str, Any]) -> dict[str, Any]:
+    """Copy to fullshard's plugin what a script has changed on Accelerate's, and return all that the latter says."""
+    plugin = own_plugin(theirs)
+    said = {field.name: plugin.said(field.name) for field in dataclasses.fields(plugin)}
+    vars(ours).update({name: value for name, value in said.items() if value != before.get(name, value)})
+    return said
 
 
 def compilation(plugin: Any, backend: str | None) -> dict[str, Any]:

@@ -18,9 +18,10 @@ checkpoint is complete or not there.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
@@ -29,8 +30,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from fullshard.api import saving, torch_private
-from fullshard.api.accelerates import Followed, compilation
-from fullshard.api.accelerator_state import AcceleratorState, earlier_gradient_state
+from fullshard.api.accelerates import compilation, own_plugin, take_changes
+from fullshard.api.accelerator_state import AcceleratorState
 from fullshard.api.configure import run_config
 from fullshard.api.elastic import accumulation_steps
 from fullshard.api.loaders import Loaders
@@ -58,18 +59,14 @@ from fullshard.launch.journal import record_events
 _RNG_TYPES = {"generator", "torch", "cuda"}
 
 
-class Listener(Protocol):
-    """Hears of the models and optimizers that an Accelerator prepares."""
-
-    def watch(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Hear of all that are prepared, after each that is."""
-
+Listener = Callable[[Sequence[nn.Module], Sequence[torch.optim.Optimizer]], None]
+"""Called with all models and optimizers that an Accelerator has prepared, after each that is."""
 
 _LISTENERS: list[Callable[[Accelerator], Listener | None]] = []
 
 
 def listen(make: Callable[[Accelerator], Listener | None]) -> None:
-    """Have `make` called with every Accelerator that is made; what it returns hears of all models prepared there."""
+    """Have `make` called with every Accelerator that is made; what it returns hears of all that is prepared there."""
     _LISTENERS.append(make)
 
 
@@ -109,7 +106,6 @@ class Accelerator(Loaders, Reporting):
         ConfigError: a setting that is wrong or not supported.
     """
 
-    _gradient_state_class = GradientState
     _rolls_back = False
     _accumulates = True
 
@@ -147,17 +143,19 @@ class Accelerator(Loaders, Reporting):
         )
         self.handlers = handlers = Handlers.of(kwargs_handlers)
         self._notes: list[str] = []
-        said = {
+        self._given = {
             "mixed_precision": mixed_precision,
             **compilation(dynamo_plugin, dynamo_backend),
             "use_cpu": cpu or None,
             "gradient_accumulation_steps": None if gradient_accumulation_steps == 1 else gradient_accumulation_steps,
         }
-        self._followed = Followed(fsdp_plugin) if isinstance(fsdp_plugin, TheirPlugin) else None
-        plugin = fsdp_plugin if self._followed is None else self._followed.ours
+        self._parallelism = parallelism_config
+        self._theirs = fsdp_plugin if isinstance(fsdp_plugin, TheirPlugin) else None
+        self._told: dict[str, Any] = {}
+        plugin = fsdp_plugin if self._theirs is None else own_plugin(self._theirs)
         self.fsdp_plugin = FullyShardedDataParallelPlugin() if plugin is None else plugin
-        self._config = run_config(self.fsdp_plugin, said, parallelism_config)
-        self.setup = Setup.of(self._config, self.fsdp_plugin, handlers.autocast, rolls_back=self._rolls_back)
+        self._config = self._configured()
+        self.setup = self._set_up()
         super().__init__(
             ProcessState.start(device=self._config.launch.device, timeout_seconds=handlers.timeout_seconds),
             self._make_gradient_state(gradient_accumulation_plugin),
@@ -170,7 +168,6 @@ class Accelerator(Loaders, Reporting):
             fsdp_plugin=self.fsdp_plugin,
             dynamo_backend=sharding.compile_backend if sharding.compile else "no",
             parallelism_config=parallelism_config,
-            gradient_state=self.gradient_state,
         )
         self.state.tell_accelerate()
         if parallelism_config is not None:
@@ -192,20 +189,19 @@ class Accelerator(Loaders, Reporting):
 
     def _make_gradient_state(self, plugin: Any) -> GradientState:
         """Make the gradient state, with micro-batches per step by the script's plugin or by the settings."""
-        accumulation = plugin or GradientAccumulationPlugin(self._config.training.gradient_accumulation_steps)
-        steps = accumulation.num_steps
+        plugin = plugin or GradientAccumulationPlugin(self._config.training.gradient_accumulation_steps)
         if self._accumulates:
-            steps = accumulation_steps(steps, read_rank_environment())
-        state = self._gradient_state_class(
-            steps, accumulation.sync_with_dataloader, accumulation.adjust_scheduler, accumulation.sync_each_batch
-        )
-        if (earlier := earlier_gradient_state()) is not None:
-            if earlier.num_steps != steps:
-                self._notes.append(
-                    f"gradient_accumulation_steps is {steps} from now on for the Accelerator that was made before, too "
-                    f"(it was {earlier.num_steps}), as in Accelerate: a process counts the micro-batches of one loop"
-                )
-            state.join(earlier)
+            steps = accumulation_steps(plugin.num_steps, read_rank_environment())
+            plugin = dataclasses.replace(plugin, num_steps=steps)
+        state = GradientState()
+        earlier, state.plugin_kwargs = state.plugin_kwargs.get("num_steps"), dataclasses.asdict(plugin)
+        state.num_steps = plugin.num_steps
+        if earlier not in (None, state.num_steps):
+            self._notes.append(
+                f"gradient_accumulation_steps is {plugin.num_steps} from now on for the Accelerator that was made "
+                f"before, too (it was {earlier}), as in Accelerate: a process counts the micro-batches of one loop"
+            )
+        state.begin_run()
         return state
 
     if not TYPE_CHECKING:  # a type checker would take it as leave to use any name
@@ -219,11 +215,10 @@ class Accelerator(Loaders, Reporting):
         # A function given to `datasets.map`, or a collate function of a worker, may hold it. Its settings and its place
         # in the job go along; prepared objects stay: a sharded model means nothing in another process.
         fields = vars(self) | self._nothing_prepared()
-        return fields | {"_followed": None, "_listeners": [], "_saver": None, "_copies": None, "scaler": None}
+        return fields | {"_theirs": None, "_listeners": [], "_saver": None, "_copies": None, "scaler": None}
 
     def __setstate__(self, fields: dict[str, Any]) -> None:
         vars(self).update(fields)
-        self.gradient_state = self.state.gradient_state or self.gradient_state
         self._saver = AsyncSaver()
         self.scaler = self._make_scaler()
 
@@ -492,16 +487,28 @@ class Accelerator(Loaders, Reporting):
 
     # -- inside -------------------------------------------------------------------------------------------------
 
+    def _configured(self) -> RunConfig:
+        """Return the configuration as the plugin says it now: scripts change it at any time."""
+        if self._theirs is not None:
+            self._told = take_changes(self.fsdp_plugin, self._theirs, self._told)
+        return run_config(self.fsdp_plugin, self._given, self._parallelism)
+
+    def _set_up(self) -> Setup:
+        if self._config.training.nonfinite_gradients == "rollback" and not self._rolls_back:
+            raise ConfigError(
+                "training.nonfinite_gradients = rollback: only `fullshard train` knows what to go back to",
+                hint="use raise, catch NonFiniteError and load a checkpoint; or skip",
+            )
+        plugin = self.fsdp_plugin if isinstance(self.fsdp_plugin, FullyShardedDataParallelPlugin) else None
+        return Setup(self._config, plugin, self.handlers.autocast)
+
     def _take_changes(self) -> None:
         """Take what a script has changed on the plugin since this Accelerator was made, as Accelerate's `prepare` does.
 
         Raises:
             ConfigError: it cannot be honoured.
         """
-        plugin = self.fsdp_plugin
-        if self._followed is not None:
-            self._followed.follow()
-        if not isinstance(plugin, FullyShardedDataParallelPlugin) or (config := plugin.config()) == self._config:
+        if (config := self._configured()) == self._config:
             return
         mode = config.precision.mode
         if (mode == "fp16") != (self.scaler is not None):
@@ -512,7 +519,7 @@ class Accelerator(Loaders, Reporting):
             )
         _check_precision(mode, self.device)
         self._config = config
-        self.setup = Setup.of(config, plugin, self.handlers.autocast, rolls_back=self._rolls_back)
+        self.setup = self._set_up()
         self.state.mixed_precision = mode
         self.state.tell_accelerate()
 
@@ -548,7 +555,7 @@ class Accelerator(Loaders, Reporting):
 
     def _tell_listeners(self) -> None:
         for listener in self._listeners:
-            listener.watch(self._models, [optimizer.optimizer for optimizer in self._optimizers])
+            listener(self._models, [optimizer.optimizer for optimizer in self._optimizers])
 
 
 def _check_precision(mode: str, device: torch.device) -> None:
@@ -563,9 +570,7 @@ def _project_configuration(given: Any, directory: str | os.PathLike[str] | None)
     """Return the script's configuration, or a new one; `directory` is its place, and that of logs unless it has one."""
     configuration = given or ProjectConfiguration()
     if directory is not None:
-        configuration.project_dir = local_name(directory)
-        if configuration.logging_dir is None:
-            configuration.logging_dir = local_name(directory)
+        configuration.set_directories(local_name(directory))
     return configuration
 
 

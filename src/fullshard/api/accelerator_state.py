@@ -7,30 +7,20 @@ no accelerator.
 
 from __future__ import annotations
 
-import os
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from accelerate import state as theirs
-from accelerate.utils.dataclasses import DistributedType, DynamoBackend, TorchDynamoPlugin
+from accelerate.utils import DistributedType, DynamoBackend, TorchDynamoPlugin, parse_flag_from_env
 
 from fullshard.api.forwarding import forwarded
 from fullshard.api.processes import Processes
 from fullshard.api.refused import ONE_ENGINE
-from fullshard.api.state import GradientState, ProcessState, launched_device
+from fullshard.api.state import ProcessState, launched_device
 
 _TOLD: list[PartialState] = []
 """The state that was made last."""
-
-
-def _flag(name: str) -> bool:
-    return os.environ.get(name, "").lower() in ("1", "true", "yes", "y", "on", "t")
-
-
-_DEBUG = [_flag("ACCELERATE_DEBUG_MODE")]
-"""One for the process, like Accelerate's."""
 
 
 class PartialState(Processes):
@@ -41,9 +31,6 @@ class PartialState(Processes):
         timeout: how long a collective waits for the other ranks.
     """
 
-    initialized = True
-    distributed_type = DistributedType.FSDP
-
     def __init__(self, cpu: bool = False, timeout: timedelta | None = None) -> None:
         if _TOLD:
             super().__init__(_TOLD[0].process)
@@ -53,14 +40,16 @@ class PartialState(Processes):
             super().__init__(ProcessState.start(device=device, timeout_seconds=seconds))
             self.tell_accelerate()
 
+    __repr__, set_device = theirs.PartialState.__repr__, theirs.PartialState.set_device
+    destroy_process_group, default_device = theirs.PartialState.destroy_process_group, forwarded("device")
+
     @property
-    def debug(self) -> bool:
+    def debug(self) -> Any:
         """Return whether Accelerate's collectives compare the ranks' values; fullshard's always do."""
-        return _DEBUG[0]
+        return theirs.PartialState._shared_state.get("debug", parse_flag_from_env("ACCELERATE_DEBUG_MODE"))
 
     @debug.setter
     def debug(self, debug: bool) -> None:
-        _DEBUG[0] = debug
         for state in (theirs.PartialState, theirs.AcceleratorState):
             if state._shared_state:
                 state._shared_state["debug"] = debug
@@ -71,37 +60,25 @@ class PartialState(Processes):
         return dist.get_backend() if dist.is_initialized() else None
 
     @property
-    def use_distributed(self) -> bool:
-        """Return whether there are several ranks."""
-        return self.num_processes > 1
-
-    default_device: torch.device = forwarded("device")
-    """The device on which this rank computes."""
-
-    @property
-    def fork_launched(self) -> bool:
+    def fork_launched(self) -> Any:
         """Return whether this process is one of a notebook's."""
-        return _flag("FORK_LAUNCHED")
+        return parse_flag_from_env("FORK_LAUNCHED")
 
-    def set_device(self) -> None:
-        """Do nothing: the device was taken when the job was joined."""
-
-    def __repr__(self) -> str:
-        return (
-            f"Distributed environment: {self.distributed_type}{f'  Backend: {self.backend}' if self.backend else ''}\n"
-            f"Num processes: {self.num_processes}\nProcess index: {self.process_index}\n"
-            f"Local process index: {self.local_process_index}\nDevice: {self.device}\n"
-        )
-
-    def destroy_process_group(self, group: Any = None) -> None:
-        """Leave a process group; None: the default one."""
-        if dist.is_initialized():
-            dist.destroy_process_group(group)
-
-    def tell_accelerate(self) -> None:
-        """Show this state to Accelerate's helpers."""
+    def tell_accelerate(self) -> dict[str, Any]:
+        """Write the state where the instances of Accelerate's class, made or to be made, all look; return it."""
         _TOLD[:] = [self]
-        _tell(self)
+        names = ("backend", "device", "debug", "num_processes", "process_index", "local_process_index", "fork_launched")
+        # Without a process group its collectives must do nothing.
+        kind = DistributedType.FSDP if dist.is_initialized() else DistributedType.NO
+        state = {name: getattr(self, name) for name in names}
+        state |= {"_cpu": self.device.type == "cpu", "distributed_type": kind}
+        _replace(theirs.PartialState, state)
+        return state
+
+
+def _replace(kind: Any, state: dict[str, Any]) -> None:
+    kind._shared_state.clear()
+    kind._shared_state.update(state)
 
 
 class AcceleratorState(PartialState):
@@ -113,10 +90,10 @@ class AcceleratorState(PartialState):
         fsdp_plugin: how models are sharded.
         dynamo_backend: the backend that compiles units; `no` if they are not compiled.
         parallelism_config: as given by the script.
-        gradient_state: where the loop is.
     """
 
     deepspeed_plugin = deepspeed_plugins = megatron_lm_plugin = torch_tp_plugin = device_mesh = None
+    _known_attrs = theirs.AcceleratorState._known_attrs
     is_fsdp2 = True  # a model is sharded in place, and an optimizer is re-pointed to it
 
     if not TYPE_CHECKING:  # a type checker would take it as leave to use any name
@@ -134,14 +111,14 @@ class AcceleratorState(PartialState):
         fsdp_plugin: Any,
         dynamo_backend: str = "no",
         parallelism_config: Any = None,
-        gradient_state: GradientState | None = None,
     ) -> None:
         Processes.__init__(self, process)
-        self.gradient_state = gradient_state
         self.mixed_precision = mixed_precision
         self.fsdp_plugin = fsdp_plugin
-        self.dynamo_backend = dynamo_backend
         self.parallelism_config = parallelism_config
+        self.dynamo_plugin = TorchDynamoPlugin(backend="no")
+        # Torch takes backends that Accelerate does not list.
+        self.dynamo_plugin.backend = DynamoBackend.__members__.get(dynamo_backend.upper(), dynamo_backend)
 
     def __repr__(self) -> str:
         return f"{super().__repr__()}\nMixed precision type: {self.mixed_precision}\n"
@@ -157,28 +134,18 @@ class AcceleratorState(PartialState):
         _TOLD.clear()
 
     def check_current(self) -> None:
-        """Refuse to go on after a reset, when Accelerate's helpers would see one process.
-
-        Raises:
-            AttributeError: Accelerate's state was reset, and no Accelerator was made since. Its own error.
-        """
+        """Refuse to go on after a reset, when Accelerate's helpers would see one process, by Accelerate's error."""
         if not _TOLD or not theirs.AcceleratorState._shared_state:
-            raise AttributeError(
-                "`AcceleratorState` object has no attribute `distributed_type`. This happens if "
-                "`AcceleratorState._reset_state()` was called and an `Accelerator` or `PartialState` was not "
-                "reinitialized."
-            )
+            theirs.AcceleratorState.__getattr__(self, "distributed_type")
 
-    @property
-    def dynamo_plugin(self) -> Any:
-        """Accelerate's plugin for `dynamo_backend`."""
-        return _dynamo_plugin(self.dynamo_backend)
-
-
-def earlier_gradient_state() -> GradientState | None:
-    """Return the gradient state of this process's Accelerators; None: there is none, or it was reset."""
-    state = _TOLD[0].gradient_state if _TOLD and isinstance(_TOLD[0], AcceleratorState) else None
-    return state if state is not None and vars(state) else None  # Accelerate's own reset empties their shared state
+    def tell_accelerate(self) -> dict[str, Any]:
+        """Write the state where the instances of both of Accelerate's classes look; return it."""
+        state = super().tell_accelerate()
+        state |= {"deepspeed_plugins": None, "torch_tp_plugin": None, "device_mesh": None}
+        state |= {name: getattr(self, name) for name in ("parallelism_config", "dynamo_plugin", "fsdp_plugin")}
+        state["_mixed_precision"] = "no" if self.mixed_precision == "fp32" else self.mixed_precision
+        _replace(theirs.AcceleratorState, state)
+        return state
 
 
 def _arrived(fields: dict[str, Any]) -> AcceleratorState:
@@ -188,43 +155,3 @@ def _arrived(fields: dict[str, Any]) -> AcceleratorState:
     state = AcceleratorState.__new__(AcceleratorState)  # of a process that joins no job, such as a loader's worker
     vars(state).update(fields)
     return state
-
-
-def _tell(state: PartialState) -> None:
-    """Write the state where the instances of Accelerate's two classes, made or to be made, all look."""
-    # Without a process group its collectives must do nothing.
-    kind = "FSDP" if dist.is_initialized() else "NO"
-    partial = {
-        "_cpu": state.device.type == "cpu",
-        "backend": state.backend,
-        "device": state.device,
-        "debug": state.debug,
-        "distributed_type": DistributedType[kind],
-        "num_processes": state.num_processes,
-        "process_index": state.process_index,
-        "local_process_index": state.local_process_index,
-        "fork_launched": _flag("FORK_LAUNCHED"),
-    }
-    theirs.PartialState._shared_state.clear()
-    theirs.PartialState._shared_state.update(partial)
-    if not isinstance(state, AcceleratorState):
-        return
-    whole = partial | {
-        "deepspeed_plugins": None,
-        "torch_tp_plugin": None,
-        "parallelism_config": state.parallelism_config,
-        "device_mesh": None,
-        "dynamo_plugin": _dynamo_plugin(state.dynamo_backend),
-        "fsdp_plugin": state.fsdp_plugin,
-        "_mixed_precision": "no" if state.mixed_precision == "fp32" else state.mixed_precision,
-    }
-    theirs.AcceleratorState._shared_state.clear()
-    theirs.AcceleratorState._shared_state.update(whole)
-    if state.gradient_state is not None:
-        theirs.GradientState._shared_state = vars(state.gradient_state)  # the same fields: both see every change
-
-
-def _dynamo_plugin(backend: str) -> Any:
-    plugin = TorchDynamoPlugin(backend="no")
-    plugin.backend = DynamoBackend.__members__.get(backend.upper(), backend)  # torch takes backends it does not list
-    return plugin

@@ -16,39 +16,35 @@ from fullshard.api import saving
 from fullshard.api.data import ShardedDataLoader
 from fullshard.api.facts import Facts
 from fullshard.api.optimizer import AcceleratedOptimizer
-from fullshard.api.plugin import FullyShardedDataParallelPlugin
 from fullshard.api.scheduler import AcceleratedScheduler
 from fullshard.api.state import GradientState, ProcessState
 from fullshard.checkpoint.background import AsyncSaver
 from fullshard.checkpoint.full_state import full_state_dict, local_state_dict
 from fullshard.checkpoint.objects import ObjectPath, on_this_host
+from fullshard.config.schema import RunConfig
 from fullshard.core.errors import ConfigError, LifecycleError
 from fullshard.core.paths import local_path
 from fullshard.launch.environment import run_on_main
 
 
 class Checkpointing(Facts):
-    """The part of the Accelerator that saves and loads prepared objects.
-
-    Args:
-        process: this process's place in the job.
-        gradient_state: knows the loop.
-    """
+    """The part of the Accelerator that saves and loads prepared objects."""
 
     fsdp_plugin: Any
     scaler: Any
+    step = 0
     _models: list[nn.Module]
     _optimizers: list[AcceleratedOptimizer]
     _schedulers: list[AcceleratedScheduler]
     _dataloaders: list[ShardedDataLoader]
+    _configured: Callable[[], RunConfig]
+    _copies: Any = None
 
     def __init__(self, process: ProcessState, gradient_state: GradientState) -> None:
         super().__init__(process, gradient_state)
-        self.step = 0
         vars(self).update(self._nothing_prepared())
         self._custom_objects: list[Any] = []
         self._saver = AsyncSaver()
-        self._copies: saving.StateKeeper | None = None
         self._save_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self._load_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
 
@@ -220,9 +216,9 @@ class Checkpointing(Facts):
         if found is None:
             return None
         step, self.step = found
-        return step
+        return int(step)
 
-    def _memory_copies(self) -> saving.StateKeeper | None:
+    def _memory_copies(self) -> Any:
         most = self._config.checkpoint.max_lost_steps
         if most is not None and self._copies is None:
             self._copies = saving.make_copies[0](most)
@@ -267,10 +263,7 @@ class Checkpointing(Facts):
 
     def _state_dict_type(self) -> str:
         """Return the form that a script asked for; with FULL_STATE_DICT `save_state` also writes the whole weights."""
-        if isinstance(self.fsdp_plugin, FullyShardedDataParallelPlugin):
-            self.fsdp_plugin.set_state_dict_type()  # a script may have set it at any time, in any of its forms
-        chosen: str | None = getattr(self.fsdp_plugin, "state_dict_type", None)
-        return chosen or self._config.checkpoint.state_dict_type
+        return self._configured().checkpoint.state_dict_type
 
     def _is_awaited(self, wait: bool | None) -> bool:
         """Return whether training waits for a save."""

@@ -6,13 +6,12 @@ brings the same shapes.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+from accelerate.utils import recursively_apply
 from torch.distributed.tensor import DTensor
 
 from fullshard.comm.waiting import waiting_for_all
@@ -31,51 +30,6 @@ def world_size() -> int:
 def rank() -> int:
     """Return this rank in the default process group; 0 without one."""
     return dist.get_rank() if dist.is_initialized() else 0
-
-
-def map_leaves(function: Callable[[torch.Tensor], Any], data: Any, *, strict: bool = False) -> Any:
-    """Return `data` with `function` applied to every tensor in nested lists, (named) tuples and mappings.
-
-    Args:
-        function: applied to each tensor.
-        data: the structure; its container types are kept.
-        strict: refuse leaves that are not tensors instead of passing them through.
-
-    Raises:
-        TypeError: a leaf that is not a tensor, with `strict`.
-    """
-    if isinstance(data, torch.Tensor):
-        return function(data)
-    if isinstance(data, list | tuple | Mapping):
-        return _map_items(lambda item: map_leaves(function, item, strict=strict), data)
-    if strict:
-        raise TypeError(f"expected tensors in lists, tuples and mappings, got a {type(data).__name__}")
-    return data
-
-
-def send_to_device(data: Any, device: torch.device, non_blocking: bool = False) -> Any:
-    """Return `data` with every tensor, and everything else that has a `.to` method, on `device`."""
-    if isinstance(data, torch.Tensor) or hasattr(data, "to"):  # a PackedSequence is a tuple that knows what may move
-        try:
-            return data.to(device, non_blocking=non_blocking)
-        except TypeError:  # BatchEncoding.to and the like take the device alone
-            return data.to(device)
-    if isinstance(data, list | tuple | Mapping):
-        return _map_items(lambda item: send_to_device(item, device, non_blocking), data)
-    return data
-
-
-def _map_items(function: Callable[[Any], Any], data: Any) -> Any:
-    """Return a list, (named) tuple or mapping of the same type, with `function` applied to each item."""
-    if not isinstance(data, Mapping):
-        items = [function(item) for item in data]
-        return type(data)(*items) if hasattr(data, "_fields") else type(data)(items)
-    values = {key: function(value) for key, value in data.items()}
-    if type(data) is dict:
-        return values
-    if isinstance(data, defaultdict):
-        return type(data)(data.default_factory, values)
-    return cast("Any", type(data))(values)
 
 
 def broadcast_object(value: T) -> T:
@@ -122,11 +76,11 @@ def gather(data: Any, *, check: Callable[[list[Any]], None] | None = None, note:
         TypeError: `data` holds something that is not a tensor, on several ranks.
     """
     if world_size() == 1:
-        return map_leaves(lambda t: t.reshape(1) if t.ndim == 0 else t, data)
+        return recursively_apply(lambda t: t.reshape(1) if t.ndim == 0 else t, data)
     notes = _check_agreement(data, note)
     if check is not None:
         check(notes)
-    return map_leaves(_gather_tensor, data, strict=True)
+    return recursively_apply(_gather_tensor, data, error_on_other_type=True)
 
 
 def reduce(data: Any, reduction: Reduction = "sum", scale: float = 1.0) -> Any:
@@ -140,37 +94,7 @@ def reduce(data: Any, reduction: Reduction = "sum", scale: float = 1.0) -> Any:
         raise ConfigError(f"unknown reduction {reduction!r}", hint="use sum, mean, max or none")
     if world_size() > 1:
         _check_agreement(data)
-    return map_leaves(lambda tensor: _reduce_tensor(tensor, reduction, scale), data, strict=True)
-
-
-def pad_across_processes(data: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
-    """Pad the tensors along `dim` to the longest on any rank, so that they can be gathered.
-
-    Args:
-        data: tensors in any nesting. A tensor that has no dimension `dim` is returned as it is.
-        dim: dimension to pad.
-        pad_index: value to pad with.
-        pad_first: pad at the start instead of the end.
-    """
-    if world_size() == 1:
-        return data
-    lengths: list[int] = []
-    map_leaves(lambda tensor: lengths.append(_length(tensor, dim)), data)
-    longest = iter([max(column) for column in zip(*all_gather_object(lengths), strict=True)])
-
-    def pad(tensor: torch.Tensor) -> torch.Tensor:
-        missing = next(longest) - _length(tensor, dim)
-        if missing == 0:
-            return tensor
-        # `F.pad` takes (before, after) pairs from the last dimension backwards.
-        pairs = [0, 0] * (tensor.ndim - 1 - dim % tensor.ndim) + ([missing, 0] if pad_first else [0, missing])
-        return F.pad(tensor, pairs, value=pad_index)
-
-    return map_leaves(pad, data)
-
-
-def _length(tensor: torch.Tensor, dim: int) -> int:
-    return tensor.shape[dim] if -tensor.ndim <= dim < tensor.ndim else 0
+    return recursively_apply(lambda t: _reduce_tensor(t, reduction, scale), data, error_on_other_type=True)
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:
@@ -215,7 +139,7 @@ def _reduce_tensor(tensor: torch.Tensor, reduction: Reduction, scale: float) -> 
 def _check_agreement(data: Any, note: Any = None) -> list[Any]:
     """Raise if ranks bring different tensors. Returns the notes of all ranks."""
     shapes: list[tuple[tuple[int, ...], str]] = []
-    map_leaves(lambda tensor: shapes.append((tuple(tensor.shape), str(tensor.dtype))), data, strict=True)
+    recursively_apply(lambda t: shapes.append((tuple(t.shape), str(t.dtype))), data, error_on_other_type=True)
     said = all_gather_object((shapes, note))
     everyone = [shapes for shapes, _ in said]
     for rank, other in enumerate(everyone):

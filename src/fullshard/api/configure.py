@@ -30,11 +30,10 @@ def run_config(plugin: Any, arguments: Mapping[str, Any], parallelism_config: An
     """
     accelerator, plugins = of_accelerator(arguments), _reading(plugin)
     base: Reading | None = getattr(plugin, "base", None)
-    beneath = [base or launched(), accelerator]
-    above = [parallelism(parallelism_config, plugins if plugins.setting("sharding.strategy") or not base else base)]
-    resolved = resolve([*beneath, plugins, *above])
+    above = parallelism(parallelism_config, plugins if plugins.setting("sharding.strategy") or not base else base)
+    resolved = resolve([base or launched(), accelerator, plugins, above])
     if isinstance(plugin, FullyShardedDataParallelPlugin):
-        plugin.lie_between(beneath, above)
+        plugin.show(resolved.config)
     say_once([*resolved.notes, *_given_way(accelerator, plugins)])
     if resolved.config.sharding.cpu_ram_efficient_loading:
         tell_transformers()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from fullshard.api.saving import TrainingState, first_part, set_extra
+from fullshard.api.saving import TrainingState, set_extra
 from fullshard.checkpoint.collect import LoadArguments
 from fullshard.checkpoint.copies import MemoryCopies
 from fullshard.core.errors import ConfigError
 
 
 class StateCopies:
-    """Keep copies of the state of an Accelerator. See `saving.StateKeeper`.
+    """Keep copies of the state of an Accelerator in host memory, from which a run goes on after a kill.
 
     Args:
         most: steps that a kill may undo at most.
@@ -45,4 +45,4 @@ def _only_part(state: TrainingState) -> LoadArguments:
             f"copies in host memory are of one model with one optimizer, and {len(parts)} are prepared",
             hint="leave max_lost_steps out, and save checkpoints",
         )
-    return first_part(state, parts)
+    return parts[0]

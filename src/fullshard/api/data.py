@@ -8,7 +8,6 @@ order depends on a seed and the epoch alone, never on the number of ranks, so a 
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sized
@@ -16,11 +15,12 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
+from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from fullshard.api import torch_private
-from fullshard.api.collectives import broadcast_object, send_to_device
+from fullshard.api.collectives import broadcast_object
 from fullshard.api.dealing import Real
 from fullshard.api.dispatching import dispatched
 from fullshard.api.forwarding import forwarded
@@ -99,9 +99,6 @@ class ShardedDataLoader(DataLoader[Any]):
         vars(self).update(vars(self.base_dataloader) | share.shown(loader))
         self.share = share
         self._place = _LoopPlace()  # copies made by `skipping` share it
-        self.end_of_dataloader = False
-        self.order_number = 0  # of this iteration's order: ranks with another read other samples than they should
-        self._real: Real | None = None  # of the step just handed out, if it was filled up
         self._target = device
         self._non_blocking = non_blocking
         self.gradient_state = gradient_state or GradientState()
@@ -112,10 +109,15 @@ class ShardedDataLoader(DataLoader[Any]):
         said = (seed, next(_NUMBERS))
         self._seed, self._number = broadcast_object(said) if world_size > 1 else said
 
-    epoch: int = forwarded("_place.epoch")
+    epoch: int = forwarded("_place.current.epoch")
     """Iterations so far, or the number given to `set_epoch`."""
     iteration: int = forwarded("epoch")
     """The epoch, under Accelerate's name."""
+    end_of_dataloader: bool = forwarded("_place.innermost.is_last")
+    """True in the last step."""
+    order_number: int = forwarded("_place.innermost.order_number")
+    """The number of this iteration's order: a rank with another one reads other samples than it should."""
+    _real: Real | None = forwarded("_place.innermost.real")
 
     @property
     def total_batch_size(self) -> int:
@@ -150,43 +152,31 @@ class ShardedDataLoader(DataLoader[Any]):
         if self._on_uneven is not None and not self.share.deal.even and self._is_uneven():
             self._on_uneven()
         place, state, deal = self._place, self.gradient_state, self.share.deal
-        around = (self.end_of_dataloader, self._real, self.order_number) if place.under_way else None
-        before, updates = place.copy(), state.updates
-        skip = place.begin(self._skip_each * deal.round_size, self._updates)
-        discard, last_real = self.share.start_epoch(self._seed, self.epoch, skip)
-        if deal.for_all:
-            iterator = dispatched(functools.partial(self._read, discard), last_real, deal.world_size)
-        else:
-            iterator = self._read(discard)
-        loops = state.enter_loader(self)
-        self.order_number = self.epoch if self.share.depends_on_epoch else 0
-        place.under_way.append(self)
+        updates = state.updates
+        own = place.begin(self._skip_each * deal.round_size, self._updates)
+        own.order_number = own.epoch if self.share.depends_on_epoch else 0
+        discard, last_real = self.share.start_epoch(self._seed, own.epoch, own.start)
+        read = functools.partial(self._read, discard)
+        iterator = dispatched(read, last_real, deal.world_size) if deal.for_all else read()
+        place.under_way.append(own)
+        state._add_dataloader(self)
         self._note_order()
         try:
             following: Any = next(iterator, _END)
             while following is not _END:
                 batch, real = following
                 following = next(iterator, _END)
-                self.end_of_dataloader = following is _END
-                real = last_real() if self.end_of_dataloader and real is None else real
-                self._real = real if deal.even and real is not None and real.samples != real.dealt else None
-                place.consumed += deal.round_size
-                own = place.copy()
+                own.is_last = following is _END
+                real = last_real() if own.is_last and real is None else real
+                own.real = real if deal.even and real is not None and real.samples != real.dealt else None
+                own.consumed += deal.round_size
+                place.current = own
                 yield batch if self._target is None else send_to_device(batch, self._target, self._non_blocking)
-                if place.was_looked_at:
-                    place.put_back(own)
-            place.end()
+            place.current = _Iteration(own.epoch + 1)
         finally:
-            place.under_way.remove(self)
-            if self not in place.under_way:
-                self.end_of_dataloader, self._real, self.order_number = False, None, 0
-                state.leave_loader(self)
-            elif around is not None:
-                self.end_of_dataloader, self._real, self.order_number = around
+            place.leave(own, is_look=updates == state.updates)
+            state._remove_dataloader(self)
             self._note_order()
-            if around is not None and place.under_way:  # within a loop over the same loader, which goes on
-                state.resume_loops(loops, self)
-                place.end_within(before, is_look=updates == state.updates)
 
     @property
     def _updates(self) -> int | None:
@@ -210,7 +200,7 @@ class ShardedDataLoader(DataLoader[Any]):
             return
         name = (self._number, self._length())
         if self._place.under_way:
-            ORDERS[name] = self._place.under_way[-1].order_number
+            ORDERS[name] = self.order_number
         else:
             ORDERS.pop(name, None)
 
@@ -251,81 +241,77 @@ class ShardedDataLoader(DataLoader[Any]):
         return other
 
 
-@dataclass(slots=True)
-class _LoopPlace:
-    """The place of a loop.
+@dataclass(slots=True, eq=False)
+class _Iteration:
+    """One way through a loader.
 
     Attributes:
-        epoch: that of the iteration which runs, was broken off or comes next.
-        consumed: items that were used in it.
-        loaded: of them those that a run before this one had used; until the iteration counts.
-        start: of them those that it left out at its start.
+        loaded: items that a run before this one has used of the epoch.
+        start: items that are left out at its start, for that reason or because a script skips them.
+        consumed: items used, the former included.
         begun: updates of optimizers when it began; None: no optimizer was prepared.
-        under_way: the loaders of iterations that have begun, and are neither over nor broken off.
-        was_looked_at: within an iteration another was read to its end, which was but a look.
+        outer: the iteration that stood where this one began.
+        is_last, real: of the step just handed out: whether it is the last, and its real part if it was filled up.
     """
 
     epoch: int = 0
-    consumed: int = 0
     loaded: int = 0
     start: int = 0
+    consumed: int = 0
     begun: int | None = None
-    under_way: list[ShardedDataLoader] = field(default_factory=list)
-    was_looked_at: bool = False
+    outer: _Iteration | None = None
+    order_number: int = 0
+    is_last: bool = False
+    real: Real | None = None
 
-    def begin(self, skip: int, updates: int | None) -> int:
-        """Begin an iteration.
+    def counts(self, updates: int | None) -> bool:
+        """Return whether it counts although it was broken off; else it was a look, maybe of this rank alone."""
+        return updates is None or updates > (self.begun or 0)
 
-        Args:
-            skip: items that a script has it leave out; 0 if it says nothing.
-            updates: of optimizers so far; None: none was prepared.
 
-        Returns:
-            How many are left out.
-        """
-        if self.consumed != self.start and self._counts(updates):
-            self.move_to(self.epoch + 1)
-        self.start = self.consumed = skip or self.loaded
-        self.begun, self.was_looked_at = updates, False
-        return self.start
+_NONE = _Iteration()
 
-    def end(self) -> None:
-        """End the iteration."""
-        self.move_to(self.epoch + 1)
 
-    def end_within(self, before: _LoopPlace, *, is_look: bool) -> None:
-        """End or break off an iteration that was within another, which was at `before`."""
-        is_broken_off = self.consumed != 0
-        if is_look and is_broken_off:
-            self.put_back(before)
-        elif is_look:
-            # Only if the other goes on: an iterator that a script has left lying makes no look of all later epochs.
-            self.was_looked_at = True
+@dataclass(slots=True)
+class _LoopPlace:
+    """The place of a loop: the iteration that went on last or comes next, and those under way, outermost first."""
 
-    def put_back(self, before: _LoopPlace) -> None:
-        """Restore the place from before a look, which leaves no trace."""
-        for name in ("epoch", "consumed", "loaded", "start", "begun", "was_looked_at"):
-            setattr(self, name, getattr(before, name))
+    current: _Iteration = field(default_factory=_Iteration)
+    under_way: list[_Iteration] = field(default_factory=list)
+
+    @property
+    def innermost(self) -> _Iteration:
+        return self.under_way[-1] if self.under_way else _NONE
+
+    def begin(self, skip: int, updates: int | None) -> _Iteration:
+        """Return the iteration that begins, and leaves `skip` items out if a script says so."""
+        last = self.current
+        if last.consumed != last.start and last.counts(updates):
+            self.current = _Iteration(last.epoch + 1)
+        epoch, loaded = self.current.epoch, self.current.loaded
+        start = skip or loaded
+        self.current = _Iteration(epoch, loaded, start, start, updates, last if last in self.under_way else None)
+        return self.current
+
+    def leave(self, own: _Iteration, *, is_look: bool) -> None:
+        """Leave an iteration that is over or broken off; after a look within another one that one goes on."""
+        self.under_way.remove(own)
+        if self.current is own and is_look and own.outer in self.under_way:
+            self.current = own.outer
+        own.outer = None
 
     def position(self, updates: int | None) -> int:
         """Return how many items of the epoch a run that goes on from here has used."""
-        is_over_look = not self.under_way and not self._counts(updates)
-        return self.loaded if is_over_look else self.consumed
+        current = self.current
+        return current.consumed if current in self.under_way or current.counts(updates) else current.loaded
 
     def set_epoch(self, epoch: int, updates: int | None) -> None:
-        is_to_go_on = self.consumed == self.start or not self._counts(updates)
-        self.move_to(epoch, self.loaded if is_to_go_on else 0)
+        is_to_go_on = self.current.consumed == self.current.start or not self.current.counts(updates)
+        self.move_to(epoch, self.current.loaded if is_to_go_on else 0)
 
-    def copy(self) -> _LoopPlace:
-        return dataclasses.replace(self)
-
-    def move_to(self, epoch: int, loaded: int = 0) -> None:
+    def move_to(self, epoch: int, loaded: int) -> None:
         """Make the next iteration that of `epoch`, going on after so many items."""
-        self.epoch, self.consumed, self.loaded, self.start = epoch, loaded, loaded, loaded
-
-    def _counts(self, updates: int | None) -> bool:
-        """Return whether the broken-off iteration counts as done; else it was a look, maybe of this rank alone."""
-        return updates is None or updates > (self.begun or 0)
+        self.current = _Iteration(epoch, loaded, loaded, loaded)
 
 
 def skip_first_batches(loader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from accelerate.utils import pad_across_processes, recursively_apply
 
 from fullshard.api import collectives
 from fullshard.api.data import ShardedDataLoader
@@ -15,17 +16,13 @@ from fullshard.features.watchdog import check_orders
 
 
 class Gathering(Processes):
-    """The part of the Accelerator that combines values of all ranks.
+    """The part of the Accelerator that combines values of all ranks."""
 
-    Args:
-        process: this process's place in the job.
-        gradient_state: knows the loop, and so which samples of a batch are repetitions.
-    """
+    _trigger = False
 
     def __init__(self, process: ProcessState, gradient_state: GradientState) -> None:
         super().__init__(process)
         self.gradient_state = gradient_state
-        self._trigger = False
 
     def gather(self, tensor: Any) -> Any:
         """Gather the tensors of all ranks, concatenated along the first dimension; see `collectives.gather`.
@@ -42,7 +39,7 @@ class Gathering(Processes):
             return parts[:, 0].flatten(0, 1)
 
         found = collectives.gather(tensor, **notes)
-        return found if tiles == 1 else collectives.map_leaves(one_of_each, found)
+        return found if tiles == 1 else recursively_apply(one_of_each, found)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather like `gather`, without the samples that filled up the last batch of an epoch.
@@ -74,7 +71,7 @@ class Gathering(Processes):
         def cut(tensor: torch.Tensor) -> torch.Tensor:
             return tensor[: self._real_rows(tensor.shape[0])]
 
-        return collectives.map_leaves(cut, data)
+        return recursively_apply(cut, data)
 
     def reduce(self, tensor: Any, reduction: collectives.Reduction = "sum", scale: float = 1.0) -> Any:
         """Combine tensors over all ranks; see `collectives.reduce`.
@@ -85,8 +82,8 @@ class Gathering(Processes):
         return collectives.reduce(tensor, reduction, scale / copies)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-        """Pad tensors to one length on all ranks; see `collectives.pad_across_processes`."""
-        return collectives.pad_across_processes(tensor, dim, pad_index, pad_first)
+        """Pad tensors along `dim` to the longest on any rank, so that they can be gathered, as Accelerate does."""
+        return pad_across_processes(tensor, dim, pad_index, pad_first)
 
     def set_trigger(self) -> None:
         """Raise a flag that `check_trigger` sees on every rank."""
@@ -106,7 +103,7 @@ class Gathering(Processes):
 
 def _all_tensors(data: Any) -> bool:
     try:
-        collectives.map_leaves(lambda tensor: tensor, data, strict=True)
+        recursively_apply(lambda tensor: tensor, data, error_on_other_type=True)
     except TypeError:
         return False
     return True

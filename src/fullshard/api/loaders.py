@@ -17,7 +17,6 @@ from fullshard.api.checkpointing import Checkpointing
 from fullshard.api.data import ShardedDataLoader, sampler_of, skip_first_batches
 from fullshard.api.dealing import Deal
 from fullshard.api.sharding import is_sharded
-from fullshard.api.state import GradientState, ProcessState
 from fullshard.core.errors import ConfigError
 from fullshard.launch import cuda
 
@@ -28,20 +27,12 @@ _EVEN_ANYWAY = (
 
 
 class Loaders(Checkpointing):
-    """The part of the Accelerator that prepares data loaders.
-
-    Args:
-        process: this process's place in the job.
-        gradient_state: knows the loop.
-    """
+    """The part of the Accelerator that prepares data loaders."""
 
     device_placement: bool
     rng_types: set[str]
-
-    def __init__(self, process: ProcessState, gradient_state: GradientState) -> None:
-        super().__init__(process, gradient_state)
-        self._is_joined = False
-        self._said: set[str] = set()
+    _is_joined = False
+    _said: frozenset[str] = frozenset()
 
     def prepare_data_loader(
         self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
@@ -133,7 +124,7 @@ class Loaders(Checkpointing):
 
     def _say_once(self, message: str) -> None:
         if message not in self._said:
-            self._said.add(message)
+            self._said |= {message}
             self._say(message)
 
     def _say_order(self, loader: DataLoader[Any]) -> None:

@@ -8,15 +8,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from accelerate.utils import AutocastKwargs
+from accelerate.utils import ProjectConfiguration as Theirs
 
 from fullshard.api.refused import HANDLERS
 from fullshard.core.errors import ConfigError
 from fullshard.core.paths import local_name
 
 
-@dataclass(slots=True)
-class ProjectConfiguration:
-    """The place that `save_state` writes to.
+@dataclass
+class ProjectConfiguration(Theirs):  # type: ignore[misc]
+    """The place that `save_state` writes to: Accelerate's, and whether training goes on while it writes.
 
     Attributes:
         project_dir: base directory.
@@ -28,18 +29,13 @@ class ProjectConfiguration:
         async_save: training goes on while `save_state` writes; not in Accelerate.
     """
 
-    project_dir: str | None = None
-    logging_dir: str | None = None
-    automatic_checkpoint_naming: bool = False
-    total_limit: int | None = None
-    iteration: int = 0
-    save_on_each_node: bool = False
     async_save: bool = False
 
     def __post_init__(self) -> None:
-        if self.project_dir is not None:
-            self.project_dir = local_name(self.project_dir)
-        self.logging_dir = self.project_dir if self.logging_dir is None else local_name(self.logging_dir)
+        for name in ("project_dir", "logging_dir"):
+            if getattr(self, name) is not None:
+                setattr(self, name, local_name(getattr(self, name)))
+        self.set_directories(self.project_dir)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING
 from fullshard.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from fullshard.api.accelerator import Accelerator
-    from fullshard.api.plan_check import PlanWatch
+    from fullshard.api.accelerator import Accelerator, Listener
 
 
-def watch_plan(accelerator: Accelerator) -> PlanWatch | None:
+def watch_plan(accelerator: Accelerator) -> Listener | None:
     """Return what compares the models of an Accelerator with its configuration's plan, if that asks for it.
 
     Raises:
@@ -28,4 +27,4 @@ def watch_plan(accelerator: Accelerator) -> PlanWatch | None:
 
     watch = PlanWatch(Job.from_run(config, accumulation=accelerator._micro_batches_per_step), accelerator._say)
     atexit.register(watch.close)
-    return watch
+    return watch.watch

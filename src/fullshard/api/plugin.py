@@ -11,18 +11,18 @@ import functools
 import inspect
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import InitVar, dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig
 
 from fullshard.api import torch_private
 from fullshard.config.accelerate import INSTEAD_OF_FP8
 from fullshard.config.dialect import Dialect, Key, Note, Reading, Setting, Status
-from fullshard.config.environment import load_environment
 from fullshard.config.fsdp import DEFAULT_MIN_NUM_PARAMS, finish_fsdp, renamed
 from fullshard.config.handover import launched, set_variables, whole
 from fullshard.config.origin import Entry, Origin, Precedence
@@ -30,7 +30,6 @@ from fullshard.config.resolve import resolve
 from fullshard.config.schema import PrecisionConfig, RunConfig, ShardingConfig
 from fullshard.core.dtypes import COMPUTE
 from fullshard.core.errors import ConfigError
-from fullshard.core.strategy import parse_strategy
 from fullshard.engine.precision import torch_dtype
 from fullshard.features import MixedPrecisionPolicy, OffloadPolicy
 from fullshard.features.unit_selection import unit_modules
@@ -55,7 +54,6 @@ PLUGIN = Dialect(
 )
 """The plugin's fields are the keys of `fsdp_config`; those that hold objects are read below."""
 
-_OBJECTS = ("mixed_precision_policy", "param_init_fn")
 _NAMES = ("sharding_strategy", "backward_prefetch", "state_dict_type")
 _UNITS = ("auto_wrap_policy", "transformer_cls_names_to_wrap", "min_num_params")
 _ALREADY_SAID: set[str] = set()
@@ -66,7 +64,8 @@ class FullyShardedDataParallelPlugin:
     """The sharding of models, in Accelerate's words.
 
     None leaves a field to the launcher's configuration, and without one to the default that is given below: it reads as
-    the value in effect. Names and `cpu_offload` are equal to torch's objects that say the same.
+    the value in effect, from the time that the plugin or an Accelerator was made or a model sharded. Names are equal to
+    torch's that say the same. A field that is changed counts for the next model that is sharded.
 
     Attributes:
         fsdp_version: no effect.
@@ -125,126 +124,79 @@ class FullyShardedDataParallelPlugin:
     min_num_params: int | None = None
     activation_checkpointing_mode: str | None = None
 
-    # What the fields were set to and read as, for `dataclasses.replace`: the copy is set to what this one was.
-    read_as: InitVar[tuple[dict[str, Any], dict[str, Any]] | None] = None
-    _is_made = False
+    # The values that fields left open read as, and so set nothing: `dataclasses.replace` hands them to the copy.
+    filled: InitVar[dict[str, Any] | None] = None
+    base: ClassVar[Reading | None] = None  # instead of the launcher's words
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name not in _FIELDS:
-            super().__setattr__(name, value)
-            return
-        self._set(name, value)
-        if not self._is_made:
-            return
-        strategy = self.said("sharding_strategy")
-        if name == "sharding_strategy":  # the two say one thing: the later counts
-            self._set("reshard_after_forward", None)
-        elif name == "reshard_after_forward" and isinstance(value, bool) and strategy is not None:
-            row = parse_strategy(getattr(strategy, "name", strategy))
-            self._set("sharding_strategy", getattr(row.freeing(value), "name", strategy))
-        self._show()
-
-    def _set(self, name: str, value: Any) -> None:
-        if name == "ignored_modules" and value is not None and not isinstance(value, str):
-            value = _modules(value)
-        if name == "mixed_precision_policy":
-            value = _precision_settings(value)
-            PrecisionConfig.of(value)
-        vars(self).setdefault("_said", {})[name] = vars(self)[name] = _shown(name, value)
-
-    def _show(self) -> None:
-        """Let the fields read as the values in effect, those that were left open too."""
-        said: dict[str, Any] = vars(self)["_said"]
-        effective: dict[str, Any] = {}
-        with contextlib.suppress(ConfigError):  # an Accelerator will say so, unless it is told what is missing
-            effective = self._in_effect(self.config())
-        shown = {name: _shown(name, effective.get(name)) if value is None else value for name, value in said.items()}
-        shown["mixed_precision_policy"] = effective.get("mixed_precision_policy")
-        vars(self).update(shown, read_as=(dict(said), shown))
-
-    def __post_init__(self, read_as: tuple[dict[str, Any], dict[str, Any]] | None) -> None:
-        said, shown = read_as or ({}, {})
-        for name, value in shown.items():
-            if getattr(self, name) == (_precision_settings(value) if name == "mixed_precision_policy" else value):
-                self._set(name, said[name])
-        self.base: Reading | None = None  # instead of the launcher's words
-        self._beneath: Sequence[Reading] | None = None
-        self._above: Sequence[Reading] = ()
-        if self.said("cpu_ram_efficient_loading") and self.said("sync_module_states") is None:
+    def __post_init__(self, filled: dict[str, Any] | None) -> None:
+        values = dict(filled or {})
+        vars(self).update({name: None for name, value in values.items() if getattr(self, name) == value}, filled={})
+        if self.ignored_modules is not None and not isinstance(self.ignored_modules, str):
+            self.ignored_modules = _modules(self.ignored_modules)
+        if self.cpu_ram_efficient_loading and self.sync_module_states is None:
             self.sync_module_states = True
         # A mode of checkpointing would mean nothing by itself, and the launcher may say the rest.
-        is_alone = self.said("activation_checkpointing_mode") and self.said("activation_checkpointing") is None
+        is_alone = self.activation_checkpointing_mode and self.activation_checkpointing is None
         resolved = resolve([self.reading(), *([launched()] if is_alone else ())])
         say_once(resolved.notes)
-        self.set_state_dict_type()
         self._policy(resolved.config.sharding)
         if resolved.config.sharding.cpu_ram_efficient_loading:
             tell_transformers()
-        self._is_made = True
-        self._show()
-
-    @classmethod
-    def from_environment(cls, environ: Mapping[str, str] | None = None) -> FullyShardedDataParallelPlugin:
-        """Return the plugin that `accelerate launch` describes in its `FSDP_*` variables.
-
-        Raises:
-            ConfigError: a variable with an unknown name or a value that cannot be honoured.
-        """
-        plugin, resolved = cls(), resolve([load_environment(environ)])
-        say_once(resolved.notes)
-        plugin.fill(resolved.config)
-        return plugin
+        effective = self._in_effect(resolved.config)
+        vars(self).update({name: effective[name] for name in _NAMES if getattr(self, name) is not None})
+        with contextlib.suppress(ConfigError):  # an Accelerator will say so, unless it is told what is missing
+            self.show(self.config())
 
     def said(self, name: str) -> Any:
         """Return the value that a field was set to; None if it was left to the launcher, whatever it reads as."""
-        said: dict[str, Any] = vars(self)["_said"]
-        return said[name]
+        value, filled = getattr(self, name), vars(self)["filled"]
+        return None if name in filled and value == filled[name] else value
+
+    def show(self, config: RunConfig) -> None:
+        """Let the fields that were left open read as a configuration, without setting anything."""
+        effective = self._in_effect(config)
+        effective = {name: effective.get(name) for name in _FIELDS if self.said(name) is None}
+        vars(self).update(effective, filled={name: value for name, value in effective.items() if value is not None})
 
     def reading(self) -> Reading:
         """Return the settings of the fields; fields that are None set nothing."""
-        fields = {}
-        for field in dataclasses.fields(self):
-            value = self.said(field.name)
-            if value is not None and field.name not in _OBJECTS:
-                fields[field.name] = value.name if isinstance(value, Enum) else value
-        fields |= _offload_fields(self.said("cpu_offload"))
-        if not isinstance(self.said("ignored_modules"), str):
+        said = {name: value for name in _FIELDS if (value := self.said(name)) is not None}
+        precision = _precision_settings(said.pop("mixed_precision_policy", None))
+        fields = {name: value.name if isinstance(value, Enum) else value for name, value in said.items()}
+        fields |= _offload_fields(fields.get("cpu_offload"))
+        if not isinstance(fields.get("ignored_modules"), str):
             fields.pop("ignored_modules", None)
+        fields.pop("param_init_fn", None)
+        origin = Origin.argument(type(self).__name__)
+        settings: list[Setting] = []
         if self._has_policy_object():
             # Class names beside it are no contradiction: a script may have set the policy after the names.
-            for name in _UNITS:
-                fields.pop(name, None)
-        origin = Origin.argument(type(self).__name__)
+            fields = {name: value for name, value in fields.items() if name not in _UNITS}
+            units = {"wrap": "auto", "wrap_classes": (), "wrap_min_numel": None}
+            settings = [Setting(f"sharding.{n}", value, origin, "auto_wrap_policy") for n, value in units.items()]
+        key = "mixed_precision_policy"
+        settings += [Setting(f"precision.{name}", value, origin, key) for name, value in precision.items()]
+        PrecisionConfig.of(precision or None)
         reading = PLUGIN.read(Entry(name, value, origin) for name, value in fields.items() if value is not None)
-        if self._has_policy_object():
-            unit_settings = {"wrap": "auto", "wrap_classes": (), "wrap_min_numel": None}
-            reading.settings += [
-                Setting(f"sharding.{name}", value, origin, "auto_wrap_policy") for name, value in unit_settings.items()
-            ]
-        reading.add(_precision_reading(self.said("mixed_precision_policy")))
+        reading.settings += settings
         return reading
-
-    def lie_between(self, beneath: Sequence[Reading], above: Sequence[Reading]) -> None:
-        """Say what counts less than the fields, and what counts more: that is what fields left open read as."""
-        self._beneath, self._above = beneath, above
-        self._show()
 
     def fill(self, config: RunConfig) -> None:
         """Let fields that are left open say what a configuration does, instead of the launcher."""
         sharding = config.sharding
         row, auto = sharding.resolved_strategy(), "auto" if sharding.keeps_what_fits else None
         named = sharding.model_copy(update={"strategy": row.name, "reshard_after_forward": auto})
-        self.base = whole(config.model_copy(update={"sharding": named}), Origin(Precedence.ENVIRONMENT, "launched"))
-        self._show()
+        base = whole(config.model_copy(update={"sharding": named}), Origin(Precedence.ENVIRONMENT, "launched"))
+        vars(self)["base"] = base
+        self.show(self.config())
 
     def config(self) -> RunConfig:
-        """Return the configuration in effect.
+        """Return the configuration that the fields and the launcher give.
 
         Raises:
             ConfigError: a setting that is wrong, or does not go with the others.
         """
-        beneath = [self.base or launched()] if self._beneath is None else self._beneath
-        return resolve([*beneath, self.reading(), *self._above]).config
+        return resolve([self.base or launched(), self.reading()]).config
 
     def _in_effect(self, config: RunConfig) -> dict[str, Any]:
         """Return the values that fields of None stand for with a configuration."""
@@ -252,15 +204,17 @@ class FullyShardedDataParallelPlugin:
         policy = dataclasses.replace(policy_of(precision), output_dtype=dtype_or_none(precision.output_dtype))
         kinds = {"class": "TRANSFORMER_BASED_WRAP", "auto": "TRANSFORMER_BASED_WRAP", "size": "SIZE_BASED_WRAP"}
         strategy = sharding.resolved_strategy()
-        rows = {field.name: PLUGIN.find(field.name) for field in dataclasses.fields(self)}
-        effective: dict[str, Any] = {
-            name: config.value(row.target) for name, row in rows.items() if row is not None and row.target
-        }
+        rows = {name: PLUGIN.find(name) for name in _FIELDS}
+        effective = {name: config.value(row.target) for name, row in rows.items() if row is not None and row.target}
         effective |= {
             "fsdp_version": 2,  # a model is sharded in place
             "mixed_precision_policy": None if policy == MixedPrecisionPolicy() else policy,
-            "sharding_strategy": strategy.name,
             "reshard_after_forward": ("auto" if sharding.keeps_what_fits else strategy.frees_after_forward),
+            "sharding_strategy": _Name(strategy.name),
+            "backward_prefetch": _Name(sharding.backward_prefetch),
+            "state_dict_type": _Name(config.checkpoint.state_dict_type),
+            "state_dict_config": FullStateDictConfig(),  # Accelerate's own functions write into them
+            "optim_state_dict_config": FullOptimStateDictConfig(),
             "cpu_offload": (
                 OffloadPolicy(**dataclasses.asdict(dataclasses.replace(sharding.offload, activations=False)))
                 if sharding.offload.has_shards and not sharding.offload.is_everything
@@ -298,7 +252,8 @@ class FullyShardedDataParallelPlugin:
             return []
         if isinstance(self.ignored_modules, str):
             return modules_matching(model, self.ignored_modules)
-        return _modules(self.ignored_modules)
+        self.ignored_modules = _modules(self.ignored_modules)
+        return self.ignored_modules
 
     def set_auto_wrap_policy(self, model: nn.Module) -> None:
         """Fix the policy for `model` now, which checks its class names.
@@ -323,9 +278,10 @@ class FullyShardedDataParallelPlugin:
         if self.said("mixed_precision_policy") is not None and not override:
             return
         settings = _precision_settings(mixed_precision)
-        if buffer_autocast and settings and settings.get("mode") in ("bf16", "fp16"):
+        if buffer_autocast and settings.get("mode") in ("bf16", "fp16"):
             settings["buffer_dtype"] = settings["mode"]
-        self.mixed_precision_policy = settings
+        PrecisionConfig.of(settings or None)
+        self.mixed_precision_policy = settings or None
 
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
         """Set and check the type of state dict.
@@ -335,11 +291,12 @@ class FullyShardedDataParallelPlugin:
         """
         if state_dict_type is not None:
             self.state_dict_type = state_dict_type
+        config = resolve([self.reading()]).config
         if self.said("state_dict_type") is not None:
-            self.state_dict_type = resolve([self.reading()]).config.checkpoint.state_dict_type
+            self.state_dict_type = _Name(config.checkpoint.state_dict_type)
 
 
-_FIELDS = frozenset(field.name for field in dataclasses.fields(FullyShardedDataParallelPlugin))
+_FIELDS = tuple(field.name for field in dataclasses.fields(FullyShardedDataParallelPlugin))
 
 
 class _Name(str):
@@ -355,35 +312,6 @@ class _Name(str):
         return not self == other
 
     __hash__ = str.__hash__
-
-
-class _Offload(int):
-    """The place of parameters, true on the host: equal to a truth value, and to torch's objects that mean the same."""
-
-    __slots__ = ()
-
-    @property
-    def offload_params(self) -> bool:
-        """The attribute of torch's `CPUOffload`."""
-        return bool(self)
-
-    def __repr__(self) -> str:
-        return repr(bool(self))
-
-    def __eq__(self, other: object) -> bool:
-        return _offload_fields(other) == {"cpu_offload": bool(self)}
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    __hash__ = int.__hash__
-
-
-def _shown(name: str, value: Any) -> Any:
-    """Return a field's value as scripts read it."""
-    if name in _NAMES and type(value) is str:
-        return _Name(value)
-    return _Offload(value) if name == "cpu_offload" and type(value) is bool else value
 
 
 def configured_policy(config: ShardingConfig) -> WrapPolicy:
@@ -461,10 +389,10 @@ def _offload_fields(value: Any) -> dict[str, Any]:
     return {"cpu_offload": False if type(value).__name__ == "OffloadPolicy" else value}
 
 
-def _precision_settings(policy: Any) -> dict[str, Any] | None:
+def _precision_settings(policy: Any) -> dict[str, Any]:
     """Return keyword arguments for `PrecisionConfig` from a mode, a dict, or any policy with dtype attributes."""
     if policy is None:
-        return None
+        return {}
     if isinstance(policy, torch.dtype):  # Accelerate's `set_mixed_precision` takes a mode's
         policy = next((mode for mode, name in COMPUTE.items() if f"torch.{name}" == str(policy)), str(policy))
     if isinstance(policy, str):
@@ -489,13 +417,6 @@ def _precision_settings(policy: Any) -> dict[str, Any] | None:
         values["cast_inputs"] = values.pop("cast_forward_inputs")
     names = {name: str(v).removeprefix("torch.") if isinstance(v, torch.dtype) else v for name, v in values.items()}
     return {name: value for name, value in names.items() if value is not None}
-
-
-def _precision_reading(settings: Mapping[str, Any] | None) -> Reading:
-    """Return the settings of a policy that `_precision_settings` has read."""
-    origin, key = Origin.argument(FullyShardedDataParallelPlugin.__name__), "mixed_precision_policy"
-    found = [Setting(f"precision.{name}", value, origin, key) for name, value in (settings or {}).items()]
-    return Reading(settings=found)
 
 
 def policy_of(precision: PrecisionConfig) -> MixedPrecisionPolicy:

@@ -1,19 +1,18 @@
-"""The per-process tasks of scripts: ask which rank they are, wait, print once, divide inputs."""
+"""The per-process tasks of scripts, as Accelerate has them: which rank, wait, print once, divide inputs."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar, cast
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
+from accelerate import PartialState as Theirs
+from accelerate.utils import DistributedType
 
 from fullshard.api.forwarding import forwarded
 from fullshard.api.state import ProcessState
 from fullshard.core.errors import ConfigError
-
-FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
 class Processes:
@@ -22,6 +21,9 @@ class Processes:
     Args:
         process: this process's place in the job.
     """
+
+    initialized = True
+    distributed_type = DistributedType.FSDP
 
     def __init__(self, process: ProcessState) -> None:
         self.process = process
@@ -34,6 +36,12 @@ class Processes:
     """Rank."""
     local_process_index: int = forwarded("process.environment.local_rank")
     """Rank on this host."""
+    use_distributed, _goes_first = Theirs.use_distributed, Theirs._goes_first
+    is_main_process, is_local_main_process = Theirs.is_main_process, Theirs.is_local_main_process
+    is_last_process, print = Theirs.is_last_process, Theirs.print
+    main_process_first, local_main_process_first = Theirs.main_process_first, Theirs.local_main_process_first
+    on_main_process, on_local_main_process = Theirs.on_main_process, Theirs.on_local_main_process
+    on_last_process, on_process, on_local_process = Theirs.on_last_process, Theirs.on_process, Theirs.on_local_process
 
     @property
     def _tensor_parallel_size(self) -> int:
@@ -45,61 +53,9 @@ class Processes:
         """Ranks, or groups of them, that compute on batches of their own."""
         return self.num_processes // self._tensor_parallel_size
 
-    @property
-    def is_main_process(self) -> bool:
-        """Return whether this is rank 0."""
-        return self.process_index == 0
-
-    @property
-    def is_local_main_process(self) -> bool:
-        """Return whether this is the first rank of its host."""
-        return self.local_process_index == 0
-
-    @property
-    def is_last_process(self) -> bool:
-        """Return whether this is the last rank."""
-        return self.process_index == self.num_processes - 1
-
     def wait_for_everyone(self) -> None:
         """Wait until every rank is here."""
         self.process.barrier()
-
-    def print(self, *values: Any, **options: Any) -> None:
-        """Print like `print`, on the first rank of each host."""
-        if self.is_local_main_process:
-            print(*values, **options)  # noqa: T201 -- that is what it is for
-
-    def main_process_first(self) -> contextlib.AbstractContextManager[None]:
-        """Let rank 0 run the block before the other ranks (which then find what it downloaded or cached)."""
-        return self._first(self.is_main_process)
-
-    def local_main_process_first(self) -> contextlib.AbstractContextManager[None]:
-        """Let the first rank of each host run the block before the others."""
-        return self._first(self.is_local_main_process)
-
-    def on_main_process(self, function: FunctionT) -> FunctionT:
-        """Decorate a function to run on rank 0 and return None elsewhere."""
-        return self._only(self.is_main_process, function)
-
-    def on_local_main_process(self, function: FunctionT) -> FunctionT:
-        """Decorate a function to run on the first rank of each host and return None elsewhere."""
-        return self._only(self.is_local_main_process, function)
-
-    def on_last_process(self, function: FunctionT) -> FunctionT:
-        """Decorate a function to run on the last rank and return None elsewhere."""
-        return self._only(self.is_last_process, function)
-
-    def on_process(self, function: FunctionT | None = None, process_index: int | None = None) -> Any:
-        """Decorate a function to run on the given rank and return None elsewhere."""
-        if function is None:
-            return functools.partial(self.on_process, process_index=process_index)
-        return self._only(self.process_index == process_index, function)
-
-    def on_local_process(self, function: FunctionT | None = None, local_process_index: int | None = None) -> Any:
-        """Decorate a function to run on the given rank of each host and return None elsewhere."""
-        if function is None:
-            return functools.partial(self.on_local_process, local_process_index=local_process_index)
-        return self._only(self.local_process_index == local_process_index, function)
 
     @contextlib.contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
@@ -143,21 +99,3 @@ class Processes:
         if isinstance(part, torch.Tensor):
             return torch.cat([part, *[last] * missing])
         return part + last * missing
-
-    @contextlib.contextmanager
-    def _first(self, is_first: bool) -> Iterator[None]:
-        if not is_first:
-            self.wait_for_everyone()
-        try:
-            yield
-        finally:
-            # Also after an error, or the others would wait for a rank that is gone from here.
-            if is_first:
-                self.wait_for_everyone()
-
-    def _only(self, runs_here: bool, function: FunctionT) -> FunctionT:
-        @functools.wraps(function)
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            return function(*args, **kwargs) if runs_here else None
-
-        return cast("FunctionT", wrapped)

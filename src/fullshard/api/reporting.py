@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator as Theirs
 from accelerate import tracking
 from accelerate.utils import ProfileKwargs
 
 from fullshard.api.checkpointing import Checkpointing
 from fullshard.checkpoint.ranks import Ranks
-from fullshard.config.settings import suggestion
 from fullshard.config.trackers import require_trackers
 from fullshard.core.errors import ConfigError
 from fullshard.core.paths import local_path
@@ -26,69 +26,7 @@ class Reporting(Checkpointing):
 
     log_with: list[Any]
     trackers: list[Any]
-
-    def init_trackers(
-        self, project_name: str, config: Mapping[str, Any] | None = None, init_kwargs: Mapping[str, Any] | None = None
-    ) -> None:
-        """Start the trackers that `log_with` names, on the main process.
-
-        Args:
-            project_name: the name of the run.
-            config: the run's data that the trackers keep.
-            init_kwargs: per tracker's name, further arguments for it.
-
-        Raises:
-            ConfigError: `init_kwargs` names a tracker that there is not.
-        """
-        if self.log_with:
-            _check_names(init_kwargs or {}, self.log_with)
-        if not self.is_main_process:
-            return
-        self.trackers = []  # those of a run before this one are finished
-        for tracker in self.log_with:
-            if not hasattr(tracker, "start"):
-                name = str(tracker)
-                kind = tracking.LOGGER_TYPE_TO_CLASS[name]
-                place = (self.logging_dir,) if kind.requires_logging_directory else ()
-                tracker = kind(project_name, *place, **(init_kwargs or {}).get(name, {}))
-            tracker.start()
-            self.trackers.append(tracker)
-            if config is not None:
-                tracker.store_init_configuration(config)
-
-    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """Return a tracker that was started; on processes other than the main one, one that does nothing.
-
-        Args:
-            name: its name, such as `tensorboard`.
-            unwrap: give the object of the library behind it.
-
-        Raises:
-            ConfigError: none of this name was started.
-        """
-        if not self.is_main_process:
-            return tracking.GeneralTracker(_blank=True)
-        for tracker in self.trackers:
-            if tracker.name == name:
-                return tracker.tracker if unwrap else tracker
-        names = ", ".join(tracker.name for tracker in self.trackers) or "none"
-        raise ConfigError(f"no tracker {name!r} was started; started: {names}", hint="init_trackers starts them")
-
-    def log(
-        self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Mapping[str, Any] | None = None
-    ) -> None:
-        """Log values with all trackers, on the main process.
-
-        Args:
-            values: numbers and strings by name.
-            step: the step they belong to.
-            log_kwargs: per tracker's name, further arguments for it.
-        """
-        if self.log_with and not self.trackers and self.is_main_process:
-            names = ", ".join(map(_tracker_name, self.log_with))
-            warnings.warn(f"log: {names} has not been started: call init_trackers first", stacklevel=2)
-        for tracker in self.trackers:
-            tracker.log(values, step=step, **(log_kwargs or {}).get(tracker.name, {}))
+    init_trackers, get_tracker, log = Theirs.init_trackers, Theirs.get_tracker, Theirs.log
 
     @contextlib.contextmanager
     def profile(self, profile_handler: Any = None) -> Iterator[torch.profiler.profile]:
@@ -156,17 +94,6 @@ def wanted_trackers(log_with: Any, logging_dir: str | None) -> list[Any]:
     if missing:
         raise ConfigError(f"log_with: {', '.join(sorted(missing))} cannot be used here, says Accelerate")
     return found
-
-
-def _tracker_name(tracker: Any) -> str:
-    return str(tracker.name if hasattr(tracker, "start") else tracker)
-
-
-def _check_names(named: Mapping[str, Any], started: Iterable[Any]) -> None:
-    """Check that `init_kwargs` is for trackers that there are; those of other runs may be among them."""
-    known = {*tracking.LOGGER_TYPE_TO_CLASS, *map(_tracker_name, started)}
-    for name in named.keys() - known:
-        raise ConfigError(f"init_kwargs: no tracker is called {name!r}", hint=suggestion(name, sorted(known)))
 
 
 def _trace_directory(text: str) -> Path:

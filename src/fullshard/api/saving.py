@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -64,29 +64,12 @@ def register_format(name: str, add: Callable[[Pending], Pending]) -> None:
     _FORMATS[name] = add
 
 
-class StateKeeper(Protocol):
-    """Keep copies of the state in host memory, from which a run goes on after a kill."""
-
-    def keep(self, state: TrainingState, step: int) -> None:
-        """Renew them after a step of the run, if that is due. A collective."""
-
-    def load(self, state: TrainingState) -> tuple[int, int] | None:
-        """Load one; return the run's step and the counter that the script keeps. A collective."""
-
-    def close(self) -> None:
-        """Keep no more."""
-
-
-make_copies: list[Callable[[int], StateKeeper]] = []
-"""Makes copies that lose so many steps at most; one function."""
+make_copies: list[Callable[[int], Any]] = []
+"""Makes `copies.StateCopies` that lose so many steps at most; one function."""
 
 
 class Together(nn.ModuleList):
     """Models that one optimizer steps, saved as one whose parameters are called `0.`, `1.` and so on."""
-
-
-Part = tuple[nn.Module, torch.optim.Optimizer | None]
-"""A model with the optimizer that holds its parameters: the contents of one checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,13 +94,16 @@ class TrainingState:
     step: int
     config: Mapping[str, Any]
 
-    def parts(self) -> list[Part]:
-        """Return models with their optimizers: several in one `Together` that share one. A model with two comes twice.
+    def parts(self) -> list[LoadArguments]:
+        """Return what each checkpoint holds: a model with its optimizer; several in one `Together` that share one.
+
+        A model with two optimizers comes twice. Schedules, registered objects and the scaler are with the first;
+        averages of weights with their model.
 
         Raises:
-            CheckpointError: an optimizer that holds no prepared model's parameters.
+            CheckpointError: an optimizer that holds no prepared model's parameters, or an average of no such model.
         """
-        pairs: list[Part] = []
+        pairs: list[tuple[nn.Module, torch.optim.Optimizer | None]] = []
         covered = set[int]()
         for optimizer in self.optimizers:
             held = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -130,34 +116,21 @@ class TrainingState:
             covered |= set(map(id, owners))
             pairs.append((owners[0] if len(owners) == 1 else Together(owners), optimizer))
         pairs += [(model, None) for model in self.models if id(model) not in covered]
-        return pairs or [(nn.Module(), None)]  # loaders and objects alone: a checkpoint without a weight
-
-    @property
-    def scheduler(self) -> Any:
-        """The schedule, if there is exactly one."""
-        return self.schedulers[0] if len(self.schedulers) == 1 else None
-
-    @property
-    def all_objects(self) -> list[Any]:
-        """The objects but averages of weights, after the schedules if there are several."""
-        others = [each for each in self.objects if not isinstance(each, EMA)]
-        return [*(self.schedulers if len(self.schedulers) != 1 else ()), *others]
-
-    def averages(self, parts: Sequence[Part]) -> list[list[EMA]]:
-        """Return the averages of each part's model; of a model that comes twice with the first.
-
-        Raises:
-            CheckpointError: one is of no prepared model.
-        """
-        found: list[list[EMA]] = [[] for _ in parts]
+        pairs = pairs or [(nn.Module(), None)]  # loaders and objects alone: a checkpoint without a weight
+        objects: list[list[Any]] = [[] for _ in pairs]
+        if len(self.schedulers) != 1:
+            objects[0] += self.schedulers
+        objects[0] += [each for each in self.objects if not isinstance(each, EMA)]
         for ema in (each for each in self.objects if isinstance(each, EMA)):
-            number = next((n for n, (model, _) in enumerate(parts) if ema.is_of(model)), None)
+            number = next((n for n, (model, _) in enumerate(pairs) if ema.is_of(model)), None)
             if number is None:
                 raise CheckpointError(
                     "a registered EMA is of a model that is not prepared", hint="accelerator.prepare(model) before"
                 )
-            found[number].append(ema)
-        return found
+            objects[number].append(ema)
+        parts = [LoadArguments(model=m, optimizer=o, objects=each) for (m, o), each in zip(pairs, objects, strict=True)]
+        parts[0] |= {"scheduler": self.schedulers[0] if len(self.schedulers) == 1 else None, "scaler": self.scaler}
+        return parts
 
     @property
     def extra(self) -> dict[str, Any]:
@@ -167,12 +140,7 @@ class TrainingState:
 
 
 def next_path(config: Any, output_dir: str | os.PathLike[str] | ObjectPath | None) -> tuple[Location, bool]:
-    """Return the path to save to, and whether a checkpoint that is there may be replaced.
-
-    Raises:
-        ConfigError: no directory is given, or another job numbers its checkpoints there.
-        CheckpointError: the directory holds something else, which would be lost.
-    """
+    """Return the path to save to, and whether a checkpoint that is there may be replaced."""
     if config.automatic_checkpoint_naming:
         if config.project_dir is None:
             raise ConfigError("automatic_checkpoint_naming needs a project_dir")
@@ -192,12 +160,7 @@ def next_path(config: Any, output_dir: str | os.PathLike[str] | ObjectPath | Non
 
 
 def existing_path(config: Any, input_dir: str | os.PathLike[str] | ObjectPath | None) -> Location:
-    """Return the path to load from.
-
-    Raises:
-        ConfigError: no directory is given.
-        CheckpointError: there is no checkpoint.
-    """
+    """Return the path to load from."""
     if input_dir is not None:
         path = location(input_dir)
         if not path.is_dir():
@@ -242,7 +205,7 @@ def save(
     Args:
         path: the checkpoint's directory.
         state: what to save.
-        environment: this process's place in the job.
+        environment: of this rank.
         total_limit: checkpoints to keep; None: all.
         overwrite: whether a checkpoint there is replaced.
         whole_weights: also write each model whole, into a directory `model` in the checkpoint, for other programs.
@@ -267,20 +230,18 @@ def save(
     if saver is not None:
         saver.make_room()
     memory = None if saver is None else saver.memory
-    parts = state.parts()
-    averages = state.averages(parts)
-    first = SaveArguments(**first_part(state, parts), extra=state.extra)  # type: ignore[typeddict-item]
+    parts = [SaveArguments(**part) for part in state.parts()]  # type: ignore[typeddict-item]
+    models = [part["model"] for part in parts]
+    parts[0]["extra"] = state.extra
     pending: Pending
     if len(parts) == 1:
-        first["total_limit"], first["overwrite"] = total_limit, overwrite
-        pending = prepare_save(path, memory, **first)
+        parts[0] |= {"total_limit": total_limit, "overwrite": overwrite}
+        pending = prepare_save(path, memory, **parts[0])
     else:
-        others = zip(parts[1:], averages[1:], strict=True)
-        arguments = [first, *(SaveArguments(model=m, optimizer=o, objects=objects) for (m, o), objects in others)]
-        named = {part_name(number): part for number, part in enumerate(arguments)}
+        named = {part_name(number): part for number, part in enumerate(parts)}
         pending = prepare_parts(path, named, memory, total_limit=total_limit, overwrite=overwrite)
     if form != "native":
-        if any(isinstance(model, Together) for model, _ in parts):
+        if any(isinstance(model, Together) for model in models):
             raise ConfigError(
                 f"checkpoint.format = {form} lays out one model for each optimizer, and one holds those of several",
                 hint="give each model an optimizer of its own, or save in the native format",
@@ -292,7 +253,7 @@ def save(
     pending.complete(pending.destination.ranks)
     if whole_weights:
         # Into the complete checkpoint: a resumed run must not wait for files that only other programs read.
-        for number, (model, _) in enumerate(parts):
+        for number, model in enumerate(models):
             directory = on_this_host(path)
             part = directory if len(parts) == 1 else directory / part_name(number)
             for place, each in enumerate(model if isinstance(model, Together) else [model]):
@@ -334,7 +295,7 @@ def call_save_hooks(hooks: Iterable[Callable[..., Any]], models: list[nn.Module]
 def announce(state: TrainingState, saver: AsyncSaver) -> None:
     """Make `saver` take its memory while training begins."""
     with contextlib.suppress(CheckpointError):  # models and optimizers that fit only when all are prepared
-        saver.reserve(state.parts())
+        saver.reserve([(part["model"], part.get("optimizer")) for part in state.parts()])
 
 
 def load(path: Location, state: TrainingState) -> int:
@@ -352,27 +313,9 @@ def load(path: Location, state: TrainingState) -> int:
         )
     for number in range(saved):  # all of them, before the first changes anything
         prove_checkpoint(path / part_name(number))
-    extra: dict[str, Any] = {}
-    averages = state.averages(parts)
-    for number, (model, optimizer) in enumerate(parts):
-        part = path / part_name(number) if saved else path
-        if number == 0:
-            extra = load_checkpoint(part, **first_part(state, parts))
-        else:
-            load_checkpoint(part, model=model, optimizer=optimizer, objects=averages[number])
+    places = [path / part_name(number) for number in range(saved)] or [path]
+    extra, *_ = [load_checkpoint(place, **part) for place, part in zip(places, parts, strict=True)]
     return set_extra(extra, state, where=path)
-
-
-def first_part(state: TrainingState, parts: Sequence[Part]) -> LoadArguments:
-    """Return the part saved with the first model: schedules, counters and random states are those of the whole run."""
-    model, optimizer = parts[0]
-    return LoadArguments(
-        model=model,
-        optimizer=optimizer,
-        scheduler=state.scheduler,
-        scaler=state.scaler,
-        objects=[*state.all_objects, *state.averages(parts)[0]],
-    )
 
 
 def set_extra(extra: Mapping[str, Any], state: TrainingState, *, where: Location) -> int:
@@ -391,21 +334,9 @@ def set_extra(extra: Mapping[str, Any], state: TrainingState, *, where: Location
 def save_model(
     model: nn.Module, directory: Path, max_shard_size: int | str, environment: RankEnvironment, *, safe: bool = True
 ) -> None:
-    """Write the whole model into a directory, which may exist and hold other files. A collective.
+    """Write the whole model, or its adapters, into a directory, which may hold other files. A collective.
 
-    Of a model with adapters that is those. Weights that lie there and that `from_pretrained` would read instead are
-    removed.
-
-    Args:
-        model: sharded or not.
-        directory: where to.
-        max_shard_size: of a file.
-        environment: of this rank.
-        safe: as safetensors, with its configuration; otherwise its state dict as `torch.save` writes it, all of
-            which the main process's host holds at once.
-
-    Raises:
-        ConfigError: adapters that are not to be safetensors, or `max_shard_size` that cannot be understood.
+    Weights that lie there and that `from_pretrained` would read instead are removed. See `Accelerator.save_model`.
     """
     if is_saved_as_adapters(model):
         if not safe:

@@ -8,7 +8,7 @@ import functools
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any, TypeVar
 
@@ -31,7 +31,7 @@ from fullshard.checkpoint.full_state import gather_when_all_save
 from fullshard.checkpoint.live_adapters import use_sharded_methods
 from fullshard.checkpoint.quantities import conversion_of
 from fullshard.comm.mesh import init_mesh
-from fullshard.config.schema import PrecisionConfig, RunConfig, ShardingConfig, TrainingConfig
+from fullshard.config.schema import PrecisionConfig, RunConfig, ShardingConfig
 from fullshard.core.dtypes import main_dtype
 from fullshard.core.errors import ConfigError
 from fullshard.core.sizes import format_count, format_nbytes
@@ -54,45 +54,28 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 _OUTER = "_fullshard_outer_forward"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Setup:
-    """All that decides how a model is sharded.
+    """All that decides how a model is sharded: every setting, and those that are objects.
 
     Attributes:
-        sharding: the settings.
-        precision: the dtypes.
-        plugin: settings that are objects: modules, functions, a wrap policy that is an object.
+        plugin: modules, functions, a wrap policy that is an object; None: there are none.
         autocast: how the forward runs under autocast in the modes bf16 and fp16.
-        training: the treatment of gradients that are not finite.
     """
 
-    sharding: ShardingConfig = field(default_factory=ShardingConfig)
-    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
-    plugin: FullyShardedDataParallelPlugin | None = None
-    autocast: AutocastKwargs = field(default_factory=AutocastKwargs)
-    training: TrainingConfig = field(default_factory=TrainingConfig)
+    config: RunConfig
+    plugin: FullyShardedDataParallelPlugin | None
+    autocast: AutocastKwargs
 
-    @classmethod
-    def of(cls, config: RunConfig, plugin: Any, autocast: AutocastKwargs, *, rolls_back: bool = False) -> Setup:
-        """Return the setup of a run.
+    @property
+    def sharding(self) -> ShardingConfig:
+        """The settings of sharding."""
+        return self.config.sharding
 
-        Args:
-            config: every setting.
-            plugin: a plugin; anything else holds nothing but settings, which are in `config` already.
-            autocast: how autocast runs.
-            rolls_back: whether the caller can go back to a checkpoint.
-
-        Raises:
-            ConfigError: it is to, and cannot.
-        """
-        if config.training.nonfinite_gradients == "rollback" and not rolls_back:
-            raise ConfigError(
-                "training.nonfinite_gradients = rollback: only `fullshard train` knows what to go back to",
-                hint="use raise, catch NonFiniteError and load a checkpoint; or skip",
-            )
-        if not isinstance(plugin, FullyShardedDataParallelPlugin):
-            plugin = None
-        return cls(config.sharding, config.precision, plugin, autocast, config.training)
+    @property
+    def precision(self) -> PrecisionConfig:
+        """The dtypes."""
+        return self.config.precision
 
     def wrap_policy(self) -> WrapPolicy:
         """Return the policy that selects units: the plugin's at this moment, because scripts change it at any time."""
@@ -124,17 +107,14 @@ def shard(
     say: Callable[[str], None],
     device_mesh: DeviceMesh | None = None,
 ) -> ModuleT:
-    """Shard `model` in place and say how.
+    """Shard `model` in place and say how, by lines for the user on every rank. One without parameters is only moved.
 
     Args:
-        model: not sharded yet; on any device, the meta device included. One without parameters is only moved.
+        model: not sharded yet; on any device, the meta device included.
         setup: how.
         process: gives the device and the ranks.
-        say: called with lines for the user, on every rank.
+        say: called with the lines.
         device_mesh: axes `dp_replicate`, `dp_shard` and `tp`, the model being split over the last; None: not split.
-
-    Raises:
-        ConfigError, WrapError: a setting that cannot be honoured for this model.
     """
     require_module(model)
     if next(model.parameters(), None) is None:
@@ -145,7 +125,12 @@ def shard(
     ignored = setup.ignored_modules(model)
     if ignored and not {id(module) for module in ignored} & {id(module) for module in model.modules()}:
         say(f"ignored_modules: none of them is in this {type(model).__name__}, so all of it is sharded")
-    _say_what_is_left(model, say)
+    conversion = conversion_of(model)
+    conversion.require()
+    if conversion.converted:
+        say(f"{type(model).__name__}: {conversion.said}")
+    if conversion.said_of_adapters:
+        say(conversion.said_of_adapters)
     units = _units(model, setup, ignored, process)
     apart = embedding_modules(model) if config.wrap_embeddings else ()
     _upcast(model, precision.mode, say)
@@ -157,14 +142,23 @@ def shard(
         mesh=None
         if device_mesh is None
         else init_mesh(device_mesh=device_mesh["dp_replicate", "dp_shard"], device=process.device),
-        **_engine_settings(setup, process),
+        strategy=config.resolved_strategy(),
+        shard_size=config.resolved_shard_size(process.environment.local_world_size),
+        mp_policy=policy_of(precision),
+        offload_policy=OffloadPolicy(**dataclasses.asdict(config.offload)),
+        forward_prefetch=config.forward_prefetch,
+        backward_prefetch=config.backward_prefetch,
+        sync_module_states=config.sync_module_states,
+        param_init_fn=None if setup.plugin is None else setup.plugin.param_init_fn,
+        device=process.device,
     )
     if apart:
         keep_head(apart[1])
-    policy, limit = setup.training.nonfinite_gradients, setup.training.nonfinite_limit
+    training = setup.config.training
+    policy, limit = training.nonfinite_gradients, training.nonfinite_limit
     # A rollback begins with the error.
     model.set_nonfinite_gradients("raise" if policy == "rollback" else policy, limit=limit)  # type: ignore[operator]
-    model.set_replica_check(setup.training.replica_check, every=setup.training.compare_every)  # type: ignore[operator]
+    model.set_replica_check(training.replica_check, every=training.compare_every)  # type: ignore[operator]
     for module in ignored:
         module.to(process.device)
     if is_adapted(model):
@@ -180,32 +174,6 @@ def shard(
             say=say,
         )
     return model
-
-
-def _engine_settings(setup: Setup, process: ProcessState) -> dict[str, Any]:
-    """Return the arguments of `shard_model` that follow from the settings."""
-    config, precision = setup.sharding, setup.precision
-    return {
-        "strategy": config.resolved_strategy(),
-        "shard_size": config.resolved_shard_size(process.environment.local_world_size),
-        "mp_policy": policy_of(precision),
-        "offload_policy": OffloadPolicy(**dataclasses.asdict(config.offload)),
-        "forward_prefetch": config.forward_prefetch,
-        "backward_prefetch": config.backward_prefetch,
-        "sync_module_states": config.sync_module_states,
-        "param_init_fn": setup.plugin.param_init_fn if setup.plugin is not None else None,
-        "device": process.device,
-    }
-
-
-def _say_what_is_left(model: nn.Module, say: Callable[[str], None]) -> None:
-    """Say how much of a quantised model is not quantised, and which experts have no adapters."""
-    conversion = conversion_of(model)
-    conversion.require()
-    if conversion.converted:
-        say(f"{type(model).__name__}: {conversion.said}")
-    if conversion.said_of_adapters:
-        say(conversion.said_of_adapters)
 
 
 def _say_how(model: nn.Module, config: ShardingConfig, say: Callable[[str], None]) -> None:
@@ -300,13 +268,7 @@ def _upcast(model: nn.Module, mode: str, say: Callable[[str], None]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Outer:
-    """The way a root's forward runs.
-
-    Attributes:
-        autocast: the context it runs under.
-        output_dtype: dtype its floating-point outputs are cast to; None: they are left as they come.
-        inner: the forward it replaced; None for the class's own.
-    """
+    """The way a root's forward runs: under `autocast`, its outputs cast, around a forward that is not the class's."""
 
     autocast: Callable[[], AbstractContextManager[Any]]
     output_dtype: torch.dtype | None

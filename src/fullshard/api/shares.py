@@ -8,7 +8,6 @@ import itertools
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sized
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -26,15 +25,9 @@ _SHOWN = ("dataset", "batch_size", "drop_last", "collate_fn", "sampler", "batch_
 
 
 class Share:
-    """One rank's share of a map-style dataset. `_IterableShare` is the counterpart for iterable datasets.
+    """One rank's share of a map-style dataset, whose order is dealt as `deal` says."""
 
-    Attributes:
-        deal: how the order is dealt.
-        samples_per_item: of it, as far as known: 1 if they are dealt one by one.
-        is_always_even: it cannot be dealt unevenly.
-    """
-
-    is_always_even = False
+    is_always_even = False  # or may be dealt unevenly
 
     def __init__(
         self, deal: Deal, order: Iterable[Any], dataset: Any, *, batches: Any = None, as_sampler: bool = False
@@ -88,20 +81,21 @@ class Share:
         return len(cast("Sized", self._order))
 
     def start_epoch(self, seed: int, epoch: int, skip: int) -> tuple[int, Callable[[], Real | None]]:
-        """Prepare the next iteration.
+        """Prepare the next iteration, which leaves `skip` items out.
 
         Returns:
-            The number of the loader's items that the loop itself must throw away; and a function that returns, once
-            the last round of this iteration was dealt, the real part of it.
+            The loader's items that the loop itself must throw away, and a function that tells the last round's real
+            part.
         """
         if callable(set_epoch := getattr(self._dataset, "set_epoch", None)):
             set_epoch(epoch)
-        dealt = self._sampler.prepare(seed, epoch, skip)
-        return 0, lambda: dealt.last
+        last: list[Real] = []
+        self._sampler.next_iteration = (seed, epoch, skip, last)
+        return 0, lambda: last[0] if last else None
 
     def note_begun(self) -> None:
         """Note that reading has begun: no other reader may read the same."""
-        self._sampler.forget()
+        self._sampler.next_iteration = None
 
     def unpack(self, given: Any) -> Iterable[tuple[Any, Real | None]]:
         """Return the batches that the loader gave, each with the real part of its round if known."""
@@ -114,13 +108,6 @@ def _initial_seed(holder: object) -> int:
     return int(generator.initial_seed()) if isinstance(generator, torch.Generator) else torch.initial_seed()
 
 
-@dataclass(slots=True)
-class _Dealt:
-    """The real part of the round that an iteration dealt last."""
-
-    last: Real | None = None
-
-
 class _DealtSampler(Sampler[Any]):
     """A rank's lists of indices, in an order that all ranks agree on."""
 
@@ -128,7 +115,7 @@ class _DealtSampler(Sampler[Any]):
         self._deal = deal
         self._order = order
         self.batch_sampler = batches
-        self._next: tuple[int, int, int, _Dealt] | None = None
+        self.next_iteration: tuple[int, int, int, list[Real]] | None = None
 
     even_batches: bool = forwarded("_deal.even", may_set=True)
     """True if an incomplete last step is filled up, under Accelerate's name; scripts set it."""
@@ -139,60 +126,46 @@ class _DealtSampler(Sampler[Any]):
             raise AttributeError(name)
         return getattr(self.batch_sampler, name)
 
-    def prepare(self, seed: int, epoch: int, skip: int) -> _Dealt:
-        dealt = _Dealt()
-        self._next = (seed, epoch, skip, dealt)
-        return dealt
-
-    def forget(self) -> None:
-        self._next = None
-
     def __len__(self) -> int:
         return self._deal.rounds(len(cast("Sized", self._order)))
 
     def __iter__(self) -> Iterator[Any]:
         # Read now and not at the first `next`: another iteration may be prepared in between.
-        if self._next is None:
+        if self.next_iteration is None:
             raise DataError(
                 "the batch sampler of a prepared loader is read by something else than its loader, which knows the "
                 "epoch and where in it the loop is",
                 hint="leave batches out with accelerator.skip_first_batches(loader, n), and read the loader",
             )
-        seed, epoch, skip, dealt = self._next
+        seed, epoch, skip, last = self.next_iteration
         readers = 1 if self._deal.for_all else self._deal.world_size
-        return self._shares(_agreed_order(self._order, seed, epoch, readers), skip, dealt)
+        order = _agreed_order(self._order, seed, epoch, readers)
+        return (
+            self._batches(order, skip, last) if self._order is self.batch_sampler else self._shares(order, skip, last)
+        )
 
-    def _shares(self, order: Iterable[Any], skip: int, dealt: _Dealt) -> Iterator[Any]:
-        if self._order is self.batch_sampler:
-            yield from self._batches(_Equal(order, self._size_to_keep()), skip, dealt)
-            return
+    def _shares(self, order: Iterable[Any], skip: int, last: list[Real]) -> Iterator[Any]:
         for of_all, real in self._deal.dealt(order, skip=skip):
-            dealt.last = Real(real, self._deal.round_size)
+            last[:] = [Real(real, self._deal.round_size)]
             yield from self._deal.shares_of(of_all)
 
-    def _batches(self, order: _Equal, skip: int, dealt: _Dealt) -> Iterator[Any]:
-        for of_all, real in self._deal.dealt(order, skip=skip):
+    def _batches(self, order: Iterable[Any], skip: int, last: list[Real]) -> Iterator[Any]:
+        size = getattr(self.batch_sampler, "batch_size", None)
+        is_filled = self._deal.even and self._deal.world_size > 1 and isinstance(size, int)
+        equal = _Equal(order, size if is_filled else None)
+        for of_all, real in self._deal.dealt(equal, skip=skip):
             sizes = [len(batch) if isinstance(batch, Sized) else None for batch in of_all]
             known = [size for size in sizes if size is not None]
             if len(known) < len(sizes):  # each is whatever the dataset makes of one index
-                dealt.last = Real(real, len(sizes), batches=real)
+                last[:] = [Real(real, len(sizes), batches=real)]
             else:
-                dealt.last = Real(sum(known[:real]) - order.added, sum(known), batches=real)
+                last[:] = [Real(sum(known[:real]) - equal.added, sum(known), batches=real)]
             for (batch,) in self._deal.shares_of(of_all):
                 yield batch
 
-    def _size_to_keep(self) -> int | None:
-        """Return the samples that a batch is to have on every rank; None: as many as it has."""
-        size = getattr(self.batch_sampler, "batch_size", None)
-        return size if self._deal.even and self._deal.world_size > 1 and isinstance(size, int) else None
-
 
 class _Equal:
-    """Batches of one size. A shorter last one is filled up from the start, as Accelerate does.
-
-    Attributes:
-        added: samples that it was filled up with.
-    """
+    """Batches of one size. A shorter last one is filled up with `added` samples from the start, as Accelerate does."""
 
     def __init__(self, batches: Iterable[Any], size: int | None) -> None:
         self._batches = batches

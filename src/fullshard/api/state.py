@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.state import GradientState as Theirs
 
 from fullshard.comm.waiting import waiting_for_all
 from fullshard.config.handover import launched
@@ -21,119 +22,63 @@ from fullshard.launch.environment import (
 )
 
 
-class Loader(Protocol):
-    """The attributes of a data loader that the gradient state reads while it is iterated."""
-
-    end_of_dataloader: bool
-
-    @property
-    def remainder(self) -> int | None:
-        """Real samples of the current step if it was filled up, else None."""
-
-
-class GradientState:
-    """The place of the loop in the accumulation of gradients and in the epoch, under Accelerate's names.
-
-    What it knows lies in the fields that Accelerate's class of this name has, so that both can share them.
-
-    Args:
-        num_steps: micro-batches per optimizer step.
-        sync_with_dataloader: the last micro-batch of an epoch always ends a step.
-        adjust_scheduler: kept for scripts that read it; schedulers step with the optimizer, whatever it says.
-        sync_each_batch: no choice: every micro-batch is reduced into the sharded gradient.
-
-    Raises:
-        ConfigError: `num_steps` below 1.
+class GradientState(Theirs):  # type: ignore[misc]
+    """The place of the loop in the accumulation of gradients and in the epoch: Accelerate's, one for the process.
 
     Attributes:
-        plugin_kwargs: the arguments.
-        sync_gradients: whether the current micro-batch ends a step.
         step: micro-batches since the last step that ended an epoch.
         updates: how often an optimizer was to step.
         has_optimizer: whether one was prepared, in this run.
     """
 
-    updates, has_optimizer = 0, False  # of the class, for fields that Accelerate's has made lack them
-    initialized = True
+    plugin_kwargs: dict[str, Any]
+    step, updates, has_optimizer = 0, 0, False  # of the class, where Accelerate has made the fields
     is_xla_gradients_synced = True  # every backward leaves reduced gradients
-
-    def __init__(
-        self,
-        num_steps: int = 1,
-        sync_with_dataloader: bool = True,
-        adjust_scheduler: bool = True,
-        sync_each_batch: bool = False,
-    ) -> None:
-        self.plugin_kwargs: dict[str, Any] = {
-            "adjust_scheduler": adjust_scheduler,
-            "sync_with_dataloader": sync_with_dataloader,
-            "sync_each_batch": sync_each_batch,
-        }
-        self.num_steps = num_steps
-        self.sync_gradients = True
-        self.step = 0
-        self._dataloader_references_ref: list[weakref.ref[Loader] | None] = [None]
-        self._is_xla_gradients_synced = False
-
-    def __getstate__(self) -> dict[str, Any]:
-        # No loop goes along with a copy.
-        return {**vars(self), "_dataloader_references_ref": [None]}
 
     @property
     def num_steps(self) -> int:
         """Micro-batches per optimizer step."""
-        return int(self.plugin_kwargs["num_steps"])
+        return int(self.plugin_kwargs.get("num_steps", 1))
 
     @num_steps.setter
     def num_steps(self, steps: int) -> None:
         if steps < 1:
             raise ConfigError(f"gradient_accumulation_steps must be at least 1, got {steps}")
-        self.plugin_kwargs["num_steps"] = steps
-
-    @property
-    def sync_with_dataloader(self) -> bool:
-        """Return whether the last micro-batch of an epoch always ends a step."""
-        return bool(self.plugin_kwargs["sync_with_dataloader"])
-
-    @property
-    def adjust_scheduler(self) -> bool:
-        """Return whether schedulers count micro-batches that do not end a step."""
-        return bool(self.plugin_kwargs["adjust_scheduler"])
-
-    @property
-    def dataloader_references(self) -> list[Loader | None]:
-        """None, then the loaders being iterated, outermost first."""
-        return [None, *(loader for held in self._dataloader_references_ref if held and (loader := held()) is not None)]
-
-    @property
-    def active_dataloader(self) -> Loader | None:
-        """The loader of the innermost loop."""
-        return self.dataloader_references[-1]
-
-    @property
-    def in_dataloader(self) -> bool:
-        """Return whether a loader is being iterated."""
-        return self.active_dataloader is not None
-
-    @property
-    def end_of_dataloader(self) -> bool:
-        """Return whether the innermost loop is at its last batch."""
-        loader = self.active_dataloader
-        return loader is not None and loader.end_of_dataloader
+        self.plugin_kwargs = {**self.plugin_kwargs, "num_steps": steps}
 
     @property
     def remainder(self) -> int:
         """Real samples in the innermost loop's current step if it was filled up, else -1."""
-        loader = self.active_dataloader
-        return -1 if loader is None or loader.remainder is None else loader.remainder
+        found = getattr(self.active_dataloader, "remainder", None)
+        return -1 if found is None else int(found)
 
-    def join(self, earlier: GradientState) -> None:
-        """Share the state of an earlier Accelerator: both see every loop and every step, counted as this one says."""
-        fields = vars(earlier)
-        fields["plugin_kwargs"] = self.plugin_kwargs
-        if not earlier.in_dataloader:  # the loop of an earlier run is over
-            fields.update(step=self.step, sync_gradients=self.sync_gradients, has_optimizer=False)
-        self.__dict__ = fields
+    @property
+    def dataloader_references(self) -> list[Any]:
+        """None, then the loaders being iterated, outermost first."""
+        return [None, *(loader for held in self._dataloader_references_ref if held and (loader := held()) is not None)]
+
+    @dataloader_references.setter
+    def dataloader_references(self, loaders: list[Any]) -> None:
+        self._dataloader_references_ref = [None if loader is None else weakref.ref(loader) for loader in loaders]
+
+    def _remove_dataloader(self, dataloader: Any) -> None:
+        loaders = self.dataloader_references
+        if places := [
+            place for place, each in enumerate(loaders) if each is dataloader
+        ]:  # of nested loops the inner one
+            del loaders[places[-1]]
+            self.dataloader_references = loaders
+
+    def __reduce__(self) -> Any:
+        return type(self), ()  # the place is the process's
+
+    def _set_sync_gradients(self, sync_gradients: bool) -> None:
+        self.sync_gradients = sync_gradients
+
+    def begin_run(self) -> None:
+        """Forget where an earlier Accelerator's loop was, if it is over."""
+        if not self.in_dataloader:
+            self.step, self.sync_gradients, self.has_optimizer = 0, True, False
 
     def begin_micro_batch(self) -> None:
         """Count a micro-batch and decide whether it ends a step."""
@@ -142,28 +87,6 @@ class GradientState:
         else:
             self.step += 1
             self.sync_gradients = self.step % self.num_steps == 0
-
-    def enter_loader(self, loader: Loader) -> list[weakref.ref[Loader] | None]:
-        """Note that iteration of a loader begins. Returns the loops before it, for `resume_loops`."""
-        before = self._dataloader_references_ref
-        self.leave_loader(loader)
-        self._dataloader_references_ref.append(weakref.ref(loader))
-        return before
-
-    def leave_loader(self, loader: Loader) -> None:
-        """Note that iteration of a loader ended, or was broken off."""
-        self._dataloader_references_ref = [
-            held for held in self._dataloader_references_ref if held is None or held() not in (None, loader)
-        ]
-
-    def resume_loops(self, before: list[weakref.ref[Loader] | None], loader: Loader) -> None:
-        """Resume the loops `before` a look at `loader` within a loop over it; leave out those that are over."""
-        self.leave_loader(loader)
-        left = self._dataloader_references_ref
-        self._dataloader_references_ref = [
-            *(held for held in before if held in left or (held is not None and held() is loader)),
-            *(held for held in left if held not in before),
-        ]
 
 
 def launched_device() -> str:

@@ -1,28 +1,21 @@
 """Functions of Accelerate and TRL that a script may call with what is sharded here.
 
-They know torch's engine alone: they would shard a reference model with it, ask it for the state of a model, or read a
-prepared loader in an order of no epoch. Once there is an Accelerator, they call fullshard's function for what is
-fullshard's, wherever a module holds them, and do as they did for anything else.
+They know torch's engine alone: they would shard a reference model with it, or read a prepared loader in an order of no
+epoch. Once there is an Accelerator, they call fullshard's function for what is fullshard's, wherever a module holds
+them, and do as they did for anything else.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 
-from fullshard.api.accelerate_checkpoints import load_fsdp_model, refuse_optimizer, save_fsdp_model
 from fullshard.api.data import ShardedDataLoader, skip_first_batches
 from fullshard.api.processes import Processes
-from fullshard.api.sharding import is_sharded
-
-
-def _with_model(given: list[Any]) -> bool:
-    return any(isinstance(value, nn.Module) and is_sharded(value) for value in given)
 
 
 def _with_loader(given: list[Any]) -> bool:
@@ -46,10 +39,6 @@ def _prepare_for_inference(*args: Any, **kwargs: Any) -> nn.Module:
 
 
 _FUNCTIONS: tuple[tuple[str, str, Callable[[list[Any]], object], Callable[..., Any]], ...] = (
-    ("accelerate.utils.fsdp_utils", "save_fsdp_model", _with_model, save_fsdp_model),
-    ("accelerate.utils.fsdp_utils", "load_fsdp_model", _with_model, load_fsdp_model),
-    ("accelerate.utils.fsdp_utils", "save_fsdp_optimizer", _with_model, refuse_optimizer),
-    ("accelerate.utils.fsdp_utils", "load_fsdp_optimizer", _with_model, refuse_optimizer),
     ("accelerate.utils.fsdp_utils", "fsdp2_prepare_model", _accelerators, _prepare),
     ("accelerate.data_loader", "skip_first_batches", _with_loader, skip_first_batches),
     ("trl.models.utils", "prepare_fsdp", _accelerators, _prepare_for_inference),
@@ -68,19 +57,10 @@ def teach_libraries() -> None:
                     setattr(holder, key, chosen)
 
 
-class Teaching:
-    """Teaches the libraries, those too that a script has imported since it made its Accelerator.
-
-    Args:
-        accelerator: the Accelerator.
-    """
-
-    def __init__(self, accelerator: Any) -> None:
-        teach_libraries()
-
-    def watch(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Teach libraries that are imported by now."""
-        teach_libraries()
+def keep_teaching(accelerator: Any) -> Callable[..., None]:
+    """Teach the libraries, those too that a script has imported by the time that it prepares something."""
+    teach_libraries()
+    return lambda models, optimizers: teach_libraries()
 
 
 def _or_theirs(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 
-from fullshard.api.collectives import send_to_device
 from fullshard.integrations.torchacc.process import joined
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from accelerate.utils import send_to_device
 
-from fullshard.api.collectives import send_to_device
 from fullshard.core.errors import ConfigError, DataError
 
 DEFAULT_PADDING: Mapping[str, float] = {"input_ids": 0, "attention_mask": 0, "labels": -100}

@@ -17,7 +17,6 @@ from fullshard.api import (
     collectives,
 )
 from fullshard.api.accelerates import tensor_parallel_size as asked_tensor_parallel_size
-from fullshard.api.state import GradientState
 from fullshard.config.resolve import Resolved
 from fullshard.core.errors import ConfigError
 from fullshard.integrations.transformers.arguments import NO_DEEPSPEED, asked_timeout
@@ -25,18 +24,10 @@ from fullshard.integrations.transformers.arguments import NO_DEEPSPEED, asked_ti
 _DDP = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
 
 
-class TrainerGradientState(GradientState):
-    """The place of the Trainer's loop; it counts micro-batches itself and tells which of them ends a step."""
-
-    def _set_sync_gradients(self, sync_gradients: bool) -> None:
-        self.sync_gradients = sync_gradients
-
-
 class TrainerAccelerator(Accelerator):
     """Drives the engine for a Trainer; `tensor_parallel_size` ranks have parts of the layers since the model's load."""
 
     parallelism_config = None
-    _gradient_state_class = TrainerGradientState
     _accumulates = False  # the Trainer does
 
     def __init__(self, args: Any, resolved: Resolved, dataloader_config: Any, *, tensor_parallel_size: int = 1) -> None:
