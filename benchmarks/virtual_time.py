@@ -1,9 +1,9 @@
-"""Steps of fullshard and of torch's engines in virtual time: the same models, devices, costs, allocator and launches.
+"""Steps of fullshard and of torch's engines in virtual time: the same models, devices, costs and launches.
 
     python -m benchmarks.virtual_time [--cases 8B-8 70B-64 ...] [--engines fullshard fsdp2 fsdp1]
 
 Each engine's own code runs, unchanged, on `fullshard.api.virtual`: kernels, collectives and launches take what a model
-of the device says, and memory comes from a model of torch's caching allocator. One unit per transformer layer, bfloat16
+of the device says. One unit per transformer layer, bfloat16
 with float32 main weights, reduction and optimizer state, torch's fused AdamW; the host waits at the end of each step.
 `muon` is fullshard with `fullshard.optim.Muon`, as the rank that has most to do.
 Writes `benchmarks/results/virtual-time.json`, case by case.
@@ -290,7 +290,7 @@ def main() -> None:
             entry[engine] = figures
             RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
             ms = {key: f"{1e3 * figures[key]:.1f} ms" for key in ("seconds", "exposed", "idle", "host")}
-            gib = {key: f"{figures[key] / GIB:.2f} GiB" for key in ("peak_allocated", "peak_reserved")}
+            gib = {key: f"{figures[key] / GIB:.2f} GiB" for key in ("peak_allocated",)}
             print(name, engine, *(f"{key} {value}" for key, value in {**ms, **gib}.items()), sep="  ", flush=True)
 
 

@@ -127,6 +127,6 @@ def _time(
         f"device: computes {ms['compute']}, waits for communication {ms['exposed']} (of {ms['communication']}), "
         f"waits for the host {ms['idle']}\n"
         f"host: {ms['host']} for {step.launches} operations and {step.collectives} collectives; waits {ms['blocked']}\n"
-        f"memory: {format_nbytes(step.peak_allocated)} allocated and {format_nbytes(step.peak_reserved)} reserved at "
-        f"the peak; {format_nbytes(step.state)} between steps\nwrote {trace}"
+        f"memory: {format_nbytes(step.peak_allocated)} at the peak, {format_nbytes(step.state)} between steps\n"
+        f"wrote {trace}"
     )

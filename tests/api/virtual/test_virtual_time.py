@@ -1,4 +1,4 @@
-"""Virtual time: clocks and allocator by themselves, and steps of the real engine on them.
+"""Virtual time: clocks by themselves, and steps of the real engine on them.
 
 pytest tests/api/virtual/test_virtual_time.py
 """
@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 
 from benchmarks import virtual_published, virtual_time
 from benchmarks.virtual_time import CASES, RECORD, measure
-from fullshard.api.virtual.allocator import MIB, Allocator
 from fullshard.api.virtual.attention import register
 from fullshard.api.virtual.clock import DEVICE, Clock
 from fullshard.api.virtual.rehearsal import time_step
@@ -72,28 +71,6 @@ def test_nothing_begins_before_the_host_has_launched_it() -> None:
     assert (task.start, clock.blocked) == (2.0, 0.0)
 
 
-def test_memory_is_taken_again_by_the_stream_it_belongs_to() -> None:
-    memory = Allocator()
-    block = memory.take(30 * MIB, "a")
-    memory.give(block)
-    small = memory.take(12 * MIB, "a")
-    rest = memory.take(18 * MIB, "a")
-    assert memory.reserved == 30 * MIB
-    memory.take(12 * MIB, "b")
-    assert memory.reserved == 42 * MIB
-    memory.give(rest)
-    memory.give(small)
-    assert memory.take(30 * MIB, "a") is not None  # one block again
-    assert (memory.reserved, memory.peak_allocated) == (42 * MIB, 42 * MIB)
-
-
-def test_segments_go_back_before_the_device_is_full() -> None:
-    memory = Allocator(capacity=100 * MIB)
-    memory.give(memory.take(60 * MIB, "a"))
-    memory.take(60 * MIB, "b")
-    assert memory.reserved == 60 * MIB
-
-
 def test_a_step_waits_for_its_links_and_is_within_memory() -> None:
     """Slower links are more exposed, and nothing else is different."""
     cluster = parse_cluster("8xH100")
@@ -108,7 +85,6 @@ def test_a_step_waits_for_its_links_and_is_within_memory() -> None:
     # Three units, of which the root is gathered once; and one collective says that all gradients were finite.
     assert fast.collectives == 2 + 2 + 1 + 3 + 1
     assert fast.seconds == pytest.approx(fast.compute + fast.exposed + fast.idle)
-    assert fast.peak_allocated <= fast.peak_reserved
 
 
 def test_an_optimizer_reads_and_writes_what_the_plan_says() -> None:

@@ -16,7 +16,6 @@ import torch
 
 from fullshard.api import torch_private
 from fullshard.api.virtual import costs
-from fullshard.api.virtual.allocator import Allocator, SegmentPart
 from fullshard.api.virtual.clock import DEVICE, Clock, Stream, Task
 from fullshard.comm.device import answered
 from fullshard.core.events import Event, EventKind
@@ -24,6 +23,9 @@ from fullshard.plan.hardware import Cluster
 from fullshard.plan.host import HostCosts
 from fullshard.plan.time import CONTENTION, STEP_LATENCY, steps
 from fullshard.plan.traffic import carried, exchanged
+
+_GRAIN = 512
+"""CUDA's allocator counts in so many bytes."""
 
 
 class VirtualEvent:
@@ -89,9 +91,9 @@ class VirtualStream:
 
 @dataclass(slots=True)
 class _Memory:
-    """The memory of a storage on the device."""
+    """The memory of a storage on the device, which belongs to the stream it was made on."""
 
-    block: SegmentPart | None
+    nbytes: int
     stream: Stream
     death: weakref.ref[Any] | None = None
     users: list[Stream] = field(default_factory=list)
@@ -127,7 +129,7 @@ class VirtualDevice(torch_private.DispatchMode):
         super().__init__()
         self.cluster, self.host = cluster, host or HostCosts.of(cluster.device)
         self.clock = Clock(CONTENTION)
-        self.memory = Allocator(cluster.device.memory - cluster.device.framework)
+        self.allocated = self.peak_allocated = 0
         self.current = self.default = VirtualStream(self, "compute")
         self.launches = self.collectives = 0
         self.curve: list[tuple[float, int]] = []
@@ -135,13 +137,13 @@ class VirtualDevice(torch_private.DispatchMode):
         self.begin = _Begin()
         self._known: dict[int, _Memory] = {}
         self._imagined = 0
-        self._leaving: list[tuple[SegmentPart | None, list[Task]]] = []
+        self._leaving: list[tuple[int, list[Task]]] = []
 
     def begin_record(self) -> None:
-        """Count peaks, and keep the curve of memory, from now on."""
-        self.memory.reset_peaks()
+        """Count the peak, and keep the curve of memory, from now on."""
+        self.peak_allocated = self.allocated
         self.curve.clear()
-        self.begin = _Begin(self.clock.host, self.clock.blocked, self.launches, self.collectives, self.memory.allocated)
+        self.begin = _Begin(self.clock.host, self.clock.blocked, self.launches, self.collectives, self.allocated)
 
     def note_event(self, event: Event) -> None:
         """Note the unit that the engine is at: a sink of its events."""
@@ -203,30 +205,34 @@ class VirtualDevice(torch_private.DispatchMode):
 
     def _take(self, storage: Any, nbytes: int) -> None:
         while self._leaving and all(map(self.clock.is_over, self._leaving[0][1])):
-            self.memory.give(self._leaving.pop(0)[0])
+            self._count(-self._leaving.pop(0)[0])
         key = torch_private.storage_id(storage)
         memory = self._known.get(key)
         if memory is None:
-            memory = self._known[key] = _Memory(None, self.current.queue)
+            memory = self._known[key] = _Memory(0, self.current.queue)
             memory.death = weakref.ref(storage, lambda _: self._give(self._known.pop(key, None)))
-        memory.block, memory.stream = self.memory.take(nbytes, self.current.queue), self.current.queue
-        self.curve.append((self.clock.host, self.memory.allocated))
+        memory.nbytes, memory.stream = -(-nbytes // _GRAIN) * _GRAIN, self.current.queue
+        self._count(memory.nbytes)
 
     def _give(self, memory: _Memory | None) -> None:
         """Free memory: what other streams have used, once they are done with it."""
         if memory is None:
             return
         if tasks := [stream.last for stream in memory.users if stream.last is not None]:
-            self._leaving.append((memory.block, tasks))
+            self._leaving.append((memory.nbytes, tasks))
         else:
-            self.memory.give(memory.block)
-        memory.block, memory.users = None, []
-        self.curve.append((self.clock.host, self.memory.allocated))
+            self._count(-memory.nbytes)
+        memory.nbytes, memory.users = 0, []
+
+    def _count(self, nbytes: int) -> None:
+        self.allocated += nbytes
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
+        self.curve.append((self.clock.host, self.allocated))
 
     def resize(self, storage: Any, nbytes: int) -> None:
         """Follow a storage that is about to have another size."""
         memory = self._known.get(torch_private.storage_id(storage))
-        if memory is not None and memory.block is not None:
+        if memory is not None:
             self._give(memory)
         self._take(storage, nbytes)
 

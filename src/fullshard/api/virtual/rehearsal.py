@@ -45,7 +45,7 @@ class Figures:
         host: seconds until the host has launched everything, without `blocked`.
         blocked: seconds that the host waits for the device before that.
         launches, collectives: of the host.
-        peak_allocated, peak_reserved: bytes on the device.
+        peak_allocated: bytes on the device.
         state: bytes allocated before the step.
     """
 
@@ -59,7 +59,6 @@ class Figures:
     launches: int
     collectives: int
     peak_allocated: int
-    peak_reserved: int
     state: int
 
 
@@ -179,7 +178,7 @@ def time_step(
 
 def last_step(device: VirtualDevice, model: nn.Module, optimizer: torch.optim.Optimizer, batch: TokenBatch) -> Timeline:
     """Train for `STEPS` steps, each of which begins when the one before is over, as if the loss were read."""
-    clock, memory = device.clock, device.memory
+    clock = device.clock
     for step in range(STEPS):
         if step == STEPS - 1:
             device.begin_record()
@@ -208,8 +207,7 @@ def last_step(device: VirtualDevice, model: nn.Module, optimizer: torch.optim.Op
         blocked=blocked - begin.blocked,
         launches=device.launches - begin.launches,
         collectives=device.collectives - begin.collectives,
-        peak_allocated=memory.peak_allocated,
-        peak_reserved=memory.peak_reserved,
+        peak_allocated=device.peak_allocated,
         state=begin.allocated,
         begin=begin.time,
         tasks=tasks,
