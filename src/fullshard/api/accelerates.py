@@ -18,11 +18,7 @@ from fullshard.launch.environment import read_rank_environment
 
 
 def own_plugin(plugin: Any) -> FullyShardedDataParallelPlugin:
-    """Return Accelerate's plugin as fullshard's. A field that has Accelerate's own default counts as left open.
-
-    Raises:
-        ConfigError: a value that is unknown or cannot be honoured.
-    """
+    """Return Accelerate's plugin as fullshard's. A field that has Accelerate's own default counts as left open."""
     untouched, chosen = type(plugin)(fsdp_version=plugin.fsdp_version), {}
     for field in dataclasses.fields(FullyShardedDataParallelPlugin):
         value = _translated(plugin, field.name)
@@ -51,15 +47,7 @@ def take_changes(ours: FullyShardedDataParallelPlugin, theirs: Any, before: dict
 
 
 def compilation(plugin: Any, backend: str | None) -> dict[str, Any]:
-    """Return the settings of Accelerate's `TorchDynamoPlugin` under its launcher's names; none without a backend.
-
-    Args:
-        plugin: None: there is none.
-        backend: the setting without it.
-
-    Raises:
-        ConfigError: another object, both at once, or options for a backend.
-    """
+    """Return the settings of Accelerate's `TorchDynamoPlugin` under its launcher's names; none without a backend."""
     if plugin is None:
         return {"dynamo_backend": backend}
     if not isinstance(plugin, TorchDynamoPlugin):
@@ -89,9 +77,6 @@ def parallelism(config: Any, plugin: Reading) -> Reading:
     Args:
         config: None: nothing is said.
         plugin: what the plugin says: whether parameters are freed after forward is its matter.
-
-    Raises:
-        ConfigError: another kind of parallelism, or a number of ranks that is not that of the job.
     """
     reading = Reading()
     if config is None:

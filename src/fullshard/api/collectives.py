@@ -70,10 +70,6 @@ def gather(data: Any, *, check: Callable[[list[Any]], None] | None = None, note:
         data: tensors in any nesting.
         check: called on several ranks with the notes of all of them, before their tensors.
         note: this rank's further message.
-
-    Raises:
-        CommunicationError: a tensor's shape or dtype differs between ranks.
-        TypeError: `data` holds something that is not a tensor, on several ranks.
     """
     if world_size() == 1:
         return recursively_apply(lambda t: t.reshape(1) if t.ndim == 0 else t, data)
@@ -84,12 +80,7 @@ def gather(data: Any, *, check: Callable[[list[Any]], None] | None = None, note:
 
 
 def reduce(data: Any, reduction: Reduction = "sum", scale: float = 1.0) -> Any:
-    """Combine the tensors over all ranks, elementwise, times `scale`.
-
-    Raises:
-        ConfigError: an unknown reduction.
-        CommunicationError: a tensor's shape or dtype differs between ranks.
-    """
+    """Combine the tensors over all ranks, elementwise, times `scale`."""
     if reduction not in ("sum", "mean", "max", "none"):
         raise ConfigError(f"unknown reduction {reduction!r}", hint="use sum, mean, max or none")
     if world_size() > 1:

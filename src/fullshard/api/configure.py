@@ -24,9 +24,6 @@ def run_config(plugin: Any, arguments: Mapping[str, Any], parallelism_config: An
         plugin: a plugin, a `ShardingConfig`, a dict for one, a whole `RunConfig`, or None.
         arguments: of the Accelerator, by the names that Accelerate's launcher has for them; None: not given.
         parallelism_config: a `ParallelismConfig`, or None; has the last word on the strategy.
-
-    Raises:
-        ConfigError: a setting that is wrong, or another library's plugin.
     """
     accelerator, plugins = of_accelerator(arguments), _reading(plugin)
     base: Reading | None = getattr(plugin, "base", None)

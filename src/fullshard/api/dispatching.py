@@ -30,9 +30,6 @@ def dispatched(
         read: begins to read on rank 0, the batches of one step one rank after the other; called there only.
         last_real: returns the real part of the last round, once everything was read.
         shares: number of them in a step. Where there are more ranks, as many neighbours have the same.
-
-    Raises:
-        DataError: on the other ranks, if reading fails on rank 0, which raises its own error.
     """
     copies = max(1, world_size() // shares)
     parcels = _parcels(read, last_real, shares) if rank() == 0 else itertools.repeat(None)

@@ -8,11 +8,7 @@ from fullshard.launch import RankEnvironment
 
 
 def accumulation_steps(steps: int, environment: RankEnvironment) -> int:
-    """Return the micro-batches per step on these ranks that keep the batch of `steps` on the most ranks allowed.
-
-    Raises:
-        ConfigError: on some number of ranks that there may be the batch is not so many whole micro-batches.
-    """
+    """Return the micro-batches per step on these ranks that keep the batch of `steps` on the most ranks allowed."""
     span = elastic_ranks()
     if span is None:
         return steps

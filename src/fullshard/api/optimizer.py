@@ -46,11 +46,7 @@ def check_parameters(optimizer: Optimizer, models: Iterable[nn.Module], ranks: i
 
 
 def refuse_stand_in(value: Any) -> None:
-    """Refuse an object that would be returned as it is, and would then train nothing.
-
-    Raises:
-        OptimizerError: Accelerate's stand-ins for an optimizer that DeepSpeed makes, or an optimizer of another kind.
-    """
+    """Refuse an object that would be returned as it is, and would then train nothing."""
     name = type(value).__name__
     if isinstance(value, DummyOptim | DummyScheduler):
         raise OptimizerError(

@@ -58,11 +58,7 @@ class Handlers:
 
     @classmethod
     def of(cls, handlers: list[Any] | None) -> Handlers:
-        """Sort handlers by the name of their class.
-
-        Raises:
-            ConfigError: a handler, or a value of one, that nothing here uses; two of one kind.
-        """
+        """Sort handlers by the name of their class."""
         if not isinstance(handlers, Iterable | None):
             raise ConfigError(
                 f"kwargs_handlers: expected a list of handlers, got {type(handlers).__name__}",

@@ -191,11 +191,7 @@ class FullyShardedDataParallelPlugin:
         self.show(self.config())
 
     def config(self) -> RunConfig:
-        """Return the configuration that the fields and the launcher give.
-
-        Raises:
-            ConfigError: a setting that is wrong, or does not go with the others.
-        """
+        """Return the configuration that the fields and the launcher give."""
         return resolve([self.base or launched(), self.reading()]).config
 
     def _in_effect(self, config: RunConfig) -> dict[str, Any]:
@@ -340,11 +336,7 @@ def tell_transformers() -> None:
 
 
 def modules_matching(model: nn.Module, pattern: str) -> list[nn.Module]:
-    """Return the modules whose whole qualified name matches the regular expression.
-
-    Raises:
-        ConfigError: it is not a regular expression, or matches nothing.
-    """
+    """Return the modules whose whole qualified name matches the regular expression."""
     try:
         expression = re.compile(pattern)
     except re.error as error:
@@ -359,11 +351,7 @@ def modules_matching(model: nn.Module, pattern: str) -> list[nn.Module]:
 
 
 def _modules(value: Any) -> list[nn.Module]:
-    """Return the modules in `ignored_modules`, one or several; a generator is read once and for every model.
-
-    Raises:
-        ConfigError: something else is among them, such as a name.
-    """
+    """Return the modules in `ignored_modules`, one or several; a generator is read once and for every model."""
     found = [value] if isinstance(value, nn.Module) or not isinstance(value, Iterable) else list(value)
     wrong = next((item for item in found if not isinstance(item, nn.Module)), None)
     if wrong is not None:

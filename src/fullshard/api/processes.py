@@ -16,11 +16,7 @@ from fullshard.core.errors import ConfigError
 
 
 class Processes:
-    """The part of the Accelerator that is about processes and not about training.
-
-    Args:
-        process: this process's place in the job.
-    """
+    """The part of the Accelerator that is about processes and not about training."""
 
     initialized = True
     distributed_type = DistributedType.FSDP

@@ -47,22 +47,14 @@ ACCELERATES_OWN = (
 
 
 def refuse_arguments(**arguments: object) -> None:
-    """Refuse arguments of the Accelerator that are given.
-
-    Raises:
-        ConfigError: one is; with the reason.
-    """
+    """Refuse arguments of the Accelerator that are given."""
     for name, value in arguments.items():
         if value is not None:
             raise ConfigError(f"{name} is not supported", hint=ARGUMENTS[name])
 
 
 def from_accelerate(name: str) -> Any:
-    """Return a name of the package `accelerate` that serves here as it is.
-
-    Raises:
-        AttributeError: there is no such name, or it is refused.
-    """
+    """Return a name of the package `accelerate` that serves here as it is."""
     if name not in ACCELERATES_OWN:
         reason = f" ({NAMES[name]})" if name in NAMES else ""
         raise AttributeError(f"module 'fullshard' has no attribute {name!r}{reason}")

@@ -76,11 +76,7 @@ class Reporting(Checkpointing):
 
 
 def wanted_trackers(log_with: Any, logging_dir: str | None) -> list[Any]:
-    """Return the trackers in `log_with`, as names and tracker objects.
-
-    Raises:
-        ConfigError: one that is unknown, whose package is not installed, or that has no directory to write to.
-    """
+    """Return the trackers in `log_with`, as names and tracker objects."""
     if log_with is None:
         return []
     given = list(log_with) if isinstance(log_with, list | tuple) else [log_with]

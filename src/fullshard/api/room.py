@@ -19,12 +19,7 @@ from fullshard.plan.optimizers import OPTIMIZERS
 
 
 def checkpoint_nbytes(model: nn.Module, optimizer: Any) -> int:
-    """Return the bytes of a checkpoint of all ranks together, or fewer: the planner may not know the optimizer.
-
-    Args:
-        model: sharded.
-        optimizer: which may have no state yet; None: its state is not saved.
-    """
+    """Return the bytes of a checkpoint of all ranks together, or fewer: the planner may not know the optimizer."""
     trained = [p for p in model.parameters() if p.requires_grad]
     saved = trained if is_saved_as_adapters(model) else list(model.parameters())
     kind = None if optimizer is None else planned_optimizer(getattr(optimizer, "optimizer", optimizer))
@@ -37,9 +32,6 @@ def check_room(place: Location, nbytes: int, count: int, say: Callable[[str], No
     """Check whether `count` more checkpoints of `nbytes` bytes fit in a directory.
 
     What its file system says counts. A quota that it does not know of and an object store show at the first save.
-
-    Raises:
-        CheckpointError: not even one does.
     """
     if not isinstance(place, Path) or count < 1:
         return

@@ -99,9 +99,6 @@ class TrainingState:
 
         A model with two optimizers comes twice. Schedules, registered objects and the scaler are with the first;
         averages of weights with their model.
-
-        Raises:
-            CheckpointError: an optimizer that holds no prepared model's parameters, or an average of no such model.
         """
         pairs: list[tuple[nn.Module, torch.optim.Optimizer | None]] = []
         covered = set[int]()
@@ -261,11 +258,7 @@ def save(
 
 
 def call_hooks(hooks: Iterable[Callable[..., Any]], *args: Any) -> None:
-    """Call a script's hooks, which may communicate. A collective.
-
-    Raises:
-        CheckpointError: on every one of several ranks, if a hook has failed on any; one alone raises the hook's own.
-    """
+    """Call a script's hooks, which may communicate. A collective."""
 
     def call() -> None:
         for hook in list(hooks):
@@ -299,11 +292,7 @@ def announce(state: TrainingState, saver: AsyncSaver) -> None:
 
 
 def load(path: Location, state: TrainingState) -> int:
-    """Load everything that `save` wrote; returns the step. A collective.
-
-    Raises:
-        CheckpointError: damaged, incomplete, or of other objects than those in `state`.
-    """
+    """Load everything that `save` wrote; returns the step. A collective."""
     parts = state.parts()
     saved = len(part_paths(path))
     if max(saved, 1) != len(parts):

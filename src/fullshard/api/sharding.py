@@ -107,15 +107,7 @@ def shard(
     say: Callable[[str], None],
     device_mesh: DeviceMesh | None = None,
 ) -> ModuleT:
-    """Shard `model` in place and say how, by lines for the user on every rank. One without parameters is only moved.
-
-    Args:
-        model: not sharded yet; on any device, the meta device included.
-        setup: how.
-        process: gives the device and the ranks.
-        say: called with the lines.
-        device_mesh: axes `dp_replicate`, `dp_shard` and `tp`, the model being split over the last; None: not split.
-    """
+    """Shard `model` in place and say how, by lines for the user on every rank. One without parameters is only moved."""
     require_module(model)
     if next(model.parameters(), None) is None:
         return model.to(process.device)

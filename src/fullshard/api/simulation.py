@@ -124,9 +124,6 @@ def simulate(
         run: a forward and its loss. Default: token ids and labels of the job's shape into a causal language model,
             which takes the loss inside its forward. With `wrap_embeddings` that decides whether backward comes to the
             outermost unit first, as planned, or to the head.
-
-    Raises:
-        ConfigError: a rank that does not exist, a job that cannot be simulated, or a mesh that does not fit.
     """
     if not 0 <= rank < world_size:
         raise ConfigError(f"rank {rank} of {world_size} ranks", hint="ranks count from 0")
@@ -228,10 +225,6 @@ def transformers_model(values: dict[str, Any], *, attention: str | None = None) 
     Args:
         values: of the file.
         attention: what computes it, by Transformers' name. None: what the model itself would take.
-
-    Raises:
-        ConfigError: Transformers does not know the model. What was built raises it where Transformers cannot, but
-            for an `ImportError`, which it passes on.
     """
     transformers = import_extra("transformers", extra="hf", purpose="simulating a Transformers model")
     kind_of_model = values.get("model_type")

@@ -100,24 +100,14 @@ def launched_device() -> str:
 
 @dataclass(frozen=True, slots=True)
 class ProcessState:
-    """A process's place in the job.
-
-    Attributes:
-        environment: rank and world size, over all hosts and on this one.
-        device: where this rank computes.
-    """
+    """A process's place in the job."""
 
     environment: RankEnvironment
     device: torch.device
 
     @classmethod
     def start(cls, *, device: str = "auto", timeout_seconds: float | None = None) -> ProcessState:
-        """Join the job: take a device and, if a launcher started this process, the process group.
-
-        Args:
-            device: `auto`, `cpu` or `cuda`.
-            timeout_seconds: how long a rank waits for the others; see `init_process_group_from_environment`.
-        """
+        """Join the job: take a device and, if a launcher started this process, the process group."""
         environment = read_rank_environment()
         if not environment.launched and dist.is_initialized():
             # The script made its own process group without setting the variables (mp.spawn with an init_method).

@@ -108,11 +108,7 @@ class TokenBatch:
     accumulation: int = 1
 
     def loss(self, model: nn.Module) -> torch.Tensor:
-        """Run a forward of a causal language model and return its loss.
-
-        Raises:
-            ConfigError: the model does not run on this device.
-        """
+        """Run a forward of a causal language model and return its loss."""
         ids = torch.zeros(self.sequences, self.tokens, dtype=torch.long, device="meta")
         places = torch.arange(self.tokens, device="meta")[None]
         try:
@@ -138,9 +134,6 @@ def time_step(
         cluster: the accelerators.
         rank: which of them to be.
         host: the times that the host takes.
-
-    Raises:
-        ConfigError: a job that cannot be timed.
     """
     untimed = {
         "method": job.method != "full",
