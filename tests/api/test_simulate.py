@@ -9,8 +9,6 @@ import importlib.util
 import time
 
 import pytest
-import torch
-from torch import nn
 
 from fullshard.api.simulation import Simulation, simulate, transformers_model
 from fullshard.core.errors import ConfigError
@@ -161,30 +159,6 @@ def test_parts_that_tokens_do_not_reach_are_named() -> None:
     seen = {name: getattr(result, name) for name in Simulation.__slots__}
     (found,) = Simulation(**{**seen, "events": unseen}).differences
     assert found == "1 planned units did not run, model.layers.1 the first: a simulation feeds tokens alone"
-
-
-class Halved(nn.Module):
-    """Layers, and something after them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(7, 7) for _ in range(4)))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.layers(x) / 2
-        return out
-
-
-def test_a_model_of_ones_own() -> None:
-    def build() -> nn.Module:
-        return Halved()
-
-    def run(model: nn.Module) -> torch.Tensor:
-        out: torch.Tensor = model(torch.zeros(2, 7, device="meta"))
-        return out.sum()
-
-    result = simulate(build, Job.of({"precision": "no"}), world_size=3, run=run)
-    assert result.differences == []
 
 
 def test_refusals() -> None:

@@ -503,7 +503,7 @@ class Accelerator(Loaders, Reporting):
         return Setup(self._config, plugin, self.handlers.autocast)
 
     def _take_changes(self) -> None:
-        """Take what a script has changed on the plugin since this Accelerator was made, as Accelerate's `prepare` does."""
+        """Take what a script has changed on the plugin, as Accelerate's `prepare` does."""
         if (config := self._configured()) == self._config:
             return
         mode = config.precision.mode

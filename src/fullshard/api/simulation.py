@@ -6,7 +6,6 @@ Layout, hooks, schedule and bytes are the engine's own. What is not there is ari
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -38,9 +37,6 @@ from fullshard.plan.schedule import predict_step
 from fullshard.plan.traffic import Traffic, traffic_of
 from fullshard.wrap.partition import Slot
 
-Step = Callable[[nn.Module], torch.Tensor]
-"""Runs a forward and returns the loss."""
-
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
@@ -50,8 +46,6 @@ class Simulation:
         sharding: the line at start-up.
         traffic, counted: bytes this rank sends: predicted, and (gather, reduce, replicate) as they were sent.
         main_nbytes, predicted_main_nbytes: bytes of the main weights.
-        shard_seconds: of this process.
-        unit_seconds: of this process for the step, per unit and micro-batch; arithmetic is left out.
     """
 
     sharding: Sharding
@@ -61,8 +55,6 @@ class Simulation:
     counted: tuple[int, ...]
     main_nbytes: int
     predicted_main_nbytes: int
-    shard_seconds: float
-    unit_seconds: float
 
     @property
     def differences(self) -> list[str]:
@@ -111,19 +103,11 @@ class NoWeights:
         return True
 
 
-def simulate(
-    build: Callable[[], nn.Module], job: Job, *, world_size: int, rank: int = 0, run: Step | None = None
-) -> Simulation:
-    """Shard a model for `world_size` ranks and run two steps as one of them.
+def simulate(build: Callable[[], nn.Module], job: Job, *, world_size: int, rank: int = 0) -> Simulation:
+    """Shard a model that `build` makes for `world_size` ranks, without data, and run two steps as one of them.
 
-    Args:
-        build: makes the model; its parameters end up on the meta device as they are made.
-        job: how it is trained; whole models only (`method="full"`).
-        world_size: ranks to pretend.
-        rank: which of them to be.
-        run: a forward and its loss. Default: token ids and labels of the job's shape into a causal language model,
-            which takes the loss inside its forward. With `wrap_embeddings` that decides whether backward comes to the
-            outermost unit first, as planned, or to the head.
+    Raises:
+        ConfigError: a rank that does not exist, a job that cannot be simulated, or a mesh that does not fit.
     """
     if not 0 <= rank < world_size:
         raise ConfigError(f"rank {rank} of {world_size} ranks", hint="ranks count from 0")
@@ -135,12 +119,10 @@ def simulate(
     shape = model_shape(model)
     if job.wrap_embeddings:
         shape = shape.with_own_embeddings()
-    start = time.perf_counter()
     mesh = simulated_mesh(rank=rank, replicate_size=replicate_size, shard_size=shard_size, device=torch.device("meta"))
     events: list[Event] = []
     shard_without_weights(model, job, mesh, events.append)
-    shard_seconds = time.perf_counter() - start
-    sent, seconds = _second_step(model, job, mesh, events, run or _causal_step(job))
+    sent = _second_step(model, job, mesh, events)
     layout = lay_out(
         shape,
         strategy=job.row,
@@ -163,8 +145,6 @@ def simulate(
             tensor.nbytes for unit in units_of(model) for bucket in unit.buckets for tensor in bucket.stored
         ),
         predicted_main_nbytes=sum(bucket.main_nbytes for bucket in layout.buckets),
-        shard_seconds=shard_seconds,
-        unit_seconds=seconds / len(layout.units) / job.accumulation,
     )
 
 
@@ -196,27 +176,19 @@ def shard_without_weights(model: nn.Module, job: Job, mesh: Mesh, event_sink: Ev
         keep_head(apart[1])
 
 
-def _second_step(
-    model: nn.Module, job: Job, mesh: Mesh, events: list[Event], run: Step
-) -> tuple[tuple[int, ...], float]:
-    """Run two steps, and leave the events of the second, which has a recorded order to follow.
-
-    Returns:
-        Bytes it sent along (gather, reduce, replicate), and its seconds.
-    """
+def _second_step(model: nn.Module, job: Job, mesh: Mesh, events: list[Event]) -> tuple[int, ...]:
+    """Run two steps, leave the events of the second, which has a recorded order to follow, and return its bytes."""
     ways = [way for way in (mesh.gather, mesh.reduce, mesh.replicate) if isinstance(way, SimulatedCollectives)]
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     for _ in range(2):
         events.clear()
         for way in ways:
             way.sent_nbytes = 0
-        begin = time.perf_counter()
         for _ in range(job.accumulation):
-            run(model).backward()
+            _loss(model, job).backward()
         optimizer.step()
-        seconds = time.perf_counter() - begin
         optimizer.zero_grad()
-    return tuple(way.sent_nbytes for way in ways), seconds
+    return tuple(way.sent_nbytes for way in ways)
 
 
 def transformers_model(values: dict[str, Any], *, attention: str | None = None) -> Callable[[], nn.Module]:
@@ -261,19 +233,20 @@ _OWN_MASK = ("bloom", "opt")
 """Families that count positions by a mask of two axes. Without one they look at no values."""
 
 
-def _causal_step(job: Job) -> Step:
-    def run(model: nn.Module) -> torch.Tensor:
-        tokens = torch.zeros(job.micro_batch, job.seq_len, dtype=torch.long, device="meta")
-        # A whole mask, because Transformers would look at the values of anything less.
-        mask = torch.ones(job.micro_batch, 1, job.seq_len, job.seq_len, dtype=torch.bool, device="meta")
-        config: Any = model.config
-        inputs = {"input_ids": tokens} | ({} if config.model_type in _OWN_MASK else {"attention_mask": mask})
-        if getattr(config, "is_encoder_decoder", False):
-            if model.main_input_name == "input_features":  # speech: two frames become one position
-                frames = 2 * config.max_source_positions
-                inputs = {"input_features": torch.zeros(job.micro_batch, config.num_mel_bins, frames, device="meta")}
-            inputs |= {"decoder_input_ids": tokens, "decoder_attention_mask": mask}
-        loss: torch.Tensor = model(**inputs, labels=tokens).loss
-        return loss
+def _loss(model: nn.Module, job: Job) -> torch.Tensor:
+    """Run a forward on token ids and labels of the job's shape, in which a causal language model takes the loss.
 
-    return run
+    With `wrap_embeddings` that makes backward come to the outermost unit before the head, as planned.
+    """
+    tokens = torch.zeros(job.micro_batch, job.seq_len, dtype=torch.long, device="meta")
+    # A whole mask, because Transformers would look at the values of anything less.
+    mask = torch.ones(job.micro_batch, 1, job.seq_len, job.seq_len, dtype=torch.bool, device="meta")
+    config: Any = model.config
+    inputs = {"input_ids": tokens} | ({} if config.model_type in _OWN_MASK else {"attention_mask": mask})
+    if getattr(config, "is_encoder_decoder", False):
+        if model.main_input_name == "input_features":  # speech: two frames become one position
+            frames = 2 * config.max_source_positions
+            inputs = {"input_features": torch.zeros(job.micro_batch, config.num_mel_bins, frames, device="meta")}
+        inputs |= {"decoder_input_ids": tokens, "decoder_attention_mask": mask}
+    loss: torch.Tensor = model(**inputs, labels=tokens).loss
+    return loss

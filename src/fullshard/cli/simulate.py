@@ -44,8 +44,8 @@ def simulate(
 ) -> None:
     """Run a step of the real engine as one rank of many.
 
-    There is no data and no other rank. Prints how it is sharded, the bytes this rank would send, and the time the host
-    needs per unit. Exit code 1 if the engine's events or bytes are not those that `fullshard plan` predicts.
+    There is no data and no other rank. Prints how it is sharded and the bytes this rank would send. Exit code 1 if the
+    engine's events or bytes are not those that `fullshard plan` predicts.
 
     With --timeline the step is run in virtual time: a clock per stream of one of --devices, on which kernels,
     collectives and launches take what the planner's figures say. Prints the step's time, what of the communication
@@ -76,16 +76,13 @@ def _differs(values: dict[str, Any], job: Job, world_size: int, rank: int, *, as
     from fullshard.core.sizes import format_nbytes
 
     result = run(transformers_model(values), job, world_size=world_size, rank=rank)
-    sent = dict(zip(("gather", "reduce", "replicate"), result.counted, strict=True))
     if as_json:
         shown: dict[str, Any] = {
             "rank": rank,
             "world_size": world_size,
             "events": len(result.events),
             "main_nbytes": result.main_nbytes,
-            "sent": sent,
-            "shard_seconds": result.shard_seconds,
-            "host_seconds_per_unit": result.unit_seconds,
+            "sent": dict(zip(("gather", "reduce", "replicate"), result.counted, strict=True)),
             "differences": result.differences,
         }
         typer.echo(json.dumps(shown, indent=2))
@@ -94,8 +91,7 @@ def _differs(values: dict[str, Any], job: Job, world_size: int, rank: int, *, as
     typer.echo(
         f"rank {rank} of {world_size}: {result.sharding}\n"
         f"one step: {len(result.events)} events; sends {gather} to unshard, {reduce} to reduce, {replicate} between "
-        f"replicas\nhost time: {result.shard_seconds:.2f} s to shard, {1000 * result.unit_seconds:.1f} ms per unit and "
-        "micro-batch (hooks, views and autograd; no arithmetic)"
+        "replicas"
     )
     for difference in result.differences:
         typer.echo(f"differs from the plan: {difference}")
