@@ -442,25 +442,8 @@ def _from_torch_policy(policy: Any) -> WrapPolicy | None:
             return ByPredicate(torch_private.wrap_function(function))
     if callable(policy) and not isinstance(policy, type) and "recurse" in inspect.signature(policy).parameters:
         # The general form asks `policy(module, recurse, nonwrapped_numel)` about each module.
-        _check_complete(policy)
         return ByPredicate(lambda module: bool(policy(module=module, recurse=False, nonwrapped_numel=numel(module))))
     return None
-
-
-_ASKED = ("module", "recurse", "nonwrapped_numel")
-
-
-def _check_complete(policy: Callable[..., Any]) -> None:
-    """Refuse a policy of the general form that needs arguments which it is not called with."""
-    parameters = inspect.signature(policy).parameters.values()
-    named = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    lacking = [name for name in named if name not in _ASKED]
-    if lacking:
-        name = getattr(policy, "__name__", "the policy")
-        raise ConfigError(
-            f"auto_wrap_policy: {name} says nothing of {', '.join(lacking)}",
-            hint=f"pass functools.partial({name}, {lacking[0]}=...)",
-        )
 
 
 def _check_alone_by_size(policy: Any, keywords: Mapping[str, Any]) -> None:
