@@ -19,10 +19,6 @@ def calibrate(path: Path) -> Device:
 
     Args:
         path: a `.json` file; an existing one is replaced.
-
-    Raises:
-        CommunicationError: the measuring processes failed; their output is on standard error.
-        OSError: it cannot be written.
     """
     path = local_path(path)
     device = current()

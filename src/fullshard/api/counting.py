@@ -26,11 +26,7 @@ it has one."""
 
 
 def count(values: Mapping[str, Any]) -> ModelShape:
-    """Return the shapes of Transformers' model of a configuration. None of its tensors has memory.
-
-    Raises:
-        ValueError: no class of Transformers is for it.
-    """
+    """Return the shapes of Transformers' model of a configuration. None of its tensors has memory."""
     import transformers
 
     config = transformers.AutoConfig.for_model(**as_numbers(values))

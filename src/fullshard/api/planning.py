@@ -129,11 +129,7 @@ def plan_run(
 
 
 def planned_device(device: torch.device) -> str:
-    """Return the planner's name for a device.
-
-    Raises:
-        ConfigError: it has none; or the device has not the memory that is planned with, as a part of a GPU has not.
-    """
+    """Return the planner's name for a device."""
     if device.type == "cpu":
         return "CPU"
     if device.type != "cuda":

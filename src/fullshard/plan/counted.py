@@ -40,13 +40,6 @@ def counted(values: Mapping[str, Any], *, where: str) -> ModelShape:
     """Return the shapes of Transformers' own model of this configuration.
 
     Parameters and units are exact. Its layers are described by the fields that most configurations share.
-
-    Args:
-        values: a whole `config.json` of a family that `is_known_to_transformers`.
-        where: what to call it in errors.
-
-    Raises:
-        ConfigError: Transformers cannot build it.
     """
     question = json.dumps(values, sort_keys=True, default=str)
     key = hashlib.sha256(f"{_FORMAT} {version('transformers')} {question}".encode()).hexdigest()

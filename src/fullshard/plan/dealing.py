@@ -34,13 +34,7 @@ _ENOUGH_EXCHANGES = 4
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """One whole matrix.
-
-    Attributes:
-        bucket: number of the bucket that it is in, in a list of them.
-        interval: its elements there.
-        rows, columns: its shape.
-    """
+    """One whole matrix."""
 
     bucket: int
     interval: Interval
@@ -150,12 +144,6 @@ def deal(
     one for each rank, and cost no memory: a rank has little of each bucket, and sends about half of the largest at
     once, or less. If few exchanges would do, there are more, as long as the dealing stays as even: owners compute while
     the next pieces travel.
-
-    Args:
-        layouts: of the buckets, all for `shard_size` ranks.
-        matrices: in those.
-        replicate_size: ranks along one axis of the mesh.
-        shard_size: along the other.
     """
     numbers = sorted({matrix.bucket for matrix in matrices})
     whole = max((layouts[number].full_numel for number in numbers), default=1)

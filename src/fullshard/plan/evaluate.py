@@ -43,7 +43,6 @@ class Plan:
 
     Attributes:
         model: as given, before the training method changed it.
-        job, cluster: what was planned.
         setting: the model as it is trained, and how it is laid out.
         events: one step's; with a reduction for every micro-batch, one micro-batch's.
         repeats: how often they come in a step.
@@ -130,11 +129,7 @@ class Plan:
 
 
 def evaluate(model: ModelShape, job: Job, cluster: Cluster) -> Plan:
-    """Predict everything.
-
-    Raises:
-        ConfigError: a shard size that does not go with the number of devices, or a LoRA target that does not exist.
-    """
+    """Predict everything."""
     if not job.keeps_what_fits:
         return _evaluate(model, job, cluster)
     plain = _evaluate(model, job, cluster)
@@ -259,8 +254,6 @@ class Change:
     """A change that makes a plan fit.
 
     Attributes:
-        words: what to do.
-        plan: the plan after it.
         cost: time per token, as a factor; below 1 it is faster.
     """
 

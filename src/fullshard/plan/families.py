@@ -374,16 +374,7 @@ _KNOWN_AS = {"kimi_k2": "deepseek_v3"}
 
 
 def from_config(values: Mapping[str, Any], *, where: str, name: str | None = None) -> tuple[ModelShape, list[str]]:
-    """Return the shapes a `config.json` describes, and notes for the user.
-
-    Args:
-        values: the parsed file.
-        where: what to call it in errors.
-        name: what to call the model; default: its `model_type`.
-
-    Raises:
-        ConfigError: an unknown `model_type` without Llama's fields, or a field that is missing or wrong.
-    """
+    """Return the shapes a `config.json` describes, and notes for the user."""
     kind, notes = _KNOWN_AS.get(str(values.get("model_type")), values.get("model_type")), []
     if quantized := values.get("quantization_config"):
         method = quantized.get("quant_method", "unnamed") if isinstance(quantized, Mapping) else quantized

@@ -26,15 +26,10 @@ class Device:
     """One kind of accelerator, in a host as it is usually built. Speeds are peaks, per device and direction.
 
     Attributes:
-        name: for people.
-        memory: bytes.
         flops: matrix FLOP/s in bfloat16, dense.
         flops_fp32: matrix FLOP/s in float32 (TF32 where the device has it).
-        memory_bandwidth: bytes per second.
         link: bytes per second between devices of a host, one direction.
         network: bytes per second between hosts, per device, one direction.
-        per_host: devices in a host.
-        source: where the figures come from.
         efficiency: part of `flops` that matrix products of training reach. Large products reach four fifths of the peak
             on an A100 and two thirds on an H100, whose clock falls under load; a step's mix reaches a sixth less.
             Elementwise work is counted separately.
@@ -192,11 +187,7 @@ _BRANDS = ("nvidia", "amd", "instinct", "geforce", "tesla")
 
 
 def find_device(name: str) -> Device:
-    """Return the row for a name in any spelling, or the calibration file at that path.
-
-    Raises:
-        ConfigError: neither; with suggestions.
-    """
+    """Return the row for a name in any spelling, or the calibration file at that path."""
     if name.endswith(".json"):
         return read_calibration(local_path(name))
     found = _row_called(name)
@@ -246,9 +237,6 @@ class Cluster:
     """Some devices of one kind.
 
     Attributes:
-        device: the kind.
-        count: devices, which is the number of ranks.
-        hosts: how many hosts they are in.
         shares_memory: whether ranks of one host share memory, if they compute on CPUs: not with FULLSHARD_COMM=gloo.
     """
 
@@ -267,11 +255,7 @@ class Cluster:
 
 
 def split_devices(text: str) -> tuple[int | None, str]:
-    """Split number and device: `8xH100`, `8*H100`, `8 H100`, `H100x8`, `H100:8`; `H100`, `4090` say no number.
-
-    Raises:
-        ConfigError: another form.
-    """
+    """Split number and device: `8xH100`, `8*H100`, `8 H100`, `H100x8`, `H100:8`; `H100`, `4090` say no number."""
     text = text.strip()
     if _key(text) in _names():
         return None, text
@@ -287,15 +271,7 @@ def split_devices(text: str) -> tuple[int | None, str]:
 
 
 def parse_cluster(text: str, hosts: int | None = None) -> Cluster:
-    """Parse `8xH100`, `1024 x h100`, `8 H100` or `H100` (one). CPUs send through what a run of this environment would.
-
-    Args:
-        text: how many of what.
-        hosts: in how many hosts; None: full hosts of the usual size, or one that is not full.
-
-    Raises:
-        ConfigError: another form, unknown hardware, or devices that the hosts cannot share equally.
-    """
+    """Parse `8xH100`, `1024 x h100`, `8 H100` or `H100` (one); without `hosts` into full ones of the usual size."""
     number, name = split_devices(text)
     device, count = find_device(name), number or 1
     if hosts is None:
@@ -315,11 +291,7 @@ def write_calibration(device: Device, path: Path) -> None:
 
 
 def read_calibration(path: Path) -> Device:
-    """Read a device from a file that `write_calibration` wrote.
-
-    Raises:
-        ConfigError: the file cannot be read, or does not hold a device's figures.
-    """
+    """Read a device from a file that `write_calibration` wrote."""
     try:
         device = Device(**read_object(path))
     except (OSError, ValueError, TypeError) as error:

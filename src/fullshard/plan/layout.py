@@ -21,11 +21,9 @@ class UnitLayout:
 
     Attributes:
         name: the module's qualified name; empty for the root.
-        buckets: in the engine's order.
         frees_after_forward: whether its unsharded parameters are freed between forward and backward.
         feeds_units: whether one of its trainable parameters is used before the first inner unit (an embedding).
         takes_ids: whether its inputs never want a gradient: its first matrix is an embedding, as of token ids.
-        block: its computation.
         page_nbytes: bytes of its saved tensors that are in host memory until its backward.
     """
 
@@ -68,7 +66,6 @@ class ModelLayout:
         calls: the same in the order their forwards begin, the root first.
         returns_head: whether the root returns the output of a head that is a unit, so that backward reaches the head
             first.
-        shard_size, replicate_size: ranks along the axes of the mesh.
         keeps_parameters: whether unsharded parameters stay so until the optimizer's step.
         keeps_gradients: whether gradients are reduced with the last micro-batch of a step only.
     """
@@ -123,11 +120,7 @@ def lay_out(
     dtypes: Dtypes,
     offload: Offload | None = None,
 ) -> ModelLayout:
-    """Lay a model out; `shard_size` is for the hybrid strategies.
-
-    Raises:
-        ConfigError: a shard size that is missing or does not divide the world size.
-    """
+    """Lay a model out; `shard_size` is for the hybrid strategies."""
     replicate_size, shard_size = strategy.mesh_shape(world_size, shard_size)
     units = []
     for unit in model.units:

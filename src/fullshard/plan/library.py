@@ -23,9 +23,6 @@ def load_model(text: str, shape: dict[str, int | None] | None = None) -> tuple[M
     Args:
         text: a `config.json` or a directory with one; a name of `MODELS` in any case; or a number such as `7B`.
         shape: with a number, any of `layers`, `hidden`, `heads`, `kv_heads`, `vocab`; what is missing is chosen.
-
-    Raises:
-        ConfigError: nothing of that kind, a file that cannot be read, or shape flags where they have no effect.
     """
     flags = {key: value for key, value in (shape or {}).items() if value is not None}
     count = parse_count(text)
@@ -41,11 +38,7 @@ def load_model(text: str, shape: dict[str, int | None] | None = None) -> tuple[M
 
 
 def check_positions(model: ModelShape, seq_len: int) -> None:
-    """Refuse sequences for which the model has no positions.
-
-    Raises:
-        ConfigError: they are longer.
-    """
+    """Refuse sequences for which the model has no positions."""
     if model.positions is not None and seq_len > model.positions:
         raise ConfigError(
             f"{model.name} has positions for {model.positions} tokens, and a sequence has {seq_len}",
@@ -54,11 +47,7 @@ def check_positions(model: ModelShape, seq_len: int) -> None:
 
 
 def load_config(text: str) -> dict[str, Any] | None:
-    """Return the `config.json` a user names, by a name of `MODELS` or a path; None for a number of parameters.
-
-    Raises:
-        ConfigError: as for `load_model`.
-    """
+    """Return the `config.json` a user names, by a name of `MODELS` or a path; None for a number of parameters."""
     return None if parse_count(text) is not None else _configuration(text)[1]
 
 

@@ -20,11 +20,7 @@ _ITEMSIZE = 2
 
 @dataclass(frozen=True, slots=True)
 class MatrixWork:
-    """A model's matrices, dealt to ranks.
-
-    Attributes:
-        dealing: to whom.
-    """
+    """A model's matrices, dealt to ranks."""
 
     dealing: Dealing
 

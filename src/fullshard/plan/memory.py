@@ -66,12 +66,7 @@ def fragments_nbytes(transient: int) -> int:
 
 
 class Moment(NamedTuple):
-    """The ledger right after an event.
-
-    Attributes:
-        event: what happened.
-        nbytes: by category.
-    """
+    """The ledger right after an event."""
 
     event: Event
     nbytes: dict[str, int]
@@ -88,7 +83,6 @@ class Memory:
 
     Attributes:
         phases: the fullest moment of each phase (load, forward, backward, optimizer, save), by category.
-        timeline: every moment of the step.
         host_load: bytes of host memory per host while `fullshard.from_pretrained` reads the weights.
         host_load_peers: the same with Transformers' `from_pretrained` in every process, before anything is sharded.
         host_steady: bytes of host memory per host while training.

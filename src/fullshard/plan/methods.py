@@ -21,9 +21,6 @@ def apply_method(model: ModelShape, job: Job) -> ModelShape:
     Full training has main weights in float32, or as they come with precision `no`. LoRA freezes the base in its own
     dtype and adds two float32 matrices to every target, where PEFT puts them; QLoRA also packs each linear layer's
     weight into 4 bits, its double-quantised scales beside it.
-
-    Raises:
-        ConfigError: a LoRA target that no layer has, or a model of which QLoRA would quantise little.
     """
     if model.is_final:
         return model

@@ -21,12 +21,7 @@ _MOST_MOMENTS = 600
 
 
 def draw(plan: Plan, path: Path) -> None:
-    """Write memory over a step into one file.
-
-    Raises:
-        ConfigError: a file name that does not end in `.png`, `.svg` or `.pdf`.
-        MissingExtraError: matplotlib is not installed.
-    """
+    """Write memory over a step into one file."""
     whole, device = plan.memory.timeline, plan.cluster.device
     stretch = -(-len(whole) // _MOST_MOMENTS)
     places = [

@@ -67,11 +67,7 @@ class Conversion:
         )
 
     def require(self) -> None:
-        """Refuse a quantised model if most of it, tables left out, is not quantised.
-
-        Raises:
-            ConfigError: more than half stays as it was.
-        """
+        """Refuse a quantised model if most of it, tables left out, is not quantised."""
         if self.is_asked_for and self.whole - self.tables - self.accepted > self.converted:
             raise ConfigError(
                 f"the model was to be quantised, and {self.said}",

@@ -186,13 +186,6 @@ def as_run_config(plan: Plan, others: Mapping[str, Any] | None = None) -> RunCon
     """Return the configuration that `fullshard launch` runs this plan with.
 
     Settings that it cannot express (batch size, sequence length, optimizer, LoRA) belong to the script.
-
-    Args:
-        plan: the plan.
-        others: settings by path of the planned file; those that a plan says nothing about are kept.
-
-    Raises:
-        ConfigError: the plan needs something this engine does not have, such as selective checkpointing with compile.
     """
     return RunConfig.of_paths(
         {

@@ -28,9 +28,6 @@ class ScheduleOptions:
     """The choices that decide the order of work, besides the layout.
 
     Attributes:
-        accumulation: micro-batches per optimizer step.
-        prefetches_in_forward: gather the next unit while one runs forward.
-        backward_prefetch: `BACKWARD_PRE`, `BACKWARD_POST` or `NO_PREFETCH`.
         sync_each_micro_batch: reduce after every micro-batch; False is `no_sync` for all but the last.
         steps_in_backward: the optimizer steps each bucket in the last micro-batch's backward.
         is_first_step: the order of forwards has not been agreed on yet, so nothing is gathered ahead in the first one.

@@ -64,16 +64,6 @@ def search(
 
     The search has only plans that this engine runs: selective checkpointing is uncompiled only. The sequences of an
     optimizer step stay those of `job`, if micro-batches divide them.
-
-    Args:
-        model: the shapes.
-        job: what to train; what `fixed` names stays as it is there.
-        cluster: the devices.
-        fixed: settings that are not searched.
-        margin: the part of a device that may be filled.
-
-    Raises:
-        ConfigError: nothing fits.
     """
     if job.optimizer == "adamw" and "optimizer" not in fixed and not cluster.device.is_cpu:
         job = job.model_copy(update={"optimizer": "adamw-fused"})  # which costs nothing

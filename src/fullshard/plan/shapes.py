@@ -68,7 +68,6 @@ class Adapters:
         read: widths of all their inputs, added up.
         read_once: the same with what several read counted once, and without attention's output, which is kept anyway.
         ranks: of all, added up.
-        dtype: in which they are stored.
         dropout: whether they drop out what they read.
         written: widths of all tensors that they add to, added up.
     """
@@ -103,7 +102,6 @@ class Block:
     """The computation of a transformer layer, per token.
 
     Attributes:
-        hidden: width of the residual stream.
         value_dim: size of a head's values, where it is another.
         latents: widths of the normalised latents of queries, keys and values, added up; 0: none.
         window: how many keys a query sees, of those before it; 0: all of these.
@@ -112,14 +110,12 @@ class Block:
         fused_gate: whether those two are one matrix product, so that one tensor holds both.
         norms: normalisations of width `hidden`.
         head_norms: whether queries and keys are normalised, too.
-        experts, experts_per_token: of a mixture; 0 and 0 for a dense layer.
         shared_intermediate: width of the expert that every token passes, 0 for none.
         sliced_values: whether values are a slice of one projection, of which queries and keys are rotated copies.
         float32_scores: whether softmax, where it is written out, is in float32.
         capped_scores: whether scores pass a tanh before it.
         dropout: whether a sublayer's result is dropped out.
         attention_dropout: whether attention's scores are.
-        adapters: what they read; None: there are none.
     """
 
     hidden: int
@@ -171,7 +167,6 @@ class ModelShape:
     """A whole model.
 
     Attributes:
-        name: for people.
         units: see the module's text; the last is the root.
         vocab: number of logits per token, 0 if the model has no vocabulary head.
         hidden: width of the residual stream, 0 if unknown.
@@ -234,11 +229,7 @@ class ModelShape:
         return [self.root, *(by_name[name] for name in self.calls)]
 
     def with_own_embeddings(self) -> ModelShape:
-        """Return the model whose input embedding and head are units of their own (`features.unit_selection`).
-
-        Raises:
-            ConfigError: they share a weight, or the model has none.
-        """
+        """Return the model whose input embedding and head are units of their own (`features.unit_selection`)."""
         embeddings = [p for p in self.root.parameters if p.role == "embedding"]
         heads = tuple(p for p in self.root.parameters if p.role == "head")
         if self.tied or not embeddings or not heads:

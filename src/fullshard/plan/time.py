@@ -76,11 +76,9 @@ class StepTime:
     """Seconds of one optimizer step, and what follows from them.
 
     Attributes:
-        compute: forward and backward.
         exposed: waiting for communication.
         copies: casting and copying parameters and gradients in device memory, and transfers to and from the host once
             per step.
-        optimizer: the update.
         communication: all communication, hidden or not.
         tokens: of all ranks.
         model_flops: FLOP of the whole step over all ranks, without recomputation; what a mask leaves out of attention

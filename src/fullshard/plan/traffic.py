@@ -31,7 +31,6 @@ class Traffic:
         gather_nbytes: unsharding, on the shard axis.
         reduce_nbytes: gradients, on the shard axis.
         replicate_nbytes: gradients, on the replicate axis.
-        gathers, reductions: collectives.
         to_device_nbytes, to_host_nbytes: bytes copied between the host's memory and the device's, and not sent.
     """
 
@@ -85,13 +84,8 @@ def carried(nbytes: float, ranks: int, *, stride: int, ranks_per_host: int) -> t
     """Return bytes on each device's link inside the host and between hosts, in an all-gather or reduce-scatter.
 
     With h hosts, each must receive the (h - 1)/h of the buffer it does not hold, once, over the links of all its
-    devices together (NCCL runs one ring per link, so that all of them carry a part).
-
-    Args:
-        nbytes: of the unsharded buffer.
-        ranks: that take part.
-        stride: how far apart they are, so that some of them share a host or none does.
-        ranks_per_host: devices of a host.
+    devices together (NCCL runs one ring per link, so that all of them carry a part). `nbytes` are those of the unsharded
+    buffer; the ranks are `stride` apart, so that some of them share a host or none does.
     """
     neighbours = max(1, min(ranks, ranks_per_host // stride))
     across = nbytes * (1 - 1 / (ranks / neighbours)) / neighbours
