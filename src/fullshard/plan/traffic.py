@@ -84,8 +84,8 @@ def carried(nbytes: float, ranks: int, *, stride: int, ranks_per_host: int) -> t
     """Return bytes on each device's link inside the host and between hosts, in an all-gather or reduce-scatter.
 
     With h hosts, each must receive the (h - 1)/h of the buffer it does not hold, once, over the links of all its
-    devices together (NCCL runs one ring per link, so that all of them carry a part). `nbytes` are those of the unsharded
-    buffer; the ranks are `stride` apart, so that some of them share a host or none does.
+    devices together (NCCL runs one ring per link, so that all of them carry a part). `nbytes` are those of the
+    whole buffer; the ranks are `stride` apart, so that some of them share a host or none does.
     """
     neighbours = max(1, min(ranks, ranks_per_host // stride))
     across = nbytes * (1 - 1 / (ranks / neighbours)) / neighbours
