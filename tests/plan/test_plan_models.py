@@ -295,7 +295,7 @@ def test_faults_of_a_file(tmp_path: Path) -> None:
         ("[]", "expected an object"),
         ("{}", "no model_type"),
         (json.dumps({"model_type": "lama"}), "did you mean 'llama'"),
-        (json.dumps({"model_type": "llama", "hidden_size": 64}), "no field num_attention_heads"),
+        (json.dumps({"model_type": "llama", "hidden_size": 64}), "no field vocab_size"),
         (json.dumps({**small("llama"), "vocab_size": -1}), "vocab_size is -1"),
         (json.dumps({**small("llama"), "model_type": "brand_new", "num_experts": 4}), "mixture of experts"),
     ]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -116,8 +115,9 @@ def plan(
     Says whether it fits, and what would make it fit. Exit code 0 if it fits, 1 if it does not, 2 for a mistake in the
     question.
     """
-    from fullshard.plan.evaluate import MARGIN, changes_that_fit
+    from fullshard.plan.evaluate import MARGIN, changes_that_fit, evaluate
     from fullshard.plan.library import load_model
+    from fullshard.plan.search import pareto, search
 
     if overwrite and write is None and calibrate is None:
         raise ConfigError("--overwrite without --write", hint="say which file: --write FILE.yaml")
@@ -139,7 +139,11 @@ def plan(
         del given["strategy"]
     job, cluster, more = _question(given, devices, hosts, config)
     notes += more
-    chosen, front = _answer(described, job, cluster, part, fixed=given.keys() if auto else None)
+    front: list[Plan] = []
+    if auto:
+        fixed = given.keys() - {"micro_batch", "accumulation"}
+        front = pareto(search(described, job, cluster, fixed=fixed, margin=part))
+    chosen = front[0] if front else evaluate(described, job, cluster)
     changes = [] if chosen.fits else changes_that_fit(chosen, margin=part)
     cost = _cost(chosen, tokens, price)
     if plot is not None:
@@ -155,13 +159,15 @@ def plan(
 
 def _within_positions(model: ModelShape, given: dict[str, Any], seq_len: int) -> list[str]:
     """Limit tokens to the model's positions: take them all if no number was asked for, and note it."""
-    from fullshard.plan.library import check_positions
-
-    if "seq_len" not in given and model.positions is not None and model.positions < seq_len:
-        given["seq_len"] = seq_len = model.positions
-        return [f"{model.name} has positions for {seq_len} tokens: planned with that many"]
-    check_positions(model, seq_len)
-    return []
+    if model.positions is None or seq_len <= model.positions:
+        return []
+    if "seq_len" in given:
+        raise ConfigError(
+            f"{model.name} has positions for {model.positions} tokens, and a sequence has {seq_len}",
+            hint=f"use a seq_len of at most {model.positions}",
+        )
+    given["seq_len"] = model.positions
+    return [f"{model.name} has positions for {model.positions} tokens: planned with that many"]
 
 
 def _question(
@@ -193,20 +199,6 @@ def _question(
             hint=f"write --devices {cluster.device.name}, or change the file",
         )
     return job, cluster, notes
-
-
-def _answer(
-    model: ModelShape, job: Job, cluster: Cluster, margin: float, *, fixed: Collection[str] | None
-) -> tuple[Plan, list[Plan]]:
-    """Return a job's plan; with fixed settings, the best of those that differ elsewhere, and its rivals."""
-    from fullshard.plan.evaluate import evaluate
-    from fullshard.plan.search import pareto, search
-
-    if fixed is None:
-        return evaluate(model, job, cluster), []
-    fixed = set(fixed) - {"micro_batch", "accumulation"}
-    found = search(model, job, cluster, fixed=fixed, margin=margin)
-    return found[0], pareto(found)
 
 
 def _cost(plan: Plan, tokens: str | None, price: float | None) -> dict[str, float]:

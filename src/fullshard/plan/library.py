@@ -37,15 +37,6 @@ def load_model(text: str, shape: dict[str, int | None] | None = None) -> tuple[M
     return from_config(values, where=text, name=name)
 
 
-def check_positions(model: ModelShape, seq_len: int) -> None:
-    """Refuse sequences for which the model has no positions."""
-    if model.positions is not None and seq_len > model.positions:
-        raise ConfigError(
-            f"{model.name} has positions for {model.positions} tokens, and a sequence has {seq_len}",
-            hint=f"use a seq_len of at most {model.positions}",
-        )
-
-
 def load_config(text: str) -> dict[str, Any] | None:
     """Return the `config.json` a user names, by a name of `MODELS` or a path; None for a number of parameters."""
     return None if parse_count(text) is not None else _configuration(text)[1]
@@ -85,19 +76,12 @@ def _known_name(text: str) -> str | None:
 
 
 def _suggestion(text: str) -> str:
-    """Return names of the same family, the most similar first; for a name of no family, one of each."""
-    name = text.rsplit("/", 1)[-1]
+    """Return similar names, the most similar first; if there is none, one of each family."""
     known = {_key(other): other for other in MODELS}
-    relatives = [key for key, other in known.items() if _family(other) == _family(name)]
-    cutoff = 0.0 if relatives else 0.6
-    if close := difflib.get_close_matches(_key(name), relatives or known, n=3, cutoff=cutoff):
+    if close := difflib.get_close_matches(_key(text.rsplit("/", 1)[-1]), known, n=3, cutoff=0.6):
         return "did you mean " + ", ".join(known[key] for key in close)
-    one_of_each = {_family(other): other for other in MODELS}
+    one_of_each = {re.split(r"[-0-9]", other)[0].lower(): other for other in MODELS}
     return f"known names: {', '.join(one_of_each.values())} and others of these families"
-
-
-def _family(name: str) -> str:
-    return name.lower().rstrip("0123456789.").partition("-")[0].rstrip("0123456789.")
 
 
 def _key(name: str) -> str:

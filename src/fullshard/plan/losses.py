@@ -118,8 +118,9 @@ def loss_note(model: ModelShape, job: Job) -> str:
         )
     if job.loss == "kernel":
         return f"the loss is one kernel on whole logits in {job.compute_dtype}, as flash-attn's and Liger's: {worst}"
-    more = "which a loop that keeps outputs until backward is over, as Trainer does not, has besides (--keeps-outputs)"
-    kept = "the loop keeps its outputs" if job.keeps_outputs else f"without the logits, {more}"
+    kept = "the loop keeps its outputs"
+    if not job.keeps_outputs:
+        kept = "a loop that keeps outputs until backward is over, as Trainer does not, needs more (--keeps-outputs)"
     return (
         f"the loss is Transformers' own, which makes float32 of whole logits: {worst}; {kept}. --loss fused: in chunks"
     )

@@ -135,26 +135,17 @@ def time_of(events: Sequence[Event], setting: PlanSetting, cluster: Cluster, *, 
     )
 
 
-_Passed = tuple[float, float, float, float]
-
-
-def _repeated(events: Sequence[Event], clock: _Clock, repeats: int) -> _Passed:
+def _repeated(events: Sequence[Event], clock: _Clock, repeats: int) -> list[float]:
     """Return seconds of computing, of exposed communication, of both and of casts, once all repetitions are over.
 
-    A repetition may begin with the host ahead of the device, so the first one differs; once two are alike, so are all
-    others.
+    The first repetitions may differ, because the host gets ahead of the device; from the third on all are alike.
     """
-    passed = known = (0.0, 0.0, 0.0, 0.0)
-    for left in reversed(range(repeats)):
+    before, passed = [0.0] * 4, [0.0] * 4
+    for _ in range(min(repeats, 3)):
         for event in events:
             clock.apply(event)
-        before, passed = passed, (clock.compute, clock.exposed, clock.communication, clock.cast)
-        taken: _Passed = tuple(b - a for a, b in zip(before, passed, strict=True))  # type: ignore[assignment]
-        if left and all(math.isclose(*pair, rel_tol=1e-10, abs_tol=1e-12) for pair in zip(taken, known, strict=True)):
-            whole: _Passed = tuple(a + left * b for a, b in zip(passed, taken, strict=True))  # type: ignore[assignment]
-            return whole
-        known = taken
-    return passed
+        before, passed = passed, [clock.compute, clock.exposed, clock.communication, clock.cast]
+    return [now + max(0, repeats - 3) * (now - then) for then, now in zip(before, passed, strict=True)]
 
 
 class _Clock:
