@@ -71,11 +71,6 @@ class CountedBucket(BucketPlan):
         return self.layout.shard_numel * itemsize(self.main_gradient_dtype)
 
     @property
-    def largest_numel(self) -> int:
-        """Elements of its largest parameter."""
-        return self.layout.largest_numel
-
-    @property
     def gather_message_nbytes(self) -> int:
         """Bytes of a message with one interval of the weights."""
         return _message_nbytes(self.layout.shard_numel, self.whole_dtype or self.compute_dtype, self.weights_as)

@@ -55,14 +55,6 @@ def _with_pictures(kind: str, text: Values) -> Values:
     return {"model_type": kind, "text_config": text}
 
 
-def _olmo(kind: str, *dimensions: int, **more: Any) -> Values:
-    return llama(*dimensions, model_type=kind, **more)
-
-
-def _phi(*dimensions: int, **more: Any) -> Values:
-    return llama(*dimensions, model_type="phi3", **more)
-
-
 def _gpt2(hidden: int, layers: int, heads: int) -> Values:
     values = {"n_embd": hidden, "n_layer": layers, "n_head": heads, "n_positions": 1024, "vocab_size": 50257}
     return {"model_type": "gpt2", **values}
@@ -123,6 +115,7 @@ _QWEN3_NEXT = {
 _EXPERTS_OF_8 = {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
 _MISTRAL = {"model_type": "mistral"}
 _LLAMA3 = 128256
+_PHI = {"model_type": "phi3"}
 
 MODELS: dict[str, Values] = {
     # meta-llama: 2023-07, 2024-04 (3), 2024-07 (3.1), 2024-09 (3.2), 2024-12 (3.3), 2025-04 (4)
@@ -187,19 +180,19 @@ MODELS: dict[str, Values] = {
     "gpt-oss-20b": _gpt_oss(24, 32),
     "gpt-oss-120b": _gpt_oss(36, 128),
     # microsoft: 2024-04 (3), 2024-12 (4), 2025-02 (4-mini)
-    "Phi-3-mini": _phi(3072, 8192, 32, 32, 32, 32064, sliding_window=2047),
-    "Phi-3-mini-128k": _phi(3072, 8192, 32, 32, 32, 32064),
-    "Phi-3-medium": _phi(5120, 17920, 40, 40, 10, 32064, sliding_window=2047),
-    "Phi-3-medium-128k": _phi(5120, 17920, 40, 40, 10, 32064),
-    "Phi-4": _phi(5120, 17920, 40, 40, 10, 100352),
-    "Phi-4-mini": _phi(3072, 8192, 32, 24, 8, 200064, tie_word_embeddings=True),
+    "Phi-3-mini": llama(3072, 8192, 32, 32, 32, 32064, sliding_window=2047, **_PHI),
+    "Phi-3-mini-128k": llama(3072, 8192, 32, 32, 32, 32064, **_PHI),
+    "Phi-3-medium": llama(5120, 17920, 40, 40, 10, 32064, sliding_window=2047, **_PHI),
+    "Phi-3-medium-128k": llama(5120, 17920, 40, 40, 10, 32064, **_PHI),
+    "Phi-4": llama(5120, 17920, 40, 40, 10, 100352, **_PHI),
+    "Phi-4-mini": llama(3072, 8192, 32, 24, 8, 200064, tie_word_embeddings=True, **_PHI),
     # allenai: 2024-11 to 2025-04 (2), 2025-11 (3)
-    "OLMo-2-1B": _olmo("olmo2", 2048, 8192, 16, 16, 16, 100352),
-    "OLMo-2-7B": _olmo("olmo2", 4096, 11008, 32, 32, 32, 100352),
-    "OLMo-2-13B": _olmo("olmo2", 5120, 13824, 40, 40, 40, 100352),
-    "OLMo-2-32B": _olmo("olmo2", 5120, 27648, 64, 40, 8, 100352),
-    "OLMo-3-7B": _olmo("olmo3", 4096, 11008, 32, 32, 32, 100278, sliding_window=4096),
-    "OLMo-3-32B": _olmo("olmo3", 5120, 27648, 64, 40, 8, 100278, sliding_window=4096),
+    "OLMo-2-1B": llama(2048, 8192, 16, 16, 16, 100352, model_type="olmo2"),
+    "OLMo-2-7B": llama(4096, 11008, 32, 32, 32, 100352, model_type="olmo2"),
+    "OLMo-2-13B": llama(5120, 13824, 40, 40, 40, 100352, model_type="olmo2"),
+    "OLMo-2-32B": llama(5120, 27648, 64, 40, 8, 100352, model_type="olmo2"),
+    "OLMo-3-7B": llama(4096, 11008, 32, 32, 32, 100278, sliding_window=4096, model_type="olmo3"),
+    "OLMo-3-32B": llama(5120, 27648, 64, 40, 8, 100278, sliding_window=4096, model_type="olmo3"),
     # HuggingFaceTB: 2024-11 (2), 2025-07 (3); TinyLlama 2023-12; 01-ai 2023-11
     "SmolLM2-135M": llama(576, 1536, 30, 9, 3, 49152, tie_word_embeddings=True),
     "SmolLM2-360M": llama(960, 2560, 32, 15, 5, 49152, tie_word_embeddings=True),

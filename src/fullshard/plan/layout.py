@@ -47,11 +47,6 @@ class UnitLayout:
         return sum(bucket.full_nbytes for bucket in self.buckets if not bucket.shares_main)
 
     @cached_property
-    def main_nbytes(self) -> int:
-        """Bytes of this rank's intervals."""
-        return sum(bucket.main_nbytes for bucket in self.buckets)
-
-    @cached_property
     def trainable(self) -> tuple[CountedBucket, ...]:
         """Return the buckets with gradients."""
         return tuple(bucket for bucket in self.buckets if bucket.trainable)

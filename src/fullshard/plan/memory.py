@@ -152,7 +152,7 @@ def memory_of(events: Sequence[Event], setting: PlanSetting, *, ranks_per_host: 
         elif event.kind is EventKind.REDUCE_DONE and not setting.job.schedule.steps_in_backward:
             phase = "optimizer"  # or the next micro-batch's forward
     # Shards are written where they lie; a state dict gathers one parameter at a time.
-    largest = max(b.largest_numel * itemsize(b.dtype) for b in setting.layout.buckets)
+    largest = max(b.layout.largest_numel * itemsize(b.dtype) for b in setting.layout.buckets)
     phases["save"] = {**ledger.rest, "gathered units": largest}
     order = ("load", "forward", "backward", "optimizer", "save")
     return Memory(
@@ -303,7 +303,7 @@ class _Ledger:
 
     def _dequantised(self, unit: UnitLayout) -> int:
         """Return the bytes of the largest weight a 4-bit layer unpacks, two elements per byte, in compute dtype."""
-        packed = [bucket.largest_numel for bucket in unit.buckets if bucket.dtype == "uint8"]
+        packed = [bucket.layout.largest_numel for bucket in unit.buckets if bucket.dtype == "uint8"]
         return 2 * max(packed, default=0) * itemsize(self.setting.job.compute_dtype)
 
     def _collect(self, unit: UnitLayout, working: int = 0) -> list[dict[str, int]]:
@@ -315,9 +315,9 @@ class _Ledger:
             self.collecting.add(unit.name)
             self.now["reduce buffers"] += sum(self.setting.collected_nbytes(bucket) for bucket in unit.trainable)
         if self.setting.device.is_cpu:
-            halves = (b.largest_numel for b in unit.trainable if itemsize(b.compute_dtype) == 2)
+            halves = (b.layout.largest_numel for b in unit.trainable if itemsize(b.compute_dtype) == 2)
             working += 4 * max(halves, default=0)
-        largest = max(bucket.largest_numel * itemsize(bucket.compute_dtype) for bucket in unit.trainable)
+        largest = max(bucket.layout.largest_numel * itemsize(bucket.compute_dtype) for bucket in unit.trainable)
         moments = self._for_a_moment({"reduce buffers": largest, "activations": working})
         if is_first and unit is self.root and self.setting.model.tied:
             # Autograd holds the head's gradient until the embedding's comes, and adds that to it.
@@ -509,9 +509,9 @@ def _host(setting: PlanSetting, ranks_per_host: int) -> tuple[int, int, int]:
     buckets, base = setting.layout.buckets, itemsize(setting.job.stored_dtype)
     whole = sum(bucket.layout.numel * itemsize(bucket.dtype) for bucket in buckets)
     largest = max(
-        b.largest_numel * 2 * base  # two elements in a byte
+        b.layout.largest_numel * 2 * base  # two elements in a byte
         if b.dtype == "uint8"
-        else b.largest_numel * itemsize(b.dtype) // setting.layout.shard_size
+        else b.layout.largest_numel * itemsize(b.dtype) // setting.layout.shard_size
         for b in buckets
     )
     on_host = [nbytes for bucket in buckets for nbytes in bucket.host_buffers]
