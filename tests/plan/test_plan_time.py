@@ -15,7 +15,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.plan_ranking import CONFIGURATIONS, spearman
 from fullshard.api import calibration
 from fullshard.api.calibration import calibrate
 from fullshard.api.virtual.costs import is_view
@@ -133,13 +132,6 @@ def test_a_calibration_with_other_figures_is_refused(tmp_path: Path) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), "replicate_link": 1e9}))
     with pytest.raises(ConfigError, match=r"no calibration: .*replicate_link.*\nhint: make one"):
         find_device(str(path))
-
-
-def test_rank_correlation() -> None:
-    assert spearman([1, 2, 3, 4], [10, 20, 30, 40]) == 1
-    assert spearman([1, 2, 3, 4], [4, 3, 2, 1]) == -1
-    assert spearman([1, 2, 3, 4], [1, 3, 2, 4]) == pytest.approx(0.8)
-    assert len({c.name for c in CONFIGURATIONS}) == len(CONFIGURATIONS) >= 6
 
 
 def test_a_calibration_that_cannot_be_written_is_said_with_its_file(monkeypatch: pytest.MonkeyPatch) -> None:

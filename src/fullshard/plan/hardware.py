@@ -54,10 +54,6 @@ class Device:
     efficiency: float = 0.55
     link_efficiency: float = 0.75
     framework: int = 3 * 2**29
-    fresh_bandwidth: float = 0.0
-    op_seconds: float = 0.0
-    function_seconds: float = 0.0
-    unit_seconds: float = 0.0
     rack: int = 0
     has_bfloat16: bool = True
     flash: float = 0.59
@@ -76,7 +72,7 @@ class Device:
         """Return the peak matrix FLOP/s in a dtype."""
         return self.flops_fp32 if itemsize(dtype) == 4 else self.flops
 
-    def link_seconds(self, inside: float, across: float, *, times: int = 1) -> tuple[float, float]:
+    def link_seconds(self, inside: float, across: float) -> tuple[float, float]:
         """Return seconds on the link inside a host and on that between hosts."""
         return inside / (self.link * self.link_efficiency), across / (self.network * self.link_efficiency)
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from fullshard.core.errors import ConfigError
 from fullshard.core.events import EventKind
@@ -28,7 +25,14 @@ def draw(plan: Plan, path: Path) -> None:
         max(range(first, min(first + stretch, len(whole))), key=lambda place: whole[place].total)
         for first in range(0, len(whole), stretch)
     ]
-    with saved_figure(path, (10, 4)) as figure:
+    if path.suffix.lower() not in _FORMATS:
+        raise ConfigError(f"{path}: cannot draw into this kind of file", hint=f"use one of {', '.join(_FORMATS)}")
+    matplotlib = import_extra("matplotlib", extra="plots", purpose="drawing a plan")
+    from matplotlib.figure import Figure
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with matplotlib.rc_context({"svg.fonttype": "none"}):  # text stays text
+        figure = Figure(figsize=(10, 4), layout="constrained")
         axes = figure.subplots()
         names = [name for name in CATEGORIES if any(whole[place].nbytes.get(name) for place in places)]
         series = [[whole[place].nbytes.get(name, 0) / GIB for place in places] for name in names]
@@ -47,24 +51,5 @@ def draw(plan: Plan, path: Path) -> None:
         axes.set_xlabel("events of the step (grey: end of forward, optimizer step)")
         axes.legend(fontsize=8, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.16), frameon=False)
         figure.suptitle(f"{plan.model.name} on {plan.cluster}: memory of one rank over one step")
-
-
-def check_picture(path: Path) -> None:
-    """Refuse a file name that does not end in `.png`, `.svg` or `.pdf`."""
-    if path.suffix.lower() not in _FORMATS:
-        raise ConfigError(f"{path}: cannot draw into this kind of file", hint=f"use one of {', '.join(_FORMATS)}")
-
-
-@contextlib.contextmanager
-def saved_figure(path: Path, size: tuple[float, float], *, purpose: str = "drawing a plan") -> Iterator[Any]:
-    """Yield Matplotlib's figure of `size` inches to draw in, then write it. Raises as `draw` does."""
-    check_picture(path)
-    matplotlib = import_extra("matplotlib", extra="plots", purpose=purpose)
-    from matplotlib.figure import Figure
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with matplotlib.rc_context({"svg.fonttype": "none"}):  # text stays text
-        figure = Figure(figsize=size, layout="constrained")
-        yield figure
         with whole_file(path) as temporary:
             figure.savefig(temporary, dpi=150, format=path.suffix[1:].lower())

@@ -127,7 +127,7 @@ class VirtualDevice(torch_private.DispatchMode):
 
     def __init__(self, cluster: Cluster, host: HostCosts | None = None) -> None:
         super().__init__()
-        self.cluster, self.host = cluster, host or HostCosts.of(cluster.device)
+        self.cluster, self.host = cluster, host or HostCosts()
         self.clock = Clock(CONTENTION)
         self.allocated = self.peak_allocated = 0
         self.current = self.default = VirtualStream(self, "compute")
@@ -188,7 +188,7 @@ class VirtualDevice(torch_private.DispatchMode):
         """Launch a collective of `nbytes` on the current stream; an all-reduce is a reduce-scatter twice."""
         on_links = exchanged if what == "all-to-all" else carried
         sent = on_links(times * nbytes, ranks, stride=stride, ranks_per_host=self.cluster.per_host)
-        inside, across = self.cluster.device.link_seconds(*sent, times=times)
+        inside, across = self.cluster.device.link_seconds(*sent)
         link = "link" if inside >= across else "link between hosts"
         return self.clock_task(what, link, max(inside, across), steps(ranks, times=times) * STEP_LATENCY)
 
