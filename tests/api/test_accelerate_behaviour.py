@@ -238,7 +238,7 @@ def test_two_strategies() -> None:
 
 
 def test_a_size_and_classes() -> None:
-    with pytest.raises(ConfigError, match="exclude each other"):
+    with pytest.raises(ConfigError, match="chooses units in another way"):
         resolve([load_fsdp_config({"min_num_params": 5, "transformer_layer_cls_to_wrap": "A"})])
 
 

@@ -55,7 +55,7 @@ def test_everything_comes_from_the_launcher(launch: Launch) -> None:
     )
     accelerator = Accelerator()
     assert accelerator.mixed_precision == "bf16"
-    assert accelerator.setup.precision.gradient_dtype == "bfloat16"
+    assert accelerator.setup.precision.reduce_dtype == "bfloat16"
     assert accelerator.gradient_accumulation_steps == 3
     assert accelerator.device.type == "cpu"
     assert accelerator.setup.sharding.strategy == "SHARD_GRAD_OP"

@@ -143,7 +143,7 @@ def test_parts_of_cpu_offload() -> None:
 )
 def test_spellings_of_mixed_precision(policy: Any) -> None:
     precision = precision_of(Plugin(mixed_precision_policy=policy))
-    assert (precision.compute_dtype, precision.gradient_dtype, precision.buffer_dtype) == (
+    assert (precision.compute_dtype, precision.reduce_dtype, precision.buffer_dtype) == (
         "bfloat16",
         "float32",
         "bfloat16",
@@ -384,7 +384,7 @@ def _dtypes(accelerator: Accelerator) -> tuple[torch.dtype, torch.dtype]:
 
 
 def test_a_launchers_checkpointing_may_be_selective(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="recomputes nothing: activation_checkpointing is not set"):
+    with pytest.raises(ConfigError, match="is set, but activation_checkpointing is not"):
         FullyShardedDataParallelPlugin(activation_checkpointing_mode="selective")
     monkeypatch.setenv("FSDP_ACTIVATION_CHECKPOINTING", "true")
     plugin = FullyShardedDataParallelPlugin(activation_checkpointing_mode="selective")
@@ -448,7 +448,7 @@ def test_of_what_is_replaced_on_the_plugin_nothing_is_left() -> None:
     def prepared() -> tuple[str | None, str | None, Offload]:
         accelerator.prepare(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
         precision = accelerator.setup.precision
-        return precision.compute_dtype, precision.gradient_dtype, accelerator.setup.sharding.offload
+        return precision.compute_dtype, precision.reduce_dtype, accelerator.setup.sharding.offload
 
     assert prepared() == ("bfloat16", "bfloat16", Offload())
     plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=bf16)

@@ -37,9 +37,9 @@ def test_spellings_of_a_strategy(value: Any) -> None:
         (
             {"wrap": "none", "wrap_classes": "Block"},
             "wrap = 'none' with wrap_classes = ['Block']",
-            "go with wrap: class",
+            "wrap_classes goes with wrap: class",
         ),
-        ({"wrap": "size"}, "wrap_min_numel = None", "needs one"),
+        ({"wrap": "size"}, "wrap_min_numel = None", "wrap: size needs it"),
         ({"activation_checkpointing_reentrant": True}, "activation_checkpointing is not", None),
         ({"strategy": 3, "reshard_after_forward": True}, "means nothing for NO_SHARD", "FULL_SHARD"),
         ({"backward_prefetch": "BACKWARD"}, "'backward_prefetch': input should be 'BACKWARD_PRE'", None),
@@ -92,12 +92,12 @@ def test_of_takes_mappings_none_and_itself() -> None:
 
 def test_precision_modes_and_overrides() -> None:
     bf16 = PrecisionConfig.of({"mode": "BF16"})
-    assert (bf16.compute_dtype, bf16.gradient_dtype, bf16.result_dtype) == ("bfloat16", None, "float32")
+    assert (bf16.compute_dtype, bf16.reduce_dtype, bf16.result_dtype) == ("bfloat16", None, "float32")
     assert PrecisionConfig.of({"mode": False}).mode == "no"
     plain = PrecisionConfig()
-    assert (plain.compute_dtype, plain.gradient_dtype, plain.result_dtype) == (None, None, None)
+    assert (plain.compute_dtype, plain.reduce_dtype, plain.result_dtype) == (None, None, None)
     mixed = PrecisionConfig.of({"mode": "bf16", "reduce_dtype": "torch.bfloat16", "output_dtype": "bf16"})
-    assert (mixed.gradient_dtype, mixed.result_dtype) == ("bfloat16", "bfloat16")
+    assert (mixed.reduce_dtype, mixed.result_dtype) == ("bfloat16", "bfloat16")
     with pytest.raises(ConfigError, match="'mode'"):
         PrecisionConfig.of({"mode": "fp8"})
     with pytest.raises(ConfigError, match="'param_dtype'"):

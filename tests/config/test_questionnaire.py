@@ -77,7 +77,7 @@ def test_every_question_of_the_schema_is_asked_where_it_matters() -> None:
         ({"num_machines": "2"}, "main_process_port", "99999", "less than or equal to 65535"),
         ({"strategy": "HYBRID_SHARD", "shard_size": "4"}, "shard_size", "3", "3"),
         ({"strategy": "HYBRID_SHARD", "shard_size": "4"}, "shard_size", "", "without shard_size"),
-        ({"wrap": "class", "wrap_classes": "A"}, "wrap_classes", "", "wrap: class needs at least one"),
+        ({"wrap": "class", "wrap_classes": "A"}, "wrap_classes", "", "wrap: class needs it"),
         ({"wrap": "size", "wrap_min_numel": "1"}, "wrap_min_numel", "many", "expected a whole number, got 'many'"),
     ],
 )

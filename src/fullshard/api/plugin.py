@@ -411,7 +411,7 @@ def policy_of(precision: PrecisionConfig) -> MixedPrecisionPolicy:
     """Return the precision policy of units; the dtype of outputs is left to the model."""
     return MixedPrecisionPolicy(
         param_dtype=dtype_or_none(precision.compute_dtype),
-        reduce_dtype=dtype_or_none(precision.gradient_dtype),
+        reduce_dtype=dtype_or_none(precision.reduce_dtype),
         cast_forward_inputs=precision.cast_inputs,
         buffer_dtype=dtype_or_none(precision.buffer_dtype),
         gather_as=dtype_or_none(precision.gather_as),

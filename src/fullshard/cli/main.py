@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
-from fullshard.cli.options import HintingCommand, RawCommand, check_words
+from fullshard.cli.options import RawCommand, check_words
 from fullshard.core.errors import FullshardError
 from fullshard.core.version import __version__
 
@@ -25,7 +25,7 @@ COMMANDS: dict[str, type[TyperCommand] | type[TyperGroup]] = {
     "sft": RawCommand,
     "train": TyperCommand,
     "merge": TyperCommand,
-    "plan": HintingCommand,
+    "plan": TyperCommand,
     "simulate": TyperCommand,
     "config": TyperGroup,
     "ckpt": TyperGroup,

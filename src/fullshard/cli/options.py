@@ -5,11 +5,10 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import itertools
 import os
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import typer
@@ -61,45 +60,12 @@ MaxShardSize = Annotated[str, typer.Option(help="Bytes of tensors per file, such
 
 
 def check_words(words: Iterable[str]) -> None:
-    """Refuse words that are not valid text, as a file's name may be: settings are written as UTF-8.
-
-    Raises:
-        ConfigError: one is not.
-    """
+    """Refuse words that are not valid text, as a file's name may be: settings are written as UTF-8."""
     for word in words:
         try:
             word.encode()
         except UnicodeEncodeError:
             raise ConfigError(f"{word!r} is no text in UTF-8", hint="give the file a name that is") from None
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """A shell's replacement for the word that is being typed.
-
-    Attributes:
-        value: the word.
-        help: text that shells with enough room show beside it.
-        type: `plain`, the shell library's word for one that is no path.
-    """
-
-    value: str
-    help: str | None = None
-    type: str = "plain"
-
-
-class HintingCommand(TyperCommand):
-    """A command whose module has `OTHER_WORDS`: other programs' options, and their names here."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Refuse another program's option, and name the one here."""
-        words: Mapping[str, str] = importlib.import_module(f"fullshard.cli.{self.name}").OTHER_WORDS
-        for word in itertools.takewhile(lambda word: word != "--", args):
-            flag = word.partition("=")[0].replace("_", "-")
-            if flag in words:
-                raise ConfigError(f"no option {flag}", hint=f"it is {words[flag]} here")
-        parsed: list[str] = super().parse_args(ctx, args)
-        return parsed
 
 
 class RawCommand(TyperCommand):
@@ -118,15 +84,12 @@ class RawCommand(TyperCommand):
         found = importlib.import_module(f"fullshard.cli.{self.name}").completions(ctx.args)
         if "-" in incomplete.lstrip("-"):  # both are read; completions have the form that is being typed
             found = {word.replace("_", "-") if word.startswith("-") else word: text for word, text in found.items()}
-        return [Completion(word, text or None) for word, text in found.items() if word.startswith(incomplete)]
+        words = [word for word in found if word.startswith(incomplete)]
+        return [SimpleNamespace(value=word, help=found[word] or None, type="plain") for word in words]
 
 
 def options_from(model: type[BaseModel], *names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command an option `--some-name` per field `some_name`; booleans get `--no-some-name` too.
-
-    Args:
-        model: has the fields.
-        names: those that become options; none: all.
+    """Give a command an option `--some-name` per field `some_name`, or `names`; booleans get `--no-some-name` too.
 
     The decorated function takes its own options by name, and the fields of the model as the dictionary `settings`.
     """

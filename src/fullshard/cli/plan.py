@@ -28,26 +28,6 @@ if TYPE_CHECKING:
 DOES_NOT_FIT = 1
 """Exit code of a plan that does not fit."""
 
-OTHER_WORDS = {
-    **dict.fromkeys(
-        ("--batch-size", "--per-device-train-batch-size", "--microbatch", "--mbs", "--bs"), "--micro-batch"
-    ),
-    **dict.fromkeys(("--gradient-accumulation-steps", "--grad-accum", "--ga"), "--accumulation"),
-    **dict.fromkeys(("--seq-length", "--sequence-length", "--max-seq-len", "--max-seq-length"), "--seq-len"),
-    **dict.fromkeys(("--max-length", "--context-length", "--context", "--ctx"), "--seq-len"),
-    **dict.fromkeys(("--gpus", "--gpu", "--num-gpus", "--hardware", "--device"), "--devices 8xH100"),
-    **dict.fromkeys(("--nodes", "--num-nodes", "--nnodes"), "--hosts"),
-    **dict.fromkeys(("--gradient-checkpointing", "--activation-checkpointing", "--ac"), "--checkpointing full"),
-    **dict.fromkeys(("--zero", "--zero-stage", "--stage", "--sharding-strategy"), "--strategy"),
-    **dict.fromkeys(("--dtype", "--mixed-precision", "--bf16", "--fp16"), "--precision bf16"),
-    **dict.fromkeys(("--rank", "--lora-r"), "--lora-rank"),
-    **dict.fromkeys(("--cpu-offload", "--offload-params"), "--offload"),
-    **dict.fromkeys(("--attn-implementation", "--flash-attn"), "--attention"),
-    **{"--lora": "--method lora", "--qlora": "--method qlora", "--optim": "--optimizer"},
-    **{"--config-file": "--config", "--params": "--model 7B", "--cost": "--price"},
-}
-"""Options that users of other programs write."""
-
 Model = Annotated[
     str | None,
     typer.Option(

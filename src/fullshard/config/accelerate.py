@@ -20,7 +20,6 @@ from fullshard.config.dialect import (
     switch,
 )
 from fullshard.config.fsdp import FSDP_KEYS, finish_fsdp, make_hybrid
-from fullshard.config.steps import STEP_KEYS
 from fullshard.config.xla import require_xla
 from fullshard.core.errors import ConfigError
 
@@ -109,6 +108,47 @@ def _size(value: Any) -> Settings:
     return {}
 
 
+AUTO = "auto leaves it to the script"
+
+
+def is_auto(value: Any) -> bool:
+    """Return whether a value is DeepSpeed's `auto`."""
+    return isinstance(value, str) and value.strip().lower() == "auto"
+
+
+def unless_auto(path: str) -> Any:
+    """Return a reader for the setting at `path`, which `auto` leaves to the script."""
+
+    def read(value: Any) -> Settings | str:
+        return AUTO if is_auto(value) else {path: values.coerce(path, value)}
+
+    return read
+
+
+def _clipping(value: Any) -> Settings | str:
+    if is_auto(value) or values.is_none(value):
+        return AUTO
+    limit = values.number(value)
+    return {"training.gradient_clipping": limit} if limit != 0 else {}  # DeepSpeed's 0 does not clip
+
+
+STEP_KEYS = (
+    Key(
+        "gradient_accumulation_steps",
+        target="training.gradient_accumulation_steps",
+        read=unless_auto("training.gradient_accumulation_steps"),
+        variable="ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+    ),
+    Key(
+        "gradient_clipping",
+        Status.USED,
+        "training.gradient_clipping",
+        read=_clipping,
+        variable="ACCELERATE_GRADIENT_CLIPPING",
+    ),
+)
+"""Keys about an optimizer step, which DeepSpeed and Accelerate's launcher share."""
+
 DYNAMO_KEYS = (
     Key("dynamo_backend", target="sharding.compile_backend", read=_backend),
     Key("dynamo_mode", target="sharding.compile_mode"),
@@ -129,10 +169,10 @@ PARALLELISM_KEYS = (
             "tensor", "say all sizes in the script: Accelerator(parallelism_config=ParallelismConfig(tp_size=...))"
         ),
     ),
-    *refused("only data parallelism", "parallelism_config_cp_size", read=_of_one("context")),
-    *refused("only data parallelism", "parallelism_config_sp_size", read=_of_one("sequence")),
-    *refused("only data parallelism", "parallelism_config_pp_size", read=_of_one("pipeline")),
-    *refused("only data parallelism", "parallelism_config_ep_size", read=_of_one("expert")),
+    *(
+        Key(f"parallelism_config_{axis}_size", Status.REFUSED, because="only data parallelism", read=_of_one(kind))
+        for axis, kind in (("cp", "context"), ("sp", "sequence"), ("pp", "pipeline"), ("ep", "expert"))
+    ),
     *no_effect(
         "it belongs to context or sequence parallelism",
         *("parallelism_config_cp_backend", "parallelism_config_cp_comm_strategy", "parallelism_config_sp_backend"),

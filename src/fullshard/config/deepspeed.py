@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from fullshard.config import values
+from fullshard.config.accelerate import AUTO, STEP_KEYS, is_auto
 from fullshard.config.dialect import (
     Dialect,
     Key,
@@ -25,7 +26,6 @@ from fullshard.config.dialect import (
 )
 from fullshard.config.fsdp import make_hybrid
 from fullshard.config.origin import Entry
-from fullshard.config.steps import AUTO, STEP_KEYS, is_auto
 from fullshard.core.errors import ConfigError
 
 STAGES = ("NO_SHARD", "SHARD_OPTIMIZER", "SHARD_GRAD_OPTIMIZER", "FULL_SHARD")
@@ -135,11 +135,10 @@ def _offload_section(target: str, because: str) -> Dialect:
         (
             _translated("device", target, because, partial(_offload_device, target)),
             *no_effect(
-                "host memory is managed by the engine",
+                "the engine manages host memory and transfers, and offloads nothing to disks",
                 *("pin_memory", "buffer_count", "buffer_size", "max_in_cpu", "fast_init", "ratio"),
+                *("pipeline", "pipeline_read", "pipeline_write", "nvme_path"),
             ),
-            *no_effect("stages of transfers are the engine's business", "pipeline", "pipeline_read", "pipeline_write"),
-            *no_effect("nothing is offloaded to disks", "nvme_path"),
         ),
     )
 
@@ -160,21 +159,16 @@ _ZERO = Dialect(
         ),
         _translated("mics_shard_size", "sharding.shard_size", "", _group),
         *no_effect(
-            "a bucket is a unit's parameters of one dtype",
+            "the engine chooses buckets, overlaps communication with computation, and frees each unit after use",
             *("allgather_bucket_size", "reduce_bucket_size", "sub_group_size", "allgather_partitions"),
             *("contiguous_gradients", "stage3_module_granularity_threshold", "mics_hierarchical_params_gather"),
-        ),
-        *no_effect(
-            "communication always overlaps computation, and gradients are always reduce-scattered",
             *("overlap_comm", "reduce_scatter", "round_robin_gradients", "use_multi_rank_bucket_allreduce"),
-            *("use_all_reduce_for_fetch_params", "ignore_unused_parameters"),
-        ),
-        *no_effect(
-            "the engine keeps one unit ahead and frees each after use",
+            *("use_all_reduce_for_fetch_params", "ignore_unused_parameters", "legacy_stage1", "override_module_apply"),
             *("stage3_prefetch_bucket_size", "stage3_max_live_parameters", "stage3_max_reuse_distance"),
             *("stage3_param_persistence_threshold", "stage3_model_persistence_threshold"),
             *("param_persistence_threshold", "model_persistence_threshold", "max_live_parameters"),
             *("max_reuse_distance", "prefetch_bucket_size", "log_trace_cache_warnings", "memory_efficient_linear"),
+            "cpu_offload_use_pin_memory",
         ),
         *no_effect(
             "save_model gives whole weights and load_state loads at any world size",
@@ -182,8 +176,6 @@ _ZERO = Dialect(
             *("gather_16bit_weights_on_model_save", "load_from_fp32_weights", "elastic_checkpoint"),
             *("pipeline_loading_checkpoint",),
         ),
-        *no_effect("host memory is managed by the engine", "cpu_offload_use_pin_memory"),
-        *no_effect("there is one engine", "legacy_stage1", "override_module_apply"),
         *refused(
             "precision.gather_as and reduce_as round what is sent",
             *("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"),
@@ -213,9 +205,6 @@ def _finish(reading: Reading) -> None:
         reading.notes.append(Note(whole.origin, whole.key, Status.NO_EFFECT, text))
 
 
-_SCALE = "GradScalerKwargs in the script shape the loss scale"
-
-
 def _finish_fp16(reading: Reading) -> None:
     """Drop faults of the loss scale if fp16 is switched off: then no loss scale can be wrong."""
     enabled, scale = reading.entries.get("enabled"), reading.entries.get("loss_scale")
@@ -229,11 +218,10 @@ _FP16 = Dialect(
         Key("enabled", Status.TRANSLATED, "precision.mode", read=_mode("fp16")),
         Key("loss_scale", read=_loss_scale),
         *no_effect(
-            _SCALE,
+            "GradScalerKwargs in the script shape the loss scale, and inputs are cast",
             *("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale"),
-            *("opt_level",),
+            *("opt_level", "auto_cast"),
         ),
-        *no_effect("inputs are cast", "auto_cast"),
         *refused("main weights are float32", "fp16_master_weights_and_grads"),
     ),
     finish=_finish_fp16,
@@ -305,7 +293,12 @@ _COMPILE = Dialect(
     ),
     finish=_finish_compile,
 )
-_REPORTING = "the script writes its metrics"
+_REPORTS = ("tensorboard", "wandb", "csv_monitor", "comet", "comms_logger", "flops_profiler")
+_DIVISIONS = ("elasticity", "tensor_parallel", "pipeline", "sparse_attention", "hybrid_engine")
+_OTHER_PARTS = (
+    *("amp", "torch_autocast", "compression_training", "quantize_training", "data_efficiency"),
+    *("curriculum_learning", "autotuning", "nebula"),
+)
 
 DEEPSPEED = Dialect(
     "a DeepSpeed configuration",
@@ -314,37 +307,24 @@ DEEPSPEED = Dialect(
         Key("fp16", section=_FP16),
         Key("bf16", section=_BF16, spellings=("bfloat16",)),
         *STEP_KEYS,
-        Key("train_batch_size", Status.NO_EFFECT, because="the script's data loader decides", read=_batch),
-        Key(
-            "train_micro_batch_size_per_gpu", Status.NO_EFFECT, because="the script's data loader decides", read=_batch
+        *no_effect(
+            "the script's data loader decides", "train_batch_size", "train_micro_batch_size_per_gpu", read=_batch
         ),
-        Key("optimizer", Status.NO_EFFECT, because="the script makes it", read=_made_by_script),
-        Key("scheduler", Status.NO_EFFECT, because="the script makes it", read=_made_by_script),
+        *no_effect("the script makes it", "optimizer", "scheduler", read=_made_by_script),
         Key("activation_checkpointing", section=_ACTIVATIONS),
         Key("data_types", section=_DTYPES),
-        *no_effect("the step line and the metrics file report", "steps_per_print", "wall_clock_breakdown"),
-        *no_effect("the step line and the metrics file report", "memory_breakdown", "dump_state"),
-        *no_effect("any element-wise optimizer works", "zero_allow_untested_optimizer"),
-        *no_effect("the script's optimizer is used", "zero_force_ds_cpu_optimizer"),
         *no_effect(
-            "gradients are summed in float32 and scaled once",
+            "the script's optimizer and metrics are used, gradients are summed in float32, and nothing is on disks",
+            *("steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "aio", "checkpoint"),
+            *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "disable_allgather", "fp32_allreduce"),
             *("prescale_gradients", "gradient_predivide_factor", "communication_data_type"),
-            *("seq_parallel_communication_data_type", "fp32_allreduce"),
+            *("seq_parallel_communication_data_type", "load_universal_checkpoint"),
         ),
-        *no_effect("there is one path", "disable_allgather", "load_universal_checkpoint", "checkpoint"),
-        *no_effect("nothing is offloaded to disks", "aio"),
         *refused("gradients are dense", "sparse_gradients"),
-        *_off("apex is not used", "amp"),
-        *_off(_REPORTING, "tensorboard", "wandb", "csv_monitor", "comet", "comms_logger", "flops_profiler"),
-        *_off("the number of ranks is the launcher's", "elasticity"),
-        *_off("layers are split by torch's parallelize_module, before the model is sharded", "tensor_parallel"),
-        *_off("only data parallelism", "pipeline", "sparse_attention", "hybrid_engine"),
-        *_off("nothing is compressed", "compression_training", "quantize_training"),
-        *_off("data is the script's", "data_efficiency", "curriculum_learning"),
-        *_off("nothing is tuned by itself", "autotuning"),
+        *_off("the script writes its metrics", *_REPORTS),
+        *_off("the launcher decides the number of ranks, and only data parallelism divides the work", *_DIVISIONS),
+        *_off("nothing of it is here: data, precision and compression are the script's", *_OTHER_PARTS),
         Key("compile", section=_COMPILE),
-        *_off("the precision mode runs autocast", "torch_autocast"),
-        *_off("checkpoints have one format", "nebula"),
     ),
     finish=_finish,
 )

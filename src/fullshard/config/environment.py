@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fullshard.config.accelerate import DYNAMO_KEYS, FLAT, PARALLELISM_KEYS
-from fullshard.config.dialect import Dialect, Key, Note, Problem, Reading, Status
+from fullshard.config.dialect import Dialect, Note, Problem, Reading, Status
 from fullshard.config.fsdp import FSDP_KEYS
 from fullshard.config.origin import Entry, Origin, entries_of
 from fullshard.config.settings import closest
@@ -34,17 +34,17 @@ def load_environment(environ: Mapping[str, str] | None = None) -> Reading:
             entries.append(Entry(VARIABLES[name], value, origin))
             if value.lower() in _EXPORTED.get(name, ()):
                 nobodys.add(origin)
-        elif name in (*_SWITCHES, *_OF_ITS_HELPERS):
+        elif name in _IGNORED:
             continue
         elif name.startswith(_REFUSED):
             problems.append(Problem((origin,), f"{name} = {value} is not supported", f"unset {name}"))
         else:
             close = closest(name, VARIABLES, 0.7)
-            if close or not name.startswith("ACCELERATE_"):
-                hint = f"did you mean {close}?" if close else f"unset it; known are {', '.join(sorted(VARIABLES))}"
-                problems.append(Problem((origin,), f"unknown variable {name} = {value!r}", hint))
-            else:
+            if close is None and name.startswith("ACCELERATE_"):
                 notes.append(Note(origin, name, Status.NO_EFFECT, "has no effect here: nothing reads it"))
+                continue
+            hint = f"did you mean {close}?" if close else f"unset it; known are {', '.join(sorted(VARIABLES))}"
+            problems.append(Problem((origin,), f"unknown variable {name} = {value!r}", hint))
     reading = FLAT.read(_wished(entries))
     reading.notes = [note for note in reading.notes if note.origin not in nobodys]
     problems += [Problem((Origin.variable(name),), message, hint) for name, message, hint in faults(environ)]
@@ -53,13 +53,7 @@ def load_environment(environ: Mapping[str, str] | None = None) -> Reading:
 
 
 def load_arguments(arguments: Mapping[str, Any], dialect: Dialect, what: str) -> Reading:
-    """Read the settings of a mapping in a script.
-
-    Args:
-        arguments: may be nested.
-        dialect: whose keys they are.
-        what: stands for the mapping in messages, for example `fsdp_config`.
-    """
+    """Read the settings of a mapping in a script, which may be nested; `what` stands for it in messages."""
     return dialect.read(entries_of(arguments, what))
 
 
@@ -79,12 +73,8 @@ def _wished(entries: list[Entry]) -> list[Entry]:
     return [entry for entry in entries if entry.key not in unread]
 
 
-def _variable(key: Key) -> str:
-    return key.variable or key.name.upper()
-
-
 VARIABLES: dict[str, str] = {
-    **{_variable(key): key.name for key in (*FSDP_KEYS, *PARALLELISM_KEYS)},
+    **{key.variable or key.name.upper(): key.name for key in (*FSDP_KEYS, *PARALLELISM_KEYS)},
     **{f"ACCELERATE_{key.name.upper()}": key.name for key in DYNAMO_KEYS},
     **{key.variable: key.name for key in FLAT.keys if key.variable},
 }
@@ -93,13 +83,12 @@ VARIABLES: dict[str, str] = {
 _EXPORTED = {"FSDP_VERSION": ("1", "2"), "FSDP_USE_ORIG_PARAMS": ("true",)}
 """Values that the launcher exports although nobody chose them, of keys without effect: no note about these."""
 
-_SWITCHES = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG")
-"""Whether Accelerate reads the other variables; here they are always read."""
-
-_OF_ITS_HELPERS = (
+_IGNORED = (
+    # Whether Accelerate reads the other variables; here they are always read.
+    *("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG"),
+    # What scripts import from Accelerate reads these: loggers, tracebacks, `init_empty_weights`, `debug_launcher`.
     *("ACCELERATE_LOG_LEVEL", "ACCELERATE_ENABLE_RICH", "ACCELERATE_INIT_INCLUDE_BUFFERS"),
     *("ACCELERATE_DEBUG_RDV_FILE", "ACCELERATE_NUM_PROCESSES"),
 )
-"""Read by what scripts import from Accelerate itself: loggers, tracebacks, `init_empty_weights`, `debug_launcher`."""
 
 _REFUSED = ("ACCELERATE_FP8_", "ACCELERATE_DEEPSPEED_", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from fullshard.config import values
@@ -22,7 +23,6 @@ from fullshard.config.dialect import (
     Status,
     no_effect,
     refuse,
-    refused,
     switch,
 )
 from fullshard.config.load import load_file, load_fsdp_config
@@ -52,8 +52,6 @@ def _sharded(value: Any) -> Settings:
     return {}
 
 
-_ONLY_TORCHRUNS = "torchrun has it, not this"
-
 _LAUNCHER_KEYS = (
     Key("cpu", Status.TRANSLATED, "launch.device", read=switch("launch.device", "cpu")),
     Key(
@@ -74,22 +72,23 @@ _LAUNCHER_KEYS = (
     Key("local_addr", Status.NO_EFFECT, because="the address that reaches the main process is taken"),
     Key("start_method", Status.NO_EFFECT, because="every process is started anew, as with spawn"),
     Key("shutdown_timeout", Status.NO_EFFECT, because="processes have 3 seconds to end after a signal"),
-    *refused("models are divided by sharding alone", "use_megatron_lm"),
     Key("tpu", Status.TRANSLATED, because=XLA_TRAINS, read=asks_for_xla),
-    *refused(ON_EACH_HOST, "tpu_cluster", "vm"),
     *no_effect("the launcher starts processes on its own host alone", "no_tpu_cluster"),
-    *refused("set the variables where the launcher is started: processes have them, too", "env"),
-    *refused("processes are started by the launcher or by Slurm", "mpirun_hostfile", "mpirun_ccl"),
-    *refused(_ONLY_TORCHRUNS, "run_path", "virtual_local_rank", "logs_specs", "local_ranks_filter", "numa_binding"),
-    *refused(_ONLY_TORCHRUNS, "signals_to_handle", "event_log_handler"),
-    *refused(_ONLY_TORCHRUNS, "duplicate_stdout_filters", "duplicate_stderr_filters"),
 )
 
-_REFUSED_FAMILIES = {
-    "megatron_lm_": "models are divided by sharding alone",
-    "aws_": "jobs are started on machines of your own",
-    "fp8_": "8-bit floating point is not supported",
+_NOT_HERE = {
+    "models are divided by sharding alone": ("megatron_lm_", "use_megatron_lm"),
+    "jobs are started on machines of your own": ("aws_",),
+    "8-bit floating point is not supported": ("fp8_",),
+    ON_EACH_HOST: ("tpu_cluster", "vm"),
+    "set the variables where the launcher is started: processes have them, too": ("env",),
+    "processes are started by the launcher or by Slurm": ("mpirun_",),
+    "torchrun has it, not this": (
+        *("run_path", "virtual_local_rank", "logs_specs", "local_ranks_filter", "numa_binding", "signals_to_handle"),
+        *("event_log_handler", "duplicate_stdout_filters", "duplicate_stderr_filters"),
+    ),
 }
+"""Beginnings of flags that are refused, by the reason."""
 
 _NAMED_OTHERWISE = {"mode"}
 """Fields whose own name would say too little as a flag: the mode of precision is --mixed_precision."""
@@ -112,14 +111,7 @@ FLAGS = Dialect(
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A flag that is about this command itself, not about the run.
-
-    Attributes:
-        name: without dashes.
-        short: one letter, or nothing.
-        metavar: name of its value; nothing for a switch.
-        help: one line.
-    """
+    """A flag about this command itself, with its letter if it has one; a switch has no metavar."""
 
     name: str
     short: str = ""
@@ -152,26 +144,22 @@ SHORT = {"n": "num_processes", **{option.short: option.name for option in OPTION
 
 _KINDS: dict[str, Kind] = {"module": "module", "no_python": "program"}
 _TRUTHS = {
-    *("cpu", "use_cpu", "multi_gpu", "use_fsdp", "use_deepspeed", "use_megatron_lm", "use_parallelism_config", "tpu"),
+    *("cpu", "use_cpu", "multi_gpu", "use_fsdp", "use_deepspeed", "use_parallelism_config", "tpu", "no_tpu_cluster"),
     *("same_network", "enable_cpu_affinity", "fp16", "fsdp_use_orig_params", "fsdp_limit_all_gathers", "use_xpu"),
-    *("dynamo_use_regional_compilation", "downcast_bf16", "tpu_use_cluster", "tpu_use_sudo", "tpu_cluster"),
-    *("no_tpu_cluster", "fsdp_activation_checkpointing_offload", "zero3_init_flag", "zero3_save_16bit_model"),
-    *("virtual_local_rank", "run_path"),
+    *("dynamo_use_regional_compilation", "downcast_bf16", "tpu_use_cluster", "tpu_use_sudo"),
+    *("fsdp_activation_checkpointing_offload", "zero3_init_flag", "zero3_save_16bit_model"),
 }
 _WORDS = ("true", "false", "yes", "no", "on", "off", "1", "0")
 
 
 @dataclass(slots=True)
 class CommandLine:
-    """A command line, split into flags, script and arguments.
+    """A command line, split into flags and the target with its own arguments.
 
     Attributes:
-        kind: how the target is run.
-        target: script, module or program.
-        arguments: its own.
         options: options of this command itself, by name.
         entries: the other flags.
-        given: the flags as they were written, each with its value.
+        given: all flags as they were written, each with its value.
     """
 
     kind: Kind = "script"
@@ -186,14 +174,13 @@ class CommandLine:
         return self.options[name].value if name in self.options else None
 
     def readings(self) -> list[Reading]:
-        """Return the settings of the flags, weakest first.
-
-        Raises:
-            ConfigError: a file cannot be read.
-        """
+        """Return the settings of the flags, weakest first."""
         readings = []
         if (further := self.options.get("fsdp_config")) is not None:
-            readings.append(_read_fsdp_config(str(further.value), further.origin))
+            value, origin = str(further.value), further.origin
+            if " " in value.strip() and not value.lstrip().startswith("{") and not Path(value).exists():
+                raise ConfigError(f"{origin}: {value!r} is not a file", hint="is a closing quote missing?")
+            readings.append(load_fsdp_config(value, origin.text))
         if (words := self.options.get("fsdp")) is not None:
             readings.append(read_fsdp_words(words.value, words.origin))
         reading = FLAGS.read(self.entries)
@@ -202,21 +189,8 @@ class CommandLine:
         return [*readings, reading]
 
 
-def _read_fsdp_config(value: str, origin: Origin) -> Reading:
-    try:
-        return load_fsdp_config(value, origin.text)
-    except ConfigError as error:
-        if " " in value.strip() and not value.lstrip().startswith("{"):
-            raise ConfigError(f"{origin}: {value!r} is not a file", hint="is a closing quote missing?") from None
-        raise error
-
-
 def parse(argv: Sequence[str]) -> CommandLine:
-    """Split a command line into flags and the program with its arguments.
-
-    Raises:
-        ConfigError: an unknown flag (never taken for the program), or one without its value.
-    """
+    """Split a command line into flags and the program with its arguments. No unknown flag is taken for the program."""
     line = CommandLine()
     problems: list[Problem] = []
     rest = list(argv)
@@ -243,29 +217,26 @@ def _take(line: CommandLine, written: str, rest: list[str]) -> None:
         name, negated = name[3:], True
     found = None if name is None else _find(name)
     if name is None or found is None:
-        family = next((family for family in _REFUSED_FAMILIES if (name or "").startswith(family)), None)
-        if family is not None:
-            raise ConfigError(f"not supported: {_REFUSED_FAMILIES[family]}", hint="leave it out")
+        why = next((why for why, families in _NOT_HERE.items() if (name or "").startswith(families)), None)
+        if why is not None:
+            raise ConfigError(f"not supported: {why}", hint="leave it out")
         raise ConfigError("unknown flag", hint=_suggestion(spelled))
     consumed: list[str] = []
+    content: Any = value
     if isinstance(found, Option) and not found.metavar:
         if equals:
             raise ConfigError(f"takes no value, got {value!r}", hint=f"write {spelled}")
-        content: Any = True
-    elif equals:
-        content = value
-    elif negated:
+        content = True
+    elif negated and not equals:
         content = False
-    elif _is_truth(name):
+    elif _is_truth(name) and not equals:
         content = True
         if rest and rest[0].strip().lower() in (*_WORDS, *flag_choices(name)):
-            consumed = [rest.pop(0)]
-            content = consumed[0]
-    elif not rest or rest[0].startswith("--"):
-        raise ConfigError("needs a value", hint=f"write {spelled}=VALUE")
-    else:
-        consumed = [rest.pop(0)]
-        content = consumed[0]
+            consumed = [content := rest.pop(0)]
+    elif not equals:
+        if not rest or rest[0].startswith("--"):
+            raise ConfigError("needs a value", hint=f"write {spelled}=VALUE")
+        consumed = [content := rest.pop(0)]
     entry = Entry(name, content, Origin.flag(spelled))
     if not isinstance(found, Option):
         line.entries.append(entry)

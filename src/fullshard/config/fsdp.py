@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fullshard.config import values
-from fullshard.config.dialect import Dialect, Key, Note, Problem, Reading, Setting, Settings, Status, checked
+from fullshard.config.dialect import Dialect, Key, Note, Problem, Reading, Setting, Settings, Status, checked, no_effect
 from fullshard.core.errors import ConfigError
 from fullshard.core.strategy import STRATEGIES, Axis, parse_strategy
 
@@ -20,6 +20,7 @@ DEFAULT_MIN_NUM_PARAMS = 100_000_000
 
 _PREFETCH = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
 _STATE_DICTS = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")
+_BY_CLASS = ("auto", "class")
 _WRAPS = {"TRANSFORMER_BASED_WRAP": "auto", "SIZE_BASED_WRAP": "size", "NO_WRAP": "none"}
 
 
@@ -99,12 +100,7 @@ FSDP_KEYS = (
     ),
     Key("fsdp_forward_prefetch", target="sharding.forward_prefetch"),
     Key("fsdp_state_dict_type", target="checkpoint.state_dict_type", read=_state_dict),
-    Key(
-        "fsdp_use_orig_params",
-        Status.NO_EFFECT,
-        because="the original parameters are always kept",
-        read=checked(values.boolean),
-    ),
+    *no_effect("the original parameters are always kept", "fsdp_use_orig_params", read=checked(values.boolean)),
     Key("fsdp_cpu_ram_efficient_loading", target="sharding.cpu_ram_efficient_loading"),
     Key("fsdp_sync_module_states", target="sharding.sync_module_states"),
     Key("fsdp_activation_checkpointing", target="sharding.activation_checkpointing"),
@@ -116,12 +112,7 @@ FSDP_KEYS = (
     ),
     Key("fsdp_activation_checkpointing_offload", target="sharding.offload_activations"),
     Key("fsdp_ignored_modules", target="sharding.ignored_modules"),
-    Key(
-        "fsdp_limit_all_gathers",
-        Status.NO_EFFECT,
-        because="the engine bounds the units in flight itself",
-        read=checked(values.boolean),
-    ),
+    *no_effect("the engine bounds the units in flight itself", "fsdp_limit_all_gathers", read=checked(values.boolean)),
 )
 
 
@@ -148,27 +139,14 @@ def finish_fsdp(reading: Reading) -> None:
 def _finish_wrap(reading: Reading) -> None:
     wrap, size = reading.setting("sharding.wrap"), reading.setting("sharding.wrap_min_numel")
     classes = reading.setting("sharding.wrap_classes")
-    named = classes is not None and bool(classes.value)
     written = reading.entries.get("fsdp_auto_wrap_policy")
     if written is not None and str(written.value).strip().upper() == "SIZED_BASED_WRAP":
         text = "= SIZED_BASED_WRAP is translated to SIZE_BASED_WRAP, which is its name"
         reading.notes.append(Note(written.origin, written.key, Status.TRANSLATED, text))
-    if named and classes is not None and wrap is not None and wrap.value in ("size", "none"):
-        reading.problems.append(
-            Problem(
-                (classes.origin, wrap.origin),
-                f"{classes.key} names classes, and {wrap.key} does not wrap by class",
-                "use TRANSFORMER_BASED_WRAP, or leave the classes out",
-            )
-        )
-    elif named and classes is not None and wrap is None and size is not None:
-        reading.problems.append(
-            Problem(
-                (classes.origin, size.origin),
-                f"{classes.key} and {size.key} exclude each other: units are chosen by class or by size",
-                "leave one of them out",
-            )
-        )
+    if classes is not None and classes.value and (other := wrap or size) is not None and other.value not in _BY_CLASS:
+        message = f"{classes.key} names classes, and {other.key} chooses units in another way"
+        hint = "use TRANSFORMER_BASED_WRAP, or leave one of them out"
+        reading.problems.append(Problem((classes.origin, other.origin), message, hint))
     elif wrap is not None and wrap.value != "size":
         reading.drop("sharding.wrap_min_numel", f"it goes with SIZE_BASED_WRAP, and {wrap.key} is another")
     elif wrap is not None and size is None:
@@ -189,13 +167,9 @@ def _finish_strategy(reading: Reading) -> None:
         text = f"means {row.name} with {reshard.key} = {str(reshard.value).lower()}, which version 2 goes by"
         reading.notes.append(Note(strategy.origin, strategy.key, Status.TRANSLATED, text))
         return
-    reading.problems.append(
-        Problem(
-            (strategy.origin, reshard.origin),
-            f"{strategy.key} = {row.name} and {reshard.key} = {str(reshard.value).lower()} contradict each other",
-            f"leave {reshard.key} out, or name the strategy you want",
-        )
-    )
+    message = f"{strategy.key} = {row.name} and {reshard.key} = {str(reshard.value).lower()} contradict each other"
+    hint = f"leave {reshard.key} out, or name the strategy you want"
+    reading.problems.append(Problem((strategy.origin, reshard.origin), message, hint))
 
 
 def make_hybrid(reading: Reading, because: Setting) -> None:

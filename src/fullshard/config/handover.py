@@ -32,11 +32,7 @@ def hand_over(config: RunConfig, path: Path) -> dict[str, str]:
 
 
 def handed_over() -> RunConfig | None:
-    """Return the configuration that a launcher handed to this process; None if none did.
-
-    Raises:
-        ConfigError: the file is gone or holds anything else.
-    """
+    """Return the configuration that a launcher handed to this process; None if none did."""
     found = _read()
     return None if found is None else found[0]
 
@@ -69,22 +65,16 @@ def launched() -> Reading:
     now = accelerates_variables(os.environ)
     changed = {Origin.variable(name) for name, value in now.items() - before.items() - _own}
     if changed:
-        reading.add(_only(load_environment(), changed))
+        said_now = load_environment()
+        reading.settings += [setting for setting in said_now.settings if setting.origin in changed]
+        reading.notes += [note for note in said_now.notes if note.origin in changed]
+        reading.problems += [problem for problem in said_now.problems if changed & set(problem.origins)]
         for setting in reading.settings[len(SETTINGS) :]:
             if setting.value != (said := config.value(setting.path)):
                 instead = "the default" if said is None else shown(said)
                 text = f"= {shown(setting.value)}, set by the script, replaces {instead}"
                 reading.notes.append(Note(setting.origin, setting.key, Status.TRANSLATED, text))
     return reading
-
-
-def _only(reading: Reading, origins: set[Origin]) -> Reading:
-    """Return the part of a reading that comes from these places."""
-    return Reading(
-        settings=[setting for setting in reading.settings if setting.origin in origins],
-        notes=[note for note in reading.notes if note.origin in origins],
-        problems=[problem for problem in reading.problems if origins & set(problem.origins)],
-    )
 
 
 def set_variables(**variables: str) -> None:

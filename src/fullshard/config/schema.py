@@ -126,11 +126,6 @@ class PrecisionConfig(Settings):
         return self.param_dtype or COMPUTE[self.mode]
 
     @property
-    def gradient_dtype(self) -> Dtype | None:
-        """Dtype gradients are reduced in; None leaves it to the engine: at least float32."""
-        return self.reduce_dtype
-
-    @property
     def result_dtype(self) -> Dtype | None:
         """Dtype of the model's outputs; None if they are left as they come."""
         return self.output_dtype or ("float32" if self.mode in ("bf16", "fp16") else None)
@@ -377,30 +372,20 @@ class RunConfig(Settings):
 
     @model_validator(mode="after")
     def _steps_in_backward(self) -> Self:
-        if not self.training.step_in_backward:
-            return self
-        if self.training.gradient_clipping is not None:
-            raise CombinationError(
-                "step_in_backward uses each gradient up before the norm of all of them is known",
-                "training.step_in_backward",
-                "training.gradient_clipping",
-                hint="leave one of them out",
-            )
-        if self.training.nonfinite_gradients == "skip":
-            raise CombinationError(
-                "step_in_backward has stepped with some gradients before it is known whether all are finite, so the "
-                "step cannot be left out",
-                "training.step_in_backward",
-                "training.nonfinite_gradients",
-                hint="leave one of them out",
-            )
-        if self.precision.compute_dtype == "float16":
-            raise CombinationError(
-                "step_in_backward uses each gradient up before it is known whether one overflows in float16",
-                "training.step_in_backward",
-                "precision.mode" if self.precision.mode == "fp16" else "precision.param_dtype",
-                hint="use bf16, or leave step_in_backward out",
-            )
+        training, precision = self.training, self.precision
+        of_float16 = "precision.mode" if precision.mode == "fp16" else "precision.param_dtype"
+        for other, is_set, why in (
+            ("training.gradient_clipping", training.gradient_clipping is not None, "the norm of all of them is known"),
+            ("training.nonfinite_gradients", training.nonfinite_gradients == "skip", "it is known whether to skip"),
+            (of_float16, precision.compute_dtype == "float16", "it is known whether one overflows in float16"),
+        ):
+            if training.step_in_backward and is_set:
+                raise CombinationError(
+                    f"step_in_backward uses each gradient up before {why}",
+                    "training.step_in_backward",
+                    other,
+                    hint="leave one of them out",
+                )
         return self
 
     @model_validator(mode="after")

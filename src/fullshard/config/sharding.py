@@ -180,70 +180,49 @@ class ShardingConfig(Settings):
 
     @model_validator(mode="after")
     def _wrap_fits(self) -> Self:
-        if (self.wrap == "class") != bool(self.wrap_classes):
-            raise CombinationError(
-                f"wrap = {self.wrap!r} with wrap_classes = {list(self.wrap_classes)}",
-                "wrap",
-                "wrap_classes",
-                hint="class names go with wrap: class, and wrap: class needs at least one",
-            )
-        if (self.wrap == "size") != (self.wrap_min_numel is not None):
-            raise CombinationError(
-                f"wrap = {self.wrap!r} with wrap_min_numel = {self.wrap_min_numel}",
-                "wrap",
-                "wrap_min_numel",
-                hint="a size goes with wrap: size, and wrap: size needs one",
-            )
+        for kind, name in (("class", "wrap_classes"), ("size", "wrap_min_numel")):
+            value = getattr(self, name)
+            if (self.wrap == kind) != bool(value):
+                raise CombinationError(
+                    f"wrap = {self.wrap!r} with {name} = {list(value) if kind == 'class' else value}",
+                    "wrap",
+                    name,
+                    hint=f"{name} goes with wrap: {kind}, and wrap: {kind} needs it",
+                )
         return self
 
     @model_validator(mode="after")
     def _checkpointing_fits(self) -> Self:
-        if self.activation_checkpointing_reentrant and not self.activation_checkpointing:
-            raise CombinationError(
-                "activation_checkpointing_reentrant is set, but activation_checkpointing is not",
-                "activation_checkpointing_reentrant",
-                hint="set activation_checkpointing: true, or leave activation_checkpointing_reentrant out",
-            )
-        if self.activation_checkpointing_mode != "full" and not self.activation_checkpointing:
-            raise CombinationError(
-                f"activation_checkpointing_mode = {self.activation_checkpointing_mode!r} recomputes nothing: "
-                "activation_checkpointing is not set",
-                "activation_checkpointing_mode",
-                hint="set activation_checkpointing: true, or leave activation_checkpointing_mode out",
-            )
-        other = (
-            "activation_checkpointing_reentrant"
-            if self.activation_checkpointing_reentrant
-            else "compile"
-            if self.compile
-            else None
-        )
-        if self.activation_checkpointing_mode == "selective" and other is not None:
+        other = "activation_checkpointing_reentrant" if self.activation_checkpointing_reentrant else "compile"
+        for name, is_set in (
+            ("activation_checkpointing_reentrant", self.activation_checkpointing_reentrant),
+            ("activation_checkpointing_mode", self.activation_checkpointing_mode != "full"),
+        ):
+            if is_set and not self.activation_checkpointing:
+                raise CombinationError(
+                    f"{name} is set, but activation_checkpointing is not",
+                    name,
+                    hint=f"set activation_checkpointing: true, or leave {name} out",
+                )
+        if self.activation_checkpointing_mode == "selective" and getattr(self, other):
             raise CombinationError(
                 f"activation_checkpointing_mode = 'selective' looks at single operations, which {other} hides",
                 "activation_checkpointing_mode",
                 other,
                 hint="use activation_checkpointing_mode: full",
             )
-        if self.activation_checkpointing and self.wrap == "none":
-            raise CombinationError(
-                "activation_checkpointing recomputes unit by unit, and wrap = 'none' makes the model one unit",
-                "activation_checkpointing",
-                "wrap",
-                hint="use wrap: auto, or leave activation_checkpointing out",
-            )
+        for name in ("activation_checkpointing", "offload_activations"):
+            if getattr(self, name) and self.wrap == "none":
+                raise CombinationError(
+                    f"{name} works unit by unit, and wrap = 'none' makes the model one unit",
+                    name,
+                    "wrap",
+                    hint=f"use wrap: auto, or leave {name} out",
+                )
         return self
 
     @model_validator(mode="after")
     def _memory_fits(self) -> Self:
-        if self.offload_activations and self.wrap == "none":
-            raise CombinationError(
-                "offload_activations moves what one unit saves while the next computes, and wrap = 'none' makes the "
-                "model one unit",
-                "offload_activations",
-                "wrap",
-                hint="use wrap: auto, or leave offload_activations out",
-            )
         row = self.resolved_strategy()
         if self.unsharded_memory_gib is not None and not self.keeps_what_fits:
             raise CombinationError(
@@ -268,10 +247,6 @@ class ShardingConfig(Settings):
                     main,
                     hint="leave offload_optimizer_state out",
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _loading_fits(self) -> Self:
         if self.cpu_ram_efficient_loading and not self.sync_module_states:
             raise CombinationError(
                 "cpu_ram_efficient_loading without sync_module_states would train on empty weights",

@@ -19,14 +19,9 @@ PREFIX = "FULLSHARD_"
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """One variable.
+    """One variable: what it is about, and the effect of each value, of which the first applies without it.
 
-    Attributes:
-        name: the variable.
-        about: what it is about.
-        values: the effect of each value; the first one applies without the variable. Empty: anything of `form`.
-        form: see there.
-        takes: whether a text is of that form.
+    One without values takes any text of `form`, which `takes` checks.
     """
 
     name: str
@@ -36,11 +31,7 @@ class Switch:
     takes: Callable[[str], object] = bool
 
     def read(self, environ: Mapping[str, str] | None = None) -> str:
-        """Return its value in `os.environ` or `environ`; the first of `values` if it is not set, or empty.
-
-        Raises:
-            ConfigError: it is none of `values`, or not of `form`.
-        """
+        """Return its value in `os.environ` or `environ`; the first of `values` if it is not set, or empty."""
         value = (os.environ if environ is None else environ).get(self.name, "").strip()
         if self.is_wrong(value):
             raise ConfigError(f"${self.name} = {value!r}", hint=self.hint)
@@ -73,11 +64,6 @@ def _is_count(text: str) -> object:
 
 
 _MOST_SECONDS = 10**9
-
-
-def _told(name: str, about: str) -> Switch:
-    """Build a switch that the launcher sets or leaves unset."""
-    return Switch(name, about, form="1", takes="1".__eq__)
 
 
 COMM = Switch(
@@ -122,14 +108,14 @@ MAX_LOST_STEPS = Switch(
     takes=_is_count,
 )
 HANDED_OVER = (
-    _told("FULLSHARD_CHECK_PLAN", "the step that is compared with its plan"),
+    Switch("FULLSHARD_CHECK_PLAN", "the step that is compared with its plan", form="1", takes="1".__eq__),
     CONFIG,
     COPIES_DIR,
     ELASTIC,
     MAX_LOST_STEPS,
     LAUNCHER_PID,
     PREEMPTION_DIR,
-    _told("FULLSHARD_STEP_IN_BACKWARD", "the script's optimizer steps in backward"),
+    Switch("FULLSHARD_STEP_IN_BACKWARD", "the script's optimizer steps in backward", form="1", takes="1".__eq__),
     Switch("FULLSHARD_TRAINER_HOOK", "the module that gives a script fullshard's Trainer"),
 )
 SWITCHES = {switch.name: switch for switch in (COMM, OFFLOAD, TIMEOUT, TOKEN, *HANDED_OVER)}
@@ -137,21 +123,13 @@ SWITCHES = {switch.name: switch for switch in (COMM, OFFLOAD, TIMEOUT, TOKEN, *H
 
 
 def timeout_of_environment(environ: Mapping[str, str] | None = None) -> float | None:
-    """Return the seconds that `TIMEOUT` asks for, in `os.environ` or `environ`; None if it does not.
-
-    Raises:
-        ConfigError: that is no time.
-    """
+    """Return the seconds that `TIMEOUT` asks for, in `os.environ` or `environ`; None if it does not."""
     text = TIMEOUT.read(environ)
     return float(text) if text else None
 
 
 def elastic_ranks() -> tuple[int, int] | None:
-    """Return the fewest and most ranks that the job may have; None if their number is fixed.
-
-    Raises:
-        ConfigError: the variable says something else.
-    """
+    """Return the fewest and most ranks that the job may have; None if their number is fixed."""
     least, _, most = ELASTIC.read().partition(":")
     return (int(least), int(most)) if most else None
 
@@ -161,19 +139,14 @@ def faults(environ: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
     for name in sorted(name for name in environ if name.startswith(PREFIX)):
         value = environ[name].strip()
         if name not in SWITCHES:
-            known = [switch.removeprefix(PREFIX) for switch in SWITCHES]
-            close = difflib.get_close_matches(name.removeprefix(PREFIX), known, n=1)
-            hint = f"did you mean {PREFIX}{close[0]}?" if close else f"unset it; known are {', '.join(SWITCHES)}"
+            close = difflib.get_close_matches(name, SWITCHES, n=1, cutoff=0.85)
+            hint = f"did you mean {close[0]}?" if close else f"unset it; known are {', '.join(SWITCHES)}"
             yield name, f"unknown variable {name} = {value!r}", hint
         elif SWITCHES[name].is_wrong(value):
             yield name, f"{name} = {value!r}", SWITCHES[name].hint
 
 
 def check_switches() -> None:
-    """Check that fullshard has each of this process's variables.
-
-    Raises:
-        ConfigError: one is not.
-    """
+    """Refuse variables of this process that begin like fullshard's and are none of these, or have another value."""
     for _, message, hint in faults(os.environ):
         raise ConfigError(message, hint=hint)

@@ -15,7 +15,7 @@ from pathlib import Path
 from fullshard.config.accelerate import DYNAMO_KEYS, PARALLELISM_KEYS
 from fullshard.config.accelerate_file import ACCELERATE
 from fullshard.config.deepspeed import DEEPSPEED, DEEPSPEED_SHORT
-from fullshard.config.dialect import Dialect, Key, Status
+from fullshard.config.dialect import Dialect, Status
 from fullshard.config.fsdp import FSDP
 from fullshard.config.switches import HANDED_OVER, SWITCHES
 from fullshard.config.xla import XLA_KEYS, XLA_SETTINGS
@@ -43,50 +43,28 @@ def switches_table() -> str:
     return "\n".join(rows)
 
 
-def markdown_table(dialect: Dialect) -> str:
-    """Return one row per key: its spellings, its effect, and its target or the reason.
-
-    Sections without a table of their own are written out.
-    """
-    rows = [f"| {name} | {_status(key)} | {_meaning(key)} |" for name, key in _rows(dialect, "")]
-    return "\n".join(["| key | here | setting, or reason |", "|---|---|---|", *rows])
-
-
-def _rows(dialect: Dialect, section: str) -> Iterator[tuple[str, Key]]:
+def _rows(dialect: Dialect, section: str = "") -> Iterator[str]:
+    """Yield one row per key: its spellings, its effect, and its target or the reason."""
     for key in dialect.keys:
         if key.section is not None and key.name not in TABLES:
             yield from _rows(key.section, f"{section}{key.name}.")
-        else:
-            yield ", also ".join(f"`{section}{name}`" for name in (key.name, *key.spellings)), key
-
-
-def fill_tables(page: str) -> str:
-    """Return the page with every marked table made anew.
-
-    Raises:
-        KeyError: a mark names no table.
-    """
-    return re.sub(
-        r"(<!-- table (\w+) -->\n).*?(<!-- end -->)",
-        lambda found: f"{found[1]}{_table(found[2])}\n{found[3]}",
-        page,
-        flags=re.DOTALL,
-    )
+            continue
+        names = ", also ".join(f"`{section}{name}`" for name in (key.name, *key.spellings))
+        target = f"`{key.target}`" if key.target and key.status is not Status.REFUSED else ""
+        meaning = " - ".join(part for part in (target, key.because) if part)
+        yield f"| {names} | {'section, see below' if key.section is not None else key.status.value} | {meaning} |"
 
 
 def _table(name: str) -> str:
-    return switches_table() if name == "switches" else markdown_table(TABLES[name])
+    if name == "switches":
+        return switches_table()
+    return "\n".join(["| key | here | setting, or reason |", "|---|---|---|", *_rows(TABLES[name])])
 
 
-def _status(key: Key) -> str:
-    return "section, see below" if key.section is not None else key.status.value
-
-
-def _meaning(key: Key) -> str:
-    target = f"`{key.target}`" if key.target else ""
-    return (
-        " - ".join(part for part in (target, key.because) if part and key.status is not Status.REFUSED) or key.because
-    )
+def fill_tables(page: str) -> str:
+    """Return the page with every marked table made anew."""
+    pattern = r"(<!-- table (\w+) -->\n).*?(<!-- end -->)"
+    return re.sub(pattern, lambda found: f"{found[1]}{_table(found[2])}\n{found[3]}", page, flags=re.DOTALL)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr,
 from fullshard.config import values
 from fullshard.config.dialect import Dialect, Key, Problem, Read, Reading, Settings, Status, refuse, shown
 from fullshard.config.document import read_document
-from fullshard.config.origin import Entry, Origin
-from fullshard.config.settings import closest, plain_message
+from fullshard.config.origin import Entry, Origin, entries_of
+from fullshard.config.settings import plain_message, suggestion
 from fullshard.config.xla import require_xla
 from fullshard.core.errors import ConfigError
 
@@ -143,10 +143,7 @@ class _ConfigGroup(BaseModel):
         return ConfigError(f"{self.path}.{name}: {message}, got {item['input']!r}", hint=hint)
 
     def _unknown(self, name: str) -> ConfigError:
-        known = list(type(self).model_fields)
-        close = closest(name, known, 0.6)
-        hint = f"did you mean {close!r}?" if close else f"it has {', '.join(known)}"
-        return ConfigError(f"{self.path} has no field {name!r}", hint=hint)
+        return ConfigError(f"{self.path} has no field {name!r}", hint=suggestion(name, type(self).model_fields))
 
 
 class ComputeConfig(_ConfigGroup, path="config.compute"):
@@ -245,15 +242,10 @@ class DistConfig(_ConfigGroup, path="config.dist"):
     """How ranks share the work."""
 
     dp: DPConfig = Field(default_factory=DPConfig)
-    """Data parallelism without sharding."""
     tp: TPConfig = Field(default_factory=TPConfig)
-    """Not supported."""
     pp: PPConfig = Field(default_factory=PPConfig)
-    """Not supported."""
     fsdp: FSDPConfig = Field(default_factory=FSDPConfig)
-    """Sharding."""
     sp: SPConfig = Field(default_factory=SPConfig)
-    """Not supported."""
     topology: Annotated[
         list[str], BeforeValidator(_as_order), _used("dp comes before fsdp, if both are more than 1")
     ] = list(AXES)
@@ -273,13 +265,9 @@ class Config(_ConfigGroup):
 
     backend: Annotated[Literal["lazy", "eager"], _no_effect("there is one engine, for every device")] = "eager"
     compute: ComputeConfig = Field(default_factory=ComputeConfig)
-    """Dtypes and kernels."""
     memory: MemoryConfig = Field(default_factory=MemoryConfig)
-    """Gradient checkpointing."""
     dist: DistConfig = Field(default_factory=DistConfig)
-    """How ranks share the work."""
     dataloader: DataLoaderConfig = Field(default_factory=DataLoaderConfig)
-    """Length buckets."""
 
     _places: dict[str, Origin] = PrivateAttr(default_factory=dict)
 
@@ -310,7 +298,7 @@ class Config(_ConfigGroup):
         Raises:
             ConfigError: with every fault that was found.
         """
-        return cls._from_entries(_entries(fields))
+        return cls._from_entries(entries_of(fields, "config"))
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> Self:
@@ -378,14 +366,6 @@ def _leaves(group: _ConfigGroup, prefix: str = "") -> Iterator[tuple[str, Any, K
             yield f"{prefix}{name}", value, dataclasses.replace(row, name=f"{prefix}{name}")
 
 
-def _entries(fields: Mapping[str, Any]) -> tuple[Entry, ...]:
-    place = Origin.argument("config")
-    return tuple(
-        Entry(str(name), _entries(value) if isinstance(value, Mapping) else value, place)
-        for name, value in fields.items()
-    )
-
-
 def _flat(entries: Iterable[Entry], prefix: str = "") -> Iterator[Entry]:
     """Yield the entries by dotted name, down to the fields."""
     for entry in entries:
@@ -408,12 +388,13 @@ def _plain(value: Any, *, into: Any, name: str) -> Any:
 def _finish(reading: Reading) -> None:
     """Report fields that mean nothing without another one, or contradict another one."""
     given = reading.entries
-    rules = (
+    lengths = "dataloader.max_length" if "dataloader.max_length" in given else "dataloader.buckets"
+    for name, needed, hint in (
         ("memory.gc_cls", "memory.gc", "set config.memory.gc = True"),
         ("memory.gc_cnt", "memory.gc", "set config.memory.gc = True"),
         ("dataloader.num_buckets", "dataloader.max_length", "set max_length, or list the lengths in buckets"),
-    )
-    for name, needed, hint in rules:
+        ("dataloader.pad_value_dict", lengths, "set buckets to the lengths to pad to, or max_length"),
+    ):
         if name in given and needed not in given:
             message = f"{name} = {shown(given[name].value)} means nothing without {needed}"
             reading.problems.append(Problem((given[name].origin,), message, hint))
@@ -421,10 +402,6 @@ def _finish(reading: Reading) -> None:
     if buckets and longest:
         message = "dataloader.buckets and dataloader.max_length both say how long batches are"
         reading.problems.append(Problem((buckets.origin, longest.origin), message, "keep one of the two"))
-    padding = given.get("dataloader.pad_value_dict")
-    if padding and not buckets and not longest:
-        message = "dataloader.pad_value_dict means nothing without dataloader.buckets or dataloader.max_length"
-        reading.problems.append(Problem((padding.origin,), message, "set buckets to the lengths to pad to"))
 
 
 TORCHACC = Dialect("TorchAcc's Config", tuple(row for _, _, row in _leaves(Config())), finish=_finish)
@@ -432,15 +409,7 @@ TORCHACC = Dialect("TorchAcc's Config", tuple(row for _, _, row in _leaves(Confi
 
 
 def check_sizes(given: Mapping[str, Entry], world_size: int) -> None:
-    """Compare the sizes with the ranks there are.
-
-    Args:
-        given: the fields that were set, by dotted name; `dist.fsdp.size` among them.
-        world_size: ranks of the job.
-
-    Raises:
-        ConfigError: sizes whose product is not the world size, or a topology that cannot be laid out.
-    """
+    """Refuse sizes among the fields that were set that do not make the world size, and topologies that have none."""
     shard = given["dist.fsdp.size"]
     replicas, order = given.get("dist.dp.size"), given.get("dist.topology")
     problems = []

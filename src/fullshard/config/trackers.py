@@ -22,15 +22,7 @@ PACKAGES = {
 
 
 def require_trackers(names: Iterable[str], said: str) -> None:
-    """Refuse trackers whose packages are missing, before hours of training. Unknown names pass.
-
-    Args:
-        names: of trackers.
-        said: where they were asked for, such as `log_with`.
-
-    Raises:
-        ConfigError: one is not installed, with the extra that brings it.
-    """
+    """Refuse trackers that are not installed, before hours of training; `said` asked for them. Unknown names pass."""
     for name in names:
         package, extra = PACKAGES.get(name, (None, ""))
         if package is not None and importlib.util.find_spec(package) is None:

@@ -25,13 +25,9 @@ from fullshard.core.strategy import parse_strategy
 
 
 def of_run(path: str, default: Any = ..., help: str = "", read: Read | None = None) -> Any:
-    """Return a field that is a setting of a run.
+    """Return a field that is the setting of a run at `path`.
 
-    Args:
-        path: the setting, `group.name`.
-        default: where the schema's is not right.
-        help: the same for its description.
-        read: turns the field's value into settings by path, where it is not the setting's own.
+    `default` and `help` replace the schema's; `read` turns the field's value into settings by path.
     """
     setting = SETTINGS[path]
     bounds = {
@@ -44,11 +40,7 @@ def of_run(path: str, default: Any = ..., help: str = "", read: Read | None = No
 
 
 def step_range(text: str) -> tuple[int, int]:
-    """Read the first and the last step of `3-5`; `4` is both.
-
-    Raises:
-        ConfigError: it is neither, or the last comes before the first.
-    """
+    """Read the first and the last step of `3-5`; `4` is both."""
     found = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", text)
     first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
     if not 1 <= first <= last:
@@ -65,11 +57,7 @@ class View(BaseModel):
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
-        """Build the settings from values by field.
-
-        Raises:
-            ConfigError: an unknown name, with the one it resembles; or wrong values, all of them.
-        """
+        """Build the settings from values by field, or raise a `ConfigError` that says all that is wrong with them."""
         for name in values:
             if name not in cls.model_fields:
                 raise ConfigError(f"unknown setting {name!r} of {cls.subject}", hint=suggestion(name, cls.model_fields))
@@ -100,14 +88,7 @@ class View(BaseModel):
         return {name: row for name, field in cls.model_fields.items() for row in field.metadata if isinstance(row, Key)}
 
     def run_config(self, **changed: Any) -> RunConfig:
-        """Return the settings of the run.
-
-        Args:
-            changed: fields that have another value.
-
-        Raises:
-            ConfigError: they do not go together; the message begins with the fields to blame.
-        """
+        """Return the settings of the run, with other values for the fields `changed`; errors begin with the fields."""
         return resolve([Reading(settings=list(self.run_settings(**changed)))]).config
 
     def run_settings(self, **changed: Any) -> Iterator[Setting]:

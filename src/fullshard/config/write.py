@@ -20,7 +20,7 @@ WIDTH = 110
 
 
 def write_native(config: RunConfig, *, comments: bool = True, only_changed: bool = False) -> str:
-    """Return the configuration as commented YAML, which `load_file` reads back unchanged.
+    """Return the configuration as YAML, which `load_file` reads back unchanged.
 
     Args:
         config: what to write.
@@ -114,11 +114,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def save_text(text: str, path: Path, *, overwrite: bool) -> None:
-    """Write a new file.
-
-    Raises:
-        ConfigError: it exists and may not be overwritten, or cannot be written.
-    """
+    """Write a new file; one that exists already or cannot be written is a `ConfigError`."""
     try:
         if not overwrite:
             path.touch(exist_ok=False)  # of two simultaneous writers one gets an error
@@ -131,6 +127,4 @@ def save_text(text: str, path: Path, *, overwrite: bool) -> None:
     except FileExistsError:
         raise ConfigError(f"{path} exists already", hint="name another file, or pass --overwrite") from None
     except OSError as error:
-        missing = isinstance(error, FileNotFoundError | NotADirectoryError)
-        hint = f"name a file {'in a folder that exists' if missing else 'elsewhere, or call it otherwise'}"
-        raise ConfigError(f"cannot write {path}: {error.strerror}", hint=hint) from None
+        raise ConfigError(f"cannot write {path}: {error.strerror}", hint="name a file in another folder") from None

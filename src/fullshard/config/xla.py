@@ -29,29 +29,20 @@ XLA_SETTINGS = Dialect(
         Key("fp32_reduce_scatter", Status.TRANSLATED, "precision.reduce_dtype", read=_fp32_reduce),
         Key("reshard_after_forward", Status.TRANSLATED, "sharding.reshard_after_forward"),
         *no_effect(
-            "units are always flat, and parameters keep their shape for the optimizer",
+            "it steers XLA's compiler and collectives, which are not used; units are flat, one collective per bucket",
             *("flatten_parameters", "shard_param_on_dim_0", "_shard_size_multiple", "opt_flatten_overlap"),
-        ),
-        *no_effect(
-            "it steers XLA's compiler, which is not used",
             *("optimization_barrier_in_forward", "optimization_barrier_in_backward", "sync_on_finalization"),
-            *("mark_step_on_finalization", "pin_layout_in_collective_ops", "_use_xla_patched_linear"),
+            *("mark_step_on_finalization", "pin_layout_in_collective_ops", "_use_xla_patched_linear", "_debug_msg"),
+            *("reduce_scatter_bucket_size_mb", "coalesce_all_gather_ops", "disable_reshard_on_root"),
+            "execute_sharding_on_init",
         ),
-        *no_effect(
-            "collectives are one per bucket and direction, already coalesced",
-            *("reduce_scatter_bucket_size_mb", "coalesce_all_gather_ops"),
-        ),
-        *no_effect("the root is never freed between forward and backward", "disable_reshard_on_root"),
-        *no_effect("models are sharded when they are prepared", "execute_sharding_on_init"),
-        *refused("it is an object of a program", "auto_wrap_policy", "auto_wrapper_callable", "param_init_fn"),
-        *refused("ranks and groups come from the launcher and shard_size", "sharding_groups"),
-        *refused("ranks come from the launcher", "sharding_rank", "sharding_world_size"),
         *refused(
-            "it is XLA's own debugging aid",
+            "it is an object of a program, an aid to debug XLA, or says the ranks, which come from the launcher",
+            *("auto_wrap_policy", "auto_wrapper_callable", "param_init_fn"),
+            *("sharding_groups", "sharding_rank", "sharding_world_size"),
             *("_debug_dummy_forward_pass", "_debug_print", "_debug_dummy_all_gather_op"),
             *("_debug_dummy_all_reduce_op", "_debug_dummy_reduce_scatter_op", "_debug_dummy_optimization_barrier_op"),
         ),
-        *no_effect("it labels XLA's debugging output", "_debug_msg"),
     ),
 )
 
@@ -60,14 +51,9 @@ XLA_TRAINS = "PyTorch/XLA trains, which needs the extra `fullshard[xla]`"
 
 
 def require_xla(what: str, otherwise: str) -> Settings:
-    """Refuse what asks for PyTorch/XLA where it cannot be had; else set nothing, as the adapter reads it itself.
+    """Refuse `what`, which asks for PyTorch/XLA, where that cannot be had; `otherwise` says how to do without.
 
-    Args:
-        what: the key with its value, or whatever asks.
-        otherwise: how to do without, after "or".
-
-    Raises:
-        ConfigError: it is not installed, or not for this torch.
+    Else set nothing, as the adapter reads it itself.
     """
     if (why := why_no_xla()) is not None:
         torch = ".".join(map(str, XLA_TORCH))
