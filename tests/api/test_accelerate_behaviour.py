@@ -26,9 +26,9 @@ from fullshard.api import Accelerator, FullyShardedDataParallelPlugin
 from fullshard.api import accelerator as accelerator_module
 from fullshard.api import plugin as plugin_module
 from fullshard.config.accelerate import FLAT
-from fullshard.config.environment import load_arguments, load_environment
+from fullshard.config.environment import load_environment
 from fullshard.config.load import load_file, load_fsdp_config
-from fullshard.config.origin import Origin
+from fullshard.config.origin import Origin, entries_of
 from fullshard.config.resolve import Resolved, resolve
 from fullshard.config.transformers import read_fsdp_words
 from fullshard.core.errors import ConfigError, WrapError
@@ -63,7 +63,7 @@ def model(layers: int = 3) -> nn.Sequential:
 
 def flags(**given: Any) -> Resolved:
     """Flags of the launcher, resolved."""
-    return resolve([load_arguments(given, FLAT, "flags")])
+    return resolve([FLAT.read(entries_of(given, "flags"))])
 
 
 def launch(*arguments: str) -> subprocess.CompletedProcess[str]:

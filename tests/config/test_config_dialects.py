@@ -21,11 +21,11 @@ from fullshard.config.accelerate_file import ACCELERATE
 from fullshard.config.deepspeed import DEEPSPEED
 from fullshard.config.dialect import Dialect, Key, Reading, Status
 from fullshard.config.document import read_document
-from fullshard.config.environment import VARIABLES, load_arguments, load_environment
+from fullshard.config.environment import VARIABLES, load_environment
 from fullshard.config.fsdp import FSDP
 from fullshard.config.handover import hand_over, handed_over
 from fullshard.config.load import NATIVE, load_file, load_fsdp_config
-from fullshard.config.origin import Origin
+from fullshard.config.origin import Origin, entries_of
 from fullshard.config.resolve import Resolved, resolve
 from fullshard.config.schema import SETTINGS
 from fullshard.config.tables import TABLES, fill_tables
@@ -104,7 +104,7 @@ def read(tmp_path: Path, text: str, name: str = "run.yaml") -> Resolved:
 
 def fsdp(**keys: Any) -> Resolved:
     """What an `fsdp_config` of these keys resolves to."""
-    return resolve([load_arguments(keys, FSDP, "fsdp_config")])
+    return resolve([FSDP.read(entries_of(keys, "fsdp_config"))])
 
 
 def notes(found: Resolved | Reading) -> str:
@@ -219,7 +219,6 @@ def test_values_arrive(keys: dict[str, Any], path: str, value: Any) -> None:
         ({"fsdp_backward_prefetch_policy": 1}, "translated to sharding.backward_prefetch = BACKWARD_PRE"),
         ({"fsdp_wrap_policy": "SIZE_BASED_WRAP", "min_num_param": 5}, "translated to sharding.wrap = size"),
         ({"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP"}, "units of 100,000,000 parameters"),
-        ({"fsdp_auto_wrap_policy": "SIZED_BASED_WRAP", "fsdp_min_num_params": 5}, "which is its name"),
         ({"fsdp_auto_wrap_policy": "NO_WRAP", "fsdp_min_num_params": 5}, "goes with SIZE_BASED_WRAP"),
         ({"fsdp_use_orig_params": False}, "the original parameters are always kept"),
         ({"fsdp_limit_all_gathers": True}, "bounds the units in flight"),
@@ -396,17 +395,7 @@ OPTIMIZER = {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True, "adam
     [
         ({"optimizer": OPTIMIZER}, {}, "optimizer has no effect here: the script makes it"),
         ({"_comment": "from a page", "$schema": "x"}, {}, "_comment has no effect here: it is a comment"),
-        ({"compile": {"enabled": False, "backend": "eager"}}, {}, "backend has no effect here: nothing is compiled"),
-        (
-            {"compile": {"deepcompile": True, "offload_opt_states": True, "passes": ["z3"]}},
-            {"compile": True, "offload_main_weights": True},
-            "deepcompile is translated to sharding.compile = true (every unit is compiled)",
-        ),
-        (
-            {"compile": {"enabled": True, "backend": "eager", "kwargs": {}}},
-            {"compile": True, "compile_backend": "eager"},
-            "enabled is translated to sharding.compile = true",
-        ),
+        ({"compile": {"enabled": False, "backend": "eager"}, "gradient_clipping": "auto"}, {}, "auto leaves it"),
     ],
 )
 def test_what_published_deepspeed_files_have_besides(
@@ -421,7 +410,7 @@ def test_what_published_deepspeed_files_have_besides(
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"compile": {"deepcompile": True, "passes": ["autosp"]}}, "passes: 'autosp' divides the model in another way"),
+        ({"compile": {"deepcompile": True}}, "compile: not supported: set sharding.compile, which compiles every unit"),
         ({"optimizer": {"type": "Adam", "params": {"torch_adam": True, "lr": 1e-4}}}, "would not use lr"),
     ],
 )

@@ -9,9 +9,8 @@ from fullshard.api.accelerates import parallelism
 from fullshard.api.plugin import FullyShardedDataParallelPlugin, say_once, tell_transformers
 from fullshard.config.accelerate import FLAT
 from fullshard.config.dialect import Note, Reading, Setting, Status, shown
-from fullshard.config.environment import load_arguments
 from fullshard.config.handover import launched, whole
-from fullshard.config.origin import Origin
+from fullshard.config.origin import Origin, entries_of
 from fullshard.config.resolve import resolve
 from fullshard.config.schema import RunConfig, ShardingConfig
 from fullshard.core.errors import ConfigError
@@ -40,7 +39,7 @@ def run_config(plugin: Any, arguments: Mapping[str, Any], parallelism_config: An
 def of_accelerator(arguments: Mapping[str, Any]) -> Reading:
     """Return the settings in an Accelerator's arguments; see `run_config`."""
     given = {name: value for name, value in arguments.items() if value is not None}
-    return load_arguments(given, FLAT, "Accelerator")
+    return FLAT.read(entries_of(given, "Accelerator"))
 
 
 def _given_way(accelerator: Reading, plugins: Reading) -> Iterator[Note]:

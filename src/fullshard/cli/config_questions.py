@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from fullshard.config import values
 from fullshard.config.hardware import Hardware, detect_hardware
@@ -41,44 +41,16 @@ _WHEN: dict[str, Callable[[Answers], bool]] = {
 """When each setting is asked, in the order of the questions."""
 
 
-@dataclass(frozen=True, slots=True)
-class Question:
-    """The question about the setting at `path`, after the answers `given`; `default` is offered."""
+class Question(NamedTuple):
+    """The question about the setting at `path`: the answers there are, with their words; none if a text is asked for.
+
+    `default` is offered, and `fault` returns what is wrong with an answer, or None.
+    """
 
     path: str
-    given: Answers
+    choices: dict[Any, str]
     default: Any
-
-    @property
-    def text(self) -> str:
-        """Return what is asked."""
-        return About.of(SETTINGS[self.path]).ask
-
-    @property
-    def choices(self) -> dict[Any, str]:
-        """Return the answers that go with those given, and their words; none if a text is asked for."""
-        return {value: words for value, words in self._answers.items() if self.fault(value) is None}
-
-    @property
-    def _answers(self) -> Mapping[Any, str]:
-        return About.of(SETTINGS[self.path]).answers
-
-    def read(self, answer: Any) -> Any:
-        """Return the setting's value; a `ValueError` says why there is none."""
-        return answer if self._answers else values.coerce(self.path, answer)
-
-    def fault(self, answer: Any) -> str | None:
-        """Return what is wrong with an answer, or None."""
-        asked = {path.partition(".")[2] for path in (*self.given, self.path)}
-        try:
-            RunConfig.of_paths({**self.given, self.path: self.read(answer)})
-        except SettingsError as error:
-            for found in error.faults:
-                if {name.rpartition(".")[2] for name in found.settings} <= asked:  # else a later answer mends it
-                    return f"{found.message}; {found.hint}" if found.hint else found.message
-        except ValueError as error:
-            return str(error)
-        return None
+    fault: Callable[[Any], str | None]
 
 
 def interview(hardware: Hardware, reply: Callable[[Question], Any]) -> RunConfig:
@@ -87,13 +59,30 @@ def interview(hardware: Hardware, reply: Callable[[Question], Any]) -> RunConfig
     for path, when in _WHEN.items():
         if not when(given):
             continue
-        default = SETTINGS[path].default
+        default, fault = SETTINGS[path].default, functools.partial(_fault, dict(given), path)
         if hardware.accelerators:
             count = len(hardware.accelerators) * given.get("launch.num_machines", 1)
             default = {"launch.num_processes": count, "precision.mode": "bf16"}.get(path, default)
-        question = Question(path, given, default)
-        given = {**given, path: question.read(reply(question))}
+        choices = {value: words for value, words in About.of(SETTINGS[path]).answers.items() if fault(value) is None}
+        given[path] = _read(path, reply(Question(path, choices, default, fault)))
     return RunConfig.of_paths(given)
+
+
+def _read(path: str, answer: Any) -> Any:
+    return answer if About.of(SETTINGS[path]).answers else values.coerce(path, answer)
+
+
+def _fault(given: Answers, path: str, answer: Any) -> str | None:
+    asked = {path.partition(".")[2] for path in (*given, path)}
+    try:
+        RunConfig.of_paths({**given, path: _read(path, answer)})
+    except SettingsError as error:
+        for found in error.faults:
+            if {name.rpartition(".")[2] for name in found.settings} <= asked:  # else a later answer mends it
+                return f"{found.message}; {found.hint}" if found.hint else found.message
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def run() -> int:
@@ -132,13 +121,12 @@ def run() -> int:
 def _reply(question: Question) -> Any:
     import questionary
 
+    text = About.of(SETTINGS[question.path]).ask
     if question.choices:
         choices = [questionary.Choice(words, value) for value, words in question.choices.items()]
-        return questionary.select(question.text, choices, default=question.default).unsafe_ask()
+        return questionary.select(text, choices, default=question.default).unsafe_ask()
     default = "" if question.default in (None, ()) else str(question.default)
-    return questionary.text(
-        question.text, default=default, validate=lambda text: question.fault(text) or True
-    ).unsafe_ask()
+    return questionary.text(text, default=default, validate=lambda said: question.fault(said) or True).unsafe_ask()
 
 
 def _words(hardware: Hardware) -> Iterator[str]:

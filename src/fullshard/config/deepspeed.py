@@ -257,42 +257,6 @@ _DTYPES = Dialect(
     "data_types",
     (*no_effect("gradients are accumulated in the main weights' dtype, float32", "grad_accum_dtype"),),
 )
-
-
-def _passes(value: Any) -> None:
-    others = [name for name in value if name not in ("z1", "z3")] if isinstance(value, list) else [value]
-    if others:
-        raise ConfigError(f"{others[0]!r} divides the model in another way", hint="leave it out: ranks share by ZeRO")
-
-
-def _finish_compile(reading: Reading) -> None:
-    if reading.setting("sharding.compile") is None:
-        for path in ("sharding.compile_backend", _OPTIMIZER, _PARAMETERS, _SAVED):
-            reading.drop(path, "nothing is compiled, and it belongs to that")
-
-
-_COMPILE = Dialect(
-    "compile",
-    (
-        *(
-            _translated(name, "sharding.compile", "every unit is compiled", switch("sharding.compile", True))
-            for name in ("enabled", "deepcompile")
-        ),
-        Key("backend", target="sharding.compile_backend"),
-        _translated("offload_activation", _SAVED, "what forward saves is moved", switch(_SAVED, True)),
-        _translated("offload_opt_states", _OPTIMIZER, _WITH_OPTIMIZER, switch(_OPTIMIZER, True)),
-        _translated("offload_parameters", _PARAMETERS, _WITH_PARAMETERS, switch(_PARAMETERS, True)),
-        *no_effect(
-            "the engine schedules what it gathers and frees",
-            *("free_activation", "free_activation_threshold", "double_buffer", "symmetric_memory", "debug_log"),
-            *("sync_before_reduce", "sync_after_reduce", "sync_before_allgather", "sync_after_allgather"),
-            *("keep_int_input_tensors", "keep_all_input_tensors"),
-        ),
-        *refused("ranks share by ZeRO alone", "passes", read=_passes),
-        *refused("compile_mode and dynamo_use_fullgraph say how", "kwargs"),
-    ),
-    finish=_finish_compile,
-)
 _REPORTS = ("tensorboard", "wandb", "csv_monitor", "comet", "comms_logger", "flops_profiler")
 _DIVISIONS = ("elasticity", "tensor_parallel", "pipeline", "sparse_attention", "hybrid_engine")
 _OTHER_PARTS = (
@@ -324,7 +288,7 @@ DEEPSPEED = Dialect(
         *_off("the script writes its metrics", *_REPORTS),
         *_off("the launcher decides the number of ranks, and only data parallelism divides the work", *_DIVISIONS),
         *_off("nothing of it is here: data, precision and compression are the script's", *_OTHER_PARTS),
-        Key("compile", section=_COMPILE),
+        *_off("set sharding.compile, which compiles every unit", "compile"),
     ),
     finish=_finish,
 )

@@ -1,15 +1,14 @@
-"""The environment and a script's arguments as sources of a configuration."""
+"""The environment as a source of a configuration."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
 
 from fullshard.config.accelerate import DYNAMO_KEYS, FLAT, PARALLELISM_KEYS
-from fullshard.config.dialect import Dialect, Note, Problem, Reading, Status
+from fullshard.config.dialect import Note, Problem, Reading, Status
 from fullshard.config.fsdp import FSDP_KEYS
-from fullshard.config.origin import Entry, Origin, entries_of
+from fullshard.config.origin import Entry, Origin
 from fullshard.config.settings import closest
 from fullshard.config.switches import faults
 
@@ -50,11 +49,6 @@ def load_environment(environ: Mapping[str, str] | None = None) -> Reading:
     problems += [Problem((Origin.variable(name),), message, hint) for name, message, hint in faults(environ)]
     reading.add(Reading(notes=notes, problems=problems))
     return reading
-
-
-def load_arguments(arguments: Mapping[str, Any], dialect: Dialect, what: str) -> Reading:
-    """Read the settings of a mapping in a script, which may be nested; `what` stands for it in messages."""
-    return dialect.read(entries_of(arguments, what))
 
 
 def _wished(entries: list[Entry]) -> list[Entry]:

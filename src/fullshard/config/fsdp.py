@@ -139,10 +139,6 @@ def finish_fsdp(reading: Reading) -> None:
 def _finish_wrap(reading: Reading) -> None:
     wrap, size = reading.setting("sharding.wrap"), reading.setting("sharding.wrap_min_numel")
     classes = reading.setting("sharding.wrap_classes")
-    written = reading.entries.get("fsdp_auto_wrap_policy")
-    if written is not None and str(written.value).strip().upper() == "SIZED_BASED_WRAP":
-        text = "= SIZED_BASED_WRAP is translated to SIZE_BASED_WRAP, which is its name"
-        reading.notes.append(Note(written.origin, written.key, Status.TRANSLATED, text))
     if classes is not None and classes.value and (other := wrap or size) is not None and other.value not in _BY_CLASS:
         message = f"{classes.key} names classes, and {other.key} chooses units in another way"
         hint = "use TRANSFORMER_BASED_WRAP, or leave one of them out"

@@ -10,8 +10,7 @@ from fullshard.config.accelerate_file import ACCELERATE
 from fullshard.config.deepspeed import DEEPSPEED
 from fullshard.config.dialect import Dialect, Key, Problem, Reading
 from fullshard.config.document import parse_document, read_document
-from fullshard.config.environment import load_arguments
-from fullshard.config.origin import Entry, Origin
+from fullshard.config.origin import Entry, Origin, entries_of
 from fullshard.config.schema import GROUPS
 from fullshard.config.settings import closest
 from fullshard.config.transformers import FSDP_ARGUMENTS, TRANSFORMERS
@@ -44,7 +43,7 @@ def load_file(path: str | Path) -> Reading:
 def load_fsdp_config(value: str | Path | Mapping[str, Any], flag: str = "--fsdp_config") -> Reading:
     """Read the settings of Transformers' `--fsdp_config`: a file, JSON text, or (in a script) a mapping."""
     if isinstance(value, Mapping):
-        return load_arguments(value, TRANSFORMERS, flag)
+        return TRANSFORMERS.read(entries_of(value, flag))
     if not str(value).lstrip().startswith("{"):
         return load_file(value)
     return TRANSFORMERS.read(_at(parse_document(str(value), "fsdp_config.json"), Origin.flag(flag)))
