@@ -20,7 +20,7 @@ from fullshard.config.flags import FLAGS, OPTIONS, SHORT, CommandLine, flag_choi
 from fullshard.config.handover import hand_over
 from fullshard.config.load import load_file
 from fullshard.config.origin import Origin, Precedence
-from fullshard.config.schema import GROUPS
+from fullshard.config.schema import SETTINGS
 from fullshard.config.settings import words_of
 from fullshard.config.values import integer
 from fullshard.core.errors import ConfigError
@@ -179,8 +179,11 @@ def completions(words: Sequence[str]) -> dict[str, str]:
     except ConfigError:  # a flag without its value, or one that will be refused when the line is run
         if choices := flag_choices(words[-1]):
             return dict.fromkeys(choices, "")
-    descriptions = {f"{group}.{name}": field.description or "" for group, name, field in _fields()}
-    keys = {f"--{key.name}": descriptions.get(key.target, "") for key in FLAGS.keys if key.status is not Status.REFUSED}
+    keys = {
+        f"--{key.name}": (key.target and SETTINGS[key.target].description) or ""
+        for key in FLAGS.keys
+        if key.status is not Status.REFUSED
+    }
     return {f"--{option.name}": option.help for option in OPTIONS} | keys
 
 
@@ -199,27 +202,19 @@ def help_text() -> str:
     for option in OPTIONS:
         short = f"-{option.short}, " if option.short else ""
         lines += _entry(f"{short}--{option.name} {option.metavar}", option.help)
-    for group, fields in groupby(_fields(), lambda field: field[0]):
+    for group, paths in groupby(SETTINGS, lambda path: path.partition(".")[0]):
         lines += ["", f"{group.capitalize()}:"]
-        for _, name, field in fields:
-            path = f"{group}.{name}"
+        for path in paths:
             flags = [key.name for key in FLAGS.keys if key.target == path]
-            flags.sort(key=lambda flag: flag != name)
+            flags.sort(key=lambda flag: f"{group}.{flag}" != path)
             letters = [f"-{letter}" for letter, flag in SHORT.items() if flag in flags]
             spelled = [*letters, *(f"--{flag}" for flag in flags)]
-            if len(words := words_of(field)) > 1:
+            if len(words := words_of(SETTINGS[path])) > 1:
                 spelled[len(letters)] += f" {'|'.join(words)}"
-            lines += _entry(", ".join(spelled), field.description or "")
+            lines += _entry(", ".join(spelled), SETTINGS[path].description or "")
     others = [f"--{key.name}" for key in FLAGS.keys if not key.target and key.status is not Status.REFUSED]
     lines += ["", "Accepted, and explained when used:", *textwrap.wrap(" ".join(others), _WIDTH, **_INDENT)]
     return "\n".join(lines) + "\n"
-
-
-def _fields() -> Iterator[tuple[str, str, Any]]:
-    """Yield every setting: its group, its name, its field."""
-    for group, model in GROUPS.items():
-        for name, field in model.model_fields.items():
-            yield group, name, field
 
 
 _INDENT: dict[str, Any] = {"initial_indent": "  ", "subsequent_indent": "  ", "break_on_hyphens": False}

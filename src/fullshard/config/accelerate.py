@@ -220,8 +220,7 @@ CLUSTER_KEYS = (
     *refused("Intel's extension is not used", "ipex_config", "use_xpu"),
     *refused("it stores float32 as bfloat16, weights too; mixed_precision: bf16 keeps them", "downcast_bf16"),
     *refused(
-        ON_EACH_HOST,
-        *("tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "command_file", "commands"),
+        ON_EACH_HOST, *("tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "command_file", "commands")
     ),
     *refused("set the variables where the launcher is started: processes have them, too", "tpu_env"),
 )

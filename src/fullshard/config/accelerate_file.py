@@ -46,14 +46,10 @@ ACCELERATE = Dialect(
     "an Accelerate configuration",
     (
         *CLUSTER_KEYS,
-        Key(
-            "fsdp_config",
-            section=Dialect("fsdp_config", (*FSDP_KEYS, *XLA_KEYS), prefix="fsdp_", finish=finish_fsdp),
-        ),
+        Key("fsdp_config", section=Dialect("fsdp_config", (*FSDP_KEYS, *XLA_KEYS), prefix="fsdp_", finish=finish_fsdp)),
         Key("deepspeed_config", section=DEEPSPEED_SHORT),
         Key(
-            "parallelism_config",
-            section=Dialect("parallelism_config", PARALLELISM_KEYS, prefix="parallelism_config_"),
+            "parallelism_config", section=Dialect("parallelism_config", PARALLELISM_KEYS, prefix="parallelism_config_")
         ),
         *XLA_KEYS,
     ),

@@ -105,11 +105,7 @@ FSDP_KEYS = (
     Key("fsdp_sync_module_states", target="sharding.sync_module_states"),
     Key("fsdp_activation_checkpointing", target="sharding.activation_checkpointing"),
     Key("fsdp_activation_checkpointing_mode", target="sharding.activation_checkpointing_mode"),
-    Key(
-        "fsdp_offload_activations",
-        target="sharding.offload_activations",
-        spellings=("fsdp_activation_cpu_offload",),
-    ),
+    Key("fsdp_offload_activations", target="sharding.offload_activations", spellings=("fsdp_activation_cpu_offload",)),
     Key("fsdp_activation_checkpointing_offload", target="sharding.offload_activations"),
     Key("fsdp_ignored_modules", target="sharding.ignored_modules"),
     *no_effect("the engine bounds the units in flight itself", "fsdp_limit_all_gathers", read=checked(values.boolean)),

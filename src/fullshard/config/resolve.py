@@ -12,19 +12,6 @@ from fullshard.config.schema import GROUPS, SETTINGS, RunConfig, settings_of
 from fullshard.config.settings import About, Fault, SettingsError
 
 
-def _overruled(path: str) -> tuple[str, ...]:
-    """Return the settings that say the same as one in another way: in lower sources it overrules them, too."""
-    group, name = path.split(".")
-    return tuple(
-        other
-        for other, field in SETTINGS.items()
-        if other.startswith(f"{group}.") and name in About.of(field).overruled_by
-    )
-
-
-_OVERRULES = {path: others for path in SETTINGS if (others := _overruled(path))}
-
-
 @dataclass(frozen=True, slots=True)
 class Resolved:
     """A configuration that can run, the settings by path that some source has set, and notes on the other keys."""
@@ -81,14 +68,13 @@ def _merge(found: Iterable[Setting]) -> dict[str, Setting]:
     by_path: dict[str, Setting] = {}
     for setting in sorted(found, key=lambda setting: setting.origin.precedence):  # stable: the later wins
         by_path[setting.path] = setting
-    for path, others in _OVERRULES.items():
-        if path in by_path:
-            highest = by_path[path].origin.precedence
-            for other in others:
-                if (path, by_path[path].value, other) == ("sharding.wrap", "auto", "sharding.wrap_classes"):
-                    continue  # by class, and a lower source says which
-                if other in by_path and by_path[other].origin.precedence < highest:
-                    del by_path[other]
+    for path, setting in list(by_path.items()):
+        for name in About.of(SETTINGS[path]).overruled_by:
+            other = by_path.get(f"{path.partition('.')[0]}.{name}")
+            if (path, name, other and other.value) == ("sharding.wrap_classes", "wrap", "auto"):
+                continue  # by class, and this says which
+            if other is not None and other.origin.precedence > setting.origin.precedence:
+                by_path.pop(path, None)
     return by_path
 
 
