@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from fullshard.cli.options import file_word, path_word
-from fullshard.core.errors import ConfigError
 
 
 def report(
@@ -28,8 +27,5 @@ def report(
     from fullshard.observe.report import write_report
 
     path = runs[0] / "report.html" if output is None else output
-    try:
-        write_report(runs, path)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}", hint="name another file with --output") from None
+    write_report(runs, path)
     typer.echo(f"wrote {path}")

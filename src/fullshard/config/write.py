@@ -127,4 +127,4 @@ def save_text(text: str, path: Path, *, overwrite: bool) -> None:
     except FileExistsError:
         raise ConfigError(f"{path} exists already", hint="name another file, or pass --overwrite") from None
     except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}", hint="name a file in another folder") from None
+        raise ConfigError(f"cannot write {path}: {error.strerror}", hint="name another file") from None
