@@ -146,5 +146,5 @@ def closest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:
 def suggestion(name: str, known: Iterable[str]) -> str:
     """Return a hint for an unknown name: the one it resembles, else all there are."""
     names = list(known)
-    close = closest(name, names)
+    close = closest(name, names, 0.6)
     return f"did you mean {close!r}?" if close else f"the settings are {', '.join(names)}"

@@ -37,9 +37,12 @@ XLA_SETTINGS = Dialect(
             "execute_sharding_on_init",
         ),
         *refused(
-            "it is an object of a program, an aid to debug XLA, or says the ranks, which come from the launcher",
-            *("auto_wrap_policy", "auto_wrapper_callable", "param_init_fn"),
+            "ranks and groups come from the launcher and shard_size",
             *("sharding_groups", "sharding_rank", "sharding_world_size"),
+        ),
+        *refused(
+            "it is an object of a program, or XLA's own debugging aid",
+            *("auto_wrap_policy", "auto_wrapper_callable", "param_init_fn"),
             *("_debug_dummy_forward_pass", "_debug_print", "_debug_dummy_all_gather_op"),
             *("_debug_dummy_all_reduce_op", "_debug_dummy_reduce_scatter_op", "_debug_dummy_optimization_barrier_op"),
         ),
