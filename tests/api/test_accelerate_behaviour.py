@@ -137,7 +137,7 @@ def test_a_size_above_every_module_is_said() -> None:
 
 
 def test_checkpointing_without_units_is_refused() -> None:
-    with pytest.raises(ConfigError, match="recomputes unit by unit"):
+    with pytest.raises(ConfigError, match="works unit by unit"):
         Plugin(auto_wrap_policy="NO_WRAP", activation_checkpointing=True, fsdp_version=2)
 
 

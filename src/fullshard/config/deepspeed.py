@@ -278,7 +278,7 @@ DEEPSPEED = Dialect(
         Key("activation_checkpointing", section=_ACTIVATIONS),
         Key("data_types", section=_DTYPES),
         *no_effect(
-            "the script has the optimizer and the metrics, gradients are summed in float32, and nothing is kept on disks",
+            "the script has the optimizer and the metrics, gradients are summed in float32, and disks hold nothing",
             *("steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "aio", "checkpoint"),
             *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "disable_allgather", "fp32_allreduce"),
             *("prescale_gradients", "gradient_predivide_factor", "communication_data_type"),
