@@ -166,7 +166,7 @@ def finish(child: Any) -> str:
 
 def test_in_a_terminal_to_the_end(tmp_path: Path) -> None:
     with terminal(tmp_path) as child:
-        child.expect("This host has .*processor")
+        child.expect("This host has .* GPUs")
         reply(child, "How many hosts?", ENTER)
         reply(child, "How many processes over all hosts?", CTRL_U, "eight", ENTER)
         child.expect("expected a whole number, got 'eight'")

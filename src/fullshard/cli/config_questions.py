@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from fullshard.config import values
@@ -99,7 +99,7 @@ def run() -> int:
             hint="`fullshard config default --output FILE` writes a file to edit",
         )
     hardware = detect_hardware()
-    print(f"This host has {', '.join(_words(hardware))}.")
+    print(f"This host has {len(hardware.accelerators)} GPUs of NVIDIA.", hardware.failure or "")
     print("Ctrl-C ends; nothing is written before the last question. The file lists the settings not asked here.\n")
     try:
         config = interview(hardware, _reply)
@@ -127,14 +127,6 @@ def _reply(question: Question) -> Any:
         return questionary.select(text, choices, default=question.default).unsafe_ask()
     default = "" if question.default in (None, ()) else str(question.default)
     return questionary.text(text, default=default, validate=lambda said: question.fault(said) or True).unsafe_ask()
-
-
-def _words(hardware: Hardware) -> Iterator[str]:
-    names = [device.name for device in hardware.accelerators]
-    yield from (f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
-    yield f"{hardware.cpu_count} processor" + ("s" if hardware.cpu_count != 1 else "")
-    if hardware.failure:
-        yield f"and accelerators that could not be counted: {hardware.failure}"
 
 
 def _path_fault(text: str) -> bool | str:

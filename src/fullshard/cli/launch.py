@@ -49,7 +49,8 @@ def launch(context: typer.Context) -> None:
         sys.stdout.write(manifest(str(line.option("print")), line, plan))
         return
     plan = make_plan(line, read_sources(line, os.environ), os.environ)
-    streams = _streams(line, plan)
+    logs = None if plan.launch.log_dir is None else local_path(plan.launch.log_dir)
+    streams = StreamPlan(logs, line.option("tee"), line.option("redirects"))
     if not plan.launch.machine_rank:  # one host prints it for all
         for note in plan.resolved.notes:
             is_flag = note.origin.precedence is Precedence.FLAG
@@ -119,13 +120,6 @@ def _totals(text: str, origin: Origin, hosts: int) -> Iterator[Setting]:
     if count < 1:
         raise ConfigError(f"{origin}: expected a number, auto, gpu or cpu, got {text!r}", hint="for example 8")
     yield Setting("launch.num_processes", count * hosts, origin, "nproc_per_node")
-
-
-def _streams(line: CommandLine, plan: LaunchPlan) -> StreamPlan:
-    directory = plan.launch.log_dir
-    return StreamPlan(
-        None if directory is None else local_path(directory), line.option("tee"), line.option("redirects")
-    )
 
 
 def _start(plan: LaunchPlan, streams: StreamPlan) -> int:

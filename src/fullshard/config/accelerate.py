@@ -240,13 +240,9 @@ def finish_parallelism(reading: Reading) -> None:
     said = Setting("sharding.strategy", "NO_SHARD", entry.origin, entry.key)
     if number is not None and number.value != replicas * (1 if size is None else size.value):
         ranks = f"{replicas} replicas of {'1 rank' if size is None else f'{size.value} ranks'}"
-        reading.problems.append(
-            Problem(
-                (entry.origin, number.origin),
-                f"{entry.key} makes {ranks}, and num_processes = {number.value}",
-                "dp_replicate_size x dp_shard_size is the number of processes",
-            )
-        )
+        message = f"{entry.key} makes {ranks}, and num_processes = {number.value}"
+        hint = "dp_replicate_size x dp_shard_size is the number of processes"
+        reading.problems.append(Problem((entry.origin, number.origin), message, hint))
     elif size is not None:
         make_hybrid(reading, said)
     else:

@@ -16,13 +16,9 @@ def _finish(reading: Reading) -> None:
     for section, wanted in (("fsdp_config", ("FSDP", "XLA")), ("deepspeed_config", ("DEEPSPEED",))):
         entry = reading.entries.get(section)
         if kind is not None and entry is not None and entry.value and name not in wanted:
-            reading.problems.append(
-                Problem(
-                    (kind.origin, entry.origin),
-                    f"distributed_type = {kind.value} and {section} contradict each other",
-                    f"write distributed_type: {wanted[0]}, or leave {section} out",
-                )
-            )
+            message = f"distributed_type = {kind.value} and {section} contradict each other"
+            hint = f"write distributed_type: {wanted[0]}, or leave {section} out"
+            reading.problems.append(Problem((kind.origin, entry.origin), message, hint))
     if name == "NO":
         _finish_one_process(reading)
     named = reading.setting("sharding.strategy") or "deepspeed_config_file" in reading.entries

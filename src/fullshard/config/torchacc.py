@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
 
-from fullshard.config import values
 from fullshard.config.dialect import Dialect, Key, Problem, Read, Reading, Settings, Status, refuse, shown
 from fullshard.config.document import read_document
 from fullshard.config.origin import Entry, Origin, entries_of
 from fullshard.config.settings import plain_message, suggestion
-from fullshard.config.xla import require_xla
+from fullshard.config.xla import XLA_TRAINS, asks_for_xla, require_xla
 from fullshard.core.errors import ConfigError
 
 AXES = ("dp", "fsdp", "pp", "tp")
@@ -29,16 +28,12 @@ _SIZE = "dist.fsdp.size"
 # -- what becomes of a field: rows without their names, which are the fields' -----------------------------------------
 
 
-def _elsewhere(value: Any) -> Settings:
-    return {}
-
-
 def _sets(target: str, read: Read | None = None) -> Key:
     return Key("", target=target, read=read)
 
 
 def _used(because: str) -> Key:
-    return Key("", because=because, read=_elsewhere)
+    return Key("", because=because)
 
 
 def _no_effect(because: str) -> Key:
@@ -56,16 +51,6 @@ _NO_PIPELINE = _no_effect("pipeline parallelism is not supported, so there is no
 def _shard_size(size: Any) -> Settings:
     # One row for every size: the mesh is (world size / size) x size, so 1 replicates and the world size only shards.
     return {"sharding.strategy": "HYBRID_SHARD", "sharding.shard_size": size}
-
-
-_XLA_TRAINS = "PyTorch/XLA trains instead of fullshard's engine; needs the extra `fullshard[xla]`"
-
-
-def _asks_for_xla(value: Any) -> Settings:
-    """Check the value and set nothing: the adapter reads it itself."""
-    if values.boolean(value):
-        require_xla("true", "leave it out: fullshard's engine trains on the devices that it finds")
-    return {}
 
 
 def _annotates(_value: Any) -> Settings:
@@ -225,7 +210,7 @@ class FSDPConfig(_ConfigGroup, path="config.dist.fsdp"):
     sync_module_states: Annotated[
         bool, _no_effect("every rank takes rank 0's weights in any case, so all start equal")
     ] = False
-    use_spmd: Annotated[bool, Key("", because=_XLA_TRAINS, read=_asks_for_xla)] = False
+    use_spmd: Annotated[bool, Key("", because=XLA_TRAINS, read=asks_for_xla)] = False
     shard_output_callable: Annotated[
         Callable[..., Any] | None,
         Key("", because="with `use_spmd`: it annotates the outputs of the model and its units", read=_annotates),
