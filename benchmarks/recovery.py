@@ -59,7 +59,7 @@ def recover(kill: str, arguments: argparse.Namespace) -> dict[str, float]:
         flags += ["--max_restarts", "3"]
         training = ["--model", "config.json", "--data", "data.txt", "--output-dir", "out", "--steps", "100000"]
         training += ["--batch-size", "4", "--seq-len", "16", "--save-every", "0", "--log-every", "1", "--device", "cpu"]
-        training += ["--vocab-size", "320", "--sample-tokens", "0", "--no-export", "--no-plot"]
+        training += ["--vocab-size", "320", "--no-export", "--no-plot"]
         training += ["--max-lost-steps", str(arguments.max_lost_steps)]
         words = [*LAUNCH, *flags, "-m", "fullshard", "train", *training]
         said = processes.enter_context((directory / "said").open("w", encoding="utf-8"))

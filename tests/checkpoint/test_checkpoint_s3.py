@@ -448,7 +448,7 @@ def test_a_process_that_ends_waits_for_its_save(server: ObjectServer, bucket: st
 def _train(output: Path, data: Path, path: str, *more: str) -> subprocess.Popen[str]:
     words = (
         f"train --nproc 2 --device cpu --data {data} --output-dir {output} --checkpoint-dir {path} --save-every 2 "
-        "--batch-size 2 --seq-len 16 --vocab-size 300 --sample-tokens 0 --no-plot --no-export --log-every 1"
+        "--batch-size 2 --seq-len 16 --vocab-size 300 --no-plot --no-export --log-every 1"
     )
     code = "from fullshard.cli.main import main; main()"
     return subprocess.Popen(

@@ -72,4 +72,4 @@ def test_data_for_sft_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / name).write_bytes(b'{"text": "fine"}\n{"text": [[[\n' * 3)
     words = ["--model_name_or_path", "m", "--dataset_name", str(tmp_path), "--report_to", "none", "--bf16", "False"]
     with pytest.raises(DataError, match=f"{tmp_path} cannot be read: "):
-        load_data(read_arguments(words, print), None)
+        load_data(read_arguments(words, print))

@@ -98,7 +98,7 @@ MADE = {
     "default.yaml": lambda: write_native(RunConfig()),
     "changed.yaml": lambda: write_native(CHANGED["everything"]),
     "schema.json": lambda: json.dumps(json_schema(), indent=1) + "\n",
-    "train_arguments.json": lambda: TrainArguments.of({}).to_json(),
+    "train_arguments.json": lambda: TrainArguments.of({}).model_dump_json(indent=2) + "\n",
     "train_flags.txt": lambda: _flags("train"),
     "plan_flags.txt": lambda: _flags("plan"),
 }

@@ -32,7 +32,6 @@ from fullshard.core.journal import Happening, Journal, read_journal, told_by_pro
 from fullshard.observe import read_metrics
 from fullshard.plan.hardware import read_calibration
 from fullshard.plan.library import _read as read_model_file
-from fullshard.recipes.arguments import TrainArguments
 from fullshard.recipes.data import _kept
 
 NINE = ",".join(["*{}"] * 9)
@@ -138,7 +137,6 @@ READERS: dict[str, tuple[str, Any, Any]] = {
     "config.json": ("config.json", read_configuration, CheckpointError),
     "calibration": ("calibration.json", read_calibration, ConfigError),
     "model to plan": ("config.json", read_model_file, ConfigError),
-    "job": ("job.json", TrainArguments.read, ConfigError),
     "metrics": ("metrics.jsonl", lambda path: list(read_metrics(path)), (DataError, OSError)),
     "events": ("events.jsonl", lambda path: list(read_journal(path)), OSError),
     "tokens": ("tokens.json", lambda path: _kept(path.parent, "key"), None),

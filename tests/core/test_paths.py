@@ -36,10 +36,11 @@ from fullshard.core.paths import local_name, local_path, require_there
 from fullshard.observe import JsonlSink
 from fullshard.plan.hardware import find_device
 from fullshard.recipes.arguments import TrainArguments
-from fullshard.recipes.sft_arguments import make_arguments
+from fullshard.recipes.sft_arguments import read_arguments
 
 URL = "s3://bucket/run"
-PLAIN = {"report_to": "none", "bf16": False}
+PLAIN = ("--report_to", "none", "--bf16", "False")
+NAMED = ("--model_name_or_path", "org/name", "--dataset_name", "name", "--output_dir", "out")
 WEB = "https://host/run"  # no store, even for checkpoints
 
 
@@ -62,7 +63,7 @@ def test_what_can_only_be_a_path_is_not_asked_of_the_hub(written: str) -> None:
             TrainArguments.of({option: written})
     for name in ("model_name_or_path", "dataset_name"):
         with pytest.raises(ConfigError, match=f"--{name}: no file or directory"):
-            make_arguments({"model_name_or_path": "org/name", "dataset_name": "name", name: written} | PLAIN, print)
+            read_arguments([*PLAIN, *NAMED, f"--{name}", written], print)
     with pytest.raises(CheckpointError, match="there is no directory"):
         model_directory(written)
 
@@ -146,7 +147,6 @@ _LIBRARY: dict[str, Callable[[], Any]] = {
     "torchacc consolidate": lambda: fullshard.torchacc.dist.fsdp.consolidate_sharded_model_checkpoints(URL),
     "train model": lambda: TrainArguments.of({"model": URL}),
     "train data": lambda: TrainArguments.of({"data": URL}),
-    "train resume": lambda: TrainArguments.of({"resume": WEB}),
     "train checkpoint_dir": lambda: TrainArguments.of({"checkpoint_dir": WEB}),
     "train output_dir": lambda: TrainArguments.of({"output_dir": Path(URL)}),
 }
@@ -181,7 +181,6 @@ _COMMANDS = [
     ["train", "--output-dir", URL],
     ["train", "--model", URL],
     ["train", "--data", URL],
-    ["train", "--resume", WEB],
     ["train", "--checkpoint-dir", WEB],
     ["sft", URL + ".yaml"],
     ["launch", "--config_file", URL, "-m", "antigravity"],
@@ -255,9 +254,8 @@ def test_every_path_of_a_command_is_parsed_by_the_rule() -> None:
 @pytest.mark.usefixtures("empty")
 @pytest.mark.parametrize("flag", ["model_name_or_path", "dataset_name", "output_dir", "resume_from_checkpoint"])
 def test_sft_refuses_a_url(flag: str) -> None:
-    values = {"model_name_or_path": "m", "dataset_name": "d", "output_dir": "o", flag: URL}
     with pytest.raises(ConfigError, match="is a URL"):
-        make_arguments(PLAIN | values, lambda _: None)
+        read_arguments([*PLAIN, *NAMED, f"--{flag}", URL], print)
 
 
 @pytest.mark.parametrize("where", ["output_dir", "save_model", "resume"])

@@ -122,5 +122,5 @@ def test_what_cannot_be_selective_is_refused() -> None:
         ShardingConfig(activation_checkpointing_mode="selective")
     with pytest.raises(ConfigError, match="activation_checkpointing is not"):
         TrainArguments.of({"activation_checkpointing_mode": "selective"})
-    with pytest.raises(ConfigError, match="that --compile hides"):
+    with pytest.raises(ConfigError, match="which compile hides"):
         TrainArguments.of({**selective, "compile": True})

@@ -36,10 +36,10 @@ Host = subprocess.Popen[str]
 SLOW = """
 import os, time
 from fullshard.cli.main import main
-from fullshard.recipes.trainer import Trainer
+from fullshard.recipes.train import Run
 
-step = Trainer.step
-Trainer.step = lambda *arguments: time.sleep(float(os.environ.get("PAUSE", 0.3))) or step(*arguments)
+step = Run.step
+Run.step = lambda *arguments: time.sleep(float(os.environ.get("PAUSE", 0.3))) or step(*arguments)
 main()
 """
 """`fullshard` with steps that leave time for hosts to come and go."""
@@ -68,7 +68,6 @@ def settings(inputs: Path, output: Path, **changes: Any) -> dict[str, Any]:
         "save_every": 5,
         "log_every": 1,
         "vocab_size": 320,
-        "sample_tokens": 0,
         "export": False,
         "plot": False,
         "device": "cpu",

@@ -16,11 +16,9 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
-from fullshard.core.errors import ConfigError
 from fullshard.core.journal import read_journal
 from fullshard.observe import read_metrics
 from fullshard.recipes.arguments import TrainArguments
-from fullshard.recipes.resume import find_checkpoints
 from fullshard.recipes.train import train
 from tests.differential import TOLERANCE
 from tests.launching import LAUNCH, read, started, wait_until
@@ -41,10 +39,10 @@ def run(tmp_path: Path) -> Path:
 SLOW = """
 import time
 from fullshard.cli.main import main
-from fullshard.recipes.trainer import Trainer
+from fullshard.recipes.train import Run
 
-step = Trainer.step
-Trainer.step = lambda *arguments: time.sleep(0.3) or step(*arguments)
+step = Run.step
+Run.step = lambda *arguments: time.sleep(0.3) or step(*arguments)
 main()
 """
 
@@ -62,7 +60,6 @@ def _settings(run: Path, output: Path) -> dict[str, Any]:
         "save_every": 0,
         "log_every": 1,
         "vocab_size": 320,
-        "sample_tokens": 0,
         "export": False,
         "plot": False,
         "device": "cpu",
@@ -91,20 +88,6 @@ def _check_run(output: Path, reference: Path) -> list[dict[str, Any]]:
     return events
 
 
-def test_what_a_run_has_saved_is_there_when_it_is_started_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = _settings(run, run / "out") | {"steps": 4, "save_every": 1, "keep_checkpoints": 3}
-    train(TrainArguments.of(settings))
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    saved = [run / "out" / "checkpoints" / f"step-00000{step}" for step in (4, 3, 2)]
-    for further in ({"overwrite": True, "resume": "auto"}, {"overwrite": True, "resume": "never"}, {"resume": "never"}):
-        assert find_checkpoints(TrainArguments.of(settings | further)) == saved, further
-    assert find_checkpoints(TrainArguments.of(settings | {"resume": str(saved[1])})) == [saved[0], saved[1]]
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    with pytest.raises(ConfigError, match="checkpoints of an earlier run"):
-        find_checkpoints(TrainArguments.of(settings | {"resume": "never"}))
-    assert find_checkpoints(TrainArguments.of(settings | {"overwrite": True})) == []
-
-
 def test_a_run_that_is_started_again_before_its_first_copy_begins_anew(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,26 +100,6 @@ def test_a_run_that_is_started_again_before_its_first_copy_begins_anew(
     train(TrainArguments.of(_settings(run, run / "out") | {"steps": 3, "max_lost_steps": 2}))
     found, right = (list(read_metrics(run / name / "metrics.jsonl")) for name in ("out", "alone"))
     assert [record.loss for record in found] == [record.loss for record in right]
-
-
-@pytest.mark.full
-def test_overwrite_is_of_earlier_runs_alone(run: Path) -> None:
-    """A rank is killed after a checkpoint, in a run that has removed another's."""
-    train(TrainArguments.of(_settings(run, run / "alone")))
-    output = run / "out"
-    train(TrainArguments.of(_settings(run, output) | {"steps": 30}))
-    (output / "metrics.jsonl").unlink()
-    words = _train_words(_settings(run, output) | {"overwrite": True, "max_restarts": 1, "nproc": 2, "save_every": 5})
-    with started(sys.executable, *words, cwd=run) as process:
-        wait_until(lambda: _steps_done(output) > 7, 200, "the first steps")
-        starts = [event["pid"] for event in read_journal(output) if event["kind"] == "start"]
-        os.kill(starts[-1], signal.SIGKILL)
-        said = process.communicate(timeout=280)[0]
-        assert process.returncode == 0, said
-    steps = [int(step) for step in re.findall(r"resume: from \S+, after step (\d+)", said)]
-    assert steps and 5 <= steps[0] < 30
-    found, right = (list(read_metrics(path / "metrics.jsonl")) for path in (output, run / "alone"))
-    assert [record.loss for record in found] == pytest.approx([record.loss for record in right], rel=TOLERANCE, abs=0)
 
 
 @pytest.mark.full

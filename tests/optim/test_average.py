@@ -418,8 +418,8 @@ def test_trls_average_of_whole_weights_is_refused() -> None:
 def test_train(inputs: Path, tmp_path: Path) -> None:
     """A run in one piece, and one that goes on from its middle, export the same averages."""
     words = ["train", "--model", inputs / "config.json", "--data", inputs / "data.txt", "--steps", 4, "--save-every",
-             2, "--batch-size", 6, "--seq-len", 32, "--vocab-size", 320, "--device", "cpu", "--sample-tokens", 0,
-             "--no-plot", "--ema-decay", 0.5]  # fmt: skip
+             2, "--batch-size", 6, "--seq-len", 32, "--vocab-size", 320, "--device", "cpu", "--no-plot",
+             "--ema-decay", 0.5]  # fmt: skip
     done = fullshard_command(*words, "--output-dir", tmp_path, "--nproc", 2)
     assert done.returncode == 0, done.stderr
     whole = load_file(tmp_path / "export" / "model.safetensors")

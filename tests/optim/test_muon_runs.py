@@ -18,7 +18,6 @@ import pytest
 import torch
 
 from fullshard.core.dtypes import Dtypes
-from fullshard.core.errors import ConfigError
 from fullshard.core.events import Event, EventKind
 from fullshard.core.strategy import parse_strategy
 from fullshard.plan.evaluate import evaluate
@@ -77,7 +76,7 @@ def test_train(inputs: Path, tmp_path: Path) -> None:
     """It says what Muon updates, keeps to its plan, and goes on at another number of ranks."""
     words = ["train", "--model", inputs / "config.json", "--data", inputs / "data.txt", "--output-dir", tmp_path,
              "--steps", 6, "--save-every", 3, "--batch-size", 6, "--seq-len", 32, "--vocab-size", 320,
-             "--device", "cpu", "--sample-tokens", 0, "--no-plot", "--no-export", "--optimizer", "muon",
+             "--device", "cpu", "--no-plot", "--no-export", "--optimizer", "muon",
              "--log-every", 1]  # fmt: skip
     done = fullshard(*words, "--nproc", 2, "--check-plan")
     assert done.returncode == 0, done.stderr
@@ -120,13 +119,6 @@ def test_launch_checks_the_plan(made: str, tmp_path: Path) -> None:
     said = done.stdout + done.stderr
     assert f"with {made.partition('(')[0]}, step 3: as planned" in said
     assert re.search(r"pieces of matrices sent: planned [1-9]", said)
-
-
-def test_train_does_not_step_in_backward_with_it() -> None:
-    from fullshard.recipes.arguments import TrainArguments
-
-    with pytest.raises(ConfigError, match="needs whole matrices"):
-        TrainArguments.of({"optimizer": "muon", "step_in_backward": True, "max_grad_norm": 0.0})
 
 
 def tune(words: list[str]) -> list[str]:

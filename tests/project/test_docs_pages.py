@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 import fullshard
 from fullshard.cli import launch
 from fullshard.cli.main import COMMANDS, app, load_command
-from fullshard.recipes.sft_arguments import NO_EFFECT, RENAMED, make_parser
+from fullshard.recipes.sft_arguments import make_parser
 from tests.launching import environment
 from tests.project.test_examples import make_place, run
 
@@ -85,7 +85,6 @@ def known_flags(words: list[str]) -> set[str]:
     if words[0] == "sft":
         return {
             *make_parser()._option_string_actions,
-            *(f"--{n}" for n in {*RENAMED, *NO_EFFECT, "splits"}),
             *launching,
         }
     command = load_command(words[0])

@@ -178,4 +178,4 @@ def test_the_wheel_trains_the_default_model(tmp_path: Path) -> None:
     command: list[str | Path] = [python.with_name("fullshard"), "train", "--steps", "2"]
     command += ["--output-dir", tmp_path / "out"]
     said = run(command, tmp_path, timeout=800)
-    assert (tmp_path / "out" / "loss.png").exists() and "exit code" not in said, said
+    assert (tmp_path / "out" / "report.html").exists() and "exit code" not in said, said

@@ -155,8 +155,6 @@ def train(device: str, inputs: Path, output: Path, *more: str) -> str:
         "seq-len": 32,
         "lr": 0.01,
         "vocab-size": 320,
-        "sample-tokens": 8,
-        "prompt": "one and",
         "precision": "bf16",
         "nproc": 1,
     }
@@ -174,15 +172,13 @@ def test_a_training_run_says_what_it_does_and_leaves_it(device: str, inputs: Pat
     assert [record.step for record in metrics] == list(range(1, 17))
     assert metrics[15].loss < 0.8 * metrics[0].loss
     for record in metrics:
-        assert record.tokens_per_second > 0 and record.memory_nbytes[0] > 0 and record.planned_nbytes
-        assert (record.mfu is not None and 0 < record.mfu < 1) == (device == "cuda")
-    assert "tokens/s" in said
-    trace = json.loads((tmp_path / "profile" / "trace.json").read_text())["traceEvents"]
+        assert record.tokens_per_second > 0 and record.memory_nbytes[0] > 0
+    assert "tokens/s" in said and "plan: the run needs" in said and ("MFU" in said) == (device == "cuda")
+    trace = json.loads((tmp_path / "profile" / "profile_0.json").read_text())["traceEvents"]
     assert any(event.get("cat") == "kernel" for event in trace) == (device == "cuda")
     report = (tmp_path / "report.html").read_text()
     assert all(word in report for word in ("tokens", "memory", "step"))
-    assert ("MFU" in report) == (device == "cuda")
-    assert (tmp_path / "export" / "model.safetensors").is_file() and (tmp_path / "sample.txt").read_text()
+    assert (tmp_path / "export" / "model.safetensors").is_file()
 
 
 def test_the_third_step_is_what_was_planned(device: str, inputs: Path, tmp_path: Path) -> None:
@@ -195,7 +191,7 @@ def test_a_training_run_that_compiles_and_recomputes(device: str, inputs: Path, 
     found = []
     for name, more in (("plain", []), ("compiled", ["--compile", "--activation-checkpointing", "--loss-chunk", "64"])):
         (tmp_path / name).mkdir()
-        own = ["--steps", "4", "--held-out", "0", "--no-export", "--no-plot", "--sample-tokens", "0", *more]
+        own = ["--steps", "4", "--held-out", "0", "--no-export", "--no-plot", *more]
         train(device, inputs, tmp_path / name, *own)
         found.append([record.loss for record in read_metrics(tmp_path / name / "metrics.jsonl")])
     assert found[1] == pytest.approx(found[0], rel=HALF)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from fullshard.api import Accelerator
 from fullshard.core.errors import ConfigError
-from fullshard.launch import RankEnvironment
 from fullshard.recipes.arguments import TrainArguments
 from fullshard.recipes.data import END_OF_TEXT, load_tokenizer, prepare_data, train_tokenizer
 
@@ -40,10 +41,12 @@ def _refuse(checksum: int) -> None:
 
 def test_data_is_kept_while_what_it_is_made_from_is_the_same(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(Path(__file__).read_bytes())
+    accelerator: Any = Accelerator(cpu=True)
+    accelerator.say = print
 
     def prepare(vocab_size: int, check: Callable[[int], None] = lambda checksum: None) -> tuple[int, int]:
         settings = {"data": str(tmp_path / "a.txt"), "output_dir": tmp_path / "out", "vocab_size": vocab_size}
-        data = prepare_data(TrainArguments.of(settings | {"seq_len": 8}), RankEnvironment(), check)
+        data = prepare_data(TrainArguments.of(settings | {"seq_len": 8}), accelerator, check)
         assert len(data.tokenizer) <= vocab_size
         return data.checksum, (tmp_path / "out" / "data" / "tokens.bin").stat().st_mtime_ns
 

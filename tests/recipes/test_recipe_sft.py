@@ -149,7 +149,7 @@ def pefts_losses(words: list[str], adapter: str) -> list[float]:
         quantization_config=quantized if arguments.model.load_in_4bit else None,
     )  # fmt: skip
     model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=8, mean_resizing=False)
-    train, _ = sft.load_data(arguments, tokenizer)
+    train, _ = sft.load_data(arguments)
     trainer = trl.SFTTrainer(
         model, args=training, train_dataset=train, processing_class=tokenizer,
         peft_config=trl.get_peft_config(arguments.model),
@@ -189,7 +189,6 @@ def test_the_commands_of_the_page(tmp_path: Path, place: Path, number: int) -> N
     said = launch("verbatim", 2, {}, fails=True)
     for flag in ("append_concat_token", "add_special_tokens", "use_flash_attn", "dataset_text_field"):
         assert f"--{flag} has no effect" in said
-    assert "--evaluation_strategy is --eval_strategy today" in said
     assert f"the model is saved in {tmp_path / 'verbatim'}, whole, but it is not on the hub" in said
     assert "hf upload" in said
 
@@ -298,8 +297,7 @@ def loaded(data: Path, *words: str, chat_template_format: str = "chatml") -> tup
 
     form = ("--chat_template_format", chat_template_format)
     arguments, _ = parsed(*form, *words, data=str(data))
-    tokenizer = SimpleNamespace(chat_template=None if chat_template_format == "none" else "of the format")
-    return load_data(arguments, tokenizer)
+    return load_data(arguments)
 
 
 def test_a_model_that_is_not_there_is_one_message(tmp_path: Path) -> None:
@@ -314,7 +312,7 @@ def test_a_model_that_is_not_there_is_one_message(tmp_path: Path) -> None:
 def test_one_file_is_trained_on_and_not_evaluated_on(tmp_path: Path) -> None:
     train, test = loaded(write_rows(tmp_path / "chats.jsonl", CHAT, CHAT))
     assert len(train) == 2 and test is None
-    with pytest.raises(ConfigError, match="names no split to train on"):
+    with pytest.raises(ConfigError, match="has no split 'test', but train"):
         loaded(tmp_path / "chats.jsonl", "--splits", "test")
 
 
@@ -325,9 +323,9 @@ def test_a_split_is_the_files_that_have_its_name(tmp_path: Path) -> None:
     train, test = loaded(tmp_path)
     assert (len(train), len(test)) == (2, 1)
     assert loaded(tmp_path, "--splits", "train,tes")[1] is None
-    with pytest.raises(ConfigError, match=r"eval_strategy = .* no split 'tes' to evaluate on"):
+    with pytest.raises(ConfigError, match="has no split 'tes', but train, test"):
         loaded(tmp_path, "--splits", "train,tes", "--eval_strategy", "epoch")
-    with pytest.raises(ConfigError, match="no split 'training' to train on, but train, test"):
+    with pytest.raises(ConfigError, match="has no split 'training', but train, test"):
         loaded(tmp_path, "--splits", "training")
 
 
@@ -492,8 +490,8 @@ def test_a_launcher_starts_again_what_was_killed(tmp_path: Path, place: Path, mo
 @pytest.mark.parametrize(
     ("environment", "words", "begun"),
     [
-        ({"TORCHELASTIC_MAX_RESTARTS": "3"}, [], "holds checkpoint-2, checkpoint-1 of an earlier run"),
-        ({"TORCHELASTIC_MAX_RESTARTS": "3"}, ["--resume_from_checkpoint", "False"], "holds checkpoint-2, checkpoint-1"),
+        ({"TORCHELASTIC_MAX_RESTARTS": "3"}, [], "holds checkpoint-2 of an earlier run"),
+        ({"TORCHELASTIC_MAX_RESTARTS": "3"}, ["--resume_from_checkpoint", "False"], "holds checkpoint-2 of"),
         ({"FULLSHARD_ELASTIC": "1:2"}, ["--resume_from_checkpoint", "elsewhere/checkpoint-7"], "holds checkpoint-2"),
         ({"TORCHELASTIC_MAX_RESTARTS": "3"}, ["--resume_from_checkpoint", "out/checkpoint-1"], "holds checkpoint-2 of"),
         ({"TORCHELASTIC_MAX_RESTARTS": "3"}, ["--resume_from_checkpoint", "out/checkpoint-2"], "begun"),
@@ -601,7 +599,7 @@ def test_every_flag_of_the_page_is_understood() -> None:
         assert (training.max_length, training.seed) == (int(written["--max_seq_len"]), int(written["--seed"]))
         assert arguments.model.lora_r == int(written["--lora_r"]) and training.packing
         assert arguments.training.gradient_checkpointing_kwargs == {"use_reentrant": arguments.own.use_reentrant}
-        assert len(said) >= 4
+        assert len(said) == 3
 
 
 def test_the_page_names_every_flag() -> None:
@@ -622,21 +620,17 @@ def test_a_warmup_ratio_is_a_share_of_the_steps() -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--lora_dropot", "3"], "did you mean --lora_dropout"),
-        (["--use_4bit_quantization", "True"], "nothing to train"),
+        (["--lora_dropot", "3"], "unknown --lora_dropot; did you mean --lora_dropout"),
         (["--chat_template_format", "alpaca"], "invalid choice: 'alpaca'"),
-        (["--use_unsloth", "True"], "unknown flag --use_unsloth"),
+        (["--use_unsloth", "True"], "unknown --use_unsloth"),
         (["--dataset_streaming", "True"], "is not supported"),
         (["--learning_rate", "fast"], "not accepted: argument --learning_rate/.*: invalid float value: 'fast'"),
-        (["--max_steps", "3", "stray"], "not used.*'stray'"),
-        (["--warmup_ratio", "1.0"], "below 1"),
-        (["--max_seq_length", "8", "--max_length", "9"], "keep the second"),
+        (["--max_steps", "3", "stray"], "unknown stray"),
+        (["--warmup_ratio", "1.0"], "warmup_ratio: .*below 1"),
         (
             ["--report_to", "dvclive"],
             r"'dvclive' is not installed\nhint: pip install 'fullshard\[dvclive\]'",
         ),
-        (["--log_with", "tensorboard", "--report_to", "none"], "--log_with and --report_to both say it"),
-        (["--splits", "test"], "names no split to train on"),
     ],
 )
 def test_refused(words: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -653,17 +647,15 @@ def test_a_missing_trl_is_said_before_anything_else(monkeypatch: pytest.MonkeyPa
         read_arguments(["run.yaml", "--nproc", "1"], print)
 
 
-def in_yaml(path: Path, text: str) -> Any:
+def in_yaml(path: Path, text: str, dataset: str = "d") -> Any:
     """The arguments in a file that says little more than `text`."""
     from fullshard.recipes.sft_arguments import read_arguments
 
-    path.write_text("model_name_or_path: m\ndataset_name: d\noutput_dir: o\nbf16: false\n" + text)
+    path.write_text(f"model_name_or_path: m\ndataset_name: {dataset}\noutput_dir: o\nbf16: false\n" + text)
     return read_arguments([str(path)], print)
 
 
 def test_null_in_a_file_says_nothing(tmp_path: Path) -> None:
-    from fullshard.recipes.sft_arguments import make_arguments
-
     without = in_yaml(tmp_path / "run.yaml", "")
     names = ("splits", "seed", "report_to", "resume_from_checkpoint", "hub_model_id", "use_unsloth",
              "gradient_checkpointing_kwargs", "run_name", "eos_token", "profile", "optim_args")  # fmt: skip
@@ -671,8 +663,8 @@ def test_null_in_a_file_says_nothing(tmp_path: Path) -> None:
     assert (arguments.model, arguments.script, arguments.own) == (without.model, without.script, without.own)
     assert arguments.training.to_dict() == without.training.to_dict()
     assert in_yaml(tmp_path / "run.yaml", "max_length: null\n").training.max_length is None  # TRL's for no limit
-    with pytest.raises(ConfigError, match="--dataset_name is missing"):
-        make_arguments({"model_name_or_path": "m", "dataset_name": None}, print)
+    with pytest.raises(ConfigError, match="--dataset_name: it is missing"):
+        in_yaml(tmp_path / "run.yaml", "", dataset="null")
 
 
 def test_several_values(tmp_path: Path) -> None:
@@ -691,7 +683,7 @@ lr_scheduler_kwargs: {x: [1, 2]}
     training = arguments.training
     assert (training.report_to, training.label_names) == (["tensorboard"], ["a", "b"])
     assert training.lr_scheduler_kwargs == {"x": [1, 2]}
-    with pytest.raises(ConfigError, match=r"not used.*'2'"):
+    with pytest.raises(ConfigError, match="unknown 2"):
         in_yaml(tmp_path / "run.yaml", "max_steps: [1, 2]\n")
     training = parsed("--report_to", "tensorboard", "x", "--label-names", "a", "b", "--max_steps", "1")[0].training
     assert (training.report_to, training.label_names) == (["tensorboard", "x"], ["a", "b"])
@@ -700,14 +692,12 @@ lr_scheduler_kwargs: {x: [1, 2]}
 @pytest.mark.parametrize(
     ("words", "launch"),
     [
-        (["--check_plan", "True", "--max_restarts", "1"], ["--check_plan", "--max_restarts", "1"]),
-        (["--check_plan=True"], ["--check_plan"]),
-        (["--check_plan", "False", "--max_restarts", "1"], ["--max_restarts", "1"]),
-        (["--check_plan"], ["--check_plan"]),
-        (["-n", "2"], ["-n", "2"]),
+        (["--check-plan", "--max_restarts", "1"], ["--check_plan", "--max_restarts", "1"]),
+        (["--timeout=3"], ["--timeout", "3"]),
+        (["-n", "2"], ["--num_processes", "2"]),
     ],
 )
-def test_the_launchers_flags_take_true_and_false(
+def test_the_launchers_flags_are_handed_on(
     words: list[str], launch: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from fullshard.cli.sft import sft
@@ -719,8 +709,6 @@ def test_the_launchers_flags_take_true_and_false(
         for written in ([*own, *words], [*words, *own]):
             sft(cast("Any", SimpleNamespace(args=written)))
             assert seen.pop() == ["launch", *launch, "-m", "fullshard.recipes.sft", *own]
-    with pytest.raises(ConfigError, match="--check_plan = 'maybe'"):
-        sft(cast("Any", SimpleNamespace(args=["--check_plan=maybe", "--bf16"])))
 
 
 @pytest.mark.full

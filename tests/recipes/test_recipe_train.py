@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -62,8 +63,6 @@ def _command(inputs: Path, output: Path, *more: str) -> list[str]:
         "seq-len": 32,
         "lr": 0.01,
         "vocab-size": 320,
-        "sample-tokens": 12,
-        "prompt": "one and",
         "device": "cpu",
     }
     options = [text for name, value in settings.items() for text in (f"--{name}", str(value))]
@@ -106,13 +105,10 @@ def test_run_learns_and_says_so(whole: tuple[Path, str]) -> None:
     output, text = whole
     metrics = list(read_metrics(output / "metrics.jsonl"))
     assert [record.step for record in metrics] == list(range(1, STEPS + 1))
-    entropy = _number_after(text, "unigram entropy: ")
-    held_out = _number_after(text, "held-out loss: ")
+    entropy = _entropy(output)
     assert metrics[0].loss > entropy
     assert metrics[-1].loss < 0.8 * entropy
-    assert held_out < 0.8 * entropy
-    last = [record.loss for record in metrics[-6:]]
-    assert _number_after(text, "training loss: ") == pytest.approx(sum(last) / 6, abs=1e-4)
+    assert _number_after(text, "held-out loss: ") < 0.8 * entropy
     assert all(record.tokens == 6 * 32 and len(record.memory_nbytes) == 2 for record in metrics)
     assert metrics[-1].tokens_seen == STEPS * 6 * 32
     assert "resume: no complete checkpoint in" in text
@@ -121,17 +117,22 @@ def test_run_learns_and_says_so(whole: tuple[Path, str]) -> None:
     assert len(lines) == STEPS // 10
 
 
+def _entropy(output: Path) -> float:
+    """The loss, in nats, of the best model that knows only how frequent each token is."""
+    shares = np.bincount(np.fromfile(output / "data" / "tokens.bin", "<u4"))
+    shares = shares[shares > 0] / shares.sum()
+    return float(-(shares * np.log(shares)).sum())
+
+
 def _number_after(text: str, label: str) -> float:
     return float(text.partition(label)[2].split()[0])
 
 
 def test_run_leaves_whole_files(whole: tuple[Path, str]) -> None:
-    """Checkpoints (the two newest), export, sample, picture; each is named at the end; nothing temporary is left."""
+    """Checkpoints (the two newest), export, report; each is named at the end; nothing temporary is left."""
     output, text = whole
-    assert (output / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert (output / "sample.txt").read_text().startswith("one and")
-    assert json.loads((output / "arguments.json").read_text())["steps"] == STEPS
-    for name in ("sample.txt", "export", "loss.png", "metrics.jsonl"):
+    assert json.loads((output / "settings.json").read_text())["--steps"] == {"value": STEPS, "origin": "given"}
+    for name in ("export", "report.html", "metrics.jsonl"):
         assert f": {output / name}\n" in text
     names = sorted(path.name for path in (output / "checkpoints").iterdir() if path.is_dir())
     assert names == [f"step-{STEPS - SAVE_EVERY:06d}", f"step-{STEPS:06d}"]
@@ -140,23 +141,22 @@ def test_run_leaves_whole_files(whole: tuple[Path, str]) -> None:
 
 def test_export_is_the_trained_model(whole: tuple[Path, str]) -> None:
     """Transformers loads it, and it predicts the data as well as the run said."""
-    output, text = whole
+    output, _ = whole
     model = AutoModelForCausalLM.from_pretrained(output / "export").eval()
     tokenizer = AutoTokenizer.from_pretrained(output / "export")
     ids = tokenizer("one and two make one.\ntwo and three make eight.\n" * 3, return_tensors="pt")["input_ids"][:, :64]
     with torch.no_grad():
         loss = float(model(input_ids=ids, labels=ids).loss)
-    assert loss < 0.9 * _number_after(text, "unigram entropy: ")
+    assert loss < 0.9 * _entropy(output)
     generated = model.generate(ids[:, :4], max_new_tokens=4, do_sample=False)
     assert generated.shape[1] == 8
 
 
 WORKER = """
 import os, signal, sys
-from pathlib import Path
 from fullshard.recipes.arguments import TrainArguments
 
-steps, attempt = TrainArguments.read(Path(sys.argv[1])).steps, os.environ["TORCHELASTIC_RESTART_COUNT"]
+steps, attempt = TrainArguments.model_validate_json(sys.argv[1]).steps, os.environ["TORCHELASTIC_RESTART_COUNT"]
 sys.stdout.write(f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}, attempt {attempt}: {steps} steps\\n")
 sys.stdout.flush()
 if attempt == "0" and os.environ["WORLD_SIZE"] == "1":
@@ -181,7 +181,7 @@ def test_the_command_starts_its_ranks(inputs: Path, tmp_path: Path, nproc: int, 
 
 @pytest.mark.full
 def test_killed_rank_then_resume_equals_the_whole_run(whole: tuple[Path, str], inputs: Path, tmp_path: Path) -> None:
-    """kill -9 of one rank in the middle of the run; `--resume auto` ends bit for bit where the whole run ended.
+    """kill -9 of one rank in the middle of the run; the same command ends bit for bit where the whole run ended.
 
     The run that is killed saves in the background, the whole one did not.
     """
@@ -199,7 +199,6 @@ def test_killed_rank_then_resume_equals_the_whole_run(whole: tuple[Path, str], i
     one, two = (load_file(directory / "export" / "model.safetensors") for directory in (output, tmp_path))
     assert one.keys() == two.keys()
     assert all(torch.equal(one[name], two[name]) for name in one)
-    assert (tmp_path / "sample.txt").read_text() == (output / "sample.txt").read_text()
 
 
 def _trajectory(output: Path) -> list[tuple[int, float, float | None, float, int]]:

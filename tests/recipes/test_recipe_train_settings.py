@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import sqlite3
@@ -21,22 +22,20 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from fullshard.checkpoint.lease import LEASE_NAME
 from fullshard.config.trackers import PACKAGES
-from fullshard.core.errors import CheckpointError, ConfigError, DamagedError, DataError, NonFiniteError, WrapError
-from fullshard.core.journal import read_journal
+from fullshard.core.errors import ConfigError, DamagedError, DataError, NonFiniteError, WrapError
 from fullshard.features import describe
 from fullshard.launch.preemption import PREEMPTED, exit_code
 from fullshard.observe import StepMetrics, read_metrics
 from fullshard.recipes.arguments import TrainArguments
 from fullshard.recipes.data import train_tokenizer
-from fullshard.recipes.train import train
-from fullshard.recipes.trainer import Trainer, learning_rate
+from fullshard.recipes.train import Run, learning_rate, train
 from tests.checkpoint.test_lease import another_job
 from tests.differential import TOLERANCE
 from tests.distributed import run_ranks
 
 STEPS = 4
 
-Run = Callable[..., list[StepMetrics]]
+Runner = Callable[..., list[StepMetrics]]
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +73,6 @@ def _arguments(inputs: Path, output: Path, **changes: Any) -> TrainArguments:
         "save_every": 0,
         "log_every": 1,
         "vocab_size": 320,
-        "sample_tokens": 0,
         "export": False,
         "plot": False,
         "device": "cpu",
@@ -83,7 +81,7 @@ def _arguments(inputs: Path, output: Path, **changes: Any) -> TrainArguments:
 
 
 @pytest.fixture
-def run(inputs: Path, tmp_path: Path) -> Run:
+def run(inputs: Path, tmp_path: Path) -> Runner:
     """Train in this process and return the steps; settings are given by name."""
 
     def run(output: str = "out", **changes: Any) -> list[StepMetrics]:
@@ -109,9 +107,9 @@ def reference(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> list[St
 def _watched(arguments: TrainArguments) -> tuple[str, int]:
     """Train; what the model is in the last step, and how often a part of its first layer ran in it."""
     seen: list[tuple[str, int]] = []
-    step = Trainer.step
+    step = Run.step
 
-    def watched(trainer: Trainer, number: int) -> Any:
+    def watched(trainer: Run, number: int) -> Any:
         runs: list[int] = []
         part = trainer.model.get_submodule("model.layers.0.mlp")
         handle = part.register_forward_pre_hook(lambda *_: runs.append(number))
@@ -121,7 +119,7 @@ def _watched(arguments: TrainArguments) -> tuple[str, int]:
         return result
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Trainer, "step", watched)
+        patch.setattr(Run, "step", watched)
         train(arguments)
     return seen[-1]
 
@@ -164,7 +162,9 @@ def test_layout_does_not_change_the_training(
     assert norms[0] == pytest.approx(norms[1], rel=TOLERANCE)
 
 
-def test_two_ranks_resume_what_one_began(inputs: Path, tmp_path: Path, run: Run, reference: list[StepMetrics]) -> None:
+def test_two_ranks_resume_what_one_began(
+    inputs: Path, tmp_path: Path, run: Runner, reference: list[StepMetrics]
+) -> None:
     """The world size may change at a resume; each sequence is still seen once, in the same order."""
     run(steps=2, min_lr_ratio=1.0)
     whole = run("whole", min_lr_ratio=1.0)
@@ -175,7 +175,7 @@ def test_two_ranks_resume_what_one_began(inputs: Path, tmp_path: Path, run: Run,
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 0.02), ("fp16", 0.01)])
-def test_precision_acts(run: Run, reference: list[StepMetrics], precision: str, tolerance: float) -> None:
+def test_precision_acts(run: Runner, reference: list[StepMetrics], precision: str, tolerance: float) -> None:
     """Close to fp32 and not equal to it."""
     metrics = run(precision=precision)
     assert _losses(metrics) == pytest.approx(_losses(reference), rel=tolerance)
@@ -200,7 +200,7 @@ def test_precision_acts(run: Run, reference: list[StepMetrics], precision: str, 
     ids=str,
 )
 def test_setting_changes_the_training(
-    run: Run, reference: list[StepMetrics], changes: dict[str, Any], same_steps: int
+    run: Runner, reference: list[StepMetrics], changes: dict[str, Any], same_steps: int
 ) -> None:
     """And not before it may: a learning rate, for one, cannot change the loss of the first step."""
     losses, expected = _losses(run(**changes)), _losses(reference)
@@ -208,47 +208,47 @@ def test_setting_changes_the_training(
     assert all(one != other for one, other in zip(losses[same_steps:], expected[same_steps:], strict=True))
 
 
-def test_text_field_and_jsonl(inputs: Path, tmp_path: Path, run: Run, reference: list[StepMetrics]) -> None:
+def test_text_field_and_jsonl(inputs: Path, tmp_path: Path, run: Runner, reference: list[StepMetrics]) -> None:
     """The same text from a row gives the same run as from a file."""
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"body": (inputs / "data.txt").read_text()}) + "\n")
     assert _losses(run(data=str(path), text_field="body")) == _losses(reference)
 
 
-def test_checkpoints_kept_and_every(run: Run, tmp_path: Path) -> None:
+def test_checkpoints_kept_and_every(run: Runner, tmp_path: Path) -> None:
     run(save_every=1, keep_checkpoints=3)
     names = sorted(path.name for path in (tmp_path / "out" / "checkpoints").glob("step-*"))
     assert names == ["step-000002", "step-000003", "step-000004"]
 
 
-def test_console_prints_every_and_reports(run: Run, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_console_prints_every_and_reports(run: Runner, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     run(log_every=3, held_out=0.1, eval_sequences=7)
     text = capfd.readouterr().out
     assert [line.split(" | ")[0] for line in text.splitlines() if line.startswith("step")] == ["step 3/4", "step 4/4"]
     assert "held-out loss: " in text
     run("without", held_out=0)
-    assert "held-out" not in capfd.readouterr().out.replace("0 tokens are held out", "")
+    assert "held-out" not in capfd.readouterr().out
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_extras_are_written_when_wanted(run: Run, tmp_path: Path) -> None:
-    run(profile=True, profile_steps="2-3", tensorboard=True, export=True, plot=True, sample_tokens=3, prompt="line 1")
+def test_extras_are_written_when_wanted(run: Runner, tmp_path: Path) -> None:
+    run(profile=True, profile_steps="2-3", log_with="tensorboard", export=True, plot=True)
     output = tmp_path / "out"
     assert list((output / "tensorboard").rglob("events.*"))
-    names = [entry["name"] for entry in json.loads((output / "profile" / "trace.json").read_text())["traceEvents"]]
-    assert [names.count(f"backward {unit}") for unit in ("model.layers.0", "model.layers.1")] == [2, 2], "of two steps"
+    names = [entry["name"] for entry in json.loads((output / "profile" / "profile_0.json").read_text())["traceEvents"]]
+    units = ("model.layers.0", "model.layers.1")
+    assert [names.count(f"fullshard: backward_begin {unit}") for unit in units] == [2, 2], "of two steps"
     run("named", log_with="tensorboard")
     assert list((tmp_path / "named" / "tensorboard").rglob("events.*"))
-    assert (output / "sample.txt").read_text().startswith("line 1")
     run("bare")
     present = {path.stem for path in (tmp_path / "bare").iterdir() if path.is_file()}
-    kept = {"arguments", "environment", "metrics", "plan", "settings", "events"}
+    kept = {"environment", "metrics", "settings", "events"}
     assert present == kept
 
 
 def test_trackers_that_cannot_be_had_are_refused_before_anything_is_done(inputs: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--log-with: no tracker 'tensorbord'\nhint: there are tensorboard, wandb"):
-        _arguments(inputs, tmp_path / "out", log_with="tensorbord")
+    with pytest.raises(ConfigError, match=r"log_with: .*tensorbord"):
+        train(_arguments(inputs, tmp_path / "out", log_with="tensorbord"))
     with pytest.raises(ConfigError, match=r"'dvclive' is not installed\nhint: pip install 'fullshard\[dvclive\]'"):
         train(_arguments(inputs, tmp_path / "out", log_with="dvclive"))
     assert not (tmp_path / "out" / "checkpoints").exists()
@@ -260,17 +260,16 @@ def test_every_extra_of_a_tracker_is_one_of_the_project() -> None:
     assert {extra for _, extra in PACKAGES.values()} <= extras.keys()
 
 
-def test_a_run_writes_down_its_plan_and_where_it_runs(run: Run, tmp_path: Path) -> None:
+def test_a_run_says_its_plan_and_writes_down_where_it_runs(
+    run: Runner, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     metrics = run(save_every=2, lr=4e-3)
-    planned = json.loads((tmp_path / "out" / "plan.json").read_text())
-    assert [unit["name"] for unit in planned["units"]] == ["model.layers.0", "model.layers.1", ""]
-    elements = sum(bucket["elements"] for unit in planned["units"] for bucket in unit["buckets"])
-    assert elements == planned["model"]["parameters"]
-    assert metrics[0].planned_nbytes == planned["memory"]["needed"] + planned["process"]
-    assert metrics[0].mfu is None and metrics[0].checkpoint_seconds == metrics[1].checkpoint_seconds == 0
+    assert re.search(r"\nplan: the run needs [\d.]+ MiB per rank\n", capsys.readouterr().out)
+    assert metrics[0].checkpoint_seconds == metrics[1].checkpoint_seconds == 0
     assert metrics[2].checkpoint_seconds > 0
     environment = json.loads((tmp_path / "out" / "environment.json").read_text())
     assert (environment["device"], environment["ranks"], environment["torch"]) == ("cpu", 1, torch.__version__)
+    assert environment["model"] == "LlamaForCausalLM, 41.1 k parameters"
 
 
 TRACKED = {
@@ -283,7 +282,7 @@ TRACKED = {
 @pytest.mark.full
 @pytest.mark.parametrize("name", TRACKED)
 def test_other_trackers_get_every_step(
-    name: str, run: Run, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, run: Runner, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Offline, through their own packages, which are no part of what the other tests need."""
     monkeypatch.chdir(tmp_path)
@@ -308,7 +307,7 @@ def test_other_trackers_get_every_step(
         assert b"learning_rate" in file.read_bytes()
 
 
-def test_weights_and_tokenizer_of_a_directory_are_used(run: Run, tmp_path: Path) -> None:
+def test_weights_and_tokenizer_of_a_directory_are_used(run: Runner, tmp_path: Path) -> None:
     """Training goes on from an exported model with its own tokenizer: the loss begins where the export ended."""
     first = run(steps=40, export=True, lr=1e-2)
     second = run("second", model=str(tmp_path / "out" / "export"), seed=5)
@@ -317,7 +316,7 @@ def test_weights_and_tokenizer_of_a_directory_are_used(run: Run, tmp_path: Path)
 
 
 @pytest.mark.parametrize("highest", [370, 70_000])
-def test_a_tokenizer_whose_ids_have_gaps(inputs: Path, run: Run, tmp_path: Path, highest: int) -> None:
+def test_a_tokenizer_whose_ids_have_gaps(inputs: Path, run: Runner, tmp_path: Path, highest: int) -> None:
     """Its highest id is more than its size; ids that do not fit the model are refused."""
     directory = tmp_path / "model"
     tokenizer = train_tokenizer(iter([(inputs / "data.txt").read_text()]), vocab_size=320)
@@ -328,15 +327,14 @@ def test_a_tokenizer_whose_ids_have_gaps(inputs: Path, run: Run, tmp_path: Path,
     (directory / "tokenizer.json").write_text(json.dumps(description))
     _write_config(directory / "config.json", vocab_size=highest + 1, hidden_size=8)
     run(model=str(directory), steps=1)
-    dtype = json.loads((tmp_path / "out" / "data" / "tokens.json").read_text())["dtype"]
-    assert highest in np.fromfile(tmp_path / "out" / "data" / "tokens.bin", dtype=dtype)
+    assert highest in np.fromfile(tmp_path / "out" / "data" / "tokens.bin", "<u4")
     _write_config(directory / "config.json", vocab_size=highest)
     with pytest.raises(ConfigError, match=f"the tokenizer has ids up to {highest}, .* only {highest} embeddings"):
         run("small", model=str(directory))
 
 
 def test_directory_without_weights_starts_at_random(
-    inputs: Path, tmp_path: Path, run: Run, reference: list[StepMetrics]
+    inputs: Path, tmp_path: Path, run: Runner, reference: list[StepMetrics]
 ) -> None:
     bare = tmp_path / "bare"
     bare.mkdir()
@@ -344,7 +342,7 @@ def test_directory_without_weights_starts_at_random(
     assert _losses(run(model=str(bare))) == _losses(reference)
 
 
-def test_export_loads_at_any_settings(run: Run, tmp_path: Path) -> None:
+def test_export_loads_at_any_settings(run: Runner, tmp_path: Path) -> None:
     run(export=True, precision="bf16")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "export")
     assert model.dtype == torch.float32, "main weights are exported, not what was computed in"
@@ -360,14 +358,12 @@ def test_export_loads_at_any_settings(run: Run, tmp_path: Path) -> None:
         ({"model": "./nowhere/config.json"}, ConfigError, r"--model: no file or directory './nowhere/config.json'"),
         ({"model": "{inputs}/data.txt"}, ConfigError, r"cannot read the configuration of a model"),
         ({"wrap": "LlamaDecoderLayr"}, WrapError, r"LlamaDecoderLayer"),
-        ({"strategy": "HYBRID_SHARD"}, ConfigError, r"needs the number of ranks per shard group"),
         ({"device": "cuda"}, ConfigError, r"has no CUDA device: this host has 0"),
-        ({"resume": "./nowhere"}, ConfigError, r"--resume ./nowhere: no such checkpoint directory"),
     ],
     ids=str,
 )
 def test_what_cannot_work_is_refused(
-    inputs: Path, run: Run, changes: dict[str, Any], kind: type[Exception], message: str
+    inputs: Path, run: Runner, changes: dict[str, Any], kind: type[Exception], message: str
 ) -> None:
     if changes.get("device") == "cuda" and torch.cuda.is_available():
         pytest.skip("this machine has a CUDA device")
@@ -376,46 +372,37 @@ def test_what_cannot_work_is_refused(
         run(**changes)
 
 
-def test_resume_guards(inputs: Path, run: Run, tmp_path: Path, reference: list[StepMetrics]) -> None:
+def test_resume_guards(inputs: Path, run: Runner, tmp_path: Path, reference: list[StepMetrics]) -> None:
     """A run is neither mixed with another one, nor removed without being asked for."""
     checkpoints = tmp_path / "out" / "checkpoints"
     run(save_every=2)
-    with pytest.raises(ConfigError, match=r"an earlier run .*: step-000002, step-000004\nhint: .*--overwrite"):
-        run(resume="never")
     with pytest.raises(ConfigError, match=r"--batch-size was 5 and is 4; --seed was 0 and is 3"):
         run(batch_size=4, seed=3)
-    with pytest.raises(ConfigError, match=r"the tokens of the data are different"):
+    with pytest.raises(ConfigError, match=r"--max-data-mb was None and is 0\.02"):
         run(max_data_mb=0.02)
     with pytest.raises(ConfigError, match=r"is 4 steps in, more than --steps 3"):
         run(steps=3)
-    with pytest.raises(ConfigError, match=r"an earlier run .*: step-000004"):
-        run(resume=str(checkpoints / "step-000002"))
     assert sorted(path.name for path in checkpoints.glob("step-*")) == ["step-000002", "step-000004"]
-    elsewhere = run("elsewhere", resume=str(checkpoints / "step-000002"))
-    assert _losses(elsewhere) == _losses(reference)[2:]
-    again = run(overwrite=True)
-    assert _losses(again) == _losses(reference)
-    assert [path.name for path in checkpoints.glob("step-*")] == ["step-000004"]
+    shutil.rmtree(checkpoints / "step-000004")
+    assert _losses(run()) == _losses(reference), "from the one before"
 
 
-def test_damaged_checkpoint_is_passed_over_or_refused(run: Run, tmp_path: Path, reference: list[StepMetrics]) -> None:
-    """`auto` goes on from the newest complete one; a damaged one that was named is an error."""
+def test_an_incomplete_checkpoint_is_passed_over(run: Runner, tmp_path: Path, reference: list[StepMetrics]) -> None:
+    """It goes on from the newest complete one."""
     run(save_every=2)
     newest = tmp_path / "out" / "checkpoints" / "step-000004"
     (newest / next(path.name for path in newest.iterdir() if "model" in path.name)).unlink()
-    with pytest.raises(CheckpointError):
-        run("elsewhere", resume=str(newest))
     assert _losses(run()) == _losses(reference)
 
 
-def test_a_directory_that_another_job_uses_is_refused(run: Run, tmp_path: Path) -> None:
+def test_a_directory_that_another_job_uses_is_refused(run: Runner, tmp_path: Path) -> None:
     with another_job("folder", tmp_path / "out") as refused, pytest.raises(ConfigError, match=refused):
-        run(overwrite=True)
+        run()
     assert [entry.name for entry in (tmp_path / "out").iterdir()] == [LEASE_NAME]
 
 
-def test_auto_passes_over_what_is_damaged(
-    run: Run, tmp_path: Path, reference: list[StepMetrics], capsys: pytest.CaptureFixture[str]
+def test_a_run_passes_over_what_is_damaged(
+    run: Runner, tmp_path: Path, reference: list[StepMetrics], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One bit is another: it goes on from the checkpoint before, and says so; where all are damaged it is an error."""
     run(save_every=2)
@@ -438,7 +425,7 @@ def test_auto_passes_over_what_is_damaged(
         run()
 
 
-def test_what_is_not_finite_stops_the_run(run: Run, tmp_path: Path) -> None:
+def test_what_is_not_finite_stops_the_run(run: Runner, tmp_path: Path) -> None:
     """Before it gets into a checkpoint."""
     with pytest.raises(
         NonFiniteError, match=r"gradients are not finite: .* \(NaN\) .*; they came from rank 0"
@@ -451,59 +438,40 @@ def test_what_is_not_finite_stops_the_run(run: Run, tmp_path: Path) -> None:
 @pytest.fixture
 def bad_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss of the third batch of the data is NaN."""
-    loss_sum = Trainer._loss_sum
+    loss_sum = Run._loss_sum
     batches: list[torch.Tensor] = []
 
-    def spoiled(trainer: Trainer, micro_batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def spoiled(trainer: Run, micro_batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         inputs = micro_batch[0]
         if not any(torch.equal(inputs, known) for known in batches):
             batches.append(inputs)
         loss = loss_sum(trainer, micro_batch)
         return loss * math.nan if torch.equal(inputs, batches[min(2, len(batches) - 1)]) and len(batches) > 2 else loss
 
-    monkeypatch.setattr(Trainer, "_loss_sum", spoiled)
+    monkeypatch.setattr(Run, "_loss_sum", spoiled)
 
 
 @pytest.mark.usefixtures("bad_batch")
-def test_a_step_that_is_not_finite_is_left_out(run: Run, reference: list[StepMetrics]) -> None:
+def test_a_step_that_is_not_finite_is_left_out(run: Runner, reference: list[StepMetrics]) -> None:
     with pytest.warns(UserWarning, match=r"step 3 of this process: .*; the step is left out \(1 so far\)"):
         losses = _losses(run(nonfinite_gradients="skip", held_out=0))
     assert math.isnan(losses[2]) and all(map(math.isfinite, losses[:2] + losses[3:]))
 
 
-@pytest.mark.usefixtures("bad_batch")
-def test_a_rollback_goes_past_the_data(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The steps are as many, without the data since the checkpoint; a resume knows of it."""
-    settings = {"nonfinite_gradients": "rollback", "save_every": 2, "held_out": 0, "steps": STEPS + 1}
-    losses = _losses(run(**settings))
-    assert len(losses) == STEPS + 1 and all(map(math.isfinite, losses))
-    assert "rollback: to the checkpoint after step 2; 1 batches are passed over" in capsys.readouterr().out
-    events = [(event["kind"], event["step"]) for event in read_journal(tmp_path / "out")]
-    expected = [("start", None), ("save", 2), ("load", 3), ("rollback", 3), ("save", 4), ("save", 5), ("end", 5)]
-    assert events == expected
-    manifest = json.loads((tmp_path / "out" / "checkpoints" / "step-000004" / "manifest.json").read_text())
-    assert '"skipped_batches": 1' in json.dumps(manifest)
-    shutil.rmtree(tmp_path / "out" / "checkpoints" / "step-000005")
-    assert _losses(run(**settings)) == losses
-    with pytest.raises(NonFiniteError) as error:
-        run("none", **settings | {"save_every": 0})
-    assert error.value.__notes__[-1] == "fullshard: there is no checkpoint to go back to"
-
-
 @pytest.mark.parametrize("async_save", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_signal_saves_and_ends(
-    run: Run, monkeypatch: pytest.MonkeyPatch, reference: list[StepMetrics], tmp_path: Path, async_save: bool
+    run: Runner, monkeypatch: pytest.MonkeyPatch, reference: list[StepMetrics], tmp_path: Path, async_save: bool
 ) -> None:
     """After the step in which it came; the same command goes on from there. Afterwards signals do what they did."""
-    before, loss_sum = signal.getsignal(signal.SIGTERM), Trainer._loss_sum
+    before, loss_sum = signal.getsignal(signal.SIGTERM), Run._loss_sum
 
-    def signalled(trainer: Trainer, micro_batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def signalled(trainer: Run, micro_batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         if not (tmp_path / "sent").exists() and trainer.optimizer.state:
             (tmp_path / "sent").touch()
             os.kill(os.getpid(), signal.SIGTERM)
         return loss_sum(trainer, micro_batch)
 
-    monkeypatch.setattr(Trainer, "_loss_sum", signalled)
+    monkeypatch.setattr(Run, "_loss_sum", signalled)
     assert _losses(run(async_save=async_save)) == _losses(reference)[:2]
     assert [path.name for path in (tmp_path / "out" / "checkpoints").glob("step-*")] == ["step-000002"]
     assert exit_code() == PREEMPTED and signal.getsignal(signal.SIGTERM) == before
@@ -513,7 +481,7 @@ def test_a_signal_saves_and_ends(
 
 def test_learning_rate_rises_then_falls() -> None:
     arguments = TrainArguments.of({"steps": 100, "warmup_steps": 10, "lr": 1.0, "min_lr_ratio": 0.1})
-    rates = [learning_rate(step, arguments) for step in range(100)]
+    rates = [learning_rate(step, arguments) for step in range(1, 101)]
     assert rates[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
     assert max(rates) == 1.0
     assert rates[10:] == sorted(rates[10:], reverse=True)
@@ -521,4 +489,4 @@ def test_learning_rate_rises_then_falls() -> None:
     assert rates[10 + 89 // 2] == pytest.approx(0.55, abs=0.02)
     assert TrainArguments.of({"steps": 50}).warmup == 5
     single = TrainArguments.of({"steps": 1})
-    assert learning_rate(0, single) == single.lr
+    assert learning_rate(1, single) == single.lr

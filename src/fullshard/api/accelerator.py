@@ -106,7 +106,6 @@ class Accelerator(Loaders, Reporting):
         ConfigError: a setting that is wrong or not supported.
     """
 
-    _rolls_back = False
     _accumulates = True
 
     def __init__(
@@ -494,11 +493,6 @@ class Accelerator(Loaders, Reporting):
         return run_config(self.fsdp_plugin, self._given, self._parallelism)
 
     def _set_up(self) -> Setup:
-        if self._config.training.nonfinite_gradients == "rollback" and not self._rolls_back:
-            raise ConfigError(
-                "training.nonfinite_gradients = rollback: only `fullshard train` knows what to go back to",
-                hint="use raise, catch NonFiniteError and load a checkpoint; or skip",
-            )
         plugin = self.fsdp_plugin if isinstance(self.fsdp_plugin, FullyShardedDataParallelPlugin) else None
         return Setup(self._config, plugin, self.handlers.autocast)
 

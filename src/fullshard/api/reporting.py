@@ -18,7 +18,7 @@ from fullshard.checkpoint.ranks import Ranks
 from fullshard.config.trackers import require_trackers
 from fullshard.core.errors import ConfigError
 from fullshard.core.paths import local_path
-from fullshard.observe.traces import add_rows, marked, merge_traces
+from fullshard.observe.traces import marked
 
 
 class Reporting(Checkpointing):
@@ -30,12 +30,11 @@ class Reporting(Checkpointing):
 
     @contextlib.contextmanager
     def profile(self, profile_handler: Any = None) -> Iterator[torch.profiler.profile]:
-        """Profile the block, on every rank. The engine's events are rows of the traces, with a range per unit.
+        """Profile the block, on every rank. The engine's events are marks in the traces.
 
         Args:
             profile_handler: `ProfileKwargs`; default: the one in `kwargs_handlers`. With
-                its `output_trace_dir` every rank leaves a trace `profile_{rank}.json` there, and rank 0 one of all
-                ranks whose traces it finds there, `trace.json`.
+                its `output_trace_dir` every rank leaves a trace `profile_{rank}.json` there.
 
         Raises:
             ConfigError: an activity, a schedule or a directory that cannot be had.
@@ -48,8 +47,7 @@ class Reporting(Checkpointing):
             self._write_traces(profiler, directory)
 
     def _write_traces(self, profiler: torch.profiler.profile, directory: Path) -> None:
-        traces = [directory / f"profile_{rank}.json" for rank in range(self.num_processes)]
-        own = traces[self.process_index]
+        own = directory / f"profile_{self.process_index}.json"
 
         def write() -> None:
             own.unlink(missing_ok=True)  # of an earlier profile
@@ -58,16 +56,8 @@ class Reporting(Checkpointing):
             except AssertionError:  # torch's way to say so; it must not cost the training done meanwhile
                 steps = f"the schedule had not come to its active steps after {profiler.step_num} calls of step()"
                 warnings.warn(f"profile: nothing was recorded, and no trace is written: {steps}", stacklevel=6)
-            else:
-                add_rows(own)
 
-        def merge() -> None:
-            if found := [path for path in traces if path.is_file()]:
-                merge_traces(found, directory / "trace.json")
-
-        ranks = Ranks()
-        ranks.together("writing the traces of a profile", write)
-        ranks.on_rank_0("merging the traces of a profile", merge)
+        Ranks().together("writing the traces of a profile", write)
 
     def _finish_trackers(self) -> None:
         for tracker in self.trackers:

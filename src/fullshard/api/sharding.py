@@ -148,8 +148,7 @@ def shard(
         keep_head(apart[1])
     training = setup.config.training
     policy, limit = training.nonfinite_gradients, training.nonfinite_limit
-    # A rollback begins with the error.
-    model.set_nonfinite_gradients("raise" if policy == "rollback" else policy, limit=limit)  # type: ignore[operator]
+    model.set_nonfinite_gradients(policy, limit=limit)  # type: ignore[operator]
     model.set_replica_check(training.replica_check, every=training.compare_every)  # type: ignore[operator]
     for module in ignored:
         module.to(process.device)

@@ -22,7 +22,7 @@ def report(
 ) -> None:
     """Write a report of a run, or compare several.
 
-    It has loss, speed, memory against plan, units, settings, checkpoints and failures. The file needs no network.
+    It has loss, speed, memory, settings and failures. The file needs no network.
     """
     from fullshard.observe.report import write_report
 

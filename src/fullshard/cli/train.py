@@ -35,58 +35,34 @@ def train(
     Under torchrun (or anything else that sets RANK) no processes are started: each takes part in the run.
     """
     arguments = TrainArguments.of(settings)
-    if "RANK" in os.environ:
-        for flag, is_given in (
-            ("--nproc", nproc is not None),
-            ("--max-restarts", arguments.max_restarts > 0),
-        ):
-            if is_given:
-                raise ConfigError(
-                    f"{flag} has no effect here: a launcher has started the processes already (RANK is set)",
-                    hint="give it to the launcher",
-                )
-        _take_part(arguments)
-        return
+    is_launched = "RANK" in os.environ
+    if is_launched and (nproc is not None or arguments.max_restarts):
+        raise ConfigError(
+            f"{'--max-restarts' if nproc is None else '--nproc'} has no effect here: a launcher has started the "
+            "processes already (RANK is set)",
+            hint="give it to the launcher",
+        )
     if nproc is not None and nproc < 1:
         raise ConfigError(f"--nproc must be at least 1, got {nproc}")
-    kind: str = arguments.device
-    if nproc is None:  # else nothing here needs torch, whose import takes seconds
+    if nproc is None and not is_launched:  # else nothing here needs torch, whose import takes seconds
+        from fullshard.comm import device as devices
         from fullshard.launch.device import kind_of
+        from fullshard.launch.processes import usable_cpu_count
 
-        kind = kind_of(kind)
-    count = _default_nproc(kind) if nproc is None else nproc
-    if count == 1 and not arguments.max_restarts:
-        _take_part(arguments)
+        kind = kind_of(arguments.device)
+        nproc = max(1, devices.count(kind)) if kind != "cpu" else min(2, usable_cpu_count())
+    if is_launched or (nproc == 1 and not arguments.max_restarts):
+        from fullshard.recipes.train import run
+
+        run(arguments)
     else:
-        sys.exit(_launch(arguments, count))
+        from fullshard.launch.local import launch_local
 
-
-def _take_part(arguments: TrainArguments) -> None:
-    from fullshard.recipes.train import run
-
-    run(arguments)
-
-
-def _launch(arguments: TrainArguments, nproc: int) -> int:
-    from fullshard.launch.local import launch_local
-    from fullshard.launch.scratch import scratch_directory
-
-    with scratch_directory("fullshard-train-") as directory:
-        path = directory / "arguments.json"
-        path.write_text(arguments.to_json(), encoding="utf-8")
-        return launch_local(
+        code = launch_local(
             _WORKER,
-            [str(path)],
-            nproc=nproc,
+            [arguments.model_dump_json()],
+            nproc=nproc or 1,
             max_restarts=arguments.max_restarts,
             grace_period=arguments.grace_period,
         )
-
-
-def _default_nproc(kind: str) -> int:
-    from fullshard.comm import device as devices
-    from fullshard.launch.processes import usable_cpu_count
-
-    if kind != "cpu":
-        return max(1, devices.count(kind))
-    return min(2, usable_cpu_count())
+        sys.exit(code)

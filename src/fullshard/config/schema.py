@@ -31,7 +31,7 @@ Device = Literal["auto", "cpu", "cuda"]
 RendezvousBackend = Literal["c10d", "static"]
 StateDictType = Literal["FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"]
 CheckpointFormat = Literal["native", "dcp"]
-OnNonFinite = Literal["raise", "skip", "rollback", "off"]
+OnNonFinite = Literal["raise", "skip", "off"]
 OnReplicas = Literal["raise", "off"]
 
 COPIES_COST = 0.03
@@ -303,11 +303,11 @@ class TrainingConfig(Settings):
 
     nonfinite_gradients: OnNonFinite = "raise"
     """What becomes of an optimizer's step whose gradients hold NaN or infinity on any rank: `raise` is an error on all
-    ranks before anything is changed, `skip` leaves the step out, `rollback` (`fullshard train`) goes back to the last
-    checkpoint and past the data since, `off` does not look. What overflows under a loss scale is left to the scaler."""
+    ranks before anything is changed, `skip` leaves the step out, `off` does not look. What overflows under a loss scale
+    is left to the scaler."""
 
     nonfinite_limit: int = Field(default=10, ge=1)
-    """How many steps in a row may be left out, or how often a checkpoint may be gone back to, before it is an error."""
+    """How many steps in a row may be left out before it is an error."""
 
     replica_check: OnReplicas = "raise"
     """What becomes of replicas (NO_SHARD, HYBRID_SHARD) whose weights differ, by a bit that has flipped in memory say:

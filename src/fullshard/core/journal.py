@@ -34,7 +34,6 @@ class Happening(StrEnum):
     LOAD = "load"
     COPY = "copy"
     SKIP = "skip"
-    ROLLBACK = "rollback"
     PREEMPTION = "preemption"
     FAILURE = "failure"
     RESTART = "restart"

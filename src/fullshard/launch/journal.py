@@ -13,7 +13,7 @@ from fullshard.launch.environment import read_rank_environment
 
 
 def record_events(directory: str | os.PathLike[str]) -> Path:
-    """Record every failure, restart, skipped step, rollback, save, load and pre-emption in a run's directory.
+    """Record every failure, restart, skipped step, save, load and pre-emption in a run's directory.
 
     `fullshard train`, `sft`, Trainer and `Accelerator(project_dir=...)` call it themselves. A second call does nothing.
 

@@ -1,4 +1,4 @@
-"""The numbers of one optimizer step, and how rates and memory are measured."""
+"""The numbers of one optimizer step, the file that holds them, and how memory is measured."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ import math
 import os
 import resource
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from pydantic import TypeAdapter
 
 from fullshard.comm.device import counts_memory
-from fullshard.core.files import parse_object
+from fullshard.core.errors import DataError
+from fullshard.core.files import parse_object, read_lines, write_text
+from fullshard.core.paths import local_path
 from fullshard.core.sizes import GIB
 
 
@@ -34,8 +37,6 @@ class StepMetrics:
         tokens_per_second: all ranks together, over the steps since the last reported line.
         data_wait_seconds: time the ranks waited for their batches, mean over ranks.
         memory_nbytes: bytes per rank: resident set on a CPU, allocator peak on an accelerator.
-        planned_nbytes: the planner's prediction for the fullest rank; None on hardware that it does not know.
-        mfu: model FLOP utilisation at `tokens_per_second`, 0 to 1; None where the peak is not known.
         checkpoint_seconds: how long training stood still for a checkpoint before this step.
         skipped_steps: steps so far that changed nothing, because gradients were not finite.
     """
@@ -50,16 +51,13 @@ class StepMetrics:
     tokens_per_second: float
     data_wait_seconds: float
     memory_nbytes: tuple[int, ...]
-    planned_nbytes: int | None = None
-    mfu: float | None = None
     checkpoint_seconds: float = 0.0
     skipped_steps: int = 0
 
     def scalars(self) -> dict[str, float]:
         """Return the scalars to plot, by a name that every tracker takes."""
-        memory = {"memory_bytes": max(self.memory_nbytes), "planned_memory_bytes": self.planned_nbytes}
-        unplotted = ("step", "tokens", "tokens_seen", "memory_nbytes", "planned_nbytes")
-        values = dataclasses.asdict(self) | memory
+        unplotted = ("step", "tokens", "tokens_seen", "memory_nbytes")
+        values = dataclasses.asdict(self) | {"memory_bytes": max(self.memory_nbytes)}
         return {name: value for name, value in values.items() if name not in unplotted and value is not None}
 
     def to_json(self) -> str:
@@ -67,15 +65,6 @@ class StepMetrics:
         values = dataclasses.asdict(self)
         unfit = {name: str(v) for name, v in values.items() if isinstance(v, float) and not math.isfinite(v)}
         return json.dumps(values | unfit, allow_nan=False)
-
-    @classmethod
-    def from_json(cls, line: str) -> StepMetrics:
-        """Return the record that a line of `to_json` holds.
-
-        Raises:
-            ValueError: the line is no such record.
-        """
-        return _RECORD.validate_python(parse_object(line))
 
     def line(self, total_steps: int) -> str:
         """Return the record as one line of text."""
@@ -90,6 +79,57 @@ class StepMetrics:
         )
 
 
+class JsonlSink:
+    """Write one line of JSON per step, each flushed as it is written, so that a killed run keeps its lines.
+
+    Args:
+        path: the file. Its lines after `last_step` are dropped first, so that a resumed run has each step
+            once; with `last_step` 0 the file starts empty.
+        last_step: the step the run continues from.
+    """
+
+    def __init__(self, path: Path, *, last_step: int = 0) -> None:
+        path = local_path(path)
+        kept = [metrics.to_json() + "\n" for metrics in read_metrics(path) if metrics.step <= last_step]
+        write_text(path, "".join(kept))
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, metrics: StepMetrics) -> None:
+        """Append the step."""
+        self._file.write(metrics.to_json() + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_metrics(path: Path) -> Iterator[StepMetrics]:
+    """Yield the steps that a metrics file holds; nothing if there is no such file.
+
+    A last line that a killed run left unfinished is left out.
+
+    Raises:
+        DataError: another line is no record.
+        OSError: the file is no regular one, or larger than a metrics file can be.
+    """
+    unfinished = ""
+    for number, line in enumerate(read_lines(path) if path.exists() else (), start=1):
+        try:
+            if unfinished:
+                raise ValueError("a line that is longer than any record")
+            if line.endswith("\n"):
+                yield _RECORD.validate_python(parse_object(line))
+            else:
+                unfinished = line
+        except ValueError:
+            raise DataError(
+                f"{path}:{number - bool(unfinished)}: expected a step as `fullshard train` writes it, got "
+                f"{(unfinished or line)[:80]!r}",
+                hint="a full disk or another program may have written it; take the line out, or move the file away",
+            ) from None
+
+
 _RECORD = TypeAdapter(StepMetrics)
 
 
@@ -100,19 +140,14 @@ def memory_nbytes(device: torch.device) -> int:
     """
     if device.type != "cpu":
         return torch.accelerator.max_memory_allocated(device) if counts_memory(device.type) else 0
-    return _resident_nbytes()
+    if (statm := Path("/proc/self/statm")).exists():
+        return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    # Elsewhere only the peak is at hand; macOS counts it in bytes, other systems in KiB.
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def reset_memory_peak(device: torch.device) -> None:
     """Start the allocator's peak anew; a resident set has no peak to reset."""
     if device.type != "cpu" and counts_memory(device.type):
         torch.accelerator.reset_peak_memory_stats(device)
-
-
-def _resident_nbytes() -> int:
-    statm = Path("/proc/self/statm")
-    if statm.exists():
-        return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    # Elsewhere only the peak is at hand; macOS counts it in bytes, other systems in KiB.
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

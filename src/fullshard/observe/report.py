@@ -5,9 +5,8 @@ The page is `report.html.j2`; this module fills it.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import secrets
+import stat
 import statistics
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -16,16 +15,17 @@ from typing import Any
 
 from fullshard.core.files import write_text
 from fullshard.core.imports import import_extra
-from fullshard.core.sizes import GIB, MIB, format_count, format_nbytes
+from fullshard.core.sizes import GIB, format_nbytes
 from fullshard.core.version import __version__
-from fullshard.observe.plots import Line, bar_chart, line_chart, require_plots
-from fullshard.observe.record import BucketRecord, RunRecord, UnitRecord, read_runs
+from fullshard.observe.plots import Line, line_chart, require_plots
+from fullshard.observe.record import RunRecord, read_runs
 
-_TROUBLE = ("failure", "restart", "rollback", "skip", "preemption", "shrink", "growth", "replica", "slow")
-_MOST_ROWS, _MOST_BARS, _MOST_RANKS, _LONGEST = 200, 40, 64, 300
+_TROUBLE = ("failure", "restart", "skip", "preemption", "shrink", "growth", "replica", "slow")
+_MOST_ROWS, _LONGEST = 200, 300
 _COURSE = (
     ("Loss", "nats per token", "loss"),
     ("Throughput", "tokens per second", "tokens_per_second"),
+    ("Memory of the fullest rank", "GiB", "memory_nbytes"),
     ("Gradient norm", "2-norm before clipping", "grad_norm"),
     ("Learning rate", "", "learning_rate"),
     ("Time of a step", "seconds", "step_seconds"),
@@ -50,24 +50,9 @@ def write_report(paths: Sequence[Path], output: Path) -> None:
     page = render(read_runs(paths)).encode("utf-8", "replace").decode()  # names of files may be no text
     folder = output.parent.resolve()
     is_in_a_run = any(folder.is_relative_to(path.resolve()) for path in paths)
-    (_replace_text if is_in_a_run else write_text)(output, page)
-
-
-def _replace_text(path: Path, text: str) -> None:
-    """Write a text file whole or not at all, in the place of whatever has that name: a link is not followed.
-
-    Raises:
-        OSError: it cannot be written, or a folder has that name.
-    """
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    try:
-        with os.fdopen(os.open(temporary, flags, 0o666), "w", encoding="utf-8") as file:
-            file.write(text)
-        temporary.replace(path)
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
+    if is_in_a_run and os.path.lexists(output) and not stat.S_ISREG(output.lstat().st_mode):
+        output.unlink()
+    write_text(output, page)
 
 
 def render(runs: Sequence[RunRecord]) -> str:
@@ -77,25 +62,22 @@ def render(runs: Sequence[RunRecord]) -> str:
         loader=jinja.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja.StrictUndefined
     )
     pages.filters["short"] = lambda text: text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
-    names = [run.name for run in runs]
     given, differing, by_default = _settings(runs)
-    return str(
-        pages.get_template("report.html.j2").render(
-            most=_MOST_ROWS,
-            title=" and ".join(names),
-            names=names,
-            states=[f"{run.name}: {_state(run)}" for run in runs],
-            overview=_overview(runs),
-            charts=_charts(runs),
-            runs=[_parts(run) for run in runs],
-            given=given,
-            differing=differing,
-            by_default=by_default,
-            environment=_environment(runs),
-            version=__version__,
-            now=f"{datetime.now(UTC):%Y-%m-%d %H:%M}",
-        )
-    )
+    values: dict[str, Any] = {
+        "most": _MOST_ROWS,
+        "names": [run.name for run in runs],
+        "states": [f"{run.name}: {_state(run)}" for run in runs],
+        "overview": _overview(runs),
+        "charts": _charts(runs),
+        "trouble": [(run.name, _trouble(run)) for run in runs if run.events],
+        "given": given,
+        "differing": differing,
+        "by_default": by_default,
+        "environment": _environment(runs),
+        "version": __version__,
+        "now": f"{datetime.now(UTC):%Y-%m-%d %H:%M}",
+    }
+    return str(pages.get_template("report.html.j2").render(values))
 
 
 def _state(run: RunRecord) -> str:
@@ -115,14 +97,11 @@ def _state(run: RunRecord) -> str:
 
 def _overview(runs: Sequence[RunRecord]) -> Rows:
     rows: list[tuple[str, Callable[[RunRecord], str]]] = [
-        ("model", lambda run: f"{p.model}, {format_count(p.parameters)} parameters" if (p := run.plan) else ""),
-        ("ranks", _ranks),
+        ("ranks", lambda run: f"{place.ranks} x {place.device}" if (place := run.environment) else ""),
         ("steps", lambda run: str(run.steps[-1]["step"]) if run.steps else ""),
         ("loss at the end", lambda run: _of(run, "loss", _end, "{:.4f}, mean of the last tenth")),
         ("tokens per second, median", lambda run: _of(run, "tokens_per_second", statistics.median, "{:,.0f}")),
-        ("MFU, median", lambda run: _of(run, "mfu", statistics.median, "{:.1%}")),
         ("memory of the fullest rank", lambda run: _of(run, "memory_nbytes", max)),
-        ("planned", lambda run: _of(run, "planned_nbytes", max)),
         ("waited for data", lambda run: _of(run, "data_wait_seconds", sum, "{:.1f} s")),
         ("stood still for checkpoints", lambda run: _of(run, "checkpoint_seconds", sum, "{:.1f} s")),
         ("steps left out", lambda run: _of(run, "skipped_steps", max, "{:.0f}")),
@@ -144,114 +123,23 @@ def _end(values: list[float]) -> float:
     return statistics.fmean(values[-max(1, len(values) // 10) :])
 
 
-def _ranks(run: RunRecord) -> str:
-    if run.environment is not None:
-        return f"{run.environment.ranks} x {run.environment.device}"
-    return next((_value(event.get("world_size")) for event in reversed(run.events) if event["kind"] == "start"), "")
-
-
 def _charts(runs: Sequence[RunRecord]) -> list[tuple[str, str]]:
-    charts = [
-        (title, unit, [Line(run.name, *run.series(name), number) for number, run in enumerate(runs)])
-        for title, unit, name in _COURSE
+    drawn = []
+    for title, unit, name in _COURSE:
+        scale = GIB if unit == "GiB" else 1
+        found = [(run.name, *run.series(name), number) for number, run in enumerate(runs)]
+        lines = [Line(label, x, [value / scale for value in y], number) for label, x, y, number in found if x]
+        if lines:
+            drawn.append((title, line_chart(unit, lines)))
+    return drawn
+
+
+def _trouble(run: RunRecord) -> Rows:
+    return [
+        (event["time"], event["kind"], _value(event.get("step")), _value(event.get("rank")), _details(event))
+        for event in reversed(run.events)
+        if event["kind"] in _TROUBLE
     ]
-    memory = []
-    for number, run in enumerate(runs):
-        for name, words, style in (("memory_nbytes", "measured", "-"), ("planned_nbytes", "planned", "--")):
-            x, y = run.series(name)
-            memory.append(Line(f"{run.name}, {words}", x, [value / GIB for value in y], number, style))
-    charts.insert(2, ("Memory of the fullest rank", "GiB", memory))
-    drawn = [(title, unit, [line for line in lines if line.x]) for title, unit, lines in charts]
-    return [(title, line_chart(unit, lines)) for title, unit, lines in drawn if lines]
-
-
-def _parts(run: RunRecord) -> dict[str, Any]:
-    """Return the sections that each run has of its own."""
-    return {
-        "name": run.name,
-        "memory": _memory(run),
-        "owners": _owners(run),
-        "has_events": bool(run.events),
-        "trouble": [
-            (event["time"], event["kind"], _value(event.get("step")), _value(event.get("rank")), _details(event))
-            for event in reversed(run.events)
-            if event["kind"] in _TROUBLE
-        ],
-        "checkpoints": _checkpoints(run),
-    }
-
-
-def _memory(run: RunRecord) -> dict[str, Any] | None:
-    if run.plan is None or not run.plan.phases:
-        return None
-    before = {"before the model": run.plan.process} if run.plan.process else {}
-    phases = {name: before | sizes for name, sizes in list(run.plan.phases.items())[:_MOST_BARS]}
-    kinds = dict.fromkeys(kind for sizes in phases.values() for kind, size in sizes.items() if size)
-    rows = [(kind, *(format_nbytes(s[kind]) if s.get(kind) else "" for s in phases.values())) for kind in kinds]
-    measured = run.series("memory_nbytes")[1]
-    bars = [
-        (name, {kind: sizes.get(kind, 0) / GIB for kind in list(kinds)[:_MOST_BARS]}) for name, sizes in phases.items()
-    ]
-    return {
-        "words": run.plan.verdict,
-        "picture": bar_chart("GiB", bars, ("measured, most", max(measured) / GIB) if measured else None),
-        "heads": ["planned, per rank", *phases],
-        "rows": [*rows, ("all", *(format_nbytes(sum(sizes.values())) for sizes in phases.values()))],
-    }
-
-
-def _owners(run: RunRecord) -> dict[str, Any] | None:
-    if run.plan is None or not run.plan.units:
-        return None
-    groups = _alike(run.plan.units)
-    cuts = [round(bucket.elements / bucket.per_rank) or 1 for unit in run.plan.units for bucket in unit.buckets]
-    shared = min(cuts, default=1)
-    parts = min(shared, _MOST_RANKS)
-    bars = [(name, {str(rank): _nbytes(unit) / MIB / parts for rank in range(parts)}) for name, unit, _ in groups]
-    return {
-        "words": f"{run.plan.ranks} ranks; {shared} share a unit, and each owns one interval of every bucket.",
-        "picture": bar_chart("MiB", bars[:_MOST_BARS]),
-        "heads": ["unit", "how many", "buckets: elements, stored and computed in", "unsharded"],
-        "rows": [
-            (name, str(count), ", ".join(map(_bucket, unit.buckets)), format_nbytes(_nbytes(unit)))
-            for name, unit, count in groups
-        ],
-    }
-
-
-def _alike(units: Sequence[UnitRecord]) -> list[tuple[str, UnitRecord, int]]:
-    """Return neighbours that are alike as one row, with their count."""
-    groups: list[tuple[str, UnitRecord, int]] = []
-    for unit in units:
-        if groups and groups[-1][1].buckets == unit.buckets:
-            name, first, count = groups[-1]
-            groups[-1] = f"{name.partition(' to ')[0]} to {unit.name.rpartition('.')[2]}", first, count + 1
-        else:
-            groups.append((unit.name or "root", unit, 1))
-    return groups
-
-
-def _nbytes(unit: UnitRecord) -> int:
-    return sum(bucket.bytes for bucket in unit.buckets)
-
-
-def _bucket(bucket: BucketRecord) -> str:
-    frozen = "" if bucket.trainable else ", frozen"
-    return f"{format_count(bucket.elements)} {bucket.dtype} / {bucket.compute_dtype}{frozen}"
-
-
-def _checkpoints(run: RunRecord) -> Rows:
-    saves = {Path(str(event.get("path", ""))).name: event for event in run.events if event["kind"] == "save"}
-    present = {one.name: one for one in run.checkpoints}
-    rows: Rows = []
-    for name in dict.fromkeys([*saves, *present]):
-        one, save = present.get(name), saves.get(name, {})
-        seconds = save.get("seconds")
-        written = f"{seconds:.2f} s" if isinstance(seconds, float) else _value(seconds)
-        size = "removed since" if one is None else f"{format_nbytes(one.nbytes)} in {one.files} files"
-        size = "a link, which is not followed" if one is not None and one.is_link else size
-        rows.append((name, _value(save.get("step")), str(save.get("time", "")), written, size))
-    return rows[-_MOST_ROWS:]
 
 
 def _settings(runs: Sequence[RunRecord]) -> tuple[Rows, list[int], Rows]:
@@ -270,9 +158,8 @@ def _settings(runs: Sequence[RunRecord]) -> tuple[Rows, list[int], Rows]:
 
 def _environment(runs: Sequence[RunRecord]) -> Rows:
     found = [{} if run.environment is None else run.environment.model_dump() for run in runs]
-    return [
-        (name, *(_value(one.get(name)) for one in found)) for name in dict.fromkeys(n for one in found for n in one)
-    ]
+    names = dict.fromkeys(name for one in found for name in one)
+    return [(name, *(_value(one.get(name)) for one in found)) for name in names]
 
 
 def _details(event: dict[str, Any]) -> str:

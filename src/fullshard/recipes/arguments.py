@@ -5,19 +5,21 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from fullshard.checkpoint.objects import Location, ObjectPath, location
 from fullshard.config import values
 from fullshard.config.schema import Device, OnNonFinite, OnReplicas
 from fullshard.config.sharding import CheckpointingMode, kept_or_auto
-from fullshard.config.trackers import PACKAGES
 from fullshard.config.view import View, of_run, step_range
 from fullshard.core.errors import ConfigError
-from fullshard.core.files import read_text
 from fullshard.core.paths import local_name, require_there
+
+
+def _own(default: Any, description: str, **rules: Any) -> Any:
+    return Field(default, description=description, **rules)
 
 
 def _wrap(written: str | None) -> Mapping[str, Any]:
@@ -33,80 +35,41 @@ class TrainArguments(View):
 
     subject: ClassVar[str] = "a training run"
 
-    model: str | None = Field(
-        None,
-        description="A config.json, a local Hugging Face directory (its weights are used if it has any) or a hub name. "
-        "Default: a small Llama made from a configuration",
-    )
-    data: str | None = Field(
-        None,
-        description="Text, .jsonl or .parquet: a file, a directory of such files, or the name of a hub dataset. "
-        "Default: the source code of this Python's standard library",
-    )
-    text_field: str = Field("text", description="The field or column of .jsonl, .parquet and hub data with the text")
-    max_data_mb: float | None = Field(None, gt=0, description="Stop reading the data after this many MB (10**6 bytes)")
-    output_dir: Path = Field(Path("out/train"), description="Where everything is written")
-    checkpoint_dir: str | None = Field(
-        None,
-        description="Where the checkpoints go: a directory, or a URL of an object store such as s3://bucket/run. "
-        "Default: checkpoints in the output directory",
-    )
-    overwrite: bool = Field(False, description="Remove the checkpoints of an earlier run (step-*), and begin anew")
-    resume: str = Field(
-        "auto",
-        description="auto: the newest complete checkpoint there is; never; or a checkpoint's path",
-    )
+    model: str | None = _own(None, "config.json, Hugging Face directory, or hub name. Default: a small Llama")
+    data: str | None = _own(None, "Text, JSON, Parquet: a file, a directory, a hub name. Default: Python's sources")
+    text_field: str = _own("text", "The field or column of JSON, Parquet and hub data with the text")
+    max_data_mb: float | None = _own(None, "Stop reading the data after this many MB (10**6 bytes)", gt=0)
+    output_dir: Path = _own(Path("out/train"), "Where everything is written")
+    checkpoint_dir: str | None = _own(None, "Where checkpoints go; s3://bucket/run, say. Default: the output directory")
 
-    steps: int = Field(300, ge=1, description="Optimizer steps of the whole run, those before a resume included")
-    batch_size: int = Field(8, ge=1, description="Sequences per step over all ranks together")
-    micro_batch_size: int | None = Field(
-        None, ge=1, description="Sequences per forward pass of a rank. Default: the rank's whole part of the batch"
-    )
-    seq_len: int = Field(128, ge=2, description="Tokens per sequence")
-    optimizer: Literal["adamw", "muon"] = Field(
-        "adamw",
-        description="adamw; or muon for hidden matrices (scaled so that a learning rate of AdamW fits), and adamw for "
-        "the rest",
-    )
-    ema_decay: float | None = Field(
-        None,
-        ge=0,
-        le=1,
-        description="Keep a moving average of the weights with this decay, 0.999 for example; the evaluation, the "
-        "sample and the export are then of the average",
-    )
-    lr: float = Field(2e-3, gt=0, description="Highest learning rate")
-    min_lr_ratio: float = Field(0.1, ge=0, le=1, description="Learning rate at the end, as a part of the highest")
-    warmup_steps: int | None = Field(None, ge=0, description="Steps of linear warm-up. Default: a tenth of the steps")
-    weight_decay: float = Field(0.1, ge=0, description="Decay of matrices; vectors are never decayed")
-    max_grad_norm: float = Field(
-        1.0, ge=0, allow_inf_nan=True, description="Clip the global gradient norm to this; 0 and inf do not clip"
-    )
+    steps: int = _own(300, "Optimizer steps of the whole run, those before a resume included", ge=1)
+    batch_size: int = _own(8, "Sequences per step over all ranks together", ge=1)
+    micro_batch_size: int | None = _own(None, "Sequences per forward pass. Default: the rank's part of the batch", ge=1)
+    seq_len: int = _own(128, "Tokens per sequence", ge=2)
+    optimizer: Literal["adamw", "muon"] = _own("adamw", "adamw; or muon for hidden matrices, and adamw for the rest")
+    ema_decay: float | None = _own(None, "Average the weights, with 0.999 say; evaluate and export that", ge=0, le=1)
+    lr: float = _own(2e-3, "Highest learning rate", gt=0)
+    min_lr_ratio: float = _own(0.1, "Learning rate at the end, as a part of the highest", ge=0, le=1)
+    warmup_steps: int | None = _own(None, "Steps of linear warm-up. Default: a tenth of the steps", ge=0)
+    weight_decay: float = _own(0.1, "Decay of matrices; vectors are never decayed", ge=0)
+    max_grad_norm: float = _own(1.0, "Clip the gradient norm to this; 0 and inf do not", ge=0, allow_inf_nan=True)
     step_in_backward: bool = of_run(
-        "training.step_in_backward",
-        help="Update every bucket within backward, so that all gradients never exist at once; "
-        "goes with --max-grad-norm 0, and logs no gradient norm",
+        "training.step_in_backward", help="Update every bucket within backward; goes with --max-grad-norm 0"
     )
-    held_out: float = Field(
-        0.02, ge=0, lt=1, description="Part of the data, at its end, that is kept for the evaluation; 0 for none"
-    )
-    eval_sequences: int = Field(256, ge=1, description="Sequences of the kept part that are evaluated, at most")
+    held_out: float = _own(0.02, "Part of the data, at its end, that is kept for the evaluation; 0: none", ge=0, lt=1)
+    eval_sequences: int = _own(256, "Sequences of the kept part that are evaluated, at most", ge=1)
 
     strategy: str = of_run("sharding.strategy")
     shard_size: int | None = of_run("sharding.shard_size")
     reshard_after_forward: Literal["strategy", "auto"] = of_run(
         "sharding.reshard_after_forward",
         "strategy",
-        "strategy: free unsharded parameters after forward as the strategy has it; auto: keep those of as many units "
-        "as memory allows",
+        "Free unsharded parameters after forward as the strategy has it; auto: keep as many as memory allows",
         read=kept_or_auto,
     )
     unsharded_memory_gib: float | None = of_run("sharding.unsharded_memory_gib")
     wrap: str | None = of_run(
-        "sharding.wrap_classes",
-        None,
-        "Class names, comma-separated, of the modules that are sharded units. Default: found by itself",
-        read=_wrap,
+        "sharding.wrap_classes", None, "Classes of the modules that are units, with commas. Default: found", read=_wrap
     )
     wrap_embeddings: bool = of_run("sharding.wrap_embeddings")
     cpu_offload: bool = of_run("sharding.cpu_offload")
@@ -119,24 +82,17 @@ class TrainArguments(View):
     )
     activation_checkpointing: bool = of_run("sharding.activation_checkpointing")
     activation_checkpointing_mode: CheckpointingMode = of_run("sharding.activation_checkpointing_mode")
-    loss_chunk: int | None = Field(
-        None,
-        ge=1,
-        description="Compute the loss so many tokens at a time, so that all tokens' logits never exist at once; "
-        "costs the head's product once more",
-    )
+    loss_chunk: int | None = _own(None, "Tokens whose loss is computed at once, so that few logits exist", ge=1)
     compile: bool = of_run("sharding.compile")
     device: Device = of_run("launch.device")
 
     max_restarts: int = of_run("launch.max_restarts")
     grace_period: float = of_run("launch.grace_period")
 
-    seed: int = Field(0, ge=0, lt=2**63, description="Seed of initial weights, data order and dropout")
-    vocab_size: int = Field(
-        4096, ge=300, description="Tokens of the tokenizer trained on the data, where none is given"
-    )
-    save_every: int = Field(100, ge=0, description="Steps between checkpoints; 0 saves only after the last step")
-    keep_checkpoints: int = Field(2, ge=1, description="Checkpoints kept; older ones are removed")
+    seed: int = _own(0, "Seed of initial weights, data order and dropout", ge=0, lt=2**63)
+    vocab_size: int = _own(4096, "Tokens of the tokenizer trained on the data, where none is given", ge=300)
+    save_every: int = _own(100, "Steps between checkpoints; 0 saves only after the last step", ge=0)
+    keep_checkpoints: int = _own(2, "Checkpoints kept; older ones are removed", ge=1)
     async_save: bool = of_run("checkpoint.async_save")
     max_lost_steps: int | None = of_run("checkpoint.max_lost_steps")
     check_plan: bool = of_run("training.check_plan")
@@ -144,19 +100,12 @@ class TrainArguments(View):
     nonfinite_limit: int = of_run("training.nonfinite_limit")
     replica_check: OnReplicas = of_run("training.replica_check")
     compare_every: int = of_run("training.compare_every")
-    log_every: int = Field(10, ge=1, description="Steps between two lines")
-    log_with: str | None = Field(
-        None,
-        description="Trackers, comma-separated: tensorboard, wandb, trackio, mlflow, comet_ml, aim, swanlab, clearml, "
-        "dvclive",
-    )
-    tensorboard: bool = Field(False, description="Write TensorBoard events too: --log-with tensorboard")
-    profile: bool = Field(False, description="Profile a few steps: a trace per rank and one of all, for Perfetto")
-    profile_steps: str = Field("3-5", description="The steps to profile, counted from the first of this process")
-    plot: bool = Field(True, description="Draw the loss curve, and write report.html")
-    export: bool = Field(True, description="Write the model as a Hugging Face directory")
-    prompt: str = Field("def __init__(self", description="What the sample text begins with")
-    sample_tokens: int = Field(100, ge=0, description="Tokens of sample text to generate at the end; 0 for none")
+    log_every: int = _own(10, "Steps between two lines", ge=1)
+    log_with: str | None = _own(None, "Accelerate's trackers, comma-separated, such as tensorboard,wandb")
+    profile: bool = _own(False, "Profile a few steps: a trace per rank, for Perfetto")
+    profile_steps: str = _own("3-5", "The steps to profile, counted from the first of this process")
+    plot: bool = _own(True, "Write report.html, with pictures of loss, speed and memory")
+    export: bool = _own(True, "Write the model as a Hugging Face directory")
     timeout: float | None = of_run("launch.timeout")
 
     @classmethod
@@ -164,19 +113,7 @@ class TrainArguments(View):
         """Return the option of a field."""
         return "--" + name.replace("_", "-")
 
-    @classmethod
-    def read(cls, path: Path) -> Self:
-        """Return the arguments whose `to_json` a file holds. Raises `ConfigError` if the file holds anything else."""
-        try:
-            return cls.model_validate_json(read_text(path))
-        except (OSError, ValueError) as error:  # of a value, or of text that is no UTF-8
-            raise ConfigError(f"{path} does not hold the arguments of a training run: {error}") from None
-
-    def to_json(self) -> str:
-        """Return the arguments as text that `read` takes from a file."""
-        return self.model_dump_json(indent=2) + "\n"
-
-    @field_validator("checkpoint_dir", "resume", mode="before")
+    @field_validator("checkpoint_dir", mode="before")
     @classmethod
     def _anywhere(cls, value: Any) -> Any:
         if not isinstance(value, str | os.PathLike):
@@ -186,13 +123,9 @@ class TrainArguments(View):
 
     @field_validator("model", "data", "output_dir", mode="before")
     @classmethod
-    def _on_this_host(cls, value: Any) -> Any:
-        return local_name(value) if isinstance(value, str | os.PathLike) else value
-
-    @field_validator("model", "data")
-    @classmethod
-    def _is_there(cls, value: str | None) -> str | None:
-        if value is not None:
+    def _on_this_host(cls, value: Any, about: ValidationInfo) -> Any:
+        value = local_name(value) if isinstance(value, str | os.PathLike) else value
+        if isinstance(value, str) and about.field_name != "output_dir":
             require_there(value)
         return value
 
@@ -202,34 +135,14 @@ class TrainArguments(View):
             raise ConfigError(f"--warmup-steps {self.warmup_steps} is more than --steps {self.steps}")
         if self.micro_batch_size is not None and self.micro_batch_size > self.batch_size:
             raise ConfigError(f"--micro-batch-size {self.micro_batch_size} is more than --batch-size {self.batch_size}")
-        if self.activation_checkpointing_mode == "selective" and self.compile:
-            raise ConfigError("--activation-checkpointing-mode selective looks at operations that --compile hides")
         if self.loss_chunk is not None and self.compile and self.wrap == "none":
-            raise ConfigError(
-                "--loss-chunk with --compile and --wrap none: the head would be within the compiled graph"
-            )
+            raise ConfigError("--loss-chunk, --compile and --wrap none: the head would be within the compiled graph")
         if self.ema_decay is not None and self.check_plan:
-            raise ConfigError(
-                "--check-plan with --ema-decay: the plan has no average of the weights, which is one more copy of them",
-                hint="leave one of them out",
-            )
-        if self.step_in_backward and self.optimizer != "adamw":
-            raise ConfigError(
-                f"--step-in-backward updates one bucket after the other; --optimizer {self.optimizer} needs whole "
-                "matrices of all",
-                hint="leave one of them out",
-            )
+            raise ConfigError("--check-plan with --ema-decay: the plan has no average of the weights")
         if self.step_in_backward and self.max_grad_norm:
-            raise ConfigError(
-                f"--step-in-backward uses gradients up before their norm is known, and --max-grad-norm "
-                f"{self.max_grad_norm:g} clips it",
-                hint="add --max-grad-norm 0",
-            )
-        if unknown := [name for name in self.trackers if name not in PACKAGES]:
-            raise ConfigError(f"--log-with: no tracker {unknown[0]!r}", hint=f"there are {', '.join(PACKAGES)}")
+            what = f"--step-in-backward uses gradients up before their norm is clipped to {self.max_grad_norm:g}"
+            raise ConfigError(what, hint="add --max-grad-norm 0")
         step_range(self.profile_steps)
-        if self.resume not in ("auto", "never") and self.overwrite:
-            raise ConfigError("--overwrite removes the checkpoints that --resume wants to continue from")
         super().check()
 
     @property
@@ -240,8 +153,7 @@ class TrainArguments(View):
     @property
     def trackers(self) -> list[str]:
         """Names of the trackers, each once."""
-        asked = [*values.names(self.log_with or ""), *(["tensorboard"] if self.tensorboard else [])]
-        return list(dict.fromkeys(asked))
+        return list(dict.fromkeys(values.names(self.log_with or "")))
 
     @property
     def checkpoints(self) -> Location:

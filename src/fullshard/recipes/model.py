@@ -1,4 +1,4 @@
-"""The model of a run: a small Llama by default, or whatever a configuration or checkpoint of Hugging Face describes."""
+"""The model that is trained: a small Llama, or whatever a configuration or checkpoint of Hugging Face describes."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ from fullshard.checkpoint.weight_files import weights_file
 from fullshard.core.errors import ConfigError, FullshardError
 from fullshard.core.imports import import_extra
 
+_SMALL = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 6}
+"""The default Llama, of about 12 M parameters."""
+
 
 def build_model(source: str | None, *, tokenizer: Any, seq_len: int, seed: int) -> tuple[nn.Module, str]:
     """Return the model in fp32, the same on every rank, and its weights' source, which is read when it is sharded.
 
-    Args:
-        source: a config.json, a Hugging Face directory with or without weights, a hub name, or None for the default.
-        tokenizer: its ids and its end-of-text token must fit the model.
-        seq_len: must fit the model's positions.
-        seed: fixes random weights, on any number of ranks alike.
-
-    Raises:
-        CheckpointError: weights of a format that is not read.
-        ConfigError: no such model, not a causal language model, or one that does not fit the tokenizer or `seq_len`.
-        MissingExtraError: without the `hf` extra.
+    `source` is a config.json, a Hugging Face directory with or without weights, a hub name, or None for the default.
+    Random weights follow from `seed`. `ConfigError` where the tokenizer or `seq_len` does not fit the model.
     """
-    library, name, ids = transformers(), "the default model" if source is None else repr(source), count_ids(tokenizer)
-    config = _default_config(tokenizer, seq_len) if source is None else read_config(source)
+    library, name = transformers(), "the default model" if source is None else repr(source)
+    ids = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))  # ids may be left out
+    if source is None:
+        ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+        sizes = _SMALL | {"vocab_size": len(tokenizer), "max_position_embeddings": max(512, seq_len)}
+        config = library.LlamaConfig(tie_word_embeddings=True, **sizes, **ends)
+    else:
+        config = read_config(source)
     if ids > config.vocab_size:
         raise ConfigError(f"the tokenizer has ids up to {ids - 1}, {name} only {config.vocab_size} embeddings")
     positions = getattr(config, "max_position_embeddings", None)
@@ -49,40 +50,14 @@ def build_model(source: str | None, *, tokenizer: Any, seq_len: int, seed: int) 
         return library.AutoModelForCausalLM.from_config(config, dtype=torch.float32), f"random weights of seed {seed}"
 
 
-def _default_config(tokenizer: Any, seq_len: int) -> Any:
-    """Return the configuration of a Llama of about 12 M parameters."""
-    return transformers().LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=384,
-        intermediate_size=1024,
-        num_hidden_layers=6,
-        num_attention_heads=6,
-        num_key_value_heads=6,
-        max_position_embeddings=max(512, seq_len),
-        tie_word_embeddings=True,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-
-
 def read_config(source: str) -> Any:
-    """Return the configuration that a file, a directory or a hub name holds.
-
-    Raises:
-        ConfigError: there is none, Transformers does not know its kind, or it has no vocabulary.
-    """
+    """Return the configuration that a file, a directory or a hub name holds."""
     hint = "--model takes a config.json, a Hugging Face directory or a hub name"
     with own_errors(f"cannot read the configuration of a model from {source!r}", hint):
         config = transformers().AutoConfig.from_pretrained(source)
     if not isinstance(getattr(config, "vocab_size", None), int):
         raise ConfigError(f"the configuration of {source!r} has no vocab_size", hint=hint)
     return config
-
-
-def count_ids(tokenizer: Any) -> int:
-    """Return one more than its highest token id, which is more than its size where ids are left out."""
-    ids: dict[str, int] = tokenizer.get_vocab()
-    return max(len(tokenizer), 1 + max(ids.values()))
 
 
 def transformers() -> Any:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
+import argparse
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
+from fullshard.config.schema import GROUPS
 from fullshard.config.settings import closest, plain_message
 from fullshard.config.trackers import require_trackers
 from fullshard.config.view import step_range
@@ -18,23 +19,22 @@ from fullshard.core.paths import local_name, require_there
 from fullshard.launch import cuda
 
 
+def _flag(default: Any, text: str, *choices: str) -> Any:
+    return field(default=default, metadata={"help": text, **({"choices": list(choices)} if choices else {})})
+
+
 @dataclass
 class OwnArguments:
     """The flags that TRL does not have."""
 
-    chat_template_format: str = field(
-        default="none",
-        metadata={
-            "help": "How chats are rendered; none: as the model's tokenizer does.",
-            "choices": ["none", "chatml", "zephyr"],
-        },
-    )
-    use_reentrant: bool = field(default=False, metadata={"help": "The reentrant form of gradient checkpointing."})
-    bnb_4bit_compute_dtype: str | None = field(default=None, metadata={"help": "What 4-bit layers compute in."})
-    profile: bool = field(default=False, metadata={"help": "Profile a few steps: a trace per rank and one of all."})
-    profile_steps: str = field(
-        default="3-5", metadata={"help": "The steps to profile, counted from the first of this process."}
-    )
+    chat_template_format: str = _flag("none", "How chats are rendered.", "none", "chatml", "zephyr")
+    splits: str | None = _flag(None, "Splits to train and to evaluate on, as in train,test.")
+    use_reentrant: bool = _flag(False, "The reentrant form of gradient checkpointing.")
+    bnb_4bit_compute_dtype: str | None = _flag(None, "What 4-bit layers compute in.")
+    use_flash_attn: bool = _flag(False, "FlashAttention 2, where it is installed.")
+    muon: bool = _flag(False, "Muon for matrices: --optim muon.")
+    profile: bool = _flag(False, "Profile a few steps: a trace per rank.")
+    profile_steps: str = _flag("3-5", "The steps to profile, counted from the first of this process.")
 
 
 RENAMED = {
@@ -54,141 +54,93 @@ NO_EFFECT = {
     "add_special_tokens": "TRL's tokenisation decides on special tokens",
     "ignore_bias_buffers": "it is for DDP",
     "bnb_4bit_quant_storage_dtype": "quantised weights are sharded as bytes, whatever the dtype around them",
-    "use_flash_attn": "it needs a CUDA device and the package flash-attn; sdpa is used",
 }
-_LISTS = ("lora_target_modules", "splits")
-"""Flags whose values may be one word with commas."""
 
 
-@dataclass(frozen=True, slots=True)
-class SFTArguments:
-    """Everything a run is told: TRL's three groups, ours, and whether `--optim` is muon, which they lack."""
+class SFTArguments(NamedTuple):
+    """Everything a run is told: TRL's three groups, and ours."""
 
     script: Any
     own: OwnArguments
     training: Any
     model: Any
-    uses_muon: bool = False
 
 
 def read_arguments(words: Sequence[str], say: Callable[[str], None]) -> SFTArguments:
     """Return the arguments on a command line, or in a YAML or JSON file that is its only word.
 
-    Args:
-        words: as TRL takes them; `-` and `_` are the same.
-        say: told in one line what became of a flag that was not plainly used.
-
-    Raises:
-        ConfigError: an unknown flag, or a value that is wrong.
-        MissingExtraError: without TRL.
+    `say` is told in one line what became of a flag that has no effect.
     """
-    make_parser()  # that TRL is missing is said before what is wrong with the words
-    if len(words) == 1 and not words[0].startswith("-"):
-        from fullshard.config.document import read_document
-
-        return make_arguments({entry.key: entry.plain for entry in read_document(Path(words[0]))}, say)
-    return make_arguments(dict(_grouped(words)), say)
-
-
-def _grouped(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Yield each flag with its words."""
-    rest = list(words)
-    while rest:
-        name, sign, value = rest.pop(0).partition("=")
-        if not name.startswith("--"):
-            raise ConfigError(f"{name!r} belongs to no flag", hint="write --name value")
-        values = [value] if sign else list(itertools.takewhile(lambda word: not word.startswith("--"), rest))
-        rest = rest if sign else rest[len(values) :]
-        yield name.removeprefix("--"), values
-
-
-def make_arguments(values: Mapping[str, Any], say: Callable[[str], None]) -> SFTArguments:
-    """Return the arguments from values by flag name; see `read_arguments`."""
     parser = make_parser()
-    # A null is as if the flag were not there, but for this one, where it is TRL's for no limit.
-    if "max_length" in values and values["max_length"] is None:
-        parser.set_defaults(max_length=None)
-    given = dict(_translated({name: value for name, value in values.items() if value is not None}, say))
-    if len(trackers := _words(given.get("report_to", "none"))) > 1:  # which the parser takes for one word
-        parser.set_defaults(report_to=trackers)
-        del given["report_to"]
-    if uses_muon := _words(given.get("optim", "")) == ["muon"]:
-        del given["optim"]
-        if "optim_args" in given:
-            raise ConfigError("--optim_args with --optim muon: they are for Transformers' own optimizers")
-    given.setdefault("gradient_checkpointing_kwargs", {"use_reentrant": _is_true(given.get("use_reentrant", False))})
+    if len(words) == 1 and not words[0].startswith("-"):
+        words = _in_file(Path(words[0]), parser)
     try:
-        script, own, training, model = parser.read(
-            [word for name, value in given.items() for word in (f"--{name}", *_words(value))]
-        )
-    except ValueError as error:
-        raise _not_accepted(error) from error
+        *groups, unused, rest = parser.parse_args_into_dataclasses(words, return_remaining_strings=True)
+    except ConfigError:
+        raise
+    except ValueError as error:  # of a dataclass
+        parser.error(str(error))
+    if rest:
+        near = closest(rest[0], [action.dest for action in parser._actions]) if rest[0].startswith("--") else None
+        parser.error(f"unknown {rest[0]}; " + (f"did you mean --{near}?" if near else "fullshard sft --help lists all"))
+    arguments = SFTArguments(*groups)
+    script, own, training, model = arguments
+    for name in NO_EFFECT:
+        if getattr(unused, name, getattr(script, name, None)) is not None:
+            say(f"--{name} has no effect: {NO_EFFECT[name]}")
+    if own.use_flash_attn and cuda.is_available() and find_spec("flash_attn") is not None:
+        model.attn_implementation = "flash_attention_2"
+    elif own.use_flash_attn:
+        say("--use_flash_attn has no effect: it needs a CUDA device and the package flash-attn; sdpa is used")
+    if own.splits is not None:
+        names = own.splits.split(",")
+        train, test = ([name for name in names if ("train" in name) is wanted] for wanted in (True, False))
+        script.dataset_train_split, script.dataset_test_split = (train or [names[0]])[0], (test or ["none"])[0]
+    if isinstance(model.lora_target_modules, str) and "," in model.lora_target_modules:
+        model.lora_target_modules = model.lora_target_modules.split(",")
+    if training.gradient_checkpointing_kwargs is None:
+        training.gradient_checkpointing_kwargs = {"use_reentrant": own.use_reentrant}
+    if model.dtype is None:  # what is trained has float32 main weights, a frozen model is kept in what is computed in
+        half = "bfloat16" if training.bf16 else "float16" if training.fp16 else "float32"
+        model.dtype = half if model.use_peft else "float32"
+    _check(arguments)
+    return arguments
+
+
+def _check(arguments: SFTArguments) -> None:
+    script, own, training, model = arguments
     if script.dataset_streaming:
         raise ConfigError("--dataset_streaming is not supported", hint="name a dataset that fits on the disk")
-    if (model.load_in_4bit or model.load_in_8bit) and not model.use_peft:
-        raise ConfigError("a quantised model is frozen, so there is nothing to train", hint="add --use_peft True")
+    if own.muon and training.optim_args:
+        raise ConfigError("--optim_args with --optim muon: they are for Transformers' own optimizers")
     step_range(own.profile_steps)
     require_trackers(training.report_to, "--report_to")
-    training.resume_from_checkpoint = training.resume_from_checkpoint or None  # empty is not at all, as for Trainer
-    for group, name, is_input in (
-        (model, "model_name_or_path", True),
-        (script, "dataset_name", True),
-        (training, "output_dir", False),
-        (training, "resume_from_checkpoint", False),
-    ):
-        written = getattr(group, name)
-        if written is None and is_input:
-            raise ConfigError(f"--{name} is missing", hint="give a directory or a hub name")
+    paths = ((model, "model_name_or_path"), (script, "dataset_name"))
+    for group, name in (*paths, (training, "output_dir"), (training, "resume_from_checkpoint")):
         try:
-            if written is not None:
-                setattr(group, name, local_name(written))
-            if is_input:
+            if (group, name) in paths and getattr(group, name) is None:
+                raise ConfigError("it is missing", hint="give a directory or a hub name")
+            if getattr(group, name) is not None:
+                setattr(group, name, local_name(getattr(group, name)))
+            if (group, name) in paths:
                 require_there(getattr(group, name))
         except ConfigError as error:
             raise ConfigError(f"--{name}: {plain_message(error)}", hint=error.hint) from None
-    if "dtype" not in given:  # what is trained has float32 main weights, a frozen model is kept in what is computed in
-        half = "bfloat16" if training.bf16 else "float16" if training.fp16 else "float32"
-        model.dtype = half if model.use_peft else "float32"
-    return SFTArguments(script, own, training, model, uses_muon)
 
 
-def _translated(values: Mapping[str, Any], say: Callable[[str], None]) -> Iterator[tuple[str, Any]]:
-    """Yield the flags by the names that TRL has for them."""
-    for written, value in values.items():
-        name = written.replace("-", "_")
-        if name == "use_flash_attn" and cuda.is_available() and find_spec("flash_attn") is not None:
-            if _is_true(value):
-                yield "attn_implementation", "flash_attention_2"
-            continue
-        if name in NO_EFFECT:
-            say(f"--{name} has no effect: {NO_EFFECT[name]}")
-            continue
-        if name in _LISTS:
-            value = [part.strip() for word in _words(value) for part in word.split(",")]
-        if name == "splits":
-            train, test = ([word for word in value if ("train" in word) is wanted][:1] for wanted in (True, False))
-            if not train:
-                raise ConfigError(f"--splits {value} names no split to train on", hint="for example train,test")
-            yield from (("dataset_train_split", train), ("dataset_test_split", test or "none"))
-            continue
-        if name == "warmup_ratio" and float("".join(_words(value))) >= 1:
-            raise ConfigError(f"--warmup_ratio {value}: below 1, because --warmup_steps counts steps from 1 on")
-        if name in RENAMED:
-            say(f"--{name} is --{RENAMED[name]} today")
-            if RENAMED[name] in values:
-                raise ConfigError(f"--{name} and --{RENAMED[name]} both say it; keep the second")
-        yield RENAMED.get(name, name), value
+def _in_file(path: Path, parser: Any) -> list[str]:
+    """Return what a file says as words. A null is as if its key were not there."""
+    from fullshard.config.document import read_document
 
-
-def _words(value: Any) -> list[str]:
-    """Return a value as words, which the parser reads again."""
-    if isinstance(value, list):
-        return list(map(str, value))
-    return [json.dumps(value) if isinstance(value, dict) else str(value)]
-
-
-def _is_true(value: Any) -> bool:
-    return "".join(_words(value)).lower() in ("", "true", "yes", "1")
+    words: list[str] = []
+    for entry in read_document(path):
+        value = entry.plain
+        if entry.key == "max_length" and value is None:  # but for this one, where it is TRL's for no limit
+            parser.set_defaults(max_length=None)
+        elif value is not None and entry.key not in GROUPS:
+            values = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, dict) else value]
+            words += [f"--{entry.key}", *map(str, values)]
+    return words
 
 
 def make_parser() -> Any:
@@ -201,21 +153,36 @@ def make_parser() -> Any:
         raise MissingExtraError("trl", extra="sft", purpose="fullshard sft") from error
 
     class Parser(trl.TrlParser):
-        def error(self, message: str) -> NoReturn:  # argparse's prints all flags there are, and ends the process
-            raise _not_accepted(message)
+        def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+            found, rest = super().parse_known_args(args, namespace)
+            if found.optim == "muon":  # which Transformers does not know
+                found.muon, found.optim = True, self.get_default("optim")
+            return found, rest
 
-        def read(self, args: Sequence[str]) -> Any:
-            known = {name.removeprefix("--").replace("-", "_") for name in self._option_string_actions}
-            for name in (word[2:] for word in args if word.startswith("--")):
-                if name not in known:
-                    near = closest(name, {*known, *RENAMED, *NO_EFFECT})
-                    hint = f"did you mean --{near}?" if near else "fullshard sft --help lists all"
-                    raise ConfigError(f"unknown flag --{name}", hint=hint)
-            return self.parse_args_into_dataclasses(args)
+        def error(self, message: str) -> NoReturn:  # argparse's prints all flags there are, and ends the process
+            raise ConfigError(f"the settings are not accepted: {message}")
+
+    def ratio(word: str) -> float:
+        if float(word) >= 1:
+            raise argparse.ArgumentTypeError("a ratio is below 1, because --warmup_steps counts steps from 1 on")
+        return float(word)
 
     groups: Any = (trl.ScriptArguments, OwnArguments, SFTConfig, trl.ModelConfig)
-    return Parser(groups, allow_abbrev=False)
-
-
-def _not_accepted(reason: object) -> ConfigError:
-    return ConfigError(f"the settings are not accepted: {reason}")
+    parser = Parser(groups, allow_abbrev=False)
+    known: dict[str, Any] = {name.removeprefix("--"): each for name, each in parser._option_string_actions.items()}
+    known["report_to"].nargs = "+"
+    known["optim"].choices = [*(known["optim"].choices or ()), "muon"]
+    known["optim"].type = str
+    parser.set_defaults(dtype=None)
+    for old, new in RENAMED.items():
+        kind = ratio if old == "warmup_ratio" else known[new].type
+        names = dict.fromkeys((f"--{old}", f"--{old.replace('_', '-')}"))
+        like = {name: getattr(known[new], name) for name in ("nargs", "const", "choices", "default")}
+        parser.add_argument(*names, dest=new, type=kind, help=f"Another name of --{new}.", **like)
+    for name, reason in NO_EFFECT.items():
+        if name in known:  # one of TRL's: None says that it is not given
+            parser.set_defaults(**{name: None})
+            continue
+        names = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
+        parser.add_argument(*names, nargs="?", const="", help=f"No effect: {reason}.".replace("%", "%%"))
+    return parser

@@ -1,8 +1,7 @@
-"""`fullshard train` from beginning to end: data, model, sharding, steps, and what the run leaves behind.
+"""`fullshard train`: data, model, sharding, steps, and what the run leaves behind. Read it from `train` downwards.
 
-    python -m fullshard.recipes.train ARGUMENTS.json
-
-is what each process of a launched run executes; the file is written by the launcher.
+It is a script over `fullshard.api` and `fullshard.checkpoint`, to copy from. Each process of a launched run executes
+`python -m fullshard.recipes.train SETTINGS`, with the settings as JSON.
 """
 
 from __future__ import annotations
@@ -12,55 +11,395 @@ import json
 import math
 import os
 import platform
+import re
 import socket
 import sys
 import time
-from pathlib import Path
+from collections.abc import Sequence
+from contextlib import nullcontext
+from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from accelerate.utils import AutocastKwargs, InitProcessGroupKwargs, ProfileKwargs
+from torch.nn import functional
 
+from fullshard import checkpoint
+from fullshard.api import Accelerator, ProjectConfiguration
+from fullshard.api.planning import plan_run
 from fullshard.api.room import check_room, checkpoint_nbytes
-from fullshard.checkpoint import AsyncSaver, MemoryCopies, export_hf, save_checkpoint
+from fullshard.checkpoint.decoding import decode_value
+from fullshard.checkpoint.format import read_manifest
 from fullshard.checkpoint.lease import lease
 from fullshard.checkpoint.objects import Location
 from fullshard.config.switches import elastic_ranks
 from fullshard.config.trackers import require_trackers
-from fullshard.core.errors import ConfigError, NonFiniteError
+from fullshard.config.view import step_range
+from fullshard.core.errors import ConfigError, DamagedError, NonFiniteError
 from fullshard.core.files import write_text
 from fullshard.core.journal import JOURNAL, Happening
+from fullshard.core.sizes import format_count, format_nbytes
 from fullshard.core.version import __version__
-from fullshard.launch import RankEnvironment, run_on_main
+from fullshard.features.chunked_loss.loss import use_chunked_loss
+from fullshard.launch import read_rank_environment, run_on_main
 from fullshard.launch.device import name_of
 from fullshard.launch.journal import record_events
 from fullshard.launch.preemption import listening, should_stop
 from fullshard.launch.worker import run_worker
-from fullshard.observe import (
-    JsonlSink,
-    StepMetrics,
-    memory_nbytes,
-    plot_losses,
-    read_metrics,
-    require_plots,
-    reset_memory_peak,
-)
+from fullshard.observe import JsonlSink, StepMetrics, memory_nbytes, require_plots, reset_memory_peak
 from fullshard.observe.report import write_report
-from fullshard.plan.report import as_dict
+from fullshard.optim import EMA
 from fullshard.recipes.arguments import TrainArguments
-from fullshard.recipes.data import TrainingData, prepare_data
-from fullshard.recipes.model import read_config
-from fullshard.recipes.profiling import Recorder
-from fullshard.recipes.resume import find_checkpoints, go_on, load_newest, require_same_run, whole_in
-from fullshard.recipes.trainer import RunAccelerator, Trainer, learning_rate
+from fullshard.recipes.data import IGNORED, GlobalOrder, PackedSequences, TrainingData, micro_batches, prepare_data
+from fullshard.recipes.model import build_model, read_config
+from fullshard.recipes.optimizers import muon
+
+_ADAM_BETAS = (0.9, 0.95)
+_STREAM = ("batch_size", "seq_len", "seed", "held_out")
+"""Settings that fix which sequences each step sees; a resumed run must keep them."""
+_DATA = ("data", "text_field", "max_data_mb", "model", "vocab_size")
+"""Settings that the tokens of the data may depend on: it may have moved, and still be the same."""
+_NAME = re.compile(r"step-(\d+)")
+
+Values = tuple[float, float | None, float, float]
+"""Of a step: this rank's loss, summed over target tokens, nats; the global norm of the gradient before clipping, None
+where the optimizer steps in backward; the seconds that it took; and those that this rank waited for its batch."""
+
+
+def train(arguments: TrainArguments) -> None:
+    """Run the whole job on this rank. Every rank of the job calls it with the same arguments."""
+    joined_before, arguments = dist.is_initialized(), for_any_size(arguments)
+    with contextlib.ExitStack() as held:
+        accelerator = RunAccelerator(arguments)
+        environment, say = accelerator.process.environment, accelerator.say
+        # Nothing is looked at, written or removed before the directories are this job's alone.
+        run_on_main(environment, lambda: held.enter_context(lease(arguments.output_dir)))
+        if arguments.checkpoint_dir is not None:
+            run_on_main(environment, lambda: held.enter_context(lease(arguments.checkpoints)))
+        checkpoints = run_on_main(environment, lambda: look_ahead(arguments))
+        record_events(arguments.output_dir)
+        held.callback(JOURNAL.close)
+        data = prepare_data(arguments, accelerator, lambda checksum: require_same_run(checkpoints, arguments, checksum))
+        run = Run(arguments, accelerator, data)
+        if arguments.max_lost_steps is not None:
+            run.copies = held.enter_context(checkpoint.MemoryCopies(arguments.max_lost_steps, say=say))
+        first_step = run.resume(checkpoints)
+        run_on_main(environment, lambda: run.write_down(len(checkpoints)))
+        held.callback(lambda: [tracker.finish() for tracker in accelerator.trackers])
+        with listening():
+            last_step = run.loop(first_step)
+            if last_step == arguments.steps:
+                with nullcontext() if run.ema is None else run.ema.swapped():
+                    run.finish()
+                run_on_main(environment, lambda: JOURNAL.note(Happening.END))
+            else:
+                why = "saved and stopped because of a signal"
+                run_on_main(environment, lambda: JOURNAL.note(Happening.PREEMPTION, why))
+                say(f"stopped by a signal after step {last_step}; the same command goes on from there")
+            if arguments.plot:
+                path = arguments.output_dir / "report.html"
+                run_on_main(environment, lambda: write_report([arguments.output_dir], path))
+                say(f"report: {path}")
+    if dist.is_initialized() and not joined_before:
+        dist.destroy_process_group()
+
+
+class RunAccelerator(Accelerator):
+    """The Accelerator of a run, which says what it has to say where the run says the rest."""
+
+    _accumulates = False
+    _micro_batches_per_step = 1
+
+    def __init__(self, arguments: TrainArguments) -> None:
+        require_trackers(arguments.trackers, "--log-with")
+        rows = math.ceil(arguments.batch_size / read_rank_environment().world_size)
+        self.micro_batch = min(arguments.micro_batch_size or rows, rows)
+        self._micro_batches_per_step = math.ceil(rows / self.micro_batch)
+        timeout = None if arguments.timeout is None else timedelta(seconds=arguments.timeout)
+        super().__init__(
+            fsdp_plugin=arguments.run_config(),
+            log_with=arguments.trackers or None,
+            project_config=ProjectConfiguration(logging_dir=str(arguments.output_dir / "tensorboard")),
+            # The loop takes its loss in float32, so the dtypes of the precision are enough.
+            kwargs_handlers=[AutocastKwargs(enabled=False), InitProcessGroupKwargs(timeout=timeout)],
+        )
+
+    def say(self, message: str) -> None:
+        """Print a line, on the main rank."""
+        if self.is_main_process:
+            sys.stdout.write(message + "\n")
+            sys.stdout.flush()
+
+    _say = say
+
+
+class Run:
+    """Model, optimizer and data of one rank, and the loop over them."""
+
+    def __init__(self, arguments: TrainArguments, accelerator: RunAccelerator, data: TrainingData) -> None:
+        self.arguments, self.accelerator, self.data, self.say = arguments, accelerator, data, accelerator.say
+        self.environment, self.device = accelerator.process.environment, accelerator.device
+        self.copies: checkpoint.MemoryCopies | None = None
+        self.saver = checkpoint.AsyncSaver()
+        self.order = GlobalOrder(len(data.train), batch_size=arguments.batch_size, seed=arguments.seed)
+        options = {"tokenizer": data.tokenizer, "seq_len": arguments.seq_len, "seed": arguments.seed}
+        model, origin = build_model(arguments.model, **options)
+        model.train()
+        size = format_count(sum(parameter.numel() for parameter in model.parameters()))
+        self.described = f"{type(model).__name__}, {size} parameters"
+        self.say(f"model: {self.described}, {origin}")
+        job = {
+            "loss": "eager" if arguments.loss_chunk is None else "fused",
+            "loss_chunk": arguments.loss_chunk,
+            "accumulation": accelerator._micro_batches_per_step,
+            "micro_batch": accelerator.micro_batch,
+            "seq_len": arguments.seq_len,
+            "optimizer": arguments.optimizer,
+        }
+        plan = plan_run(model, arguments.run_config(), self.environment, self.device, self.say, **job)
+        if plan is not None:
+            speed = "" if plan.cluster.device.is_cpu else f", MFU {plan.time.mfu:.1%}"  # a CPU's peak is unmeasured
+            self.say(f"plan: the run needs {format_nbytes(plan.memory.needed)} per rank{speed}")
+        if arguments.loss_chunk is not None:
+            use_chunked_loss(model, tokens=arguments.loss_chunk)
+        self.model = accelerator.prepare(model)
+        # From here on only dropout draws random numbers, and ranks must not draw the same ones.
+        torch.manual_seed(arguments.seed + accelerator.process_index)
+        self.optimizer: Any = accelerator.prepare(self._make_optimizer())
+        self.ema = None if arguments.ema_decay is None else EMA(self.model, arguments.ema_decay)
+
+    def _make_optimizer(self) -> torch.optim.Optimizer:
+        """Return an optimizer that decays matrices, not biases and norms; `ndim` is that of the whole parameter."""
+        lr, decay = self.arguments.lr, self.arguments.weight_decay
+        if self.arguments.optimizer == "muon":
+            return muon(self.model, self.say, lr=lr, weight_decay=decay, adamw_betas=_ADAM_BETAS)
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        matrices = {"params": [p for p in trained if p.ndim >= 2], "weight_decay": decay}
+        vectors = {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0}
+        return torch.optim.AdamW([matrices, vectors], lr=lr, betas=_ADAM_BETAS)
+
+    def loop(self, step: int) -> int:
+        """Run the steps after `step`; return the last, which is not that of the run if a signal has stopped it."""
+        arguments, skipped, stood_still, stops = self.arguments, 0, 0.0, False
+        window, tokens = time.perf_counter(), 0  # over which tokens per second are counted
+        first, last = (step + number for number in step_range(arguments.profile_steps))
+        profile = ProfileKwargs(output_trace_dir=str(arguments.output_dir / "profile"))
+        reset_memory_peak(self.device)
+        with contextlib.ExitStack() as profiled, self.saver, self._sink(step) as sink:
+            if arguments.async_save:
+                self.saver.reserve([(self.model, self.optimizer.optimizer)])
+            while step < arguments.steps and not stops:
+                step += 1
+                JOURNAL.tell(step)
+                self._tell_saved(self.saver.check())
+                if arguments.profile and step == first:
+                    profiled.enter_context(self.accelerator.profile(profile))
+                try:
+                    values = self.step(step)
+                except NonFiniteError as error:
+                    error.add_note(f"fullshard: this was step {step} of the run")
+                    raise
+                if arguments.profile and step == last:
+                    profiled.close()
+                    self.say(f"profile: {arguments.output_dir / 'profile'}, for Perfetto")
+                skipped += self.optimizer.step_was_skipped
+                tokens += arguments.batch_size * arguments.seq_len
+                speed = tokens / max(time.perf_counter() - window, 1e-9)
+                counted = {"tokens_per_second": speed, "skipped_steps": skipped, "checkpoint_seconds": stood_still}
+                self._report(step, sink, values, **counted)
+                stops = should_stop() and step < arguments.steps
+                due, stood_still = bool(arguments.save_every) and step % arguments.save_every == 0, 0.0
+                if due or stops or step == arguments.steps:
+                    stood_still = self._save(step)
+                if due or step % arguments.log_every == 0:  # a line's rate is of its own steps, without saving
+                    window, tokens = time.perf_counter(), 0
+                if self.copies is not None and step < arguments.steps and not stops:
+                    self.copies.after_step(step, **self._state_after(step))
+            self._tell_saved(self.saver.wait())
+        if arguments.profile and step < last:
+            self.say(f"profile: not of steps {arguments.profile_steps}, because the run ended after step {step}")
+        return step
+
+    def _sink(self, last_step: int) -> contextlib.AbstractContextManager[JsonlSink | None]:
+        path = self.arguments.output_dir / "metrics.jsonl"
+        return contextlib.closing(JsonlSink(path, last_step=last_step)) if self.environment.is_main else nullcontext()
+
+    def step(self, step: int) -> Values:
+        """Make optimizer step `step`. Collective."""
+        arguments, begin = self.arguments, time.perf_counter()
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(step, arguments)
+        batch = self._read(self.data.train, self.order.indices(step - 1))
+        waited = time.perf_counter() - begin
+        # Gradients are averaged over the ranks; the mean wanted is over the tokens of all of them together.
+        weight = self.environment.world_size / (arguments.batch_size * arguments.seq_len)
+        loss_sum, norm = 0.0, None
+        for number, micro_batch in enumerate(batch, start=1):
+            self.accelerator.sync_gradients = number == len(batch)
+            loss = self._loss_sum(micro_batch)
+            self.accelerator.backward(loss * weight)
+            loss_sum += float(loss.detach())
+        if not self.accelerator.steps_in_backward:
+            limit = arguments.max_grad_norm or math.inf
+            norm = float(self.accelerator.clip_grad_norm_(self.model.parameters(), limit))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.ema is not None and not self.optimizer.step_was_skipped:
+            self.ema.update()
+        return loss_sum, norm, time.perf_counter() - begin, waited
+
+    def _read(self, sequences: PackedSequences, indices: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return this rank's micro-batches of a batch."""
+        place = {"rank": self.environment.rank, "world_size": self.environment.world_size}
+        batch = micro_batches(sequences, indices, **place, micro_batch_size=self.arguments.micro_batch_size)
+        return [(inputs.to(self.device), labels.to(self.device)) for inputs, labels in batch]
+
+    def _loss_sum(self, micro_batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """Return the cross-entropy summed over the targets, nats, in fp32 whatever the model computes in."""
+        inputs, labels = micro_batch
+        if self.arguments.loss_chunk is not None:
+            output = self.model(input_ids=inputs, shift_labels=labels, num_items_in_batch=1, use_cache=False)
+            return output.loss  # type: ignore[no-any-return]
+        logits = self.model(input_ids=inputs, use_cache=False).logits.float().flatten(0, 1)
+        return functional.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum")
+
+    def _gather(self, *values: float) -> torch.Tensor:
+        """Return the values of all ranks, one row per rank. Collective."""
+        own = torch.tensor([values], dtype=torch.float64, device=self.device)
+        return self.accelerator.gather(own).cpu()  # type: ignore[no-any-return]
+
+    def _report(self, step: int, sink: JsonlSink | None, values: Values, **counted: Any) -> None:
+        """Report a step over all ranks, and stop before a checkpoint holds what is no number. Collective."""
+        arguments, (loss_sum, norm, seconds, waited) = self.arguments, values
+        rows = self._gather(loss_sum, waited, memory_nbytes(self.device))
+        tokens = arguments.batch_size * arguments.seq_len
+        metrics = StepMetrics(
+            step=step,
+            loss=float(rows[:, 0].sum()) / tokens,
+            learning_rate=learning_rate(step, arguments),
+            grad_norm=norm,
+            tokens=tokens,
+            tokens_seen=step * tokens,
+            step_seconds=seconds,
+            data_wait_seconds=float(rows[:, 1].mean()),
+            memory_nbytes=tuple(map(int, rows[:, 2].tolist())),
+            **counted,
+        )
+        if sink is not None:
+            sink.write(metrics)
+            self.accelerator.log(metrics.scalars(), step)
+        if step % arguments.log_every == 0 or step == arguments.steps:
+            self.say(metrics.line(arguments.steps))
+        # In fp16 the scaler passes over gradients that overflow.
+        total = metrics.loss + (norm or 0.0 if arguments.precision != "fp16" else 0.0)
+        if not (self.optimizer.step_was_skipped or math.isfinite(total)):
+            raise NonFiniteError(
+                f"step {step} has loss {metrics.loss} and gradient norm {norm}; the run has stopped, and its last "
+                "checkpoint is from before",
+                hint="lower --lr, or compute in bf16 or fp32",
+            )
+
+    def _state(self) -> dict[str, Any]:
+        """Return the objects that a checkpoint holds: a scaler, too, so that a run may go on in another precision."""
+        scaler = self.accelerator.scaler or torch.amp.GradScaler(self.device.type, enabled=False)
+        objects = [] if self.ema is None else [self.ema]
+        return {"model": self.model, "optimizer": self.optimizer.optimizer, "scaler": scaler, "objects": objects}
+
+    def _state_after(self, step: int) -> dict[str, Any]:
+        settings = self.arguments.model_dump(mode="json")
+        return self._state() | {"extra": {"step": step, "data_crc32c": self.data.checksum, "arguments": settings}}
+
+    def _save(self, step: int) -> float:
+        """Save after `step` steps; return for how many seconds training stood still. Collective."""
+        begin = time.perf_counter()
+        self._tell_saved(self.saver.wait())
+        path = self.arguments.checkpoints / f"step-{step:06d}"
+        # Only an incomplete or damaged one can be there: the run would have gone on from a whole one.
+        state = self._state_after(step) | {"total_limit": self.arguments.keep_checkpoints, "overwrite": True}
+        (self.saver.save if self.arguments.async_save else checkpoint.save_checkpoint)(path, **state)
+        self._tell_saved(None if self.saver.is_saving else path)
+        return time.perf_counter() - begin
+
+    def _tell_saved(self, path: Location | None) -> None:
+        if path is not None:
+            self.say(f"checkpoint: {path}")
+
+    def resume(self, paths: Sequence[Location]) -> int:
+        """Load the newest state, in host memory or the first of `paths` that is whole; return its steps. Collective."""
+        if self.copies is not None:
+            newest = run_on_main(self.environment, lambda: read_manifest(paths[0]).saved_at if paths else 0.0)
+            if (extra := self.copies.load(newer_than=newest, **self._state())) is not None:
+                self.say(f"resume: from copies in host memory, after step {extra['step']}")
+                return int(extra["step"])
+        decays = [group["weight_decay"] for group in self.optimizer.param_groups]  # of this run, which may have changed
+        for path in paths:
+            try:
+                extra = checkpoint.load_checkpoint(path, **self._state())
+            except DamagedError as error:
+                if path is paths[-1]:
+                    raise
+                self.say(f"resume: {path} is passed over, because it is damaged: {error}")
+                continue
+            for group, decay in zip(self.optimizer.param_groups, decays, strict=True):
+                group["weight_decay"] = decay
+            self.say(f"resume: from {path}, after step {extra['step']}")
+            return int(extra["step"])
+        self.say(f"resume: no complete checkpoint in {self.arguments.checkpoints}, starting at step 1")
+        return 0
+
+    def write_down(self, held: int) -> None:
+        """Write down what the run is, now that it will go on, and start its trackers. On rank 0."""
+        arguments, accelerator = self.arguments, self.accelerator
+        count = arguments.keep_checkpoints + 1 - min(held, arguments.keep_checkpoints)
+        check_room(arguments.checkpoints, checkpoint_nbytes(self.model, self.optimizer), count, self.say)
+        values, defaults = arguments.model_dump(mode="json"), type(arguments)().model_dump(mode="json")
+        settings = {
+            arguments.spelled(name): {"value": value, "origin": "default" if value == defaults[name] else "given"}
+            for name, value in values.items()
+        }
+        versions = {"fullshard": __version__, "torch": torch.__version__, "python": platform.python_version()}
+        place = {"host": socket.gethostname(), "device": name_of(self.device), "ranks": accelerator.num_processes}
+        environment = {"model": self.described} | versions | place
+        for name, content in {"settings": settings, "environment": environment}.items():
+            write_text(arguments.output_dir / f"{name}.json", json.dumps(content, indent=2) + "\n")
+        accelerator.init_trackers(arguments.output_dir.name, values, {"wandb": {"dir": str(arguments.output_dir)}})
+
+    def finish(self) -> None:
+        """Evaluate and export; say what there is. Collective."""
+        output = self.arguments.output_dir
+        if len(self.data.held_out):
+            held_out = self.evaluate(self.data.held_out, limit=self.arguments.eval_sequences)
+            self.say(f"held-out loss: {held_out:.4f} nats/token")
+        if self.arguments.export:
+            checkpoint.export_hf(output / "export", model=self.model, tokenizer=self.data.tokenizer, overwrite=True)
+            self.say(f"export: {output / 'export'}")
+        self.say(f"metrics: {output / 'metrics.jsonl'}")
+
+    @torch.no_grad()
+    def evaluate(self, sequences: PackedSequences, *, limit: int) -> float:
+        """Return the mean loss over the first `limit` sequences at most, nats per token. Collective."""
+        indices, total = np.arange(min(limit, len(sequences))), 0.0
+        self.model.eval()
+        for chunk in np.array_split(indices, math.ceil(len(indices) / self.arguments.batch_size)):
+            total += sum(float(self._loss_sum(micro_batch)) for micro_batch in self._read(sequences, chunk))
+        self.model.train()
+        return float(self._gather(total).sum()) / (len(indices) * self.arguments.seq_len)
+
+
+def learning_rate(step: int, arguments: TrainArguments) -> float:
+    """Return the rate of step `step`, counted from 1: linear warm-up, then half a cosine down to the lowest rate."""
+    warmup = arguments.warmup
+    if step <= warmup:
+        return arguments.lr * step / warmup
+    done = (step - 1 - warmup) / max(1, arguments.steps - 1 - warmup)
+    lowest = arguments.lr * arguments.min_lr_ratio
+    return lowest + (arguments.lr - lowest) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
 
 
 def for_any_size(arguments: TrainArguments) -> TrainArguments:
-    """Return arguments for a varying number of hosts: more micro-batches, as large on few ranks as on many.
-
-    Raises:
-        ConfigError: the batch cannot be shared by some number of ranks that there may be.
-    """
+    """Return arguments for a varying number of hosts: more micro-batches, as large on few ranks as on many."""
     ranks = elastic_ranks()
     if ranks is None:
         return arguments
@@ -73,274 +412,39 @@ def for_any_size(arguments: TrainArguments) -> TrainArguments:
     return arguments.model_copy(update={"micro_batch_size": min(arguments.micro_batch_size or most, most)})
 
 
-def train(arguments: TrainArguments) -> None:
-    """Run the whole job on this rank. Every rank of the job calls it with the same arguments.
-
-    Raises:
-        FullshardError: a fault of the settings, the data, a checkpoint or the run.
-    """
-    joined_before = dist.is_initialized()
-    with contextlib.ExitStack() as held:
-        accelerator = RunAccelerator(arguments)
-        environment, say = accelerator.process.environment, accelerator.say
-        # Ranks per shard group are told here, and not taken from the host.
-        sharding = arguments.run_config().sharding
-        sharding.resolved_strategy().mesh_shape(environment.world_size, sharding.shard_size)
-        # Nothing is looked at, written or removed before the directories are this job's alone.
-        run_on_main(environment, lambda: held.enter_context(lease(arguments.output_dir)))
-        if arguments.checkpoint_dir is not None:
-            run_on_main(environment, lambda: held.enter_context(lease(arguments.checkpoints)))
-        arguments = for_any_size(arguments)
-        checkpoints = run_on_main(environment, lambda: _look_ahead(arguments))
-        record_events(arguments.output_dir)
-        held.callback(JOURNAL.close)
-        data = prepare_data(
-            arguments, environment, lambda checksum: require_same_run(checkpoints, arguments, checksum=checksum)
-        )
-        say(f"data: {data.description}")
-        copies = None
-        if (most := arguments.max_lost_steps) is not None:
-            copies = held.enter_context(MemoryCopies(most, say=say))
-        trainer = Trainer(arguments, accelerator, data)
-        first_step = go_on(checkpoints, copies, trainer, say)
-        count = arguments.keep_checkpoints + 1 - min(len(checkpoints), arguments.keep_checkpoints)
-        nbytes = checkpoint_nbytes(trainer.model, trainer.optimizer)
-        run_on_main(environment, lambda: check_room(arguments.checkpoints, nbytes, count, say))
-        run_on_main(environment, lambda: _write_down(trainer))
-        held.callback(lambda: [tracker.finish() for tracker in accelerator.trackers])
-        with listening():
-            stopped_at = Loop(trainer, copies).run(first_step)
-            if stopped_at is None:
-                with contextlib.nullcontext() if trainer.ema is None else trainer.ema.swapped():
-                    _finish(trainer, data)
-                note(environment, Happening.END)
-            else:
-                note(environment, Happening.PREEMPTION, "saved and stopped because of a signal")
-                say(f"stopped by a signal after step {stopped_at}; the same command goes on from there")
-            if arguments.plot:
-                path = arguments.output_dir / "report.html"
-                run_on_main(environment, lambda: write_report([arguments.output_dir], path))
-                say(f"report: {path}")
-    if dist.is_initialized() and not joined_before:
-        dist.destroy_process_group()
-
-
-class Loop:
-    """The steps of a run, each reported, with a checkpoint wherever one is due."""
-
-    def __init__(self, trainer: Trainer, copies: MemoryCopies | None) -> None:
-        self._trainer, self._copies, self._saver = trainer, copies, AsyncSaver()
-        self._arguments, self._say = trainer.arguments, trainer.accelerator.say
-        self._metrics: JsonlSink | None = None
-        self._window, self._tokens = time.perf_counter(), 0  # over which tokens per second are counted
-        self._skipped, self._stood_still = 0, 0.0
-        reset_memory_peak(trainer.device)
-
-    def run(self, first_step: int) -> int | None:
-        """Run steps `first_step` + 1 to the last.
-
-        Returns:
-            The step after which a signal has stopped them, with a checkpoint; None if none has.
-
-        Raises:
-            FullshardError: the loss or the gradient is not finite.
-        """
-        trainer, arguments = self._trainer, self._arguments
-        steps = arguments.profile_steps if arguments.profile else None
-        recorder = Recorder(trainer.accelerator, arguments.output_dir, self._say, steps=steps)
-        self._open_metrics(first_step)
-        with self._saver, contextlib.closing(self):
-            if arguments.async_save:
-                self._saver.reserve([(trainer.model, trainer.optimizer.optimizer)])
-            step, rollbacks, stops = first_step, 0, False
-            while step < arguments.steps and not stops:
-                step += 1
-                JOURNAL.tell(step)
-                self._tell_saved(self._saver.check())
-                recorder.begin_step()
-                try:
-                    metrics = self._step(step)
-                except NonFiniteError as error:
-                    rollbacks += 1
-                    error.add_note(f"fullshard: this was step {step} of the run")
-                    if arguments.nonfinite_gradients != "rollback" or rollbacks > arguments.nonfinite_limit:
-                        raise
-                    step = self._roll_back(error, step)
-                    continue
-                recorder.end_step()
-                self._report(metrics)
-                due = bool(arguments.save_every) and step % arguments.save_every == 0
-                stops = should_stop() and step < arguments.steps
-                self._stood_still = 0.0
-                if due or stops or step == arguments.steps:
-                    self._save(step)
-                    rollbacks = 0
-                if due or step % arguments.log_every == 0:  # a line's rate is of its own steps, without saving
-                    self._window, self._tokens = time.perf_counter(), 0
-                if self._copies is not None and step < arguments.steps and not stops:
-                    self._copies.after_step(step, **trainer.state_after(step))
-            self._tell_saved(self._saver.wait())
-        recorder.close()
-        return step if step < arguments.steps else None
-
-    def close(self) -> None:
-        """Close the metrics file."""
-        if self._metrics is not None:
-            self._metrics.close()
-
-    def _open_metrics(self, last_step: int) -> None:
-        if self._trainer.environment.is_main:
-            self.close()
-            self._metrics = JsonlSink(self._arguments.output_dir / "metrics.jsonl", last_step=last_step)
-
-    def _step(self, step: int) -> StepMetrics:
-        """Make a step; return its metrics over all ranks. Collective."""
-        trainer, arguments, begin = self._trainer, self._arguments, time.perf_counter()
-        loss_sum, norm, waited = trainer.step(step - 1)
-        rows = trainer.gather(torch.tensor([loss_sum, waited, memory_nbytes(trainer.device)], dtype=torch.float64))
-        tokens = arguments.batch_size * arguments.seq_len
-        self._tokens += tokens
-        self._skipped += trainer.optimizer.step_was_skipped
-        speed, plan = self._tokens / max(time.perf_counter() - self._window, 1e-9), trainer.plan
-        time_of = None if plan is None or plan.cluster.device.is_cpu else plan.time  # a CPU's peak is unmeasured
-        return StepMetrics(
-            step=step,
-            loss=float(rows[:, 0].sum()) / tokens,
-            learning_rate=learning_rate(step - 1, arguments),
-            grad_norm=norm,
-            tokens=tokens,
-            tokens_seen=step * tokens,
-            step_seconds=time.perf_counter() - begin,
-            tokens_per_second=speed,
-            data_wait_seconds=float(rows[:, 1].mean()),
-            memory_nbytes=tuple(map(int, rows[:, 2].tolist())),
-            planned_nbytes=None if plan is None else plan.memory.needed + trainer.process_nbytes,
-            mfu=None if time_of is None else time_of.mfu * speed / time_of.tokens_per_second,
-            checkpoint_seconds=self._stood_still,
-            skipped_steps=self._skipped,
-        )
-
-    def _report(self, metrics: StepMetrics) -> None:
-        """Report a step, and stop before a checkpoint holds what is no number."""
-        trainer, arguments = self._trainer, self._arguments
-        if self._metrics is not None:
-            self._metrics.write(metrics)
-            trainer.accelerator.log(metrics.scalars(), metrics.step)
-        if metrics.step % arguments.log_every == 0 or metrics.step == arguments.steps:
-            self._say(metrics.line(arguments.steps))
-        norm = metrics.grad_norm if metrics.grad_norm is not None and arguments.precision != "fp16" else 0.0
-        # In fp16 the scaler passes over gradients that overflow.
-        if not (trainer.optimizer.step_was_skipped or math.isfinite(metrics.loss + norm)):
-            raise NonFiniteError(
-                f"step {metrics.step} has loss {metrics.loss} and gradient norm {metrics.grad_norm}; "
-                "the run has stopped, and its last checkpoint is from before",
-                hint="lower --lr, or compute in bf16 or fp32",
-            )
-
-    def _save(self, step: int) -> None:
-        """Save after `step` steps; what is written in the background is reported when it is complete. Collective."""
-        arguments, begin = self._arguments, time.perf_counter()
-        self._tell_saved(self._saver.wait())
-        (self._saver.save if arguments.async_save else save_checkpoint)(
-            path := arguments.checkpoints / f"step-{step:06d}",
-            **self._trainer.state_after(step),
-            total_limit=arguments.keep_checkpoints,
-            # Only an incomplete or damaged one can be there: `find_checkpoints` refuses to begin before a whole one.
-            overwrite=True,
-        )
-        self._stood_still = time.perf_counter() - begin
-        self._tell_saved(None if self._saver.is_saving else path)
-
-    def _tell_saved(self, path: Location | None) -> None:
-        if path is not None:
-            self._say(f"checkpoint: {path}")
-
-    def _roll_back(self, error: NonFiniteError, step: int) -> int:
-        """Go back to the newest checkpoint because of `error` in step `step`, and past the data since; its step."""
-        trainer, why = self._trainer, str(error).partition("\n")[0]
-        self._saver.wait()
-        batches = step + trainer.skipped_batches
-        paths = run_on_main(trainer.environment, lambda: whole_in(self._arguments.checkpoints))
-        if not paths:
-            error.add_note("fullshard: there is no checkpoint to go back to")
-            raise error
-        trainer.optimizer.zero_grad()
-        _, back = load_newest(paths, trainer, self._say)
-        trainer.skipped_batches = batches - back
-        note(trainer.environment, Happening.ROLLBACK, why, to_step=back, passed_over=step - back)
-        self._open_metrics(back)
-        self._say(f"step {step}: {why}")
-        self._say(f"rollback: to the checkpoint after step {back}; {step - back} batches are passed over")
-        if self._copies is not None:
-            self._copies.go_on_from(back)
-        return back
-
-
-def note(environment: RankEnvironment, kind: Happening, message: str = "", **details: int) -> None:
-    """Note an event in the run's journal, on rank 0."""
-    if environment.is_main:
-        JOURNAL.note(kind, message, **details)
-
-
-def _look_ahead(arguments: TrainArguments) -> list[Location]:
-    """Find what to resume from, and refuse now what would fail only at the end. On rank 0."""
+def look_ahead(arguments: TrainArguments) -> list[Location]:
+    """Refuse now what would fail only at the end, and return the checkpoints to go on from, the newest first."""
     if arguments.plot:
         require_plots()
-    require_trackers(arguments.trackers, "--log-with")
     if arguments.model is not None:
         read_config(arguments.model)
     if not os.access(arguments.output_dir, os.W_OK):
         raise ConfigError(f"cannot write to {arguments.output_dir}", hint="use another --output-dir")
-    checkpoints = find_checkpoints(arguments)
-    require_same_run(checkpoints, arguments)
-    return checkpoints
+    # Names, not clocks, say which is the newest.
+    found = checkpoint.whole_checkpoints(arguments.checkpoints)
+    steps = {path: int(match[1]) for path in found if (match := _NAME.fullmatch(path.name))}
+    return sorted(steps, key=lambda path: steps[path], reverse=True)
 
 
-def _write_down(trainer: Trainer) -> None:
-    """Write down what the run is, now that it will go on, and start its trackers. On rank 0."""
-    arguments, accelerator = trainer.arguments, trainer.accelerator
-    values, defaults = arguments.model_dump(mode="json"), type(arguments)().model_dump(mode="json")
-    settings = {
-        arguments.spelled(name): {"value": value, "origin": "default" if value == defaults[name] else "given"}
-        for name, value in values.items()
-    }
-    versions = {"fullshard": __version__, "torch": torch.__version__, "python": platform.python_version()}
-    place = {"host": socket.gethostname(), "device": name_of(trainer.device), "ranks": accelerator.num_processes}
-    files: dict[str, Any] = {"settings": settings, "environment": versions | place}
-    if trainer.plan is not None:
-        files["plan"] = as_dict(trainer.plan) | {"process": trainer.process_nbytes}
-    for name, content in files.items():
-        write_text(arguments.output_dir / f"{name}.json", json.dumps(content, indent=2) + "\n")
-    write_text(arguments.output_dir / "arguments.json", arguments.to_json())
-    accelerator.init_trackers(arguments.output_dir.name, values, {"wandb": {"dir": str(arguments.output_dir)}})
-
-
-def _finish(trainer: Trainer, data: TrainingData) -> None:
-    """Evaluate, and write the run's results; say where each is. Collective."""
-    arguments, environment, say = trainer.arguments, trainer.environment, trainer.accelerator.say
-    output, metrics = arguments.output_dir, arguments.output_dir / "metrics.jsonl"
-    records = list(read_metrics(metrics)) if environment.is_main else []
-    losses = [record.loss for record in records]
-    if last := losses[-max(1, len(losses) // 10) :]:  # single batches scatter widely
-        say(f"training loss: {sum(last) / len(last):.4f} nats/token (mean of the last {len(last)} steps)")
-    held_out, entropy = None, run_on_main(environment, data.train.unigram_entropy)
-    if len(data.held_out):
-        held_out = trainer.evaluate(data.held_out, limit=arguments.eval_sequences)
-        say(f"held-out loss: {held_out:.4f} nats/token")
-    say(f"unigram entropy: {entropy:.4f} nats/token (what token frequencies alone would reach)")
-    if arguments.sample_tokens:
-        text = trainer.sample(data.tokenizer)
-        run_on_main(environment, lambda: write_text(output / "sample.txt", text + "\n"))
-        say(f"sample: {output / 'sample.txt'}")
-    if arguments.export:
-        export_hf(output / "export", model=trainer.model, tokenizer=data.tokenizer, overwrite=True)
-        say(f"export: {output / 'export'}")
-    if arguments.plot:
-        lines = {"unigram_entropy": entropy, "held_out_loss": held_out}
-        steps = [record.step for record in records]
-        run_on_main(environment, lambda: plot_losses(output / "loss.png", steps=steps, losses=losses, **lines))
-        say(f"loss curve: {output / 'loss.png'}")
-    say(f"metrics: {metrics}")
+def require_same_run(paths: Sequence[Location], arguments: TrainArguments, checksum: int) -> None:
+    """Refuse to go on from the first of `paths` with other data or settings. On rank 0, before anything is written."""
+    if not paths:
+        return
+    path, extra = paths[0], read_manifest(paths[0]).states.get("extra")
+    if not isinstance(extra, dict) or not extra.keys() >= {"step", "data_crc32c", "arguments"}:
+        raise ConfigError(f"{path} is no checkpoint of `fullshard train`", hint="use another --output-dir")
+    step, crc32c, saved = (decode_value(extra[name], {}) for name in ("step", "data_crc32c", "arguments"))
+    now = arguments.model_dump(mode="json")
+    names = [name for name in (_STREAM if crc32c == checksum else _STREAM + _DATA) if saved.get(name) != now[name]]
+    found = [f"{arguments.spelled(name)} was {saved.get(name)} and is {now[name]}" for name in names]
+    if saved.get("ema_decay") is not None and arguments.ema_decay is None:  # a loader leaves what is not asked for
+        found.append(f"--ema-decay was {saved['ema_decay']} and is not given")
+    if found or crc32c != checksum:
+        what = "; ".join(found) or "what --data names, or the tokenizer, has changed since"
+        hint = "use the same data and settings, or another --output-dir; or remove the checkpoints, to begin anew"
+        raise ConfigError(f"{path} belongs to another run: {what}", hint=hint)
+    if step > arguments.steps:
+        raise ConfigError(f"the checkpoint {path} is {step} steps in, more than --steps {arguments.steps}")
 
 
 def run(arguments: TrainArguments) -> None:
@@ -349,4 +453,4 @@ def run(arguments: TrainArguments) -> None:
 
 
 if __name__ == "__main__":
-    run(TrainArguments.read(Path(sys.argv[1])))
+    run(TrainArguments.model_validate_json(sys.argv[1]))

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from fullshard.config.handover import hand_over
 from fullshard.config.schema import RunConfig
 from fullshard.core.errors import ConfigError
-from fullshard.observe.sinks import read_metrics
+from fullshard.observe import read_metrics
 from tests.distributed import run_ranks
 from tests.trainers import run as run_trainer
 
@@ -73,8 +73,6 @@ def test_recipe(tmp_path: Path) -> None:
         "400",
         "--no-plot",
         "--no-export",
-        "--sample-tokens",
-        "0",
         "--nproc",
         "2",
         "--check-plan",
