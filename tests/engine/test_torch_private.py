@@ -24,7 +24,6 @@ from torch.distributed._composable.replicate import _is_fully_sharded
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from torch.distributed.pipelining.stage import _PipelineStageBase
@@ -667,17 +666,6 @@ def functions_of_subclasses() -> None:
     assert not Asked.calls
     torch.add(tensor, 1)
     assert Asked.calls
-
-
-@check("stream_of")
-def streams(folder: Path = Path("/dev")) -> None:
-    handler = SubprocessHandler("true", (), {}, str(folder / "null"), None, 0, None)
-    try:
-        assert launcher.stream_of(handler, "stdout").name == str(folder / "null")
-        assert launcher.stream_of(handler, "stderr") is None
-    finally:
-        handler.proc.wait()
-        launcher.stream_of(handler, "stdout").close()
 
 
 # -- functions that are replaced --------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ import json
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -82,7 +81,6 @@ def variables(**environ: str) -> list[Finding]:
     ("environ", "words", "hint"),
     [
         ({"RANK": "0", "WORLD_SIZE": "4"}, "RANK=0, WORLD_SIZE=4 in the environment, and no launcher runs", "unset"),
-        ({"MASTER_ADDR": "no-such-host.invalid"}, "MASTER_ADDR=no-such-host.invalid is not a known host", "unset"),
         ({"GLOO_SOCKET_IFNAME": "eth77"}, "GLOO_SOCKET_IFNAME=eth77 names a network interface", "use one of lo"),
         ({"NCCL_SOCKET_IFNAME": "=l"}, "NCCL_SOCKET_IFNAME==l names a network interface", "unset NCCL_SOCKET_IFNAME"),
         ({"FSDP_OFFLOAD_PARAM": "true"}, "unknown variable FSDP_OFFLOAD_PARAM", "FSDP_OFFLOAD_PARAMS"),
@@ -126,20 +124,12 @@ def test_limits_of_a_container() -> None:
     assert "a process may open 256 files" in files.text
 
 
-@pytest.mark.parametrize(
-    ("address", "words"),
-    [("203.0.113.9", "which is no address of this host"), ("127.0.1.1", "which other hosts cannot reach")],
-)
-def test_host_name_that_leads_elsewhere(address: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("address", ["203.0.113.9", "no-such-host.invalid"])
+def test_host_name_that_leads_elsewhere(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostbyname", lambda name: address)
     [finding] = doctor._host_name()
-    assert words in finding.text
-    assert address in finding.text
-
-
-def test_host_name_without_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
-    assert "this host's own name no-such-host.invalid has no address" in texts(doctor._host_name())[0]
+    assert f"this host's own name {socket.gethostname()} stands for no address of this host" in finding.text
+    assert not finding.is_wrong
 
 
 def test_torch_that_cannot_use_the_devices() -> None:
@@ -155,12 +145,6 @@ def test_torch_that_cannot_use_the_devices() -> None:
     assert not any("GPU" in text for text in texts(doctor._torch(LAPTOP, report, "cpu")))
     no_gpu = "device = cuda, and this host shows no GPU that torch (built for processors only) can use"
     assert no_gpu in texts(doctor._torch(LAPTOP, report, "cuda"))
-
-
-def test_clock_that_is_behind() -> None:
-    assert list(doctor._clock(time.time())) == []
-    [finding] = doctor._clock(86400.0 * 365)
-    assert "the clock says 1971-01-01" in finding.text
 
 
 def test_stale_variables_make_the_exit_code_1() -> None:
@@ -287,8 +271,7 @@ def test_a_trial_is_judged_in_words() -> None:
     [died] = judge(Trial(137, {"sum over the ranks": "right"}, {}), [])
     assert "exit code 137; checks that were reached: sum over the ranks" in died.text
     assert list(judge(Trial(0, {"a": "right"}, {}), [])) == []
-    elsewhere = Finding("this host's own name stands for 127.0.0.1", "...", is_wrong=False, on_one_host=False)
-    [without_cause] = judge(Trial(2, {}, {}), [elsewhere])
+    [without_cause] = judge(Trial(2, {}, {}), [])
     assert "most likely" not in without_cause.text and "traceback above" in without_cause.hint
-    [with_cause] = judge(Trial(2, {}, {}), [elsewhere, Finding("no GPU", "...")])
+    [with_cause] = judge(Trial(2, {}, {}), [Finding("few files", "...", is_wrong=False), Finding("no GPU", "...")])
     assert with_cause.text.endswith("most likely: no GPU")

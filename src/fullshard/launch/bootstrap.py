@@ -30,16 +30,28 @@ PREEMPTION_DIR = "FULLSHARD_PREEMPTION_DIR"
 TRAINER_HOOK = "FULLSHARD_TRAINER_HOOK"
 """Set by the command line: the module whose `install()` is called when a script imports Transformers."""
 
-CHECK_PLAN = "FULLSHARD_CHECK_PLAN"
-STEP_IN_BACKWARD = "FULLSHARD_STEP_IN_BACKWARD"
-MAX_LOST_STEPS = "FULLSHARD_MAX_LOST_STEPS"
 WATCHED = {
-    "training.check_plan": CHECK_PLAN,
-    "training.step_in_backward": STEP_IN_BACKWARD,
-    "checkpoint.max_lost_steps": MAX_LOST_STEPS,
+    "training.check_plan": (
+        "FULLSHARD_CHECK_PLAN",
+        "fullshard.api.plan_check",
+        "the script shards by itself, and its optimizer is not known",
+        "use fullshard's Accelerator, accelerate() or PlanCheck in the script, or Transformers' Trainer",
+    ),
+    "training.step_in_backward": (
+        "FULLSHARD_STEP_IN_BACKWARD",
+        "fullshard.features.steps_in_backward.stepper",
+        "no optimizer was prepared for it",
+        "call fullshard.step_in_backward(optimizer) in the script, or use fullshard's Accelerator",
+    ),
+    "checkpoint.max_lost_steps": (
+        "FULLSHARD_MAX_LOST_STEPS",
+        "fullshard.checkpoint.copies",
+        "the script keeps no copies of its state",
+        "call accelerator.keep_copy(step) after each step, or use fullshard.checkpoint.MemoryCopies",
+    ),
 }
-"""Settings that a script may leave without effect, and the variables that tell a worker of them."""
-"""Set by the command line if these are asked for."""
+"""Settings that a script may leave without effect: the variable that tells a worker of one, the module that is imported
+where it has one, why it has none, and what to do."""
 
 STACK_SIGNAL = 40
 """A signal of those that nobody else uses (real-time signals of Linux): leave the stack of every thread."""
@@ -183,14 +195,10 @@ def _become(program: str, arguments: list[str]) -> NoReturn:
         sys.exit(_NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_EXECUTABLE)
 
 
-def _fresh_main() -> types.ModuleType:
-    """Make a `__main__` of its own: the script must not see the names of this file."""
-    module = types.ModuleType("__main__")
-    vars(module)["__builtins__"] = builtins
-    if sys.version_info < (3, 14):
-        vars(module)["__annotations__"] = {}
-    sys.modules["__main__"] = module
-    return module
+def _run_module(name: str) -> None:
+    import runpy
+
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
 def _run_script(target: str) -> None:
@@ -200,23 +208,12 @@ def _run_script(target: str) -> None:
 
         runpy.run_path(target, run_name="__main__")
         return
-    module = _fresh_main()
-    # Child processes of multiprocessing find the script again by __file__, and by there being no __spec__.
-    module.__file__ = path
-    module.__loader__ = SourceFileLoader("__main__", path)
-    module.__dict__["__cached__"] = None
+    # The script must not see the names of this file. Child processes of multiprocessing find it again by __file__.
+    module = sys.modules["__main__"] = types.ModuleType("__main__")
+    loader = SourceFileLoader("__main__", path)
+    vars(module).update(__builtins__=builtins, __file__=path, __loader__=loader, __cached__=None)
     with open(path, "rb") as file:
-        source = file.read()
-    exec(compile(source, path, "exec", dont_inherit=True), module.__dict__)
-
-
-def _run_module(name: str) -> None:
-    """Run a module as `python -m` does."""
-    import runpy
-
-    _fresh_main()
-    # What `python -m` itself calls: it fills the `__main__` above, where `run_module` would make a temporary one.
-    runpy._run_module_as_main(name)  # type: ignore[attr-defined]
+        exec(compile(file.read(), path, "exec", dont_inherit=True), vars(module))
 
 
 def _fail(error: Exception) -> NoReturn:
@@ -265,22 +262,10 @@ def _say_if_nothing_was_sharded() -> None:
         return
     engine = sys.modules.get("fullshard.engine.extension")
     if engine is not None and engine.anything_was_sharded():
-        if CHECK_PLAN in os.environ and "fullshard.api.plan_check" not in sys.modules:
-            sys.stderr.write(
-                "fullshard: check_plan had no effect: the script shards by itself, and its optimizer is not known\n"
-                "hint: use fullshard's Accelerator, accelerate() or PlanCheck in the script, or Transformers' Trainer\n"
-            )
-        if MAX_LOST_STEPS in os.environ and "fullshard.checkpoint.copies" not in sys.modules:
-            sys.stderr.write(
-                "fullshard: max_lost_steps had no effect: the script keeps no copies of its state\n"
-                "hint: call accelerator.keep_copy(step) after each step, or use fullshard.checkpoint.MemoryCopies\n"
-            )
-        stepping = sys.modules.get("fullshard.features.steps_in_backward.stepper")
-        if STEP_IN_BACKWARD in os.environ and not (stepping and stepping.anything_steps_in_backward()):
-            sys.stderr.write(
-                "fullshard: step_in_backward had no effect: no optimizer was prepared for it\n"
-                "hint: call fullshard.step_in_backward(optimizer) in the script, or use fullshard's Accelerator\n"
-            )
+        for path, (variable, module, why, hint) in WATCHED.items():
+            used = sys.modules.get(module)
+            if variable in os.environ and not (used and getattr(used, "anything_steps_in_backward", lambda: True)()):
+                sys.stderr.write(f"fullshard: {path.partition('.')[2]} had no effect: {why}\nhint: {hint}\n")
         return
     count = os.environ.get("WORLD_SIZE", "1")
     sys.stderr.write(

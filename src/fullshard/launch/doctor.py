@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,36 +23,21 @@ _SMALL_SHARED_MEMORY = 64 * MIB
 """A container's default size, and too little for several ranks."""
 
 _FEW_OPEN_FILES = 1024
-_WORKER = "fullshard.launch.doctor_ranks"
 _STALE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A fault, or a fact worth knowing.
-
-    Attributes:
-        text: the finding, in words.
-        hint: one action that fixes it.
-        is_wrong: whether it makes runs fail or misbehave; else it only makes them slower or more fragile.
-        on_one_host: whether it matters to ranks of one host alone, such as a trial's.
-    """
+    """A fault, or a fact that only makes runs slower or more fragile; and one action that mends it."""
 
     text: str
     hint: str
     is_wrong: bool = True
-    on_one_host: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """The results of a run of some ranks.
-
-    Attributes:
-        exit_code: of the ranks; 0 if all ended well.
-        checks: each outcome in words, by name; a check failed if its outcome begins with `wrong`.
-        facts: of the ranks: device, threads, kind of collectives.
-    """
+    """The results of a run of some ranks: each check's outcome by name; it failed if that begins with `wrong`."""
 
     exit_code: int
     checks: dict[str, str]
@@ -64,15 +47,7 @@ class Trial:
 def examine(
     hardware: Hardware, environ: Mapping[str, str], report: Report, nproc: int, device: str = "auto"
 ) -> list[Finding]:
-    """Examine everything that can be seen without starting a rank.
-
-    Args:
-        hardware: of this host.
-        environ: the variables to look at.
-        report: the environment report.
-        nproc: ranks that a job here would have.
-        device: what it would compute on.
-    """
+    """Return what can be seen without starting a rank, for a job of `nproc` ranks on `device` here."""
     return [
         *_variables(environ),
         *_interfaces(environ),
@@ -80,31 +55,22 @@ def examine(
         *_threads(environ, nproc, hardware.cpu_count),
         *_limits(shared_memory_nbytes(), open_files_limit()),
         *_torch(hardware, report, device),
-        *_clock(time.time()),
     ]
 
 
 def _variables(environ: Mapping[str, str]) -> Iterator[Finding]:
-    stale = [name for name in _STALE if name in environ]
-    if stale and "TORCHELASTIC_RUN_ID" not in environ:
-        set_to = ", ".join(f"{name}={environ[name]}" for name in stale)
-        yield Finding(
-            f"{set_to} in the environment, and no launcher runs: a script started with python would wait for other "
-            "ranks for ever",
-            f"unset {' '.join(stale)}",
-        )
-    address = environ.get("MASTER_ADDR")
-    if address is not None and "TORCHELASTIC_RUN_ID" not in environ:
-        try:
-            socket.getaddrinfo(address, None)
+    if "TORCHELASTIC_RUN_ID" not in environ:
+        if stale := [name for name in _STALE if name in environ]:
             yield Finding(
-                f"MASTER_ADDR={address} is left in the environment; it may belong to another job",
+                f"{', '.join(f'{name}={environ[name]}' for name in stale)} in the environment, and no launcher runs: "
+                "a script started with python would wait for other ranks for ever",
+                f"unset {' '.join(stale)}",
+            )
+        if "MASTER_ADDR" in environ:
+            yield Finding(
+                f"MASTER_ADDR={environ['MASTER_ADDR']} is left in the environment; it may belong to another job",
                 "unset MASTER_ADDR MASTER_PORT",
                 is_wrong=False,
-            )
-        except OSError as error:
-            yield Finding(
-                f"MASTER_ADDR={address} is not a known host: {error}", "unset it, or name the host with rank 0"
             )
     reading = load_environment(environ)
     for problem in reading.problems:
@@ -122,10 +88,9 @@ def _interfaces(environ: Mapping[str, str]) -> Iterator[Finding]:
         value = environ.get(variable, "")
         if value.startswith("^"):  # NCCL: all but these
             continue
-        is_nccl = variable.startswith("NCCL")
+        is_exact = value.startswith("=") or variable.startswith("GLOO")  # NCCL takes prefixes
         for name in filter(None, value.removeprefix("=").split(",")):
-            exact = value.startswith("=") or not is_nccl
-            if not any(each == name if exact else each.startswith(name) for each in known):
+            if not any(each == name if is_exact else each.startswith(name) for each in known):
                 yield Finding(
                     f"{variable}={value} names a network interface that this host does not have: {name}",
                     f"use one of {', '.join(known)}, or unset {variable}",
@@ -133,41 +98,19 @@ def _interfaces(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _host_name() -> Iterator[Finding]:
-    """Look up this host's name: libraries that ask for the address by name get the same answer."""
+    """Look up this host's name, by which libraries find its address. A socket can be bound to its own address alone."""
     name = socket.gethostname()
     try:
         address = socket.gethostbyname(name)
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.bind((address, 0))
     except OSError as error:
         yield Finding(
-            f"this host's own name {name} has no address ({error}); ranks on other hosts may not find it",
-            f"add {name} to /etc/hosts, or give --main_process_ip an address",
-            is_wrong=False,
-        )
-        return
-    if not _is_ours(address):
-        yield Finding(
-            f"this host's own name {name} stands for {address}, which is no address of this host; whoever looks it up "
-            "by name connects elsewhere and hangs",
+            f"this host's own name {name} stands for no address of this host ({error}); whoever looks it up by name "
+            "connects elsewhere and hangs",
             f"mend {name} in /etc/hosts or in the DNS, or set GLOO_SOCKET_IFNAME to the interface to use",
             is_wrong=False,
         )
-    elif ipaddress.ip_address(address).is_loopback:
-        yield Finding(
-            f"this host's own name {name} stands for {address}, which other hosts cannot reach",
-            "on one host that is fine; on several give --main_process_ip the address that they can reach",
-            is_wrong=False,
-            on_one_host=False,
-        )
-
-
-def _is_ours(address: str) -> bool:
-    """Return whether an address is this host's: only then can a socket be bound to it."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-            probe.bind((address, 0))
-    except OSError:
-        return False
-    return True
 
 
 def _threads(environ: Mapping[str, str], nproc: int, cpu_count: int) -> Iterator[Finding]:
@@ -220,58 +163,29 @@ def _torch(hardware: Hardware, report: Report, device: str) -> Iterator[Finding]
         )
 
 
-def _clock(now: float) -> Iterator[Finding]:
-    installed = Path(__file__).stat().st_mtime
-    if now < installed - 86400:
-        date = time.strftime("%Y-%m-%d", time.gmtime(now))
-        yield Finding(
-            f"the clock says {date}, which is before fullshard was installed here: certificates, logs and time-outs of "
-            "several hosts go wrong",
-            "set the clock",
-        )
-
-
-# -- a run of some ranks ------------------------------------------------------------------------------------------
-
-
 def try_ranks(nproc: int, device: str, timeout_seconds: float) -> Trial:
     """Start ranks on this host that check collectives, and a sharded step against DDP.
 
-    The traceback of a rank that fails goes to standard error.
-
-    Args:
-        nproc: how many.
-        device: `cpu`, `cuda` or `auto`.
-        timeout_seconds: how long a rank waits for the others.
-
-    Raises:
-        ConfigError: `nproc` is less than 1, or more than this host can start.
+    The traceback of a rank that fails goes to standard error. Raises `ConfigError` as `launch_local` does.
     """
     from fullshard.launch.local import launch_local
 
     with tempfile.TemporaryDirectory(prefix="fullshard-doctor-") as directory:
         path = Path(directory) / "outcome.json"
-        code = launch_local(_WORKER, [str(path), device, str(timeout_seconds)], nproc=nproc)
+        code = launch_local("fullshard.launch.doctor_ranks", [str(path), device, str(timeout_seconds)], nproc=nproc)
         outcome = read_object(path) if path.exists() else {}
     return Trial(code, outcome.get("checks", {}), outcome.get("facts", {}))
 
 
 def judge(trial: Trial, seen: Sequence[Finding]) -> Iterator[Finding]:
-    """Yield the faults that a trial shows.
-
-    Args:
-        trial: the trial.
-        seen: what was found before it; the likely causes if no rank got through.
-    """
+    """Yield the faults that a trial shows; what was seen before it are likely causes if no rank got through."""
     for name, outcome in trial.checks.items():
         if outcome.startswith("wrong"):
             yield Finding(f"{name}: {outcome}", "please report this with the output of `fullshard doctor --run --json`")
     if trial.exit_code:
-        reached = ", ".join(trial.checks) or "none"
-        near = [finding for finding in seen if finding.on_one_host]
-        causes = [finding.text for finding in near if finding.is_wrong] or [finding.text for finding in near]
-        why = f"; most likely: {causes[0]}" if causes else ""
+        causes = [finding.text for finding in sorted(seen, key=lambda finding: not finding.is_wrong)]
         yield Finding(
-            f"the ranks ended with exit code {trial.exit_code}; checks that were reached: {reached}{why}",
+            f"the ranks ended with exit code {trial.exit_code}; checks that were reached: "
+            f"{', '.join(trial.checks) or 'none'}{f'; most likely: {causes[0]}' if causes else ''}",
             "mend that first" if causes else "the traceback above says where; NCCL_DEBUG=INFO says more about NCCL",
         )

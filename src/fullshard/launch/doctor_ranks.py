@@ -31,14 +31,8 @@ def main() -> None:
     path, kind, timeout = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
     device = rank_device(read_rank_environment(), kind)
     environment = init_process_group_from_environment(device, timeout_seconds=timeout)
-    outcome: dict[str, Any] = {"checks": {}, "facts": {}}
-
-    def keep() -> None:
-        if environment.is_main:
-            path.write_text(json.dumps(outcome), encoding="utf-8")
-
     chosen = choices_for(dist.group.WORLD, device)[0]
-    outcome["facts"] = {
+    facts = {
         "world size": environment.world_size,
         "device": device.type,
         "backend": dist.get_backend(),
@@ -46,13 +40,15 @@ def main() -> None:
         "because": chosen.reason,
         "threads per rank": torch.get_num_threads(),
     }
+    checks: dict[str, str] = {}
     for name, check in (
         ("sum over the ranks", lambda: _check_sum(device)),
         ("all-gather and reduce-scatter", lambda: _check_collectives(chosen.collectives, device)),
         ("sharded steps against DDP", lambda: _check_step(device)),
     ):
-        outcome["checks"][name] = _worst(check())
-        keep()
+        checks[name] = _worst(check())
+        if environment.is_main:
+            path.write_text(json.dumps({"checks": checks, "facts": facts}), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -100,10 +96,10 @@ def _check_step(device: torch.device) -> str:
     for layer in (ours[0], ours[2], ours[4]):
         fully_shard(layer)
     fully_shard(ours)
-    losses = [_train(model, device) for model in (ours, replicated)]
-    apart = max(abs(a - b) / max(abs(b), 1e-12) for a, b in zip(*losses, strict=True))
+    losses = torch.tensor([_train(model, device) for model in (ours, replicated)])
+    apart = _apart(*losses)
     if not apart <= _TOLERANCE:
-        return f"wrong: losses {losses[0]}, under DDP {losses[1]}"
+        return f"wrong: losses {losses[0].tolist()}, under DDP {losses[1].tolist()}"
     for (name, mine), same in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         if not isinstance(mine, ShardedParameter):
             return f"wrong: {name} is not sharded"
@@ -124,8 +120,7 @@ def _train(model: nn.Module, device: torch.device) -> list[float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses = []
     for _ in range(_STEPS):
-        inputs = torch.randn(16, 64, generator=generator).to(device)
-        targets = torch.randn(16, 8, generator=generator).to(device)
+        inputs, targets = (torch.randn(16, size, generator=generator).to(device) for size in (64, 8))
         loss = nn.functional.mse_loss(model(inputs), targets)
         loss.backward()
         optimizer.step()

@@ -6,6 +6,7 @@ The processes are torchelastic workers, so each gets the same variables that tor
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
 import shutil
@@ -41,7 +42,7 @@ from fullshard.launch.failures import (
     root_cause,
     what_others_said,
 )
-from fullshard.launch.logs import DRAIN_SECONDS, RankLogs, write_all
+from fullshard.launch.logs import RankLogs
 from fullshard.launch.membership import Membership
 from fullshard.launch.network import DEFAULT_PORT, interface_of, listen, resolve
 from fullshard.launch.preemption import AGAIN_SECONDS, PREEMPTED, listening_in
@@ -64,7 +65,6 @@ from fullshard.launch.rendezvous_server import (
 )
 from fullshard.launch.scene import Scene, is_of_a_hang, is_of_a_loss
 from fullshard.launch.scratch import scratch_directory
-from fullshard.launch.streams import STREAMS, StreamPlan
 
 SHUTDOWN_SECONDS = 3
 """Seconds that a process may take to end after a signal before it is killed."""
@@ -78,77 +78,42 @@ _CHATTY_LOGGERS = ("torch.distributed.elastic.agent.server.api", "torch.distribu
 
 @dataclass(frozen=True, slots=True)
 class Hosts:
-    """The hosts of a job.
+    """The hosts of a job: where they meet, how many, and for how long they wait for one another."""
 
-    Attributes:
-        count: how many, at most.
-        rank: of this one, if it is fixed beforehand.
-        address: of the host where they meet.
-        port: there; on one host the port of the workers' store. 0 takes a free one.
-        join_timeout: seconds to wait for the others.
-        same: values that must be equal on all of them, by name.
-        least: how many there must be, where others may come and go; None: all.
-        last_call: seconds to wait for more than those before the first start.
-    """
-
-    count: int = 1
-    rank: int | None = None
+    count: int = 1  # at most
+    rank: int | None = None  # of this one, if it is fixed beforehand
     address: str = LOOPBACK
-    port: int = 0
+    port: int = 0  # there; on one host the port of the workers' store. 0 takes a free one
     join_timeout: float = JOIN_SECONDS
-    same: Mapping[str, str] = field(default_factory=dict)
-    least: int | None = None
+    same: Mapping[str, str] = field(default_factory=dict)  # values that must be equal on all of them, by name
+    least: int | None = None  # how many there must be, where others may come and go; None: all
     last_call: float = LAST_CALL_SECONDS
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchJob:
-    """The part of a job that one host runs.
+    """The part of a job that one host runs."""
 
-    Attributes:
-        command: program and arguments of every worker.
-        nproc: workers on this host.
-        hosts: where the other workers are.
-        variables: environment of the workers, besides the inherited one.
-        streams: where their output goes.
-        run_id: name of the job.
-        role: name of the workers, which they find in ROLE_NAME.
-        max_restarts: how often all workers of the job are started again.
-        monitor_interval: seconds between two looks at the workers.
-        grace_period: seconds that workers who listen to signals (`launch.preemption`) have to save and end.
-    """
-
-    command: tuple[str, ...]
+    command: tuple[str, ...]  # of every worker
     nproc: int
     hosts: Hosts = field(default_factory=Hosts)
-    variables: Mapping[str, str] = field(default_factory=dict)
-    streams: StreamPlan = field(default_factory=StreamPlan)
+    variables: Mapping[str, str] = field(default_factory=dict)  # besides the inherited ones
+    log_dir: Path | None = None
+    tee: str | None = None
+    redirects: str | None = None
     run_id: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
     role: str = "default"
     max_restarts: int = 0
     monitor_interval: float = 0.1
-    grace_period: float = 30.0
+    grace_period: float = 30.0  # seconds that workers who listen to signals have to save and end
 
 
 def launch_local(
-    module: str,
-    arguments: Sequence[str],
-    *,
-    nproc: int,
-    max_restarts: int = 0,
-    grace_period: float = 30.0,
+    module: str, arguments: Sequence[str], *, nproc: int, max_restarts: int = 0, grace_period: float = 30.0
 ) -> int:
-    """Run `python -m module arguments...` in `nproc` processes on this host until all end or one fails.
+    """Run `python -m module arguments...` in `nproc` processes on this host; return the exit code as `run_job` does.
 
-    Args:
-        module: what to run; it should call `fullshard.launch.worker.run_worker`.
-        arguments: its command-line arguments.
-        nproc: number of processes, the world size.
-        max_restarts: how often all of them are started again after one failed.
-        grace_period: see `LaunchJob`.
-
-    Returns:
-        The exit code; see `run_job`.
+    The module should call `fullshard.launch.worker.run_worker`.
 
     Raises:
         ConfigError: `nproc` is less than 1, or more than this host can start.
@@ -156,16 +121,8 @@ def launch_local(
     if nproc < 1:
         raise ConfigError(f"the number of processes must be at least 1, got {nproc}")
     check_count(nproc)
-    variables = worker_variables(nproc)
-    return run_job(
-        LaunchJob(
-            command=(sys.executable, "-m", module, *arguments),
-            nproc=nproc,
-            variables=variables,
-            max_restarts=max_restarts,
-            grace_period=grace_period,
-        )
-    )
+    command, variables = (sys.executable, "-m", module, *arguments), worker_variables(nproc)
+    return run_job(LaunchJob(command, nproc, variables=variables, max_restarts=max_restarts, grace_period=grace_period))
 
 
 def run_job(job: LaunchJob) -> int:
@@ -188,14 +145,17 @@ def run_job(job: LaunchJob) -> int:
     """
     for name in _CHATTY_LOGGERS:
         logging.getLogger(name).setLevel(logging.CRITICAL)
+    for stream in (sys.stdout, sys.stderr):  # or lines of ranks arrive late where nobody sees them at once
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)
     adopt_orphans()
     with (
         scratch_directory("fullshard-launch-") as scratch,
         copies_directory() as outlasting,
         _signals_heard() as heard,
     ):
-        logs = RankLogs(job.streams, job.run_id, scratch)
         try:
+            logs = RankLogs(job.log_dir or scratch, job.nproc, job.tee, job.redirects, is_kept=job.log_dir is not None)
             agent = Agent(replace(job, variables={**job.variables, **outlasting}), logs, scratch / "preemption")
             heard.append(agent)
             return agent.outcome(agent.run())
@@ -211,15 +171,8 @@ def say(line: str) -> None:
 
 
 def _tell(text: str) -> None:
-    """Print for the user. An unread terminal must not end a job, nor change how it ends."""
     with contextlib.suppress(OSError, ValueError, RuntimeError):  # closed; from a signal handler, amid another line
-        stream, is_replaced = sys.stderr, sys.stderr is not sys.__stderr__
-        if is_replaced:  # by a notebook, say
-            stream.write(text)
-            return
-        stream.flush()
-        until = time.monotonic() + DRAIN_SECONDS
-        write_all(stream.fileno(), text.encode(errors="backslashreplace"), lambda: until)
+        sys.stderr.write(text)
 
 
 class Agent(LocalElasticAgent):
@@ -247,7 +200,7 @@ class Agent(LocalElasticAgent):
             max_restarts=job.max_restarts,
             monitor_interval=job.monitor_interval,
         )
-        super().__init__(spec, logs)
+        super().__init__(spec, logs, log_line_prefix_template="[rank ${rank}] ")
 
     def _make_handler(self) -> OneHostRendezvous:
         job, hosts = self._job, self._job.hosts
@@ -285,7 +238,6 @@ class Agent(LocalElasticAgent):
 
     def outcome(self, result: RunResult) -> int:
         """Report a failure, if there is one, and return the exit code of the job."""
-        self._keep_tracebacks(result.failures)
         cause = self._cause
         if not result.failures and (cause is None or self._is_left_last):
             if not any(self._preemption.glob("stopping-*")):
@@ -346,15 +298,6 @@ class Agent(LocalElasticAgent):
     def _world_size(self) -> int:
         """Processes of the attempt that is running, over all hosts."""
         return self._job.nproc * (self.get_worker_group().group_world_size or self._job.hosts.count)
-
-    def _keep_tracebacks(self, failures: Mapping[int, ProcessFailure]) -> None:
-        """Write reports into the logs: the terminal shows only one rank's."""
-        for failure in failures.values():
-            log = Path(failure.error_file).with_name("stderr.log")
-            _, traceback = left_report(failure)
-            if traceback is not None and log.is_file():
-                with log.open("a", encoding="utf-8") as file:
-                    file.write(traceback)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         address = self._client.address if self._client is not None else LOOPBACK
@@ -453,7 +396,6 @@ class Agent(LocalElasticAgent):
         for late in self._heard_late:
             if had_listened or late.name not in _MESSAGES:
                 raise SignalException(f"signal {late}", sigval=late)
-        self._keep_tracebacks(self._failures)
         cause = self._cause
         if cause is not None and not cause.here:
             _tell(self._told(cause))
@@ -484,15 +426,6 @@ class Agent(LocalElasticAgent):
                 workers.close(death_sig, 0 if self._asked else SHUTDOWN_SECONDS)
             super()._shutdown(death_sig)  # its other processes; before 2.13 it gives workers half a minute
             end_descendants(self._groups, spared=self._elsewhere)
-            self._close_files()
-            self._logs.drain()
-
-    def _close_files(self) -> None:
-        """Close the streams that torchelastic has opened: it does so only for workers it has to end."""
-        handlers = getattr(torch_private.worker_context(self), "subprocess_handlers", {})
-        for stream in (torch_private.stream_of(handler, name) for handler in handlers.values() for name in STREAMS):
-            if stream is not None:
-                stream.close()
 
 
 def worker_variables(nproc: int, environ: Mapping[str, str] | None = None) -> dict[str, str]:

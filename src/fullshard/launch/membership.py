@@ -26,11 +26,7 @@ from fullshard.launch.rendezvous_server import RendezvousClient
 class Membership:
     """One host's view of the membership.
 
-    Args:
-        client: this host's connection to the server.
-        preemption: the directory in which processes say that they listen to signals, and that they stop because of one.
-        grace_period: seconds that they have to save.
-        say: prints one line for the user.
+    In the directory `preemption` processes say that they listen to signals, and that they stop because of one.
     """
 
     def __init__(
@@ -44,12 +40,7 @@ class Membership:
         self._until = None
 
     def has_changed(self, result: RunResult, *, is_asked: bool) -> bool:
-        """Return whether this host's processes are to begin again with other hosts, now.
-
-        Args:
-            result: the state of those processes.
-            is_asked: whether this host itself was told to end.
-        """
+        """Return whether this host's processes are to begin again with other hosts; `is_asked`: it was told to end."""
         if is_asked:  # also if another host that was asked, too, has ended first
             return False
         cause = self._client.root_cause

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,30 +24,18 @@ from fullshard.launch.slurm import devices_per_host
 DETECTED = Origin(Precedence.DEFAULT, "found on this host")
 
 _MOST_SECONDS = 10**9
-_RENDEZVOUS_SETTINGS = {"join_timeout": "join_timeout", "timeout": "join_timeout", "last_call_timeout": "last_call"}
-_RENDEZVOUS_SECONDS = {"join_timeout": JOIN_SECONDS, "last_call": LAST_CALL_SECONDS}
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """Everything that will run.
+    """Everything that will run."""
 
-    Attributes:
-        resolved: the configuration, with the number of processes filled in.
-        device: `cpu` or `cuda`.
-        per_host: processes on each host.
-        join_timeout: seconds to wait for the other hosts.
-        last_call: seconds to wait for more of them than there must be.
-        variables: environment of every process, besides the inherited one and what torchelastic sets.
-        command: of every process.
-    """
-
-    resolved: Resolved
+    resolved: Resolved  # with the number of processes filled in
     device: str
-    per_host: int
-    join_timeout: float
-    last_call: float
-    variables: dict[str, str]
+    per_host: int  # processes
+    join_timeout: float  # seconds to wait for the other hosts
+    last_call: float  # seconds to wait for more of them than there must be
+    variables: dict[str, str]  # besides the inherited ones, and what torchelastic sets
     command: tuple[str, ...]
 
     @property
@@ -93,11 +80,7 @@ def make_plan(
 ) -> LaunchPlan:
     """Fill in unset values, and check what can be checked before anything starts.
 
-    Args:
-        line: what to run.
-        readings: of all sources.
-        environ: of this process.
-        elsewhere: whether it will run on other hosts, whose devices cannot be counted here.
+    With `elsewhere` it will run on other hosts, whose devices cannot be counted here.
 
     Raises:
         ConfigError: something is wrong or missing.
@@ -116,7 +99,7 @@ def make_plan(
     per_host = min(2, usable_cpu_count()) if device == "cpu" else devices
     found = Reading(
         settings=[Setting("launch.num_processes", per_host * launch.num_machines, DETECTED, "devices")],
-        notes=[*_without_effect(said, device), *_hidden_devices(launch, device, environ)],
+        notes=[*_without_effect(said, device)],
     )
     resolved = resolve([found, *readings])
     launch = resolved.config.launch
@@ -158,14 +141,6 @@ def _without_effect(said: Resolved, device: str) -> Iterator[Note]:
         setting = said.settings.get(f"launch.{name}")
         if why and setting is not None and setting.value and setting.origin.precedence is not Precedence.DEFAULT:
             yield Note(setting.origin, name, Status.NO_EFFECT, f"has no effect here: {why}")
-
-
-def _hidden_devices(launch: LaunchConfig, device: str, environ: Mapping[str, str]) -> Iterator[Note]:
-    """Yield a note where a variable names devices, and there are none of them."""
-    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
-        if launch.device == "auto" and device == "cpu" and (ids := environ.get(name, "").strip()) not in ("", "-1"):
-            text = f"= {ids} names no device that torch can use: the processes run on processors"
-            yield Note(Origin.variable(name), name, Status.NO_EFFECT, text)
 
 
 def _check_every_size(resolved: Resolved, per_host: int) -> None:
@@ -220,7 +195,6 @@ def _devices(said: Resolved, environ: Mapping[str, str]) -> tuple[str, int]:
     if launch.device == "cpu":
         return "cpu", 0
     if launch.gpu_ids is not None:
-        _check_ids(launch.gpu_ids, said.origin("launch.gpu_ids"))
         return "cuda", len(launch.gpu_ids)
     if (count := devices_per_host(environ)) is not None:
         kind = "cuda"
@@ -235,42 +209,23 @@ def _devices(said: Resolved, environ: Mapping[str, str]) -> tuple[str, int]:
     return (kind, count) if count else ("cpu", 0)
 
 
-def _check_ids(ids: Sequence[str], origin: Origin) -> None:
-    """Check that this host has these devices: CUDA leaves out the first missing one, and all after it."""
-    from fullshard.comm import device as devices
-
-    name, before = "CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES")
-    os.environ[name] = ",".join(ids)
-    try:
-        count = devices.count("cuda")
-    finally:
-        os.environ.pop(name)
-        if before is not None:
-            os.environ[name] = before
-    if count < len(ids):
-        raise ConfigError(
-            f"{origin}: gpu_ids = {','.join(ids)}, and this host has no GPU {ids[count]} that torch can use",
-            hint="`nvidia-smi -L` lists them; --cpu runs on processors",
-        )
-
-
 def _rendezvous_seconds(text: str) -> tuple[float, float]:
     """Return the seconds to wait for the required hosts, and for further ones."""
-    seconds = dict(_RENDEZVOUS_SECONDS)
+    seconds = {"join_timeout": JOIN_SECONDS, "last_call_timeout": LAST_CALL_SECONDS}
     for item in filter(None, (item.strip() for item in text.split(","))):
-        name, equals, value = item.partition("=")
+        name, _, value = item.partition("=")
+        name = "join_timeout" if name == "timeout" else name
         try:
-            if not equals or name not in _RENDEZVOUS_SETTINGS:
-                raise ValueError
-            seconds[_RENDEZVOUS_SETTINGS[name]] = number = float(value)
-            if not 0 < number < _MOST_SECONDS:
-                raise ValueError
+            number = float(value)
         except ValueError:
+            number = 0.0
+        if name not in seconds or not 0 < number < _MOST_SECONDS:
             raise ConfigError(
                 f"rdzv_conf: expected join_timeout=SECONDS or last_call_timeout=SECONDS, got {item!r}",
                 hint="other settings belong to rendezvous backends that are not used here",
-            ) from None
-    return seconds["join_timeout"], seconds["last_call"]
+            )
+        seconds[name] = number
+    return seconds["join_timeout"], seconds["last_call_timeout"]
 
 
 def script_exists(line: CommandLine) -> None:

@@ -23,11 +23,7 @@ REACH_SECONDS = 30.0
 
 
 def open_store(address: str, port: int = 0) -> TCPStore:
-    """Open a store that listens on `address` alone; port 0 takes a free one.
-
-    Raises:
-        ConfigError: the port is taken.
-    """
+    """Open a store that listens on `address` alone; port 0 takes a free one. Raises `ConfigError` if one is taken."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         listening = socket.create_server((address, port), family=family)
@@ -42,11 +38,7 @@ def open_store(address: str, port: int = 0) -> TCPStore:
 
 
 def reach_store(address: str, port: int) -> TCPStore:
-    """Connect to the store that another host has just opened.
-
-    Raises:
-        CommunicationError: it does not answer.
-    """
+    """Connect to the store that another host has just opened. Raises `CommunicationError` if it does not answer."""
     try:
         store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=REACH_SECONDS))
     except DistError as error:
@@ -60,12 +52,7 @@ def reach_store(address: str, port: int) -> TCPStore:
 
 
 class OneHostRendezvous(RendezvousHandler):
-    """A rendezvous without other hosts. Every attempt gets a new store: keys of the last one would mislead it.
-
-    Args:
-        run_id: name of the job.
-        port: where the workers find the store; 0 takes a free one.
-    """
+    """A rendezvous without other hosts. Every attempt gets a new store: keys of the last one would mislead it."""
 
     def __init__(self, run_id: str, port: int) -> None:
         self._run_id, self._port = run_id, port
@@ -84,14 +71,14 @@ class OneHostRendezvous(RendezvousHandler):
         return True
 
     def is_closed(self) -> bool:
-        """Return whether no one may join any more."""
+        """Return False: the server tells who may join."""
         return False
 
     def set_closed(self) -> None:
-        """Do nothing: no one else can join anyway."""
+        """Do nothing."""
 
     def num_nodes_waiting(self) -> int:
-        """Return the number of hosts that would join; a job has a fixed number, so none."""
+        """Return 0: `Membership` tells of hosts that would join."""
         return 0
 
     def get_run_id(self) -> str:
@@ -104,25 +91,14 @@ class OneHostRendezvous(RendezvousHandler):
 
 
 class MultiHostRendezvous(OneHostRendezvous):
-    """A rendezvous at a server, which runs in the launcher of one of the hosts.
-
-    Args:
-        run_id: name of the job.
-        client: this host's connection to the server.
-        server: the server, if it is here.
-    """
+    """A rendezvous at a server, which runs in the launcher of one of the hosts, perhaps here."""
 
     def __init__(self, run_id: str, client: RendezvousClient, server: RendezvousServer | None) -> None:
         super().__init__(run_id, 0)
         self.client, self._server = client, server
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait until all hosts are there.
-
-        Raises:
-            CommunicationError: they are not in time, or the job is over.
-            ConfigError: they do not fit together.
-        """
+        """Wait until all hosts are there. Raises as `RendezvousClient.join` does."""
         self.client.connect()
         # Rank 0 is where the server is, so the store can be opened before ranks are known.
         store = None if self._server is None else open_store(self.client.address)

@@ -16,16 +16,11 @@ If a connection closes, or is silent for too long, its host counts as gone. Mess
                        refused       why you cannot take part, or not any more
                        keep_alive    nothing new
 
-The first failure that arrives is not always the first that happened: when a rank ends, all ranks connected to it fail
-too. So the server listens a moment longer, and then names one.
+When a rank ends, all ranks connected to it fail too, so the server listens a moment longer before it names the first.
+A job that may have fewer hosts starts when all that are there have joined, and begins anew when one is lost or comes.
 
-A job that may have fewer hosts than its maximum starts when all that are there have joined. It goes on with the
-remaining hosts when one is lost, and begins anew when one comes: every host then joins again.
-
-The server begins with a challenge, some random bytes, and a launcher answers with their HMAC under the job's token. The
-server checks the answer before it reads anything else, and the answer is useless a second time. It turns away clients
-that do not know the token. Nothing that a stranger sends, or leaves unread, ends the job, because the server never
-waits for one.
+The server begins with a challenge, some random bytes, and a launcher answers with their HMAC under the job's token.
+Nothing that a stranger sends, or leaves unread, ends the job, because the server never waits for one.
 """
 
 from __future__ import annotations
@@ -45,73 +40,30 @@ from typing import Any
 from fullshard.core.errors import CommunicationError, ConfigError, printable
 from fullshard.core.files import parse_object
 
-KEEP_ALIVE_SECONDS = 1.0
-"""Seconds between two signs of life of each side."""
-
-TIMEOUT_SECONDS = 30.0
-"""Silence after which a host counts as gone. One whose launcher was killed is known at once: the connection closes.
-
-The network may be out for some 15 seconds, for what is lost is sent again after twice as long each time: after 12.6
-seconds in all, and after 25.
-"""
-
-PROOF_SECONDS = 10.0
-"""Seconds that a new connection may take to identify itself."""
-
-ROOT_CAUSE_SECONDS = 1.0
-"""Seconds that the server listens after the first failure it hears of, unless all hosts fail before."""
-
-WAITING_SECONDS = 35.0
-"""Seconds that a surplus host may wait until one of the others turns out to be gone. More than silence."""
-
-JOIN_SECONDS = 600.0
-"""Seconds that a host waits for the required number of hosts."""
-
-LAST_CALL_SECONDS = 30.0
-"""Seconds that a job with the required number of hosts waits for further ones before its first start."""
+KEEP_ALIVE_SECONDS = 1.0  # between two signs of life of each side
+TIMEOUT_SECONDS = 30.0  # silence after which a host counts as gone; TCP repeats what is lost after 12.6 s, and after 25
+PROOF_SECONDS = 10.0  # that a new connection may take to identify itself
+ROOT_CAUSE_SECONDS = 1.0  # that the server listens after the first failure, unless all hosts fail before
+JOIN_SECONDS = 600.0  # that a host waits for the required number of hosts
+LAST_CALL_SECONDS = 30.0  # that a job with the required number waits for further ones before its first start
+REGROUP_SECONDS = 1.0  # the same later, when all hosts that are left have joined
+CHALLENGE_SECONDS = 5.0  # that a launcher waits for the server's challenge before it connects again
+FIRST_SAID_SECONDS = 5.0  # that a launcher waits before it says so
 
 _FIRST = (-1.0,)
 """The order of a host that is gone, before everything else: what others report is of the connections to it."""
 
-REGROUP_SECONDS = 1.0
-"""The same later, when all hosts that are left have joined."""
-
-CHALLENGE_SECONDS = 5.0
-"""Seconds that a launcher waits for the server's challenge before it connects again."""
-
-_PROOF_NBYTES = 64
-"""Bytes of a challenge, and of the answer."""
-
-_MOST_STRANGERS = 128
-"""Connections outside the attempt, beyond two for each host; further ones are closed at once."""
-
-_LONGEST_NBYTES = 1 << 20
-"""A message that is longer is not one of ours. Who leaves more unread is gone."""
-
-_CHUNK_NBYTES = 1 << 13
-"""Bytes read at a time, so that a busy sender leaves time for others."""
-
+_PROOF_NBYTES = 64  # of a challenge, and of the answer
+_MOST_STRANGERS = 128  # connections outside the attempt, beyond two for each host; further ones are closed at once
+_LONGEST_NBYTES = 1 << 20  # of a message; and who leaves more unread is gone
+_CHUNK_NBYTES = 1 << 13  # read at a time, so that a busy sender leaves time for others
 _LONGEST_HELLO_NBYTES = 1 << 16
-_LONGEST_SHOWN = 300
-"""Characters of a host's text that are passed on to others."""
-
-FIRST_SAID_SECONDS = 5.0
-"""Seconds that a launcher waits before it says so."""
-
-REPEAT_SECONDS = 30.0
-"""Seconds between the messages after that."""
+_LONGEST_SHOWN = 300  # characters of a host's text that are passed on to others
 
 
 @dataclass(frozen=True, slots=True)
 class HostAssignment:
-    """The server's message to a host when all have joined.
-
-    Attributes:
-        rank: of this host.
-        hosts: number of hosts.
-        address: where the workers find the store.
-        port: where the workers find the store.
-    """
+    """The server's message to a host when all have joined: its rank, and where the workers find the store."""
 
     rank: int
     hosts: int
@@ -121,19 +73,12 @@ class HostAssignment:
 
 @dataclass(frozen=True, slots=True)
 class RootCause:
-    """The reason why an attempt failed.
-
-    Attributes:
-        host: name of the host where it failed first.
-        text: what to print.
-        here: whether that host is this one.
-        lost: whether that host is gone, and has not failed.
-    """
+    """The reason why an attempt failed: the host where it failed first, and what to print."""
 
     host: str
     text: str
-    here: bool = False
-    lost: bool = False
+    here: bool = False  # whether that host is this one
+    lost: bool = False  # whether that host is gone, and has not failed
 
 
 def _proof(token: str, challenge: bytes) -> bytes:
@@ -242,15 +187,7 @@ class _Peer:
 
 
 class RendezvousServer(threading.Thread):
-    """The meeting point of a job's hosts: a thread in the launcher of one of them.
-
-    Args:
-        listening: a socket bound to the address that the hosts know.
-        hosts: how many there are, at most.
-        token: that launchers must know.
-        least: how many there must be; None: all of them.
-        last_call: see `LAST_CALL_SECONDS`.
-    """
+    """The meeting point of a job's hosts, `least` to `hosts` of them: a thread in the launcher of one."""
 
     def __init__(
         self,
@@ -322,11 +259,6 @@ class RendezvousServer(threading.Thread):
             self._announce_root_cause()
         if self._is_elastic:
             self._start_if_ready()
-        if sum(peer.running for peer in self._peers) == self._hosts:
-            for peer in self._peers:
-                if peer.joined is not None and now - peer.since > WAITING_SECONDS:
-                    text = f"the job has its {self._hosts} hosts already, and they are all there"
-                    self._refuse([peer], text, "settings")
 
     def _end(self, text: str) -> None:
         """End the job: no one can join any more."""
@@ -485,21 +417,13 @@ class RendezvousServer(threading.Thread):
 
 
 def _checked_hello(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a launcher's description of itself, once it is checked.
-
-    Raises:
-        TypeError, KeyError: it is something else.
-    """
+    """Return a launcher's description of itself; raise `TypeError` or `KeyError` for something else."""
     host, rank, same = message["host"], message["machine_rank"], message["same"]
-    if not (isinstance(host, str) and isinstance(same, dict) and (rank is None or type(rank) is int)):
+    is_right = isinstance(host, str) and isinstance(same, dict) and (rank is None or type(rank) is int)
+    if not is_right or len(json.dumps(message)) > _LONGEST_HELLO_NBYTES:
         raise TypeError("hello")
-    if len(json.dumps(message)) > _LONGEST_HELLO_NBYTES:
-        raise TypeError("a hello of that length")
-    return {
-        "host": printable(host, _LONGEST_SHOWN),
-        "machine_rank": rank,
-        "same": {str(key): str(value) for key, value in same.items()},
-    }
+    same = {str(key): str(value) for key, value in same.items()}
+    return {"host": printable(host, _LONGEST_SHOWN), "machine_rank": rank, "same": same}
 
 
 def _checked_port(port: Any) -> int:
@@ -511,12 +435,7 @@ def _checked_port(port: Any) -> int:
 class RendezvousClient:
     """A host's connection to the server.
 
-    Args:
-        where: address and port of the server.
-        hello: `host` (its name), `machine_rank`, and under `same` the values that must be equal on all hosts.
-        timeout_seconds: how long to wait for the other hosts.
-        say: prints one line for the user.
-        token: of the job.
+    `hello` has `host` (its name), `machine_rank`, and under `same` the values that must be equal on all hosts.
     """
 
     def __init__(
@@ -535,28 +454,17 @@ class RendezvousClient:
         self._start: HostAssignment | None = None
         self._refused: Exception | None = None
         self._running = self._done = False
-        self.root_cause: RootCause | None = None
-        """Why the attempt that is running has failed."""
-        self.waits = False
-        """Whether another host would join."""
-        self.failed = False
-        """Whether this host is about to end because of a failure."""
-        self.address = where[0]
-        """The address of this host on the network of the server, once connected."""
+        self.root_cause: RootCause | None = None  # why the attempt that is running has failed
+        self.waits = False  # whether another host would join
+        self.failed = False  # whether this host is about to end because of a failure
+        self.address = where[0]  # of this host on the network of the server, once connected
 
     def connect(self) -> None:
-        """Find the server, if there is no connection to it already.
-
-        Raises:
-            CommunicationError: the server does not answer in time.
-        """
+        """Find the server. Raises `CommunicationError` if it does not answer in time."""
         self._connect(time.monotonic() + self._timeout)
 
     def join(self, port: int) -> HostAssignment:
-        """Wait until all hosts are ready for the next attempt.
-
-        Args:
-            port: of the store that was opened here; 0 where the server is elsewhere.
+        """Wait until all hosts are ready for the next attempt; `port` is of the store here, or 0.
 
         Raises:
             CommunicationError: they are not in time, or the job is over.
@@ -581,7 +489,7 @@ class RendezvousClient:
                     self._running = True
                     return self._start
             if time.monotonic() > say_at:
-                say_at += REPEAT_SECONDS
+                say_at = deadline
                 self._say(f"waiting at {_shown(self._where)} for the other hosts to join")
         self.failed = True
         raise CommunicationError(
@@ -592,9 +500,7 @@ class RendezvousClient:
     def report(self, order: tuple[float, float], text: str) -> RootCause | None:
         """Say that a rank here has failed, and learn which host was first; None if the server does not answer.
 
-        Args:
-            order: a number, and by this host's clock when that was; of all failures the smallest is the first.
-            text: what to print of it.
+        Of all failures that with the smallest `order` is the first: a number, and by this host's clock when it was.
         """
         kind, when = order
         self._send("failed", order=(kind, when - time.time()), text=text[-_LONGEST_NBYTES // 8 :])
@@ -637,7 +543,7 @@ class RendezvousClient:
                         hint="start `fullshard launch` on the host with that address too, and let the port through",
                     ) from None
                 if time.monotonic() > say_at:
-                    say_at += REPEAT_SECONDS
+                    say_at = deadline
                     self._say(f"waiting for the launcher at {_shown(self._where)} ({error})")
                 time.sleep(0.2)
                 continue

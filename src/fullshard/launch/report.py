@@ -1,4 +1,4 @@
-"""A report on this environment: versions, hardware, limits and variables, for an issue. Holds no secrets."""
+"""A report on this environment: versions, hardware and variables, for an issue. Holds no secrets."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import platform
 import shutil
 import socket
 from collections.abc import Mapping
-from pathlib import Path
 
 from fullshard.config.hardware import Hardware
 from fullshard.config.switches import SWITCHES
@@ -39,26 +38,17 @@ Report = dict[str, dict[str, str]]
 
 
 def make_report(hardware: Hardware, environ: Mapping[str, str]) -> Report:
-    """Return the whole report.
-
-    Args:
-        hardware: of this host.
-        environ: the variables to look at.
-    """
+    """Return the whole report on this host, and on the variables in `environ`."""
     report = {
         "system": _system(hardware),
         "accelerators": _accelerators(hardware),
         "torch": _torch(),
         "packages": {name: version for name in PACKAGES if (version := version_of(name)) is not None},
-        "limits": _limits(),
-        "variables": shown_variables(environ),
+        "variables": {
+            name: environ[name] for name in sorted(environ) if name in VARIABLES or name.startswith(FAMILIES)
+        },
     }
     return {section: lines for section, lines in report.items() if lines}
-
-
-def shown_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of the known list that are set."""
-    return {name: environ[name] for name in sorted(environ) if name in VARIABLES or name.startswith(FAMILIES)}
 
 
 def shared_memory_nbytes() -> int | None:
@@ -80,24 +70,16 @@ def open_files_limit() -> int | None:
 
 
 def _system(hardware: Hardware) -> dict[str, str]:
-    memory = hardware.memory_nbytes
+    memory, shared = hardware.memory_nbytes, shared_memory_nbytes()
     return {
         "os": f"{platform.system()} {platform.release()} ({platform.machine()})",
         "python": f"{platform.python_version()} ({platform.python_implementation()})",
         "processors": f"{hardware.cpu_count} usable of {os.cpu_count()}",
-        "processor": _processor() or "unknown",
-        "memory": format_nbytes(memory) if memory is not None else "unknown",
-        "container": "yes" if Path("/.dockerenv").exists() or "container" in os.environ else "not detected",
+        "memory": "unknown" if memory is None else format_nbytes(memory),
+        "/dev/shm": "none" if shared is None else format_nbytes(shared),
+        "open files": str(open_files_limit() or "no limit"),
         "network": ", ".join(name for _, name in socket.if_nameindex()),
     }
-
-
-def _processor() -> str | None:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return platform.processor() or None
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
 
 
 def _accelerators(hardware: Hardware) -> dict[str, str]:
@@ -117,36 +99,14 @@ def _torch() -> dict[str, str]:
     from fullshard.comm import device as devices
     from fullshard.launch import cuda
 
+    backends = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
     lines = {
         "built for": f"CUDA {torch.version.cuda}" if torch.version.cuda else "processors only",
         "CUDA available": str(cuda.is_available()).lower(),
         "accelerator": f"{kind}, {devices.count(kind)} here" if (kind := devices.accelerator()) else "none",
-        "backends": ", ".join(
-            name
-            for name, available in (
-                ("gloo", dist.is_gloo_available()),
-                ("nccl", dist.is_nccl_available()),
-                ("mpi", dist.is_mpi_available()),
-            )
-            if available
-        ),
+        "backends": ", ".join(name for name, is_there in backends.items() if is_there),
         "threads": str(torch.get_num_threads()),
     }
     if (version := cuda.nccl_version()) is not None:
         lines["NCCL"] = version
-    return lines
-
-
-def _limits() -> dict[str, str]:
-    shared, files = shared_memory_nbytes(), open_files_limit()
-    lines = {"/dev/shm": "none" if shared is None else format_nbytes(shared)}
-    lines["open files"] = "no limit" if files is None else str(files)
-    try:
-        import resource
-    except ImportError:
-        return lines
-    for name, limit in (("locked memory", resource.RLIMIT_MEMLOCK), ("processes", resource.RLIMIT_NPROC)):
-        soft = resource.getrlimit(limit)[0]
-        unlimited = soft == resource.RLIM_INFINITY
-        lines[name] = "no limit" if unlimited else format_nbytes(soft) if name == "locked memory" else str(soft)
     return lines

@@ -44,8 +44,3 @@ def allow_no_restart(agent: LocalElasticAgent) -> None:
 def forget_store(agent: LocalElasticAgent) -> None:
     """Drop the agent's reference to its store, whose port must be free before the next one listens. Since 2.0."""
     agent._store = None
-
-
-def stream_of(handler: object, name: str) -> Any:
-    """Return the file of a worker's `stdout` or `stderr`, which no one closes; None if it has none. Since 2.0."""
-    return getattr(handler, f"_{name}", None)
