@@ -230,8 +230,6 @@ def test_what_does_nothing_with_the_rest_is_said() -> None:
         "--rdzv_conf: rdzv_conf has no effect here",
     ]
     assert not plan("--cpu", "--num_processes", "2", CUDA_VISIBLE_DEVICES="7").resolved.notes[1:]
-    hidden = [str(note) for note in plan(CUDA_VISIBLE_DEVICES="7").resolved.notes]
-    assert any("CUDA_VISIBLE_DEVICES = 7 names no device that torch can use" in note for note in hidden)
 
 
 def test_processes_that_find_no_gpu_do_not_go_on_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,8 +245,6 @@ def test_processes_that_find_no_gpu_do_not_go_on_without(tmp_path: Path, monkeyp
     [
         (["--num_machines", "2", "--cpu"], "2 hosts, and main_process_ip is not given"),
         (["--gpu_ids", "0", "-n", "2"], "-n: 2 processes per host, and this host has 1 GPU"),
-        (["--gpu_ids", "7"], "--gpu_ids: gpu_ids = 7, and this host has no GPU 7 that torch can use"),
-        (["--gpu_ids", "0,5,1"], "--gpu_ids: gpu_ids = 0,5,1, and this host has no GPU 5 that torch can use"),
         (["--num_processes", "15", "--num_machines", "2"], "cannot be shared equally"),
         (["--cpu", "--rdzv_conf", "read_timeout=3"], "expected join_timeout=SECONDS"),
         (["--cpu", "--rdzv_conf", "join_timeout=nan"], "expected join_timeout=SECONDS"),

@@ -25,15 +25,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class RankEnvironment:
-    """The place of this process in the job.
-
-    Attributes:
-        rank: 0 to `world_size` - 1 over all hosts.
-        world_size: processes of the job.
-        local_rank: 0 to `local_world_size` - 1 on this host.
-        local_world_size: processes of the job on this host.
-        launched: whether a launcher set the variables; False for a plain single process.
-    """
+    """The place of this process in the job, and whether a launcher has started it."""
 
     rank: int = 0
     world_size: int = 1

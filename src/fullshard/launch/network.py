@@ -19,11 +19,7 @@ _SIOCGIFADDR = 0x8915
 
 
 def resolve(host: str, timeout_seconds: float) -> str:
-    """Return the address of `host`, retried for a while: in a cluster that is starting, names appear late.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Return the address of `host`; in a cluster that is starting, names appear late. Raises `ConfigError`."""
     deadline = time.monotonic() + timeout_seconds
     while True:
         try:
@@ -42,13 +38,8 @@ def resolve(host: str, timeout_seconds: float) -> str:
 def listen(address: str, port: int, *, must: bool) -> socket.socket | None:
     """Open a socket on `address` alone; None if the address is another host's, or a launcher listens there.
 
-    Args:
-        address: of this host, perhaps.
-        port: a fixed one.
-        must: whether the address has to be this host's.
-
     Raises:
-        ConfigError: it has to be, and cannot be listened on.
+        ConfigError: the address `must` be this host's, and cannot be listened on.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:

@@ -26,11 +26,7 @@ def threads_of_each(nproc: int) -> int:
 
 
 def check_count(nproc: int, said_by: str = "") -> None:
-    """Check that this host has processors for that many processes, even for a mere trial.
-
-    Raises:
-        ConfigError: it has not.
-    """
+    """Raise `ConfigError` if this host has too few processors for that many processes, even for a mere trial."""
     processors = usable_cpu_count()
     if nproc > (most := _MOST_PER_PROCESSOR * processors):
         raise ConfigError(
@@ -61,11 +57,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def reap_orphans(spared: Collection[int]) -> None:
-    """Reap adopted processes that have ended; a job that starts some at each checkpoint would reach a limit.
-
-    Args:
-        spared: processes that other code waits for.
-    """
+    """Reap adopted processes that have ended, but for those that other code waits for; or a job reaches a limit."""
     if sys.platform != "linux":
         return
     with contextlib.suppress(ChildProcessError):  # there are no children
@@ -78,9 +70,7 @@ def reap_orphans(spared: Collection[int]) -> None:
 def end_descendants(groups: Iterable[int], *, spared: Collection[int] = ()) -> None:
     """Kill whatever is left of a job whose workers were asked to end.
 
-    Args:
-        groups: the process groups of the workers, for systems where orphans are not adopted.
-        spared: processes that existed before the job: those of a program that launches a job among other things.
+    `groups` are those of the workers, for systems where orphans are not adopted; `spared` existed before the job.
     """
     if sys.platform != "linux":
         for group in groups:

@@ -8,7 +8,7 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,30 +44,17 @@ def _has(text: str, words: Iterable[str]) -> bool:
 
 
 class Scene:
-    """The scene of one attempt.
-
-    Args:
-        directory: where processes leave their stacks when they get `STACK_SIGNAL`.
-
-    Attributes:
-        ended: processes that were running when one failed, and that the launcher ended.
-        done: processes that had ended with 0 by then.
-    """
+    """The scene of one attempt; processes leave their stacks in `directory` when they get `STACK_SIGNAL`."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self.ended: set[int] = set()
-        self.done: set[int] = set()
+        self.ended: set[int] = set()  # that were running when one failed, and that the launcher ended
+        self.done: set[int] = set()  # that had ended with 0 by then
         self._stopped: set[int] = set()
         self._stacks: dict[int, str] = {}
 
     def look(self, processes: Mapping[int, Any], *, is_over: bool) -> None:
-        """Look at processes, by local rank, that are about to be ended.
-
-        Args:
-            processes: each has `pid` and `poll()`.
-            is_over: the job has failed, although maybe not here.
-        """
+        """Look at processes (each has `pid` and `poll()`) that are about to be ended; `is_over`: the job has failed."""
         failed = [process for process in processes.values() if process.poll() not in (None, 0)]
         if not failed and not is_over:
             return
@@ -88,40 +75,29 @@ class Scene:
         self._stacks |= {pid: self._stack(pid) for pid in asked}
 
     def done_early(self, ranks: Mapping[int, int], world_size: int) -> str:
-        """Say which ranks ended with 0 while others still needed them, and what they did last.
-
-        Args:
-            ranks: by process.
-            world_size: of the job.
-        """
+        """Say which ranks, by process, ended with 0 while others still needed them, and what they did last."""
         text = ""
-        for pid in sorted(self.done, key=lambda pid: ranks.get(pid, 0)):
-            text += (
-                f"\nrank {ranks.get(pid)} of {world_size} (process {pid} on {socket.gethostname()}) had ended before, "
-            )
-            text += "with exit code 0: it made fewer steps than the others, or left its loop\n"
+        for who, pid in self._named(self.done, ranks, world_size):
+            text += f"{who} had ended before, with exit code 0: it made fewer steps than the others, or left its loop\n"
             last = read_status(self._directory / f"status-{pid}")
             text += f"it did last: {last}\n" if last else ""
         return text
 
     def missing(self, ranks: Mapping[int, int], world_size: int) -> str:
-        """Say which ranks the others waited for, and where those were. Empty if all that were left waited, too.
-
-        Args:
-            ranks: by process.
-            world_size: of the job.
-        """
+        """Say which ranks the others waited for, and where those were. Empty if all that were left waited, too."""
         text = ""
-        for pid in sorted(self.ended, key=lambda pid: ranks.get(pid, 0)):
+        for who, pid in self._named(self.ended, ranks, world_size):
             frames = [line for line in self._stacks.get(pid, "").splitlines() if line.startswith("  File ")]
             if any(place in frame for frame in frames[:4] for place in _WAITS_IN) and pid not in self._stopped:
                 continue
             how = "was stopped (SIGSTOP)" if pid in self._stopped else "was running"
-            text += f"\nrank {ranks.get(pid)} of {world_size} (process {pid} on {socket.gethostname()}) {how}, "
-            text += "and did not come so far"
-            text += ". It was here, the innermost call first:\n" + "\n".join(frames[:_FRAMES]) if frames else ""
-            text += "\n"
+            where = ". It was here, the innermost call first:\n" + "\n".join(frames[:_FRAMES]) if frames else ""
+            text += f"{who} {how}, and did not come so far{where}\n"
         return text
+
+    def _named(self, pids: set[int], ranks: Mapping[int, int], world_size: int) -> Iterator[tuple[str, int]]:
+        for pid in sorted(pids, key=lambda pid: ranks.get(pid, 0)):
+            yield f"\nrank {ranks.get(pid)} of {world_size} (process {pid} on {socket.gethostname()})", pid
 
     def _running(self, processes: Mapping[int, Any]) -> list[int]:
         return [process.pid for process in processes.values() if process.poll() is None]

@@ -24,12 +24,7 @@ _UNFINISHED = ".unfinished-"
 
 @contextlib.contextmanager
 def scratch_directory(prefix: str, parent: Path | None = None) -> Iterator[Path]:
-    """Make a directory for this user alone, and remove it at the end.
-
-    Args:
-        prefix: the start of its name; directories of killed processes with this prefix are removed first.
-        parent: where; None is the place for temporary files.
-    """
+    """Make a directory for this user alone, and remove it at the end; those of killed processes are removed first."""
     parent = Path(tempfile.gettempdir()) if parent is None else parent
     _remove_stale(parent, prefix)
     # It gets its name once it is locked, or another process could mistake it for a stale one.
@@ -48,11 +43,7 @@ def scratch_directory(prefix: str, parent: Path | None = None) -> Iterator[Path]
 
 
 def _lock(descriptor: int) -> None:
-    """Hold the lock of that file until it is closed.
-
-    Raises:
-        OSError: another process holds it.
-    """
+    """Hold the lock of that file until it is closed. Raises `OSError` if another process holds it."""
     if fcntl is not None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
