@@ -43,7 +43,7 @@ def read_allocation(environ: Mapping[str, str]) -> Reading:
     found = {
         "launch.num_machines": (variable, hosts),
         "launch.machine_rank": (rank_variable, rank),
-        "launch.main_process_ip": (nodes, expand_hosts(environ.get(nodes, ""))[0]),
+        "launch.main_process_ip": (nodes, first_host(environ.get(nodes, ""))),
         # Two jobs may share a host; the number of the job keeps their ports apart.
         "launch.main_process_port": ("SLURM_JOB_ID", _FIRST_PORT + int(re.sub(r"\D", "", job) or 0) % _PORTS),
         "launch.rdzv_id": ("SLURM_JOB_ID", f"{job}.{step}"),
@@ -64,41 +64,16 @@ def devices_per_host(environ: Mapping[str, str]) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def expand_hosts(text: str) -> list[str]:
-    """Return the hosts that a list such as `gpu[01-03,7],login` names, in order.
+def first_host(text: str) -> str:
+    """Return the first host that a list such as `gpu[01-03,7],login` names.
 
     Raises:
         ConfigError: it is not such a list.
     """
-    found: list[str] = []
-    for item in _split(text):
-        names = [""]
-        while item:
-            match = re.match(r"[^\[\]]+|\[([\d,-]+)\]", item)
-            if match is None:
-                raise ConfigError(f"not a list of hosts: {text!r}", hint="`scontrol show hostnames` expands it")
-            choices = _numbers(match[1], text) if match[1] is not None else [match[0]]
-            names = [name + choice for name in names for choice in choices]
-            item = item[match.end() :]
-        found += names
-    if not found:
+    first = re.match(r"((?:[^,\[\]]|\[\d+(?:[,-]\d+)*\])+)(?:,|$)", text.strip())
+    if first is None:
         raise ConfigError(f"not a list of hosts: {text!r}", hint="`scontrol show hostnames` expands it")
-    return found
-
-
-def _split(text: str) -> list[str]:
-    """Split at commas outside brackets."""
-    return [part.strip() for part in re.split(r",(?![^\[]*\])", text) if part.strip()]
-
-
-def _numbers(ranges: str, text: str) -> list[str]:
-    found = []
-    for item in ranges.split(","):
-        low, dash, high = item.partition("-")
-        if not low or (dash and not high) or "-" in high:
-            raise ConfigError(f"not a list of hosts: {text!r}", hint="`scontrol show hostnames` expands it")
-        found += [str(number).zfill(len(low)) for number in range(int(low), int(high or low) + 1)]
-    return found
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[1])
 
 
 def _number(environ: Mapping[str, str], *names: str, default: int) -> tuple[str, int]:
