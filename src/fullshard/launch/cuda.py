@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import os
-from collections.abc import Iterator
 
 import torch
 
@@ -13,21 +10,6 @@ import torch
 def is_available() -> bool:
     """Return whether torch can use a CUDA device here."""
     return torch.cuda.is_available()
-
-
-@contextlib.contextmanager
-def asking_the_driver() -> Iterator[None]:
-    """Let a look for devices start nothing: once the runtime has looked, a forked process cannot use any device."""
-    name = "PYTORCH_NVML_BASED_CUDA_CHECK"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
 
 
 def was_used() -> bool:

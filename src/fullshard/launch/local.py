@@ -15,10 +15,9 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
@@ -149,15 +148,20 @@ def run_job(job: LaunchJob) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)
     adopt_orphans()
-    with (
-        scratch_directory("fullshard-launch-") as scratch,
-        copies_directory() as outlasting,
-        _signals_heard() as heard,
-    ):
+    agents: list[Agent] = []
+
+    def hear(number: signal.Signals) -> None:
+        if agents:
+            agents[0].hear(number)
+        elif number.name not in _MESSAGES:
+            raise SignalException(f"signal {number}", sigval=number)
+
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""  # torchelastic's own handlers would replace these
+    with scratch_directory("fullshard-launch-") as scratch, copies_directory() as outlasting, _signals_to(hear):
         try:
             logs = RankLogs(job.log_dir or scratch, job.nproc, job.tee, job.redirects, is_kept=job.log_dir is not None)
             agent = Agent(replace(job, variables={**job.variables, **outlasting}), logs, scratch / "preemption")
-            heard.append(agent)
+            agents.append(agent)
             return agent.outcome(agent.run())
         except SignalException as error:
             _show_cursor()
@@ -337,16 +341,13 @@ class Agent(LocalElasticAgent):
             SignalException: they do not, or it is the second signal, so everything is to end.
         """
         now = time.monotonic()
-        if number.name in ("SIGHUP", "SIGQUIT"):
-            raise SignalException(f"signal {number}", sigval=number)
-        if self._asked:
-            asked_at = self._asked[0][1] - self._job.grace_period
-            if now - asked_at < AGAIN_SECONDS:  # the same request
-                return
-            raise SignalException(f"signal {number}", sigval=number)
         listening = below(listening_in(self._preemption))
-        if not listening and number.name not in _MESSAGES:
+        is_again = bool(self._asked) and now - (self._asked[0][1] - self._job.grace_period) >= AGAIN_SECONDS
+        is_unheard = not self._asked and not listening and number.name not in _MESSAGES
+        if number.name in ("SIGHUP", "SIGQUIT") or is_again or is_unheard:
             raise SignalException(f"signal {number}", sigval=number)
+        if self._asked:  # the same request
+            return
         # The signal would end ranks that do not listen (yet); they learn of it from those that do.
         workers = torch_private.worker_context(self)
         for pid in listening or (workers.pids().values() if workers is not None else ()):
@@ -420,7 +421,8 @@ class Agent(LocalElasticAgent):
             self._client.finish()
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 0) -> None:
-        with _signals_held() as self._heard_late:
+        self._heard_late = []
+        with _signals_to(self._heard_late.append):  # a second Ctrl-C must not leave half of the processes behind
             workers = torch_private.worker_context(self)
             if workers is not None:
                 workers.close(death_sig, 0 if self._asked else SHUTDOWN_SECONDS)
@@ -442,40 +444,14 @@ def _show_cursor() -> None:
 
 
 @contextlib.contextmanager
-def _signals_heard() -> Iterator[list[Agent]]:
-    """Route signals to the agent in the list, or end the job without one. Ignored signals stay ignored."""
-    agents: list[Agent] = []
-
-    def hear(number: int, frame: FrameType | None) -> None:
-        name = signal.Signals(number)
-        if agents:
-            agents[0].hear(name)
-        elif name.name not in _MESSAGES:
-            raise SignalException(f"signal {number}", sigval=name)
-
-    before = {name: signal.getsignal(signal.Signals[name]) for name in _SIGNALS}
-    heard = [name for name, handler in before.items() if handler is not signal.SIG_IGN]
-    for name in heard:
-        signal.signal(signal.Signals[name], hear)
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""  # torchelastic's own handlers would replace these
+def _signals_to(hear: Callable[[signal.Signals], None]) -> Iterator[None]:
+    """Route signals to a function. Ignored signals stay ignored."""
+    before = {signal.Signals[name]: signal.getsignal(signal.Signals[name]) for name in _SIGNALS}
+    heard = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
+    for number in heard:
+        signal.signal(number, lambda number, _: hear(signal.Signals(number)))
     try:
-        yield agents
+        yield
     finally:
-        for name in heard:
-            signal.signal(signal.Signals[name], before[name])
-
-
-@contextlib.contextmanager
-def _signals_held() -> Iterator[list[signal.Signals]]:
-    """Hold signals back: while processes are being ended, a second Ctrl-C must not leave half of them behind."""
-    numbers = [signal.Signals[name] for name in _SIGNALS]
-    handlers: dict[signal.Signals, Any] = {number: signal.getsignal(number) for number in numbers}
-    came: list[signal.Signals] = []
-    for number, handler in handlers.items():
-        if handler is not signal.SIG_IGN:
-            signal.signal(number, lambda number, _: came.append(signal.Signals(number)))
-    try:
-        yield came
-    finally:
-        for number, handler in handlers.items():
+        for number, handler in heard.items():
             signal.signal(number, handler)
