@@ -212,7 +212,7 @@ def test_one_rank_and_nothing_left_behind(tmp_path: Path) -> None:
     done = run("--run", "-n", "1", TMPDIR=str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "trial of 1 rank:" in done.stdout
-    assert "sharded steps against DDP: right" in done.stdout
+    assert "right: 3 steps, losses and parameters within" in done.stdout
     assert list(tmp_path.glob("fullshard*")) == []
 
 

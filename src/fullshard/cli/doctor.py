@@ -52,43 +52,30 @@ def doctor(
     kind = device if device != "auto" else devices.accelerator()
     count = nproc or (devices.count(kind) if kind is not None else 0) or 2
     findings = examine(hardware, os.environ, report, count, device)
-    trial = None
     if not as_json:
-        _print_report(report)
+        for section, lines in report.items():
+            _print(section, lines)
+    trial = None
     if run:
         sys.stdout.flush()
         trial = try_ranks(count, device, timeout)
         findings += judge(trial, findings)
         if not as_json:
-            _print_trial(asdict(trial), count)
+            _print(f"trial of {count} rank{'s' if count != 1 else ''}", trial.facts | trial.checks)
     healthy = not any(finding.is_wrong for finding in findings)
     if as_json:
         content = {"report": report, "trial": asdict(trial) if trial else None, "healthy": healthy}
         print(json.dumps({**content, "findings": [asdict(finding) for finding in findings]}, indent=2))
-    else:
-        _print_findings([asdict(finding) for finding in findings], ran=run)
+        raise typer.Exit(0 if healthy else UNHEALTHY)
+    for finding in findings:
+        print(f"{'WRONG' if finding.is_wrong else 'note'}: {finding.text}\n  hint: {finding.hint}")
+    if healthy:
+        print("nothing is wrong" if run else "nothing is wrong that can be seen without --run")
     raise typer.Exit(0 if healthy else UNHEALTHY)
 
 
-def _print_report(report: dict[str, dict[str, str]]) -> None:
-    for section, lines in report.items():
-        print(f"{section}:")
-        width = max(len(name) for name in lines)
-        for name, value in lines.items():
-            print(f"  {name.ljust(width)}  {value}")
-
-
-def _print_trial(trial: dict[str, Any], count: int) -> None:
-    print(f"trial of {count} rank{'s' if count != 1 else ''}:")
-    facts = ", ".join(f"{name} {value}" for name, value in trial["facts"].items())
-    if facts:
-        print(f"  {facts}")
-    for name, outcome in trial["checks"].items():
-        print(f"  {name}: {outcome}")
-
-
-def _print_findings(findings: list[dict[str, Any]], *, ran: bool) -> None:
-    for finding in findings:
-        print(f"{'WRONG' if finding['is_wrong'] else 'note'}: {finding['text']}\n  hint: {finding['hint']}")
-    if not any(finding["is_wrong"] for finding in findings):
-        print("nothing is wrong" if ran else "nothing is wrong that can be seen without --run")
+def _print(title: str, lines: dict[str, Any]) -> None:
+    print(f"{title}:")
+    width = max(map(len, lines), default=0)
+    for name, value in lines.items():
+        print(f"  {name.ljust(width)}  {value}")

@@ -459,10 +459,6 @@ class RendezvousClient:
         self.failed = False  # whether this host is about to end because of a failure
         self.address = where[0]  # of this host on the network of the server, once connected
 
-    def connect(self) -> None:
-        """Find the server. Raises `CommunicationError` if it does not answer in time."""
-        self._connect(time.monotonic() + self._timeout)
-
     def join(self, port: int) -> HostAssignment:
         """Wait until all hosts are ready for the next attempt; `port` is of the store here, or 0.
 
@@ -476,7 +472,7 @@ class RendezvousClient:
             self.waits = self._running = False
         joined_on, say_at = None, time.monotonic() + FIRST_SAID_SECONDS
         while time.monotonic() < deadline:
-            connection = self._connect(deadline)
+            connection = self.connect(deadline)
             if connection is not joined_on:  # also after the host of the server has come back
                 connection.send("join", port=port)
                 joined_on = connection
@@ -530,7 +526,9 @@ class RendezvousClient:
         if connection is not None:
             connection.send(kind, **content)
 
-    def _connect(self, deadline: float) -> Connection:
+    def connect(self, deadline: float | None = None) -> Connection:
+        """Find the server, if it is not connected. Raises `CommunicationError` if it does not answer in time."""
+        deadline = deadline or time.monotonic() + self._timeout
         say_at = time.monotonic() + FIRST_SAID_SECONDS
         while (connection := self._connection) is None:
             try:
