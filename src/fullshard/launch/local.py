@@ -327,7 +327,9 @@ class Agent(LocalElasticAgent):
         processes = {rank: handler.proc for rank, handler in context.subprocess_handlers.items()}
 
         def look_and_close(death_sig: Any = None, timeout: int = 0) -> None:
-            if not asked:
+            if asked:
+                scene.ended |= {process.pid for process in processes.values() if process.poll() is None}
+            else:
                 scene.look(processes, is_over=client is not None and client.root_cause is not None)
             close(death_sig, 0 if asked else SHUTDOWN_SECONDS)
 

@@ -485,7 +485,7 @@ class RendezvousClient:
                     self._running = True
                     return self._start
             if time.monotonic() > say_at:
-                say_at = deadline
+                say_at = float("inf")
                 self._say(f"waiting at {_shown(self._where)} for the other hosts to join")
         self.failed = True
         raise CommunicationError(
@@ -541,7 +541,7 @@ class RendezvousClient:
                         hint="start `fullshard launch` on the host with that address too, and let the port through",
                     ) from None
                 if time.monotonic() > say_at:
-                    say_at = deadline
+                    say_at = float("inf")
                     self._say(f"waiting for the launcher at {_shown(self._where)} ({error})")
                 time.sleep(0.2)
                 continue
