@@ -422,9 +422,9 @@ def _no_loop_before() -> None:
     GradientState._reset_state()
 
 
-def shuffled(state: GradientState | None = None, *, world_size: int = 1) -> ShardedDataLoader:
+def shuffled(*, world_size: int = 1) -> ShardedDataLoader:
     loader = DataLoader(numbers(23), batch_size=4 // world_size, shuffle=True)
-    return ShardedDataLoader(loader, world_size=world_size, data_seed=5, gradient_state=state)
+    return ShardedDataLoader(loader, world_size=world_size, data_seed=5)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -433,8 +433,8 @@ def shuffled(state: GradientState | None = None, *, world_size: int = 1) -> Shar
 def test_a_look_within_a_loop_leaves_the_loop_as_it_is(look: Any, has_optimizer: bool, world_size: int) -> None:
     state = GradientState()
     state.has_optimizer = has_optimizer
-    loader, whole = shuffled(state, world_size=world_size), shuffled(world_size=world_size)
-    inner = ShardedDataLoader(DataLoader(numbers(1)), gradient_state=state)
+    loader, whole = shuffled(world_size=world_size), shuffled(world_size=world_size)
+    inner = ShardedDataLoader(DataLoader(numbers(1)))
     first, second = epoch(whole), epoch(whole)
     ends = [(whole.end_of_dataloader, whole.remainder) for _ in whole]
     read: list[list[int]] = []
@@ -459,7 +459,7 @@ def test_a_look_within_a_loop_leaves_the_loop_as_it_is(look: Any, has_optimizer:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_what_counts_as_an_epoch_is_the_same_at_any_number_of_ranks(world_size: int) -> None:
     state = GradientState()
-    loader = shuffled(state, world_size=world_size)
+    loader = shuffled(world_size=world_size)
 
     def look() -> int:
         next(iter(loader))
@@ -467,7 +467,7 @@ def test_what_counts_as_an_epoch_is_the_same_at_any_number_of_ranks(world_size: 
 
     assert [look(), look()] == [0, 1], "no optimizer was prepared: every iteration counts"
     parameter = torch.nn.Parameter(torch.ones(1))
-    optimizer = AcceleratedOptimizer(torch.optim.SGD([parameter]), gradient_state=state, scaler=None)
+    optimizer = AcceleratedOptimizer(torch.optim.SGD([parameter]), scaler=None)
     assert [look(), look()] == [1, 1]
     parameter.grad = torch.ones(1)
     optimizer.step()
@@ -492,7 +492,7 @@ def test_what_counts_as_an_epoch_is_the_same_at_any_number_of_ranks(world_size: 
 def test_a_look_after_loading_uses_nothing_up(world_size: int) -> None:
     state = GradientState()
     state.has_optimizer, state.updates = True, 7
-    whole, loader = shuffled(world_size=world_size), shuffled(state, world_size=world_size)
+    whole, loader = shuffled(world_size=world_size), shuffled(world_size=world_size)
     first, second, third = epoch(whole), epoch(whole), epoch(whole)
     next(iter(loader))
     assert loader.state_dict()["consumed"] == 0, "what is saved after a look begins where it began"
@@ -552,8 +552,8 @@ def test_skipping_on_a_plain_loader() -> None:
 
 def test_the_gradient_state_follows_the_innermost_loop_and_forgets_broken_ones() -> None:
     state = GradientState()
-    outer = ShardedDataLoader(DataLoader(numbers(2), batch_size=1), gradient_state=state)
-    inner = ShardedDataLoader(DataLoader(numbers(1), batch_size=1), gradient_state=state)
+    outer = ShardedDataLoader(DataLoader(numbers(2), batch_size=1))
+    inner = ShardedDataLoader(DataLoader(numbers(1), batch_size=1))
     assert not state.end_of_dataloader
     for _ in outer:
         assert not state.end_of_dataloader

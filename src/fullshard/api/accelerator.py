@@ -156,9 +156,9 @@ class Accelerator(Loaders, Reporting):
         self._config = self._configured()
         self.setup = self._set_up()
         super().__init__(
-            ProcessState.start(device=self._config.launch.device, timeout_seconds=handlers.timeout_seconds),
-            self._make_gradient_state(gradient_accumulation_plugin),
+            ProcessState.start(device=self._config.launch.device, timeout_seconds=handlers.timeout_seconds)
         )
+        self.gradient_state = self._make_gradient_state(gradient_accumulation_plugin)
         _check_precision(self.setup.precision.mode, self.device)
         sharding = self._config.sharding
         self.state = AcceleratorState(
@@ -303,7 +303,7 @@ class Accelerator(Loaders, Reporting):
             ConfigError: a second optimizer in fp16.
         """
         if isinstance(optimizer, AcceleratedOptimizer):
-            optimizer.gradient_state, optimizer.scaler = self.gradient_state, self.scaler  # of another Accelerator
+            optimizer.scaler = self.scaler  # instead of another Accelerator's
             self._remember(optimizer, self._optimizers)
             return optimizer
         if self.scaler is not None and self._optimizers:
@@ -315,7 +315,6 @@ class Accelerator(Loaders, Reporting):
         self._step_in_backward(optimizer)
         prepared = AcceleratedOptimizer(
             optimizer,
-            gradient_state=self.gradient_state,
             scaler=self.scaler,
             clipping=self._config.training.gradient_clipping,
             models=self._models,
@@ -328,7 +327,6 @@ class Accelerator(Loaders, Reporting):
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
         """Make a scheduler step with the optimizer: once for each rank; see `AcceleratedScheduler`."""
         if isinstance(scheduler, AcceleratedScheduler):
-            scheduler.gradient_state = self.gradient_state
             self._remember(scheduler, self._schedulers)
             return scheduler
         held = getattr(scheduler, "optimizer", None)
@@ -337,7 +335,6 @@ class Accelerator(Loaders, Reporting):
         prepared = AcceleratedScheduler(
             scheduler,
             optimizers=own or self._optimizers,
-            gradient_state=self.gradient_state,
             with_optimizer=self.step_scheduler_with_optimizer,
             steps=1 if steps_once else self._data_parallel_size,
         )

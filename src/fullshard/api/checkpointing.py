@@ -17,7 +17,7 @@ from fullshard.api.data import ShardedDataLoader
 from fullshard.api.facts import Facts
 from fullshard.api.optimizer import AcceleratedOptimizer
 from fullshard.api.scheduler import AcceleratedScheduler
-from fullshard.api.state import GradientState, ProcessState
+from fullshard.api.state import ProcessState
 from fullshard.checkpoint.background import AsyncSaver
 from fullshard.checkpoint.full_state import full_state_dict, local_state_dict
 from fullshard.checkpoint.objects import ObjectPath, on_this_host
@@ -40,8 +40,8 @@ class Checkpointing(Facts):
     _configured: Callable[[], RunConfig]
     _copies: Any = None
 
-    def __init__(self, process: ProcessState, gradient_state: GradientState) -> None:
-        super().__init__(process, gradient_state)
+    def __init__(self, process: ProcessState) -> None:
+        super().__init__(process)
         vars(self).update(self._nothing_prepared())
         self._custom_objects: list[Any] = []
         self._saver = AsyncSaver()

@@ -58,7 +58,6 @@ class ShardedDataLoader(DataLoader[Any]):
         split_batches: the loader's batch size is that of all ranks together.
         data_seed: base seed of the order; by default that of the loader's own generator, else torch's initial seed.
         non_blocking: copy to the device without waiting (pays off with pinned memory).
-        gradient_state: told where in the epoch the loop is.
         synchronize: called at the start of every epoch, on all ranks.
         even_batches: fill up an incomplete last step, so that all ranks have as many batches of the same size. It can
             be changed at any time, as `loader.batch_sampler.even_batches`. Iterable datasets are always even.
@@ -82,7 +81,6 @@ class ShardedDataLoader(DataLoader[Any]):
         split_batches: bool = False,
         data_seed: int | None = None,
         non_blocking: bool = False,
-        gradient_state: GradientState | None = None,
         synchronize: Callable[[], None] | None = None,
         even_batches: bool = True,
         dispatch_batches: bool | None = False,
@@ -101,7 +99,7 @@ class ShardedDataLoader(DataLoader[Any]):
         self._place = _LoopPlace()  # copies made by `skipping` share it
         self._target = device
         self._non_blocking = non_blocking
-        self.gradient_state = gradient_state or GradientState()
+        self.gradient_state = GradientState()
         self._synchronize = synchronize
         self._on_uneven = on_uneven
         self._skip_each = 0

@@ -11,18 +11,15 @@ from accelerate.utils import pad_across_processes, recursively_apply
 from fullshard.api import collectives
 from fullshard.api.data import ShardedDataLoader
 from fullshard.api.processes import Processes
-from fullshard.api.state import GradientState, ProcessState
+from fullshard.api.state import GradientState
 from fullshard.features.watchdog import check_orders
 
 
 class Gathering(Processes):
     """The part of the Accelerator that combines values of all ranks."""
 
+    gradient_state: GradientState
     _trigger = False
-
-    def __init__(self, process: ProcessState, gradient_state: GradientState) -> None:
-        super().__init__(process)
-        self.gradient_state = gradient_state
 
     def gather(self, tensor: Any) -> Any:
         """Gather the tensors of all ranks, concatenated along the first dimension; see `collectives.gather`.

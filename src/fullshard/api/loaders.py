@@ -53,7 +53,6 @@ class Loaders(Checkpointing):
                 hint="leave it out: rank 0 collates a batch for each rank",
             )
         if isinstance(data_loader, ShardedDataLoader):
-            data_loader.gradient_state = self.gradient_state
             self._remember(data_loader, self._dataloaders)
             return data_loader
         config = self.dataloader_config
@@ -67,7 +66,6 @@ class Loaders(Checkpointing):
             split_batches=config.split_batches,
             data_seed=config.data_seed,
             non_blocking=config.non_blocking,
-            gradient_state=self.gradient_state,
             synchronize=self._synchronize_rng,
             even_batches=config.even_batches,
             dispatch_batches=config.dispatch_batches,

@@ -66,7 +66,6 @@ class AcceleratedOptimizer(Optimizer):
 
     Args:
         optimizer: re-pointed to sharded parameters already, or later when its model is sharded.
-        gradient_state: tells whether the current micro-batch ends a step.
         scaler: scales the loss in fp16; None otherwise.
         clipping: norm that the gradients are clipped to before a step; None: they are left to the script.
         models: every prepared model, those that are prepared later included.
@@ -80,7 +79,6 @@ class AcceleratedOptimizer(Optimizer):
         self,
         optimizer: Optimizer,
         *,
-        gradient_state: GradientState,
         scaler: torch.amp.GradScaler | None,
         clipping: float | None = None,
         models: Iterable[nn.Module] = (),
@@ -88,8 +86,8 @@ class AcceleratedOptimizer(Optimizer):
     ) -> None:
         # The base class is for isinstance checks (schedulers make them); its own constructor is not for wrappers.
         self.optimizer = optimizer
-        self.gradient_state = gradient_state
-        gradient_state.has_optimizer = True
+        self.gradient_state = GradientState()
+        self.gradient_state.has_optimizer = True
         self.scaler = scaler
         self.clipping = clipping
         self._models, self._ranks, self._is_checked = models, ranks, False

@@ -25,7 +25,6 @@ class AcceleratedScheduler:
     Args:
         scheduler: the scheduler.
         optimizers: a step that any of them skipped is no step for the schedule.
-        gradient_state: tells whether the current micro-batch ends a step.
         with_optimizer: step with the optimizer; False: once at every call.
         steps: of the schedule per optimizer step.
     """
@@ -35,13 +34,12 @@ class AcceleratedScheduler:
         scheduler: Any,
         *,
         optimizers: Sequence[AcceleratedOptimizer],
-        gradient_state: GradientState,
         with_optimizer: bool = True,
         steps: int = 1,
     ) -> None:
         self.scheduler = scheduler
         self.optimizers = optimizers
-        self.gradient_state = gradient_state
+        self.gradient_state = GradientState()
         self.with_optimizer = with_optimizer
         self.steps = steps
         self._is_checked = False
