@@ -114,10 +114,10 @@ def shard(model: nn.Module, engine: str) -> None:
             unit.set_custom_all_gather(AtOnce())  # type: ignore[arg-type]
             unit.set_custom_reduce_scatter(AtOnce())  # type: ignore[arg-type]
     if engine == "fullshard":
+        from benchmarks.at_once import mesh_at_once
         from fullshard import shard_model
-        from fullshard.api.simulated import simulated_mesh
 
-        mesh = simulated_mesh(rank=0, replicate_size=1, shard_size=dist.get_world_size(), device=torch.device("cpu"))
+        mesh = mesh_at_once(dist.get_world_size())
         shard_model(model, unit_modules=layers_of(model), mesh=mesh)
 
 

@@ -29,11 +29,11 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.distributed.tensor import Shard
 
 from benchmarks.record import RESULTS
-from fullshard.api.simulation import NoWeights, transformers_model
 from fullshard.api.virtual.attention import register
 from fullshard.api.virtual.device import VirtualDevice, VirtualEvent, VirtualStream
 from fullshard.api.virtual.group import name_groups, playing
 from fullshard.api.virtual.rehearsal import TokenBatch, fused_optimizers, last_step
+from fullshard.api.virtual.simulation import NoWeights, transformers_model
 from fullshard.comm.mesh import init_mesh
 from fullshard.core.sizes import GIB
 from fullshard.features import MixedPrecisionPolicy, keep_head, meta_parameters, shard_model
@@ -263,7 +263,13 @@ def played(engine: str, case: Case, rank: int) -> tuple[dict[str, float | int], 
     cluster = parse_cluster(case.devices)
     device = VirtualDevice(cluster)
     model = build(case)
-    with playing(device, rank, cluster.count), handle_for(device), values_are_there(), fused_optimizers():
+    with (
+        playing(device, rank, cluster.count),
+        device.running(),
+        handle_for(device),
+        values_are_there(),
+        fused_optimizers(),
+    ):
         model = ENGINES[engine](model, case)
         if engine == "muon":
             optimizer = Muon(model, adjust_lr_fn="match_rms_adamw")

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from fullshard.api.simulation import Simulation, simulate, transformers_model
+from fullshard.api.virtual.simulation import Simulation, simulate, transformers_model
 from fullshard.core.errors import ConfigError
 from fullshard.core.events import Event, EventKind
 from fullshard.plan.job import Job

@@ -71,8 +71,8 @@ def simulate(
 
 def _differs(values: dict[str, Any], job: Job, world_size: int, rank: int, *, as_json: bool) -> bool:
     """Print what the engine does, and return whether the planner says something else."""
-    from fullshard.api.simulation import simulate as run
-    from fullshard.api.simulation import transformers_model
+    from fullshard.api.virtual.simulation import simulate as run
+    from fullshard.api.virtual.simulation import transformers_model
     from fullshard.core.sizes import format_nbytes
 
     result = run(transformers_model(values), job, world_size=world_size, rank=rank)

@@ -60,6 +60,7 @@ class VirtualGroup(_GROUP):  # type: ignore[misc]
         self.name = self.title = name
         self._stream: VirtualStream | None = None
         self._last: Task | None = None
+        self.sent_nbytes = 0  # that this rank would have sent
 
     def getBackendName(self) -> str:
         """Return the backend's name, for torch."""
@@ -76,6 +77,7 @@ class VirtualGroup(_GROUP):  # type: ignore[misc]
         if whole and not whole[0].is_meta:
             device.clock.host += device.host.message * math.ceil(math.log2(max(2, self._members)))
             return VirtualWork(device, None, [])
+        self.sent_nbytes += times * (nbytes // self._members) * (self._members - 1)
         device.collectives += 1
         device.clock.host += device.host.collective
         stream = device.current
@@ -126,14 +128,13 @@ class VirtualGroup(_GROUP):  # type: ignore[misc]
 
 @contextlib.contextmanager
 def playing(device: VirtualDevice, rank: int, world_size: int) -> Iterator[None]:
-    """Initialise `torch.distributed`, and make `device` the meta device, within the block."""
+    """Initialise `torch.distributed` within the block, with groups that take the time of `device`."""
     if not hasattr(dist.Backend, _NAME.upper()):
         dist.Backend.register_backend(_NAME, _make, extended_api=True, devices=["cpu", "meta"])
     _playing.append(device)
     dist.init_process_group(_NAME, rank=rank, world_size=world_size, store=torch_private.store_of_nobody())
     try:
-        with device.running():
-            yield
+        yield
     finally:
         dist.destroy_process_group()
         _playing.pop()

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from fullshard.api import torch_private
-from fullshard.api.simulation import shard_without_weights, transformers_model
 from fullshard.api.virtual.attention import register
 from fullshard.api.virtual.clock import DEVICE, Task
 from fullshard.api.virtual.device import VirtualDevice, instead
 from fullshard.api.virtual.group import name_groups, playing
+from fullshard.api.virtual.simulation import shard_without_weights, transformers_model
 from fullshard.comm.mesh import init_mesh
 from fullshard.core.errors import ConfigError, FullshardError
 from fullshard.core.files import write_text
@@ -160,7 +160,7 @@ def time_step(
         )
     device = VirtualDevice(cluster, host)
     fused = instead(nn.functional, "dropout", _fused_dropout)
-    with playing(device, rank, cluster.count), fused_optimizers(), fused:
+    with playing(device, rank, cluster.count), device.running(), fused_optimizers(), fused:
         shard_size = job.row.shard_size_on(cluster.per_host, job.shard_size)
         mesh = init_mesh(shard_size=job.row.mesh_shape(cluster.count, shard_size)[1], device=torch.device("meta"))
         name_groups(mesh)

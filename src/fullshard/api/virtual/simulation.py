@@ -16,8 +16,9 @@ from torch import nn
 from fullshard.api.counting import as_numbers
 from fullshard.api.planning import model_shape
 from fullshard.api.plugin import dtype_or_none
-from fullshard.api.simulated import SimulatedCollectives, simulated_mesh
-from fullshard.comm.mesh import Mesh
+from fullshard.api.virtual.device import VirtualDevice
+from fullshard.api.virtual.group import playing
+from fullshard.comm.mesh import Mesh, init_mesh
 from fullshard.core.errors import ConfigError
 from fullshard.core.events import Event, EventKind, EventSink
 from fullshard.core.imports import import_extra
@@ -29,7 +30,7 @@ from fullshard.features.recompute import checkpoint_modules
 from fullshard.features.summary import Sharding
 from fullshard.features.unit_selection import embedding_modules, unit_modules
 from fullshard.plan.activations import page_nbytes
-from fullshard.plan.hardware import DEVICES
+from fullshard.plan.hardware import DEVICES, Cluster
 from fullshard.plan.job import Job
 from fullshard.plan.layout import lay_out
 from fullshard.plan.optimizers import OPTIMIZERS
@@ -113,16 +114,18 @@ def simulate(build: Callable[[], nn.Module], job: Job, *, world_size: int, rank:
         raise ConfigError(f"rank {rank} of {world_size} ranks", hint="ranks count from 0")
     if job.method != "full":
         raise ConfigError("only full training can be simulated")
-    replicate_size, shard_size = job.row.mesh_shape(world_size, job.shard_size)
+    shard_size = job.row.mesh_shape(world_size, job.shard_size)[1]
     with meta_parameters():
         model = build().float()
     shape = model_shape(model)
     if job.wrap_embeddings:
         shape = shape.with_own_embeddings()
-    mesh = simulated_mesh(rank=rank, replicate_size=replicate_size, shard_size=shard_size, device=torch.device("meta"))
     events: list[Event] = []
-    shard_without_weights(model, job, mesh, events.append)
-    sent = _second_step(model, job, mesh, events)
+    device = VirtualDevice(Cluster(DEVICES["H100"], world_size, 1))  # whose clocks nobody reads
+    with playing(device, rank, world_size):
+        mesh = init_mesh(shard_size=shard_size, device=torch.device("meta"))
+        shard_without_weights(model, job, mesh, events.append)
+        sent = _second_step(model, job, mesh, events)
     layout = lay_out(
         shape,
         strategy=job.row,
@@ -178,17 +181,16 @@ def shard_without_weights(model: nn.Module, job: Job, mesh: Mesh, event_sink: Ev
 
 def _second_step(model: nn.Module, job: Job, mesh: Mesh, events: list[Event]) -> tuple[int, ...]:
     """Run two steps, leave the events of the second, which has a recorded order to follow, and return its bytes."""
-    ways = [way for way in (mesh.gather, mesh.reduce, mesh.replicate) if isinstance(way, SimulatedCollectives)]
+    groups = [getattr(way, "group", None) for way in (mesh.gather, mesh.reduce, mesh.replicate)]  # None: of one rank
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     for _ in range(2):
         events.clear()
-        for way in ways:
-            way.sent_nbytes = 0
+        before = [group.sent_nbytes if group else 0 for group in groups]
         for _ in range(job.accumulation):
             _loss(model, job).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return tuple(way.sent_nbytes for way in ways)
+    return tuple(g.sent_nbytes - earlier if g else 0 for g, earlier in zip(groups, before, strict=True))
 
 
 def transformers_model(values: dict[str, Any], *, attention: str | None = None) -> Callable[[], nn.Module]:
