@@ -525,7 +525,7 @@ def test_another_one_made_of_it_is_set_to_what_was_set() -> None:
     ):
         plugin = Plugin(mixed_precision_policy=policy)
         assert precision_of(dataclasses.replace(plugin, cpu_offload=True)) == precision_of(plugin)
-        with pytest.warns(UserWarning, match="fsdp_version"):
-            spelled_out = precision_of(Plugin(**dataclasses.asdict(plugin)))
+        fields = dataclasses.asdict(plugin)
+        del fields["fsdp_version"], fields["state_dict_config"], fields["optim_state_dict_config"]  # no effect
+        spelled_out = precision_of(Plugin(**fields))
         assert spelled_out.compute_dtype == precision_of(plugin).compute_dtype
-        plugin_module._ALREADY_SAID.clear()
