@@ -122,6 +122,6 @@ def dtensor_of(local: torch.Tensor, spec: ShardSpec, placement: Placement | None
     placements = spec.placements(
         placement if spec.mesh.shard_size > 1 else None, placement if spec.is_chunked else None
     )
-    layout = torch_private.layout_of(spec.device_mesh, placements, local.shape, local.dtype)
+    layout = torch_private.layout_of(spec.device_mesh, placements, local.shape, local.dtype, local.stride())
     dtensor: DTensor = torch_private.wrap(DTensor, local, layout)
     return dtensor

@@ -45,11 +45,6 @@ class _Whole(SpreadTensor):
         return own.redistribute(device_mesh, placements, **options)  # type: ignore[no-any-return]
 
 
-def _layout_as(layout: torch_private.Layout, whole: torch.Tensor) -> torch_private.Layout:
-    """Return the layout of `whole`, which every rank has all of, on the ranks of another layout."""
-    return torch_private.layout_of(layout.mesh, layout.placements, whole.shape, whole.dtype, whole.stride())
-
-
 class WholeTensor(_Whole):
     """A result computed from sharded tensors that every rank has whole: a norm, a penalty, a product of matrices.
 
@@ -59,21 +54,13 @@ class WholeTensor(_Whole):
     @classmethod
     def of(cls, whole: torch.Tensor, spec: ShardSpec) -> WholeTensor:
         """Return `whole`, a result computed from tensors with that spec."""
-        layout = _layout_as(torch_private.layout_from(dtensor_of(whole, spec)), whole)
-        self: WholeTensor = torch_private.wrap(cls, whole, layout)
+        self: WholeTensor = torch_private.wrap(cls, whole, torch_private.layout_from(dtensor_of(whole, spec)))
         self.spec = spec
         return self
 
     def tolist(self) -> Any:
         """Return its elements, on every rank."""
         return torch_private.local_of(self).tolist()
-
-    def like(self, whole: torch.Tensor) -> WholeTensor:
-        """Return `whole`, a result computed from this one."""
-        layout = _layout_as(torch_private.layout_from(self), whole)
-        made: WholeTensor = torch_private.wrap(WholeTensor, whole, layout)
-        made.spec = self.spec
-        return made
 
     def plain(self) -> DTensor:
         """Return the same tensor as torch's own class."""
@@ -118,7 +105,7 @@ class WholeTensor(_Whole):
         if torch_private.writes(func):
             return None if result is None else target_of(args, kwargs)  # of lists torch wants nothing back
         held = next(t for t in tensors if isinstance(t, WholeTensor))
-        return map_arguments(result, torch.Tensor, held.like)
+        return map_arguments(result, torch.Tensor, lambda made: WholeTensor.of(made, held.spec))
 
 
 _OPERATORS_IN_PLACE = {"__setitem__"} | {
