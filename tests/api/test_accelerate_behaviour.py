@@ -1,7 +1,6 @@
 """What goes wrong in silence or without explanation in Accelerate and Transformers, and what happens here instead.
 
-One test per row of the reference's tables of validation behaviour. Files are refused in `test_bad_configs`, rows about
-hosts and ports are in the tests of `fullshard launch`.
+Files, words and variables are in `tests/config`, hosts and ports in the tests of `fullshard launch`.
 
 pytest tests/api/test_accelerate_behaviour.py
 """
@@ -10,11 +9,8 @@ from __future__ import annotations
 
 import functools
 import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,8 +22,7 @@ from fullshard.api import Accelerator, FullyShardedDataParallelPlugin
 from fullshard.api import accelerator as accelerator_module
 from fullshard.api import plugin as plugin_module
 from fullshard.config.accelerate import FLAT
-from fullshard.config.environment import load_environment
-from fullshard.config.load import load_file, load_fsdp_config
+from fullshard.config.load import load_fsdp_config
 from fullshard.config.origin import Origin, entries_of
 from fullshard.config.resolve import Resolved, resolve
 from fullshard.config.transformers import read_fsdp_words
@@ -66,29 +61,7 @@ def flags(**given: Any) -> Resolved:
     return resolve([FLAT.read(entries_of(given, "flags"))])
 
 
-def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """`fullshard launch ... --dry_run script`."""
-    command = [sys.executable, "-c", "from fullshard.cli.main import main; main()", "launch", *arguments, "--dry_run"]
-    return subprocess.run([*command, __file__], capture_output=True, text=True, timeout=60, check=False)
-
-
 # -- Accelerate ---------------------------------------------------------------------------------------------------
-
-
-def test_unknown_nested_key() -> None:
-    with pytest.raises(ConfigError, match=r"fsdp_offload_param'(.|\n)*did you mean 'fsdp_offload_params'"):
-        resolve([load_fsdp_config({"fsdp_offload_param": True})])
-
-
-def test_unknown_variable() -> None:
-    with pytest.raises(ConfigError, match="did you mean FSDP_OFFLOAD_PARAMS"):
-        resolve([load_environment({"FSDP_OFFLOAD_PARAM": "true"})])
-
-
-def test_unknown_strategy_in_a_flag_ends_before_any_worker() -> None:
-    run = launch("--fsdp_sharding_strategy", "FUL_SHARD")
-    assert run.returncode == 2
-    assert "--fsdp_sharding_strategy: unknown sharding strategy 'FUL_SHARD'\nhint: use one of FULL_SHARD" in run.stderr
 
 
 @pytest.mark.parametrize(
@@ -103,11 +76,6 @@ def test_unknown_strategy_in_a_flag_ends_before_any_worker() -> None:
 def test_unknown_names_in_the_plugin(field: str, value: Any, hint: str) -> None:
     with pytest.raises(ConfigError, match=f"FullyShardedDataParallelPlugin: {field}: (.|\n)*hint: .*{hint}"):
         Plugin(**dict[str, Any]({field: value}))
-
-
-def test_1e8_is_a_whole_number() -> None:
-    found = flags(fsdp_auto_wrap_policy="SIZE_BASED_WRAP", fsdp_min_num_params="1e8")
-    assert found.config.sharding.wrap_min_numel == 100_000_000
 
 
 @pytest.mark.parametrize("name", ["bertlayer", "BertLayr"])
@@ -146,26 +114,11 @@ def test_ram_efficient_loading_without_synchronisation_as_texts() -> None:
         flags(fsdp_cpu_ram_efficient_loading="true", fsdp_sync_module_states="false")
 
 
-def test_a_mesh_does_not_depend_on_the_version() -> None:
-    for version in ("1", "2"):
-        config = flags(
-            fsdp_version=version, parallelism_config_dp_replicate_size="2", parallelism_config_dp_shard_size="2"
-        ).config
-        assert (config.sharding.strategy, config.sharding.shard_size) == ("HYBRID_SHARD", 2)
-
-
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"])
 def test_a_strategy_survives_the_change_to_version_2(strategy: str) -> None:
     # The conversion tool writes the strategy under the name of version 2.
     found = flags(fsdp_version="2", fsdp_reshard_after_forward=strategy)
     assert found.config.sharding.resolved_strategy().name == strategy
-
-
-def test_one_note_per_key_that_is_not_plainly_used(tmp_path: Path) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text("distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\n  fsdp_use_orig_params: true\n", "utf-8")
-    notes = [str(note) for note in resolve([load_file(path)]).notes]
-    assert [note.split(": ")[0] for note in notes] == [f"{path}:3:3", f"{path}:4:3"]
 
 
 def test_bf16_without_hardware_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,18 +128,6 @@ def test_bf16_without_hardware_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
         accelerator_module._check_precision("bf16", torch.device("cuda", 0))
     accelerator_module._check_precision("fp16", torch.device("cuda", 0))
     accelerator_module._check_precision("bf16", torch.device("cpu"))
-
-
-def test_processes_that_hosts_cannot_share() -> None:
-    run = launch("--num_processes", "15", "--num_machines", "2", "--main_process_ip", "127.0.0.1")
-    assert run.returncode == 2
-    assert "num_processes = 15 cannot be shared equally by num_machines = 2" in run.stderr
-
-
-def test_several_hosts_without_an_address() -> None:
-    run = launch("--num_processes", "4", "--num_machines", "2", "--machine_rank", "0")
-    assert run.returncode == 2
-    assert "main_process_ip is not given\nhint: give --main_process_ip" in run.stderr
 
 
 def test_a_model_without_an_optimizer_and_two_models() -> None:
@@ -227,47 +168,13 @@ def words(text: Any) -> Any:
     return read_fsdp_words(text, Origin.flag("--fsdp"))
 
 
-def test_offload_alone() -> None:
-    with pytest.raises(ConfigError, match="--fsdp: offload does not say how"):
-        resolve([words("offload")])
-
-
-def test_two_strategies() -> None:
-    with pytest.raises(ConfigError, match=r"full_shard means .*, shard_grad_op means"):
-        resolve([words("full_shard shard_grad_op")])
-
-
-def test_a_size_and_classes() -> None:
-    with pytest.raises(ConfigError, match="chooses units in another way"):
-        resolve([load_fsdp_config({"min_num_params": 5, "transformer_layer_cls_to_wrap": "A"})])
-
-
-def test_ram_efficient_loading_without_synchronisation() -> None:
-    with pytest.raises(ConfigError, match="would train on empty weights"):
-        resolve([load_fsdp_config('{"cpu_ram_efficient_loading": true, "sync_module_states": false}')])
-
-
 def test_one_process_is_sharded_too() -> None:
     assert is_unit(Accelerator().prepare(model())[0])
-
-
-def test_accelerates_keys_pasted_into_fsdp_config() -> None:
-    config = resolve([load_fsdp_config({"fsdp_offload_params": True, "fsdp_sharding_strategy": 2})]).config
-    assert (config.sharding.cpu_offload, config.sharding.strategy) == (True, "SHARD_GRAD_OP")
 
 
 def test_hybrid_shard_with_version_2() -> None:
     config = resolve([words("hybrid_shard auto_wrap"), load_fsdp_config({"version": 2})]).config
     assert config.sharding.strategy == "HYBRID_SHARD"
-
-
-def test_as_widely_copied_pages_write_it(tmp_path: Path) -> None:
-    path = tmp_path / "fsdp.json"
-    path.write_text('{"fsdp_wrap_policy": "SIZED_BASED_WRAP", "min_num_param": 2000}', encoding="utf-8")
-    run = launch("--fsdp=full shard", f"--fsdp_config={path}")
-    assert run.returncode == 0, run.stderr
-    assert "sharding.wrap_min_numel = 2000" in run.stdout
-    assert "fsdp_wrap_policy is translated to sharding.wrap = size" in run.stderr
 
 
 def test_torchs_policies_still_serve() -> None:
