@@ -24,7 +24,6 @@ from fullshard.config.schema import SETTINGS
 from fullshard.config.settings import words_of
 from fullshard.config.values import integer
 from fullshard.core.errors import ConfigError
-from fullshard.core.paths import local_path
 from fullshard.launch.plan import LaunchPlan, make_plan, script_exists, shared_settings
 from fullshard.launch.processes import usable_cpu_count
 from fullshard.launch.slurm import read_allocation
@@ -121,22 +120,11 @@ def _totals(text: str, origin: Origin, hosts: int) -> Iterator[Setting]:
 
 def _start(line: CommandLine, plan: LaunchPlan) -> int:
     from fullshard.launch.bootstrap import TRAINER_HOOK, WATCHED
-    from fullshard.launch.local import Hosts, LaunchJob, run_job
+    from fullshard.launch.local import LaunchJob, run_job
     from fullshard.launch.scratch import scratch_directory
 
     gc.freeze()
     gc.enable()
-    launch = plan.launch
-    hosts = Hosts(
-        launch.num_machines,
-        launch.machine_rank,
-        launch.main_process_ip or "",
-        launch.main_process_port or 0,
-        plan.join_timeout,
-        shared_settings(plan.resolved.config),
-        launch.min_machines if launch.is_elastic else None,
-        plan.last_call,
-    )
     with scratch_directory("fullshard-config-") as directory:
         variables = hand_over(plan.handed_over(), directory / "config.json")
         variables[TRAINER_HOOK] = "fullshard.integrations.transformers.install"
@@ -145,18 +133,15 @@ def _start(line: CommandLine, plan: LaunchPlan) -> int:
             if value is not None and value is not False:
                 variables[variable] = str(int(value))
         job = LaunchJob(
-            command=plan.command,
-            nproc=plan.per_host,
-            hosts=hosts,
-            variables={**plan.variables, **variables},
-            log_dir=None if launch.log_dir is None else local_path(launch.log_dir),
-            tee=line.option("tee"),
-            redirects=line.option("redirects"),
-            role=launch.role,
-            max_restarts=launch.max_restarts,
-            monitor_interval=launch.monitor_interval,
-            grace_period=launch.grace_period,
-            **({"run_id": launch.rdzv_id or "fullshard"} if launch.rdzv_id or launch.num_machines > 1 else {}),
+            plan.command,
+            plan.per_host,
+            plan.launch,
+            {**plan.variables, **variables},
+            shared_settings(plan.resolved.config),
+            plan.join_timeout,
+            plan.last_call,
+            line.option("tee"),
+            line.option("redirects"),
         )
         return run_job(job)
 

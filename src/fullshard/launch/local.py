@@ -25,9 +25,11 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from fullshard.config.schema import LaunchConfig
 from fullshard.config.switches import ELASTIC, TOKEN
 from fullshard.core.errors import ConfigError
 from fullshard.core.journal import JOURNAL, Happening, told_by_processes
+from fullshard.core.paths import local_path
 from fullshard.core.process import read_status
 from fullshard.launch import torch_private
 from fullshard.launch.bootstrap import LAUNCHER_PID, PREEMPTION_DIR
@@ -76,35 +78,23 @@ _CHATTY_LOGGERS = ("torch.distributed.elastic.agent.server.api", "torch.distribu
 
 
 @dataclass(frozen=True, slots=True)
-class Hosts:
-    """The hosts of a job: where they meet, how many, and for how long they wait for one another."""
-
-    count: int = 1  # at most
-    rank: int | None = None  # of this one, if it is fixed beforehand
-    address: str = LOOPBACK
-    port: int = 0  # there; on one host the port of the workers' store. 0 takes a free one
-    join_timeout: float = JOIN_SECONDS
-    same: Mapping[str, str] = field(default_factory=dict)  # values that must be equal on all of them, by name
-    least: int | None = None  # how many there must be, where others may come and go; None: all
-    last_call: float = LAST_CALL_SECONDS
-
-
-@dataclass(frozen=True, slots=True)
 class LaunchJob:
     """The part of a job that one host runs."""
 
     command: tuple[str, ...]  # of every worker
     nproc: int
-    hosts: Hosts = field(default_factory=Hosts)
+    launch: LaunchConfig
     variables: Mapping[str, str] = field(default_factory=dict)  # besides the inherited ones
-    log_dir: Path | None = None
+    same: Mapping[str, str] = field(default_factory=dict)  # values that must be equal on all hosts, by name
+    join_timeout: float = JOIN_SECONDS
+    last_call: float = LAST_CALL_SECONDS
     tee: str | None = None
     redirects: str | None = None
-    run_id: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
-    role: str = "default"
-    max_restarts: int = 0
-    monitor_interval: float = 0.1
-    grace_period: float = 30.0  # seconds that workers who listen to signals have to save and end
+
+    @property
+    def run_id(self) -> str:
+        """Name of the job."""
+        return self.launch.rdzv_id or ("fullshard" if self.launch.num_machines > 1 else uuid.uuid4().hex[:12])
 
 
 def launch_local(
@@ -121,7 +111,9 @@ def launch_local(
         raise ConfigError(f"the number of processes must be at least 1, got {nproc}")
     check_count(nproc)
     command, variables = (sys.executable, "-m", module, *arguments), worker_variables(nproc)
-    return run_job(LaunchJob(command, nproc, variables=variables, max_restarts=max_restarts, grace_period=grace_period))
+    return run_job(
+        LaunchJob(command, nproc, LaunchConfig(max_restarts=max_restarts, grace_period=grace_period), variables)
+    )
 
 
 def run_job(job: LaunchJob) -> int:
@@ -159,7 +151,8 @@ def run_job(job: LaunchJob) -> int:
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""  # torchelastic's own handlers would replace these
     with scratch_directory("fullshard-launch-") as scratch, copies_directory() as outlasting, _signals_to(hear):
         try:
-            logs = RankLogs(job.log_dir or scratch, job.nproc, job.tee, job.redirects, is_kept=job.log_dir is not None)
+            kept = None if job.launch.log_dir is None else local_path(job.launch.log_dir)
+            logs = RankLogs(kept or scratch, job.nproc, job.tee, job.redirects, is_kept=kept is not None)
             agent = Agent(replace(job, variables={**job.variables, **outlasting}), logs, scratch / "preemption")
             agents.append(agent)
             return agent.outcome(agent.run())
@@ -195,39 +188,39 @@ class Agent(LocalElasticAgent):
         self._membership: Membership | None = None
         self._handler = self._make_handler()
         spec = WorkerSpec(
-            role=job.role,
+            role=job.launch.role,
             local_world_size=job.nproc,
             # torchelastic replaces ${local_rank} in arguments, and so `$$` too.
             entrypoint=job.command[0],
             args=tuple(argument.replace("$", "$$") for argument in job.command[1:]),
             rdzv_handler=self._handler,
-            max_restarts=job.max_restarts,
-            monitor_interval=job.monitor_interval,
+            max_restarts=job.launch.max_restarts,
+            monitor_interval=job.launch.monitor_interval,
         )
         super().__init__(spec, logs, log_line_prefix_template="[rank ${rank}] ")
 
     def _make_handler(self) -> OneHostRendezvous:
-        job, hosts = self._job, self._job.hosts
-        if hosts.count == 1:
-            return OneHostRendezvous(job.run_id, hosts.port)
-        address, port = resolve(hosts.address, hosts.join_timeout), hosts.port or DEFAULT_PORT
-        listening = None if hosts.rank else listen(address, port, must=hosts.rank == 0)
+        job, launch = self._job, self._job.launch
+        if launch.num_machines == 1:
+            return OneHostRendezvous(job.run_id, launch.main_process_port or 0)
+        least = launch.min_machines if launch.is_elastic else None
+        address = resolve(launch.main_process_ip or "", job.join_timeout)
+        port = launch.main_process_port or DEFAULT_PORT
+        listening = None if launch.machine_rank else listen(address, port, must=launch.machine_rank == 0)
         server = None
         if listening is not None:
-            server = RendezvousServer(
-                listening, hosts.count, TOKEN.read(), least=hosts.least, last_call=hosts.last_call
-            )
+            server = RendezvousServer(listening, launch.num_machines, TOKEN.read(), least, job.last_call)
             server.start()
         same = {
             "rdzv_id": job.run_id,
-            "num_machines": str(hosts.count) if hosts.least is None else f"{hosts.least}:{hosts.count}",
+            "num_machines": str(launch.num_machines) if least is None else f"{least}:{launch.num_machines}",
             "processes per host": str(job.nproc),
-            **hosts.same,
+            **job.same,
         }
-        hello = {"host": socket.gethostname(), "machine_rank": hosts.rank, "same": same}
-        self._client = RendezvousClient((address, port), hello, hosts.join_timeout, say, TOKEN.read())
-        if hosts.least is not None:
-            self._membership = Membership(self._client, self._preemption, job.grace_period, say)
+        hello = {"host": socket.gethostname(), "machine_rank": launch.machine_rank, "same": same}
+        self._client = RendezvousClient((address, port), hello, job.join_timeout, say, TOKEN.read())
+        if least is not None:
+            self._membership = Membership(self._client, self._preemption, launch.grace_period, say)
         return MultiHostRendezvous(job.run_id, self._client, server)
 
     def run(self, role: str = "default") -> RunResult:
@@ -301,7 +294,7 @@ class Agent(LocalElasticAgent):
     @property
     def _world_size(self) -> int:
         """Processes of the attempt that is running, over all hosts."""
-        return self._job.nproc * (self.get_worker_group().group_world_size or self._job.hosts.count)
+        return self._job.nproc * (self.get_worker_group().group_world_size or self._job.launch.num_machines)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         address = self._client.address if self._client is not None else LOOPBACK
@@ -314,7 +307,7 @@ class Agent(LocalElasticAgent):
             own["GLOO_SOCKET_IFNAME"] = interface
         if self._membership is not None:
             self._membership.begin()
-            least, most = self._job.hosts.least or 0, self._job.hosts.count
+            least, most = self._job.launch.min_machines or 0, self._job.launch.num_machines
             own[ELASTIC.name] = f"{least * self._job.nproc}:{most * self._job.nproc}"
         self._logs.variables = {**self._job.variables, **own}
         pids: dict[int, Any] = super()._start_workers(worker_group)
@@ -342,9 +335,9 @@ class Agent(LocalElasticAgent):
         Raises:
             SignalException: they do not, or it is the second signal, so everything is to end.
         """
-        now = time.monotonic()
+        now, grace = time.monotonic(), self._job.launch.grace_period
         listening = below(listening_in(self._preemption))
-        is_again = bool(self._asked) and now - (self._asked[0][1] - self._job.grace_period) >= AGAIN_SECONDS
+        is_again = bool(self._asked) and now - (self._asked[0][1] - grace) >= AGAIN_SECONDS
         is_unheard = not self._asked and not listening and number.name not in _MESSAGES
         if number.name in ("SIGHUP", "SIGQUIT") or is_again or is_unheard:
             raise SignalException(f"signal {number}", sigval=number)
@@ -356,13 +349,15 @@ class Agent(LocalElasticAgent):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
         if listening:
-            self._asked.append((number, now + self._job.grace_period))
+            self._asked.append((number, now + grace))
             self._note(
-                Happening.PREEMPTION, f"{number.name}: asked to save and end", grace_period=self._job.grace_period
+                Happening.PREEMPTION,
+                f"{number.name}: asked to save and end",
+                grace_period=grace,
             )
             say(
                 f"{number.name}: the {self._job.nproc} processes on this host save and end, within "
-                f"{self._job.grace_period:g} s; a second signal ends them at once"
+                f"{grace:g} s; a second signal ends them at once"
             )
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -370,7 +365,7 @@ class Agent(LocalElasticAgent):
             if time.monotonic() < end:
                 break
             self._note(Happening.PREEMPTION, "the grace period is over before a save was")
-            say(f"the grace period of {self._job.grace_period:g} s is over; the last checkpoint is from before")
+            say(f"the grace period of {self._job.launch.grace_period:g} s is over; the last checkpoint is from before")
             raise SignalException(f"signal {number}", sigval=number)
         result: RunResult = super()._monitor_workers(worker_group)
         workers = torch_private.worker_context(self).pids()
@@ -393,7 +388,7 @@ class Agent(LocalElasticAgent):
         return result
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        number = self._job.max_restarts - torch_private.remaining_restarts(self)
+        number = self._job.launch.max_restarts - torch_private.remaining_restarts(self)
         self._stop_workers(worker_group)
         had_listened = bool(listening_in(self._preemption))
         for late in self._heard_late:
@@ -410,8 +405,8 @@ class Agent(LocalElasticAgent):
             self._is_regrouping = False
             self._note(Happening.RESTART, "the hosts of the job are others now")
         else:
-            self._note(Happening.RESTART, number=number, of=self._job.max_restarts)
-            say(f"starting all processes again ({number} of {self._job.max_restarts} restarts)")
+            self._note(Happening.RESTART, number=number, of=self._job.launch.max_restarts)
+            say(f"starting all processes again ({number} of {self._job.launch.max_restarts} restarts)")
         # The last references: a store on a fixed port must be gone before the next one can listen there.
         worker_group.store = None
         torch_private.forget_store(self)
