@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fullshard.core.errors import ConfigError
-from fullshard.launch import RankEnvironment, rank_device, read_rank_environment
+from fullshard.launch import RankEnvironment, device, rank_device, read_rank_environment
 from fullshard.launch.failures import exit_code
 from fullshard.launch.local import launch_local, worker_variables
 
@@ -207,3 +207,9 @@ def test_device_of_a_rank() -> None:
         assert rank_device(RankEnvironment(), "auto") == torch.device("cpu")
         with pytest.raises(ConfigError, match="has no CUDA device: this host has 0"):
             rank_device(RankEnvironment(), "cuda")
+
+
+def test_a_tpu_is_left_to_pytorch_xla(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "accelerator", lambda: "tpu")
+    with pytest.raises(ConfigError, match="PyTorch/XLA's own launcher does"):
+        device.kind_of("auto")

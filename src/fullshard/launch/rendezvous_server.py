@@ -334,18 +334,17 @@ class RendezvousServer(threading.Thread):
     def _fits(self, peer: _Peer) -> bool:
         """Return whether this host's settings match those of the others; if not, tell both sides."""
         peer.admitted = True
+        given = {"machine_rank given": peer.hello["machine_rank"] is not None, **peer.hello["same"]}
         for other in self._peers:
-            if not other.admitted or other is peer:
+            there = {"machine_rank given": other.hello.get("machine_rank") is not None, **other.hello.get("same", {})}
+            if not other.admitted or there == given:
                 continue
-            given = {"machine_rank given": peer.hello["machine_rank"] is not None, **peer.hello["same"]}
-            there = {"machine_rank given": other.hello["machine_rank"] is not None, **other.hello["same"]}
-            for name in given.keys() | there.keys():
-                if given.get(name) != there.get(name):
-                    here, others = (printable(str(values.get(name)), _LONGEST_SHOWN) for values in (given, there))
-                    text = f"{printable(name, _LONGEST_SHOWN)}: {here} on {peer.name}, {others} on {other.name}"
-                    peer.admitted = False
-                    self._refuse([peer] if other.running else [peer, other], text, "settings")
-                    return False
+            name = min(name for name in given.keys() | there.keys() if given.get(name) != there.get(name))
+            here, others = (printable(str(values.get(name)), _LONGEST_SHOWN) for values in (given, there))
+            text = f"{printable(name, _LONGEST_SHOWN)}: {here} on {peer.name}, {others} on {other.name}"
+            peer.admitted = False
+            self._refuse([peer] if other.running else [peer, other], text, "settings")
+            return False
         return True
 
     def _tell_of_waiting(self) -> None:
