@@ -12,14 +12,7 @@ from fullshard.core.errors import ConfigError
 
 
 def kind_of(wanted: str) -> str:
-    """Return the kind of device to compute on.
-
-    Args:
-        wanted: `auto`: the accelerator if there is one, else the CPU; or a kind by its name.
-
-    Raises:
-        ConfigError: The host has no such device. The error says what is missing.
-    """
+    """Return the kind of device to compute on; `auto` wants the accelerator if there is one, else the CPU."""
     if wanted in ("cpu", "cuda"):
         return wanted
     here = accelerator()
@@ -35,11 +28,7 @@ def kind_of(wanted: str) -> str:
 
 
 def object_device() -> torch.device | None:
-    """Return the device from which the default group sends objects: the CPU if it can.
-
-    Returns:
-        None if the only backend sends from its own device alone.
-    """
+    """Return the device from which the default group sends objects: the CPU, or None: the backend's own."""
     sends_from_host = "gloo" in dist.get_backend() or "cpu" in str(dist.get_backend_config())
     return torch.device("cpu") if sends_from_host else None
 

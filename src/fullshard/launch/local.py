@@ -103,9 +103,6 @@ def launch_local(
     """Run `python -m module arguments...` in `nproc` processes on this host; return the exit code as `run_job` does.
 
     The module should call `fullshard.launch.worker.run_worker`.
-
-    Raises:
-        ConfigError: `nproc` is less than 1, or more than this host can start.
     """
     if nproc < 1:
         raise ConfigError(f"the number of processes must be at least 1, got {nproc}")
@@ -129,10 +126,6 @@ def run_job(job: LaunchJob) -> int:
     Returns:
         The exit code of the job: 0, the code of the rank that failed first, 1 if that was on another host, 128 + the
         number of the signal that ended that rank or this process, or `PREEMPTED` if ranks stopped because of one.
-
-    Raises:
-        ConfigError: the hosts cannot meet where they should, or do not fit together.
-        CommunicationError: the other hosts are not there.
     """
     for name in _CHATTY_LOGGERS:
         logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -330,11 +323,7 @@ class Agent(LocalElasticAgent):
         return pids
 
     def hear(self, number: signal.Signals) -> None:
-        """Handle a signal to this process: pass it on to workers that listen.
-
-        Raises:
-            SignalException: they do not, or it is the second signal, so everything is to end.
-        """
+        """Pass a signal on to workers that listen. Raises `SignalException` if everything is to end instead."""
         now, grace = time.monotonic(), self._job.launch.grace_period
         listening = below(listening_in(self._preemption))
         is_again = bool(self._asked) and now - (self._asked[0][1] - grace) >= AGAIN_SECONDS
@@ -350,11 +339,7 @@ class Agent(LocalElasticAgent):
                 os.kill(pid, number)
         if listening:
             self._asked.append((number, now + grace))
-            self._note(
-                Happening.PREEMPTION,
-                f"{number.name}: asked to save and end",
-                grace_period=grace,
-            )
+            self._note(Happening.PREEMPTION, f"{number.name}: asked to save and end", grace_period=grace)
             say(
                 f"{number.name}: the {self._job.nproc} processes on this host save and end, within "
                 f"{grace:g} s; a second signal ends them at once"

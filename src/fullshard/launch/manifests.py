@@ -21,11 +21,7 @@ _PLACED_OTHERWISE = (
 
 
 def manifest(kind: str, line: CommandLine, plan: LaunchPlan) -> str:
-    """Return a batch script (`slurm`) or a Kubeflow manifest: PyTorchJob (`kubernetes`, v1), TrainJob (`trainjob`, v2).
-
-    Raises:
-        ConfigError: another kind.
-    """
+    """Return a batch script (`slurm`) or a Kubeflow manifest: PyTorchJob (`kubernetes`), TrainJob (`trainjob`)."""
     writers = {"slurm": _slurm, "kubernetes": _kubernetes, "trainjob": _trainjob}
     if kind not in writers:
         raise ConfigError(

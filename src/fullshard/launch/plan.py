@@ -81,9 +81,6 @@ def make_plan(
     """Fill in unset values, and check what can be checked before anything starts.
 
     With `elsewhere` it will run on other hosts, whose devices cannot be counted here.
-
-    Raises:
-        ConfigError: something is wrong or missing.
     """
     said = resolve(readings)
     launch = said.config.launch
@@ -229,11 +226,7 @@ def _rendezvous_seconds(text: str) -> tuple[float, float]:
 
 
 def script_exists(line: CommandLine) -> None:
-    """Check that there is something to run.
-
-    Raises:
-        ConfigError: no script was named, or it is not there.
-    """
+    """Raise `ConfigError` if no script was named, or it is not there."""
     if not line.target:  # nor does an empty shell variable name one
         raise ConfigError("no script was named", hint="fullshard launch [flags] script.py [arguments of the script]")
     path = Path(line.target)

@@ -65,11 +65,7 @@ def devices_per_host(environ: Mapping[str, str]) -> int | None:
 
 
 def first_host(text: str) -> str:
-    """Return the first host that a list such as `gpu[01-03,7],login` names.
-
-    Raises:
-        ConfigError: it is not such a list.
-    """
+    """Return the first host that a list such as `gpu[01-03,7],login` names."""
     first = re.match(r"((?:[^,\[\]]|\[\d+(?:[,-]\d+)*\])+)(?:,|$)", text.strip())
     if first is None:
         raise ConfigError(f"not a list of hosts: {text!r}", hint="`scontrol show hostnames` expands it")

@@ -76,11 +76,7 @@ class AsyncLoader:
         return getattr(self.loader, name)
 
     def _padded(self, batch: Any, lengths: list[int]) -> dict[str, Any]:
-        """Return a batch whose tensors end at the next bucket, so that shapes stay few.
-
-        Raises:
-            DataError: it is no mapping, or has other keys than there are values to pad with.
-        """
+        """Return a batch whose tensors end at the next bucket, so that shapes stay few."""
         if not isinstance(batch, Mapping):
             raise DataError(
                 f"buckets pad batches that are dicts, key by key; got a {type(batch).__name__}",

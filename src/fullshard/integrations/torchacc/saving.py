@@ -75,15 +75,9 @@ def shard_metadata(model: nn.Module) -> dict[str, Any]:
 
 
 def whole_optimizer_state(state_dict: Mapping[str, Any], *, keep: bool = True, cpu: bool = True) -> dict[str, Any]:
-    """Return an optimizer's state dict with whole tensors, to be loaded on any number of ranks. A collective.
+    """Return an optimizer's state dict with whole tensors, on the host with `cpu`. A collective.
 
-    Args:
-        state_dict: what `optimizer.state_dict()` returned.
-        keep: False returns the groups only; for ranks that only take part.
-        cpu: move every tensor to the host as soon as it is whole.
-
-    Raises:
-        CheckpointError: ranks hold state of other parameters.
+    Ranks that only take part do not `keep` them, and return the groups alone.
     """
     groups, states = state_dict["param_groups"], state_dict["state"]
     keys = [[key, sorted(map(str, state))] for key, state in states.items()]
@@ -138,13 +132,10 @@ def consolidate_sharded_model_checkpoints(
 
 
 def _plain(value: Any, made: dict[int, Any], *, gathers: bool, keep: bool) -> Any:
-    """Return what a file can hold of a value: plain tensors on the host. Ranks visit tensors in the same order.
+    """Return what a file can hold of a value: plain tensors on the host, which stay shared if they occur twice.
 
-    Args:
-        value: anything; in it, what looks like an optimizer's state dict is gathered as such.
-        made: the tensors that were made already, by id: those that occur twice stay shared.
-        gathers: sharded tensors become whole, else this rank's slices.
-        keep: False only takes part in the collectives, and returns None for every tensor.
+    With `gathers` sharded tensors become whole, and an optimizer's state dict is gathered as such; ranks
+    visit tensors in the same order. Those that do not `keep` them only take part, and get None for every tensor.
     """
     if isinstance(value, torch.Tensor):
         if id(value) not in made:

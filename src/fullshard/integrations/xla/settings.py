@@ -16,13 +16,11 @@ _HONOURED = {
     *("sharding.strategy", "sharding.shard_size", "sharding.wrap", "sharding.wrap_classes", "sharding.wrap_min_numel"),
     *("sharding.activation_checkpointing", "precision.mode", "precision.param_dtype"),
 }
+_STATE = ("activations", "main_weights", "compute_shards", "optimizer_state")
 _REPLICATES = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+_OFFLOADS = ("cpu_offload", *(f"offload_{what}" for what in _STATE))
 _REFUSED = {
-    "sharding.cpu_offload": "PyTorch/XLA keeps all state on its devices",
-    "sharding.offload_activations": "PyTorch/XLA keeps all state on its devices",
-    "sharding.offload_main_weights": "PyTorch/XLA keeps all state on its devices",
-    "sharding.offload_compute_shards": "PyTorch/XLA keeps all state on its devices",
-    "sharding.offload_optimizer_state": "PyTorch/XLA keeps all state on its devices",
+    **{f"sharding.{name}": "PyTorch/XLA keeps all state on its devices" for name in _OFFLOADS},
     "sharding.ignored_modules": "PyTorch/XLA shards every parameter",
 }
 
