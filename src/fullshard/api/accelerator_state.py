@@ -82,15 +82,7 @@ def _replace(kind: Any, state: dict[str, Any]) -> None:
 
 
 class AcceleratorState(PartialState):
-    """Hold the process's place in the job and how models are trained, under Accelerate's names.
-
-    Args:
-        process: this process's place in the job.
-        mixed_precision: `no`, `fp32`, `bf16` or `fp16`.
-        fsdp_plugin: how models are sharded.
-        dynamo_backend: the backend that compiles units; `no` if they are not compiled.
-        parallelism_config: as given by the script.
-    """
+    """Hold the process's place in the job and how models are trained, under Accelerate's names."""
 
     deepspeed_plugin = deepspeed_plugins = megatron_lm_plugin = torch_tp_plugin = device_mesh = None
     _known_attrs = theirs.AcceleratorState._known_attrs

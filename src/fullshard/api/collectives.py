@@ -66,10 +66,7 @@ def all_gather_object(value: T) -> list[T]:
 def gather(data: Any, *, check: Callable[[list[Any]], None] | None = None, note: Any = None) -> Any:
     """Return the tensors of all ranks, concatenated along the first dimension in rank order; scalars become 1-D.
 
-    Args:
-        data: tensors in any nesting.
-        check: called on several ranks with the notes of all of them, before their tensors.
-        note: this rank's further message.
+    On several ranks `check` is called with the notes of all of them before.
     """
     if world_size() == 1:
         return recursively_apply(lambda t: t.reshape(1) if t.ndim == 0 else t, data)

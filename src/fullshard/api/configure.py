@@ -17,13 +17,7 @@ from fullshard.core.errors import ConfigError
 
 
 def run_config(plugin: Any, arguments: Mapping[str, Any], parallelism_config: Any = None) -> RunConfig:
-    """Return the configuration of this run.
-
-    Args:
-        plugin: a plugin, a `ShardingConfig`, a dict for one, a whole `RunConfig`, or None.
-        arguments: of the Accelerator, by the names that Accelerate's launcher has for them; None: not given.
-        parallelism_config: a `ParallelismConfig`, or None; has the last word on the strategy.
-    """
+    """Return the configuration of this run. A `ParallelismConfig` has the last word on the strategy."""
     accelerator, plugins = of_accelerator(arguments), _reading(plugin)
     base: Reading | None = getattr(plugin, "base", None)
     above = parallelism(parallelism_config, plugins if plugins.setting("sharding.strategy") or not base else base)

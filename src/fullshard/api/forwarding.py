@@ -8,13 +8,7 @@ from typing import Any
 
 
 def forwarded(path: str, kind: Callable[[Any], Any] | None = None, *, may_set: bool = False) -> Any:
-    """Return a property that reads, and may set, another object's attribute.
-
-    Args:
-        path: of what it stands for, dotted, from the object.
-        kind: makes the value of what is found there.
-        may_set: whether it can be set.
-    """
+    """Return a property that reads, and may set, what is at a dotted path; `kind` makes the value of it."""
     found = attrgetter(path)
     holder, _, name = path.rpartition(".")
 

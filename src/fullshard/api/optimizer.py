@@ -22,9 +22,6 @@ def check_parameters(optimizer: Optimizer, models: Iterable[nn.Module], ranks: i
     """Refuse an optimizer of parameters that no prepared model has: nothing averages their gradients over ranks.
 
     On one rank there is nothing to average, and only an optimizer that holds nothing else is refused.
-
-    Raises:
-        OptimizerError: names the first such parameter.
     """
     own = {id(parameter) for model in models for parameter in model.parameters()}
     trained, foreign = 0, []

@@ -74,16 +74,7 @@ class Together(nn.ModuleList):
 
 @dataclass(frozen=True, slots=True)
 class TrainingState:
-    """Everything that is saved.
-
-    Attributes:
-        models, optimizers, schedulers: in the order they were prepared, without wrappers.
-        scaler: the loss scaler in fp16.
-        loaders: their positions are saved.
-        objects: registered by the script.
-        step: a counter the script keeps.
-        config: the resolved configuration, for people; nothing depends on it.
-    """
+    """Everything that is saved, without wrappers, as it was prepared; `config` is for people."""
 
     models: Sequence[nn.Module]
     optimizers: Sequence[torch.optim.Optimizer]
@@ -208,10 +199,6 @@ def save(
         whole_weights: also write each model whole, into a directory `model` in the checkpoint, for other programs.
         form: of the files besides: `native` adds none; another is one of `register_format`.
         saver: writes while training goes on; None: training waits.
-
-    Raises:
-        CheckpointError: nothing new is left at `path`; or, with a `saver`, an earlier save failed.
-        ConfigError: whole weights in the background.
     """
     if whole_weights and saver is not None:
         raise ConfigError(

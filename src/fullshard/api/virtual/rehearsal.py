@@ -126,15 +126,7 @@ class TokenBatch:
 def time_step(
     values: dict[str, Any], job: Job, cluster: Cluster, *, rank: int = 0, host: HostCosts | None = None
 ) -> Timeline:
-    """Time a step of the engine in virtual time: as one of many ranks, on devices that are not there.
-
-    Args:
-        values: the model's `config.json`; a causal language model.
-        job: how it is trained: whole models, in bfloat16 or float32, with AdamW, nothing on the host, no packing.
-        cluster: the accelerators.
-        rank: which of them to be.
-        host: the times that the host takes.
-    """
+    """Time a step of the engine in virtual time: as one of many ranks, on devices that are not there."""
     untimed = {
         "method": job.method != "full",
         "offload": bool(job.on_host) or job.on_host.activations,

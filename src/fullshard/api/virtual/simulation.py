@@ -105,11 +105,7 @@ class NoWeights:
 
 
 def simulate(build: Callable[[], nn.Module], job: Job, *, world_size: int, rank: int = 0) -> Simulation:
-    """Shard a model that `build` makes for `world_size` ranks, without data, and run two steps as one of them.
-
-    Raises:
-        ConfigError: a rank that does not exist, a job that cannot be simulated, or a mesh that does not fit.
-    """
+    """Shard a model that `build` makes for `world_size` ranks, without data, and run two steps as one of them."""
     if not 0 <= rank < world_size:
         raise ConfigError(f"rank {rank} of {world_size} ranks", hint="ranks count from 0")
     if job.method != "full":
@@ -194,12 +190,7 @@ def _second_step(model: nn.Module, job: Job, mesh: Mesh, events: list[Event]) ->
 
 
 def transformers_model(values: dict[str, Any], *, attention: str | None = None) -> Callable[[], nn.Module]:
-    """Return a function that builds a `config.json`'s model: a causal one, or one with an encoder and a decoder.
-
-    Args:
-        values: of the file.
-        attention: what computes it, by Transformers' name. None: what the model itself would take.
-    """
+    """Return a function that builds a `config.json`'s model: a causal one, or one with an encoder and a decoder."""
     transformers = import_extra("transformers", extra="hf", purpose="simulating a Transformers model")
     kind_of_model = values.get("model_type")
     if not isinstance(kind_of_model, str) or kind_of_model not in transformers.CONFIG_MAPPING:
