@@ -72,7 +72,7 @@ def tensor_parallel_size(config: Any) -> int:
 
 
 def parallelism(config: Any, plugin: Reading) -> Reading:
-    """Return the strategy of a `ParallelismConfig`; whether parameters are freed after forward is the plugin's matter."""
+    """Return the strategy of a `ParallelismConfig`; freeing parameters after forward is the plugin's matter."""
     reading = Reading()
     if config is None:
         return reading
