@@ -38,7 +38,7 @@ from benchmarks.models import blocks, build_batches, build_model
 from benchmarks.record import RESULTS, Job, describe_machine, git_state
 from fullshard.core.events import Event, EventKind
 from fullshard.optim import MatrixRule, Muon
-from fullshard.plan.matrices import MatrixWork
+from tests.matrices import balance
 
 RESULT = RESULTS / "muon.json"
 WAYS = ("alone", "fsdp2", "fsdp2-gathered", "fullshard")
@@ -171,7 +171,7 @@ def play(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
         most = 2 * (arguments.ranks - 1) / arguments.ranks * 2 * total
         yield {
             "work": dealing.work(),
-            "balance": MatrixWork(dealing).balance,
+            "balance": balance(dealing),
             "matrices_numel": total,
             "most_nbytes": most,
         }

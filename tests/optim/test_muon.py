@@ -25,7 +25,6 @@ from fullshard.checkpoint import load_checkpoint, save_checkpoint
 from fullshard.core.errors import ConfigError, OptimizerError
 from fullshard.core.events import Event, EventKind
 from fullshard.features import ShardedParameter, fully_shard, init_mesh, shard_model
-from fullshard.features.matrices.exchange import sent_numel
 from fullshard.features.steps_in_backward.stepper import step_in_backward
 from fullshard.optim import EMA, MatrixRule, Muon, OnOwners
 from fullshard.plan.dealing import NEWTON_SCHULZ_STEPS
@@ -44,6 +43,7 @@ from tests.differential import (
     rounding,
 )
 from tests.distributed import run_ranks
+from tests.matrices import sent_numel
 from tests.offload import POLICIES
 
 STEPS = 3

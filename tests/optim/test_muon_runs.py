@@ -28,6 +28,7 @@ from fullshard.plan.library import load_model
 from fullshard.plan.matrices import MatrixWork, matrix_work
 from tests import trainers
 from tests.distributed import run_ranks
+from tests.matrices import balance
 from tests.recipes.test_recipe_sft import place as place
 from tests.recipes.test_recipe_train import inputs as inputs
 from tests.trainers import OFFLINE, close
@@ -156,10 +157,10 @@ def planned_and_sent() -> tuple[MatrixWork, list[int], int]:
     """The plan's dealing, from shapes alone; the engine's owners, and what this rank has sent."""
     from fullshard.api.planning import model_shape
     from fullshard.features import init_mesh, shard_model
-    from fullshard.features.matrices.exchange import sent_numel
     from fullshard.features.unit_selection import unit_modules
     from fullshard.optim import Muon
     from fullshard.wrap.policies import Auto
+    from tests.matrices import sent_numel
 
     model, mesh, events = trainers.build("tied"), init_mesh(), list[Event]()
     units = unit_modules(model, Auto())
@@ -202,7 +203,7 @@ def test_a_step_with_muon_costs_little_more() -> None:
     assert work.sent_nbytes * 64 <= 2 * 2 * work.numel * (1 + 1e-2)
     many = evaluate(model, Job.of({**made, "optimizer": "muon"}), parse_cluster("1024xH100")).setting.matrices
     assert many is not None
-    assert many.balance <= 1.15
+    assert balance(many.dealing) <= 1.15
     assert many.over_mean == pytest.approx(8.505, rel=1e-2)
 
 

@@ -19,11 +19,11 @@ from fullshard.checkpoint import load_checkpoint, save_checkpoint
 from fullshard.core.errors import ConfigError, OptimizerError
 from fullshard.core.events import Event, EventKind
 from fullshard.features import ShardedParameter, repoint, shard_model
-from fullshard.features.matrices.exchange import sent_numel
 from fullshard.optim import MatrixRule, OnOwners
 from tests import optimizers, trainers
 from tests.differential import check, compare, parameters
 from tests.distributed import run_ranks
+from tests.matrices import sent_numel
 from tests.offload import POLICIES
 from tests.optim.test_muon import RATE, ROUNDED, Model, model_of, sharded
 from tests.trainers import close

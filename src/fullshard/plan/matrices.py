@@ -46,17 +46,6 @@ class MatrixWork:
         return max(work) * len(work) / max(1, sum(work))
 
     @property
-    def balance(self) -> float:
-        """Most work of a rank over the least that the busiest must do: 1 is as even as whole matrices can be.
-
-        The busiest rank must do at least the mean, or the largest matrix if there are more ranks than matrices of that
-        size.
-        """
-        work = self.dealing.work()
-        largest = max(matrix.flops for matrix in self.dealing.matrices)
-        return max(work) / max(sum(work) / len(work), largest)
-
-    @property
     def owned_nbytes(self) -> int:
         """Bytes of matrices that the fullest rank has at once: it computes, the next come, the last go back."""
         matrices, exchanges = self.dealing.matrices, self.dealing.exchanges

@@ -16,11 +16,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from fullshard.comm.base import Collectives, Parts
 from fullshard.comm.select import choices_for
 from fullshard.core.layout import BucketLayout, Interval, ParameterSpec
-from fullshard.features.matrices.exchange import gathered, sent, sent_numel
+from fullshard.features.matrices.exchange import gathered, sent
 from fullshard.optim.newton_schulz import orthogonalized
 from fullshard.plan.dealing import Dealing, Matrix, deal, matrices_in, matrix_shape
 from fullshard.plan.matrices import MatrixWork
 from tests.distributed import run_ranks
+from tests.matrices import balance, sent_numel
 
 CPU = torch.device("cpu")
 
@@ -58,7 +59,7 @@ def test_what_a_parameter_is_as_matrices(shape: tuple[int, ...], flatten: bool, 
 )
 def test_dealt_evenly(layers: int, experts: int, shard_size: int, replicate_size: int) -> None:
     dealing = llama(layers, experts=experts, shard_size=shard_size, replicate_size=replicate_size)
-    assert MatrixWork(dealing).balance <= 1.15
+    assert balance(dealing) <= 1.15
     assert sum(dealing.work()) == sum(matrix.flops for matrix in dealing.matrices)
 
 

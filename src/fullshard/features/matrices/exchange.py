@@ -61,17 +61,6 @@ def gathered(dealing: Dealing, bucket: int, row: int, rank: int) -> list[list[Ma
     return by_source
 
 
-def sent_numel(dealing: Dealing, row: int, rank: int) -> tuple[int, int, int]:
-    """Return the elements that a rank sends in a step: to owners, back from owners, and to the other rows."""
-    there = back = across = 0
-    for bucket in range(len(dealing.layouts)):
-        own, held = (function(dealing, bucket, row, rank) for function in (sent, gathered))
-        there += sum(p.interval.numel for to, pieces in enumerate(own) for p in pieces if to != rank)
-        across += (dealing.replicate_size - 1) * sum(p.interval.numel for pieces in own for p in pieces)
-        back += sum(p.interval.numel for to, pieces in enumerate(held) for p in pieces if to != rank)
-    return there, back, across
-
-
 Give = Callable[[ShardedParameter], torch.Tensor]
 """Gives this rank's interval, shape (n,) or (n, width), of the values that a parameter's owner is to get whole."""
 Compute = Callable[[ShardedParameter, int, torch.Tensor], torch.Tensor]
