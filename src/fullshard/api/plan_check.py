@@ -24,7 +24,7 @@ from fullshard.core.errors import LifecycleError
 from fullshard.core.events import Event, EventKind
 from fullshard.core.sizes import format_nbytes
 from fullshard.engine.lookup import require_units, units_of
-from fullshard.engine.parameter import local_gradients
+from fullshard.engine.parameter import ShardedParameter, local_gradients
 from fullshard.engine.precision import dtype_name
 from fullshard.engine.step.plain_tensors import as_local
 from fullshard.engine.unit import Unit
@@ -102,13 +102,8 @@ class PlanCheck:
         self._before = self._schedule.event_sink
         self.steps = self._most_gathered = 0
         self._events: list[Event] = []
-        self._found: list[Deviation] | None = None
+        self.found: list[Deviation] | None = None  # what differs or does not, once the step is over
         self._schedule.event_sink = self._receive
-
-    @property
-    def is_done(self) -> bool:
-        """Return whether the step is over."""
-        return self._found is not None
 
     def report(self) -> list[Deviation]:
         """Report every category, including those that are as planned.
@@ -116,14 +111,14 @@ class PlanCheck:
         Raises:
             LifecycleError: the step is not over yet.
         """
-        if self._found is None:
+        if self.found is None:
             raise LifecycleError(f"step {AT_STEP} is not over yet ({self.steps} steps so far)")
-        return self._found
+        return self.found
 
     def _receive(self, event: Event) -> None:
         if self._before is not None:
             self._before(event)
-        if self._found is not None:
+        if self.found is not None:
             return
         if event.what != "activations" and event.kind is not EventKind.PIECES_SENT:  # of these a plan has no list
             self._events.append(event)
@@ -133,10 +128,10 @@ class PlanCheck:
         if event.kind is EventKind.OPTIMIZER_STEP:
             self.steps += 1
             if self.steps == AT_STEP:
-                self._found = self._compare()  # before the update: gradients are still there
+                self.found = self._compare()  # before the update: gradients are still there
                 if self._schedule.event_sink == self._receive:
                     self._schedule.event_sink = self._before
-                self._when_done(self._found)
+                self._when_done(self.found)
             self._events.clear()
 
     def _compare(self) -> list[Deviation]:
@@ -218,11 +213,10 @@ class PlanWatch:
         if not self._checks:
             self._say("check_plan: nothing was compared, because no optimizer of a sharded model was prepared")
         for check in self._checks.values():
-            if not check.is_done:
-                steps = f"{check.steps} optimizer step{'' if check.steps == 1 else 's'}"
+            if check.found is None:
                 self._say(
                     f"check_plan: {type(check.model).__name__}: nothing was compared, because the run ended after "
-                    f"{steps}; step {AT_STEP} is compared"
+                    f"{check.steps} optimizer steps; step {AT_STEP} is compared"
                 )
 
 
@@ -267,7 +261,7 @@ def _layout_of(model: nn.Module, units: list[Unit], events: list[Event]) -> Mode
             # A bucket may have been frozen when it was made.
             tuple(CountedBucket.like(bucket.plan, trainable=bucket.has_gradient) for bucket in unit.buckets),
             unit.frees_after_forward,
-            feeds_units=unit is root and _trains_embedding(unit),
+            feeds_units=unit is root and any(p.requires_grad for p in _embeddings_of(unit)),
             takes_ids=unit is root or isinstance(unit.modules[0], nn.Embedding),
             block=None,
             is_head=unit is not root and head in unit.modules,
@@ -287,8 +281,6 @@ def _layout_of(model: nn.Module, units: list[Unit], events: list[Event]) -> Mode
     )
 
 
-def _trains_embedding(unit: Unit) -> bool:
-    slots = ((b, slot, p) for b in unit.buckets for slot, p in zip(b.slots, b.sharded_parameters, strict=True))
-    return any(
-        p.requires_grad and any(isinstance(module, nn.Embedding) for module, _ in slot.owners) for _, slot, p in slots
-    )
+def _embeddings_of(unit: Unit) -> list[ShardedParameter]:
+    slots = [pair for b in unit.buckets for pair in zip(b.slots, b.sharded_parameters, strict=True)]
+    return [p for slot, p in slots if any(isinstance(module, nn.Embedding) for module, _ in slot.owners)]

@@ -105,11 +105,10 @@ class _Search:
         """Return the plans that were found, the fastest first."""
         waiting, pushed = list(self._first()), set[tuple[int, frozenset[str]]]()
         heapq.heapify(waiting)
-        fitting, found, best = list[_Candidate](), list[Plan](), 0.0
+        found, best = list[Plan](), 0.0
         while waiting and -waiting[0].key > best:
             candidate = heapq.heappop(waiting)
             if self._may_fit(candidate.needed):
-                fitting.append(candidate)
                 plan = evaluate(self._model, self._job_of(candidate.way, candidate.saving), self._cluster)
                 if plan.is_within(self._margin):
                     found.append(plan)
