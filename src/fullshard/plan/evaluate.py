@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -262,91 +264,77 @@ class Change:
     cost: float
 
 
+_Offer = tuple[str, dict[str, Any]]
+"""A change in words, and as settings."""
+
+
 def changes_that_fit(plan: Plan, *, most: int = 5, margin: float = MARGIN) -> list[Change]:
     """Return the cheapest changes that fit `plan` into `margin` of its device: one, or two if one is not enough.
 
     The trained parameters stay the same unless nothing else helps; then adapters are proposed.
     """
-    singles = list(_changes(plan))
-    found = [change for words, values in singles if (change := _try(plan, words, values, margin)) is not None]
-    if not found:
-        singles = [(words, values) for words, values in singles if values.get("checkpointing") != "selective"]
-        pairs = (  # with full checkpointing, which needs less than selective
-            (f"{first}, and {second}", {**one, **two})
-            for index, (first, one) in enumerate(singles)
-            for second, two in singles[index + 1 :]
-            if not one.keys() & two.keys()
+
+    def fitting(offers: Iterable[_Offer]) -> list[Change]:
+        found = []
+        for words, values in offers:
+            with contextlib.suppress(ConfigError):  # the change contradicts another setting
+                after = evaluate(plan.model, Job.of({**plan.job.model_dump(), **values}), plan.cluster)
+                if after.is_within(margin):
+                    found.append(Change(words, after, plan.time.tokens_per_second / after.time.tokens_per_second))
+        return found
+
+    singles = _changes(plan)
+    pairs = (  # with full checkpointing, which needs less than selective
+        (f"{first}, and {second}", {**one, **two})
+        for (first, one), (second, two) in itertools.combinations(singles, 2)
+        if not one.keys() & two.keys() and "selective" not in (one.get("checkpointing"), two.get("checkpointing"))
+    )
+    least = {"checkpointing": "full", "strategy": "FULL_SHARD", "shard_size": None}
+    methods = (
+        (
+            f"{method} instead of {plan.job.method} training, with full activation checkpointing",
+            {"method": method, **least},
         )
-        found = [change for words, values in pairs if (change := _try(plan, words, values, margin)) is not None]
-    if not found:
-        found = [
-            c for words, values in _other_methods(plan.job) if (c := _try(plan, words, values, margin)) is not None
-        ]
-    if not found or len(found) < most:
+        for method in {"full": ("lora", "qlora"), "lora": ("qlora",)}.get(plan.job.method, ())
+    )
+    found = fitting(singles) or fitting(pairs) or fitting(methods)
+    if len(found) < most:
         found += _with_more_devices(plan, margin)
     return sorted(found, key=lambda change: change.cost)[:most]
 
 
-_EVERYTHING = {
-    "offload": True,
-    "offload_compute_shards": None,
-    "offload_main_weights": None,
-    "offload_optimizer_state": None,
-}
-
-
-def _changes(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
+def _changes(plan: Plan) -> list[_Offer]:
     job = plan.job
-    size = job.micro_batch // 2
-    while size >= 1:
-        steps = job.accumulation * job.micro_batch // size
-        yield (
-            f"a micro-batch of {size}, accumulated {steps} times",
-            {"micro_batch": size, "accumulation": steps},
-        )
-        size //= 2
-    if job.checkpointing == "none" and not job.compile:
-        yield "selective activation checkpointing", {"checkpointing": "selective"}
-    if job.checkpointing != "full":
-        yield "full activation checkpointing", {"checkpointing": "full"}
-    if job.loss != "fused":
-        yield "a loss in chunks (use_chunked_loss), which never holds whole logits", {"loss": "fused"}
-    if job.strategy != "FULL_SHARD":
-        yield "FULL_SHARD", {"strategy": "FULL_SHARD", "shard_size": None}
-    if not job.wrap_embeddings:
-        yield "the input embedding and the head as units of their own", {"wrap_embeddings": True}
-    if job.planned_optimizer.in_8_bits:
-        yield "8-bit AdamW", {"optimizer": job.planned_optimizer.in_8_bits}
-    if job.method == "full" and job.main_dtype != "float32" and job.reduce_dtype is None:
-        yield f"gradients added up in {job.main_dtype} (reduce_dtype)", {"reduce_dtype": job.main_dtype}
-    if job.method != "full" and not job.on_host:
-        yield "the frozen base on the host", {"offload_compute_shards": True}
-    if job.method == "full" and not job.on_host:
-        yield "main weights and optimizer state on the host", {"offload_main_weights": True}
-    if not job.on_host.is_everything:
-        yield "everything on the host", dict(_EVERYTHING)
-    if not job.offload_activations:
-        what = "what layers keep for backward" if job.checkpointing == "none" else "the inputs of checkpointed layers"
-        yield f"{what} on the host", {"offload_activations": True}
-    if job.attention == "eager" and not _without_kernel(plan, job.model_copy(update={"attention": "sdpa"})):
-        yield "attention that keeps no scores (sdpa)", {"attention": "sdpa"}
-
-
-def _other_methods(job: Job) -> Iterator[tuple[str, dict[str, Any]]]:
-    for method in ("lora", "qlora"):
-        if job.method == "full" or (job.method, method) == ("lora", "qlora"):
-            values = {"method": method, "checkpointing": "full", "strategy": "FULL_SHARD", "shard_size": None}
-            yield f"{method} instead of {job.method} training, with full activation checkpointing", values
-
-
-def _try(plan: Plan, words: str, values: dict[str, Any], margin: float) -> Change | None:
-    try:
-        after = evaluate(plan.model, Job.of({**plan.job.model_dump(), **values}), plan.cluster)
-    except ConfigError:
-        return None  # the change contradicts another setting
-    if not after.is_within(margin):
-        return None
-    return Change(words, after, plan.time.tokens_per_second / after.time.tokens_per_second)
+    halves = [job.micro_batch >> power for power in range(1, job.micro_batch.bit_length())]
+    batches = {size: job.accumulation * job.micro_batch // size for size in halves}
+    parts = {f"offload_{name}": None for name in ("compute_shards", "main_weights", "optimizer_state")}
+    saved = "what layers keep for backward" if job.checkpointing == "none" else "the inputs of checkpointed layers"
+    is_plain, trains_all = not job.on_host, job.method == "full"
+    sums = trains_all and job.main_dtype != "float32" and job.reduce_dtype is None
+    no_scores = job.attention == "eager" and not _without_kernel(plan, job.model_copy(update={"attention": "sdpa"}))
+    offers: list[tuple[str, dict[str, Any], bool]] = [
+        *(
+            (f"a micro-batch of {size}, accumulated {n} times", {"micro_batch": size, "accumulation": n}, True)
+            for size, n in batches.items()
+        ),
+        (
+            "selective activation checkpointing",
+            {"checkpointing": "selective"},
+            job.checkpointing == "none" and not job.compile,
+        ),
+        ("full activation checkpointing", {"checkpointing": "full"}, job.checkpointing != "full"),
+        ("a loss in chunks (use_chunked_loss), which never holds whole logits", {"loss": "fused"}, job.loss != "fused"),
+        ("FULL_SHARD", {"strategy": "FULL_SHARD", "shard_size": None}, job.strategy != "FULL_SHARD"),
+        ("the input embedding and the head as units of their own", {"wrap_embeddings": True}, not job.wrap_embeddings),
+        ("8-bit AdamW", {"optimizer": "adamw-8bit"}, job.optimizer in ("adamw", "adamw-fused")),
+        (f"gradients added up in {job.main_dtype} (reduce_dtype)", {"reduce_dtype": job.main_dtype}, sums),
+        ("the frozen base on the host", {"offload_compute_shards": True}, is_plain and not trains_all),
+        ("main weights and optimizer state on the host", {"offload_main_weights": True}, is_plain and trains_all),
+        ("everything on the host", {"offload": True, **parts}, not job.on_host.is_everything),
+        (f"{saved} on the host", {"offload_activations": True}, not job.offload_activations),
+        ("attention that keeps no scores (sdpa)", {"attention": "sdpa"}, no_scores),
+    ]
+    return [(words, values) for words, values, helps in offers if helps]
 
 
 def _with_more_devices(plan: Plan, margin: float) -> list[Change]:

@@ -21,7 +21,6 @@ class OptimizerRow:
         is_torchs: whether it is one of torch's own, which can step in backward.
         matrix: costs of whole matrices for every rank, if it needs them; the other fields are then for all other
             parameters.
-        in_8_bits: the same with its state in 8 bits, if there is one.
         packed_nbytes: bytes of state per trained parameter in a dtype of its own.
     """
 
@@ -29,7 +28,6 @@ class OptimizerRow:
     passes: int
     has_temporaries: bool = False
     is_torchs: bool = True
-    in_8_bits: str | None = None
     packed_nbytes: float = 0.0
     matrix: OptimizerRow | None = None
 
@@ -46,8 +44,8 @@ _ADAM_8_BIT_STATE = 2.0 + 2 * 4 / 256
 """A byte per state, and a float32 scale per block of 256 (bitsandbytes' blockwise 8-bit optimizers)."""
 
 OPTIMIZERS = {
-    "adamw": OptimizerRow(2, 21, has_temporaries=True, in_8_bits="adamw-8bit"),
-    "adamw-fused": OptimizerRow(2, 7, in_8_bits="adamw-8bit"),
+    "adamw": OptimizerRow(2, 21, has_temporaries=True),
+    "adamw-fused": OptimizerRow(2, 7),
     "adamw-8bit": OptimizerRow(0, 3, is_torchs=False, packed_nbytes=_ADAM_8_BIT_STATE),
     # Momentum 3, the direction 3, cast 1.5, decay 2, the update 2.5; AdamW for what is no matrix.
     "muon": OptimizerRow(2, 21, has_temporaries=True, is_torchs=False, matrix=OptimizerRow(1, 12)),
