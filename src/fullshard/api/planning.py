@@ -49,7 +49,9 @@ def model_shape(model: nn.Module, *, policy: object = None) -> ModelShape:
     plans = partition([model], unit_modules(model, policy))
     order = {id(module): position for position, module in enumerate(model.modules())}
     first = min((order[id(plan.modules[0])] for plan in plans[:-1]), default=0)
-    family = _family(model)
+    config, family = getattr(model, "config", None), None
+    if getattr(config, "model_type", None) in FAMILIES:
+        family = from_config(config.to_dict(), where=f"{type(model).__name__}.config")[0]  # type: ignore[union-attr]
     blocks = {} if family is None else {unit.name: unit.block for unit in family.units}
     units = tuple(
         _unit(plan, names, block=blocks.get(names[id(plan.modules[0])]), first=first, order=order) for plan in plans
@@ -62,13 +64,8 @@ def model_shape(model: nn.Module, *, policy: object = None) -> ModelShape:
         units=units,
         calls=tuple(names[id(plan.modules[0])] for plan in calls),
     )
-    return shape.with_adapters(dropout=_drops_adapter_inputs(model))
-
-
-def _drops_adapter_inputs(model: nn.Module) -> bool:
-    """Return whether PEFT put a dropout before its adapters."""
-    dropouts = (module for name, module in model.named_modules() if ".lora_dropout." in name)
-    return any(isinstance(module, nn.Dropout) and module.p > 0 for module in dropouts)
+    dropouts = (module for name, module in model.named_modules() if ".lora_dropout." in name)  # PEFT's
+    return shape.with_adapters(dropout=any(isinstance(module, nn.Dropout) and module.p > 0 for module in dropouts))
 
 
 def plan_model(
@@ -150,14 +147,6 @@ def _base_dtype(model: ModelShape) -> str:
         numels[parameter.dtype] += parameter.numel
     dtypes: tuple[str, ...] = get_args(Dtype)
     return max(dtypes, key=lambda dtype: numels[dtype])
-
-
-def _family(model: nn.Module) -> ModelShape | None:
-    """Return the shapes of the model's own configuration, if it is of a known family."""
-    config = getattr(model, "config", None)
-    if getattr(config, "model_type", None) not in FAMILIES:
-        return None
-    return from_config(config.to_dict(), where=f"{type(model).__name__}.config")[0]  # type: ignore[union-attr]
 
 
 def _unit(

@@ -125,7 +125,7 @@ class Plan:
         spare = f"{format_nbytes(self.spare)} to spare" if self.fits else f"{format_nbytes(-self.spare)} too much"
         least, most = map(format_nbytes, self.expected)
         return (
-            f"{self.confidence}: {needs}, {spare}; fullest in {memory.peak_phase}; "
+            f"{self.confidence}: {needs}, {spare}; fullest in {max(memory.phases, key=memory.peak_of)}; "
             f"four of five published runs would need {least} to {most}"
         )
 

@@ -123,11 +123,6 @@ class Memory:
         """The fullest moment of a step, loading and saving left out."""
         return max(moment.total for moment in self.timeline)
 
-    @property
-    def peak_phase(self) -> str:
-        """The phase of the peak."""
-        return max(self.phases, key=self.peak_of)
-
 
 def memory_of(events: Sequence[Event], setting: PlanSetting, *, ranks_per_host: int) -> Memory:
     """Replay one step."""

@@ -31,6 +31,9 @@ LAYER_KERNELS, LAYER_VIEWS = (34, 67), (39, 71)
 """ATen operations of a layer's forward and of its backward, with a kernel and without, counted in a Llama layer
 (`tests/plan/test_plan_time.py`)."""
 
+_RECOMPUTED = {"none": 0.0, "selective": 0.4, "full": 1.0}
+"""Forwards run again in backward; selective checkpointing drops half of the products."""
+
 _LAST = ("mlp.down_proj.weight", "mlp.c_proj.weight", "mlp.fc2.weight")
 """The last product of a layer, by the names of families."""
 
@@ -95,7 +98,7 @@ class UnitWork:
 def works_of(setting: PlanSetting) -> dict[str, UnitWork]:
     """Return the work of each unit, by name."""
     model, job, device = setting.model, setting.job, setting.device
-    speed, part = device.peak(job.compute_dtype) * device.efficiency, recomputed_part(job)
+    speed, part = device.peak(job.compute_dtype) * device.efficiency, _RECOMPUTED[job.checkpointing]
     of_block = {
         block: (
             attention_seconds(block, job, device),
@@ -160,11 +163,6 @@ def backward_factor(unit: UnitShape) -> float:
     total = sum(p.numel for p in matrices)
     trained = sum(p.numel for p in matrices if p.trainable)
     return 1 + (trained / total if total else 1)
-
-
-def recomputed_part(job: Job) -> float:
-    """Return the forwards run again in backward: all, or what selective checkpointing drops (half the products)."""
-    return {"none": 0.0, "selective": 0.4, "full": 1.0}[job.checkpointing]
 
 
 def _written_again_seconds(block: Block, job: Job, device: Device) -> float:
