@@ -7,9 +7,8 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -46,15 +45,6 @@ _ConfigFrom = Annotated[
         help="Directory to copy config.json and the tokenizer from. Default: the checkpoint itself.", parser=path_word
     ),
 ]
-
-
-class Target(StrEnum):
-    """What `export` writes."""
-
-    HF = "hf"
-    DCP = "dcp"
-    TORCH = "torch"
-    TORCHTITAN = "torchtitan"
 
 
 @app.command()
@@ -126,7 +116,7 @@ def diff(
         _open(first, optimizer=not model_only) as one,
         _open(second, optimizer=not model_only) as other,
     ):
-        found = [d for d in compare(one, other) if d.kind == "model" or not model_only]
+        found = list(compare(one, other))
     if as_json:  # JSON has no infinity
         typer.echo(json.dumps([d._asdict() | {"max_abs": min(d.max_abs, sys.float_info.max)} for d in found], indent=2))
     else:
@@ -158,19 +148,19 @@ def export(
     output: Output,
     *,
     to: Annotated[
-        Target,
+        Literal["hf", "dcp", "torch", "torchtitan"],
         typer.Option(
             help="hf: a Hugging Face directory. dcp: torch's format as Accelerate and Trainer lay it out; with the "
             "optimizer. torch, torchtitan: the same as plain torch and torchtitan lay it out."
         ),
-    ] = Target.HF,
+    ] = "hf",
     dtype: Dtype = None,
     max_shard_size: MaxShardSize = "5GB",
     config_from: _ConfigFrom = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Write a checkpoint for other programs. Holds 16 MiB of a tensor at a time; more where it is stored otherwise."""
-    if to is Target.HF:
+    if to == "hf":
         options = {"dtype": dtype, "max_shard_size": max_shard_size, "config_from": config_from, "overwrite": overwrite}
         _weights(checkpoint, output, needs_config=True, **options)
         return
@@ -179,8 +169,8 @@ def export(
     from fullshard.checkpoint.offline import write_dcp
     from fullshard.checkpoint.shards import parse_dtype
 
-    layout: Any = "accelerate" if to is Target.DCP else to.value
     with _open(checkpoint) as source, _progress(source) as tick:
+        layout = "accelerate" if to == "dcp" else to
         write_dcp(source, output, layout=layout, dtype=parse_dtype(dtype), overwrite=overwrite, progress=tick)
     _done(output)
 

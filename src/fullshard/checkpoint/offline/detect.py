@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from fullshard.checkpoint.format import MANIFEST_NAME, trainer_state
@@ -27,6 +28,8 @@ def open_source(path: str | Location, *, optimizer: bool = True) -> Source:
     path = location(path)
     source = _native(path)
     if source is not None:
+        if not optimizer:
+            source.contents = replace(source.contents, optimizer=None)
         return source
     if not isinstance(path, Path):
         raise CheckpointError(
