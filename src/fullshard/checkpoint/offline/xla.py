@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fullshard.checkpoint.offline.source import Source, plain_name
+from fullshard.checkpoint.offline.source import Source, T, plain_name
 from fullshard.checkpoint.offline.torch_state import Pieces, memory_source
 from fullshard.checkpoint.torch_files import check_tensor, load_torch_file
 from fullshard.core.errors import CheckpointError
@@ -81,11 +81,14 @@ def _assembled(path: Path, models: Sequence[Any], states: Sequence[Any]) -> Sour
     if absent := sorted(known.keys() - ranks[0].keys()):
         raise CheckpointError(f"{path} lacks {absent[0]!r}, which its shard_metadata promises")
 
-    def plain(name: str) -> str:
-        return plain_name(name).removeprefix(outer)
+    def by_plain_name(named: Iterable[tuple[str, T]]) -> dict[str, T]:
+        pairs = [(plain_name(name).removeprefix(outer), value) for name, value in named]
+        if len(dict(pairs)) < len(pairs):
+            raise CheckpointError(f"{path} holds {len(pairs)} parameters under {len(dict(pairs))} names")
+        return dict(pairs)
 
     def members(shard: Shard) -> dict[str, Pieces]:
-        return {plain(name): held for name, held in _members(path, metadata["flatten_info"], shard)}
+        return by_plain_name(_members(path, metadata["flatten_info"], shard))
 
     found: list[tuple[str, torch.Tensor | Pieces]] = []
     shards: list[Shard] = []
@@ -94,13 +97,11 @@ def _assembled(path: Path, models: Sequence[Any], states: Sequence[Any]) -> Sour
         if key in known:
             name, info = known[key]
             shards.append((name, tuple(info["_orig_size"]), parts))
-            found += members(shards[-1]).items()
+            found += _members(path, metadata["flatten_info"], shards[-1])
         else:
             dtype = metadata.get("buffer_info", {}).get(key, {}).get("_orig_dtype", value.dtype)
-            found.append((plain(key), parts[0].to(dtype)))
-    weights = dict(found)
-    if len(weights) < len(found):
-        raise CheckpointError(f"{path} holds {len(found)} parameters under {len(weights)} names")
+            found.append((key, parts[0].to(dtype)))
+    weights = by_plain_name(found)
     nested = _optimizer_state(path, states, shards, members) if states else None
     return memory_source("torch_xla / TorchAcc per-rank files", path, weights, nested, where=str(path))
 
