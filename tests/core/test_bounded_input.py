@@ -32,7 +32,6 @@ from fullshard.core.journal import Happening, Journal, read_journal, told_by_pro
 from fullshard.observe import read_metrics
 from fullshard.plan.hardware import read_calibration
 from fullshard.plan.library import _read as read_model_file
-from fullshard.recipes.data import _kept
 
 NINE = ",".join(["*{}"] * 9)
 BOMBS = {
@@ -139,7 +138,6 @@ READERS: dict[str, tuple[str, Any, Any]] = {
     "model to plan": ("config.json", read_model_file, ConfigError),
     "metrics": ("metrics.jsonl", lambda path: list(read_metrics(path)), (DataError, OSError)),
     "events": ("events.jsonl", lambda path: list(read_journal(path)), OSError),
-    "tokens": ("tokens.json", lambda path: _kept(path.parent, "key"), None),
     "journal of a launcher": ("journal", lambda path: told_by_processes(path.parent), None),
 }
 """Of each: the name of the file, what reads it, and what it raises; None: it takes it for none."""

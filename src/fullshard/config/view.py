@@ -9,7 +9,6 @@ Bounds, default and description are the schema's; the schema also says what goes
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Self
 
@@ -37,15 +36,6 @@ def of_run(path: str, default: Any = ..., help: str = "", read: Read | None = No
     field = Field(default=setting.default if default is ... else default, description=help or words, **bounds)
     field.metadata.append(Key("", target=path, read=read))
     return field
-
-
-def step_range(text: str) -> tuple[int, int]:
-    """Read the first and the last step of `3-5`; `4` is both."""
-    found = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", text)
-    first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
-    if not 1 <= first <= last:
-        raise ConfigError(f"steps {text!r}: expected the first and the last, counted from 1", hint="write 3-5")
-    return first, last
 
 
 class View(BaseModel):

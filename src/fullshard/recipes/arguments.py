@@ -13,7 +13,7 @@ from fullshard.checkpoint.objects import Location, ObjectPath, location
 from fullshard.config import values
 from fullshard.config.schema import Device, OnNonFinite, OnReplicas
 from fullshard.config.sharding import CheckpointingMode, kept_or_auto
-from fullshard.config.view import View, of_run, step_range
+from fullshard.config.view import View, of_run
 from fullshard.core.errors import ConfigError
 from fullshard.core.paths import local_name, require_there
 
@@ -93,7 +93,6 @@ class TrainArguments(View):
     vocab_size: int = _own(4096, "Tokens of the tokenizer trained on the data, where none is given", ge=300)
     save_every: int = _own(100, "Steps between checkpoints; 0 saves only after the last step", ge=0)
     keep_checkpoints: int = _own(2, "Checkpoints kept; older ones are removed", ge=1)
-    async_save: bool = of_run("checkpoint.async_save")
     max_lost_steps: int | None = of_run("checkpoint.max_lost_steps")
     check_plan: bool = of_run("training.check_plan")
     nonfinite_gradients: OnNonFinite = of_run("training.nonfinite_gradients")
@@ -102,8 +101,7 @@ class TrainArguments(View):
     compare_every: int = of_run("training.compare_every")
     log_every: int = _own(10, "Steps between two lines", ge=1)
     log_with: str | None = _own(None, "Accelerate's trackers, comma-separated, such as tensorboard,wandb")
-    profile: bool = _own(False, "Profile a few steps: a trace per rank, for Perfetto")
-    profile_steps: str = _own("3-5", "The steps to profile, counted from the first of this process")
+    profile: bool = _own(False, "Profile the third to the fifth step: a trace per rank, for Perfetto")
     plot: bool = _own(True, "Write report.html, with pictures of loss, speed and memory")
     export: bool = _own(True, "Write the model as a Hugging Face directory")
     timeout: float | None = of_run("launch.timeout")
@@ -142,7 +140,6 @@ class TrainArguments(View):
         if self.step_in_backward and self.max_grad_norm:
             what = f"--step-in-backward uses gradients up before their norm is clipped to {self.max_grad_norm:g}"
             raise ConfigError(what, hint="add --max-grad-norm 0")
-        step_range(self.profile_steps)
         super().check()
 
     @property

@@ -6,14 +6,13 @@ and the beginning of the next. A step's sequences follow from the seed and the s
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
-import os
 import random
 import sys
 import sysconfig
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -24,9 +23,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fullshard.checkpoint.storage import committed_directory
 from fullshard.core.errors import ConfigError, DataError
-from fullshard.core.files import read_object
+from fullshard.core.files import read_object, write_text
 from fullshard.core.imports import import_extra
 from fullshard.core.sizes import format_count
 from fullshard.launch import run_on_main
@@ -175,32 +173,19 @@ class PackedSequences:
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
 
-class GlobalOrder:
-    """The order of the sequences: which of them each step takes, over all ranks.
+def batch_of(step: int, count: int, *, batch_size: int, seed: int) -> Indices:
+    """Return the sequences, of `count`, that step `step` (counted from 0) takes over all ranks, in order.
 
     Epoch e visits all sequences in an order that (seed, e) fixes. Step i takes places [i*B, (i+1)*B) of the epochs laid
     end to end, so a part of an epoch too small for a batch flows into the next epoch and nothing is left out.
     """
+    epochs, places = np.divmod(np.arange(step * batch_size, (step + 1) * batch_size), count)
+    return np.concatenate([_order(count, seed, epoch)[places[epochs == epoch]] for epoch in np.unique(epochs).tolist()])
 
-    def __init__(self, count: int, *, batch_size: int, seed: int) -> None:
-        if count < batch_size:
-            raise DataError(
-                f"the data has {count} sequences, fewer than one batch of {batch_size}",
-                hint="use more data, a smaller --batch-size or a shorter --seq-len",
-            )
-        self._count, self._batch_size, self._seed = count, batch_size, seed
-        self._epoch: tuple[int, Indices] = (-1, np.empty(0, np.int64))
 
-    def indices(self, step: int) -> Indices:
-        """Return the sequences of step `step` (counted from 0), in order."""
-        begin, end, parts = step * self._batch_size, (step + 1) * self._batch_size, []
-        while begin < end:
-            epoch, place = divmod(begin, self._count)
-            if self._epoch[0] != epoch:
-                self._epoch = (epoch, np.random.default_rng((self._seed, epoch)).permutation(self._count))
-            parts.append(self._epoch[1][place : place + end - begin])
-            begin += len(parts[-1])
-        return np.concatenate(parts)
+@functools.lru_cache(maxsize=1)
+def _order(count: int, seed: int, epoch: int) -> Indices:
+    return np.random.default_rng((seed, epoch)).permutation(count)
 
 
 def micro_batches(
@@ -230,13 +215,12 @@ class TrainingData(NamedTuple):
 
 
 def prepare_data(arguments: TrainArguments, accelerator: Any, check: Callable[[int], None]) -> TrainingData:
-    """Prepare tokenizer and sequences of the run. All ranks call this; rank 0 writes `data/` in the output directory.
+    """Prepare tokenizer and sequences of the run. All ranks call this; rank 0 writes `data-*/` in the output directory.
 
-    `check` is called on rank 0 with the checksum of the tokens; if it raises, `data/` is what it was before.
+    `check` is called on rank 0 with the checksum of the tokens.
     """
-    made = run_on_main(accelerator.process.environment, lambda: _make_data(arguments, check))
-    directory, count, seq_len = arguments.output_dir / "data", made["count"], arguments.seq_len
-    tokenizer = load_tokenizer(_own_tokenizer(arguments.model) or directory / "tokenizer")
+    directory, source, made = run_on_main(accelerator.process.environment, lambda: _make_data(arguments, check))
+    tokenizer, count, seq_len = load_tokenizer(source or directory / "tokenizer"), made["count"], arguments.seq_len
     tokens = np.memmap(directory / "tokens.bin", np.dtype("<u4"), mode="r", shape=(count,))
     kept = int(count * arguments.held_out)
     if arguments.held_out and kept < seq_len + 1:
@@ -244,15 +228,20 @@ def prepare_data(arguments: TrainArguments, accelerator: Any, check: Callable[[i
             f"{arguments.held_out:.1%} of {count} tokens is {kept}, less than one sequence of {seq_len} to evaluate on",
             hint="use more data, shorter sequences or --held-out 0",
         )
-    source, numbers = arguments.data or "Python's standard library", map(format_count, (made["documents"], count, kept))
-    accelerator.say("data: {}: {} documents, {} tokens; {} are held out".format(source, *numbers))
+    name, numbers = arguments.data or "Python's standard library", map(format_count, (made["documents"], count, kept))
+    accelerator.say("data: {}: {} documents, {} tokens; {} are held out".format(name, *numbers))
     train, held_out = (PackedSequences(part, seq_len) for part in np.split(tokens, [count - kept]))
+    if len(train) < arguments.batch_size:
+        raise DataError(
+            f"the data has {len(train)} sequences, fewer than one batch of {arguments.batch_size}",
+            hint="use more data, a smaller --batch-size or a shorter --seq-len",
+        )
     return TrainingData(tokenizer, train, held_out, made["crc32c"])
 
 
-def _make_data(arguments: TrainArguments, check: Callable[[int], None]) -> dict[str, Any]:
-    """Make tokens, and a tokenizer unless the model has one; keep those that are there if they are of the same data."""
-    most, directory, vocab_size = arguments.max_data_mb, arguments.output_dir / "data", arguments.vocab_size
+def _make_data(arguments: TrainArguments, check: Callable[[int], None]) -> tuple[Path, str | None, dict[str, Any]]:
+    """Make tokens, and a tokenizer unless the model has one, where those of the same data are not there yet."""
+    most, vocab_size = arguments.max_data_mb, arguments.vocab_size
     files, source = corpus_files(arguments.data), _own_tokenizer(arguments.model)
     what = (arguments.data, arguments.text_field, None if most is None else int(most * 1e6))
     if arguments.model is not None and source is None:
@@ -260,23 +249,19 @@ def _make_data(arguments: TrainArguments, check: Callable[[int], None]) -> dict[
     read = [*files, *(sorted(Path(source).glob("*.*[nlt]")) if source else [])]  # and .json, .model, .txt
     stats = [(str(file), (stat := file.stat()).st_size, stat.st_mtime_ns) for file in read]
     key = hashlib.sha256(json.dumps([*what, source or vocab_size, stats]).encode()).hexdigest()
-    if os.path.lexists(directory) and not (directory / "tokens.json").is_file():
-        raise ConfigError(
-            f"{directory} is no data that `fullshard train` has made, and is not replaced by it",
-            hint="use another --output-dir, or move it away",
-        )
-    if (kept := _kept(directory, key)) is not None:
-        check(kept["crc32c"])
-        return kept
-    with committed_directory(directory, uuid.uuid4().hex[:16], overwrite=True) as temporary:
+    directory = arguments.output_dir / f"data-{key[:16]}"
+    if (directory / "tokens.json").is_file():
+        made = read_object(directory / "tokens.json")
+    else:
+        directory.mkdir(exist_ok=True)
         if source is None:
             documents = read_documents(files, *what)
-            train_tokenizer(documents, vocab_size=vocab_size).save_pretrained(str(temporary / "tokenizer"))
-        tokenizer = load_tokenizer(source or temporary / "tokenizer")
-        made: dict[str, Any] = tokenise(temporary / "tokens.bin", read_documents(files, *what), tokenizer)
-        check(made["crc32c"])
-        (temporary / "tokens.json").write_text(json.dumps(made | {"key": key}) + "\n", encoding="utf-8")
-    return made
+            train_tokenizer(documents, vocab_size=vocab_size).save_pretrained(str(directory / "tokenizer"))
+        tokenizer = load_tokenizer(source or directory / "tokenizer")
+        made = tokenise(directory / "tokens.bin", read_documents(files, *what), tokenizer)
+        write_text(directory / "tokens.json", json.dumps(made) + "\n")  # last: it says that the others are whole
+    check(made["crc32c"])
+    return directory, source, made
 
 
 def _own_tokenizer(model: str | None) -> str | None:
@@ -285,13 +270,3 @@ def _own_tokenizer(model: str | None) -> str | None:
     path = Path(model or "")
     is_bare = path.is_file() or (path.is_dir() and not any((path / name).is_file() for name in names))
     return None if model is None or is_bare else model
-
-
-def _kept(directory: Path, key: str) -> dict[str, Any] | None:
-    """Return what is said of the tokens that are there, if they are whole and were made for the same `key`."""
-    try:
-        found = read_object(directory / "tokens.json")
-        is_whole = found["key"] == key and (directory / "tokens.bin").stat().st_size == 4 * found["count"]
-    except (OSError, ValueError, KeyError, TypeError):  # not there, or damaged: made anew
-        return None
-    return found if is_whole else None

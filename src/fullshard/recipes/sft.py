@@ -20,7 +20,6 @@ from accelerate.utils import ProfileKwargs
 
 from fullshard import checkpoint
 from fullshard.checkpoint.lease import lease
-from fullshard.config.view import step_range
 from fullshard.core.errors import ConfigError, DataError, HubError, cut
 from fullshard.integrations.transformers import SFTTrainer
 from fullshard.integrations.transformers.trainer import complete_checkpoints
@@ -57,7 +56,7 @@ def run(arguments: SFTArguments) -> Any:
         training.push_to_hub = False  # last of all: a hub that is out of reach costs no training
         trainer = make_trainer(arguments)
         if arguments.own.profile:
-            trainer.add_callback(_Profiling(trainer.accelerator, output / "profile", arguments.own.profile_steps))
+            trainer.add_callback(_Profiling(trainer.accelerator, output / "profile"))
         trainer.train(resume_from_checkpoint=resume)
         trainer.save_state()
         if importlib.util.find_spec("matplotlib") is not None:
@@ -81,26 +80,25 @@ def run(arguments: SFTArguments) -> Any:
 
 
 class _Profiling(transformers.TrainerCallback):  # type: ignore[misc]
-    """Profile some steps of this process, counted from its first."""
+    """Profile the third to the fifth step of this process: the first two are slow."""
 
-    def __init__(self, accelerator: Any, directory: Path, steps: str) -> None:
-        self._first, self._last = step_range(steps)
+    def __init__(self, accelerator: Any, directory: Path) -> None:
         self._step, self._profile = 0, contextlib.ExitStack()
         self._begin = lambda: accelerator.profile(ProfileKwargs(output_trace_dir=str(directory)))
 
     def on_step_begin(self, *about: Any, **further: Any) -> None:
         self._step += 1
-        if self._step == self._first:
+        if self._step == 3:
             self._profile.enter_context(self._begin())
 
     def on_step_end(self, *about: Any, **further: Any) -> None:
-        if self._step == self._last:
+        if self._step == 5:
             self._profile.close()
 
     def on_train_end(self, *about: Any, **further: Any) -> None:
         self._profile.close()
-        if self._step < self._last:
-            say(f"profile: not of all steps, because the run ended after {self._step}")
+        if self._step < 5:
+            say(f"profile: not of three steps, because the run ended after {self._step}")
 
 
 def make_trainer(arguments: SFTArguments) -> Any:

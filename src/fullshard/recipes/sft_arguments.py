@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, NoReturn
 from fullshard.config.schema import GROUPS
 from fullshard.config.settings import closest, plain_message
 from fullshard.config.trackers import require_trackers
-from fullshard.config.view import step_range
 from fullshard.core.errors import ConfigError, MissingExtraError
 from fullshard.core.paths import local_name, require_there
 from fullshard.launch import cuda
@@ -33,8 +32,7 @@ class OwnArguments:
     bnb_4bit_compute_dtype: str | None = _flag(None, "What 4-bit layers compute in.")
     use_flash_attn: bool = _flag(False, "FlashAttention 2, where it is installed.")
     muon: bool = _flag(False, "Muon for matrices: --optim muon.")
-    profile: bool = _flag(False, "Profile a few steps: a trace per rank.")
-    profile_steps: str = _flag("3-5", "The steps to profile, counted from the first of this process.")
+    profile: bool = _flag(False, "Profile the third to the fifth step: a trace per rank.")
 
 
 RENAMED = {
@@ -113,7 +111,6 @@ def _check(arguments: SFTArguments) -> None:
         raise ConfigError("--dataset_streaming is not supported", hint="name a dataset that fits on the disk")
     if own.muon and training.optim_args:
         raise ConfigError("--optim_args with --optim muon: they are for Transformers' own optimizers")
-    step_range(own.profile_steps)
     require_trackers(training.report_to, "--report_to")
     paths = ((model, "model_name_or_path"), (script, "dataset_name"))
     for group, name in (*paths, (training, "output_dir"), (training, "resume_from_checkpoint")):

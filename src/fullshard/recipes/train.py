@@ -36,7 +36,6 @@ from fullshard.checkpoint.lease import lease
 from fullshard.checkpoint.objects import Location
 from fullshard.config.switches import elastic_ranks
 from fullshard.config.trackers import require_trackers
-from fullshard.config.view import step_range
 from fullshard.core.errors import ConfigError, DamagedError, NonFiniteError
 from fullshard.core.files import write_text
 from fullshard.core.journal import JOURNAL, Happening
@@ -52,7 +51,7 @@ from fullshard.observe import JsonlSink, StepMetrics, memory_nbytes, require_plo
 from fullshard.observe.report import write_report
 from fullshard.optim import EMA
 from fullshard.recipes.arguments import TrainArguments
-from fullshard.recipes.data import IGNORED, GlobalOrder, PackedSequences, TrainingData, micro_batches, prepare_data
+from fullshard.recipes.data import IGNORED, PackedSequences, TrainingData, batch_of, micro_batches, prepare_data
 from fullshard.recipes.model import build_model, read_config
 from fullshard.recipes.optimizers import muon
 
@@ -142,8 +141,6 @@ class Run:
         self.arguments, self.accelerator, self.data, self.say = arguments, accelerator, data, accelerator.say
         self.environment, self.device = accelerator.process.environment, accelerator.device
         self.copies: checkpoint.MemoryCopies | None = None
-        self.saver = checkpoint.AsyncSaver()
-        self.order = GlobalOrder(len(data.train), batch_size=arguments.batch_size, seed=arguments.seed)
         options = {"tokenizer": data.tokenizer, "seq_len": arguments.seq_len, "seed": arguments.seed}
         model, origin = build_model(arguments.model, **options)
         model.train()
@@ -184,16 +181,13 @@ class Run:
         """Run the steps after `step`; return the last, which is not that of the run if a signal has stopped it."""
         arguments, skipped, stood_still, stops = self.arguments, 0, 0.0, False
         window, tokens = time.perf_counter(), 0  # over which tokens per second are counted
-        first, last = (step + number for number in step_range(arguments.profile_steps))
+        first, last = step + 3, step + 5  # those that are profiled: the first two are slow
         profile = ProfileKwargs(output_trace_dir=str(arguments.output_dir / "profile"))
         reset_memory_peak(self.device)
-        with contextlib.ExitStack() as profiled, self.saver, self._sink(step) as sink:
-            if arguments.async_save:
-                self.saver.reserve([(self.model, self.optimizer.optimizer)])
+        with contextlib.ExitStack() as profiled, self._sink(step) as sink:
             while step < arguments.steps and not stops:
                 step += 1
                 JOURNAL.tell(step)
-                self._tell_saved(self.saver.check())
                 if arguments.profile and step == first:
                     profiled.enter_context(self.accelerator.profile(profile))
                 try:
@@ -217,9 +211,8 @@ class Run:
                     window, tokens = time.perf_counter(), 0
                 if self.copies is not None and step < arguments.steps and not stops:
                     self.copies.after_step(step, **self._state_after(step))
-            self._tell_saved(self.saver.wait())
         if arguments.profile and step < last:
-            self.say(f"profile: not of steps {arguments.profile_steps}, because the run ended after step {step}")
+            self.say(f"profile: not of three steps, because the run ended after step {step}")
         return step
 
     def _sink(self, last_step: int) -> contextlib.AbstractContextManager[JsonlSink | None]:
@@ -231,7 +224,8 @@ class Run:
         arguments, begin = self.arguments, time.perf_counter()
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(step, arguments)
-        batch = self._read(self.data.train, self.order.indices(step - 1))
+        sequences, order = self.data.train, {"batch_size": arguments.batch_size, "seed": arguments.seed}
+        batch = self._read(sequences, batch_of(step - 1, len(sequences), **order))
         waited = time.perf_counter() - begin
         # Gradients are averaged over the ranks; the mean wanted is over the tokens of all of them together.
         weight = self.environment.world_size / (arguments.batch_size * arguments.seq_len)
@@ -313,18 +307,12 @@ class Run:
 
     def _save(self, step: int) -> float:
         """Save after `step` steps; return for how many seconds training stood still. Collective."""
-        begin = time.perf_counter()
-        self._tell_saved(self.saver.wait())
-        path = self.arguments.checkpoints / f"step-{step:06d}"
+        begin, path = time.perf_counter(), self.arguments.checkpoints / f"step-{step:06d}"
         # Only an incomplete or damaged one can be there: the run would have gone on from a whole one.
         state = self._state_after(step) | {"total_limit": self.arguments.keep_checkpoints, "overwrite": True}
-        (self.saver.save if self.arguments.async_save else checkpoint.save_checkpoint)(path, **state)
-        self._tell_saved(None if self.saver.is_saving else path)
+        checkpoint.save_checkpoint(path, **state)
+        self.say(f"checkpoint: {path}")
         return time.perf_counter() - begin
-
-    def _tell_saved(self, path: Location | None) -> None:
-        if path is not None:
-            self.say(f"checkpoint: {path}")
 
     def resume(self, paths: Sequence[Location]) -> int:
         """Load the newest state, in host memory or the first of `paths` that is whole; return its steps. Collective."""
