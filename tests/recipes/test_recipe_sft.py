@@ -670,7 +670,7 @@ def test_null_in_a_file_says_nothing(tmp_path: Path) -> None:
 def test_several_values(tmp_path: Path) -> None:
     text = """
 lora_target_modules: [q_proj, v_proj]
-splits: [train]
+splits: [train, test]
 report_to: [tensorboard]
 label_names: [a, b]
 lr_scheduler_kwargs: {x: [1, 2]}

@@ -27,7 +27,7 @@ class OwnArguments:
     """The flags that TRL does not have."""
 
     chat_template_format: str = _flag("none", "How chats are rendered.", "none", "chatml", "zephyr")
-    splits: str | None = _flag(None, "Splits to train and to evaluate on, as in train,test.")
+    splits: list[str] | None = _flag(None, "Splits to train and to evaluate on, as in train,test.")
     use_reentrant: bool = _flag(False, "The reentrant form of gradient checkpointing.")
     bnb_4bit_compute_dtype: str | None = _flag(None, "What 4-bit layers compute in.")
     use_flash_attn: bool = _flag(False, "FlashAttention 2, where it is installed.")
@@ -91,7 +91,7 @@ def read_arguments(words: Sequence[str], say: Callable[[str], None]) -> SFTArgum
     elif own.use_flash_attn:
         say("--use_flash_attn has no effect: it needs a CUDA device and the package flash-attn; sdpa is used")
     if own.splits is not None:
-        names = own.splits.split(",")
+        names = ",".join(own.splits).split(",")
         train, test = ([name for name in names if ("train" in name) is wanted] for wanted in (True, False))
         script.dataset_train_split, script.dataset_test_split = (train or [names[0]])[0], (test or ["none"])[0]
     if isinstance(model.lora_target_modules, str) and "," in model.lora_target_modules:
