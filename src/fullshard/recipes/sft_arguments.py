@@ -27,7 +27,7 @@ class OwnArguments:
     """The flags that TRL does not have."""
 
     chat_template_format: str = _flag("none", "How chats are rendered.", "none", "chatml", "zephyr")
-    splits: list[str] | None = _flag(None, "Splits to train and to evaluate on, as in train,test.")
+    splits: list[str] | None = _flag(None, "Splits to train and to evaluate on: train,test.")  # noqa: RUF009 -- a field
     use_reentrant: bool = _flag(False, "The reentrant form of gradient checkpointing.")
     bnb_4bit_compute_dtype: str | None = _flag(None, "What 4-bit layers compute in.")
     use_flash_attn: bool = _flag(False, "FlashAttention 2, where it is installed.")
