@@ -32,8 +32,6 @@ def _metrics(step: int, **changes: object) -> StepMetrics:
         loss=1 / 3 + step,
         learning_rate=1e-3,
         grad_norm=0.1,
-        tokens=2048,
-        tokens_seen=2048 * step,
         step_seconds=0.5,
         tokens_per_second=4096.0,
         data_wait_seconds=0.001,

@@ -34,7 +34,7 @@ def made_up_run(directory: Path, *, steps: int = 20, lr: float = 1e-3, events: l
     directory.mkdir()
     lines = [
         StepMetrics(
-            step=step, loss=5 - step / 10, learning_rate=lr, grad_norm=1.0, tokens=64, tokens_seen=64 * step,
+            step=step, loss=5 - step / 10, learning_rate=lr, grad_norm=1.0,
             step_seconds=0.5, tokens_per_second=128.0, data_wait_seconds=0.25, memory_nbytes=(2**30, 2**31),
             checkpoint_seconds=0.5, skipped_steps=2,
         ).to_json()
@@ -182,7 +182,7 @@ def test_of_trainers_states_the_newest_that_is_whole_counts(tmp_path: Path) -> N
 
 
 STEP = {
-    "step": 1, "loss": 2.5, "learning_rate": 0.1, "grad_norm": 1.0, "tokens": 4, "tokens_seen": 4, "step_seconds": 0.5,
+    "step": 1, "loss": 2.5, "learning_rate": 0.1, "grad_norm": 1.0, "step_seconds": 0.5,
     "tokens_per_second": 8.0, "data_wait_seconds": 0.1, "memory_nbytes": [10],
 }  # fmt: skip
 NAMES = ("$x_{$", "$", "_hidden", "\ud83d\ude00 \u4e2d", "a\x00\x1b[31m", "n" * 50_000, "", "<b>", "{{ 7 / 0 }}", "%s")
@@ -218,7 +218,7 @@ ODD: tuple[tuple[str, object], ...] = (
     ("step", "one"),
     ("step", 1.5),
     ("memory_nbytes", "all"),
-    ("tokens", {}),
+    ("step_seconds", {}),
 )
 WRONG = {
     **{f"{key} is {odd}": {"metrics.jsonl": lines(STEP, STEP | {key: odd}, STEP)} for key, odd in ODD},

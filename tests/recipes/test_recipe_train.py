@@ -109,8 +109,7 @@ def test_run_learns_and_says_so(whole: tuple[Path, str]) -> None:
     assert metrics[0].loss > entropy
     assert metrics[-1].loss < 0.8 * entropy
     assert _number_after(text, "held-out loss: ") < 0.8 * entropy
-    assert all(record.tokens == 6 * 32 and len(record.memory_nbytes) == 2 for record in metrics)
-    assert metrics[-1].tokens_seen == STEPS * 6 * 32
+    assert all(len(record.memory_nbytes) == 2 for record in metrics)
     assert "resume: no complete checkpoint in" in text
     assert "sharded over 2 ranks" in text
     lines = [line for line in text.splitlines() if line.startswith("step ")]
@@ -199,9 +198,9 @@ def test_killed_rank_then_resume_equals_the_whole_run(whole: tuple[Path, str], i
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-def _trajectory(output: Path) -> list[tuple[int, float, float | None, float, int]]:
-    def numbers(record: StepMetrics) -> tuple[int, float, float | None, float, int]:
-        return record.step, record.loss, record.grad_norm, record.learning_rate, record.tokens_seen
+def _trajectory(output: Path) -> list[tuple[int, float, float | None, float]]:
+    def numbers(record: StepMetrics) -> tuple[int, float, float | None, float]:
+        return record.step, record.loss, record.grad_norm, record.learning_rate
 
     return [numbers(record) for record in read_metrics(output / "metrics.jsonl")]
 

@@ -31,8 +31,6 @@ class StepMetrics:
         learning_rate: of the step.
         grad_norm: global 2-norm of the gradient before clipping; not finite where the step was skipped; None
             where the optimizer steps in backward, which never has all of it.
-        tokens: target tokens of the global batch.
-        tokens_seen: target tokens since the first step of the run, resumed parts included.
         step_seconds: wall time of the step on rank 0, the wait for data included.
         tokens_per_second: all ranks together, over the steps since the last reported line.
         data_wait_seconds: time the ranks waited for their batches, mean over ranks.
@@ -45,8 +43,6 @@ class StepMetrics:
     loss: float
     learning_rate: float
     grad_norm: float | None
-    tokens: int
-    tokens_seen: int
     step_seconds: float
     tokens_per_second: float
     data_wait_seconds: float
@@ -56,7 +52,7 @@ class StepMetrics:
 
     def scalars(self) -> dict[str, float]:
         """Return the scalars to plot, by a name that every tracker takes."""
-        unplotted = ("step", "tokens", "tokens_seen", "memory_nbytes")
+        unplotted = ("step", "memory_nbytes")
         values = dataclasses.asdict(self) | {"memory_bytes": max(self.memory_nbytes)}
         return {name: value for name, value in values.items() if name not in unplotted and value is not None}
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from fullshard.checkpoint.objects import Location, ObjectPath, location
+from fullshard.checkpoint.objects import Location, location
 from fullshard.config import values
 from fullshard.config.schema import Device, OnNonFinite, OnReplicas
 from fullshard.config.sharding import CheckpointingMode, kept_or_auto
@@ -111,14 +111,6 @@ class TrainArguments(View):
         """Return the option of a field."""
         return "--" + name.replace("_", "-")
 
-    @field_validator("checkpoint_dir", mode="before")
-    @classmethod
-    def _anywhere(cls, value: Any) -> Any:
-        if not isinstance(value, str | os.PathLike):
-            return value
-        where = location(value)
-        return str(where) if isinstance(where, ObjectPath) else local_name(value)
-
     @field_validator("model", "data", "output_dir", mode="before")
     @classmethod
     def _on_this_host(cls, value: Any, about: ValidationInfo) -> Any:
@@ -140,6 +132,7 @@ class TrainArguments(View):
         if self.step_in_backward and self.max_grad_norm:
             what = f"--step-in-backward uses gradients up before their norm is clipped to {self.max_grad_norm:g}"
             raise ConfigError(what, hint="add --max-grad-norm 0")
+        _ = self.checkpoints  # refuses a URL that is no store's
         super().check()
 
     @property

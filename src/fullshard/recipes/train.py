@@ -274,8 +274,6 @@ class Run:
             loss=float(rows[:, 0].sum()) / tokens,
             learning_rate=learning_rate(step, arguments),
             grad_norm=norm,
-            tokens=tokens,
-            tokens_seen=step * tokens,
             step_seconds=seconds,
             data_wait_seconds=float(rows[:, 1].mean()),
             memory_nbytes=tuple(map(int, rows[:, 2].tolist())),
