@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from fullshard.checkpoint import from_pretrained
 from fullshard.checkpoint.weight_files import weights_file
 from fullshard.core.errors import ConfigError, FullshardError
 from fullshard.core.imports import import_extra
+from fullshard.optim import MatrixRule, Muon
 
 _SMALL = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 6}
 """The default Llama, of about 12 M parameters."""
@@ -74,3 +75,11 @@ def own_errors(what: str, hint: str | None = None) -> Iterator[None]:
         raise
     except Exception as error:
         raise ConfigError(f"{what}: {error}", hint=hint) from error
+
+
+def muon(model: nn.Module, say: Callable[[str], None], **options: Any) -> Muon:
+    """Return Muon for a model; say in a line what it updates. Norms and biases are not decayed."""
+    rule = MatrixRule.of(model)
+    say(f"optimizer: {rule}")
+    # scaled so that a learning rate of AdamW fits
+    return Muon(rule.groups(decays_vectors=False), adjust_lr_fn="match_rms_adamw", **options)

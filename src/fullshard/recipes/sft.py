@@ -27,8 +27,7 @@ from fullshard.launch.environment import is_started_again, may_be_started_again,
 from fullshard.launch.preemption import should_stop
 from fullshard.launch.worker import run_worker
 from fullshard.observe.report import write_report
-from fullshard.recipes.model import own_errors
-from fullshard.recipes.optimizers import muon
+from fullshard.recipes.model import muon, own_errors
 from fullshard.recipes.sft_arguments import SFTArguments, read_arguments
 
 _FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}

@@ -52,8 +52,7 @@ from fullshard.observe.report import write_report
 from fullshard.optim import EMA
 from fullshard.recipes.arguments import TrainArguments
 from fullshard.recipes.data import IGNORED, PackedSequences, TrainingData, batch_of, micro_batches, prepare_data
-from fullshard.recipes.model import build_model, read_config
-from fullshard.recipes.optimizers import muon
+from fullshard.recipes.model import build_model, muon, read_config
 
 _ADAM_BETAS = (0.9, 0.95)
 _STREAM = ("batch_size", "seq_len", "seed", "held_out")
