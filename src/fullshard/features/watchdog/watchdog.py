@@ -225,7 +225,8 @@ class Watchdog(Watcher):
         everyone = {dist.get_rank(): own, **others}
         alike = {rank: each for rank, each in everyone.items() if each.get("group") == own["group"]}
         why = status.parted(everyone) or (status.parted(alike) if len(alike) == own["group"][0] else "")
-        if why and idle >= max(stall / 2, self.slowest):  # longer than a wait for what a device has queued
+        # Longer than a step, in which ranks wait for what a device or a slow link has queued.
+        if why and idle >= (max(stall / 2, self.slowest) if self.slowest else 2 * stall):
             if all(other["is_alive"] for other in others.values()):
                 self._end_waits(why)
                 return
