@@ -6,13 +6,11 @@ with limits (`core.files`) and checked, paths out of the folder are refused, and
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,20 +29,6 @@ _LARGEST = 1e100
 """Larger values are not drawn, like those that are not finite."""
 
 Kind = TypeVar("Kind")
-
-
-class SettingRecord(BaseModel):
-    """A setting in `settings.json`."""
-
-    value: Any
-    origin: str
-
-
-class Environment(BaseModel, extra="allow"):
-    """The fields of `environment.json` that the report reads; others are kept, too."""
-
-    device: str
-    ranks: int
 
 
 class _Logged(BaseModel):
@@ -70,8 +54,8 @@ class RunRecord:
     name: str
     directory: Path
     steps: list[dict[str, Any]]
-    settings: dict[str, SettingRecord]
-    environment: Environment | None
+    settings: dict[str, dict[str, Any]]
+    environment: dict[str, Any]
     events: list[dict[str, Any]]
 
     def series(self, name: str) -> tuple[list[float], list[float]]:
@@ -83,15 +67,6 @@ class RunRecord:
             if value is not None and abs(value) < _LARGEST and step["step"] < _LARGEST:
                 found.append((float(step["step"]), float(value)))
         return [step for step, _ in found], [value for _, value in found]
-
-    def seconds(self) -> float | None:
-        """Return the time from the first event to the last; None where that is not known."""
-        times = []
-        for event in self.events:
-            with contextlib.suppress(ValueError):
-                time = datetime.fromisoformat(str(event["time"]))
-                times.append(time if time.tzinfo else time.replace(tzinfo=UTC))
-        return (times[-1] - times[0]).total_seconds() if len(times) > 1 else None
 
 
 def read_runs(paths: Iterable[Path]) -> list[RunRecord]:
@@ -122,8 +97,8 @@ def _run(folder: Path) -> RunRecord:
         name=folder.absolute().name,
         directory=folder,
         steps=steps,
-        settings=_json(folder / "settings.json", folder, dict[str, SettingRecord]) or {},
-        environment=_json(folder / "environment.json", folder, Environment),
+        settings=_json(folder / "settings.json", folder, dict[str, dict[str, Any]]) or {},
+        environment=_json(folder / "environment.json", folder, dict[str, Any]) or {},
         events=events,
     )
 

@@ -97,7 +97,7 @@ def _state(run: RunRecord) -> str:
 
 def _overview(runs: Sequence[RunRecord]) -> Rows:
     rows: list[tuple[str, Callable[[RunRecord], str]]] = [
-        ("ranks", lambda run: f"{place.ranks} x {place.device}" if (place := run.environment) else ""),
+        ("ranks", lambda run: _value(run.environment.get("ranks"))),
         ("steps", lambda run: str(run.steps[-1]["step"]) if run.steps else ""),
         ("loss at the end", lambda run: _of(run, "loss", _end, "{:.4f}, mean of the last tenth")),
         ("tokens per second, median", lambda run: _of(run, "tokens_per_second", statistics.median, "{:,.0f}")),
@@ -105,7 +105,6 @@ def _overview(runs: Sequence[RunRecord]) -> Rows:
         ("waited for data", lambda run: _of(run, "data_wait_seconds", sum, "{:.1f} s")),
         ("stood still for checkpoints", lambda run: _of(run, "checkpoint_seconds", sum, "{:.1f} s")),
         ("steps left out", lambda run: _of(run, "skipped_steps", max, "{:.0f}")),
-        ("from first to last event", lambda run: "" if (s := run.seconds()) is None else f"{s:,.0f} s"),
     ]
     filled = [(name, *(value(run) for run in runs)) for name, value in rows]
     return [row for row in filled if any(row[1:])]
@@ -147,19 +146,18 @@ def _settings(runs: Sequence[RunRecord]) -> tuple[Rows, list[int], Rows]:
     given, differing, by_default = Rows(), list[int](), Rows()
     for name in dict.fromkeys(name for run in runs for name in run.settings):
         found = [run.settings.get(name) for run in runs]
-        row = (name, *("" if one is None else f"{_value(one.value)} ({one.origin})" for one in found))
-        differs = len({None if one is None else _value(one.value) for one in found}) > 1
+        row = (name, *("" if one is None else f"{_value(one.get('value'))} ({one.get('origin')})" for one in found))
+        differs = len({None if one is None else _value(one.get("value")) for one in found}) > 1
         if differs:
             differing.append(len(given))
-        is_given = differs or any(one is not None and one.origin != "default" for one in found)
+        is_given = differs or any(one is not None and one.get("origin") != "default" for one in found)
         (given if is_given else by_default).append(row)
     return given, differing, by_default
 
 
 def _environment(runs: Sequence[RunRecord]) -> Rows:
-    found = [{} if run.environment is None else run.environment.model_dump() for run in runs]
-    names = dict.fromkeys(name for one in found for name in one)
-    return [(name, *(_value(one.get(name)) for one in found)) for name in names]
+    names = dict.fromkeys(name for run in runs for name in run.environment)
+    return [(name, *(_value(run.environment.get(name)) for run in runs)) for name in names]
 
 
 def _details(event: dict[str, Any]) -> str:

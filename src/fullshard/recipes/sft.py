@@ -191,23 +191,21 @@ def load_data(arguments: SFTArguments) -> tuple[Any, Any]:
 def _checked(rows: Any, where: str, text: str) -> Any:
     """Return the columns to train on. TRL fails at a row that holds nothing, and does not say which."""
     held = rows.column_names
-    names = [name for name in ("messages", "prompt", "completion") if name in held] or [n for n in [text] if n in held]
-    if not names or not len(rows):
-        raise DataError(
-            f"{where} has {len(rows)} rows with the columns {', '.join(held)}: no messages, no prompt and no {text}",
-            hint="name a column of texts with --dataset_text_field",
-        )
+    names = [name for name in ("messages", "prompt", "completion") if name in held] or [text]
     if text != "text" and text not in names:
         say(f"--dataset_text_field has no effect: the data holds {' and '.join(names)}")
+    if not len(rows):
+        raise DataError(f"{where} has no rows")
 
     def check(row: dict[str, Any], number: int) -> None:
         for name in names:
-            is_chat = isinstance(row[name], list) and row[name] and all(isinstance(turn, dict) for turn in row[name])
-            if not (is_chat or (isinstance(row[name], str) and name != "messages")):
+            value = row.get(name)
+            is_chat = isinstance(value, list) and value and all(isinstance(turn, dict) for turn in value)
+            if not (is_chat or (isinstance(value, str) and name != "messages")):
                 raise DataError(
-                    f"{where}: row {number + 1} has {cut(repr(row[name]), 200)} in the column {name}, expected a text "
-                    "or a list of messages",
-                    hint="mend or remove it; rows are counted from 1, through all files of a split",
+                    f"{where}: row {number + 1} has {cut(repr(value), 200)} in the column {name}, expected a text or a "
+                    f"list of messages; there are the columns {', '.join(held)}",
+                    hint="mend or remove it, or name a column of texts with --dataset_text_field",
                 )
 
     rows.map(check, with_indices=True)
