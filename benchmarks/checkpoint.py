@@ -8,10 +8,8 @@ in fresh processes, to a directory that is removed after the turn. All of them f
 report success. Each saves once before it is measured. Files are read back while they are in the page cache. Numbers are
 medians over the turns.
 
-A save in the background is measured by how long training stands still: in the call, and in the next step, which waits
-until the optimizer's state is copied. *With computation* a forward and backward of 64 rows lies between the two, *at
-once* nothing does; *first* is the first save of a process, and *first, not announced* one without `AsyncSaver.reserve`,
-which touches its memory for the first time. Shares are medians over the turns of what each turn's own save took.
+A save in the background is measured by how long training stands still, in the call. *First* is the first save of a
+process, which touches its memory for the first time. Shares are medians over the turns of what a turn's own save took.
 """
 
 from __future__ import annotations
@@ -39,9 +37,7 @@ from benchmarks.record import RESULTS
 
 ENGINES = ("fullshard", "dcp", "accelerate")
 _WIDTH = 2236  # 25 matrices of this width are 125 million parameters
-_SAVES = ("first", *["with computation"] * 3, *["at once"] * 3, "first, not announced")
-_ROWS = 64
-"""Of a rank's batch: enough that a step takes about as long as copying the state."""
+_SAVES = ("first", "later", "later", "later")
 
 
 @dataclass(slots=True)
@@ -114,8 +110,7 @@ class _Fullshard(_Engine):
 
         shard_model(self.model, unit_modules=list(self.model.children()))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
-        self.saver, self.unannounced = AsyncSaver(), AsyncSaver()
-        self.saver.reserve([(self.model, self.optimizer)])
+        self.saver = AsyncSaver()
 
     def save(self, path: Path) -> None:
         from fullshard.checkpoint import save_checkpoint
@@ -239,29 +234,14 @@ def _measure(engine: _Engine, path: Path, into: Measured) -> None:
 
 
 def _measure_async(engine: _Fullshard, path: Path, into: Measured) -> None:
-    """What training waits for: the call, and what the next step waits for, after a forward and backward and at once."""
-    reached: list[float] = []
-    engine.optimizer.register_step_pre_hook(lambda *_: reached.append(time.perf_counter()))
-    rows = torch.randn(_ROWS, _WIDTH)
-    engine.saver.check()  # as in every step
+    """What training waits for."""
     for kind in _SAVES:
-        saver = engine.unannounced if kind == "first, not announced" else engine.saver
-        time.sleep(0.5)  # the first save comes long after the first step; and the disk is quiet again
+        time.sleep(0.5)  # the disk is quiet again
         dist.barrier()
         began = time.perf_counter()
-        saver.save(path, model=engine.model, optimizer=engine.optimizer)
+        engine.saver.save(path, model=engine.model, optimizer=engine.optimizer)
         into.note(f"async save, {kind}", time.perf_counter() - began)
-        after = engine.optimizer.register_step_pre_hook(lambda *_: reached.append(time.perf_counter()))
-        if kind != "at once":
-            engine.model(rows).square().mean().backward()
-        else:
-            for parameter in engine.model.parameters():
-                parameter.grad = torch.zeros_like(parameter)
-        engine.optimizer.step()
-        engine.optimizer.zero_grad()
-        into.note(f"async step, {kind}", reached[-1] - reached[-2])
-        after.remove()
-        saver.wait()
+        engine.saver.wait()
         _remove(path)
 
 
@@ -367,10 +347,9 @@ def _record(arguments: argparse.Namespace, measured: dict[str, Measured], offlin
 
 def _share(seconds: dict[str, list[float]], kind: str) -> float:
     """How much of a save that waits training waits for one in the background, the median over the turns."""
-    saves, calls, steps = seconds["save"], seconds[f"async save, {kind}"], seconds[f"async step, {kind}"]
+    saves, calls = seconds["save"], seconds[f"async save, {kind}"]
     each = len(calls) // len(saves)
-    blocked = [statistics.median(map(sum, zip(calls[i : i + each], steps[i : i + each], strict=True)))
-               for i in range(0, len(calls), each)]  # fmt: skip
+    blocked = [statistics.median(calls[i : i + each]) for i in range(0, len(calls), each)]
     return statistics.median(one / save for one, save in zip(blocked, saves, strict=True))
 
 

@@ -82,9 +82,6 @@ class Diffusing(nn.Module):
             Path(directory).mkdir(parents=True)
         save_file({name: tensor.contiguous() for name, tensor in self.state_dict().items()}, f"{directory}/weights")
 
-    def save_lora_adapter(self, directory: str) -> None:
-        self.save_pretrained(directory)
-
 
 class Stating(nn.Linear):
     """Takes a state dict, as Transformers' models do."""
@@ -116,10 +113,7 @@ def _saved_by_itself(directory: str, strategy: str) -> Any:
     model.save_pretrained(f"{directory}/given", is_main_process=is_main, state_dict=state)
     if is_main and (strategy == "NO_SHARD" or accelerator.num_processes == 1):
         model.save_pretrained(f"{directory}/alone")
-        model.save_lora_adapter(f"{directory}/adapter")
     elif is_main:
-        with pytest.raises(LifecycleError, match=r"has a part of the adapter\nhint: on every rank: whole = acc"):
-            model.save_lora_adapter(f"{directory}/adapter")
         full_state.ALONE_SECONDS = 0.1
         with pytest.raises(LifecycleError, match="would write this rank's intervals"):
             model.save_pretrained(f"{directory}/alone")
@@ -139,6 +133,6 @@ def test_a_model_that_takes_no_state_dict_saves_whole_weights(tmp_path: Path, wo
     saved = {path.parent.name: load_file(path) for path in tmp_path.glob("*/weights")}
     has_all = strategy == "NO_SHARD" or world_size == 1
     of_all = {"gathered", "given"} if strategy == "NO_SHARD" else {"gathered", "given", "all", "placed"}
-    assert saved.keys() == of_all | ({"alone", "adapter"} if has_all else set())
+    assert saved.keys() == of_all | ({"alone"} if has_all else set())
     for each in saved.values():
         assert all(torch.equal(each[name], weights[name]) for name in weights)

@@ -798,7 +798,7 @@ def test_training_goes_on_while_the_state_is_saved(tmp_path: Path) -> None:
     for expected, got, _, _ in (first, second):
         assert got == expected
     names = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
-    assert names == ["LATEST", "checkpoint_2", "checkpoint_4"]
+    assert names == ["checkpoint_2", "checkpoint_4"]
     for name in names[1:]:
         found = verify_checkpoint(tmp_path / "checkpoints" / name)
         assert found.is_valid
@@ -965,4 +965,4 @@ def test_torch_format_besides(tmp_path: Path, wait: bool) -> None:
     state = {"model": {name: torch.zeros_like(tensor) for name, tensor in expected.items()}}
     dcp.load(state, checkpoint_id=out / "a" / "pytorch_model_fsdp_0", no_dist=True)
     assert all(torch.equal(state["model"][name], tensor) for name, tensor in expected.items())
-    assert sorted(path.name for path in out.iterdir()) == ["LATEST", "a"]
+    assert sorted(path.name for path in out.iterdir()) == ["a"]

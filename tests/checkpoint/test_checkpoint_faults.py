@@ -162,7 +162,7 @@ def _check(root: Path, messages: list[list[str]], *parts: str) -> None:
     for part in parts:
         assert part in messages[0][0]
     verify_checkpoint(root / "good").raise_if_damaged()
-    assert sorted(path.name for path in root.iterdir()) == ["LATEST", "good"]
+    assert sorted(path.name for path in root.iterdir()) == ["good"]
 
 
 @pytest.mark.parametrize("how", ["waited", "background"])
@@ -289,5 +289,5 @@ def test_a_save_under_way_is_nobodys_leftover(tmp_path: Path) -> None:
     assert said["c"] == ""
     assert not dead.exists()
     assert storage.temp_directory(final, "0123456789abcdef").exists()
-    assert sorted(p.name for p in tmp_path.iterdir()) == [".tmp-a-0123456789abcdef", "LATEST", "c"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".tmp-a-0123456789abcdef", "c"]
     storage.discard_directory(storage.temp_directory(final, "0123456789abcdef"))

@@ -16,7 +16,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.checkpoint.decoding import decode_value
 from fullshard.checkpoint.format import (
     FORMAT_VERSION,
     FileRecord,
@@ -28,7 +27,7 @@ from fullshard.checkpoint.format import (
     encode_manifest,
 )
 from fullshard.checkpoint.rng import restore_rng, rng_tensors
-from fullshard.checkpoint.values import encode_value
+from fullshard.checkpoint.values import decode_value, encode_value
 from fullshard.core.errors import CheckpointError
 
 _KEYS = st.one_of(st.text(max_size=5), st.integers(), st.booleans(), st.none())

@@ -17,7 +17,8 @@ from torch import nn
 
 from fullshard import checkpoint
 from fullshard.checkpoint.save import prepare_parts
-from fullshard.checkpoint.storage import committed_directory, replaced_directories
+from fullshard.checkpoint.storage import replaced_directories
+from fullshard.checkpoint.store import committed_directory
 
 
 class Disk:

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.checkpoint.format import PieceRecord
-from fullshard.checkpoint.resharding import coverage_problems, plan_reads
+from fullshard.checkpoint.readers import plan_reads
+from fullshard.checkpoint.verify import coverage_problems
 from fullshard.core.layout import BucketLayout, Interval, ParameterSpec
 
 

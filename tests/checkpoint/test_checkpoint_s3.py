@@ -5,12 +5,10 @@ pytest tests/checkpoint/test_checkpoint_s3.py
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,7 +31,7 @@ from fullshard.checkpoint import objects as objects_module
 from fullshard.checkpoint.lease import hold_folder, hold_name, let_go
 from fullshard.checkpoint.objects import location
 from fullshard.checkpoint.save import prepare_parts
-from fullshard.checkpoint.store import OBJECTS
+from fullshard.checkpoint.store import remove_checkpoint
 from fullshard.cli.main import app
 from fullshard.core.errors import CheckpointError, ConfigError, StoreError
 from fullshard.features import shard_model
@@ -186,7 +184,7 @@ def test_a_store_that_fails_at_any_request(server: ObjectServer, bucket: str, re
         # The next save there is as any other.
         save_checkpoint(path, model=newer, optimizer=newer_optimizer, extra={"is": "again"}, overwrite=True)
         assert loaded(path)[0] == {"is": "again"}
-        OBJECTS.remove(location(path))
+        remove_checkpoint(location(path))
         if is_over:
             break
     assert failed > 5
@@ -275,18 +273,9 @@ def test_one_job_at_a_time(server: ObjectServer, bucket: str) -> None:
     assert not hold_folder(location(folder))
     let_go()
     assert hold_name(location(f"{folder}/a"))
-    assert server.names(bucket) == ["run/.a.lease.json"]
+    assert [name.startswith("run/.a.lease.json.") for name in server.names(bucket)] == [True]
     let_go()
     assert server.names(bucket) == []
-
-
-def test_a_lease_is_as_old_as_the_store_says(server: ObjectServer, bucket: str) -> None:
-    """And not as the clock of another host, here an hour behind."""
-    theirs = {"host": "node7", "pid": 1, "since": 0, "renewed": time.time() - 3600}
-    (location(f"s3://{bucket}/run") / ".lease.json").write_bytes(json.dumps(theirs).encode())
-    with pytest.raises(ConfigError, match=r"run is in use: process 1 on node7 has it"):
-        hold_folder(location(f"s3://{bucket}/run"))
-    assert server.names(bucket) == ["run/.lease.json"]
 
 
 def test_a_background_save_and_parts(server: ObjectServer, bucket: str) -> None:
@@ -474,5 +463,5 @@ def test_train_goes_on_from_the_bucket(server: ObjectServer, bucket: str, tmp_pa
     said, _ = second.communicate(timeout=250)
     assert second.returncode == 0, said
     assert f"resume: from {path}/step-000004, after step 4" in said
-    assert sorted({name.split("/")[1] for name in server.names(bucket)}) == ["LATEST", "step-000006", "step-000008"]
+    assert sorted({name.split("/")[1] for name in server.names(bucket)}) == ["step-000006", "step-000008"]
     verify_checkpoint(f"{path}/step-000008").raise_if_damaged()

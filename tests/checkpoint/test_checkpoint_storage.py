@@ -23,12 +23,12 @@ from fullshard.checkpoint.elements import tensor_bytes, write_tensors
 from fullshard.checkpoint.format import CHUNK_NBYTES, DTYPES, FileRecord
 from fullshard.checkpoint.storage import (
     commit_directory,
-    committed_directory,
     discard_directory,
     make_temp_directory,
     remove_directory,
     write_file,
 )
+from fullshard.checkpoint.store import committed_directory
 from fullshard.checkpoint.tensor_file import TensorEntry, TensorFileReader, TensorFileWriter
 from fullshard.core.errors import CheckpointError
 
@@ -112,14 +112,6 @@ def test_any_flipped_bit_is_found(tmp_path_factory: pytest.TempPathFactory, data
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match="is damaged between bytes"):
         _reader(path, record)
-
-
-def test_a_file_of_another_save_is_named(tmp_path: Path) -> None:
-    record = _write(tmp_path / "f", {"a": torch.zeros(3)}, save_id="mine")
-    _write(tmp_path / "g", {"a": torch.ones(3)}, save_id="hers")
-    (tmp_path / "g").replace(tmp_path / "f")
-    with pytest.raises(CheckpointError, match="belongs to save hers, the manifest to mine"):
-        _reader(tmp_path / "f", record, save_id="mine")
 
 
 def test_missing_and_truncated_files(tmp_path: Path) -> None:
@@ -257,19 +249,10 @@ def test_saves_leave_no_file_open(tmp_path: Path) -> None:
     before = is_open()
     for content in ("second", "third"):
         _committed(tmp_path / "step", content)
-        write_file(tmp_path / "LATEST", content.encode())
+        write_file(tmp_path / "file", content.encode())
     with pytest.raises(RuntimeError):
         _committed(tmp_path / "step", "fourth", RuntimeError())
     assert is_open() == before
-
-
-def test_a_hint_that_was_being_written_goes(tmp_path: Path) -> None:
-    left, held = tmp_path / ".tmp-LATEST-1", tmp_path / ".tmp-LATEST-2"
-    left.touch()
-    with held.open("wb") as file:
-        fcntl.flock(file, fcntl.LOCK_SH)
-        make_temp_directory(tmp_path / "a", "0123456789abcdef", overwrite=False)
-        assert not left.exists() and held.exists()
 
 
 def test_saves_beside_each_other_take_nothing_of_each_other_away(tmp_path: Path) -> None:
@@ -281,7 +264,7 @@ def test_saves_beside_each_other_take_nothing_of_each_other_away(tmp_path: Path)
         for number in range(ROUNDS):
             final = tmp_path / f"{thread}-{number}"
             _committed(final, "whole")
-            write_file(tmp_path / "LATEST", final.name.encode())
+            write_file(tmp_path / "file", final.name.encode())
             assert (final / "file").read_text() == "whole"
             together.wait(20)
             for other in range(4 * (number < ROUNDS - 1)):
@@ -291,37 +274,34 @@ def test_saves_beside_each_other_take_nothing_of_each_other_away(tmp_path: Path)
         for done in [pool.submit(save, thread) for thread in range(4)]:
             done.result()
     last = {f"{thread}-{ROUNDS - 1}" for thread in range(4)}
-    assert {path.name for path in tmp_path.iterdir() if not path.name.startswith(".tmp-")} == {"LATEST"} | last
-    assert (tmp_path / "LATEST").read_text() in last
+    assert {path.name for path in tmp_path.iterdir() if not path.name.startswith(".tmp-")} == {"file"} | last
+    assert (tmp_path / "file").read_text() in last
 
 
 def test_what_is_removed_as_a_leftover_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another save has seen that nobody holds it just before this one does, which waits while it is removed."""
-    lock, removed = storage._lock, list[Path]()
+    lock, removed = fcntl.flock, list[Path]()
 
-    def lock_late(descriptor: int) -> None:
-        if not removed:
+    def lock_late(descriptor: int, how: int) -> None:
+        if not removed and how == fcntl.LOCK_SH:
             removed.extend(path for path in tmp_path.iterdir() if path.name.startswith(".tmp-"))
             for path in removed:
-                path.rmdir() if path.is_dir() else path.unlink()
-        lock(descriptor)
+                path.rmdir()
+        lock(descriptor, how)
 
-    monkeypatch.setattr(storage, "_lock", lock_late)
+    monkeypatch.setattr(fcntl, "flock", lock_late)
     made = make_temp_directory(tmp_path / "a", "0123456789abcdef", overwrite=True)
     assert removed == [made] and made.is_dir()
     with pytest.raises(CheckpointError, match="another process is saving to"):
         make_temp_directory(tmp_path / "a", "fedcba9876543210", overwrite=True)
     discard_directory(made)
-    removed.clear()
-    write_file(tmp_path / "LATEST", b"a")
-    assert len(removed) == 1 and (tmp_path / "LATEST").read_bytes() == b"a"
 
 
 def test_a_complete_save_is_held_until_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rename, held = Path.rename, list[bool]()
 
     def look(path: Path, target: Path) -> Path:
-        with storage._unheld(path) as is_unheld:
+        with storage.unheld(path) as is_unheld:
             held.append(is_unheld is False)
         return rename(path, target)
 

@@ -22,9 +22,10 @@ from fullshard.checkpoint import (
     whole_checkpoints,
 )
 from fullshard.checkpoint import objects as objects_module
+from fullshard.checkpoint import store as store_module
 from fullshard.checkpoint.lease import let_go
 from fullshard.checkpoint.objects import ObjectPath, location
-from fullshard.checkpoint.store import OBJECTS
+from fullshard.checkpoint.store import remove_checkpoint, store_at
 from fullshard.cli.main import app
 from fullshard.core.errors import CheckpointError, ConfigError, MissingExtraError, StoreError
 from tests.stored import job, loaded, same, state_of
@@ -35,7 +36,7 @@ def test_memory_in_one_process() -> None:
     root = "memory://here/run"
     model, optimizer = job()
     for step in range(3):
-        saved = ObjectPath("memory", ("here", "run", f"step-{step}"))
+        saved = ObjectPath("memory:", "here", "run", f"step-{step}")
         path = save_checkpoint(str(saved), model=model, optimizer=optimizer, extra={"step": step}, total_limit=2)
         assert path == saved
     assert [str(path) for path in whole_checkpoints(root)] == [f"{root}/step-2", f"{root}/step-1"]
@@ -54,30 +55,47 @@ def test_memory_in_one_process() -> None:
     done = CliRunner().invoke(app, ["ckpt", "prune", root, "--keep", "1"])
     assert done.output == f"removed {root}/step-1\n1 whole checkpoints are kept\n"
     let_go()
-    assert sorted(saved.parent.beneath()) == ["LATEST", *(f"step-2/{name}" for name in sorted(saved.beneath()))]
+    assert sorted(saved.parent.beneath()) == [f"step-2/{name}" for name in sorted(saved.beneath())]
 
 
 def test_what_another_saves_there_meanwhile_stays() -> None:
     """Only a save with `overwrite` replaces it."""
-    folder = ObjectPath("memory", ("meanwhile",))
+    folder = ObjectPath("memory:", "meanwhile")
     save_checkpoint(folder / "theirs", model=job(1)[0])
     save_checkpoint(folder / "mine", model=job(2)[0])
     theirs = {name: (folder / "theirs" / name).read_bytes() for name in (folder / "theirs").beneath()}
     final, mine = folder / "final", (folder / "mine" / "manifest.json").read_bytes()
-    OBJECTS.prepare(final, "0123456789abcdef", overwrite=False)
+    store = store_at(final, "0123456789abcdef")
+    store.manifest = mine
+    store.prepare()
     for name, data in theirs.items():
         (final / name).write_bytes(data)
     with pytest.raises(CheckpointError, match="final was saved by another job meanwhile"):
-        OBJECTS.commit(final, "0123456789abcdef", mine, overwrite=False)
-    OBJECTS.discard(final, "0123456789abcdef")
+        store.commit()
+    store.discard()
     assert {name: (final / name).read_bytes() for name in final.beneath()} == theirs
     let_go()
+
+
+def test_a_save_that_is_refused_removes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another job is about to write its files there."""
+    path = ObjectPath("memory:", "refused", "a")
+    theirs = path / "model-rank00000.safetensors"
+    theirs.write_bytes(b"on its way")
+
+    def in_use(_: Any) -> bool:
+        raise ConfigError("in use")
+
+    monkeypatch.setattr(store_module, "hold_name", in_use)
+    with pytest.raises(CheckpointError, match="in use"):
+        save_checkpoint(path, model=job()[0])
+    assert theirs.is_file()
 
 
 def test_a_removal_that_stops_half_way_leaves_nothing_that_looks_like_a_checkpoint(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    path = ObjectPath("memory", ("removal", "step-1"))
+    path = ObjectPath("memory:", "removal", "step-1")
     save_checkpoint(path, model=job()[0])
     remove, removed = MemoryFileSystem.rm, list[list[str]]()
 
@@ -89,7 +107,7 @@ def test_a_removal_that_stops_half_way_leaves_nothing_that_looks_like_a_checkpoi
 
     monkeypatch.setattr(MemoryFileSystem, "rm", once)
     with pytest.raises(StoreError, match="the store is gone"):
-        OBJECTS.remove(path)
+        remove_checkpoint(path)
     assert removed == [[f"{path}/manifest.json"]]
     assert latest_checkpoint(path.parent) is None and len(path.beneath()) == 2
 
@@ -99,7 +117,7 @@ def test_files_stay_when_nobody_knows_whether_the_manifest_was_written(
     monkeypatch: pytest.MonkeyPatch, is_replaced: bool
 ) -> None:
     """The request got lost on its way, and comes through after the save has failed."""
-    path = ObjectPath("memory", ("late", f"step-{is_replaced:d}"))
+    path = ObjectPath("memory:", "late", f"step-{is_replaced:d}")
     if is_replaced:
         save_checkpoint(path, model=job(1)[0])
     write, late = MemoryFileSystem.pipe_file, list[tuple[Any, ...]]()

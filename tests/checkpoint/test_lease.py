@@ -6,6 +6,7 @@ pytest tests/checkpoint/test_lease.py
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import signal
@@ -24,7 +25,7 @@ from fullshard import Accelerator
 from fullshard.api.options import ProjectConfiguration
 from fullshard.checkpoint import lease as leases
 from fullshard.checkpoint import save_checkpoint
-from fullshard.checkpoint.lease import LEASE_NAME, hold_folder, lease, let_go
+from fullshard.checkpoint.lease import LEASE_NAME, hold_folder, lease, let_go, require_free
 from fullshard.checkpoint.objects import ObjectPath, location
 from fullshard.core.errors import CheckpointError, ConfigError
 from tests.launching import wait_until
@@ -66,39 +67,39 @@ def test_a_second_job_is_refused_until_the_first_is_gone(tmp_path: Path) -> None
     assert not list(tmp_path.iterdir())
 
 
-def test_a_lease_in_an_object_store_lasts_as_long_as_it_is_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of another host only time tells. Of all that find it old, one takes over."""
-    folder = cast("ObjectPath", location("memory://bucket/lasts"))
-    theirs = {"host": "node7", "pid": os.getpid(), "born": "another 1", "since": time.time() - 500, "renewed": 0}
-    (folder / LEASE_NAME).write_bytes(json.dumps(theirs).encode())
-    with (
-        pytest.raises(ConfigError, match=r"process \d+ on node7 has it since 500 s\n.* in the way for 60 s"),
-        lease(folder),
-    ):
-        pass
-    monkeypatch.setattr(leases, "LASTS_SECONDS", -1)
+def test_a_lease_in_an_object_store_lasts_as_long_as_it_is_renewed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of another host only that tells, whatever its clock says. One that stays as it is goes."""
+    monkeypatch.setattr(leases, "LASTS_SECONDS", 0.3)
+    monkeypatch.setattr(leases, "RENEWED_EVERY_SECONDS", 0.05)
+    folder = cast("ObjectPath", location(f"memory://bucket/{tmp_path.name}"))
+    theirs, path = {"host": "node7", "pid": 1, "born": "x", "since": time.time() - 500}, folder / f"{LEASE_NAME}.1"
+    path.write_bytes(json.dumps(theirs).encode())
     with lease(folder):
-        assert [*folder.beneath()] == [f"{LEASE_NAME}.1"]
-        monkeypatch.undo()
-        assert leases._HELD.pop(folder / LEASE_NAME) == folder / f"{LEASE_NAME}.1"  # as another job sees it
-        (folder / f"{LEASE_NAME}.1").write_bytes(json.dumps(theirs).encode())
-        with pytest.raises(ConfigError, match=r"on node7 has it"), lease(folder):
-            pass
-    (folder / f"{LEASE_NAME}.1").unlink()
+        (own,) = folder.beneath()
+        assert own.startswith(f"{LEASE_NAME}.") and own != path.name
+    assert not folder.beneath()
+    path.write_bytes(json.dumps(theirs).encode())
+    read = leases._read
+    monkeypatch.setattr(leases, "_read", lambda found: read(found) | {"renewed": time.time()})  # by that job
+    with pytest.raises(ConfigError, match=r"process 1 on node7 has it since 500 s\nhint"), lease(folder):
+        pass
+    assert [*folder.beneath()] == [path.name]
 
 
-def test_of_two_that_see_another_state_at_most_one_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One finds nothing, the other what has just ended and takes the next number: neither has seen the other's."""
-    folder = cast("ObjectPath", location("memory://bucket/both"))
-    theirs = json.dumps({"host": "node7", "pid": 1, "born": "another 1", "renewed": 0}).encode()
-    create = ObjectPath.create
+def test_of_two_that_begin_together_at_most_one_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither has seen the other's when it writes its own, and both look afterwards."""
+    folder = cast("ObjectPath", location(f"memory://bucket/{tmp_path.name}"))
+    theirs = json.dumps({"host": "node7", "pid": os.getppid(), "born": leases._born(os.getppid())}).encode()
+    write = ObjectPath.write_bytes
 
-    def meanwhile(path: ObjectPath, data: bytes) -> bool:
-        path.with_name(f"{LEASE_NAME}.7").write_bytes(theirs)
-        return create(path, data)
+    def meanwhile(path: ObjectPath, data: bytes) -> None:
+        write(path.with_name(f"{LEASE_NAME}.7"), theirs)
+        write(path, data)
 
-    monkeypatch.setattr(ObjectPath, "create", meanwhile)
-    with pytest.raises(ConfigError, match=r"process 1 on node7"), lease(folder):
+    monkeypatch.setattr(ObjectPath, "write_bytes", meanwhile)
+    with pytest.raises(ConfigError, match=r"process \d+ on node7"), lease(folder):
         pass
     assert [*folder.beneath()] == [f"{LEASE_NAME}.7"]
 
@@ -121,12 +122,10 @@ def test_a_forked_process_does_not_keep_the_lease(tmp_path: Path) -> None:
                     os.kill(int(entry.parent.name), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("kind", ["pipe", "sparse", "deep", "other types"])
+@pytest.mark.parametrize("kind", ["sparse", "deep", "other types"])
 def test_what_is_no_lease_keeps_nobody_out_or_waiting(tmp_path: Path, kind: str) -> None:
     path = tmp_path / LEASE_NAME
-    if kind == "pipe":
-        os.mkfifo(path)
-    elif kind == "sparse":
+    if kind == "sparse":
         with path.open("wb") as file:
             file.truncate(6 * 10**9)  # takes no room
     else:
@@ -136,6 +135,12 @@ def test_what_is_no_lease_keeps_nobody_out_or_waiting(tmp_path: Path, kind: str)
     with lease(tmp_path):
         assert json.loads(path.read_text())["pid"] == os.getpid()
     assert time.monotonic() - began < 5 and not list(tmp_path.iterdir())
+
+
+def test_two_that_look_do_not_take_each_other_for_a_holder(tmp_path: Path) -> None:
+    with (tmp_path / LEASE_NAME).open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        require_free(tmp_path / "a")
 
 
 def test_a_name_in_a_lease_does_not_steer_a_terminal(tmp_path: Path) -> None:
@@ -150,10 +155,9 @@ def test_a_name_in_a_lease_does_not_steer_a_terminal(tmp_path: Path) -> None:
 def test_a_lease_is_renewed_while_it_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or another host would take a job that runs for one that has ended."""
     monkeypatch.setattr(leases, "RENEWED_EVERY_SECONDS", 0.01)
-    monkeypatch.setattr(leases, "_THREAD", "not one that sleeps already")
     folder = location(f"memory://bucket/{tmp_path.name}")
-    path = folder / LEASE_NAME
     with lease(folder):
+        (path,) = folder.iterdir()
         text = json.loads(path.read_bytes()) | {"renewed": 0.0}
         path.write_bytes(json.dumps(text).encode())
         wait_until(lambda: json.loads(path.read_bytes())["renewed"] > text["since"], 10, "a renewal")
@@ -173,10 +177,10 @@ def test_a_save_that_replaces_or_removes_is_kept_from_anothers(tmp_path: Path) -
             with pytest.raises(CheckpointError, match=refused):
                 save_checkpoint(tmp_path / "a", model=model, **options)
         save_checkpoint(tmp_path / "b", model=model, overwrite=True)  # another name is another's to use
-        assert {path.name for path in tmp_path.iterdir()} == {".a.lease.json", ".b.lease.json", "LATEST", "a", "b"}
+        assert {path.name for path in tmp_path.iterdir()} == {".a.lease.json", ".b.lease.json", "a", "b"}
     save_checkpoint(tmp_path / "c", model=model, total_limit=1)
     let_go()
-    assert {path.name for path in tmp_path.iterdir()} == {".a.lease.json", "LATEST", "c"}  # which the killed one left
+    assert {path.name for path in tmp_path.iterdir()} == {".a.lease.json", "c"}  # which the killed one left
 
 
 def test_a_folder_that_cannot_be_made_is_an_own_error(tmp_path: Path) -> None:
@@ -193,7 +197,7 @@ def test_numbered_checkpoints_are_one_jobs(tmp_path: Path) -> None:
         accelerator.save_state()
     accelerator.save_state()
     accelerator.end_training()
-    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"LATEST", "checkpoint_0"}
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"checkpoint_0"}
 
 
 @pytest.mark.full

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fullshard import Accelerator
 from fullshard.checkpoint import MemoryCopies, full_state_dict
-from fullshard.checkpoint.partners import HostGrid, transfers
+from fullshard.checkpoint.copies import HostGrid, transfers
 from fullshard.config.schema import CheckpointConfig, RunConfig
 from fullshard.config.switches import COPIES_DIR
 from fullshard.core.errors import CheckpointError, ConfigError
@@ -51,13 +51,13 @@ def test_every_host_gets_what_its_ranks_want(count: int, per_host: int, data: st
     wanted = data.draw(st.lists(st.sets(st.sampled_from(sorted(held))), min_size=size, max_size=size))
     found = transfers(wanted, held, hosts)
     has = {host: {name for name, there in held.items() if host in there} for host in range(count)}
-    for one in found:
-        assert one.name in has[hosts.host_of(one.sender)]
-        assert one.name not in has[hosts.host_of(one.receiver)]
-    for one in found:
-        has[hosts.host_of(one.receiver)].add(one.name)
+    for name, sender, receiver in found:
+        assert name in has[hosts.host_of(sender)]
+        assert name not in has[hosts.host_of(receiver)]
+    for name, _, receiver in found:
+        has[hosts.host_of(receiver)].add(name)
     assert all(wanted[rank] <= has[hosts.host_of(rank)] for rank in range(size))
-    assert len({(one.name, hosts.host_of(one.receiver)) for one in found}) == len(found)
+    assert len({(name, hosts.host_of(receiver)) for name, _, receiver in found}) == len(found)
 
 
 def test_what_a_killed_launcher_has_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,8 +83,9 @@ def test_refused_where_it_would_be_of_no_use(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(ConfigError, match="nothing starts the processes again"):
         MemoryCopies(4)
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
-    with pytest.raises(ConfigError, match="max_lost_steps = -1"):
-        MemoryCopies(-1)
+    for none in (0, None):
+        with pytest.raises(ConfigError, match="max_lost_steps = 0"):
+            MemoryCopies(none)
     model = nn.Linear(4, 4)
     with MemoryCopies(4) as copies:
         monkeypatch.setattr("fullshard.checkpoint.copies.available_host_memory", lambda: 10)

@@ -284,7 +284,7 @@ def test_home_is_the_same_at_every_border(tmp_path: Path, monkeypatch: pytest.Mo
     checkpoint.export_hf(Path("~/exported"), model=model)
     let_go()
     assert accelerator.project_dir == str(home / "project")
-    assert sorted(path.name for path in home.iterdir()) == ["LATEST", "exported", "project", "state", "weights"]
+    assert sorted(path.name for path in home.iterdir()) == ["exported", "project", "state", "weights"]
     assert CliRunner().invoke(app, ["ckpt", "verify", "~/state"]).exit_code == 0
     assert CliRunner().invoke(app, ["ckpt", "consolidate", "~/state", "~/whole"]).exit_code == 0
     assert (home / "whole" / "model.safetensors").is_file()

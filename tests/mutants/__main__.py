@@ -36,7 +36,7 @@ from tests.mutants.sites import Mutant, mutants
 
 TARGETS = ("engine/**/*", "comm/**/*", "features/**/*", "core/*", "checkpoint/storage",
            "checkpoint/tensor_file", "checkpoint/load", "checkpoint/readers", "checkpoint/save",
-           "checkpoint/resharding", "plan/memory", "plan/setting")  # fmt: skip
+           "plan/memory", "plan/setting")  # fmt: skip
 SOURCE = Path("src/fullshard")
 RECORD = Path(__file__).with_name("record.json")
 EQUIVALENT = Path(__file__).with_name("equivalent.json")

@@ -179,7 +179,7 @@ def main(root: Path, count: int, seed: int) -> None:
             if directory.is_dir() and not directory.name.startswith(".tmp-") and verify_checkpoint(directory).is_valid:
                 accepted[_check(directory, model, optimizer)] = directory
             else:
-                assert directory.name in ("LATEST", ".lease.json") or directory.name.startswith(".tmp-"), directory
+                assert directory.name == ".lease.json" or directory.name.startswith(".tmp-"), directory
         assert saved in accepted, (trial, saved, sorted(accepted))
         newest = latest_checkpoint(root, thorough=True)
         assert newest == accepted[max(accepted)], (trial, newest, accepted)

@@ -1,7 +1,5 @@
 """The names that users import: Accelerate's, and one call for loops of one's own."""
 
-from typing import Any
-
 from fullshard.api.accelerator import Accelerator, listen
 from fullshard.api.accelerator_state import PartialState
 from fullshard.api.data import ShardedDataLoader, skip_first_batches
@@ -9,7 +7,7 @@ from fullshard.api.entry import accelerate
 from fullshard.api.options import ProjectConfiguration
 from fullshard.api.plan_watch import watch_plan
 from fullshard.api.plugin import FullyShardedDataParallelPlugin
-from fullshard.api.saving import make_copies, register_format
+from fullshard.api.saving import register_format
 from fullshard.api.teaching import keep_teaching
 from fullshard.checkpoint.torch_format import with_torch_format
 
@@ -24,13 +22,6 @@ __all__ = [
 ]
 
 
-def _copies(most: int) -> Any:
-    from fullshard.api.copies import StateCopies  # the launcher asks whether any script has imported it
-
-    return StateCopies(most)
-
-
-make_copies.append(_copies)
 register_format("dcp", with_torch_format)
 listen(keep_teaching)
 listen(watch_plan)

@@ -29,7 +29,7 @@ from accelerate.utils import FullyShardedDataParallelPlugin as TheirPlugin
 from torch import nn
 from torch.utils.data import DataLoader
 
-from fullshard.api import saving, torch_private
+from fullshard.api import torch_private
 from fullshard.api.accelerates import compilation, own_plugin, take_changes
 from fullshard.api.accelerator_state import AcceleratorState
 from fullshard.api.configure import run_config
@@ -258,8 +258,6 @@ class Accelerator(Loaders, Reporting):
         for index, value in enumerate(objects):
             if _is_scheduler(value):
                 prepared[index] = self.prepare_scheduler(value)
-        if self._models and not self._is_awaited(None):
-            saving.announce(self._training_state(), self._saver)
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
     def prepare_model(

@@ -6,7 +6,7 @@ import os
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -26,6 +26,9 @@ from fullshard.core.errors import ConfigError, LifecycleError
 from fullshard.core.paths import local_path
 from fullshard.launch.environment import run_on_main
 
+if TYPE_CHECKING:
+    from fullshard.checkpoint.copies import MemoryCopies
+
 
 class Checkpointing(Facts):
     """The part of the Accelerator that saves and loads prepared objects."""
@@ -38,7 +41,7 @@ class Checkpointing(Facts):
     _schedulers: list[AcceleratedScheduler]
     _dataloaders: list[ShardedDataLoader]
     _configured: Callable[[], RunConfig]
-    _copies: Any = None
+    _copies: MemoryCopies | None = None
 
     def __init__(self, process: ProcessState) -> None:
         super().__init__(process)
@@ -200,7 +203,8 @@ class Checkpointing(Facts):
             CheckpointError: there is too little memory.
         """
         if (copies := self._memory_copies()) is not None:
-            copies.keep(self._training_state(), step)
+            state = self._training_state()
+            copies.after_step(step, **saving.only_part(state), extra={"accelerator": state.extra})
 
     def load_copy(self) -> int | None:
         """Go on from copies in host memory after a restart; return the step behind them, None if there are none.
@@ -211,17 +215,19 @@ class Checkpointing(Facts):
             ConfigError: as for `keep_copy`.
             CheckpointError: they are of other objects.
         """
-        copies = self._memory_copies()
-        found = None if copies is None else copies.load(self._training_state())
-        if found is None:
+        copies, state = self._memory_copies(), self._training_state()
+        found = None if copies is None else copies.load(**saving.only_part(state))
+        if copies is None or found is None:
             return None
-        step, self.step = found
-        return int(step)
+        self.step = saving.set_extra(found["accelerator"], state, where=copies.directory)
+        return int(found["step"])
 
-    def _memory_copies(self) -> Any:
+    def _memory_copies(self) -> MemoryCopies | None:
         most = self._config.checkpoint.max_lost_steps
         if most is not None and self._copies is None:
-            self._copies = saving.make_copies[0](most)
+            from fullshard.checkpoint.copies import MemoryCopies  # the launcher asks whether any script imported it
+
+            self._copies = MemoryCopies(most)
         return self._copies
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:

@@ -7,7 +7,6 @@ complete, so like a single one it is whole or not there. Models that share an op
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -62,10 +61,6 @@ _FORMATS: dict[str, Callable[[Pending], Pending]] = {}
 def register_format(name: str, add: Callable[[Pending], Pending]) -> None:
     """Have saves with `checkpoint.format = name` changed by `add`, so that they write files of that format besides."""
     _FORMATS[name] = add
-
-
-make_copies: list[Callable[[int], Any]] = []
-"""Makes `copies.StateCopies` that lose so many steps at most; one function."""
 
 
 class Together(nn.ModuleList):
@@ -272,12 +267,6 @@ def call_save_hooks(hooks: Iterable[Callable[..., Any]], models: list[nn.Module]
     ranks.on_rank_0(f"writing {path / _HOOKS}", note)
 
 
-def announce(state: TrainingState, saver: AsyncSaver) -> None:
-    """Make `saver` take its memory while training begins."""
-    with contextlib.suppress(CheckpointError):  # models and optimizers that fit only when all are prepared
-        saver.reserve([(part["model"], part.get("optimizer")) for part in state.parts()])
-
-
 def load(path: Location, state: TrainingState) -> int:
     """Load everything that `save` wrote; returns the step. A collective."""
     parts = state.parts()
@@ -292,6 +281,16 @@ def load(path: Location, state: TrainingState) -> int:
     places = [path / part_name(number) for number in range(saved)] or [path]
     extra, *_ = [load_checkpoint(place, **part) for place, part in zip(places, parts, strict=True)]
     return set_extra(extra, state, where=path)
+
+
+def only_part(state: TrainingState) -> LoadArguments:
+    """Return the part of a single model with its optimizer. Raises `ConfigError` if there are several."""
+    if len(parts := state.parts()) > 1:
+        raise ConfigError(
+            f"copies in host memory are of one model with one optimizer, and {len(parts)} are prepared",
+            hint="leave max_lost_steps out, and save checkpoints",
+        )
+    return parts[0]
 
 
 def set_extra(extra: Mapping[str, Any], state: TrainingState, *, where: Location) -> int:

@@ -44,25 +44,20 @@ __all__ = [
 
 require_torch()
 
-_HOMES = {
-    "AsyncSaver": "background",
-    "MemoryCopies": "copies",
-    "Verification": "verify",
-    "export_hf": "export",
-    "from_pretrained": "pretrained",
-    "full_state_dict": "full_state",
-    "is_exported_as_it_is": "export",
-    "latest_checkpoint": "catalog",
-    "load_checkpoint": "load",
-    "load_full_state_dict": "full_state",
-    "load_pretrained": "pretrained",
-    "local_state_dict": "full_state",
-    "prove_checkpoint": "load",
-    "save_checkpoint": "save",
-    "stream_weights": "stream",
-    "verify_checkpoint": "verify",
-    "whole_checkpoints": "catalog",
+_NAMES = {
+    "background": ["AsyncSaver"],
+    "catalog": ["latest_checkpoint", "whole_checkpoints"],
+    "copies": ["MemoryCopies"],
+    "export": ["export_hf", "is_exported_as_it_is"],
+    "full_state": ["full_state_dict", "load_full_state_dict", "local_state_dict"],
+    "load": ["load_checkpoint", "prove_checkpoint"],
+    "pretrained": ["from_pretrained", "load_pretrained"],
+    "save": ["save_checkpoint"],
+    "stream": ["stream_weights"],
+    "verify": ["Verification", "verify_checkpoint"],
 }
 
 if not TYPE_CHECKING:
-    __getattr__, __dir__ = on_demand(__name__, {name: f"{__name__}.{home}" for name, home in _HOMES.items()})
+    __getattr__, __dir__ = on_demand(
+        __name__, {name: f"{__name__}.{home}" for home, names in _NAMES.items() for name in names}
+    )

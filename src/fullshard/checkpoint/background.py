@@ -1,12 +1,8 @@
 """Save in the background: training waits for a copy into host memory, not for the disk.
 
-    training       ... step | collect, copy weights | forward, backward | step ...            | step ...
-    background              |                       | copy optimizer state, write, fsync, agree, rename   |
-                                                    a step waits for it ^     all ranks learn of it here ^
-
-An optimizer's state, two thirds of most checkpoints, changes in steps only, so it is copied while the next step is
-computed. On accelerators it is copied with the weights. The memory for the copies is taken before the first save, if
-it is announced with `reserve`: to touch new pages takes three times as long as copying into known ones.
+    training       ... step | collect, copy the state | step ...                        | step ...
+    background              |                         | write, fsync, agree, rename     |
+                                                            all ranks learn of it here ^
 
 What is written and how it is made to count is the code of `save`; only the thread is another one, and the process
 group, so that its messages never mix with those of the training.
@@ -20,85 +16,57 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
 from types import TracebackType
-from typing import Literal, Self, Unpack
+from typing import Self, Unpack
 
-import torch
-from torch import nn
-
-from fullshard.checkpoint.collect import SaveArguments, staged_blocks
+from fullshard.checkpoint.collect import SaveArguments
 from fullshard.checkpoint.objects import Location, ObjectPath, at_exit
-from fullshard.checkpoint.optimizer_state import unwrapped
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.save import Pending, prepare_save
 from fullshard.checkpoint.staging import HostMemory
-from fullshard.checkpoint.tensors import LocalTensor, local_tensors, rest
 from fullshard.core.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
 _WRITING: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
-WhenBusy = Literal["wait", "refuse"]
-"""The action of a save while an earlier one is still being written."""
-
 
 class AsyncSaver:
-    """Saves checkpoints while training goes on, one at a time.
+    """Saves checkpoints while training goes on, one at a time: one that comes too early waits for the one before it.
 
     Every rank has one and calls the same methods in the same order. An error in the background is raised by the next
     `check`, `save` or `wait`; if none of them comes, the process ends with it and with exit code 1. A process that
     ends waits until its save is written.
 
         with AsyncSaver() as saver:
-            saver.reserve([(model, optimizer)])
             for step, batch in enumerate(batches):
                 saver.check()
                 ...
                 if step % 1000 == 0:
                     saver.save(f"out/step-{step}", model=model, optimizer=optimizer, total_limit=2)
 
-    Args:
-        when_busy: whether a save that comes too early waits for the one before it, or raises `CheckpointError`.
-
     Attributes:
         memory: host memory of the copies, this rank's share of the checkpoint; kept from save to save.
     """
 
-    def __init__(self, *, when_busy: WhenBusy = "wait") -> None:
-        self._when_busy = when_busy
+    def __init__(self) -> None:
         self.memory = HostMemory()
         self._ranks: Ranks | None = None
         self._background: Ranks | None = None
         self._thread: threading.Thread | None = None
         self._path: Location | None = None
         self._error: BaseException | None = None
-        self._announced: list[tuple[list[LocalTensor], torch.optim.Optimizer | None]] = []
-        self._reserving: threading.Thread | None = None
 
     @property
     def is_saving(self) -> bool:
         """Return whether a save has begun and this rank has not seen its end yet."""
         return self._thread is not None
 
-    def reserve(self, parts: Sequence[tuple[nn.Module, torch.optim.Optimizer | None]]) -> None:
-        """Announce saves of whole models with their optimizers, so that not even the first one waits for memory.
-
-        It is taken in a thread, from the first `check` after the optimizers' first step on: only then is it known how
-        large their state is. Without an announcement the first save takes it.
-        """
-        self._announced.clear()
-        for model, optimizer in parts:
-            rest(model)
-            self._announced.append((local_tensors(model, rank=Ranks.of(model).rank), unwrapped(optimizer)))
-
     def save(self, path: str | Location, **arguments: Unpack[SaveArguments]) -> Location:
         """Copy the state and return; it is written meanwhile. Takes the arguments of `save_checkpoint`. A collective.
 
         Raises:
-            CheckpointError: this save could not begin, the one before it failed, or it is still being written and
-                `when_busy` is "refuse". Nothing was begun then.
+            CheckpointError: this save could not begin, or the one before it failed. Nothing was begun then.
         """
         self.make_room()
         pending = prepare_save(path, self.memory, **arguments)
@@ -106,22 +74,8 @@ class AsyncSaver:
         return pending.destination.final
 
     def make_room(self) -> None:
-        """Wait for a save under way, or refuse to, as `when_busy` says. A collective.
-
-        Raises:
-            CheckpointError: as for `save`.
-        """
-        if self._when_busy == "wait":
-            self.wait()
-        self.check()
-        if self.is_saving:
-            raise CheckpointError(
-                f"{self._path} is still being written", hint="save less often, or use when_busy='wait'"
-            )
-        self._announced.clear()
-        if self._reserving is not None:
-            self._reserving.join()
-            self._reserving = None
+        """Wait for a save under way. A collective. Raises as `save` does."""
+        self.wait()
         self.memory.reuse()
 
     def begin(self, pending: Pending) -> None:
@@ -147,8 +101,6 @@ class AsyncSaver:
         Raises:
             CheckpointError: on every rank at the same step, if the save failed.
         """
-        if self._announced and all(optimizer is None or optimizer.state for _, optimizer in self._announced):
-            self._begin_reserving()
         if self._thread is None or self._ranks is None:
             return None
         return self.wait() if self._ranks.all(not self._thread.is_alive()) else None
@@ -159,7 +111,8 @@ class AsyncSaver:
             return None
         self._thread.join()
         path, error = self._path, self._error
-        self._forget()
+        self._thread = self._error = None
+        atexit.unregister(self._report)
         if error is not None:
             raise error
         return path
@@ -177,21 +130,11 @@ class AsyncSaver:
                 raise
             logger.exception("besides, the checkpoint %s was not saved", self._path)
 
-    def _begin_reserving(self) -> None:
-        blocks = [block for announced in self._announced for block in staged_blocks(*announced)]
-        self._announced.clear()
-        self._reserving = threading.Thread(target=self.memory.reserve, args=(blocks,), name="fullshard-reserve")
-        self._reserving.start()
-
     def _write(self, pending: Pending, ranks: Ranks) -> None:
         try:
             pending.complete(ranks)
         except BaseException as error:  # whatever it is, it belongs to the thread that asked for the save
             self._error = error
-
-    def _forget(self) -> None:
-        self._thread = self._error = None
-        atexit.unregister(self._report)
 
     def _report(self) -> None:
         """Report an unread error at the end of the process, which must not end in success then."""

@@ -5,25 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import overload
 
 from fullshard.checkpoint.format import MANIFEST_NAME, Manifest, part_paths, read_manifest, trainer_state
-from fullshard.checkpoint.objects import Location, ObjectPath, entries_of, location
+from fullshard.checkpoint.objects import Location, entries_of, location
 from fullshard.checkpoint.storage import OLD_PREFIX, TEMP_PREFIX
-from fullshard.checkpoint.store import store_of
+from fullshard.checkpoint.store import remove_checkpoint
 from fullshard.checkpoint.verify import part_problems, quick_problems, verify_checkpoint
 from fullshard.core.errors import CheckpointError, ConfigError, printable
 
 logger = logging.getLogger(__name__)
-
-
-@overload
-def latest_checkpoint(root: Path, *, thorough: bool = False) -> Path | None: ...
-
-
-@overload
-def latest_checkpoint(root: str | ObjectPath, *, thorough: bool = False) -> Location | None: ...
 
 
 def latest_checkpoint(root: str | Location, *, thorough: bool = False) -> Location | None:
@@ -62,18 +52,13 @@ def remove_oldest(newest: Location, *, keep: int) -> list[Location]:
     others = [directory for directory, _ in _newest_first(newest.parent) if directory != newest]
     removed = others[keep - 1 :]
     for directory in reversed(removed):
-        store_of(directory).remove(directory)
+        remove_checkpoint(directory)
     return removed
 
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """The result of `prune`, or of its dry run.
-
-    Attributes:
-        kept, removed: whole checkpoints, newest first.
-        damaged: what was left alone because it is no whole checkpoint, each with the first reason.
-    """
+    """The result of `prune`, newest first; what is no whole checkpoint was left alone, each with the first reason."""
 
     kept: tuple[Location, ...]
     removed: tuple[Location, ...]
@@ -84,12 +69,6 @@ def prune(root: Location, *, keep: int, thorough: bool = False, dry_run: bool = 
     """Remove the oldest whole checkpoints directly inside `root` until `keep` are left. Not a collective.
 
     Only whole ones count, so the newest whole one always stays. Damaged ones stay, too: they need a user's look first.
-
-    Args:
-        root: directory that checkpoints are saved into.
-        keep: at least 1.
-        thorough: read and check every byte before a checkpoint counts as whole.
-        dry_run: remove nothing.
     """
     if keep < 1:
         raise ConfigError(f"keep = {keep} would leave no checkpoint", hint="use 1 or more")
@@ -109,7 +88,7 @@ def prune(root: Location, *, keep: int, thorough: bool = False, dry_run: bool = 
             whole.append((parts[0][1].saved_at, directory))
     newest_first = [directory for _, directory in sorted(whole, key=lambda item: (item[0], item[1].name), reverse=True)]
     for directory in [] if dry_run else reversed(newest_first[keep:]):
-        store_of(directory).remove(directory)
+        remove_checkpoint(directory)
     return Pruned(tuple(newest_first[:keep]), tuple(newest_first[keep:]), tuple(damaged))
 
 

@@ -34,17 +34,10 @@ def read_across(
     target: Chunking,
     wanted: Interval,
 ) -> None:
-    """Fill `out`, shape (n,), with elements `wanted` of a tensor flattened as `target` says.
+    """Fill `out`, shape (n,), with elements `wanted` of a tensor of `shape`, flattened as `target` says.
 
-    Where the cuts differ, whole rows of the source's chunks are read, and what was asked for taken out of them.
-
-    Args:
-        read: fills a tensor, shape (m,), with an interval of the tensor flattened as `source` says.
-        out: on any device.
-        shape: of the whole tensor.
-        source: how what is read is cut.
-        target: how what is wanted is.
-        wanted: an interval of it.
+    `read` fills a tensor, shape (m,), with an interval of the tensor flattened as `source` says. Where the cuts differ,
+    whole rows of the source's chunks are read, and what was asked for taken out of them.
     """
     if source == target or (source.is_row_by_row and target.is_row_by_row):
         read(wanted, out)
@@ -63,12 +56,8 @@ def read_across(
 class Patch:
     """The elements that two cuts of a tensor share, as a box in each.
 
-    Attributes:
-        source: where to read: an interval of the tensor as its source flattens it.
-        source_sizes, source_offsets: the same as a box, and the start of the patch in it.
-        sizes: of the patch.
-        target: its start in the wanted elements.
-        target_strides: its strides in the wanted elements, along each dim.
+    `source` is an interval of the tensor as its source flattens it, which holds a box of `source_sizes`; the patch has
+    `sizes` and begins in it at `source_offsets`. `target` and `target_strides` place it in the wanted elements.
     """
 
     source: Interval

@@ -26,13 +26,7 @@ _BITSANDBYTES_BLOCK = 256
 
 @dataclass(frozen=True, slots=True)
 class CodedTensor:
-    """One tensor of optimizer state, as its optimizer holds it.
-
-    Attributes:
-        codes, scales, book: 1-D; see `CodeRecord`.
-        record: how they are to be read.
-        dtype: of the values, where they are not coded.
-    """
+    """One tensor of optimizer state, as its optimizer holds it; `dtype` is the values'. See `CodeRecord`."""
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -57,11 +51,7 @@ class CodedTensor:
 
 
 def coded_tensors(state: Mapping[str, Any]) -> tuple[dict[str, CodedTensor], set[str]]:
-    """Return the coded tensors in one parameter's state, by key, and the keys of the tensors that belong to them.
-
-    Raises:
-        CheckpointError: codes of a form that is not known here.
-    """
+    """Return the coded tensors in one parameter's state, by key, and the keys of the tensors that belong to them."""
     found: dict[str, CodedTensor] = {}
     parts: set[str] = set()
     for key, value in state.items():
@@ -119,11 +109,7 @@ def _of_torchao(value: Any, bits: int) -> CodedTensor:
 
 
 def fresh_state(optimizer: Any, group: int, index: int) -> dict[str, Any] | None:
-    """Return the state that the optimizer would make in its first step, for its parameter `index` of group `group`.
-
-    Returns:
-        None for an optimizer whose state is made of ordinary tensors.
-    """
+    """Return the state that a first step makes for parameter `index` of `group`; None if it is ordinary tensors."""
     parameter = optimizer.param_groups[group]["params"][index]
     if isinstance(parameter, ShardedParameter):
         parameter = local_parameter(parameter)

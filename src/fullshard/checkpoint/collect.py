@@ -25,14 +25,14 @@ from fullshard.checkpoint.format import (
     StateValueRecord,
     TensorRecord,
     chunking_record,
-    rank_file_name,
     rank_metadata,
 )
 from fullshard.checkpoint.objects import Location, sizes_in
 from fullshard.checkpoint.optimizer_state import StateEntry, group_records, state_entries
 from fullshard.checkpoint.rng import rng_tensors
-from fullshard.checkpoint.staging import HostMemory, LateCopies, is_copied_late
+from fullshard.checkpoint.staging import HostMemory
 from fullshard.checkpoint.stamps import next_stamp
+from fullshard.checkpoint.store import Store
 from fullshard.checkpoint.tensors import (
     LocalTensor,
     check_is_plain,
@@ -71,11 +71,9 @@ class SaveArguments(LoadArguments, total=False):
 
 
 class StateReport(BaseModel):
-    """One rank's report on one value of optimizer state; ranks compare it where it must be the same.
+    """One rank's report on one value of optimizer state, with a checksum if it is replicated.
 
-    Attributes:
-        record: the record as this rank would write it, its own piece included.
-        digest: checksum of a replicated tensor; 0 for others.
+    The record is as this rank would write it, its own piece included; ranks compare it where it must be the same.
     """
 
     record: StateTensorRecord | StateValueRecord
@@ -93,15 +91,11 @@ class RankReport(BaseModel):
 class RankWriter:
     """One rank's part of a save: everything that can be refused is refused here, before a byte is written."""
 
-    def __init__(
-        self, directory: Location, save_id: str, rank: int, arguments: SaveArguments, *, own_names: bool = False
-    ) -> None:
+    def __init__(self, store: Store, rank: int, arguments: SaveArguments) -> None:
         model, optimizer = arguments["model"], arguments.get("optimizer")
         rest(model)
         self._weights = arguments.get("weights")
-        self.directory, self.save_id, self.rank, self.optimizer = directory, save_id, rank, optimizer
-        self._own_names = own_names
-        self._late_state: LateCopies | None = None
+        self.store, self.rank, self.optimizer = store, rank, optimizer
         self.device = device_of(model)
         self.mesh = next((p.mesh for p in model.parameters() if isinstance(p, ShardedParameter)), None)
         self.parameters = local_parameters(model, rank=rank)
@@ -130,11 +124,10 @@ class RankWriter:
             "model": {local.name: local.held.reshape(-1) for local in mine},
             "optimizer": {
                 name: tensor
-                for entry in state
+                for entry in (*state, *averages)
                 if entry.layout is not None and entry.is_stored_here
                 for name, tensor in _stored(entry).items()
             },
-            AVERAGES: {name: tensor for entry in averages for name, tensor in _stored(entry).items()},
             "state": (stored if rank == 0 else {}) | rng_tensors(self.device),
         }
 
@@ -144,25 +137,16 @@ class RankWriter:
         return sum(tensor.nbytes for named in self._contents.values() for tensor in named.values())
 
     def stage(self, memory: HostMemory) -> None:
-        """Copy the state to be written, so that it stays as it is. State changed by steps only is copied before one."""
-        state = self._contents["optimizer"]
-        if self.optimizer is not None and (late := memory.copy_before_step(state, self.optimizer)) is not None:
-            self._late_state = late
-            self._contents = memory.copy(self._contents | {"optimizer": {}})
-        else:
-            self._contents = memory.copy(self._contents)
+        """Copy the state to be written, so that it stays as it is."""
+        self._contents = memory.copy(self._contents)
 
     def write(self) -> RankReport:
         """Write the rank's files and return a description of them."""
-        if self._late_state is not None:
-            self._contents["optimizer"] = dict(self._late_state.finish())
         files = {}
-        contents = dict(self._contents)
-        contents["optimizer"] = {**contents["optimizer"], **contents.pop(AVERAGES)}
-        for kind, named in contents.items():
+        for kind, named in self._contents.items():
             if named:
-                name = rank_file_name(kind, self.rank, self.save_id if self._own_names else "")
-                files[name] = self._write_file(self.directory / name, named)
+                path = self.store.file_of(kind, self.rank)
+                files[path.name] = self._write_file(path, named)
         return RankReport(files=files, tensors=self._tensors, state=self._state)
 
     def _is_stored(self, local: LocalTensor) -> bool:
@@ -170,7 +154,7 @@ class RankWriter:
 
     def _write_file(self, path: Location, tensors: Mapping[str, torch.Tensor]) -> FileRecord:
         try:
-            return write_tensors(path, tensors, rank_metadata(self.save_id, self.rank))
+            return write_tensors(path, tensors, rank_metadata(self.store.save_id, self.rank))
         except FileNotFoundError as error:
             raise CheckpointError(
                 f"{path.parent}, which rank 0 made, is not there for rank {self.rank}",
@@ -180,16 +164,7 @@ class RankWriter:
             raise CheckpointError(f"cannot write {path.name}: {error.strerror or error}") from error
 
     def manifest(self, reports: Sequence[RankReport], *, parts: int = 1, is_shared: bool = True) -> Manifest:
-        """Put the reports of all ranks together; see `Manifest.parts`. Rank 0 only.
-
-        Args:
-            reports: of all ranks.
-            parts: see there.
-            is_shared: whether all ranks have written into one directory, as is then looked at.
-
-        Raises:
-            CheckpointError: ranks contradict each other, or an element is stored never or twice.
-        """
+        """Put all ranks' reports together, on rank 0; look at the files of a shared directory. See `Manifest.parts`."""
         mesh, optimizer = self.mesh, None
         if self.optimizer is not None:
             optimizer = OptimizerRecord(
@@ -197,9 +172,13 @@ class RankWriter:
             )
         parameters = _merge_tensors(self.parameters, reports, self._is_stored)
         manifest = Manifest(
-            format_version=3 if self._own_names else 2 if any(record.tiles for record in parameters.values()) else 1,
-            own_names=self._own_names,
-            save_id=self.save_id,
+            format_version=3
+            if self.store.own_names
+            else 2
+            if any(record.tiles for record in parameters.values())
+            else 1,
+            own_names=self.store.own_names,
+            save_id=self.store.save_id,
             saved_at=next_stamp(),
             fullshard_version=__version__,
             torch_version=str(torch.__version__),
@@ -220,7 +199,7 @@ class RankWriter:
         }
         problems = [f"rank 0 does not know {name!r}, which another rank saved" for name in sorted(unknown)]
         problems += structure_problems(manifest)
-        sizes = sizes_in(self.directory, manifest.files) if is_shared else {}
+        sizes = sizes_in(self.store.directory, manifest.files) if is_shared else {}
         for name, record in manifest.files.items() if is_shared else ():
             # proof that all ranks wrote into the same directory, not each into one of the same name
             if sizes.get(name) != record.nbytes:
@@ -230,16 +209,6 @@ class RankWriter:
         if problems:
             raise CheckpointError("the ranks saved no complete state:\n" + "\n".join(problems))
         return manifest
-
-
-def staged_blocks(tensors: Sequence[LocalTensor], optimizer: torch.optim.Optimizer | None) -> list[list[torch.Tensor]]:
-    """Return the blocks of parameters, buffers and optimizer state that `RankWriter.stage` copies, by destination."""
-    weights = [local.held for local in tensors if local.is_writer]
-    if optimizer is None:
-        return [weights]
-    entries = [entry for entry in state_entries(optimizer, tensors) if entry.layout and entry.is_stored_here]
-    state = [tensor for entry in entries for tensor in _stored(entry).values()]
-    return [weights, state] if is_copied_late(state, optimizer) else [weights + state]
 
 
 def _states(model: nn.Module, arguments: SaveArguments, *, is_kept: bool) -> dict[str, Any]:

@@ -3,24 +3,21 @@
     training       ... step | collect, copy weights | step ...                                        | step ...
     background              |                       | write to this host's memory, send to the partner, seal   |
 
-A copy is a checkpoint whose files are spread over the memory of all hosts: each rank's are on its own and on the next
-one (`partners`). It counts when all of that is done everywhere; the one before goes only then. So there is always a
-whole one, and when one host is lost all files of it are on the others. A load agrees on the newest whose files are all
-there, proves them, brings each host what its ranks will read, and is an ordinary load from then on, at any number of
-ranks.
+A copy is a checkpoint whose files are spread over the memory of all hosts: each rank's files are on its own host and
+on the next one. It counts when they are there on every host; the copy before is removed only then. So there is always
+a whole one, and when one host is lost the others have all files of it. A load agrees on the newest copy whose files
+are all there, proves them, brings each host what its ranks will read, and is an ordinary load from then on.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -39,13 +36,12 @@ from fullshard.checkpoint.format import (
 from fullshard.checkpoint.load import load_proved
 from fullshard.checkpoint.objects import Location
 from fullshard.checkpoint.optimizer_state import unwrapped
-from fullshard.checkpoint.partners import HostGrid, transfers
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.save import Destination, Pending
 from fullshard.checkpoint.storage import write_file
+from fullshard.checkpoint.store import Store
 from fullshard.checkpoint.tensor_file import Bytes
 from fullshard.checkpoint.verify import problems_of_file
-from fullshard.config.schema import COPIES_COST
 from fullshard.config.switches import MAX_LOST_STEPS
 from fullshard.core.errors import CheckpointError, ConfigError, DamagedError
 from fullshard.core.journal import JOURNAL, Happening
@@ -68,42 +64,31 @@ class MemoryCopies:
                 copies.after_step(step + 1, model=model, optimizer=optimizer)
 
     Args:
-        max_lost_steps: how many steps a kill may undo at most; a copy is begun twice as often. 0: as few as copies
-            allow that cost at most 3 % of the time of a step. None: what the launcher was told, else 0.
-        say: told on rank 0 what copies cost, and which were passed over; by default it prints to standard error.
+        max_lost_steps: how many steps a kill may undo at most; a copy is begun twice as often. None: what the launcher
+            was told.
+        say: told on rank 0 how large copies are, and which were passed over; by default it prints to standard error.
 
     Raises:
         ConfigError: fullshard's launcher has not started this process, or will not start it again.
     """
 
     def __init__(self, max_lost_steps: int | None = None, *, say: Callable[[str], None] | None = None) -> None:
-        if max_lost_steps is None:
-            max_lost_steps = int(MAX_LOST_STEPS.read() or 0)
-        if max_lost_steps < 0:
-            raise ConfigError(f"max_lost_steps = {max_lost_steps}", hint="use 1 or more, or 0 for as few as are cheap")
+        self.max_lost_steps = int(MAX_LOST_STEPS.read() or 0) if max_lost_steps is None else max_lost_steps
+        if self.max_lost_steps < 1:
+            raise ConfigError(f"max_lost_steps = {self.max_lost_steps}", hint="use 1 or more")
         self.directory = find_copies_directory()
         if not may_be_started_again():
             raise ConfigError(
-                f"max_lost_steps = {max_lost_steps}, and nothing starts the processes again: copies would be of no use",
+                f"max_lost_steps = {self.max_lost_steps}, and nothing starts the processes again",
                 hint="add --max_restarts N, or --nnodes MIN:MAX",
             )
         environment = read_rank_environment()
         self._hosts = HostGrid(environment.rank, environment.world_size, environment.local_world_size)
-        self._say = say or _print
-        self._asked, self._interval = max_lost_steps, max(1, max_lost_steps // 2)
+        self._say = say or (lambda line: print(f"fullshard: {line}", file=sys.stderr, flush=True))  # noqa: T201
         self._saver = AsyncSaver()
         self._ranks: Ranks | None = None
-        self._pending: PendingCopy | None = None
+        self._begun = self._due = 0
         self._copied: int | None = None  # the step whose copy counts
-        self._due: float = 0
-        self._said = 0
-        self._seconds: list[float] = []
-        self._ended: float | None = None
-
-    @property
-    def max_lost_steps(self) -> int:
-        """Return how many steps a kill undoes at most; where it was left open, as the last copy's cost has it."""
-        return self._asked or 2 * self._interval
 
     def after_step(self, step: int, **arguments: Unpack[SaveArguments]) -> None:
         """Begin a copy if one is due, and see to it that no more steps can be lost than allowed. A collective.
@@ -115,23 +100,14 @@ class MemoryCopies:
         Raises:
             CheckpointError: on every rank, if a copy could not be made: there is too little memory, say.
         """
-        now = time.perf_counter()
-        if self._ended is not None:
-            self._seconds.append(now - self._ended)
         if self._copied is None:
             self._copied = step - 1
         if self._saver.check() is not None:
-            self._count()
+            self._copied = self._begun
         if step >= self._due:
             self._begin(step, arguments)
-        if self._asked and self._saver.is_saving and step - self._copied >= self._asked:
+        if step - self._copied >= self.max_lost_steps:
             self._wait()
-        self._ended = time.perf_counter()
-
-    def go_on_from(self, step: int) -> None:
-        """Begin at a step, or go back to it: forget the copies of later steps."""
-        self._wait()
-        self._copied, self._due, self._ended = step, step + 1, None
 
     def load(self, *, newer_than: float = 0.0, **parts: Unpack[LoadArguments]) -> dict[str, Any] | None:
         """Load the newest copy whose files are all there, if there is one. A collective.
@@ -147,23 +123,19 @@ class MemoryCopies:
             CheckpointError: the newest whole copy does not fit the model.
         """
         ranks = self._ranks = self._ranks or Ranks.of(parts["model"]).apart()
-        found, loaded, began = None, "", time.perf_counter()
-        newer_than = ranks.broadcast(newer_than)
-        for name, data in _offered(self.directory, ranks, newer_than):
-            copy = _Copy(self.directory / name, data, ranks, self._hosts)
-            if lacking := copy.lacking():
-                self._tell(f"the copy {name} in host memory is passed over: {lacking}")
-                continue
+        found, loaded, began = None, "none", time.perf_counter()
+        for name, data in _offered(self.directory, ranks, ranks.broadcast(newer_than)):
             try:
-                found, loaded = load_proved(copy.directory, data, ranks, copy.bring, parts), name
+                found, loaded = _load_from(self.directory / name, data, ranks, self._hosts, parts), name
             except DamagedError as error:
-                self._tell(f"the copy {name} in host memory is passed over, because it is damaged: {error}")
+                self._tell(f"the copy {name} in host memory is passed over: {error}")
                 continue
             self._tell(f"copies in host memory: found, proved and loaded in {time.perf_counter() - began:.2f} s")
-            self.go_on_from(int(found["step"]))
+            self._copied = int(found["step"])
+            self._due = self._copied + 1
             break
         if self._hosts.local_rank == 0:
-            _remove_others(self.directory / (loaded or "none"))
+            _remove_others(self.directory / loaded)
         return found
 
     def close(self) -> None:
@@ -180,33 +152,28 @@ class MemoryCopies:
 
     def _begin(self, step: int, arguments: SaveArguments) -> None:
         self._wait()
-        begin = time.perf_counter()
         self._saver.make_room()
         arguments["extra"] = {**(arguments.get("extra") or {}), "step": step}
         arguments["optimizer"] = unwrapped(arguments.get("optimizer"))
         destination = Destination.of(arguments["model"], self.directory / f"step-{step:06d}")
-        ranks, save_id = destination.ranks, destination.save_id
-        directory = self.directory / f"step-{step:06d}-{save_id}"
-        writer = ranks.together(
-            "collecting the state", lambda: RankWriter(directory, save_id, self._hosts.rank, arguments)
-        )
+        ranks, hosts = destination.ranks, self._hosts
+        directory = self.directory / f"step-{step:06d}-{destination.save_id}"
+        store = _CopyStore(directory, destination.save_id)
+        writer = ranks.together("collecting the state", lambda: RankWriter(store, hosts.rank, arguments))
         sizes = ranks.everywhere(writer.nbytes)
-        cost = _Cost(sum(sizes[rank] for rank in self._hosts.kept_by(self._hosts.host_of(self._hosts.rank))))
-        ranks.together("making room for a copy in host memory", lambda: self._make_room(directory, cost.nbytes))
+        nbytes = sum(sizes[rank] for rank in hosts.kept_by(hosts.host_of(hosts.rank)))
+        ranks.together("making room for a copy in host memory", lambda: self._make_room(directory, nbytes))
         ranks.together("copying the state to host memory", lambda: writer.stage(self._saver.memory))
-        destination = Destination(ranks, directory, save_id)
-        self._pending = PendingCopy(destination, None, writer, self._hosts, cost, directory, step=step)
-        self._saver.begin(self._pending)
-        self._due = step + self._interval if self._asked else math.inf
-        cost.seconds += time.perf_counter() - begin
+        self._saver.begin(PendingCopy(Destination(ranks, store), None, writer, hosts, directory, step=step))
+        if not self._begun and hosts.rank == 0:
+            most = self.max_lost_steps
+            JOURNAL.note(Happening.COPY, step=step, nbytes=nbytes, max_lost_steps=most)
+            self._say(f"copies in host memory: {format_nbytes(nbytes)} per host; a kill undoes {most} steps at most")
+        self._begun, self._due = step, step + max(1, self.max_lost_steps // 2)
 
     def _make_room(self, directory: Path, nbytes: int) -> None:
-        """Make the directory of this copy, of which this host has `nbytes` bytes.
-
-        Raises:
-            CheckpointError: there is less memory than it takes; for the first one, less than the next one takes, too.
-        """
-        needed = nbytes if self._said else 2 * nbytes
+        """Make the directory of this copy. Raises `CheckpointError` if memory has no room for it and the next one."""
+        needed = nbytes if self._begun else 2 * nbytes
         free = min(shutil.disk_usage(self.directory).free, available_host_memory())
         if free < needed:
             raise CheckpointError(
@@ -218,44 +185,69 @@ class MemoryCopies:
 
     def _wait(self) -> None:
         if self._saver.wait() is not None:
-            self._count()
-
-    def _count(self) -> None:
-        """Count the copy under way: report its cost, and set when the next one is due if that is for us to decide."""
-        pending, self._pending = self._pending, None
-        assert pending is not None and pending.step is not None  # noqa: S101 -- begun together
-        ranks, self._copied = pending.destination.ranks, pending.step
-        step_seconds = median(self._seconds) if self._seconds else 0.0
-        self._seconds.clear()
-        costs = ranks.everywhere([pending.cost.nbytes, pending.cost.seconds, step_seconds])
-        nbytes, seconds, step_seconds = map(max, zip(*costs, strict=True))
-        if not self._asked:
-            self._interval = max(1, math.ceil(seconds / (COPIES_COST * step_seconds))) if step_seconds else 1
-            self._due = pending.step + self._interval
-        if not self._said or not self._said / 2 <= self._interval <= self._said * 2:
-            self._said = self._interval
-            part = seconds / (self._interval * step_seconds) if step_seconds else 0.0
-            if self._hosts.rank == 0:
-                JOURNAL.note(
-                    Happening.COPY, step=self._copied, nbytes=nbytes, seconds=round(seconds, 3), every=self._interval,
-                    max_lost_steps=self.max_lost_steps,
-                )  # fmt: skip
-            self._tell(
-                f"copies in host memory: {format_nbytes(nbytes)} per host, every {_steps(self._interval)}; each takes "
-                f"{seconds:.2f} s, {part:.1%} of the steps between; a kill undoes {_steps(self.max_lost_steps)} at most"
-            )
+            self._copied = self._begun
 
     def _tell(self, line: str) -> None:
         if self._hosts.rank == 0:
             self._say(line)
 
 
-@dataclass(slots=True)
-class _Cost:
-    """The cost of one copy: bytes in the memory of this host, and seconds that training may have missed."""
+@dataclass(frozen=True, slots=True)
+class HostGrid:
+    """The hosts that ranks run on, seen from one rank: `per_host` ranks on each host, in order.
 
-    nbytes: int
-    seconds: float = 0.0
+    host 0    ranks 0, 1    own files, and those of ranks 4, 5
+    host 1    ranks 2, 3    own files, and those of ranks 0, 1
+    host 2    ranks 4, 5    own files, and those of ranks 2, 3
+    """
+
+    rank: int
+    world_size: int
+    per_host: int
+
+    @property
+    def local_rank(self) -> int:
+        """Return this rank's number among those of its host."""
+        return self.rank % self.per_host
+
+    def host_of(self, rank: int) -> int:
+        """Return the host of a rank."""
+        return rank // self.per_host
+
+    def partner_of(self, rank: int) -> int | None:
+        """Return the rank that keeps this one's files a second time, on the next host; None if there is no other."""
+        return (rank + self.per_host) % self.world_size if self.world_size > self.per_host else None
+
+    def kept_by(self, host: int) -> list[int]:
+        """Return the ranks whose files a host has."""
+        own = range(host * self.per_host, (host + 1) * self.per_host)
+        return [*own, *(rank for rank in range(self.world_size) if self.partner_of(rank) in own)]
+
+
+def transfers(
+    wanted: Sequence[Collection[str]], held: Mapping[str, Sequence[int]], hosts: HostGrid
+) -> list[tuple[str, int, int]]:
+    """Return (file, sender, receiver) of what each host lacks of what its ranks want; the same list on every rank.
+
+    `wanted` has names of files by rank, `held` the hosts that have each; at least one.
+    """
+    found = []
+    for host in range(hosts.world_size // hosts.per_host):
+        first = host * hosts.per_host
+        wants = set().union(*wanted[first : first + hosts.per_host])
+        for number, name in enumerate(sorted(name for name in wants if host not in held[name])):
+            there, local = held[name][host % len(held[name])], number % hosts.per_host  # not all from the same one
+            found.append((name, there * hosts.per_host + local, first + local))
+    return found
+
+
+class _CopyStore(Store):
+    """The place of a copy: files are where they stay, and count once they are sealed on all hosts."""
+
+    @property
+    def directory(self) -> Path:
+        """See `Store`."""
+        return Path(self.final)
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +256,6 @@ class PendingCopy(Pending):
 
     writer: RankWriter
     hosts: HostGrid
-    cost: _Cost
     directory: Path
 
     def complete(self, ranks: Ranks) -> Location:
@@ -275,22 +266,15 @@ class PendingCopy(Pending):
         return self.directory
 
     def _write(self, ranks: Ranks) -> Callable[[], None]:
-        began = time.thread_time()
         report = ranks.together("writing a copy to host memory", self.writer.write)
         reports = ranks.gather(report.model_dump(mode="json"))
-        written = ranks.on_rank_0("describing a copy in host memory", lambda: self._manifest(reports))
-        data = ranks.broadcast_bytes(written or b"")
-        sizes = ranks.everywhere({name: record.nbytes for name, record in report.files.items()})
-        if self.writer.device.type == "cpu":  # where the training computes; accelerators do not miss what this took
-            self.cost.seconds += time.thread_time() - began
-        began_to_send = time.perf_counter()
-        self._send_to_partner(ranks, sizes)
-        self.cost.seconds += time.perf_counter() - began_to_send
-        return lambda: _seal(self.directory, data, self.hosts)
 
-    def _manifest(self, reports: Sequence[Any]) -> bytes:
-        found = [RankReport.model_validate(report) for report in reports]
-        return encode_manifest(self.writer.manifest(found, is_shared=False))
+        def describe() -> bytes:
+            return encode_manifest(self.writer.manifest(list(map(RankReport.model_validate, reports)), is_shared=False))
+
+        data = ranks.broadcast_bytes(ranks.on_rank_0("describing a copy in host memory", describe) or b"")
+        self._send_to_partner(ranks, ranks.everywhere({name: file.nbytes for name, file in report.files.items()}))
+        return lambda: _seal(self.directory, data, self.hosts)
 
     def _send_to_partner(self, ranks: Ranks, sizes: Sequence[Mapping[str, int]]) -> None:
         hosts, directory = self.hosts, self.directory
@@ -304,65 +288,43 @@ class PendingCopy(Pending):
         ranks.exchange([(partner, _file(directory / name)) for name in sorted(sizes[hosts.rank])], received)
 
 
-class _Copy:
-    """A copy that may be loaded. Every method is a collective; messages lie in host memory."""
+def _load_from(directory: Path, data: bytes, ranks: Ranks, hosts: HostGrid, parts: LoadArguments) -> dict[str, Any]:
+    """Load a copy, its files from any host. A collective. Raises `DamagedError` if one is whole on none."""
+    manifest = decode_manifest(data, where=str(directory / MANIFEST_NAME))
+    names = sorted(manifest.files)[hosts.local_rank :: hosts.per_host]
+    found = {name: problems_of_file(directory / name, manifest) for name in names if (directory / name).is_file()}
+    held: dict[str, list[int]] = {}
+    damaged: list[str] = []
+    for rank, problems in enumerate(ranks.everywhere(found)):
+        for name, texts in problems.items():
+            damaged += texts
+            if not texts:
+                held.setdefault(name, []).append(hosts.host_of(rank))
+    if missing := sorted(manifest.files.keys() - held.keys()):
+        raise DamagedError("; ".join([f"{missing[0]} ({len(missing)} in all) is whole on no host", *damaged[:1]]))
 
-    def __init__(self, directory: Path, data: bytes, ranks: Ranks, hosts: HostGrid) -> None:
-        self.directory, self._data, self._ranks, self._hosts = directory, data, ranks, hosts
-        self._manifest = decode_manifest(data, where=str(directory / MANIFEST_NAME))
-        self._held: dict[str, list[int]] = {}
-
-    def lacking(self) -> str:
-        """Verify all files on any host, and name those that no host has whole; an empty text if there are none."""
-        hosts, problems = self._hosts, list[str]()
-        whole = []
-        for name in sorted(self._manifest.files)[hosts.local_rank :: hosts.per_host]:
-            if (self.directory / name).is_file():
-                found = problems_of_file(self.directory / name, self._manifest)
-                problems += found
-                whole += [] if found else [name]
-        reports = self._ranks.everywhere([whole, problems[:1]])
-        for rank, (names, _) in enumerate(reports):
-            for name in names:
-                self._held.setdefault(name, []).append(hosts.host_of(rank))
-        damaged = [problem for _, found in reports for problem in found]
-        missing = sorted(self._manifest.files.keys() - self._held.keys())
-        if not missing:
-            return ""
-        return f"{missing[0]} ({len(missing)} in all) is whole on no host" + "".join(
-            f"; {text}" for text in damaged[:1]
-        )
-
-    def bring(self, manifest: Manifest, kinds: Sequence[str], files: Set[str]) -> None:
-        """Bring the files that its ranks will read to this host, whole."""
-        ranks, rank = self._ranks, self._hosts.rank
-        found = transfers(ranks.everywhere(sorted(files)), self._held, self._hosts)
-        sizes = {name: record.nbytes for name, record in manifest.files.items()}
+    def bring(manifest: Manifest, kinds: Sequence[str], files: Set[str]) -> None:
+        moves = transfers(ranks.everywhere(sorted(files)), held, hosts)
+        coming = {name: sender for name, sender, receiver in moves if receiver == hosts.rank}
 
         def make() -> list[tuple[int, Bytes]]:
-            self.directory.mkdir(exist_ok=True)
-            return [
-                (one.sender, _new_file(self._arriving(one.name), sizes[one.name]))
-                for one in found
-                if one.receiver == rank
-            ]
+            directory.mkdir(exist_ok=True)
+            sizes = {name: manifest.files[name].nbytes for name in coming}
+            return [(sender, _new_file(directory / f"{name}.arriving", sizes[name])) for name, sender in coming.items()]
 
         received = ranks.together("making room for copies from other hosts", make)
-        sent = [(one.receiver, _file(self.directory / one.name)) for one in found if one.sender == rank]
-        ranks.exchange(sent, received)
+        ranks.exchange([(to, _file(directory / name)) for name, sender, to in moves if sender == hosts.rank], received)
 
         def prove() -> None:
-            for one in found:
-                if one.receiver == rank:
-                    self._arriving(one.name).replace(self.directory / one.name)  # maybe of a damaged one
-                    if problems := problems_of_file(self.directory / one.name, manifest):
-                        raise DamagedError(problems[0])
-            _seal(self.directory, self._data, self._hosts)
+            for name in coming:
+                (directory / f"{name}.arriving").replace(directory / name)  # maybe of a damaged one
+                if problems := problems_of_file(directory / name, manifest):
+                    raise DamagedError(problems[0])
+            _seal(directory, data, hosts)
 
         ranks.together("proving copies from other hosts", prove, kind=DamagedError)
 
-    def _arriving(self, name: str) -> Path:
-        return self.directory / f"{name}.arriving"
+    return load_proved(directory, data, ranks, bring, parts)
 
 
 def _offered(directory: Path, ranks: Ranks, newer_than: float) -> Iterator[tuple[str, bytes]]:
@@ -393,11 +355,7 @@ def _file(path: Path) -> Bytes:
 
 
 def _new_file(path: Path, nbytes: int) -> Bytes:
-    """Return the bytes of a new file. Takes its memory at once, so that a lack is an error here and no signal later.
-
-    Raises:
-        CheckpointError: there is no room.
-    """
+    """Return the bytes of a new file. Takes its memory at once, so that a lack is an error here and no signal later."""
     try:
         with path.open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, nbytes)
@@ -412,12 +370,3 @@ def _remove_others(kept: Path) -> None:
     for path in kept.parent.iterdir():
         if path != kept:
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _steps(count: int) -> str:
-    return "1 step" if count == 1 else f"{count} steps"
-
-
-def _print(line: str) -> None:
-    sys.stderr.write(f"fullshard: {line}\n")
-    sys.stderr.flush()

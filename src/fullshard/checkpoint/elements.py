@@ -39,11 +39,7 @@ def dtype_of(record: TensorRecord) -> torch.dtype:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> Bytes:
-    """Return the elements as bytes in host memory: a view where possible, a copy of this one tensor else.
-
-    Raises:
-        CheckpointError: it wraps others, which have the elements.
-    """
+    """Return the elements as bytes in host memory: a view where possible, a copy of this one tensor else."""
     if wraps_others(tensor):
         raise CheckpointError(
             f"a {type(tensor).__name__} of shape {tuple(tensor.shape)} wraps other tensors and has no bytes of its own",
@@ -54,12 +50,7 @@ def tensor_bytes(tensor: torch.Tensor) -> Bytes:
 
 
 def write_tensors(path: Location, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> FileRecord:
-    """Write a data file of tensors in memory; see `TensorFileWriter`.
-
-    Raises:
-        CheckpointError: a dtype that safetensors has no name for; there is no file then.
-        OSError: the file cannot be created or written.
-    """
+    """Write a data file of tensors in memory; see `TensorFileWriter`."""
     entries = [
         TensorEntry(name, stored_dtype(tensor, where=name), tuple(tensor.shape)) for name, tensor in tensors.items()
     ]

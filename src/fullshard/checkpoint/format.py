@@ -36,8 +36,6 @@ that carry the name of their save. Every older version stays readable."""
 MANIFEST_NAME = "manifest.json"
 MAX_MANIFEST_NBYTES = 2**30
 """The limit of the memory that a reader allocates for a manifest."""
-LATEST_NAME = "LATEST"
-"""A file that holds the name of the last checkpoint saved. A hint for people and scripts; nothing here reads it."""
 TRAINER_STATE = "training_state"
 """Directory in a `checkpoint-N` of Trainer's that holds what resumes the training: a checkpoint of ours."""
 
@@ -90,12 +88,7 @@ class _Record(BaseModel):
 
 
 class FileRecord(_Record):
-    """One data file.
-
-    Attributes:
-        nbytes: its exact size.
-        crc32c: one checksum per chunk of `Manifest.chunk_nbytes`; the last chunk may be shorter.
-    """
+    """A data file: its size, and a checksum per chunk of `Manifest.chunk_nbytes`, of which the last may be shorter."""
 
     nbytes: _Natural
     crc32c: tuple[_Natural, ...]
@@ -115,16 +108,11 @@ class PieceRecord(_Record):
 
 
 class CodeRecord(_Record):
-    """The form of optimizer state stored in few bits: codes, with one scale for each block of them.
+    """The form of optimizer state stored in few bits: codes, with one scale for each `block` of them.
 
-    A value is `book[code] * scale`, or `code * scale` where there is no book. The file holds them as NAME.codes,
-    NAME.scales and NAME.book (both float32). Blocks are counted from the start of the piece; the last may be short.
-
-    Attributes:
-        dtype: of the stored codes.
-        bits: of one code: 8, or 4 with two codes in a byte, the first in the upper half.
-        block: values with one scale.
-        book: values that a code can name; 0 if there is no book.
+    A value is `book[code] * scale`, or `code * scale` where there is no book (`book` is its length). The file holds
+    them as NAME.codes, NAME.scales and NAME.book (both float32). Blocks are counted from the start of the piece; the
+    last may be short. Of codes of 4 bits two are in a byte, the first in the upper half.
     """
 
     dtype: Literal["uint8", "float8_e4m3fn"]
@@ -241,13 +229,7 @@ class GroupRecord(_Record):
 
 
 class OptimizerRecord(_Record):
-    """An optimizer.
-
-    Attributes:
-        kind: name of its class.
-        groups: its parameter groups in order.
-        state: parameter name -> state key -> what is stored.
-    """
+    """An optimizer: its class, its groups in order, and parameter name -> state key -> what is stored."""
 
     kind: str
     groups: tuple[GroupRecord, ...]
@@ -358,11 +340,7 @@ def is_data_file(name: str) -> bool:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Return the manifest as the bytes of its file: valid JSON, with a checksum of the exact bytes of the body.
-
-    Raises:
-        CheckpointError: its values are nested too deeply to be read.
-    """
+    """Return the manifest as the bytes of its file: valid JSON, with a checksum of the exact bytes of the body."""
     body = manifest.model_dump_json().encode()
     try:
         from_json(body)
@@ -375,11 +353,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def decode_manifest(data: bytes, *, where: str) -> Manifest:
-    """Read what `encode_manifest` wrote.
-
-    Raises:
-        CheckpointError: damaged, of a newer version, or not a manifest.
-    """
+    """Read what `encode_manifest` wrote."""
     match = re.match(re.escape(_PREFIX) + rb"([0-9a-f]{8})" + re.escape(_MIDDLE), data)
     if match is None or not data.endswith(_SUFFIX):
         raise CheckpointError(f"{where} is not a fullshard manifest, or it is damaged")
@@ -404,11 +378,7 @@ def decode_manifest(data: bytes, *, where: str) -> Manifest:
 
 
 def read_manifest(directory: Location) -> Manifest:
-    """Return the manifest of a checkpoint directory.
-
-    Raises:
-        CheckpointError: no such directory, no manifest in it, or a damaged one.
-    """
+    """Return the manifest of a checkpoint directory."""
     return decode_manifest(read_manifest_bytes(directory), where=str(directory / MANIFEST_NAME))
 
 

@@ -15,10 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard.checkpoint.decoding import decode_value
 from fullshard.checkpoint.ranks import Ranks, all_come
 from fullshard.checkpoint.tensors import LocalTensor, local_tensors, modules_with_extra_state, rest
-from fullshard.checkpoint.values import encode_value
+from fullshard.checkpoint.values import decode_value, encode_value
 from fullshard.core.errors import CheckpointError, LifecycleError
 from fullshard.core.user_class import user_class
 from fullshard.engine.lookup import clean_name, unit_of
@@ -51,10 +50,9 @@ def gather_when_all_save(model: nn.Module) -> None:
         args, kwargs = _by_name(save, args, kwargs)
         if kwargs.get("path_initial_model_for_weight_conversion") is not None:
             raise LifecycleError(
-                f"{user_class(model).__name__}.save_pretrained(path_initial_model_for_weight_conversion=...): for that "
-                "PEFT adds the initial adapter to the model, and this one is sharded",
-                hint="save without it, and convert in one process: PeftModel.from_pretrained(base, saved)"
-                ".save_pretrained(converted, path_initial_model_for_weight_conversion=initial)",
+                "save_pretrained(path_initial_model_for_weight_conversion=...) adds the initial adapter to the model, "
+                "and this one is sharded",
+                hint="save without it, and convert what was saved in one process",
             )
         may_be_alone = kwargs.get("state_dict") is None and "is_main_process" not in kwargs and dist.is_initialized()
         if may_be_alone and not _is_whole_here(model) and all_come("save_pretrained", ALONE_SECONDS):
@@ -71,44 +69,18 @@ def gather_when_all_save(model: nn.Module) -> None:
             return save(*args, **kwargs)
 
     model.save_pretrained = save_pretrained  # type: ignore[assignment]
-    if hasattr(model, "save_lora_adapter"):
-        model.save_lora_adapter = _saves_alone(model)  # type: ignore[assignment]
 
 
 def _by_name(
     save: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a call's arguments: by name those that are looked at here, and all positional ones after them.
-
-    Raises:
-        TypeError: the method does not take them.
-    """
+    """Return a call's arguments, by name unless they go on in `*args`. Raises `TypeError` if it takes others."""
     signature = inspect.signature(save)
     signature.bind(*args, **kwargs)
     names = [name for name, each in signature.parameters.items() if each.kind is each.POSITIONAL_OR_KEYWORD]
-    first = min((names.index(name) for name in ("is_main_process", "state_dict") if name in names), default=len(args))
-    if len(args) > len(names):  # they go on in `*args`
+    if len(args) > len(names):
         return args, kwargs
-    return args[:first], dict(zip(names[first:], args[first:], strict=False)) | kwargs
-
-
-def _saves_alone(model: nn.Module) -> Callable[..., Any]:
-    """Return a `save_lora_adapter` for many ranks: diffusers' own does not know which is the main process."""
-    save: Any = model.save_lora_adapter
-
-    @functools.wraps(save)
-    def save_lora_adapter(*args: Any, **kwargs: Any) -> Any:
-        if not _is_whole_here(model):
-            raise LifecycleError(
-                f"{user_class(model).__name__}.save_lora_adapter, and each rank has a part of the adapter",
-                hint="on every rank: whole = accelerator.get_state_dict(model); on the main process, the pipeline's "
-                "save_lora_weights(path, unet_lora_layers=convert_state_dict_to_diffusers(get_peft_model_state_dict("
-                "unwrapped, state_dict=whole)))",
-            )
-        with whole_in_state_dicts(model, full_state_dict(model)):
-            return save(*args, **kwargs)
-
-    return save_lora_adapter
+    return (), dict(zip(names, args, strict=False)) | kwargs
 
 
 def _is_whole_here(model: nn.Module) -> bool:
@@ -270,11 +242,7 @@ def _extra_states(model: nn.Module) -> dict[str, nn.Module]:
 def match_names(
     locals_: list[LocalTensor], state_dict: Mapping[str, Any], extra: Iterable[str] = (), *, strict: bool
 ) -> tuple[list[str | None], list[str], list[str]]:
-    """Return the name to take each tensor of the model from; names missing and unexpected.
-
-    Raises:
-        CheckpointError: names (if strict) or shapes that differ, all of them listed.
-    """
+    """Return the name to take each tensor of the model from; names missing and unexpected."""
     given = {clean_name(name): name for name in state_dict}
     names: list[str | None] = []
     missing, problems = [], []

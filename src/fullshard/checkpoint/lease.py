@@ -1,13 +1,11 @@
 """One job at a time in a folder: a second one would remove or replace the checkpoints of the first.
 
-A job that uses a folder leaves a file there that names it, and refuses to begin where another job's is in force.
-
     OUT/.lease.json           all of OUT is one job's: it removes old checkpoints there, or numbers new ones
     OUT/.NAME.lease.json      OUT/NAME is one job's: it replaces that
 
 In a file system a lease is in force while its process holds a lock on the file, so it ends with the process. In an
-object store it is an object that is created only if it is not there, and renewed: one that is old has ended, and the
-next job creates `.lease.json.1` beside it, of which again only one can be made.
+object store each job writes one of its own (`.lease.json.ID`), renews it, and looks for others: one that stays as it is
+has ended. Of two jobs at least the later one sees the other's.
 """
 
 from __future__ import annotations
@@ -19,15 +17,15 @@ import json
 import os
 import secrets
 import socket
-import stat
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from fullshard.checkpoint.objects import Location, ObjectPath, at_exit, read_small
+from fullshard.checkpoint.storage import unheld
 from fullshard.core.errors import ConfigError, StoreError, cut, printable
 from fullshard.core.files import parse_object
 from fullshard.core.process import this_machine
@@ -37,14 +35,12 @@ _LONGEST_NBYTES = 1 << 16
 """A longer file is no lease."""
 RENEWED_EVERY_SECONDS = 10.0
 LASTS_SECONDS = 60.0
-"""The life of a lease in an object store without renewal: several renewals, for stores are slow at times."""
+"""How long a lease in an object store is watched: several renewals, for stores are slow at times."""
 _TRIES, _TRY_AGAIN_SECONDS = 5, 0.05
 """Somebody who only looks whether a file is locked locks it for a moment."""
 
 _HELD: dict[Location, int | ObjectPath] = {}
 """Leases of this process: the descriptor that holds the lock, or the object."""
-_IDENTITY = [secrets.token_hex(8)]
-_THREAD = "fullshard-lease"
 
 
 @contextlib.contextmanager
@@ -63,18 +59,15 @@ def lease(directory: Location) -> Iterator[None]:
 
 
 def hold_folder(directory: Location) -> bool:
-    """Hold `directory` for this process alone until it ends, or `let_go`; return whether it did not hold it before.
-
-    Another job must not have anything in the folder to itself.
-    """
+    """Hold `directory`, and all in it, alone until this process ends, or `let_go`; return whether it is new to it."""
     directory = directory.absolute()
     return _hold(directory / LEASE_NAME, lambda: directory.glob(".*" + LEASE_NAME + "*"))
 
 
 def hold_name(path: Location) -> bool:
-    """Hold the name `path` alone, as `hold_folder` does; return whether this process held neither it nor its folder."""
+    """Hold the name `path` alone, as `hold_folder` does; return whether it is new to this process."""
     path = path.absolute()
-    if any(map(holds, path.parents)):
+    if any(holds(parent) or (parent.name and _of_name(parent) in _HELD) for parent in path.parents):
         return False
     return _hold(_of_name(path), lambda: [path.with_name(LEASE_NAME)])
 
@@ -95,7 +88,7 @@ def let_go(directory: Location | None = None) -> None:
     """Leave all folders and names, or those in `directory`, to others."""
     inside = None if directory is None else directory.absolute()
     for path in list(_HELD):
-        if inside is None or (type(path) is type(inside) and path.is_relative_to(inside)):  # type: ignore[arg-type]
+        if inside is None or path.is_relative_to(inside):
             _let_go(path)
 
 
@@ -108,15 +101,19 @@ def _of_name(path: Location) -> Location:
     return path.with_name(f".{path.name}{LEASE_NAME}")
 
 
-def _hold(path: Location, others: Any) -> bool:
+def _hold(path: Location, others: Callable[[], Iterable[Location]]) -> bool:
     """Hold a lease, unless another job has that or one of the `others`; whether this process did not hold it yet."""
     if path in _HELD:
         return False
     if isinstance(path, ObjectPath):
-        _HELD[path] = _take_object(path)
+        own = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+        try:
+            own.write_bytes(_new())
+        except FileNotFoundError as error:
+            raise ConfigError(f"{path.parent} cannot be written to: {error}", hint="is the bucket there?") from None
+        _HELD[path] = own
         at_exit(let_go)
-        if not any(thread.name == _THREAD for thread in threading.enumerate()):
-            threading.Thread(target=_renew, name=_THREAD, daemon=True).start()
+        threading.Thread(target=_renew, args=(path, own), daemon=True).start()
     else:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -128,7 +125,7 @@ def _hold(path: Location, others: Any) -> bool:
             warnings.warn(f"{path.parent}: nothing keeps a second job out of it: {error}", stacklevel=5)
             return False
     try:
-        for other in others():
+        for other in (path, *others()):
             _refuse_another(other)
     except ConfigError:
         _let_go(path)
@@ -147,23 +144,14 @@ def _let_go(path: Location) -> None:
 
 def _refuse_another(path: Location) -> None:
     """Raise `ConfigError` if a job that still runs, and is not this one, has this lease."""
-    if path in _HELD or path in _HELD.values():
-        return
     if isinstance(path, ObjectPath):
-        for found in _objects(path):
-            if found not in _HELD.values() and _is_in_force(found):
-                raise _in_use(found)
-    else:
-        with contextlib.suppress(FileNotFoundError, PermissionError):
-            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise _in_use(path) from None
-            except OSError:  # a file system without locks
-                pass
-            finally:
-                os.close(descriptor)
+        for found in path.parent.iterdir():
+            if found.name.startswith(path.name) and found not in _HELD.values():
+                _refuse_living(found)
+    elif path not in _HELD:
+        with unheld(path, fcntl.LOCK_SH) as is_unheld:
+            if is_unheld is False:
+                raise _in_use(path)
 
 
 def _in_use(path: Location) -> ConfigError:
@@ -171,10 +159,9 @@ def _in_use(path: Location) -> ConfigError:
     who = f"process {theirs.get('pid')} on {printable(str(theirs.get('host')), 100)}" if theirs else "another job"
     since = theirs.get("since")
     seconds = f" since {max(0.0, time.time() - since):.0f} s" if isinstance(since, int | float) else ""
-    wait = f"; one that was killed is in the way for {LASTS_SECONDS:.0f} s" if isinstance(path, ObjectPath) else ""
     name = path.name.partition(LEASE_NAME)[0].removeprefix(".")
     return ConfigError(
-        f"{path.parent / name} is in use: {who} has it{seconds}", hint=f"use another folder, or end that job{wait}"
+        f"{path.parent / name} is in use: {who} has it{seconds}", hint="use another folder, or end that job"
     )
 
 
@@ -185,19 +172,17 @@ def _read(path: Location) -> dict[str, Any]:
     return {}
 
 
-def _this_job() -> dict[str, Any]:
+def _new() -> bytes:
+    """Return the text of a new lease of this process."""
     process = {"host": socket.gethostname(), "pid": os.getpid(), "born": _born(os.getpid())}
-    return process | {"since": time.time(), "id": _IDENTITY[0]}
+    return json.dumps(process | {"since": time.time()}).encode()
 
 
-def _born(pid: int) -> str:
+def _born(pid: Any) -> str:
     """Return what tells a process from others of its number, here and elsewhere; empty if the system does not say."""
     with contextlib.suppress(OSError, IndexError):
         return f"{this_machine()} {Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[19]}"
     return ""
-
-
-# -- files --------------------------------------------------------------------------------------------------------
 
 
 def _take_file(path: Path) -> int:
@@ -206,12 +191,9 @@ def _take_file(path: Path) -> int:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):  # no job has made that
-                path.unlink()
-            elif path.exists() and os.path.samestat(status, path.stat()):  # else it was let go meanwhile
+            if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):  # else it was let go meanwhile
                 os.ftruncate(descriptor, 0)
-                os.write(descriptor, json.dumps(_this_job()).encode())
+                os.write(descriptor, _new())
                 return descriptor
         except BlockingIOError:
             time.sleep(_TRY_AGAIN_SECONDS)
@@ -222,82 +204,39 @@ def _take_file(path: Path) -> int:
     raise _in_use(path)
 
 
+def _refuse_living(path: ObjectPath) -> None:
+    """Raise `ConfigError` if its process is alive: by its number on this host, else because it renews the lease."""
+    begin, own = time.monotonic(), _born(os.getpid())
+    first = found = _read(path)
+    pid, born = first.get("pid"), str(first.get("born"))
+    if own and born.rpartition(" ")[0] == own.rpartition(" ")[0]:
+        # This process's own is one that the store did not remove when it was asked.
+        if (pid, born) != (os.getpid(), own) and _born(pid) == born:
+            raise _in_use(path)
+        found = {}
+    while first and found == first and time.monotonic() - begin < LASTS_SECONDS:
+        time.sleep(min(1.0, RENEWED_EVERY_SECONDS))
+        found = _read(path)
+    if found not in (first, {}):
+        raise _in_use(path)
+    with contextlib.suppress(StoreError):
+        path.unlink(missing_ok=True)
+
+
+def _renew(path: ObjectPath, own: ObjectPath) -> None:
+    while _HELD.get(path) is own:
+        time.sleep(RENEWED_EVERY_SECONDS)
+        with contextlib.suppress(OSError, StoreError):
+            if (mine := _read(own)) and _HELD.get(path) is own:  # it may have been let go meanwhile
+                own.write_bytes(json.dumps(mine | {"renewed": time.time()}).encode())
+
+
 def _forget() -> None:
     """Leave the leases of the parent to it, in a process that it has forked."""
     for held in _HELD.values():
         if isinstance(held, int):
             os.close(held)
     _HELD.clear()
-    _IDENTITY[0] = secrets.token_hex(8)
-
-
-# -- objects ------------------------------------------------------------------------------------------------------
-
-
-def _take_object(path: ObjectPath) -> ObjectPath:
-    """Return the object that is this process's lease."""
-    for _ in range(_TRIES):
-        there = _objects(path)
-        for found in there:
-            if _is_in_force(found):
-                raise _in_use(found)
-        own = path.with_name(f"{path.name}.{_number(there[-1]) + 1}") if there else path
-        try:
-            is_made = own.create(json.dumps(_this_job() | {"renewed": time.time()}).encode())
-        except FileNotFoundError as error:
-            raise ConfigError(
-                f"{path.parent} cannot be written to: {error}", hint="see that the bucket is there"
-            ) from None
-        if is_made:
-            for found in _objects(path):
-                if found in there:
-                    found.unlink(missing_ok=True)
-                elif found != own and _is_in_force(found):  # made by a job that had seen another state
-                    own.unlink(missing_ok=True)
-                    raise _in_use(found)
-            return own
-    raise ConfigError(f"{path.parent}: another job has just begun in it", hint="use another folder")
-
-
-def _objects(path: ObjectPath) -> list[ObjectPath]:
-    """Return the objects of a lease, the one that counts last."""
-    beside = [each for each in path.parent.iterdir() if each.name.startswith(path.name)]
-    return sorted((each for each in beside if _number(each) >= 0), key=_number)
-
-
-def _number(path: ObjectPath) -> int:
-    digits = path.name.rpartition(LEASE_NAME)[2].removeprefix(".") or "0"
-    return int(digits) if digits.isdecimal() else -1
-
-
-def _is_in_force(path: ObjectPath) -> bool:
-    """Return whether the process of a lease is alive, or, of another host, has renewed it lately.
-
-    That is told by one clock: those of two hosts may be hours apart.
-    """
-    theirs, probe, now = _read(path), path.with_name(f"{path.name}.probe-{secrets.token_hex(8)}"), time.time()
-    if theirs.get("id") == _IDENTITY[0]:  # this process's own, which a store did not remove when it was asked
-        return False
-    try:
-        if str(theirs.get("born")).startswith(this_machine()):
-            return _born(int(theirs["pid"])) == str(theirs["born"])
-        written = path.modified() or float(theirs["renewed"])
-    except (OSError, ValueError, KeyError, TypeError):  # let go meanwhile, or no lease
-        return False
-    with contextlib.suppress(OSError, StoreError):  # where one may only read
-        probe.write_bytes(b"")
-        now = probe.modified() or now
-        probe.unlink()
-    return now - written <= LASTS_SECONDS
-
-
-def _renew() -> None:
-    while True:
-        time.sleep(RENEWED_EVERY_SECONDS)
-        for own in [held for held in list(_HELD.values()) if isinstance(held, ObjectPath)]:
-            with contextlib.suppress(OSError, StoreError):
-                if (mine := _read(own)) and own in _HELD.values():  # it may have been let go meanwhile
-                    own.write_bytes(json.dumps(mine | {"renewed": time.time()}).encode())
 
 
 atexit.register(let_go)

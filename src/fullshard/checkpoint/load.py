@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -18,7 +19,6 @@ from torch import nn
 from fullshard.checkpoint.averages import AVERAGES, average_records, averages_in
 from fullshard.checkpoint.coded_state import CodedTensor, coded_tensors, fresh_state, rows_of
 from fullshard.checkpoint.collect import LoadArguments
-from fullshard.checkpoint.decoding import decode_value
 from fullshard.checkpoint.elements import dtype_of, stored_dtype
 from fullshard.checkpoint.format import (
     MANIFEST_NAME,
@@ -37,7 +37,7 @@ from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.readers import Readers
 from fullshard.checkpoint.rng import RNG_PREFIX, restore_rng
 from fullshard.checkpoint.stamps import note_stamp
-from fullshard.checkpoint.store import store_of
+from fullshard.checkpoint.storage import replaced_directories
 from fullshard.checkpoint.tensor_file import order_key
 from fullshard.checkpoint.tensors import (
     LocalTensor,
@@ -48,6 +48,7 @@ from fullshard.checkpoint.tensors import (
     modules_with_extra_state,
     rest,
 )
+from fullshard.checkpoint.values import decode_value
 from fullshard.checkpoint.verify import file_problems, quick_problems
 from fullshard.core.chunking import UNCUT, Chunking
 from fullshard.core.errors import CheckpointError, DamagedError
@@ -69,13 +70,9 @@ _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """A tensor of this rank that is to be filled.
+    """A tensor of this rank that is to be filled; its dtype is that of the record.
 
-    Attributes:
-        kind, name: kind of file, and name of the tensor in it.
-        record: where its pieces are.
-        interval: elements of the flattened whole that `tensor` holds, counted as `chunking` says.
-        tensor: the destination; its dtype is that of the record. State in few bits is a `CodedTensor`.
+    It holds elements `interval` of the flattened whole, counted as `chunking` says.
     """
 
     kind: str
@@ -142,70 +139,24 @@ def load_proved(
 ) -> dict[str, Any]:
     """Load from files that `prove` proves, or brings. A collective.
 
-    Args:
-        directory: where the files are, or will be.
-        data: the manifest.
-        ranks: all of them.
-        prove: a collective, called with the manifest, the kinds of files that are read, and the names of those that
-            this rank reads. If it fails nothing has changed.
-        parts: what is filled.
-        weights: see `load_checkpoint`.
-        rng: likewise.
-
-    Raises:
-        CheckpointError: see `load_checkpoint`.
+    `data` is the manifest. `prove` is a collective, too, called with the manifest, the kinds of files that are read,
+    and the names of those that this rank reads. If it fails nothing has changed.
     """
-    model, optimizer, objects = parts["model"], unwrapped(parts.get("optimizer")), parts.get("objects", ())
-    wanted = {name: parts.get(name) for name in ("scheduler", "scaler")} | {"objects": list(objects) or None}
-
-    def prepare() -> _Load:
-        manifest = decode_manifest(data, where=str(directory / MANIFEST_NAME))
-        note_stamp(manifest.saved_at, str(directory))
-        asked = {name for name, value in wanted.items() if value is not None}
-        saved = manifest.states.get("objects")
-        if objects and isinstance(saved, list) and len(saved) != len(objects):
-            raise CheckpointError(f"{len(objects)} objects are to be loaded, {len(saved)} were saved")
-        return _Load(directory, manifest, ranks.rank, model, optimizer, asked, weights, averages_in(objects))
-
-    load = ranks.together(f"matching {directory} with the model", prepare)
+    load = ranks.together(f"matching {directory} with the model", lambda: _Load(directory, data, ranks, parts, weights))
     prove(load.manifest, ["state", *dict.fromkeys(target.kind for target in load.targets)], load.files())
     stored = ranks.together(f"reading {directory}", load.read)
-
-    def restore() -> dict[str, Any]:
-        load.restore_optimizer(stored)
-        load.restore_modules(stored)
-        for name, source in wanted.items():
-            if source is None:
-                continue
-            state = decode_value(load.manifest.states[name], stored)
-            if state or name != "scaler":  # one that was disabled had none, and an enabled one refuses that
-                _load_state_dict(source, state)
-        extra = decode_value(load.manifest.states.get("extra"), stored)
-        # last, because a load_state_dict() may draw random numbers
-        if rng:
-            load.restore_rng(stored, ranks.world_size)
-        return extra or {}
-
-    extra = ranks.together(f"restoring {directory}", restore)
+    extra = ranks.together(f"restoring {directory}", lambda: load.restore(stored, rng=rng))
     if ranks.rank == 0:
-        _note(directory, load.manifest, ranks, is_whole=optimizer is not None)
+        before, now, is_whole = load.manifest.world_size, ranks.world_size, load.optimizer is not None
+        JOURNAL.note(Happening.LOAD, path=str(directory), optimizer=is_whole, saved_by=before)
+        if before != now and is_whole:
+            kind = Happening.SHRINK if now < before else Happening.GROWTH
+            JOURNAL.note(kind, f"from {before} ranks to {now}", before=before, now=now)
     return extra
 
 
-def _note(directory: Location, manifest: Manifest, ranks: Ranks, *, is_whole: bool) -> None:
-    before, now = manifest.world_size, ranks.world_size
-    JOURNAL.note(Happening.LOAD, path=str(directory), optimizer=is_whole, saved_by=before)
-    if before != now and is_whole:
-        kind = Happening.SHRINK if now < before else Happening.GROWTH
-        JOURNAL.note(kind, f"from {before} ranks to {now}", before=before, now=now)
-
-
 def prove_files(directory: Location, manifest: Manifest, ranks: Ranks, kinds: Sequence[str]) -> None:
-    """Read every byte of the files of some kinds. A collective: each file is read by one rank.
-
-    Raises:
-        DamagedError: On every rank, if any has read other bytes than those that were saved.
-    """
+    """Read every byte of the files of some kinds. A collective: each file is read by one rank."""
 
     def prove() -> None:
         if found := file_problems(directory, manifest, kinds, part=ranks.rank, parts=ranks.world_size):
@@ -228,20 +179,18 @@ def prove_checkpoint(path: str | Location) -> None:
 class _Load:
     """One rank's part of a load. The constructor finds all that does not match and changes nothing."""
 
-    def __init__(
-        self,
-        directory: Location,
-        manifest: Manifest,
-        rank: int,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        wanted: set[str],
-        weights: Weights,
-        averages: Sequence[EMA],
-    ) -> None:
+    def __init__(self, directory: Location, data: bytes, ranks: Ranks, parts: LoadArguments, weights: Weights) -> None:
+        self.directory, self.ranks = directory, ranks
+        self.manifest = manifest = decode_manifest(data, where=str(directory / MANIFEST_NAME))
+        note_stamp(manifest.saved_at)
+        self.model, self.optimizer = model, optimizer = parts["model"], unwrapped(parts.get("optimizer"))
+        objects = list(parts.get("objects", ()))
+        wanted = {"scheduler": parts.get("scheduler"), "scaler": parts.get("scaler"), "objects": objects or None}
+        self._wanted = {name: source for name, source in wanted.items() if source is not None}
+        saved_objects = manifest.states.get("objects")
+        if objects and isinstance(saved_objects, list) and len(saved_objects) != len(objects):
+            raise CheckpointError(f"{len(objects)} objects are to be loaded, {len(saved_objects)} were saved")
         rest(model)
-        self.directory, self.manifest, self.rank = directory, manifest, rank
-        self.model, self.optimizer = model, optimizer
         self.parameters = local_parameters(model)
         check_is_plain(self.parameters)
         self._primary = {n: name for name, r in manifest.parameters.items() for n in (name, *r.aliases)}
@@ -259,7 +208,7 @@ class _Load:
             absent = [name for name, r in (manifest.parameters | manifest.buffers).items() if not r.is_stored]
             problems += [f"the values of {name!r} were not saved here" for name in absent]
         self.targets = [t for t in self.targets if weights != "none" and t.record.is_stored]
-        problems += [f"{name} was not saved" for name in sorted(wanted - manifest.states.keys())]
+        problems += [f"{name} was not saved" for name in sorted(self._wanted.keys() - manifest.states.keys())]
         module_extra = manifest.states.get("module_extra")
         saved_modules = module_extra if isinstance(module_extra, dict) else {}
         modules, saved = sorted(modules_with_extra_state(model)), sorted(saved_modules)
@@ -267,7 +216,7 @@ class _Load:
             problems.append(f"the modules with extra state are {modules}, saved was that of {saved}")
         if optimizer is not None:
             problems += self._match_groups(optimizer)
-        for average in averages:
+        for average in averages_in(objects):
             found = average_records(average, self.parameters, manifest, self._primary, problems)
             self.targets += [_Target("optimizer", n, r, p.interval, held, p.chunking) for n, p, r, held in found]
         if problems:
@@ -286,16 +235,16 @@ class _Load:
             for target in sorted(self.targets, key=lambda t: (t.kind, order_key(t.record.dtype, t.record.numel))):
                 _fill(target, readers)
             stored = readers.rank_state(0)
-            if self.rank:
+            if self.ranks.rank:
                 stored = {name: t for name, t in stored.items() if not name.startswith(RNG_PREFIX)}
-                if self.rank < self.manifest.world_size:
-                    stored |= readers.rank_state(self.rank)
+                if self.ranks.rank < self.manifest.world_size:
+                    stored |= readers.rank_state(self.ranks.rank)
         return stored
 
     def files(self) -> set[str]:
         """Return the names of the files that `read` reads."""
         manifest = self.manifest
-        names = {manifest.file_name("state", 0), manifest.file_name("state", self.rank)} & manifest.files.keys()
+        names = {manifest.file_name("state", 0), manifest.file_name("state", self.ranks.rank)} & manifest.files.keys()
         for target in self.targets:
             pieces = target.record.pieces
             if target.record.chunking == target.chunking:
@@ -303,37 +252,39 @@ class _Load:
             names |= {manifest.file_name(target.kind, piece.rank) for piece in pieces}
         return names
 
-    def restore_optimizer(self, stored: Mapping[str, torch.Tensor]) -> None:
-        """Give the optimizer the hyper-parameters and the state that was read. Needs no `step()` to make any."""
-        if self.optimizer is None:  # and one that was not saved has been refused
-            return
-        for group, record in zip(self.optimizer.param_groups, self._saved_groups, strict=True):
-            options = {key: decode_value(value, stored) for key, value in record.options.items()}
-            group.update({key: value for key, value in options.items() if key not in _IMPLEMENTATION})
-        self.optimizer.state.clear()
-        for parameter, state in self._state:
-            self.optimizer.state[parameter] = as_sharded(self.optimizer, parameter, state)
-
-    def restore_modules(self, stored: Mapping[str, torch.Tensor]) -> None:
-        """Give modules back their extra state."""
+    def restore(self, stored: Mapping[str, torch.Tensor], *, rng: bool) -> dict[str, Any]:
+        """Give everything back its state, the optimizer without a `step()` that makes it; return `extra`."""
+        if self.optimizer is not None:  # if it was not saved, that has been refused
+            for group, record in zip(self.optimizer.param_groups, self._saved_groups, strict=True):
+                options = {key: decode_value(value, stored) for key, value in record.options.items()}
+                group.update({key: value for key, value in options.items() if key not in _IMPLEMENTATION})
+            self.optimizer.state.clear()
+            for parameter, state in self._state:
+                self.optimizer.state[parameter] = as_sharded(self.optimizer, parameter, state)
         saved = self.manifest.states.get("module_extra")
         if isinstance(saved, dict):
             for path, module in modules_with_extra_state(self.model).items():
                 module.set_extra_state(decode_value(saved[path], stored))
+        for name, source in self._wanted.items():
+            state = decode_value(self.manifest.states[name], stored)
+            if state or name != "scaler":  # one that was disabled had none, and an enabled one refuses that
+                _load_state_dict(source, state)
+        extra = decode_value(self.manifest.states.get("extra"), stored)
+        # last, because a load_state_dict() may draw random numbers
+        if rng:
+            self._restore_rng(stored)
+        return extra or {}
 
-    def restore_rng(self, stored: Mapping[str, torch.Tensor], world_size: int) -> None:
+    def _restore_rng(self, stored: Mapping[str, torch.Tensor]) -> None:
         """Set the generators, if this rank saved its own."""
-        if world_size != self.manifest.world_size:
-            if self.rank == 0:
-                logger.warning(
-                    "random number generators are not restored: saved by %d ranks, loaded by %d",
-                    self.manifest.world_size,
-                    world_size,
-                )
-            return
-        if not any(name.startswith(RNG_PREFIX) for name in stored):
-            if self.rank == 0:
-                logger.warning("random number generators are not restored: the checkpoint holds none")
+        saved_by, why = self.manifest.world_size, ""
+        if self.ranks.world_size != saved_by:
+            why = f"saved by {saved_by} ranks, loaded by {self.ranks.world_size}"
+        elif not any(name.startswith(RNG_PREFIX) for name in stored):
+            why = "the checkpoint holds none"
+        if why:
+            if self.ranks.rank == 0:
+                logger.warning("random number generators are not restored: %s", why)
             return
         for name in restore_rng(stored, device_of(self.model)):
             logger.warning("the random number generator of %r is not restored: other kind of device", name)
@@ -418,12 +369,11 @@ class _Load:
 
 def _is_alike(value: Any, like: torch.Tensor, dtype: torch.dtype) -> bool:
     """Return whether a value is a tensor like `like` but for its dtype, which is `dtype`."""
+    place = like.device, like.shape, like.stride()
     return (
         isinstance(value, torch.Tensor)
+        and (value.device, value.shape, value.stride()) == place
         and value.dtype == dtype
-        and value.device == like.device
-        and value.shape == like.shape
-        and value.stride() == like.stride()
     )
 
 
@@ -436,14 +386,7 @@ def _fill(target: _Target, readers: Readers) -> None:
     tensor = target.tensor.detach()
     in_place = tensor.device.type == "cpu" and tensor.is_contiguous()
     staging = tensor if in_place else torch.empty(tensor.shape, dtype=tensor.dtype)
-    readers.fill(
-        staging,
-        target.kind,
-        target.name,
-        target.record,
-        target.interval,
-        chunking=target.chunking,
-    )
+    readers.fill(staging, target.kind, target.name, target.record, target.interval, chunking=target.chunking)
     if in_place:
         torch.autograd.graph.increment_version(tensor)  # nothing else tells that it has changed
     else:
@@ -489,7 +432,7 @@ def _opened(directory: Location, ranks: Ranks) -> bytes:
     """Return the manifest after checking all files, on rank 0 only to spare the file system. A collective."""
 
     def look() -> bytes:
-        if not directory.exists() and (old := store_of(directory).replaced(directory)):
+        if isinstance(directory, Path) and not directory.exists() and (old := replaced_directories(directory)):
             raise DamagedError(
                 f"{directory} is missing: a save that was to replace it was killed",
                 hint=f"its old contents are in {old[0]}",

@@ -1,4 +1,4 @@
-"""Names in an object store (S3, GCS, Azure, the hub, memory): what is used here of pathlib's interface, over fsspec.
+"""Names in an object store (S3, GCS, Azure, the hub, memory): pure paths with what is used of `Path`, over fsspec.
 
 A store that does not answer, or forbids, is a `StoreError` and never a missing file: what only looks empty would be
 written over, and a run that finds no checkpoint starts anew.
@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fnmatch
 import functools
 import os
 import re
-import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from fullshard.core.errors import ConfigError, FullshardError, MissingExtraError, StoreError, cut
@@ -28,127 +25,78 @@ _NO_STORES = ("file", "local", "http", "https")
 _MISSING = (FileNotFoundError, NotADirectoryError)
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class ObjectPath:
-    """A name in an object store. Directories are prefixes: they are there as long as an object is beneath.
+class ObjectPath(PurePosixPath):
+    """A name in an object store. Directories are prefixes: they are there as long as an object is beneath."""
 
-    Args:
-        scheme: what stands before `://`.
-        parts: the rest between its slashes; the first is the bucket.
-    """
-
-    scheme: str
-    parts: tuple[str, ...]
+    __slots__ = ()
 
     def __str__(self) -> str:
-        return f"{self.scheme}://{'/'.join(self.parts)}"
-
-    def __truediv__(self, name: str | PurePath) -> ObjectPath:
-        return ObjectPath(self.scheme, (*self.parts, *(part for part in str(name).split("/") if part)))
-
-    @property
-    def name(self) -> str:
-        """The last part."""
-        return self.parts[-1]
+        return super().__str__().replace(":/", "://", 1)
 
     @property
     def parent(self) -> ObjectPath:
         """The directory that holds it; a bucket holds itself."""
-        return ObjectPath(self.scheme, self.parts[:-1] or self.parts)
-
-    @property
-    def parents(self) -> Sequence[ObjectPath]:
-        """All that it is in, the nearest first."""
-        return [ObjectPath(self.scheme, self.parts[:count]) for count in range(len(self.parts) - 1, 0, -1)]
-
-    def with_name(self, name: str) -> ObjectPath:
-        """Return another object beside it."""
-        return ObjectPath(self.scheme, (*self.parts[:-1], name))
-
-    def is_relative_to(self, other: object) -> bool:
-        """Return whether it is `other`, or lies in it."""
-        return isinstance(other, ObjectPath) and (other.scheme, other.parts) == (
-            self.scheme,
-            self.parts[: len(other.parts)],
-        )
+        return super().parent if len(self.parts) > 2 else self
 
     def absolute(self) -> ObjectPath:
-        """Return the location itself."""
-        return self
-
-    def resolve(self) -> ObjectPath:
         """Return the location itself: a store has no links."""
         return self
 
-    def is_symlink(self) -> bool:
-        """Return False: object stores have no links."""
-        return False
+    resolve = absolute
 
-    def stat(self) -> os.stat_result:
-        """Return its size and kind. Raises `FileNotFoundError` if no object has the name."""
+    def size(self) -> int:
+        """Return the bytes of an object. Raises `FileNotFoundError` if none has the name."""
         info = self._info()
-        if info is None:
+        if info.get("type") != "file":
             raise FileNotFoundError(errno.ENOENT, "no such object", str(self))
-        mode = stat.S_IFREG if info.get("type") == "file" else stat.S_IFDIR
-        return os.stat_result((mode, 0, 0, 1, 0, 0, int(info.get("size") or 0), 0, 0, 0))
-
-    def modified(self) -> float | None:
-        """Return when it was written, in seconds since 1970 by the store's clock; None if its client does not say."""
-        with asked(self, "looked up"):
-            try:
-                return float(self._files().modified(str(self)).timestamp())
-            except NotImplementedError:
-                return None
+        return int(info["size"] or 0)
 
     def exists(self) -> bool:
         """Return whether an object has this name, or is beneath it."""
-        return self._info() is not None
+        return bool(self._info())
 
     def is_file(self) -> bool:
         """Return whether an object has this name."""
-        return (self._info() or {}).get("type") == "file"
+        return self._info().get("type") == "file"
 
     def is_dir(self) -> bool:
         """Return whether an object is beneath this name."""
-        return (self._info() or {}).get("type") == "directory"
+        return self._info().get("type") == "directory"
 
     def iterdir(self) -> Iterator[ObjectPath]:
         """Return its direct children, sorted by name."""
         found: Any = []
-        with asked(self, "listed"), contextlib.suppress(*_MISSING):
-            found = self._files().ls(str(self), detail=False)
+        with contextlib.suppress(*_MISSING):
+            found = self._ask("listed", "ls", detail=False)
         names = {entry.rstrip("/").rpartition("/")[2] for entry in found if not self._is_it(entry)}
         return iter(sorted(self / name for name in names if name))
 
     def glob(self, pattern: str) -> Iterator[ObjectPath]:
         """Return its direct children with a name like `pattern`."""
-        return (path for path in self.iterdir() if fnmatch.fnmatchcase(path.name, pattern))
+        return (path for path in self.iterdir() if path.match(pattern))
 
     def beneath(self) -> dict[str, int]:
         """Return every object beneath, at any depth, by its name from here on, with its size."""
         found: Any = {}
-        with asked(self, "listed"), contextlib.suppress(*_MISSING):
-            found = self._files().find(str(self), detail=True)
+        with contextlib.suppress(*_MISSING):
+            found = self._ask("listed", "find", detail=True)
         depth = len(self._key().split("/"))
         entries = {key: info for key, info in found.items() if not self._is_it(key) and not key.endswith("/")}
         return {"/".join(key.strip("/").split("/")[depth:]): int(info["size"] or 0) for key, info in entries.items()}
 
     def read_bytes(self) -> bytes:
         """Return all bytes of an object. Raises `FileNotFoundError` if there is none."""
-        with asked(self, "read"):
-            return bytes(self._files().cat_file(str(self)))
+        return bytes(self._ask("read", "cat_file"))
 
     def write_bytes(self, data: bytes) -> None:
         """Create or replace an object; a reader finds the old one or the new one."""
-        with asked(self, "written"):
-            self._files().pipe_file(str(self), data)
+        self._ask("written", "pipe_file", data)
 
     def create(self, data: bytes) -> bool:
         """Create an object; whether it was not there. One of several that try at once, where the store can tell."""
         with asked(self, "written"):
             try:
                 self._files().pipe_file(str(self), data, mode="create")
-                return True
             except FileExistsError:
                 # If a request is repeated because its answer was lost, the second finds the first one's object.
                 return self.read_bytes() == data
@@ -156,21 +104,16 @@ class ObjectPath:
                 if self.is_file():
                     return False
                 self._files().pipe_file(str(self), data)
-                return True
+        return True
 
     def open(self, mode: str, **options: Any) -> Any:
         """Return a file of fsspec: read and sent in blocks, there once it is closed and committed."""
-        with asked(self, "written" if mode == "wb" else "read"):
-            return self._files().open(str(self), mode, **options)
+        return self._ask("written" if mode == "wb" else "read", "open", mode, **options)
 
     def unlink(self, missing_ok: bool = False) -> None:
         """Remove an object."""
-        with asked(self, "removed"):
-            try:
-                self._files().rm_file(str(self))
-            except _MISSING:
-                if not missing_ok:
-                    raise
+        with contextlib.suppress(*(_MISSING if missing_ok else ())):
+            self._ask("removed", "rm_file")
 
     def remove_beneath(self, names: Sequence[str]) -> None:
         """Remove objects that `beneath` has found."""
@@ -178,12 +121,12 @@ class ObjectPath:
             with asked(self, "removed"), contextlib.suppress(*_MISSING):
                 self._files().rm([str(self / name) for name in names])
 
-    def _info(self) -> dict[str, Any] | None:
-        with asked(self, "looked up"):
-            try:
-                return dict(self._files().info(str(self)))
-            except _MISSING:
-                return None
+    def _info(self) -> dict[str, Any]:
+        """Return what the store says of this name; nothing if it is not there."""
+        try:
+            return dict(self._ask("looked up", "info"))
+        except _MISSING:
+            return {}
 
     def _key(self) -> str:
         return str(self._files()._strip_protocol(str(self))).strip("/")
@@ -192,8 +135,12 @@ class ObjectPath:
         """Return whether a listed entry is this very name, as of the empty object some tools make for a directory."""
         return key.strip("/") == self._key()
 
+    def _ask(self, what: str, method: str, *arguments: Any, **options: Any) -> Any:
+        with asked(self, what):
+            return getattr(self._files(), method)(str(self), *arguments, **options)
+
     def _files(self) -> Any:
-        return _file_system(self.scheme, self.parts[0], os.getpid())
+        return _file_system(*self.parts[:2], os.getpid())
 
 
 Location = Path | ObjectPath
@@ -201,15 +148,10 @@ Location = Path | ObjectPath
 
 
 def read_small(path: Location, *, limit_nbytes: int = SMALL_NBYTES) -> bytes:
-    """Return the contents of a small file or object.
-
-    Raises:
-        OSError: see `core.files.open_regular`.
-        StoreError: the store does not answer.
-    """
+    """Return the contents of a small file or object."""
     if not isinstance(path, ObjectPath):
         return read_bytes(path, limit_nbytes=limit_nbytes)
-    if (nbytes := path.stat().st_size) > limit_nbytes:
+    if (nbytes := path.size()) > limit_nbytes:
         raise OSError(errno.EFBIG, f"it has {nbytes:,} bytes, expected at most {limit_nbytes:,}", str(path))
     return path.read_bytes()
 
@@ -228,23 +170,17 @@ def asked(path: ObjectPath, what: str) -> Iterator[None]:
         ) from error
 
 
-def location(written: str | os.PathLike[str] | ObjectPath) -> Location:
-    """Return the location of a checkpoint: a path of this host, or a URL of an object store.
-
-    Raises:
-        ConfigError: no store is known by that scheme, the URL names none, or the path is none.
-        MissingExtraError: the package that knows the store is not installed.
-    """
+def location(written: str | os.PathLike[str]) -> Location:
+    """Return the location of a checkpoint: a path of this host, or a URL of an object store."""
     if isinstance(written, ObjectPath):
         return written
     match = _URL.match(os.fspath(written))
     if match is None or match[1].lower() in _NO_STORES:
         return local_path(written)
-    path = ObjectPath(match[1].lower(), tuple(part for part in match[2].split("/") if part))
-    if not path.parts or {".", ".."} & set(path.parts):
-        raise ConfigError(
-            f"{os.fspath(written)!r} names no directory of a bucket, expected {path.scheme}://BUCKET/NAME"
-        )
+    scheme, names = match[1].lower(), [name for name in match[2].split("/") if name]
+    if not names or {".", ".."} & set(names):
+        raise ConfigError(f"{os.fspath(written)!r} names no directory of a bucket, expected {scheme}://BUCKET/NAME")
+    path = ObjectPath(f"{scheme}:", *names)
     with asked(path, "opened"):
         path._files()
     return path
@@ -254,17 +190,16 @@ def location(written: str | os.PathLike[str] | ObjectPath) -> Location:
 def _file_system(scheme: str, bucket: str, process: int) -> Any:  # a fork may not use its parent's
     import fsspec
 
+    url = f"{scheme}//{bucket}"
     try:
         # Files that another host has just written must be seen.
-        return fsspec.core.url_to_fs(f"{scheme}://{bucket}", use_listings_cache=False)[0]
+        return fsspec.core.url_to_fs(url, use_listings_cache=False)[0]
     except ImportError as error:
-        if scheme in ("s3", "s3a"):
-            raise MissingExtraError("s3fs", extra="s3", purpose=f"{scheme}://{bucket}") from None
-        raise ConfigError(f"{scheme}://{bucket}: {error}", hint="install the package, or use a path") from None
+        if scheme in ("s3:", "s3a:"):
+            raise MissingExtraError("s3fs", extra="s3", purpose=url) from None
+        raise ConfigError(f"{url}: {error}", hint="install the package, or use a path") from None
     except ValueError as error:
-        raise ConfigError(
-            f"{scheme}://{bucket}: {error}", hint="s3, gs, az, hf and memory are some that fsspec knows"
-        ) from None
+        raise ConfigError(f"{url}: {error}", hint="s3, gs, az, hf and memory are some that fsspec knows") from None
 
 
 @functools.cache

@@ -20,14 +20,9 @@ from fullshard.features.matrices import MatrixOptimizer
 
 @dataclass(frozen=True, slots=True)
 class StateEntry:
-    """One value in the state of one parameter on this rank.
+    """One value in the state of one parameter on this rank: a tensor, a `CodedTensor`, or, without layout, another.
 
-    Attributes:
-        parameter: whose state it is.
-        key: its key, for example `exp_avg`.
-        value: a tensor, a `CodedTensor`, or a Python value.
-        layout: see `StateTensorRecord`; None if the value is no tensor.
-        is_owned: whether it is of a matrix that this rank owns, so that no other has it.
+    What a rank owns (`is_owned`) no other has.
     """
 
     parameter: LocalTensor
@@ -58,11 +53,7 @@ def unwrapped(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer 
 def group_parameters(
     optimizer: torch.optim.Optimizer, parameters: Sequence[LocalTensor]
 ) -> list[list[tuple[nn.Parameter, LocalTensor]]]:
-    """Return the parameters of each group, as the optimizer and as the model know them.
-
-    Raises:
-        CheckpointError: the optimizer holds a tensor that is no parameter of the model at rest.
-    """
+    """Return the parameters of each group, as the optimizer and as the model know them."""
     known = {id(local.tensor): local for local in parameters}
     groups = []
     for number, group in enumerate(optimizer.param_groups):
@@ -93,11 +84,7 @@ def group_records(
 
 
 def state_entries(optimizer: torch.optim.Optimizer, parameters: Sequence[LocalTensor]) -> Iterator[StateEntry]:
-    """Yield the state this rank is to report: of parameters of which it saves an element, and of its matrices.
-
-    Raises:
-        CheckpointError: state that is laid out neither like its parameter nor alike on all ranks.
-    """
+    """Yield the state this rank is to report: of parameters of which it saves an element, and of its matrices."""
     for members in group_parameters(optimizer, parameters):
         for parameter, local in members:
             state = as_local(optimizer.state.get(parameter, {}))

@@ -37,12 +37,7 @@ def _spread(parameter: ShardedParameter) -> int:
 
 
 class Ranks:
-    """All ranks of the job, seen from this one. Every method is a collective unless there is one rank.
-
-    Attributes:
-        rank, world_size: this rank and how many there are.
-        device: where tensors must lie to be sent.
-    """
+    """All ranks of the job, seen from this one, and the device to send from. Every method is a collective."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
@@ -55,12 +50,7 @@ class Ranks:
 
     @classmethod
     def of(cls, model: nn.Module) -> Ranks:
-        """Return the ranks that `model` is sharded over.
-
-        Raises:
-            CheckpointError: only some ranks of the job share the model.
-            ConfigError: it is no module.
-        """
+        """Return the ranks that `model` is sharded over."""
         require_module(model)
         parameters = [p for p in model.parameters() if isinstance(p, ShardedParameter)]
         if not parameters:
@@ -156,16 +146,7 @@ class Ranks:
                 dist.broadcast(as_sent(tensor.view(-1)), src=0, group=self._group)
 
     def together(self, doing: str, function: Callable[[], T], *, kind: type[CheckpointError] = CheckpointError) -> T:
-        """Run `function` on every rank; if it fails on any, fail on all.
-
-        Args:
-            doing: what it does, for the message: "writing the checkpoint".
-            function: must not communicate.
-            kind: of the error.
-
-        Raises:
-            CheckpointError: on every rank, naming each failed rank and its reason.
-        """
+        """Run `function`, which must not communicate, on every rank; if it fails on any, raise `kind` on all."""
         result: list[T] = []
         error: Exception | None = None
         try:
@@ -221,9 +202,7 @@ class Ranks:
 def all_come(where: str, seconds: float) -> bool:
     """Return whether all ranks of the job come to a place in time. A rank alone there goes on, unlike in a collective.
 
-    Args:
-        where: the place's name. Ranks come there equally often, but for those that were alone.
-        seconds: to wait.
+    Ranks come there equally often, but for those that were alone.
     """
     number = _COME.get(where, 0)
     key, store, size = f"fullshard/come/{where}/{number}", torch_private.default_store(), dist.get_world_size()

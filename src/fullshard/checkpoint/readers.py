@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+from bisect import bisect_right
 from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Self
 
 import torch
@@ -11,9 +14,8 @@ import torch
 from fullshard.checkpoint.chunks import read_across
 from fullshard.checkpoint.coded_state import CodedTensor
 from fullshard.checkpoint.elements import dtype_called, dtype_of, tensor_bytes
-from fullshard.checkpoint.format import CodedPieceRecord, Manifest, TensorRecord, stored_as
+from fullshard.checkpoint.format import CodedPieceRecord, Manifest, PieceRecord, TensorRecord, stored_as
 from fullshard.checkpoint.objects import Location
-from fullshard.checkpoint.resharding import plan_reads
 from fullshard.checkpoint.tensor_file import TensorFileReader
 from fullshard.checkpoint.verify import pieces_of
 from fullshard.core.chunking import UNCUT, Chunking
@@ -139,3 +141,27 @@ class Readers:
             self[name].read_into(stored.start, tensor_bytes(tensor))
             result[key] = tensor
         return result
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """One contiguous copy of elements, counted from the start of the piece and from that of what is wanted."""
+
+    piece: PieceRecord
+    source: Interval
+    target: Interval
+
+
+def plan_reads(pieces: Sequence[PieceRecord], wanted: Interval) -> list[Read]:
+    """Return the reads that fill `wanted`, in order; the pieces are sorted by start and free of `coverage_problems`."""
+    if wanted.numel == 0:
+        return []
+    first = max(0, bisect_right(pieces, wanted.start, key=lambda piece: piece.start) - 1)
+    reads = []
+    for piece in pieces[first:]:
+        if piece.start >= wanted.stop:
+            break
+        common = wanted.intersect(piece.interval)
+        if common.numel:
+            reads.append(Read(piece, common.shift(-piece.start), common.shift(-wanted.start)))
+    return reads

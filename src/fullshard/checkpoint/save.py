@@ -13,7 +13,6 @@ rename, it is the manifest that makes it count: see `store`.
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -26,19 +25,17 @@ from torch import nn
 
 from fullshard.checkpoint.catalog import remove_oldest
 from fullshard.checkpoint.collect import RankReport, RankWriter, SaveArguments
-from fullshard.checkpoint.format import LATEST_NAME, encode_manifest
+from fullshard.checkpoint.format import encode_manifest
 from fullshard.checkpoint.lease import hold_folder, hold_name, require_free
 from fullshard.checkpoint.objects import Location, ObjectPath, location
 from fullshard.checkpoint.optimizer_state import unwrapped
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.staging import HostMemory
 from fullshard.checkpoint.stamps import note_stamps_in
-from fullshard.checkpoint.store import Store, store_of
+from fullshard.checkpoint.store import Store, store_at
 from fullshard.core.errors import ConfigError
 from fullshard.core.journal import JOURNAL, Happening
 from fullshard.engine.lookup import units_of
-
-logger = logging.getLogger(__name__)
 
 
 def save_checkpoint(
@@ -89,19 +86,10 @@ def save_checkpoint(
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """A directory to be: all ranks fill a temporary one, which gets its name when it is complete.
-
-    Attributes:
-        ranks: all of them.
-        final: the directory.
-        save_id: what distinguishes this from other attempts.
-        overwrite: whether what bears its name is replaced.
-    """
+    """A directory to be, which all ranks fill before it counts."""
 
     ranks: Ranks
-    final: Location
-    save_id: str
-    overwrite: bool = False
+    store: Store
 
     @classmethod
     def of(cls, model: nn.Module, path: str | Location, *, overwrite: bool = False) -> Destination:
@@ -109,27 +97,30 @@ class Destination:
         for schedule in dict.fromkeys(unit.schedule for unit in units_of(model)):
             schedule.note_save()  # before anything can wait for a rank that trains on
         ranks = Ranks.of(model)
-        return cls(ranks, location(path).absolute(), ranks.broadcast(uuid.uuid4().hex[:16]), overwrite)
+        save_id = ranks.broadcast(uuid.uuid4().hex[:16])
+        return cls(ranks, store_at(location(path).absolute(), save_id, overwrite=overwrite))
 
     @property
-    def store(self) -> Store:
-        """The store that keeps it."""
-        return store_of(self.final)
+    def final(self) -> Location:
+        """The directory."""
+        final: Location = self.store.final
+        return final
 
     @property
-    def directory(self) -> Location:
-        """The directory that the ranks write in: under another name, if the store can rename."""
-        return self.store.directory(self.final, self.save_id)
+    def save_id(self) -> str:
+        """The word that distinguishes this save from other attempts."""
+        return self.store.save_id
 
-    def make(self, doing: str, *, several: bool = False) -> bool:
-        """Make ready for it, see `Store.prepare`; whether the files need names of their own."""
+    def make(self, doing: str, *, several: bool = False) -> None:
+        """Make ready for it; see `Store.prepare`. A collective."""
 
-        def prepare() -> bool:
+        def prepare() -> None:
             note_stamps_in(self.final.parent)
-            return self.store.prepare(self.final, self.save_id, overwrite=self.overwrite, several=several)
+            self.store.prepare(several=several)
 
-        own_names = self.ranks.on_rank_0(f"{doing} {self.final}", prepare)
-        return isinstance(self.final, ObjectPath) and bool(self.ranks.broadcast(own_names))
+        self.ranks.on_rank_0(f"{doing} {self.final}", prepare)
+        if isinstance(self.final, ObjectPath):
+            self.store.own_names = self.ranks.broadcast(self.store.own_names)
 
     def hold(self, *, total_limit: int | None) -> None:
         """Keep other jobs from what this one replaces and removes, and this one from what is theirs; see `lease`."""
@@ -137,7 +128,7 @@ class Destination:
         def hold() -> None:
             if total_limit is not None:
                 hold_folder(self.final.parent)
-            elif self.overwrite:
+            elif self.store.overwrite:
                 hold_name(self.final)
             else:
                 require_free(self.final)
@@ -146,7 +137,8 @@ class Destination:
 
     def commit(self, manifest: bytes | None = None) -> None:
         """Make it count; see `Store.commit`. Rank 0 alone."""
-        self.store.commit(self.final, self.save_id, manifest, overwrite=self.overwrite)
+        self.store.manifest = manifest
+        self.store.commit()
 
     @contextlib.contextmanager
     def discarded_on_failure(self) -> Iterator[None]:
@@ -155,7 +147,7 @@ class Destination:
             yield
         except BaseException:
             if self.ranks.rank == 0:
-                self.store.discard(self.final, self.save_id)
+                self.store.discard()
             raise
 
 
@@ -163,12 +155,8 @@ class Destination:
 class Pending(ABC):
     """A save whose state is collected but not written: `complete` does that, at once or in another thread.
 
-    Attributes:
-        destination: what it will be, and the ranks that collected it.
-        total_limit: see `save_checkpoint`.
-        then: what is to be made of the complete checkpoint, in words and as a function that rank 0 calls with its
-            directory. The checkpoint is there even if that fails.
-        step: of the run, whose state it is.
+    `then` is what rank 0 makes of the complete checkpoint, in words and as a function of its directory. The checkpoint
+    is there even if that fails.
     """
 
     destination: Destination
@@ -177,11 +165,7 @@ class Pending(ABC):
     step: int | None = field(default_factory=lambda: JOURNAL.step, kw_only=True)
 
     def complete(self, ranks: Ranks) -> Location:
-        """Write it and make it count. A collective over `ranks`, which another thread must have for itself.
-
-        Raises:
-            CheckpointError: as for `save_checkpoint`.
-        """
+        """Write it and make it count. A collective over `ranks`, which another thread must have for itself."""
         begin = time.monotonic()
         final = self._complete(ranks)
         if ranks.rank == 0:
@@ -194,7 +178,8 @@ class Pending(ABC):
         with self.destination.discarded_on_failure():
             commit = self._write(ranks)
             ranks.on_rank_0(f"committing {final}", commit)
-        ranks.on_rank_0(f"{final} is saved; tidying up beside it", lambda: _tidy_up(final, self.total_limit))
+        if (keep := self.total_limit) is not None:
+            ranks.on_rank_0(f"{final} is saved; removing the oldest", lambda: remove_oldest(final, keep=keep))
         if self.then is not None:
             what, make = self.then
             ranks.on_rank_0(f"{final} is saved; {what}", lambda: make(final))
@@ -210,15 +195,7 @@ def prepare_save(
 ) -> PendingSave:
     """Do the part of a save that needs the training to stand still. A collective.
 
-    Args:
-        path: see `save_checkpoint`.
-        memory: copy what is to be written into it, so that training may go on before it is written.
-        parts: see `Manifest.parts`.
-        arguments: those of `save_checkpoint`.
-
-    Raises:
-        CheckpointError: on every rank, if any rank failed; nothing is left of it.
-        ConfigError: `total_limit` below 1.
+    With `memory` what is to be written is copied into it, so that training may go on before it is written.
     """
     total_limit, model = arguments.get("total_limit"), arguments["model"]
     arguments["optimizer"] = unwrapped(arguments.get("optimizer"))
@@ -231,16 +208,10 @@ def prepare_save(
     if parts == 1:
         destination.hold(total_limit=total_limit)
     with destination.discarded_on_failure():
-        own_names = destination.make("saving")
-        directory, save_id = destination.directory, destination.save_id
-        writer = ranks.together(
-            "collecting the state",
-            lambda: RankWriter(directory, save_id, ranks.rank, arguments, own_names=own_names),
-        )
+        destination.make("saving")
+        writer = ranks.together("collecting the state", lambda: RankWriter(destination.store, ranks.rank, arguments))
         nbytes = sum(ranks.gather(writer.nbytes))
-        ranks.on_rank_0(
-            f"saving {destination.final}", lambda: destination.store.require_room(destination.final, save_id, nbytes)
-        )
+        ranks.on_rank_0(f"saving {destination.final}", lambda: destination.store.require_room(nbytes))
         if memory is not None:
             ranks.together("copying the state to host memory", lambda: writer.stage(memory))
     return PendingSave(destination, total_limit, writer, parts)
@@ -279,7 +250,7 @@ def prepare_parts(
     with destination.discarded_on_failure():
         destination.make("saving", several=True)
         pending = [
-            prepare_save(destination.directory / name, memory, len(parts), **part) for name, part in parts.items()
+            prepare_save(destination.store.directory / name, memory, len(parts), **part) for name, part in parts.items()
         ]
     return PendingParts(destination, total_limit, tuple(pending))
 
@@ -293,17 +264,4 @@ class PendingParts(Pending):
     def _write(self, ranks: Ranks) -> Callable[[], None]:
         for part in self.parts:
             part._complete(ranks)
-
-        def commit() -> None:
-            # Of the parts, among which none is the latest.
-            (self.destination.directory / LATEST_NAME).unlink(missing_ok=True)
-            self.destination.commit()
-
-        return commit
-
-
-def _tidy_up(final: Location, total_limit: int | None) -> None:
-    store_of(final).write(final.with_name(LATEST_NAME), f"{final.name}\n".encode())
-    if total_limit is not None:
-        for removed in remove_oldest(final, keep=total_limit):
-            logger.info("removed checkpoint %s: total_limit is %d", removed, total_limit)
+        return self.destination.commit

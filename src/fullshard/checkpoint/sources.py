@@ -20,23 +20,14 @@ _COMPARED_NUMEL = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The part of a directory that goes into a model.
-
-    Attributes:
-        sources: where the model's tensors come from, by name.
-        unused: names of the directory's that no tensor of the model is made of.
-    """
+    """The part of a directory that goes into a model: sources by the model's names, and stored names of no use."""
 
     sources: dict[str, TensorSource]
     unused: list[str]
 
 
 def match(stored: Mapping[str, TensorSource], rules: Rules) -> Match:
-    """Find the model's tensors among those of a directory.
-
-    Raises:
-        CheckpointError: tensors of the directory that are not what a rule expects, or two that are one in the model.
-    """
+    """Find the model's tensors among those of a directory."""
     as_it_is, groups, unused, again = rules.load(stored)
     found: dict[str, TensorSource] = {name: stored[key] for name, key in as_it_is.items()}
     clashes = [

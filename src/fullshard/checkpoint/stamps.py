@@ -9,29 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import math
 import time
 
 from fullshard.checkpoint.format import part_paths, read_manifest
 from fullshard.checkpoint.objects import Location, entries_of
-from fullshard.core.errors import CheckpointError, printable
+from fullshard.core.errors import CheckpointError
 
-logger = logging.getLogger(__name__)
-
-
-class _Latest:
-    """The largest stamp that this process has seen."""
-
-    stamp = 0.0
-    where = ""
-    is_told = False
+_LATEST = [0.0]
+"""The largest stamp that this process has seen."""
 
 
-def note_stamp(stamp: float, where: str) -> None:
+def note_stamp(stamp: float) -> None:
     """Give every later save of this process a larger stamp than that of a checkpoint."""
-    if stamp > _Latest.stamp:
-        _Latest.stamp, _Latest.where = stamp, where
+    _LATEST[0] = max(_LATEST[0], stamp)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -40,18 +31,10 @@ def note_stamps_in(folder: Location) -> None:
     for path in entries_of(folder) if folder.is_dir() else ():
         for place in (path, *part_paths(path)) if path.is_dir() else ():
             with contextlib.suppress(CheckpointError):  # no checkpoint, or a damaged one
-                note_stamp(read_manifest(place).saved_at, str(path))
+                note_stamp(read_manifest(place).saved_at)
 
 
 def next_stamp() -> float:
-    """Return the stamp of a save, and say so, once, if the clock has gone back."""
-    now, latest = time.time(), _Latest.stamp
-    if now < latest - 1 and not _Latest.is_told:
-        _Latest.is_told = True
-        logger.warning(
-            "the clock of this host is %.0f s behind that of %s: what is saved now counts as the newer",
-            latest - now, printable(_Latest.where),
-        )  # fmt: skip
-    stamp = max(now, math.nextafter(latest, math.inf))
-    note_stamp(stamp, "a checkpoint of this process")
-    return stamp
+    """Return the stamp of a save."""
+    note_stamp(max(time.time(), math.nextafter(_LATEST[0], math.inf)))
+    return _LATEST[0]

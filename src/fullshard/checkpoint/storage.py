@@ -19,24 +19,16 @@ logger = logging.getLogger(__name__)
 
 TEMP_PREFIX, OLD_PREFIX = ".tmp-", ".old-"
 _TEMPORARY = re.compile(re.escape(TEMP_PREFIX) + r".+-([0-9a-f]{16}|removed)")
-_TEMPORARY_HINT = re.compile(re.escape(TEMP_PREFIX) + r"LATEST-[0-9a-f]+")
 
 
 def write_file(path: Path, data: bytes) -> None:
     """Create or replace a small file so that a crash leaves the old or the new contents, also with several writers."""
     temporary = _own_name(path)
     with temporary.open("wb") as file:
-        _lock(file.fileno())  # other jobs must not remove it as a leftover before it is complete
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-        try:
-            temporary.replace(path)
-        except FileNotFoundError:
-            if not path.parent.is_dir():
-                raise
-            write_file(path, data)  # another save took it for a leftover, before it was locked
-            return
+    temporary.replace(path)
     sync_directory(path.parent)
 
 
@@ -63,10 +55,6 @@ def make_temp_directory(final: Path, save_id: str, *, overwrite: bool) -> Path:
     """Create the directory a save fills before it is committed to `final`; this process holds it until then.
 
     What saves beside it left behind when they were killed is removed.
-
-    Raises:
-        CheckpointError: `final` exists and may not be replaced, another process is saving to it, or nothing can be
-            created beside it.
     """
     try:
         if final.parent.is_dir():
@@ -132,30 +120,6 @@ def discard_directory(temp: Path) -> None:
         _let_go(held)
 
 
-@contextlib.contextmanager
-def committed_directory(final: Path, save_id: str, *, overwrite: bool) -> Iterator[Path]:
-    """Give a directory to fill that becomes `final` if the block ends well, and is removed if it does not.
-
-    For one process; its files are flushed to the disk before the rename.
-
-    Raises:
-        CheckpointError: see `make_temp_directory` and `refuse_current`, or the disk refused something.
-    """
-    refuse_current(final)
-    temp = make_temp_directory(final, save_id, overwrite=overwrite)
-    try:
-        yield temp
-        for path in temp.rglob("*"):
-            sync_directory(path)
-        commit_directory(temp, final, save_id, overwrite=overwrite)
-    except OSError as error:
-        discard_directory(temp)
-        raise CheckpointError(f"cannot write {final}: {error.strerror or error}") from error
-    except BaseException:
-        discard_directory(temp)
-        raise
-
-
 def commit_directory(temp: Path, final: Path, save_id: str, *, overwrite: bool) -> None:
     """Give a complete directory its final name; what bore that name is removed only after that.
 
@@ -163,10 +127,6 @@ def commit_directory(temp: Path, final: Path, save_id: str, *, overwrite: bool) 
     crash between the two renames leaves it there, whole, and `restore_replaced` brings it back. Nothing else is
     replaced, also if it has appeared since the save began: a rename of a directory fails where there is a file, a link
     or a directory with anything in it.
-
-    Raises:
-        CheckpointError: something bears the name that may not be replaced.
-        OSError: the disk refuses it.
     """
     sync_directory(temp)
     _refuse_what_is_there(final, overwrite=overwrite)
@@ -236,17 +196,12 @@ def _make_held(temp: Path) -> None:
         temp.mkdir()
         with contextlib.suppress(FileNotFoundError):  # another save has taken it for a leftover before it was locked
             descriptor = os.open(temp, os.O_RDONLY)
-            _lock(descriptor)
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(descriptor, fcntl.LOCK_SH)
             if temp.exists():
                 _HELD[temp] = descriptor
             else:
                 os.close(descriptor)
-
-
-def _lock(descriptor: int) -> None:
-    """Mark it as in use for others; wait while one of them removes it, having seen that it was unused."""
-    with contextlib.suppress(OSError):  # a file system without locks
-        fcntl.flock(descriptor, fcntl.LOCK_SH)
 
 
 def _let_go(temp: Path) -> None:
@@ -255,45 +210,43 @@ def _let_go(temp: Path) -> None:
 
 
 @contextlib.contextmanager
-def _unheld(path: Path) -> Iterator[bool | None]:
-    """Yield whether it has no living holder and none comes within; None if the file system cannot tell."""
+def unheld(path: Path, lock: int = fcntl.LOCK_EX) -> Iterator[bool | None]:
+    """Yield whether it has no living holder and none comes within; None if the file system cannot tell.
+
+    A shared lock keeps nobody else from looking, who would take this for a holder.
+    """
+    descriptor, is_unheld = -1, None
     try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except OSError:
-        yield None
-        return
-    is_unheld: bool | None = True
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        fcntl.flock(descriptor, lock | fcntl.LOCK_NB)
+        is_unheld = True
     except BlockingIOError:
         is_unheld = False
-    except OSError:
-        is_unheld = None
+    except OSError:  # it is gone, or may not be read; or a file system without locks
+        pass
     try:
         yield is_unheld
     finally:
-        os.close(descriptor)
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 def _remove_leftovers(final: Path) -> None:
-    """Remove temporary directories, and hints of which is the latest, beside `final` that no process holds.
+    """Remove temporary directories beside `final` that no process holds.
 
     Where locks do not work, only those of saves to the same name go: no other job should be saving to it.
     """
     same_name = _beside(final, TEMP_PREFIX)
     for path in sorted(final.parent.iterdir()):
-        is_hint = _TEMPORARY_HINT.fullmatch(path.name) is not None
-        if not is_hint and path not in same_name and not (_TEMPORARY.fullmatch(path.name) and path.is_dir()):
+        if path not in same_name and not (_TEMPORARY.fullmatch(path.name) and path.is_dir()):
             continue
-        with _unheld(path) as is_unheld:
-            if is_hint and is_unheld:
-                path.unlink(missing_ok=True)
-            elif is_unheld is False and path in same_name:
+        with unheld(path) as is_unheld:
+            if is_unheld is False and path in same_name:
                 raise CheckpointError(
                     f"another process is saving to {final}: it holds {path.name}",
                     hint="give each job its own directory",
                 )
-            elif not is_hint and (is_unheld or path in same_name):
+            if is_unheld or path in same_name:
                 _remove_tree(path)
 
 

@@ -12,12 +12,11 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
+from fullshard.checkpoint import storage
 from fullshard.checkpoint.format import (
-    LATEST_NAME,
     MANIFEST_NAME,
     is_data_file,
     is_part,
@@ -27,106 +26,79 @@ from fullshard.checkpoint.format import (
 from fullshard.checkpoint.lease import hold_name, holds, let_go_of
 from fullshard.checkpoint.objects import Location, ObjectPath
 from fullshard.checkpoint.stamps import note_stamps_in
-from fullshard.checkpoint.storage import (
-    commit_directory,
-    discard_directory,
-    make_temp_directory,
-    refuse_current,
-    remove_directory,
-    replaced_directories,
-    require_room,
-    temp_directory,
-    write_file,
-)
 from fullshard.core.errors import CheckpointError, StoreError
 
 logger = logging.getLogger(__name__)
 
 
-def store_of(path: Location) -> Store:
-    """Return the store that keeps the checkpoints there."""
-    return OBJECTS if isinstance(path, ObjectPath) else FILES
-
-
 class Store:
-    """Makes checkpoints count, and removes them: in a file system, by `storage`.
+    """The place of one save in a file system, which makes it count; `save_id` tells saves to the name `final` apart.
 
-    `final` is the name of a checkpoint, `save_id` tells saves to it apart.
+    Whether the names of the files carry `save_id` (`own_names`) is known after `prepare`.
     """
 
-    def directory(self, final: Any, save_id: str) -> Location:
-        """Return the directory in which all ranks write the files of a save."""
-        return temp_directory(final, save_id)
+    def __init__(self, final: Any, save_id: str, *, overwrite: bool = False) -> None:
+        self.final, self.save_id, self.overwrite = final, save_id, overwrite
+        self.own_names = False
+        self.manifest: bytes | None = None
 
-    def prepare(self, final: Any, save_id: str, *, overwrite: bool, several: bool = False) -> bool:
-        """Make ready for a save, of several models or of one; whether its files must have names of their own.
+    @property
+    def directory(self) -> Location:
+        """Return the directory in which all ranks write the files of the save."""
+        return storage.temp_directory(self.final, self.save_id)
 
-        Raises:
-            CheckpointError: `final` exists and may not, or cannot, be replaced, or nothing can be written there.
-            ConfigError: another job has it to itself.
-            StoreError: the store does not answer.
-        """
-        refuse_current(final)
-        make_temp_directory(final, save_id, overwrite=overwrite)
-        return False
+    def file_of(self, kind: str, rank: int) -> Location:
+        """Return the data file of one rank."""
+        return self.directory / rank_file_name(kind, rank, self.save_id if self.own_names else "")
 
-    def require_room(self, final: Any, save_id: str, nbytes: int) -> None:
+    def prepare(self, *, several: bool = False) -> None:
+        """Make ready for a save, of several models or of one."""
+        storage.refuse_current(self.final)
+        storage.make_temp_directory(self.final, self.save_id, overwrite=self.overwrite)
+
+    def require_room(self, nbytes: int) -> None:
         """Raise `CheckpointError` if it is known that so much does not fit."""
-        require_room(temp_directory(final, save_id), nbytes)
+        storage.require_room(storage.temp_directory(self.final, self.save_id), nbytes)
 
-    def commit(self, final: Any, save_id: str, manifest: bytes | None, *, overwrite: bool) -> None:
-        """Make a complete save count; without a manifest, one of several models, which have theirs.
+    def commit(self) -> None:
+        """Make a complete save count, with `manifest`; without one, of several models, which have theirs.
 
         What has appeared at `final` since `prepare` is replaced only with `overwrite`.
-
-        Raises:
-            CheckpointError, OSError, StoreError: it does not count, and what was there before does.
         """
-        temp = temp_directory(final, save_id)
-        if manifest is not None:
-            write_file(temp / MANIFEST_NAME, manifest)
-        commit_directory(temp, final, save_id, overwrite=overwrite)
+        temp = storage.temp_directory(self.final, self.save_id)
+        if self.manifest is not None:
+            storage.write_file(temp / MANIFEST_NAME, self.manifest)
+        storage.commit_directory(temp, self.final, self.save_id, overwrite=self.overwrite)
 
-    def discard(self, final: Any, save_id: str) -> None:
+    def discard(self) -> None:
         """Remove the files of a save that failed. A later save removes any remains."""
-        discard_directory(temp_directory(final, save_id))
-
-    def remove(self, path: Any) -> None:
-        """Remove a checkpoint so that a crash on the way leaves nothing that looks like one."""
-        remove_directory(path)
-
-    def replaced(self, final: Any) -> list[Path]:
-        """Return the directories that bore the name `final` until a commit that never ended."""
-        return replaced_directories(final)
-
-    def write(self, path: Any, data: bytes) -> None:
-        """Create or replace a small file so that a crash leaves the old or the new contents."""
-        write_file(path, data)
+        storage.discard_directory(storage.temp_directory(self.final, self.save_id))
 
 
 class ObjectStore(Store):
-    """A store in an object store."""
+    """The place of one save in an object store. Holds the name: two writers would spoil each other's files."""
 
-    def __init__(self) -> None:
-        self._claimed: set[ObjectPath] = set()
-        self._unsure: set[ObjectPath] = set()
+    final: ObjectPath
+    _is_claimed = _is_prepared = _is_unsure = False
 
-    def directory(self, final: Any, save_id: str) -> Location:
+    @property
+    def directory(self) -> Location:
         """See `Store`."""
-        return cast("ObjectPath", final)
+        return self.final
 
-    def prepare(self, final: Any, save_id: str, *, overwrite: bool, several: bool = False) -> bool:
+    def prepare(self, *, several: bool = False) -> None:
         """See `Store`."""
-        if len(final.parts) < 2:
+        final = self.final
+        if len(final.parts) < 3:
             raise CheckpointError(f"{final} is a bucket", hint=f"name a directory in it: {final}/NAME")
-        self._claim(final)
+        self._is_claimed = hold_name(final)
         try:
             there = final.beneath()
             manifests = [name for name in there if _is_manifest(name)]
             if manifests and not _is_whole(final, manifests):
                 manifests = []
             is_something_else = not manifests and not all(map(is_of_a_save, there))
-            if final.is_file() or ((manifests or is_something_else) and not overwrite):
+            if final.is_file() or ((manifests or is_something_else) and not self.overwrite):
                 raise CheckpointError(f"{final} exists already", hint="choose another name, or pass overwrite=True")
             if manifests and (several or manifests != [MANIFEST_NAME]):
                 raise CheckpointError(
@@ -135,126 +107,105 @@ class ObjectStore(Store):
                 )
             _remove_leftovers(final, there, manifests)
             if holds(final.parent):
-                self._remove_unfinished_beside(final)
+                self._remove_unfinished_beside()
         except BaseException:
-            self._leave(final)
+            self._leave()
             raise
-        return bool(manifests)
+        self.own_names, self._is_prepared = bool(manifests), True
 
-    def require_room(self, final: Any, save_id: str, nbytes: int) -> None:
+    def require_room(self, nbytes: int) -> None:
         """Do nothing: an object store does not tell its free space."""
 
-    def commit(self, final: Any, save_id: str, manifest: bytes | None, *, overwrite: bool) -> None:
+    def commit(self) -> None:
         """See `Store`."""
-        if manifest is not None:
-            self._write_manifest(final, manifest, replaces=overwrite and _saved_there(final) is not None)
-            with _tolerated(f"what {final} held before is not removed"):
-                _remove_leftovers(final, final.beneath(), [MANIFEST_NAME])
-        self._leave(final)
+        if self.manifest is not None:
+            self._write_manifest(self.manifest)
+            with _tolerated(f"what {self.final} held before is not removed"):
+                _remove_leftovers(self.final, self.final.beneath(), [MANIFEST_NAME])
+        self._leave()
 
-    def discard(self, final: Any, save_id: str) -> None:
+    def discard(self) -> None:
         """See `Store`."""
-        with _tolerated(f"{final} holds files of a save that failed; the next save there removes them"):
-            if final not in self._unsure and _saved_there(final) != save_id:
-                there = final.beneath()
-                manifests = [MANIFEST_NAME] if MANIFEST_NAME in there else []
-                _remove_leftovers(final, there, manifests)
-        self._unsure.discard(final)
-        self._leave(final)
+        with _tolerated(f"{self.final} holds files of a save that failed; the next save there removes them"):
+            if self._is_prepared and not self._is_unsure and _saved_there(self.final) != self.save_id:
+                there = self.final.beneath()
+                _remove_leftovers(self.final, there, [MANIFEST_NAME] if MANIFEST_NAME in there else [])
+        self._leave()
 
-    def remove(self, path: Any) -> None:
-        """See `Store`."""
-        there = path.beneath()
-        manifests = [name for name in there if _is_manifest(name)]
-        path.remove_beneath(manifests)
-        path.remove_beneath([name for name in there if name not in manifests])
-
-    def replaced(self, final: Any) -> list[Path]:
-        """Return an empty list: nothing steps aside."""
-        return []
-
-    def write(self, path: Any, data: bytes) -> None:
-        """See `Store`."""
-        path.write_bytes(data)
-
-    def _write_manifest(self, final: ObjectPath, manifest: bytes, *, replaces: bool) -> None:
-        path = final / MANIFEST_NAME
+    def _write_manifest(self, manifest: bytes) -> None:
+        path = self.final / MANIFEST_NAME
         try:
-            if replaces:
+            if self.overwrite and _saved_there(self.final) is not None:
                 path.write_bytes(manifest)
             elif not path.create(manifest):
-                raise CheckpointError(f"{final} was saved by another job meanwhile", hint="give each job its own name")
+                raise CheckpointError(
+                    f"{self.final} was saved by another job meanwhile", hint="give each job its own name"
+                )
         except StoreError:
-            self._unsure.add(final)  # its answer may be all that was lost: then files that are removed are missed
+            self._is_unsure = True  # its answer may be all that was lost: then files that are removed are missed
             if not path.is_file() or path.read_bytes() != manifest:
                 raise
-            self._unsure.discard(final)
 
-    def _claim(self, final: ObjectPath) -> None:
-        """Hold the name for as long as the save lasts: two writers there would spoil each other's files."""
-        if not any(final.is_relative_to(other) for other in self._claimed) and hold_name(final):
-            self._claimed.add(final)
+    def _leave(self) -> None:
+        if self._is_claimed:
+            self._is_claimed = False
+            let_go_of(self.final)
 
-    def _leave(self, final: ObjectPath) -> None:
-        if final in self._claimed:
-            self._claimed.discard(final)
-            let_go_of(final)
-
-    def _remove_unfinished_beside(self, final: ObjectPath) -> None:
+    def _remove_unfinished_beside(self) -> None:
         """Remove what killed saves have left in a folder that is this job's alone."""
-        found: dict[str, list[str]] = {}
-        for name in final.parent.beneath():
+        folder, found = self.final.parent, dict[str, list[str]]()
+        for name in folder.beneath():
             directory, _, rest = name.partition("/")
             found.setdefault(directory, []).append(rest)
         for directory, names in found.items():
             is_unfinished = not any(map(_is_manifest, names))
-            if directory != final.name and is_unfinished and all(map(is_of_a_save, names)):
-                (final.parent / directory).remove_beneath(names)
+            if directory != self.final.name and is_unfinished and all(map(is_of_a_save, names)):
+                (folder / directory).remove_beneath(names)
 
 
-@dataclass(slots=True)
-class NewCheckpoint:
-    """A checkpoint that one process writes.
-
-    Attributes:
-        directory: where its files go.
-        save_id: of this save.
-        own_names: whether their names must carry it.
-        manifest: to be set; what makes it count.
-    """
-
-    directory: Location
-    save_id: str
-    own_names: bool
-    manifest: bytes = b""
-
-    def file_of(self, kind: str, rank: int) -> Location:
-        """Return the data file of one rank."""
-        return self.directory / rank_file_name(kind, rank, self.save_id if self.own_names else "")
+def store_at(final: Location, save_id: str, *, overwrite: bool = False) -> Store:
+    """Return the place of a save."""
+    return (ObjectStore if isinstance(final, ObjectPath) else Store)(final, save_id, overwrite=overwrite)
 
 
 @contextlib.contextmanager
-def new_checkpoint(final: Location, save_id: str, *, overwrite: bool) -> Iterator[NewCheckpoint]:
-    """Give a checkpoint to write that counts if the block ends well, and is removed if it does not.
+def new_checkpoint(final: Location, save_id: str, *, overwrite: bool) -> Iterator[Store]:
+    """Give a place for one process to write to, and to set the manifest of.
 
-    Raises:
-        CheckpointError, ConfigError, StoreError: see `Store`, or the disk refused something.
+    It counts if the block ends well, and is removed if it does not.
     """
     note_stamps_in(final.parent)
-    store = store_of(final)
-    own_names = store.prepare(final, save_id, overwrite=overwrite)
-    new = NewCheckpoint(store.directory(final, save_id), save_id, own_names)
+    store = store_at(final, save_id, overwrite=overwrite)
+    store.prepare()
     try:
-        yield new
-        store.commit(final, save_id, new.manifest, overwrite=overwrite)
+        yield store
+        store.commit()
     except BaseException as error:
-        store.discard(final, save_id)
+        store.discard()
         if isinstance(error, OSError):
             raise CheckpointError(f"cannot write {final}: {error.strerror or error}") from error
         raise
 
 
-FILES, OBJECTS = Store(), ObjectStore()
+@contextlib.contextmanager
+def committed_directory(final: Path, save_id: str, *, overwrite: bool) -> Iterator[Path]:
+    """Give a directory to fill, as `new_checkpoint` does; its files are flushed to the disk before it counts."""
+    with new_checkpoint(final, save_id, overwrite=overwrite):
+        temp = storage.temp_directory(final, save_id)
+        yield temp
+        for path in temp.rglob("*"):
+            storage.sync_directory(path)
+
+
+def remove_checkpoint(path: Location) -> None:
+    """Remove a checkpoint so that a crash on the way leaves nothing that looks like one."""
+    if not isinstance(path, ObjectPath):
+        storage.remove_directory(path)
+        return
+    there = path.beneath()
+    manifests = [name for name in there if _is_manifest(name)]
+    path.remove_beneath(manifests)
+    path.remove_beneath([name for name in there if name not in manifests])
 
 
 def _saved_there(final: ObjectPath) -> str | None:
@@ -269,7 +220,7 @@ def is_of_a_save(name: str) -> bool:
     """Return whether an object in a checkpoint, named from there on, is one that a save makes before it counts."""
     directory, _, file = name.rpartition("/")
     if not directory:
-        return is_data_file(file) or file == LATEST_NAME
+        return is_data_file(file)
     return is_part(directory) and (is_data_file(file) or file == MANIFEST_NAME)
 
 

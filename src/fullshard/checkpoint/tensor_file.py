@@ -7,9 +7,12 @@ package does not offer: one tensor in memory at a time while writing, and a chec
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import itertools
 import json
 import math
+import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,8 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fullshard.checkpoint.format import CHUNK_NBYTES, DTYPES, NAMES, FileRecord
-from fullshard.checkpoint.objects import Location
-from fullshard.checkpoint.streams import FileSource, open_to_write
+from fullshard.checkpoint.objects import Location, ObjectPath, asked
 from fullshard.core.dtypes import itemsize
 from fullshard.core.errors import CheckpointError
 from fullshard.core.files import parse_object
@@ -35,6 +37,14 @@ MAX_HEADER_NBYTES = 100 * 2**20
 """The limit in a data file: a header is some hundred bytes per tensor; more than this is not one."""
 _BLOCK_NBYTES = 256 * 2**10
 """Bytes written or read at a time: small enough to stay in a core's cache until they are summed."""
+_SYNC_FILE_RANGE = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Python has no name for it
+_SYNC_FILE_RANGE_WRITE = 2
+_PART_NBYTES = 16 * 2**20
+"""Sent at a time, and held meanwhile."""
+_MAX_PARTS = 9_000
+"""S3 takes 10,000 of an object."""
+_REQUEST_NBYTES, _REQUESTS = 4 * 2**20, 4
+"""Read in one request, and held at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,16 +80,82 @@ def order_key(dtype: str, numel: int) -> tuple[int, bool]:
     return -itemsize(dtype), numel > 1
 
 
+def open_to_write(path: Location, nbytes: int) -> FileSink:
+    """Create a file, which must not be there in a file system, of `nbytes` bytes in the end."""
+    return ObjectSink(path, nbytes) if isinstance(path, ObjectPath) else FileSink(path.open("xb", buffering=0))
+
+
+class FileSink:
+    """A new file that is being written, in a file system."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def write(self, data: memoryview) -> int:
+        """Append bytes; return how many were taken: fewer than given, for example, when the disk is full."""
+        return self._file.write(data) or 0
+
+    def start_writeback(self, start: int, nbytes: int) -> None:
+        """Say that this part will not change any more, so that the `fsync` finds little left to do. On Linux."""
+        if _SYNC_FILE_RANGE is not None:
+            descriptor = self._file.fileno()
+            _SYNC_FILE_RANGE(descriptor, ctypes.c_int64(start), ctypes.c_int64(nbytes), _SYNC_FILE_RANGE_WRITE)
+
+    def finish(self) -> None:
+        """Make it survive a power loss. Only then it is there."""
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def close(self) -> None:
+        """Let go of it; unless it is finished, its written part does not count."""
+        self._file.close()
+
+
+class ObjectSink(FileSink):
+    """See `FileSink`; in an object store, which is sent one part at a time."""
+
+    def __init__(self, path: ObjectPath, nbytes: int) -> None:
+        self._path = path
+        part = max(_PART_NBYTES, -(-nbytes // _MAX_PARTS))
+        super().__init__(path.open("wb", block_size=-(-part // 2**20) * 2**20, autocommit=False))
+
+    def write(self, data: memoryview) -> int:
+        """See `FileSink`."""
+        with asked(self._path, "written"):
+            self._file.write(data)
+        return data.nbytes
+
+    def start_writeback(self, start: int, nbytes: int) -> None:
+        """Do nothing: parts are sent as they are full."""
+
+    def finish(self) -> None:
+        """See `FileSink`."""
+        with asked(self._path, "written"):
+            self._file.close()
+            self._file.commit()
+        self._file = None
+
+    def close(self) -> None:
+        """See `FileSink`."""
+        if self._file is not None:
+            file, self._file = self._file, None
+            file.closed = True  # or its finalizer would send the rest
+            with contextlib.suppress(Exception):  # the error that led here is the one to hear of
+                file.discard()
+
+
+def open_to_read(path: Location) -> Any:
+    """Open a file; in an object store the next block is read in the background."""
+    if isinstance(path, ObjectPath):
+        options = {"cache_type": "background", "cache_options": {"maxblocks": _REQUESTS}}
+        return path.open("rb", block_size=_REQUEST_NBYTES, **options)
+    return path.open("rb", buffering=0)
+
+
 class TensorFileWriter:
-    """Writes one data file, tensor by tensor, and returns its record when it is safely on disk.
+    """Writes one data file, which must not exist, and returns its record when it is safely on disk.
 
-    Args:
-        path: file to create; it must not exist.
-        entries: every tensor of the file. They are to be written in the order of `storage_order(entries)`.
-        metadata: text that goes into the header.
-
-    Raises:
-        OSError: the file cannot be created or written.
+    Tensors are to be written in the order of `storage_order(entries)`; the metadata goes into the header.
     """
 
     def __init__(self, path: Location, entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> None:
@@ -163,11 +239,7 @@ class StoredTensor:
 
 
 class TensorFileReader:
-    """Reads parts of one data file; every byte handed out has passed its checksum.
-
-    Raises:
-        CheckpointError: missing, of the wrong size, damaged, or from another save.
-    """
+    """Reads parts of one data file; every byte handed out has passed its checksum, or it is a `CheckpointError`."""
 
     def __init__(self, path: Location, record: FileRecord, *, chunk_nbytes: int, save_id: str) -> None:
         self.path = path
@@ -176,7 +248,7 @@ class TensorFileReader:
         self._kept: Bytes = np.empty(0, dtype=np.uint8)
         if problem := size_problem(path, record, chunk_nbytes=chunk_nbytes):
             raise CheckpointError(problem)
-        self._file = FileSource(path)
+        self._file = open_to_read(path)
         try:
             self.tensors = self._read_header()
         except BaseException:
@@ -209,8 +281,9 @@ class TensorFileReader:
     def read_into(self, start: int, out: Bytes) -> None:
         """Fill `out` with the bytes of the file from `start` on; if they are damaged, it holds nothing of use."""
         if start + out.nbytes > self._record.nbytes:
-            asked = f"{out.nbytes} bytes from {start} on were asked for"
-            raise CheckpointError(f"{self.path} ends at byte {self._record.nbytes}, {asked}")
+            raise CheckpointError(
+                f"{self.path} ends at byte {self._record.nbytes}, asked for {out.nbytes} from {start}"
+            )
         filled = 0
         while filled < out.nbytes:
             index, offset = divmod(start + filled, self._chunk_nbytes)
@@ -251,7 +324,7 @@ class TensorFileReader:
         if got != expected:
             raise CheckpointError(
                 f"{self.path} is damaged between bytes {start} and {start + self._size(index)}: crc32c is {got:08x}, "
-                f"expected {expected:08x}{self._foreign_save()}",
+                f"expected {expected:08x}",
                 hint="use an older checkpoint; latest_checkpoint(parent, thorough=True) finds the newest intact one",
             )
 
@@ -265,18 +338,12 @@ class TensorFileReader:
             filled += nbytes
         return crc32c
 
-    def _pread(self, start: int, nbytes: int) -> bytes:
-        """Return `nbytes` bytes from `start` on, whatever they are."""
-        data = bytearray(nbytes)
-        filled = 0
-        while filled < nbytes:
-            filled += self._read_some(memoryview(data)[filled:], start + filled)
-        return bytes(data)
-
     def _read_some(self, out: memoryview, at: int) -> int:
         """Fill the beginning of `out`; how much of it. Raises `CheckpointError` if the disk gives nothing."""
         try:
-            nbytes = self._file.read_into(out, at) if len(out) else 0
+            with asked(self.path, "read") if isinstance(self.path, ObjectPath) else contextlib.nullcontext():
+                self._file.seek(at)
+                nbytes = int(self._file.readinto(out))
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be read at byte {at}: {error.strerror}") from error
         if not nbytes:
@@ -296,27 +363,11 @@ class TensorFileReader:
             raise CheckpointError(f"{self.path} belongs to save {save_id!r}, the manifest to {self._save_id!r}")
         return tensors
 
-    def _foreign_save(self) -> str:
-        """Explain a failed checksum: the file is whole, but of another save or another rank."""
-        try:
-            metadata, _ = parse_header(self._pread, self._record.nbytes, where=str(self.path))
-            if metadata["save_id"] != self._save_id:
-                return f" (the file belongs to save {metadata['save_id']}, the manifest to {self._save_id})"
-            if f"-rank{int(metadata['rank']):05d}." not in self.path.name:
-                return f" (the file was written by rank {metadata['rank']}: were files swapped?)"
-        except (CheckpointError, ValueError, KeyError, TypeError):
-            pass  # the header itself is damaged, which the message says already
-        return ""
-
 
 def parse_header(
     read: Callable[[int, int], bytes], size: int, *, where: str
 ) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
-    """Return the metadata and the tensors of a safetensors file of `size` bytes; `read` gives bytes from a place on.
-
-    Raises:
-        CheckpointError: the header is malformed, or tensors do not lie in the file or share bytes.
-    """
+    """Return the metadata and the tensors of a safetensors file of `size` bytes; `read` gives bytes from a place on."""
     nbytes = int.from_bytes(read(0, 8), "little")
     if not 0 < nbytes <= min(size - 8, MAX_HEADER_NBYTES):
         raise CheckpointError(f"{where} claims a header of {nbytes} bytes in a file of {size}")
@@ -347,11 +398,7 @@ def parse_header(
 
 
 def file_beside(directory: Path, name: str, *, where: str) -> Path:
-    """Return the path of a file that `directory` holds and another file names.
-
-    Raises:
-        CheckpointError: anything but a plain name.
-    """
+    """Return the path of a file that `directory` holds and another file names."""
     if name in ("", ".", "..") or any(character in name for character in "/\\\0"):
         raise CheckpointError(f"{where} points to {name!r}, outside its directory")
     return directory / name
@@ -371,12 +418,9 @@ def size_problem(path: Location, record: FileRecord, *, chunk_nbytes: int) -> st
 
 
 def nbytes_inside(path: Location) -> int:
-    """Return the size of a file that a checkpoint consists of.
-
-    Raises:
-        OSError: there is none.
-        CheckpointError: it is no file, or a link that leads out of the checkpoint.
-    """
+    """Return the size of a file that a checkpoint consists of."""
+    if isinstance(path, ObjectPath):
+        return path.size()
     status = path.stat()
     if path.is_symlink() and path.resolve().parent != path.parent.resolve():
         raise CheckpointError(f"{path} is a link that leads out of the checkpoint, to {path.resolve()}")

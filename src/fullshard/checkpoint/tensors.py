@@ -21,15 +21,10 @@ from fullshard.features import ShardedParameter, ShardedTensor
 
 @dataclass(frozen=True, slots=True)
 class LocalTensor:
-    """A rank's part of a parameter or buffer.
+    """A rank's part of a parameter or buffer: elements `interval` of the flattened whole, counted as `chunking` says.
 
-    Attributes:
-        names: qualified names without those of wrappers; several if it is tied. The first one identifies it.
-        tensor: the parameter or buffer itself.
-        shape: global shape.
-        interval: elements of the flattened whole, counted as `chunking` says, that this rank holds.
-        is_writer: whether this rank saves them; of several ranks that hold the same elements exactly one does.
-        chunking: how tensor parallelism has cut it.
+    Names are without those of wrappers; there are several if it is tied. `shape` is global. Of several ranks that hold
+    the same elements exactly one is the writer.
     """
 
     names: tuple[str, ...]
@@ -61,11 +56,7 @@ def stand_in(local: LocalTensor) -> torch.Tensor:
 
 
 def check_is_plain(parameters: Iterable[LocalTensor]) -> None:
-    """Refuse a parameter that is not one tensor, which is what a checkpoint has under its name.
-
-    Raises:
-        CheckpointError: one wraps several.
-    """
+    """Refuse a parameter that is not one tensor, which is what a checkpoint has under its name."""
     for local in parameters:
         if wraps_others(local.held):
             raise CheckpointError(
@@ -75,11 +66,7 @@ def check_is_plain(parameters: Iterable[LocalTensor]) -> None:
 
 
 def rest(model: nn.Module) -> None:
-    """Bring every unit of `model` to rest, so that its parameters are the intervals that optimizers know.
-
-    Raises:
-        CheckpointError: inside `unsharded(model)`.
-    """
+    """Bring every unit of `model` to rest, so that its parameters are the intervals that optimizers know."""
     for unit in units_of(model):
         if unit.is_pinned:
             raise CheckpointError(
@@ -91,16 +78,7 @@ def rest(model: nn.Module) -> None:
 
 
 def local_parameters(model: nn.Module, *, rank: int = 0, on_meta: bool = False) -> list[LocalTensor]:
-    """Return all parameters in definition order, each once. `model` is at rest.
-
-    Args:
-        model: sharded or not.
-        rank: this one; it decides `is_writer` alone, which only a save asks.
-        on_meta: allow parameters on the meta device.
-
-    Raises:
-        CheckpointError: a parameter on the meta device, unless `on_meta` allows it.
-    """
+    """Return all parameters in definition order, each once. `model` is at rest. `rank` decides `is_writer` alone."""
     found: dict[int, tuple[nn.Parameter, list[str]]] = {}
     for path, parameter in model.named_parameters(remove_duplicate=False):
         found.setdefault(id(parameter), (parameter, []))[1].append(clean_name(path))

@@ -22,11 +22,7 @@ _MAX_ENTRIES = 1_000_000
 
 
 def load_torch_file(path: Path) -> Any:
-    """Return the contents of a file of `torch.save`, its tensors mapped from the file.
-
-    Raises:
-        CheckpointError: not a file of `torch.save`, or a pickle that asks for more than tensors and plain values.
-    """
+    """Return the contents of a file of `torch.save`, its tensors mapped from the file."""
     try:
         with open_regular(path) as file:
             check_archive(file, path.stat().st_size, where=str(path))
@@ -36,11 +32,7 @@ def load_torch_file(path: Path) -> Any:
 
 
 def load_torch_bytes(data: bytes, *, where: str) -> Any:
-    """Return the contents of `torch.save`'s bytes in memory; see `load_torch_file`.
-
-    Raises:
-        CheckpointError: likewise.
-    """
+    """Return the contents of `torch.save`'s bytes in memory; see `load_torch_file`."""
     check_archive(io.BytesIO(data), len(data), where=where)
     return _load(io.BytesIO(data), where=where, mmap=False)
 
@@ -61,11 +53,7 @@ def check_archive(file: IO[bytes], size: int, *, where: str) -> None:
 
 
 def check_tensor(tensor: object, *, where: str) -> torch.Tensor:
-    """Return the tensor if its elements are all there: a strided one in host memory that repeats no element.
-
-    Raises:
-        CheckpointError: it is not.
-    """
+    """Return the tensor if its elements are all there: a strided one in host memory that repeats no element."""
     if not isinstance(tensor, torch.Tensor):
         raise CheckpointError(f"{where} is a {type(tensor).__name__}, not a tensor")
     is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided

@@ -42,15 +42,9 @@ def with_torch_format(pending: Pending) -> Pending:
 
 
 def write_torch_format(checkpoint: Path, directory: Path, *, first: int = 0) -> None:
-    """Write a checkpoint in torch's format, as `pytorch_model_fsdp_0`, `optimizer_0`, and so on for further models.
+    """Write one or several checkpoints in torch's format, as `pytorch_model_fsdp_0`, `optimizer_0`, and so on.
 
-    Args:
-        checkpoint: a checkpoint, or a directory of one for each of several models.
-        directory: where they go; what bears one of these names there is replaced.
-        first: number of the first model.
-
-    Raises:
-        CheckpointError: the checkpoint is damaged, or the disk refused something. All of them appear, or none.
+    What bears one of these names in `directory` is replaced. All of them appear, or none.
     """
     save_id = uuid.uuid4().hex[:16]
     # Beside the checkpoint, under the name of a save under way, which the next save removes if this one dies.

@@ -25,16 +25,7 @@ _TAG = "$"
 
 
 def encode_value(value: Any, *, where: str, tensors: dict[str, torch.Tensor]) -> JsonValue:
-    """Return `value` as JSON.
-
-    Args:
-        value: None, bool, int, float, str, bytes, tensors, and lists, tuples, sets, dicts and Counters of them.
-        where: path of the value, for messages and as the name of a tensor.
-        tensors: receives the tensors found, by name.
-
-    Raises:
-        CheckpointError: a value of another type; the message says where it is.
-    """
+    """Return `value` as JSON. Its tensors go into `tensors`, by the path `where` they are found."""
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, np.generic) and not isinstance(value.item(), np.generic):  # a long double is its own
@@ -71,11 +62,7 @@ def encode_value(value: Any, *, where: str, tensors: dict[str, torch.Tensor]) ->
 
 
 def encode_plain(value: Any, *, where: str) -> JsonValue:
-    """Return `value` as JSON, where there is no file for tensors: one of a single element is its number.
-
-    Raises:
-        CheckpointError: it holds others.
-    """
+    """Return `value` as JSON, where there is no file for tensors: one of a single element is its number."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
     tensors: dict[str, torch.Tensor] = {}
@@ -93,3 +80,53 @@ def _encode_mapping(value: Mapping[Any, Any], *, where: str, tensors: dict[str, 
         [encode_value(key, where=f"a key of {where}", tensors={}), item] for key, item in encoded.items()
     ]
     return {_TAG: "counter" if isinstance(value, Counter) else "map", "items": items}
+
+
+def decode_value(value: JsonValue, tensors: Mapping[str, Any]) -> Any:
+    """Return the value that `encode_value` encoded."""
+    try:
+        return _decoded(value, tensors)
+    except (TypeError, ValueError) as error:  # `float("x")`; a list in a set
+        raise CheckpointError(f"a value of the checkpoint cannot be read: {error}") from None
+
+
+class AnyTensor(dict[str, None]):
+    """Stands for every tensor that a value names, and keeps the names: to see whether it can be decoded."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+    def __missing__(self, name: str) -> None:
+        self[name] = None
+
+
+def _decoded(value: JsonValue, tensors: Mapping[str, Any]) -> Any:
+    if isinstance(value, list):
+        return [_decoded(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    match value:
+        case {"$": "float", "value": str(text)}:
+            return float(text)
+        case {"$": "bytes", "value": str(text)}:
+            return base64.b64decode(text)
+        case {"$": "tensor", "name": str(name)}:
+            if name not in tensors:
+                raise CheckpointError(f"tensor {name!r} is in no file of the checkpoint")
+            return tensors[name]
+        case {"$": "tuple", "items": list(items)}:
+            return tuple(_decoded(item, tensors) for item in items)
+        case {"$": "set", "items": list(items)}:
+            return {_decoded(item, tensors) for item in items}
+        case {"$": "map" | "counter" as kind, "items": list(items)}:
+            decoded = dict(_pair(item, tensors) for item in items)
+            return Counter(decoded) if kind == "counter" else decoded
+        case {"$": tag}:
+            raise CheckpointError(f"unknown kind of value {tag!r}", hint="update fullshard")
+    return {key: _decoded(item, tensors) for key, item in value.items()}
+
+
+def _pair(item: JsonValue, tensors: Mapping[str, Any]) -> tuple[Any, Any]:
+    if not isinstance(item, list) or len(item) != 2:
+        raise CheckpointError(f"expected a key and a value, got {item!r}")
+    return _decoded(item[0], tensors), _decoded(item[1], tensors)

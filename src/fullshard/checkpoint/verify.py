@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fullshard.checkpoint.decoding import AnyTensor, decode_value
 from fullshard.checkpoint.format import (
     DTYPES,
     MANIFEST_NAME,
@@ -21,8 +20,8 @@ from fullshard.checkpoint.format import (
     trainer_state,
 )
 from fullshard.checkpoint.objects import Location, ObjectPath, entries_of, location, sizes_in
-from fullshard.checkpoint.resharding import coverage_problems
 from fullshard.checkpoint.tensor_file import TensorFileReader, size_problem
+from fullshard.checkpoint.values import AnyTensor, decode_value
 from fullshard.core.dtypes import itemsize
 from fullshard.core.errors import CheckpointError
 from fullshard.core.sizes import format_nbytes
@@ -156,6 +155,25 @@ def structure_problems(manifest: Manifest) -> list[str]:
 def pieces_of(record: TensorRecord) -> list[PieceRecord]:
     """Return the pieces of a tensor, sorted by start."""
     return sorted(record.pieces, key=lambda piece: piece.start)
+
+
+def coverage_problems(pieces: Sequence[PieceRecord], numel: int) -> list[str]:
+    """Return the reasons why `pieces`, sorted by start, are not each of `numel` elements exactly once."""
+    problems = []
+    end, last = 0, -1
+    for piece in pieces:
+        start, stop = piece.start, piece.stop
+        if start < 0 or stop > numel or start >= stop:
+            problems.append(f"rank {piece.rank} holds elements [{start}, {stop}) of {numel}")
+        if start > end:
+            problems.append(f"elements [{end}, {start}) are in no file")
+        elif start < end and last >= 0:
+            problems.append(f"elements [{start}, {min(stop, end)}) are held by rank {last} and by rank {piece.rank}")
+        if stop > end:
+            end, last = stop, piece.rank
+    if end < numel:
+        problems.append(f"elements [{end}, {numel}) are in no file")
+    return problems
 
 
 def _optimizer_problems(manifest: Manifest) -> list[str]:

@@ -34,8 +34,6 @@ CheckpointFormat = Literal["native", "dcp"]
 OnNonFinite = Literal["raise", "skip", "off"]
 OnReplicas = Literal["raise", "off"]
 
-COPIES_COST = 0.03
-"""Part of the steps' time that copies in host memory may cost: the limit of `max_lost_steps = 0`."""
 
 _DTYPE_ALIASES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 
@@ -341,10 +339,9 @@ class CheckpointConfig(Settings):
     async_save: bool = False
     """Whether training goes on while a checkpoint is written, from a copy in host memory."""
 
-    max_lost_steps: int | None = Field(default=None, ge=0)
+    max_lost_steps: int | None = Field(default=None, ge=1)
     """How many steps a kill may undo at most: copies of the state in the memory of this host and of the next one are
-    renewed twice as often, and restarts go on from them. 0: as few as copies allow that cost 3 % of a step. None: no
-    copies."""
+    renewed twice as often, and restarts go on from them. None: no copies."""
 
     @field_validator("state_dict_type", mode="before")
     @classmethod

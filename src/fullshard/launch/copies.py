@@ -17,10 +17,7 @@ _PREFIX = "fullshard-copies-"
 
 @contextlib.contextmanager
 def copies_directory() -> Iterator[dict[str, str]]:
-    """Yield the variables with which ranks may keep copies; remove all copies afterwards.
-
-    There are none without a writable file system in memory.
-    """
+    """Yield the variables with which ranks may keep copies, if memory is a file system; remove them afterwards."""
     if not os.access(MEMORY, os.W_OK):
         yield {}
         return
@@ -29,11 +26,7 @@ def copies_directory() -> Iterator[dict[str, str]]:
 
 
 def find_copies_directory() -> Path:
-    """Return the copies directory of this rank's launcher.
-
-    Raises:
-        ConfigError: there is none, or it belongs to another user.
-    """
+    """Return the copies directory of this rank's launcher. Raises `ConfigError` if this user has none."""
     name = COPIES_DIR.read()
     if not name:
         raise ConfigError(

@@ -30,10 +30,10 @@ from fullshard import checkpoint
 from fullshard.api import Accelerator, ProjectConfiguration
 from fullshard.api.planning import plan_run
 from fullshard.api.room import check_room, checkpoint_nbytes
-from fullshard.checkpoint.decoding import decode_value
 from fullshard.checkpoint.format import read_manifest
 from fullshard.checkpoint.lease import lease
 from fullshard.checkpoint.objects import Location
+from fullshard.checkpoint.values import decode_value
 from fullshard.config.switches import elastic_ranks
 from fullshard.config.trackers import require_trackers
 from fullshard.core.errors import ConfigError, DamagedError, NonFiniteError

@@ -98,7 +98,7 @@ def test_flipped_bits_are_refused_by_loading_too(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=file.name), open_source(path) as source:
             write_native(source, tmp_path / f"b{number}", world_size=1)
         file.write_bytes(original)
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["LATEST", "a"]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a"]
 
 
 def test_each_file_cut_deleted_swapped_and_renamed(pristine: Path, tmp_path: Path) -> None:

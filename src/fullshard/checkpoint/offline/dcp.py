@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from fullshard.checkpoint.decoding import decode_value
 from fullshard.checkpoint.elements import dtype_of
 from fullshard.checkpoint.format import OptimizerRecord, StateTensorRecord, TensorRecord
 from fullshard.checkpoint.offline.dcp_metadata import Box, StoredObject, read_metadata
@@ -42,8 +41,9 @@ from fullshard.checkpoint.offline.source import (
     silent,
     tensor_record,
 )
-from fullshard.checkpoint.storage import committed_directory
+from fullshard.checkpoint.store import committed_directory
 from fullshard.checkpoint.torch_files import check_tensor, load_torch_bytes
+from fullshard.checkpoint.values import decode_value
 from fullshard.core.errors import CheckpointError
 from fullshard.core.layout import Interval
 from fullshard.core.paths import local_path

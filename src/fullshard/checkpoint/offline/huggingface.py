@@ -32,7 +32,7 @@ from fullshard.checkpoint.offline.source import (
     tensor_record,
 )
 from fullshard.checkpoint.shards import file_names, file_numbers, parse_dtype, parse_size, write_index
-from fullshard.checkpoint.storage import committed_directory
+from fullshard.checkpoint.store import committed_directory
 from fullshard.checkpoint.tensor_file import TensorEntry, TensorFileWriter, storage_order
 from fullshard.checkpoint.weight_files import json_file, stored_tensors, tensors_of
 from fullshard.core.errors import CheckpointError, ConfigError

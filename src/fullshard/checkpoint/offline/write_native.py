@@ -40,7 +40,7 @@ from fullshard.checkpoint.offline.source import (
 )
 from fullshard.checkpoint.rng import RNG_PREFIX
 from fullshard.checkpoint.stamps import next_stamp
-from fullshard.checkpoint.store import NewCheckpoint, new_checkpoint
+from fullshard.checkpoint.store import Store, new_checkpoint
 from fullshard.checkpoint.tensor_file import TensorEntry, TensorFileWriter, storage_order
 from fullshard.checkpoint.verify import structure_problems
 from fullshard.core.dtypes import itemsize
@@ -184,7 +184,7 @@ def _cut(contents: Contents, size: int) -> _Cut:
 
 
 def _write_rank_file(
-    new: NewCheckpoint,
+    new: Store,
     kind: Kind,
     rank: int,
     parts: Mapping[str, tuple[TensorRecord, Interval]],
@@ -206,7 +206,7 @@ def _is_replicated(record: TensorRecord) -> bool:
     return isinstance(record, StateTensorRecord) and record.layout == "replicated"
 
 
-def _write_rank_states(new: NewCheckpoint, source: Source, world_size: int, notes: list[str]) -> dict[str, FileRecord]:
+def _write_rank_states(new: Store, source: Source, world_size: int, notes: list[str]) -> dict[str, FileRecord]:
     """Write the ranks' own state: all of it at the same world size, else that of rank 0 without generators."""
     files = {}
     saved = source.contents.manifest.world_size if source.contents.manifest else 0
@@ -222,9 +222,7 @@ def _write_rank_states(new: NewCheckpoint, source: Source, world_size: int, note
     return files
 
 
-def _manifest(
-    new: NewCheckpoint, contents: Contents, cut: _Cut, files: dict[str, FileRecord], world_size: int
-) -> Manifest:
+def _manifest(new: Store, contents: Contents, cut: _Cut, files: dict[str, FileRecord], world_size: int) -> Manifest:
     def placed(kind: Kind, name: str, record: RecordT) -> RecordT:
         pieces = tuple(
             PieceRecord(rank=rank, start=i.start, stop=i.stop) for rank, i in enumerate(cut[kind, name][1]) if i.numel

@@ -115,11 +115,6 @@ def _first_shared(models: Iterable[StepsInBackward], held: set[int], stepper: St
     return next((name for other in others if (name := other.first_among(held)) is not None), None)
 
 
-def steps_in_backward(optimizer: optim.Optimizer) -> bool:
-    """Return whether the optimizer steps in backward, so that state changes before `optimizer.step()`."""
-    return _stepper_of(optimizer) is not None
-
-
 def _stepper_of(optimizer: optim.Optimizer) -> Stepper | None:
     hooks = torch_private.step_pre_hooks(optimizer).values()
     return next((hook for hook in hooks if isinstance(hook, Stepper)), None)
