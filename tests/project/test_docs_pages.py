@@ -22,8 +22,8 @@ from ruamel.yaml import YAML
 from typer.testing import CliRunner
 
 import fullshard
-from fullshard.cli import launch
 from fullshard.cli.main import COMMANDS, app, load_command
+from fullshard.config.flags import FLAGS, OPTIONS
 from fullshard.recipes.sft_arguments import make_parser
 from tests.launching import environment
 from tests.project.test_examples import make_place, run
@@ -79,7 +79,7 @@ def test_no_file_links_to_a_package_index() -> None:
 
 def known_flags(words: list[str]) -> set[str]:
     """The flags of a command: `fullshard` and its subcommands."""
-    launching = {*launch.completions([]), "--log_dir", "--fsdp", "--fsdp_config"}
+    launching = {f"--{name}" for name in (*FLAGS.spellings(), *(option.name for option in OPTIONS))}
     if words[0] == "launch":
         return launching
     if words[0] == "sft":

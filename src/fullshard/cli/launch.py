@@ -16,7 +16,7 @@ import typer
 from fullshard.cli.options import check_words
 from fullshard.config.dialect import Reading, Setting, Status
 from fullshard.config.environment import load_environment
-from fullshard.config.flags import FLAGS, OPTIONS, SHORT, CommandLine, flag_choices, parse
+from fullshard.config.flags import FLAGS, OPTIONS, SHORT, CommandLine, parse
 from fullshard.config.handover import hand_over
 from fullshard.config.load import load_file
 from fullshard.config.origin import Origin, Precedence
@@ -144,25 +144,6 @@ def _start(line: CommandLine, plan: LaunchPlan) -> int:
             line.option("redirects"),
         )
         return run_job(job)
-
-
-def completions(words: Sequence[str]) -> dict[str, str]:
-    """Return possible next words, each with a line of help: a flag, or a value of the last one; see `RawCommand`.
-
-    Return nothing once the script is named: it has flags of its own.
-    """
-    try:
-        if parse(words).target is not None:
-            return {}
-    except ConfigError:  # a flag without its value, or one that will be refused when the line is run
-        if choices := flag_choices(words[-1]):
-            return dict.fromkeys(choices, "")
-    keys = {
-        f"--{key.name}": (key.target and SETTINGS[key.target].description) or ""
-        for key in FLAGS.keys
-        if key.status is not Status.REFUSED
-    }
-    return {f"--{option.name}": option.help for option in OPTIONS} | keys
 
 
 def help_text() -> str:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import typer
@@ -69,23 +67,12 @@ def check_words(words: Iterable[str]) -> None:
 
 
 class RawCommand(TyperCommand):
-    """A command that takes its arguments as they are: flags come from the dialects, and the script has its own.
-
-    Its module has `completions(words)`, which returns the possible next words, with a line of help each.
-    """
+    """A command that takes its arguments as they are: flags come from the dialects, and the script has its own."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Leave everything in `ctx.args`."""
         ctx.args = list(args)
         return []
-
-    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
-        """Return flags, or values of the flag before, that begin with the word that is being typed."""
-        found = importlib.import_module(f"fullshard.cli.{self.name}").completions(ctx.args)
-        if "-" in incomplete.lstrip("-"):  # both are read; completions have the form that is being typed
-            found = {word.replace("_", "-") if word.startswith("-") else word: text for word, text in found.items()}
-        words = [word for word in found if word.startswith(incomplete)]
-        return [SimpleNamespace(value=word, help=found[word] or None, type="plain") for word in words]
 
 
 def options_from(model: type[BaseModel], *names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:

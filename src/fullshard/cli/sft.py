@@ -6,7 +6,6 @@ import argparse
 import functools
 import os
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 
 import typer
@@ -56,17 +55,6 @@ def sft(context: typer.Context) -> None:
         from fullshard.cli.main import app
 
         app(["launch", *launch_words, "-m", _RECIPE, *words])
-
-
-def completions(words: Sequence[str]) -> dict[str, str]:
-    """Return possible next words; see `RawCommand`."""
-    if words and not words[0].startswith("-"):  # a file, which holds everything
-        return {}
-    from fullshard.recipes.sft_arguments import RENAMED, OwnArguments  # TRL's own would take seconds to import
-
-    own = {f"--{field.name}": str(field.metadata["help"]) for field in fields(OwnArguments)}
-    theirs = (*_LAUNCH, "model_name_or_path", "dataset_name", "output_dir", *RENAMED.values())
-    return dict.fromkeys(["-n", *(f"--{name}" for name in theirs)], "") | own
 
 
 def _split_words(args: Sequence[str]) -> tuple[list[str], list[str]]:
