@@ -38,7 +38,7 @@ from fullshard.api.loaders import Loaders
 from fullshard.api.optimizer import AcceleratedOptimizer, check_parameters, refuse_stand_in
 from fullshard.api.options import Handlers, ProjectConfiguration
 from fullshard.api.plugin import FullyShardedDataParallelPlugin
-from fullshard.api.refused import METHODS, refuse_arguments
+from fullshard.api.refused import ARGUMENTS, METHODS
 from fullshard.api.reporting import Reporting, wanted_trackers
 from fullshard.api.scheduler import AcceleratedScheduler
 from fullshard.api.sharding import Setup, is_sharded, remove_autocast, shard
@@ -134,12 +134,10 @@ class Accelerator(Loaders, Reporting):
         torch_tp_plugin: None = None,
         dynamo_plugin: Any = None,
     ) -> None:
-        refuse_arguments(
-            deepspeed_plugin=deepspeed_plugin,
-            deepspeed_plugins=deepspeed_plugins,
-            megatron_lm_plugin=megatron_lm_plugin,
-            torch_tp_plugin=torch_tp_plugin,
-        )
+        others = deepspeed_plugin, deepspeed_plugins, megatron_lm_plugin, torch_tp_plugin
+        for (name, reason), value in zip(ARGUMENTS.items(), others, strict=True):
+            if value is not None:
+                raise ConfigError(f"{name} is not supported", hint=reason)
         self.handlers = handlers = Handlers.of(kwargs_handlers)
         self._notes: list[str] = []
         self._given = {
@@ -171,7 +169,9 @@ class Accelerator(Loaders, Reporting):
         self.state.tell_accelerate()
         if parallelism_config is not None:
             _ = self.torch_device_mesh  # ranks make it together, and a script may ask for it on one of them
-        for note in [*handlers.notes, *self._notes]:
+        if self.ddp_handler is not None:
+            self._say("DistributedDataParallelKwargs: no effect, the model is sharded and not replicated by DDP")
+        for note in self._notes:
             self._say(note)
         self.device_placement = device_placement
         self.dataloader_config = dataloader_config or DataLoaderConfiguration(split_batches=split_batches)

@@ -18,7 +18,8 @@ from fullshard.core.errors import ConfigError
 
 def run_config(plugin: Any, arguments: Mapping[str, Any], parallelism_config: Any = None) -> RunConfig:
     """Return the configuration of this run. A `ParallelismConfig` has the last word on the strategy."""
-    accelerator, plugins = of_accelerator(arguments), _reading(plugin)
+    given = {name: value for name, value in arguments.items() if value is not None}
+    accelerator, plugins = FLAT.read(entries_of(given, "Accelerator")), _reading(plugin)
     base: Reading | None = getattr(plugin, "base", None)
     above = parallelism(parallelism_config, plugins if plugins.setting("sharding.strategy") or not base else base)
     resolved = resolve([base or launched(), accelerator, plugins, above])
@@ -28,12 +29,6 @@ def run_config(plugin: Any, arguments: Mapping[str, Any], parallelism_config: An
     if resolved.config.sharding.cpu_ram_efficient_loading:
         tell_transformers()
     return resolved.config
-
-
-def of_accelerator(arguments: Mapping[str, Any]) -> Reading:
-    """Return the settings in an Accelerator's arguments; see `run_config`."""
-    given = {name: value for name, value in arguments.items() if value is not None}
-    return FLAT.read(entries_of(given, "Accelerator"))
 
 
 def _given_way(accelerator: Reading, plugins: Reading) -> Iterator[Note]:

@@ -40,21 +40,18 @@ class ProjectConfiguration(Theirs):  # type: ignore[misc]
 
 @dataclass(frozen=True, slots=True)
 class Handlers:
-    """The `kwargs_handlers` of an Accelerator, sorted out.
+    """The `kwargs_handlers` of an Accelerator, by the names of their classes, and what they come to.
 
     Attributes:
         scaler: arguments for the loss scaler.
         autocast: whether the model and `autocast()` use autocast, and its weight cache.
         timeout_seconds: of the process group; None: the default.
-        given: the handlers, by the names of their classes.
-        notes: what has no effect, and why.
     """
 
+    given: dict[str, Any]
     scaler: dict[str, Any]
     autocast: Any
     timeout_seconds: float | None
-    given: dict[str, Any]
-    notes: tuple[str, ...]
 
     @classmethod
     def of(cls, handlers: list[Any] | None) -> Handlers:
@@ -68,28 +65,22 @@ class Handlers:
         given = dict(named)
         if len(given) != len(named):
             raise ConfigError(f"kwargs_handlers has two of one kind: {', '.join(name for name, _ in named)}")
-        scaler: dict[str, Any] = {}
-        autocast, timeout, notes = AutocastKwargs(), None, []
-        for name, handler in given.items():
-            match name:
-                case "GradScalerKwargs":
-                    scaler = dataclasses.asdict(handler)
-                case "AutocastKwargs":
-                    autocast = handler
-                case "InitProcessGroupKwargs":
-                    _check_process_group(handler)
-                    timeout = handler.timeout.total_seconds() if handler.timeout is not None else None
-                case "DistributedDataParallelKwargs":
-                    _check_no_hook(handler)
-                    notes.append(f"{name}: no effect, the model is sharded and not replicated by DDP")
-                case "ProfileKwargs":
-                    pass  # read by `Accelerator.profile`
-                case _:
-                    raise ConfigError(
-                        f"kwargs handler {name} has no meaning here",
-                        hint=HANDLERS.get(name, "GradScalerKwargs, AutocastKwargs and InitProcessGroupKwargs are used"),
-                    )
-        return cls(scaler, autocast, timeout, given, tuple(notes))
+        for name in given:
+            if name not in (*_READ, "ProfileKwargs"):
+                raise ConfigError(
+                    f"kwargs handler {name} has no meaning here",
+                    hint=HANDLERS.get(name, "GradScalerKwargs, AutocastKwargs and InitProcessGroupKwargs are used"),
+                )
+        scaler, autocast, group, ddp = map(given.get, _READ)
+        if ddp is not None:
+            _check_no_hook(ddp)
+        if group is not None:
+            _check_process_group(group)
+        timeout = None if group is None or group.timeout is None else group.timeout.total_seconds()
+        return cls(given, {} if scaler is None else dataclasses.asdict(scaler), autocast or AutocastKwargs(), timeout)
+
+
+_READ = ("GradScalerKwargs", "AutocastKwargs", "InitProcessGroupKwargs", "DistributedDataParallelKwargs")
 
 
 def _check_process_group(handler: Any) -> None:

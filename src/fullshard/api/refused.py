@@ -6,7 +6,6 @@ from importlib import import_module
 from typing import Any
 
 from fullshard.config.accelerate import INSTEAD_OF_FP8
-from fullshard.core.errors import ConfigError
 
 ONE_ENGINE = "there is one engine here; SHARD_OPTIMIZER is ZeRO-1, SHARD_GRAD_OPTIMIZER ZeRO-2, FULL_SHARD ZeRO-3"
 _MODEL_PARALLEL = "context, sequence and pipeline parallelism are not supported"
@@ -17,7 +16,7 @@ ARGUMENTS = {
     "megatron_lm_plugin": _MODEL_PARALLEL,
     "torch_tp_plugin": "give parallelism_config=ParallelismConfig(tp_size=...)",
 }
-"""Arguments of the Accelerator."""
+"""Arguments of the Accelerator, in its order."""
 
 METHODS = {
     **dict.fromkeys(("pipeline_parallel_rank", "context_parallel_rank"), _MODEL_PARALLEL),
@@ -44,13 +43,6 @@ ACCELERATES_OWN = (
     "load_checkpoint_and_dispatch", "load_checkpoint_in_model", "synchronize_rng_states",
 )  # fmt: skip
 """Names that serve as they are: options, what has nothing to do with training, what asks Accelerate's state."""
-
-
-def refuse_arguments(**arguments: object) -> None:
-    """Refuse arguments of the Accelerator that are given."""
-    for name, value in arguments.items():
-        if value is not None:
-            raise ConfigError(f"{name} is not supported", hint=ARGUMENTS[name])
 
 
 def from_accelerate(name: str) -> Any:
