@@ -197,6 +197,8 @@ def test_an_epoch_may_end_within_a_step_if_asked() -> None:
         with accelerator.accumulate():
             ends.append(accelerator.sync_gradients)
     assert ends == [False, True, False]
+    plain = Accelerator(gradient_accumulation_plugin=GradientAccumulationPlugin())
+    assert plain.gradient_accumulation_steps == 1, "as with Accelerate"
 
 
 @pytest.mark.parametrize(("with_optimizer", "rates"), [(True, [0.1, 0.05]), (False, [0.05, 0.0125])])

@@ -189,15 +189,15 @@ class Accelerator(Loaders, Reporting):
     def _make_gradient_state(self, plugin: Any) -> GradientState:
         """Make the gradient state, with micro-batches per step by the script's plugin or by the settings."""
         plugin = plugin or GradientAccumulationPlugin(self._config.training.gradient_accumulation_steps)
+        steps = 1 if plugin.num_steps is None else plugin.num_steps
         if self._accumulates:
-            steps = accumulation_steps(plugin.num_steps, read_rank_environment())
-            plugin = dataclasses.replace(plugin, num_steps=steps)
+            steps = accumulation_steps(steps, read_rank_environment())
         state = GradientState()
         earlier, state.plugin_kwargs = state.plugin_kwargs.get("num_steps"), dataclasses.asdict(plugin)
-        state.num_steps = plugin.num_steps
-        if earlier not in (None, state.num_steps):
+        state.num_steps = steps
+        if earlier not in (None, steps):
             self._notes.append(
-                f"gradient_accumulation_steps is {plugin.num_steps} from now on for the Accelerator that was made "
+                f"gradient_accumulation_steps is {steps} from now on for the Accelerator that was made "
                 f"before, too (it was {earlier}), as in Accelerate: a process counts the micro-batches of one loop"
             )
         state.begin_run()
