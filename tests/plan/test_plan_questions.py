@@ -35,6 +35,9 @@ def ask(question: str) -> int:
         assert done.exception.hint
         return MISTAKE
     assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    if done.exit_code == MISTAKE:  # an option that there is not
+        assert "No such option" in done.output or "unexpected extra argument" in done.output
+        return MISTAKE
     assert "tokens/s" in done.output and "GiB" in done.output
     return done.exit_code
 
