@@ -78,10 +78,7 @@ class StepMetrics:
 class JsonlSink:
     """Write one line of JSON per step, each flushed as it is written, so that a killed run keeps its lines.
 
-    Args:
-        path: the file. Its lines after `last_step` are dropped first, so that a resumed run has each step
-            once; with `last_step` 0 the file starts empty.
-        last_step: the step the run continues from.
+    Lines after `last_step`, from which the run goes on, are dropped first: so the file has each step once.
     """
 
     def __init__(self, path: Path, *, last_step: int = 0) -> None:
@@ -101,14 +98,7 @@ class JsonlSink:
 
 
 def read_metrics(path: Path) -> Iterator[StepMetrics]:
-    """Yield the steps that a metrics file holds; nothing if there is no such file.
-
-    A last line that a killed run left unfinished is left out.
-
-    Raises:
-        DataError: another line is no record.
-        OSError: the file is no regular one, or larger than a metrics file can be.
-    """
+    """Yield the steps of a metrics file, if there is one. A last line that a killed run left unfinished is left out."""
     unfinished = ""
     for number, line in enumerate(read_lines(path) if path.exists() else (), start=1):
         try:

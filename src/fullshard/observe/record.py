@@ -70,11 +70,7 @@ class RunRecord:
 
 
 def read_runs(paths: Iterable[Path]) -> list[RunRecord]:
-    """Return the runs in some folders, with names that differ.
-
-    Raises:
-        DataError: a folder holds no run, or a file of it cannot be read.
-    """
+    """Return the runs in some folders, with names that differ."""
     runs = [_run(local_path(path)) for path in paths]
     if len({run.name for run in runs}) < len(runs):
         runs = [dataclasses.replace(run, name=str(run.directory)) for run in runs]

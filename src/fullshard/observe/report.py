@@ -36,16 +36,7 @@ Rows = list[tuple[str, ...]]
 
 
 def write_report(paths: Sequence[Path], output: Path) -> None:
-    """Read runs from their folders and write the report of them.
-
-    Args:
-        paths: of `fullshard train`, `fullshard sft` or Trainer.
-        output: the HTML file, written whole or not at all. In a run's folder it replaces a link and does not follow it.
-
-    Raises:
-        DataError: a folder holds no run, or a file of it cannot be read.
-        MissingExtraError: matplotlib or Jinja is not installed.
-    """
+    """Write the report of runs in some folders, whole or not at all. In a run's folder it replaces a link."""
     require_plots()
     page = render(read_runs(paths)).encode("utf-8", "replace").decode()  # names of files may be no text
     folder = output.parent.resolve()
