@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from fullshard.config.switches import COMM
 from fullshard.features import MixedPrecisionPolicy, ShardedParameter, fully_shard, unsharded
 from fullshard.features.shared_memory.buffer_pool import BufferPool
 from fullshard.features.shared_memory.collectives import SharedMemoryCollectives
+from fullshard.features.shared_memory.peers import _check, _Offer
 from tests.distributed import run_ranks
 
 CPU = torch.device("cpu")
@@ -278,6 +280,15 @@ def check_dropped() -> None:
 
 def test_nobody_waits_for_a_peers_garbage_collector() -> None:
     run_ranks(check_dropped, 2, timeout=20)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "problem"), [("aaa", ""), ("aab", "they are on 2 hosts"), ("aa-a", "FULLSHARD_COMM=gloo")]
+)
+def test_only_the_ranks_of_one_host_share_memory(hosts: str, problem: str) -> None:
+    offers = [_Offer(host, pid, None if host == "-" else 3) for pid, host in enumerate(hosts)]
+    with pytest.raises(OSError, match=problem) if problem else nullcontext():
+        _check(offers)
 
 
 def test_memory_is_handed_out_again() -> None:
