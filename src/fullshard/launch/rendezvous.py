@@ -11,7 +11,8 @@ import socket
 from datetime import timedelta
 
 from torch.distributed import DistError, PrefixStore, TCPStore
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from fullshard.core.errors import CommunicationError, ConfigError
 from fullshard.launch.rendezvous_server import HostAssignment, RendezvousClient, RendezvousServer
@@ -51,43 +52,15 @@ def reach_store(address: str, port: int) -> TCPStore:
     return store
 
 
-class OneHostRendezvous(RendezvousHandler):
+class OneHostRendezvous(StaticTCPRendezvous):
     """A rendezvous without other hosts. Every attempt gets a new store: keys of the last one would mislead it."""
 
     def __init__(self, run_id: str, port: int) -> None:
-        self._run_id, self._port = run_id, port
+        super().__init__(LOOPBACK, port, rank=0, world_size=1, run_id=run_id, timeout=0)
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Return the store of the next attempt."""
-        return _information(HostAssignment(0, 1, LOOPBACK, 0), open_store(LOOPBACK, self._port))
-
-    def get_backend(self) -> str:
-        """Return the name for torchelastic's events."""
-        return "fullshard"
-
-    @property
-    def use_agent_store(self) -> bool:
-        """Return True: the workers use the store that is here, instead of opening one."""
-        return True
-
-    def is_closed(self) -> bool:
-        """Return False: the server tells who may join."""
-        return False
-
-    def set_closed(self) -> None:
-        """Do nothing."""
-
-    def num_nodes_waiting(self) -> int:
-        """Return 0: `Membership` tells of hosts that would join."""
-        return 0
-
-    def get_run_id(self) -> str:
-        """Return the name of the job."""
-        return self._run_id
-
-    def shutdown(self) -> bool:
-        """Do nothing: the store ends with its last reference."""
-        return True
+        return _information(HostAssignment(0, 1, LOOPBACK, 0), open_store(LOOPBACK, self.master_port))
 
 
 class MultiHostRendezvous(OneHostRendezvous):
