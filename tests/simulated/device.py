@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ import torch
 
 from tests.simulated.build import library
 
-NAME = os.environ.get("SIMULATED_DEVICE", "simulated")
+NAME = "simulated"
 DEVICES = 4
 TESTS = str(Path(__file__).parent)
 
