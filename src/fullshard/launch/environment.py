@@ -84,11 +84,7 @@ def _number(environ: Mapping[str, str], name: str, *, default: int | None = None
 
 
 def rank_device(environment: RankEnvironment, kind: str = "auto") -> torch.device:
-    """Return the device this rank computes on, made current if it is an accelerator.
-
-    Args:
-        environment: the place of this process.
-        kind: `cpu`, `cuda`, or `auto`: the accelerator where there is one, else the CPU.
+    """Return the device this rank computes on, made current if it is an accelerator; `kind` as `kind_of` takes it.
 
     Raises:
         ConfigError: another kind, no such device at all, or fewer than this host's ranks.
@@ -142,12 +138,7 @@ def init_process_group_from_environment(
 def run_on_main(environment: RankEnvironment, function: Callable[[], T]) -> T:
     """Call `function` on rank 0 and give its result to every rank; all ranks call this, and all raise what it raises.
 
-    Args:
-        environment: the place of this process.
-        function: called on rank 0 only. Its result, or its exception, is pickled.
-
-    Raises:
-        Exception: whatever `function` raised on rank 0.
+    Its result, or its exception, is pickled.
     """
     if environment.world_size == 1:
         return function()

@@ -381,7 +381,6 @@ class RendezvousServer(threading.Thread):
         return self._least < self._hosts
 
     def _is_last_call_over(self, joined: list[_Peer]) -> bool:
-        """Return whether to start with these, although further ones might come."""
         wait = REGROUP_SECONDS if self._has_started else self._last_call
         is_everybody = len(joined) == sum(peer.admitted for peer in self._peers)
         return len(joined) >= self._least and is_everybody and time.monotonic() > wait + max(p.since for p in joined)
@@ -461,9 +460,7 @@ class RendezvousClient:
     def join(self, port: int) -> HostAssignment:
         """Wait until all hosts are ready for the next attempt; `port` is of the store here, or 0.
 
-        Raises:
-            CommunicationError: they are not in time, or the job is over.
-            ConfigError: they do not fit together.
+        Raises `CommunicationError` if they are not in time or the job is over, `ConfigError` if they differ.
         """
         deadline = time.monotonic() + self._timeout
         with self._changed:

@@ -48,11 +48,7 @@ class XlaSettings:
 
     @classmethod
     def from_file(cls, path: str | Path) -> Self:
-        """Read the settings from a file in any dialect that `fullshard launch` reads.
-
-        Raises:
-            ConfigError: a setting that is wrong, or that PyTorch/XLA cannot honour.
-        """
+        """Read settings from a file in any dialect that `fullshard launch` reads. Raises as `from_resolved` does."""
         return cls.from_resolved(resolve([load_file(path)]))
 
     @classmethod
