@@ -140,6 +140,16 @@ def test_tensorboard_holds_what_was_logged(tmp_path: Path, monkeypatch: pytest.M
     assert "lr: 0.5" in hparams.read_text()
 
 
+def test_values_that_no_tracker_takes_are_not_dropped_without_a_word(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=str(tmp_path))
+    with pytest.warns(UserWarning, match="log: tensorboard has not been started: call init_trackers first"):
+        accelerator.log({"loss": 1.0})
+    with pytest.raises(ConfigError, match=r"no tracker is called 'tensorbord'\nhint: did you mean 'tensorboard'"):
+        accelerator.init_trackers("run", init_kwargs={"tensorbord": {"flush_secs": 1}})
+    accelerator.init_trackers("run", init_kwargs={"wandb": {"entity": "others"}})  # for another time
+    assert len(accelerator.trackers) == 1
+
+
 def test_a_second_run_has_trackers_of_its_own(tmp_path: Path) -> None:
     """What the first one had is finished, and takes no more."""
     accelerator = Accelerator(cpu=True, log_with=["tensorboard", kept := Kept()], project_dir=str(tmp_path))

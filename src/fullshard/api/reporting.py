@@ -15,6 +15,7 @@ from accelerate.utils import ProfileKwargs
 
 from fullshard.api.checkpointing import Checkpointing
 from fullshard.checkpoint.ranks import Ranks
+from fullshard.config.settings import suggestion
 from fullshard.config.trackers import require_trackers
 from fullshard.core.errors import ConfigError
 from fullshard.core.paths import local_path
@@ -26,7 +27,27 @@ class Reporting(Checkpointing):
 
     log_with: list[Any]
     trackers: list[Any]
-    init_trackers, get_tracker, log = Theirs.init_trackers, Theirs.get_tracker, Theirs.log
+    get_tracker = Theirs.get_tracker
+
+    def init_trackers(
+        self, project_name: str, config: dict[str, Any] | None = None, init_kwargs: dict[str, Any] | None = None
+    ) -> None:
+        """Start the trackers that `log_with` names, on the main process.
+
+        Raises:
+            ConfigError: `init_kwargs` has arguments for a tracker that does not exist.
+        """
+        known = {*tracking.LOGGER_TYPE_TO_CLASS, *map(_tracker_name, self.log_with)}
+        for name in (init_kwargs or {}).keys() - known:
+            raise ConfigError(f"init_kwargs: no tracker is called {name!r}", hint=suggestion(name, sorted(known)))
+        Theirs.init_trackers(self, project_name, config, init_kwargs)
+
+    def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
+        """Log values with all trackers, on the main process; warn if none has been started."""
+        if self.log_with and not self.trackers and self.is_main_process:
+            names = ", ".join(map(_tracker_name, self.log_with))
+            warnings.warn(f"log: {names} has not been started: call init_trackers first", stacklevel=2)
+        Theirs.log(self, values, step, log_kwargs)
 
     @contextlib.contextmanager
     def profile(self, profile_handler: Any = None) -> Iterator[torch.profiler.profile]:
@@ -80,6 +101,10 @@ def wanted_trackers(log_with: Any, logging_dir: str | None) -> list[Any]:
     if missing:
         raise ConfigError(f"log_with: {', '.join(sorted(missing))} cannot be used here, says Accelerate")
     return found
+
+
+def _tracker_name(tracker: Any) -> str:
+    return str(tracker.name if hasattr(tracker, "start") else tracker)
 
 
 def _trace_directory(text: str) -> Path:
