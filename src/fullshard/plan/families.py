@@ -45,6 +45,7 @@ class Family:
         sinks: whether attention has one per head.
         mlp: name of the feed-forward part.
         mixture: the parts of a mixture of experts, in definition order; with a `biased_router` experts have biases.
+        expert_width: the field with an expert's width.
         is_transposed: whether experts' weights are (experts, inputs, outputs).
         norms: in definition order.
         tied: whether the head is the embedding, where the file does not say.
@@ -61,6 +62,7 @@ class Family:
     sinks: bool = False
     mlp: str = "mlp"
     mixture: tuple[str, ...] = ()
+    expert_width: tuple[str, ...] = ("moe_intermediate_size", "intermediate_size")
     is_transposed: bool = False
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     tied: bool = False
@@ -180,7 +182,7 @@ def _feed_forward(fields: Fields, family: Family, at: str, index: int) -> _Part:
             weights = _gated(at, hidden, width, bias=fields.flag("mlp_bias", False))
         return weights, {"intermediate": width, "fused_gate": is_fused}
     experts = fields.number("num_local_experts", "num_experts", "n_routed_experts")
-    width = fields.number("moe_intermediate_size", "intermediate_size")
+    width = fields.number(*family.expert_width)
     shared = 0
     if "shared_experts" in family.mixture:
         shared = width * fields.number("n_shared_experts", default=1)
@@ -335,6 +337,7 @@ _ROWS = {
         has_bias=True,
         sinks=True,
         mixture=("biased_router", "experts"),
+        expert_width=("intermediate_size",),
         is_transposed=True,
         window_period=2,
     ),
@@ -342,6 +345,7 @@ _ROWS = {
         bias="attention_bias",
         mlp="feed_forward",
         mixture=("experts", "router", "shared_expert"),
+        expert_width=("intermediate_size",),
         is_transposed=True,
     ),
     "qwen3_next": Family(
