@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -119,7 +118,6 @@ def test_launch_checks_the_plan(made: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     said = done.stdout + done.stderr
     assert f"with {made.partition('(')[0]}, step 3: as planned" in said
-    assert re.search(r"pieces of matrices sent: planned [1-9]", said)
 
 
 def tune(words: list[str]) -> list[str]:
