@@ -26,7 +26,7 @@ from fullshard.features import shard_model, unsharded
 from tests.differential import CLOSE, TOLERANCE, gradients, is_same_product
 from tests.distributed import run_ranks
 from tests.interchange import files_in_use
-from tests.trainers import arguments, build, close, result, samples, trainer
+from tests.trainers import arguments, build, close, keep_layout, result, samples, trainer
 
 CASES = ("plain", "rslora", "dora", "modules_to_save", "embeddings", "tied", "bias", "two", "resized")
 
@@ -156,6 +156,89 @@ def test_resume_is_bit_exact_and_holds_only_adapters(tmp_path: Path, case: str, 
     stored = [name for name, record in manifest.parameters.items() if record.is_stored]
     assert stored and all("lora_" in name or "modules_to_save" in name for name in stored)
     assert (checkpoint / "adapter_model.safetensors").is_file()
+
+
+def dora_from_files(base: str) -> dict[str, torch.Tensor]:
+    import peft
+
+    import fullshard
+
+    model: Any = fullshard.from_pretrained(transformers.AutoModelForCausalLM, base)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear", use_dora=True))
+    model = fullshard.Accelerator(cpu=True).prepare(model)
+    ids = samples(1)[0]["input_ids"][None]
+    whole = transformers.AutoModelForCausalLM.from_pretrained(base)
+    with torch.no_grad():
+        # B is zero, so magnitude times direction is the weight itself
+        tolerance = 1e-5 if whole.dtype is torch.float32 else 4e-3  # a step of bf16
+        torch.testing.assert_close(model(input_ids=ids).logits, whole(input_ids=ids).logits, rtol=0, atol=tolerance)
+    return {name: v for name, v in full_state_dict(model).items() if "magnitude" in name}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["llama", "qwen"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dora_starts_from_norms_that_are_read(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
+    import peft
+
+    build(family).to(dtype).save_pretrained(tmp_path)
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    expected = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules="all-linear", use_dora=True))
+    found = run_ranks(dora_from_files, 2, str(tmp_path))[0]
+    magnitudes = {name: v for name, v in expected.state_dict().items() if "magnitude" in name}
+    assert found.keys() == magnitudes.keys() and len(found) == 14
+    assert all(torch.equal(found[name], value) for name, value in magnitudes.items())
+
+
+def dora_on_quantised(base: str, bits: int, dtype: torch.dtype, storage: torch.dtype) -> None:
+    import peft
+
+    import fullshard
+
+    config = (
+        transformers.BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=dtype, bnb_4bit_quant_storage=storage,
+        )
+        if bits == 4
+        else transformers.BitsAndBytesConfig(load_in_8bit=True)
+    )  # fmt: skip
+    adapter = peft.LoraConfig(r=4, target_modules="all-linear", use_dora=True)
+    auto: Any = transformers.AutoModelForCausalLM
+    model: Any = fullshard.from_pretrained(auto, base, quantization_config=config, dtype=dtype)
+    model = fullshard.Accelerator(cpu=True).prepare(peft.get_peft_model(model, adapter))
+    reference: Any = auto.from_pretrained(base, quantization_config=config, dtype=dtype)
+    reference = keep_layout(peft.get_peft_model(reference, adapter))
+    whole = full_state_dict(model, rank0_only=False)
+    expected = {name: value for name, value in reference.state_dict().items() if "magnitude" in name}
+    assert len(expected) == 14
+    assert all(torch.equal(whole[name], value) for name, value in expected.items())
+    ids = samples(1)[0]["input_ids"][None]
+    # B is zero, the norms are not.
+    assert is_same_product(model(input_ids=ids).logits, reference(input_ids=ids).logits)
+    model(input_ids=ids, labels=ids).loss.backward()
+    gradients = [p.local_grad for name, p in model.named_parameters() if "magnitude" in name and p.interval.numel]
+    assert gradients and all(gradient is not None and gradient.abs().sum() > 0 for gradient in gradients)
+
+
+@pytest.mark.filterwarnings("ignore:MatMul8bitLt:UserWarning", "ignore:Some parameters are on the meta:UserWarning")
+@pytest.mark.parametrize(
+    ("bits", "dtype", "storage"),
+    [
+        (4, torch.float32, torch.uint8),
+        pytest.param(4, torch.bfloat16, torch.uint8, marks=pytest.mark.full),
+        pytest.param(4, torch.bfloat16, torch.bfloat16, marks=pytest.mark.full),
+        pytest.param(8, torch.float32, torch.uint8, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_dora_on_weights_quantised_as_they_are_read(
+    tmp_path: Path, bits: int, dtype: torch.dtype, storage: torch.dtype
+) -> None:
+    """Magnitudes are the norms of what the weights have become, as PEFT takes them."""
+    pytest.importorskip("bitsandbytes", reason="needs the extra `quant`")
+    build("llama").save_pretrained(tmp_path)
+    run_ranks(dora_on_quantised, 2, str(tmp_path), bits, dtype, storage)
 
 
 # -- merging --------------------------------------------------------------------------------------------------------

@@ -212,7 +212,9 @@ def test_weights_are_quantised_as_they_are_read(bits: int, storage: torch.dtype,
     run_ranks(check_quantised, 2, tmp_path, bits, storage)
 
 
-@pytest.mark.parametrize("options", [{"init_lora_weights": "orthogonal"}, {"use_dora": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"init_lora_weights": "orthogonal"}, {"init_lora_weights": False, "use_dora": True}], ids=str
+)
 def test_adapters_that_need_whole_weights_are_refused(tmp_path: Path, options: dict[str, Any]) -> None:
     peft = pytest.importorskip("peft")
     save(LLAMA, tmp_path)

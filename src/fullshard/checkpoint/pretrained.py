@@ -36,7 +36,7 @@ from fullshard.core.imports import import_extra
 from fullshard.core.layout import Interval
 from fullshard.core.paths import local_path
 from fullshard.features.meta_device import WEIGHTS, meta_parameters
-from fullshard.features.quantized_weights.scales import is_exact, outline, quantise, whole_shape
+from fullshard.features.quantized_weights.scales import dequantised, is_exact, outline, quantise, whole_shape
 from fullshard.features.tensor_parallel import local_shard_of
 from fullshard.wrap.partition import Slot
 
@@ -45,6 +45,8 @@ logger = logging.getLogger(__name__)
 _REFUSED = ("key_mapping", "variant", "subfolder")
 _HUB_OPTIONS = ("revision", "cache_dir", "token", "local_files_only")
 _DORA = "lora_magnitude_vector"
+_NORM_NUMEL = 2**20
+"""Elements of a weight that are held at once to take the norms of its rows."""
 
 
 def from_pretrained(
@@ -204,7 +206,7 @@ class PretrainedWeights:
         self.directory, self._base, self._built, self._dtype = directory, base, built, dtype
         self._sources, self._unused = found.sources, found.unused
         self._names: dict[tuple[int, str], str] = {}
-        self._adapters: dict[int, tuple[str, Any]] = {}
+        self._adapters: dict[int, tuple[str, Any, Any]] = {}
 
     def start(self, model: nn.Module) -> None:
         """Match the places in the model with the tensors in the files; raise an error that lists all that differs."""
@@ -288,8 +290,11 @@ class PretrainedWeights:
         found = self._adapters.get(id(module))
         if found is None:
             return False
-        kind, scheme = found
+        kind, scheme, layer = found
         with torch.no_grad():
+            if kind == _DORA:
+                self._read_row_norms(layer.get_base_layer(), module.weight)  # type: ignore[arg-type]
+                return True
             for name, parameter in module.named_parameters(recurse=False):
                 if name == "bias" or (scheme is not False and kind in ("lora_B", "lora_embedding_A")):
                     parameter.zero_()
@@ -300,6 +305,29 @@ class PretrainedWeights:
                 else:
                     nn.init.kaiming_uniform_(parameter, a=math.sqrt(5))
         return True
+
+    def _read_row_norms(self, base: Any, out: torch.Tensor) -> None:
+        """Compute DoRA's first magnitudes: the norms of the base weight's rows.
+
+        A weight that is quantised on the way has been made already; any other is read a few rows at a time.
+        """
+        if is_exact(base.weight):
+            values = dequantised(base)
+            dtype = torch.promote_types(values.dtype, getattr(base, "compute_dtype", torch.float32))  # as PEFT adds B
+            out.copy_(torch.linalg.norm(values.to(dtype), dim=1))
+            return
+        stored = self._sources.get(self._names.get((id(base), "weight"), ""))
+        if stored is None or stored.shape != tuple(base.weight.shape):
+            raise ConfigError(
+                f"DoRA on {type(base).__name__}: {self.directory} does not hold its weight as it is in the model",
+                hint="load the base with Transformers' own from_pretrained before adding the adapter",
+            )
+        columns = stored.shape[1]
+        step = max(1, _NORM_NUMEL // columns)
+        for rows in (range(start, min(start + step, len(out))) for start in range(0, len(out), step)):
+            part = torch.empty(len(rows), columns, dtype=base.weight.dtype)
+            stored.read(Interval(rows.start * columns, rows.stop * columns), part.view(-1))
+            out[rows.start : rows.stop] = torch.linalg.norm(part, dim=1)
 
     def _name(self, slot: Slot) -> str | None:
         names = (self._names.get((id(module), attribute)) for module, attribute in slot.owners)
@@ -346,8 +374,8 @@ def _new_rows(model: nn.Module, name: str, stored: TensorSource, numel: int) -> 
     return torch.randn(numel - stored.numel, generator=generator) * std
 
 
-def _adapter_parts(model: nn.Module) -> dict[int, tuple[str, Any]]:
-    """Return, by id, the modules that hold parts of LoRA adapters: which part, and how it is initialised.
+def _adapter_parts(model: nn.Module) -> dict[int, tuple[str, Any, Any]]:
+    """Return, by id, the modules that hold parts of LoRA adapters: which part, how it is initialised, of which layer.
 
     Refuse an initialisation that needs the whole base weight at once.
     """
@@ -355,9 +383,10 @@ def _adapter_parts(model: nn.Module) -> dict[int, tuple[str, Any]]:
     for module in model.modules():
         if isinstance(configs := module.__dict__.get("peft_config"), Mapping):
             schemes = {name: getattr(each, "init_lora_weights", True) for name, each in configs.items()} | schemes
-    found: dict[int, tuple[str, Any]] = {}
+    found: dict[int, tuple[str, Any, Any]] = {}
     layers: list[Any] = [m for m in model.modules() if hasattr(m, "adapter_layer_names") and hasattr(m, "lora_A")]
-    for kind, holder in ((kind, getattr(layer, kind, None)) for layer in layers for kind in layer.adapter_layer_names):
+    for layer, kind in ((each, kind) for each in layers for kind in each.adapter_layer_names):
+        holder = getattr(layer, kind, None)
         parts = list(holder.items()) if isinstance(holder, nn.ModuleDict) else []
         if isinstance(holder, nn.ParameterDict) and len(holder):
             parts = [(next(iter(holder)), holder)]
@@ -365,13 +394,16 @@ def _adapter_parts(model: nn.Module) -> dict[int, tuple[str, Any]]:
             scheme = schemes.get(adapter, True)
             if next(part.parameters(), None) is None:
                 continue
-            if kind == _DORA or (scheme not in (True, False) and scheme != "gaussian"):
-                what = "DoRA" if kind == _DORA else f"init_lora_weights={scheme!r}"
+            # B is zero in the beginning but for False, and a row is one output but for `fan_in_fan_out`.
+            is_of_rows = type(part).__name__ == "DoraLinearLayer" and not part.fan_in_fan_out and scheme is not False
+            if (kind == _DORA and not is_of_rows) or (scheme not in (True, False) and scheme != "gaussian"):
+                what = f"{type(part).__name__}, " if kind == _DORA else ""
                 raise ConfigError(
-                    f"{what} computes the adapter from whole base weights, which no rank holds here",
+                    f"{what}init_lora_weights={scheme!r} computes the adapter from whole base weights, which no "
+                    "rank holds here",
                     hint="load the base with Transformers' own from_pretrained before adding the adapter",
                 )
-            found[id(part)] = kind, scheme
+            found[id(part)] = kind, scheme, layer
     return found
 
 

@@ -198,6 +198,16 @@ def quantise(module: nn.Module, values: torch.Tensor) -> None:
     expose_scales(module)
 
 
+def dequantised(module: nn.Module) -> torch.Tensor:
+    """Return the values of a quantised weight that is whole."""
+    functional: Any = importlib.import_module("bitsandbytes.functional")
+    weight: Any = module._parameters["weight"]
+    is_4bit = hasattr(weight, "quant_state")
+    dequantise = functional.dequantize_4bit if is_4bit else functional.int8_vectorwise_dequant
+    values: torch.Tensor = dequantise(weight.data, weight.quant_state if is_4bit else module._parameters["SCB"])
+    return values
+
+
 def _quantise_4bit(values: torch.Tensor, outlined: Any) -> tuple[torch.Tensor, Any]:
     """Return `(packed values, quant_state)` as `bitsandbytes.functional.quantize_4bit` gives them, bit for bit.
 
