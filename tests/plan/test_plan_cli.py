@@ -564,6 +564,7 @@ EVERY_SETTING: dict[str, tuple[dict[str, Any], Any]] = {
     "attention": ({}, "eager"),
     "loss": ({}, "fused"),
     "loss_chunk": ({"loss": "fused"}, 512),
+    "tp": ({}, 2),
     "keeps_outputs": ({}, True),
     "forward_prefetch": ({}, False),
     "backward_prefetch": ({}, "NO_PREFETCH"),
@@ -574,7 +575,9 @@ EVERY_SETTING: dict[str, tuple[dict[str, Any], Any]] = {
 def test_every_setting_is_used(name: str) -> None:
     """It changes a prediction, or, where it says so, only the configuration that is written."""
     base, value = EVERY_SETTING[name]
-    shape, _ = load_model("Llama-3.1-8B" if name == "wrap_embeddings" else "GPT-2")  # whose head is its embedding
+    shape, _ = load_model(
+        "Llama-3.1-8B" if name in ("wrap_embeddings", "tp") else "GPT-2"
+    )  # whose head is its embedding
     cluster = parse_cluster("8xA100")
     one, other = (evaluate(shape, Job.of({**base, **more}), cluster) for more in ({}, {name: value}))
     if name == "reentrant":

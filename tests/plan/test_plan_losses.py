@@ -28,6 +28,7 @@ from fullshard.plan.job import Job
 from fullshard.plan.library import load_model
 from fullshard.plan.losses import BACKWARD_LOSS_NBYTES, LogitsNbytes, logits_nbytes, moved_nbytes, recomputed_flops
 from fullshard.plan.shapes import ModelShape
+from fullshard.plan.tiles import tiled
 
 VOCAB, TOKENS = 16000, 256
 CONFIG: dict[str, Any] = {
@@ -226,6 +227,10 @@ def test_logits_of_a_large_vocabulary() -> None:
     fused = job.model_copy(update={"loss": "fused", "loss_chunk": 512})
     own = 4 * weight + 2 * 8192 * 16 * 2
     assert logits_nbytes(shape, fused) == LogitsNbytes(10 * chunk, own + 12 * chunk, 0)
+    halves, two = tiled(shape, 2), fused.model_copy(update={"tp": 2})
+    own = 2 * weight + 2 * 8192 * 16 * 2
+    assert logits_nbytes(halves, two) == LogitsNbytes(5 * chunk, own + 6 * chunk, 0)
+    assert recomputed_flops(halves, two) == recomputed_flops(shape, fused) / 2
 
 
 @pytest.mark.parametrize(

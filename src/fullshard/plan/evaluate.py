@@ -28,6 +28,7 @@ from fullshard.plan.route import Route
 from fullshard.plan.schedule import ScheduleOptions, predict_step
 from fullshard.plan.setting import PlanSetting
 from fullshard.plan.shapes import Block, ModelShape
+from fullshard.plan.tiles import groups_of, sent_nbytes, tiled
 from fullshard.plan.time import StepTime, time_of
 from fullshard.plan.traffic import Traffic, traffic_of
 
@@ -70,7 +71,9 @@ class Plan:
     def traffic(self) -> Traffic:
         """Bytes that each rank sends and copies in a step."""
         layout = self.setting.layout
-        return dataclasses.replace(traffic_of(self.events, layout).times(self.repeats), **_copied(layout, self.job))
+        sent = traffic_of(self.events, layout).times(self.repeats)
+        of_tiles = sent_nbytes(self.setting.model, self.job)
+        return dataclasses.replace(sent, tiles_nbytes=of_tiles, **_copied(layout, self.job))
 
     @functools.cached_property
     def time(self) -> StepTime:
@@ -81,7 +84,9 @@ class Plan:
     def parameters(self) -> int:
         """Elements, adapters included; 4-bit weights count as two per byte, and their scales do not count."""
         elements = {"scale": 0, "matrix": 2}
-        return sum(p.numel * (elements.get(p.role, 1) if p.exact else 1) for p in self.setting.model.parameters)
+        return sum(
+            p.numel * p.tiles * (elements.get(p.role, 1) if p.exact else 1) for p in self.setting.model.parameters
+        )
 
     @property
     def trainable(self) -> int:
@@ -145,7 +150,8 @@ def _evaluate(model: ModelShape, job: Job, cluster: Cluster, *, budget: int | No
     trained = apply_method(model, job)
     if job.wrap_embeddings:
         trained = trained.with_own_embeddings()
-    world_size, neighbours = cluster.count, cluster.per_host
+    trained = tiled(trained, job.tp)
+    world_size, neighbours = groups_of(cluster, job.tp)
     is_cpu = cluster.device.is_cpu
     on_host = Offload() if is_cpu else job.on_host  # there, host and device are one
     layout = lay_out(
@@ -213,6 +219,8 @@ def notes_of(plan: Plan) -> list[str]:
         ),
         loss_note(plan.model, job): plan.model.vocab > 0,
         (said := _attention_note(plan)): bool(said),
+        f"layers are cut over {job.tp} ranks as Transformers cuts Llama's, each with all tokens between their parts; "
+        "the script or distributed_config does that (docs/tensor_parallelism.md)": job.tp > 1,
         "ranks send through Gloo and share no memory, because FULLSHARD_COMM=gloo is set": is_apart,
         "offload saves nothing here: a CPU computes in host memory": job.on_host and device.is_cpu,
         f"{plan.kept} of {others} units stay unsharded between forward and backward": job.keeps_what_fits,

@@ -64,6 +64,9 @@ class Job(View):
     reduce_dtype: Dtype | None = of_run("precision.reduce_dtype")
     gather_as: Packing | None = of_run("precision.gather_as")
     reduce_as: Packing | None = of_run("precision.reduce_as")
+    tp: int = Field(
+        1, ge=1, description="Ranks of a tensor-parallel group, which split each layer; the rest shard what they have"
+    )
     optimizer: Optimizer = Field("adamw", description="adamw, adamw-fused, adamw-8bit, muon, sgd, sgd-momentum or none")
     method: Method = Field("full", description="full, lora, or qlora: frozen base in 4 bits")
     lora_rank: int | None = Field(None, ge=1, description="Rank of the adapters of lora and qlora. Default: 8")
@@ -136,6 +139,13 @@ class Job(View):
                 f"{self.optimizer} with its state alone on the host is not planned",
                 hint="offload main weights, too, or plan adamw",
             )
+        besides = {
+            f"method {self.method}": self.method != "full",
+            f"optimizer {self.optimizer}": self.planned_optimizer.matrix is not None,
+            "wrap_embeddings": self.wrap_embeddings,
+        }
+        if self.tp > 1 and (wrong := [name for name, is_there in besides.items() if is_there]):
+            raise ConfigError(f"tp with {wrong[0]} is not planned", hint="leave one of them out")
         if self.method == "qlora" and self.base_dtype == "float32" and self.precision in ("bf16", "fp16"):
             raise ConfigError("qlora computes in half precision with a float32 base", hint="use base_dtype bfloat16")
 

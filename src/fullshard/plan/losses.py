@@ -62,7 +62,7 @@ def logits_nbytes(model: ModelShape, job: Job) -> LogitsNbytes:
 
 
 def _chunk_nbytes(model: ModelShape, job: Job) -> LogitsNbytes:
-    width, words = itemsize(job.compute_dtype), model.vocab
+    width, words = itemsize(job.compute_dtype), _words(model, job)
     chunk, weight = job.chunk_tokens * words, words * model.hidden if _is_head_trained(model) else 0
     cast = width if width < 4 else 0
     softmax = chunk * (cast + 8)  # the logits, in float32 too, and log-softmax
@@ -70,6 +70,11 @@ def _chunk_nbytes(model: ModelShape, job: Job) -> LogitsNbytes:
     product = chunk * width + weight * cast  # the chunk's part of the weight's gradient, before it is added
     own = 4 * weight + job.tokens * model.hidden * width
     return LogitsNbytes(softmax, own + max(backward, product), 0)
+
+
+def _words(model: ModelShape, job: Job) -> int:
+    """Return the part of the vocabulary whose logits a rank of a tensor-parallel group computes."""
+    return -(-model.vocab // job.tp)
 
 
 def _is_head_trained(model: ModelShape) -> bool:
@@ -81,7 +86,7 @@ def _is_head_trained(model: ModelShape) -> bool:
 
 def recomputed_flops(model: ModelShape, job: Job) -> float:
     """Return the FLOP of the logits that a fused loss makes again in backward, for one micro-batch."""
-    return 2.0 * model.vocab * model.hidden * job.tokens if job.loss == "fused" else 0.0
+    return 2.0 * _words(model, job) * model.hidden * job.tokens if job.loss == "fused" else 0.0
 
 
 def moved_nbytes(model: ModelShape, job: Job) -> float:
@@ -90,7 +95,7 @@ def moved_nbytes(model: ModelShape, job: Job) -> float:
     if job.loss != "fused":
         # log-softmax 2, picking the targets' 1, its backward 3. One kernel reads twice, writes once.
         return 6.0 * (4 if job.loss == "eager" else width // 2) * model.vocab * job.tokens
-    words = model.vocab
+    words = _words(model, job)
     casts = 3 * (width + 4) if width < 4 else 0
     added = 8 + width if width < 4 else 0  # what is added is made first; in float32 the product adds it
     chunks = -(-job.tokens // job.chunk_tokens)

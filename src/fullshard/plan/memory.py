@@ -529,5 +529,7 @@ def _host(setting: PlanSetting, ranks_per_host: int) -> tuple[int, int, int]:
 
 def _checkpoint(setting: PlanSetting) -> int:
     """Return the bytes of every parameter in its stored dtype and of the optimizer's state, once."""
-    stored = sum(parameter.nbytes for parameter in setting.model.parameters)
-    return stored + round(of_parameters(setting, OptimizerRow.state_nbytes) * setting.layout.shard_size)
+    stored = sum(parameter.nbytes * parameter.tiles for parameter in setting.model.parameters)
+    own = sum(parameter.numel for parameter in setting.model.parameters if parameter.trainable)
+    tiles = setting.model.trainable_numel / own if own else 1.0
+    return stored + round(of_parameters(setting, OptimizerRow.state_nbytes) * setting.layout.shard_size * tiles)

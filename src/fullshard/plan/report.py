@@ -59,6 +59,7 @@ def _memory_table(plan: Plan) -> Table:
 
 def _rest_table(plan: Plan) -> Table:
     time, traffic, memory, work = plan.time, plan.traffic, plan.memory, plan.setting.matrices
+    between = f", {format_nbytes(traffic.tiles_nbytes)} in its tensor-parallel group" * (plan.job.tp > 1)
     rows = {
         "time": f"{time.total:.3f} s: compute {time.compute:.3f}, exposed communication {time.exposed:.3f}, "
         f"copies {time.copies:.3f}, optimizer {time.optimizer:.3f}",
@@ -67,7 +68,7 @@ def _rest_table(plan: Plan) -> Table:
         f"device; MFU {time.mfu:.1%} ({time.mfu_unmasked:.1%} with attention counted whole, as in PaLM's appendix B)",
         "each rank sends": f"{format_nbytes(traffic.gather_nbytes)} to unshard ({traffic.gathers} collectives), "
         f"{format_nbytes(traffic.reduce_nbytes)} to reduce ({traffic.reductions}), "
-        f"{format_nbytes(traffic.replicate_nbytes)} between replicas",
+        f"{format_nbytes(traffic.replicate_nbytes)} between replicas{between}",
         "host memory, each host": f"{format_nbytes(memory.host_load)} while fullshard.from_pretrained loads "
         f"(Transformers' own: {format_nbytes(memory.host_load_peers)}), "
         f"{format_nbytes(memory.host_steady)} in steady state",
@@ -157,7 +158,7 @@ def as_dict(plan: Plan, changes: Sequence[Change] = (), notes: Sequence[str] = (
         "traffic": {
             **_picked(
                 plan.traffic,
-                "gather=gather_nbytes reduce=reduce_nbytes replicate=replicate_nbytes gathers "
+                "gather=gather_nbytes reduce=reduce_nbytes replicate=replicate_nbytes tiles=tiles_nbytes gathers "
                 "reductions to_device=to_device_nbytes to_host=to_host_nbytes",
             ),
         },

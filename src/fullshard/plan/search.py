@@ -29,6 +29,7 @@ from fullshard.plan.evaluate import MARGIN, Plan, changes_that_fit, evaluate
 from fullshard.plan.hardware import Cluster
 from fullshard.plan.job import KEEP_WHAT_FITS, Job
 from fullshard.plan.shapes import ModelShape, UnitShape
+from fullshard.plan.tiles import groups_of
 
 _MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 
@@ -257,7 +258,7 @@ def _with_layers(model: ModelShape, kept: Iterable[UnitShape]) -> ModelShape:
 
 
 def _meshes(cluster: Cluster, job: Job, fixed: frozenset[str]) -> Iterator[dict[str, Any]]:
-    count, per_host = cluster.count, cluster.per_host
+    count, per_host = groups_of(cluster, job.tp)
     sizes = [size for size in (2**power for power in range(1, 13)) if size < count and not count % size]
     useful = [size for size in sizes if size % per_host == 0 or per_host % size == 0]
     for strategy in (job.strategy,) if "strategy" in fixed else STRATEGIES:

@@ -31,6 +31,7 @@ class ParameterShape:
         statistics: dtype of running statistics that it computes with, in that dtype (a batch norm's), None for none.
         role: `matrix` for the weight of a linear layer inside a block (LoRA and quantisation apply to it), `embedding`,
             `head` or `other`.
+        tiles: into how many parts tensor parallelism has cut it; `shape` is that of one.
     """
 
     name: str
@@ -40,6 +41,7 @@ class ParameterShape:
     exact: bool = False
     statistics: str | None = None
     role: str = "other"
+    tiles: int = 1
 
     @property
     def numel(self) -> int:
@@ -199,8 +201,8 @@ class ModelShape:
 
     @property
     def numel(self) -> int:
-        """Parameters of the model."""
-        return sum(parameter.numel for parameter in self.parameters)
+        """Parameters of the model, all tiles of each."""
+        return sum(parameter.numel * parameter.tiles for parameter in self.parameters)
 
     @property
     def positions(self) -> int | None:
@@ -214,7 +216,7 @@ class ModelShape:
     @property
     def trainable_numel(self) -> int:
         """Parameters that are trained."""
-        return sum(parameter.numel for parameter in self.parameters if parameter.trainable)
+        return sum(parameter.numel * parameter.tiles for parameter in self.parameters if parameter.trainable)
 
     @property
     def blocks(self) -> list[Block]:

@@ -37,7 +37,9 @@ from dataclasses import dataclass
 
 from fullshard.core.events import Event, EventKind
 from fullshard.plan.hardware import Cluster
+from fullshard.plan.layout import UnitLayout
 from fullshard.plan.setting import PlanSetting
+from fullshard.plan.tiles import messages_of_head, messages_of_layer
 from fullshard.plan.traffic import carried, gather_message_nbytes, reduce_message_nbytes
 from fullshard.plan.work import (
     PCIE,
@@ -128,7 +130,7 @@ def time_of(events: Sequence[Event], setting: PlanSetting, cluster: Cluster, *, 
         cast + copied_once_seconds(setting),
         optimizer_seconds(setting, cluster),
         communication,
-        job.tokens * job.accumulation * cluster.count,
+        job.tokens * job.accumulation * (cluster.count // job.tp),
         step_flops(setting.model, job) * cluster.count,
         masked_flops(setting.model, job) * cluster.count,
         cluster.device.peak(job.compute_dtype) * cluster.count,
@@ -174,6 +176,7 @@ class _Clock:
                 self._wait(self.gathered.pop(unit.name, 0.0))
             case EventKind.FORWARD_END:
                 self._run(work.forward, work.issued[0])
+                self._exchange_tiles(unit, 0)
                 if unit is layout.root:
                     self._run(loss_seconds(self.setting))
                     self._wait(self.page_left)
@@ -186,6 +189,7 @@ class _Clock:
                 self._wait(self.pages.pop(unit.name, 0.0))
                 self._run(work.backward, work.issued[1])
                 self._cast(work.casts[1])
+                self._exchange_tiles(unit, 1)
             case EventKind.REDUCE_ISSUED:
                 if self.reduced:  # one reduction is under way at a time; those of a unit come while it computes
                     before, done = self.reduced.pop()
@@ -193,7 +197,8 @@ class _Clock:
                 sent = reduce_message_nbytes(event, unit, layout.shard_size) * layout.shard_size
                 done = self._collective(event.nbytes if self.setting.route.shares_memory else sent)
                 own = event.nbytes // layout.shard_size  # which is then summed over replicas
-                done = max(done, self._send(own, layout.replicate_size, stride=layout.shard_size, times=2))
+                stride = self.setting.job.tp * layout.shard_size
+                done = max(done, self._send(own, layout.replicate_size, stride=stride, times=2))
                 self.reduced.append((unit.name, done))
             case EventKind.TO_HOST if event.what == "gradient":
                 self._copy("to host", event.nbytes)
@@ -234,7 +239,15 @@ class _Clock:
 
     def _collective(self, nbytes: int, *, after: float = 0.0) -> float:
         """Return when an all-gather or reduce-scatter of `nbytes`, issued now and begun after `after`, is done."""
-        return self._send(nbytes, self.setting.layout.shard_size, stride=1, times=1, after=after)
+        return self._send(nbytes, self.setting.layout.shard_size, stride=self.setting.job.tp, times=1, after=after)
+
+    def _exchange_tiles(self, unit: UnitLayout, way: int) -> None:
+        """Reduce between tensor-parallel ranks after (0) or in backward of (1) a unit: the next product waits."""
+        job, model = self.setting.job, self.setting.model
+        if job.tp > 1 and unit.block is not None:
+            self._wait(self._send(messages_of_layer(unit.block, job)[way], job.tp, stride=1, times=2))
+        elif job.tp > 1 and unit is self.setting.layout.root:
+            self._wait(self._send(messages_of_head(model, job)[way], job.tp, stride=1, times=1))
 
     def _send(self, nbytes: int, ranks: int, *, stride: int, times: int, after: float = 0.0) -> float:
         """Return when a message among `ranks` ranks, `stride` apart, is done; some share a host, or none does."""

@@ -31,6 +31,7 @@ class Traffic:
         gather_nbytes: unsharding, on the shard axis.
         reduce_nbytes: gradients, on the shard axis.
         replicate_nbytes: gradients, on the replicate axis.
+        tiles_nbytes: activations and their gradients, inside a tensor-parallel group.
         to_device_nbytes, to_host_nbytes: bytes copied between the host's memory and the device's, and not sent.
     """
 
@@ -41,6 +42,7 @@ class Traffic:
     reductions: int
     to_device_nbytes: int = 0
     to_host_nbytes: int = 0
+    tiles_nbytes: int = 0
 
     def times(self, repeats: int) -> Traffic:
         """Return the traffic of `repeats` such steps."""

@@ -110,6 +110,8 @@ def simulate(build: Callable[[], nn.Module], job: Job, *, world_size: int, rank:
         raise ConfigError(f"rank {rank} of {world_size} ranks", hint="ranks count from 0")
     if job.method != "full":
         raise ConfigError("only full training can be simulated")
+    if job.tp > 1:
+        raise ConfigError("tensor parallelism is not simulated", hint="ask fullshard plan")
     shard_size = job.row.mesh_shape(world_size, job.shard_size)[1]
     with meta_parameters():
         model = build().float()

@@ -1,0 +1,109 @@
+"""Tensor parallelism beneath sharding: a rank's part of each layer, and the messages between ranks of a group.
+
+Layers are cut as Transformers cuts Llama and its relatives (`base_model_tp_plan`): projections into attention and the
+feed-forward part by rows of their weights, those out of them by columns, experts likewise, the head by words; norms,
+biases of what is cut by columns, and the embedding stay whole. Each rank of a group has whole activations between the
+parts and its heads and its part of the feed-forward width within them.
+
+    forward of a layer    2 all-reduces of (tokens, hidden), after attention and after the feed-forward part
+    backward              2 of the gradients of their inputs; where a layer is recomputed, those of its forward again
+    head                  an all-gather of logits (tokens, vocabulary), and in backward an all-reduce of its input's
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from fullshard.core.dtypes import itemsize
+from fullshard.core.errors import ConfigError
+from fullshard.plan.hardware import Cluster
+from fullshard.plan.job import Job
+from fullshard.plan.shapes import Block, ModelShape, ParameterShape, UnitShape
+
+_CUT = dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), 0) | {"o_proj": 1, "down_proj": 1}
+_OF_EXPERTS = {"gate_up_proj": 1, "down_proj": 2}
+"""The dim that is cut; of stacked weights the first dim is that of experts."""
+
+_RECOMPUTED = {"none": 0.0, "selective": 0.5, "full": 1.0}
+
+
+def tiled(model: ModelShape, parts: int) -> ModelShape:
+    """Return a rank's part of the model in a group of `parts`.
+
+    Raises:
+        ConfigError: layers that Transformers does not cut so, or that cannot be cut evenly.
+    """
+    if parts == 1:
+        return model
+    if model.tied or not all(_is_cut(unit) for unit in model.units if unit.block is not None):
+        why = "its head is its embedding" if model.tied else "its layers are not Llama's"
+        raise ConfigError(f"tensor parallelism of {model.name} is not planned: {why}", hint="leave tp out")
+    cut = model.map(lambda unit, p: [_tile(p, parts)])
+    units = [
+        dataclasses.replace(unit, block=unit.block and _tile_of_block(model.name, unit.block, parts))
+        for unit in cut.units
+    ]
+    return dataclasses.replace(cut, units=tuple(units))
+
+
+def _is_cut(unit: UnitShape) -> bool:
+    """Return whether Llama's rules cut every matrix of a layer but the gates of experts."""
+    whole = [p.name for p in unit.parameters if p.role == "matrix" and _dim(p) is None]
+    return any(_dim(p) is not None for p in unit.parameters) and all(
+        name.endswith((".gate.weight", "_gate.weight")) for name in whole
+    )
+
+
+def _dim(parameter: ParameterShape) -> int | None:
+    """Return the dim along which it is cut; None if every rank has all of it."""
+    *path, module, last = ["", *parameter.name.split(".")]
+    if path and module == "experts":
+        return _OF_EXPERTS.get(last)
+    dim = 0 if parameter.role == "head" else _CUT.get(module)
+    return None if dim == 1 and last != "weight" else dim
+
+
+def _tile(parameter: ParameterShape, parts: int) -> ParameterShape:
+    if (dim := _dim(parameter)) is None:
+        return parameter
+    shape = tuple(-(-size // parts) if d == dim else size for d, size in enumerate(parameter.shape))
+    return dataclasses.replace(parameter, shape=shape, tiles=parts)
+
+
+def _tile_of_block(name: str, block: Block, parts: int) -> Block:
+    widths = {n: getattr(block, n) for n in ("heads", "kv_heads", "intermediate", "shared_intermediate")}
+    if uneven := [f"{width} {what}" for what, width in widths.items() if width % parts]:
+        raise ConfigError(
+            f"tensor parallelism of {name}: its {uneven[0]} cannot be shared by {parts} ranks",
+            hint="choose a tp that divides them",
+        )
+    return dataclasses.replace(block, **{what: width // parts for what, width in widths.items()})
+
+
+def groups_of(cluster: Cluster, parts: int) -> tuple[int, int]:
+    """Return (groups, groups in a host): the ranks that parameters are sharded over.
+
+    Raises:
+        ConfigError: groups that the devices or the hosts cannot be divided into.
+    """
+    if cluster.count % parts or (cluster.per_host % parts and parts % cluster.per_host):
+        raise ConfigError(f"{cluster} cannot be divided into tensor-parallel groups of {parts}", hint="use a divisor")
+    return cluster.count // parts, max(1, cluster.per_host // parts)
+
+
+def messages_of_layer(block: Block, job: Job) -> tuple[int, int]:
+    """Return the bytes of the activations that a layer all-reduces in forward and in backward."""
+    nbytes = 2 * job.tokens * block.hidden * itemsize(job.compute_dtype)
+    return nbytes, round(nbytes * (1 + _RECOMPUTED[job.checkpointing]))
+
+
+def messages_of_head(model: ModelShape, job: Job) -> tuple[int, int]:
+    """Return the bytes of logits gathered in forward, and of what backward gathers and scatters of their input's."""
+    width = job.tokens * itemsize(job.compute_dtype)
+    return width * model.vocab, width * 2 * model.hidden
+
+
+def sent_nbytes(model: ModelShape, job: Job) -> int:
+    """Return bytes that a rank sends in its group in a step; an all-reduce sends twice what an all-gather does."""
+    layers = sum(2 * sum(messages_of_layer(block, job)) for block in model.blocks)
+    return (layers + sum(messages_of_head(model, job))) * (job.tp - 1) // job.tp * job.accumulation
