@@ -13,11 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import fullshard
@@ -28,7 +24,7 @@ from fullshard.core.events import Event
 from fullshard.engine.lookup import units_of
 from fullshard.features import MixedPrecisionPolicy
 from fullshard.plan.activations import layer_activations
-from fullshard.plan.evaluate import Plan, evaluate, notes_of
+from fullshard.plan.evaluate import evaluate, notes_of
 from fullshard.plan.families import from_config
 from fullshard.plan.hardware import DEVICES, parse_cluster
 from fullshard.plan.job import Job
@@ -44,13 +40,6 @@ BY_ROWS, BY_COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("
 TOKENS = 8
 
 
-def build() -> Any:
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(**CONFIG)
-    config.use_cache = False
-    return AutoModelForCausalLM.from_config(config)
-
-
 def split(model: Any, mesh: Any) -> None:
     """As Transformers' plan of Llama has it."""
     parallelize_module(model, mesh, {"lm_head": ColwiseParallel(output_layouts=Replicate())})
@@ -60,22 +49,21 @@ def split(model: Any, mesh: Any) -> None:
         parallelize_module(layer, mesh, {**styles, **{names[name]: RowwiseParallel() for name in BY_COLUMNS}})
 
 
-def planned(**settings: Any) -> Plan:
-    ranks = dist.get_world_size() if dist.is_initialized() else 4
-    job = Job.of({"seq_len": TOKENS, "precision": "bf16", **settings})
-    return evaluate(from_config(CONFIG, where="test")[0], job, parse_cluster(f"{ranks}xCPU"))
-
-
-def compared(model: Any, plan: Plan, **options: Any) -> list[str]:
+def tiles_compared() -> list[str]:
     """What differs between the engine's third step, the plan of the model's own layout, and that of shapes alone."""
     os.environ["FULLSHARD_COMM"] = "gloo"
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG, use_cache=False))
+    split(model, mesh["tp"])
+    job = Job.of({"seq_len": TOKENS, "precision": "bf16", "tp": 2})
+    plan = evaluate(from_config(CONFIG, where="test")[0], job, parse_cluster("4xCPU"))
     events: list[Event] = []
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for module in (*model.model.layers, model):
-        fullshard.fully_shard(module, mp_policy=policy, **options)
+        fullshard.fully_shard(module, mp_policy=policy, mesh=mesh["dp"])
     units_of(model)[-1].schedule.event_sink = events.append
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    check = PlanCheck(model, optimizer, plan.job)
+    check = PlanCheck(model, optimizer, job)
     tokens = torch.zeros(1, TOKENS, dtype=torch.long)
     for _ in range(3):
         events.clear()
@@ -89,13 +77,6 @@ def compared(model: Any, plan: Plan, **options: Any) -> list[str]:
     if main != (expected := sum(bucket.main_nbytes for bucket in plan.setting.layout.buckets)):
         found.append(f"main weights: {main}, planned {expected}")
     return found
-
-
-def tiles_compared() -> list[str]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model = build()
-    split(model, mesh["tp"])
-    return compared(model, planned(tp=2), mesh=mesh["dp"])
 
 
 @pytest.mark.full

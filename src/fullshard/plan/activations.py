@@ -24,6 +24,9 @@ queries and the keys (heads times head size). What autograd saves in a layer as 
 | dropout of those | A (b + 1), on a CPU 2 b A | a copy and its mask for each adapter |
 | between an adapter's factors | b times its rank | the second one's input |
 
+Each rank of a tensor-parallel group has its part of the widths within attention and the feed-forward part. Norms,
+dropout of sums, the layer's input and what projections read are whole on each.
+
 Compiled, norms and activations fuse, and the partitioner recomputes what is cheap (PyTorch's min-cut partitioner): the
 norms' float32 copies and the activation's output go. Checked against what a real forward saves, for every family and
 activation (`tests/plan/test_plan_activations.py`).
