@@ -106,6 +106,11 @@ def test_version() -> None:
         (["--lr", "inf"], "--lr: Input should be a finite number (got inf)"),
         (["-n", "0"], "--nproc must be at least 1, got 0"),
         (["--stpes", "1"], "No such option: --stpes"),
+        (["--resume", "never"], "fullshard train has no option --resume\nhint: the run goes on from its newest "),
+        (["--steps", "3", "--overwrite"], "has no option --overwrite\nhint: give another --output-dir, or remove its "),
+        (["--async_save"], "has no option --async-save\nhint: use Accelerator"),
+        (["--tensorboard"], "has no option --tensorboard\nhint: use --log-with tensorboard"),
+        (["--prompt=x"], "has no option --prompt\nhint: the sample goes on with the data"),
         (["--precision", "fp8"], "'fp8' is not one of 'fp32', 'bf16', 'fp16'"),
     ],
 )

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -63,6 +64,7 @@ def _command(inputs: Path, output: Path, *more: str) -> list[str]:
         "seq-len": 32,
         "lr": 0.01,
         "vocab-size": 320,
+        "sample-tokens": 12,
         "device": "cpu",
     }
     options = [text for name, value in settings.items() for text in (f"--{name}", str(value))]
@@ -129,10 +131,10 @@ def _number_after(text: str, label: str) -> float:
 
 
 def test_run_leaves_whole_files(whole: tuple[Path, str]) -> None:
-    """Checkpoints (the two newest), export, report; each is named at the end; nothing temporary is left."""
+    """Checkpoints (the two newest), export, sample, report; each is named at the end; nothing temporary is left."""
     output, text = whole
     assert json.loads((output / "settings.json").read_text())["--steps"] == {"value": STEPS, "origin": "given"}
-    for name in ("export", "report.html", "metrics.jsonl"):
+    for name in ("export", "sample.txt", "report.html", "metrics.jsonl"):
         assert f": {output / name}\n" in text
     names = sorted(path.name for path in (output / "checkpoints").iterdir() if path.is_dir())
     assert names == [f"step-{STEPS - SAVE_EVERY:06d}", f"step-{STEPS:06d}"]
@@ -140,8 +142,8 @@ def test_run_leaves_whole_files(whole: tuple[Path, str]) -> None:
 
 
 def test_export_is_the_trained_model(whole: tuple[Path, str]) -> None:
-    """Transformers loads it, and it predicts the data as well as the run said."""
-    output, _ = whole
+    """Transformers loads it, and it predicts the data as well as the run said, and writes the run's sample."""
+    output, text = whole
     model = AutoModelForCausalLM.from_pretrained(output / "export").eval()
     tokenizer = AutoTokenizer.from_pretrained(output / "export")
     ids = tokenizer("one and two make one.\ntwo and three make eight.\n" * 3, return_tensors="pt")["input_ids"][:, :64]
@@ -150,6 +152,12 @@ def test_export_is_the_trained_model(whole: tuple[Path, str]) -> None:
     assert loss < 0.9 * _entropy(output)
     generated = model.generate(ids[:, :4], max_new_tokens=4, do_sample=False)
     assert generated.shape[1] == 8
+    tokens = np.fromfile(next(output.glob("data-*/tokens.bin")), "<u4").astype(np.int64)
+    held_out = torch.from_numpy(tokens[-int(len(tokens) * 0.02) :])
+    written = model.generate(held_out[None, :16], max_new_tokens=12, do_sample=False, repetition_penalty=1.2)
+    sample = tokenizer.decode(written[0], skip_special_tokens=True)
+    assert (output / "sample.txt").read_text() == sample + "\n"
+    assert f"sample: {output / 'sample.txt'}\n{textwrap.indent(sample, '    ')}\n" in text
 
 
 WORKER = """

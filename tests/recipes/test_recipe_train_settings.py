@@ -74,6 +74,7 @@ def _arguments(inputs: Path, output: Path, **changes: Any) -> TrainArguments:
         "log_every": 1,
         "vocab_size": 320,
         "export": False,
+        "sample_tokens": 0,
         "plot": False,
         "device": "cpu",
     }
@@ -232,12 +233,13 @@ def test_console_prints_every_and_reports(run: Runner, capfd: pytest.CaptureFixt
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_extras_are_written_when_wanted(run: Runner, tmp_path: Path) -> None:
-    run(profile=True, steps=5, log_with="tensorboard", export=True, plot=True)
+    run(profile=True, steps=5, log_with="tensorboard", export=True, plot=True, sample_tokens=100)
     output = tmp_path / "out"
     assert list((output / "tensorboard").rglob("events.*"))
     names = [entry["name"] for entry in json.loads((output / "profile" / "profile_0.json").read_text())["traceEvents"]]
     units = ("model.layers.0", "model.layers.1")
     assert [names.count(f"fullshard: backward_begin {unit}") for unit in units] == [3, 3], "of three steps"
+    assert (output / "sample.txt").read_text().strip()
     run("named", log_with="tensorboard")
     assert list((tmp_path / "named" / "tensorboard").rglob("events.*"))
     run("bare")

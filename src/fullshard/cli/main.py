@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
-from fullshard.cli.options import RawCommand, check_words
+from fullshard.cli.options import RawCommand, TrainCommand, check_words
 from fullshard.core.errors import FullshardError
 from fullshard.core.version import __version__
 
@@ -23,7 +23,7 @@ USAGE_ERROR = 2
 COMMANDS: dict[str, type[TyperCommand] | type[TyperGroup]] = {
     "launch": RawCommand,
     "sft": RawCommand,
-    "train": TyperCommand,
+    "train": TrainCommand,
     "merge": TyperCommand,
     "plan": TyperCommand,
     "simulate": TyperCommand,

@@ -7,7 +7,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args, get_origin
 
 import typer
 from typer.core import TyperCommand
@@ -73,6 +73,26 @@ class RawCommand(TyperCommand):
         """Leave everything in `ctx.args`."""
         ctx.args = list(args)
         return []
+
+
+class TrainCommand(TyperCommand):
+    """`fullshard train`, which says what does the work of the options that it had."""
+
+    _anew = "give another --output-dir, or remove its checkpoints, to begin anew"
+    _hints: ClassVar = {
+        "--resume": f"the run goes on from its newest checkpoint by itself; {_anew}",
+        "--overwrite": _anew,
+        "--async-save": "use Accelerator in a script of your own, which can save beside training",
+        "--tensorboard": "use --log-with tensorboard",
+        "--prompt": "the sample goes on with the data; to go on with a prompt, load what --export wrote",
+    }
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Refuse the options that are gone."""
+        for flag in (word.partition("=")[0].replace("_", "-") for word in args):
+            if flag in self._hints:
+                raise ConfigError(f"fullshard train has no option {flag}", hint=self._hints[flag])
+        return super().parse_args(ctx, args)
 
 
 def options_from(model: type[BaseModel], *names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:

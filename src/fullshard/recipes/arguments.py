@@ -104,6 +104,7 @@ class TrainArguments(View):
     profile: bool = _own(False, "Profile the third to the fifth step: a trace per rank, for Perfetto")
     plot: bool = _own(True, "Write report.html, with pictures of loss, speed and memory")
     export: bool = _own(True, "Write the model as a Hugging Face directory")
+    sample_tokens: int = _own(100, "Tokens of sample text to write at the end, within one sequence; 0: none", ge=0)
     timeout: float | None = of_run("launch.timeout")
 
     @classmethod

@@ -14,6 +14,7 @@ import platform
 import re
 import socket
 import sys
+import textwrap
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -42,6 +43,7 @@ from fullshard.core.journal import JOURNAL, Happening
 from fullshard.core.sizes import format_count, format_nbytes
 from fullshard.core.version import __version__
 from fullshard.features.chunked_loss.loss import use_chunked_loss
+from fullshard.features.whole_parameters import unsharded
 from fullshard.launch import read_rank_environment, run_on_main
 from fullshard.launch.device import name_of
 from fullshard.launch.journal import record_events
@@ -352,7 +354,7 @@ class Run:
         accelerator.init_trackers(arguments.output_dir.name, values, {"wandb": {"dir": str(arguments.output_dir)}})
 
     def finish(self) -> None:
-        """Evaluate and export; say what there is. Collective."""
+        """Evaluate, export and write a sample; say what there is. Collective."""
         output = self.arguments.output_dir
         if len(self.data.held_out):
             held_out = self.evaluate(self.data.held_out, limit=self.arguments.eval_sequences)
@@ -360,7 +362,26 @@ class Run:
         if self.arguments.export:
             checkpoint.export_hf(output / "export", model=self.model, tokenizer=self.data.tokenizer, overwrite=True)
             self.say(f"export: {output / 'export'}")
+        if self.arguments.sample_tokens:
+            text, path = self.sample(), output / "sample.txt"
+            run_on_main(self.environment, lambda: write_text(path, text + "\n"))
+            self.say(f"sample: {path}\n{textwrap.indent(text, '    ')}")
         self.say(f"metrics: {output / 'metrics.jsonl'}")
+
+    @torch.no_grad()
+    def sample(self) -> str:
+        """Return how the data that is kept begins, and how the model goes on within one sequence. Collective."""
+        seq_len, tokenizer = self.arguments.seq_len, self.data.tokenizer
+        prompt = (self.data.held_out or self.data.train).read([0])[0][:, : min(16, seq_len // 2)].to(self.device)
+        most = min(self.arguments.sample_tokens, seq_len - prompt.shape[1])
+        # The likeliest token, so that all ranks write alike; the penalty keeps a small model out of loops.
+        options: dict[str, Any] = {"max_new_tokens": most, "do_sample": False, "repetition_penalty": 1.2}
+        options |= {"attention_mask": torch.ones_like(prompt), "pad_token_id": tokenizer.eos_token_id}
+        self.model.eval()
+        with unsharded(self.model):
+            written = self.model.generate(prompt, **options)
+        self.model.train()
+        return str(tokenizer.decode(written[0], skip_special_tokens=True))
 
     @torch.no_grad()
     def evaluate(self, sequences: PackedSequences, *, limit: int) -> float:

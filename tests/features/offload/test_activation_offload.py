@@ -355,7 +355,7 @@ def test_accelerates_words(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 def test_the_recipe(tmp_path: Path) -> None:
     (tmp_path / "data.txt").write_text("one and two and three and " * 8000, encoding="utf-8")
     options = {"nproc": 2, "device": "cpu", "data": tmp_path / "data.txt", "vocab-size": 320, "steps": 4}
-    options |= {"batch-size": 2, "seq-len": 512, "save-every": 0}
+    options |= {"batch-size": 2, "seq-len": 512, "save-every": 0, "sample-tokens": 0}
 
     def run(name: str, *flags: str) -> str:
         texts = [text for key, value in options.items() for text in (f"--{key}", str(value))]

@@ -306,7 +306,7 @@ def test_the_recipe_keeps_to_its_plan(flag: str, tmp_path: Path) -> None:
             "output-dir": tmp_path / "out",
             "vocab-size": 320,
         },
-        **{"steps": 4, "batch-size": 2, "seq-len": 32, "precision": "bf16", "save-every": 0},
+        **{"steps": 4, "batch-size": 2, "seq-len": 32, "precision": "bf16", "save-every": 0, "sample-tokens": 0},
     }
     options = [text for name, value in settings.items() for text in (f"--{name}", str(value))]
     code = "from fullshard.cli.main import main; main()"
