@@ -18,11 +18,7 @@ SAME_MODEL = "build the same model from the same configuration, and load the sam
 
 
 def all_gather_object(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """Return every rank's `value`, in the order of the group; None stands for this rank alone. A collective.
-
-    Raises:
-        CommunicationError: A rank did not take part in time.
-    """
+    """Return every rank's `value`, in the order of the group; None stands for this rank alone. A collective."""
     if group is None:
         return [value]
     values: list[Any] = [None] * group.size()
@@ -37,9 +33,7 @@ def check_agreement(
 ) -> None:
     """Compare `lines` over the ranks of a group, by digest. A collective.
 
-    Raises:
-        CommunicationError: on every rank, naming the first rank that differs from the first one, rank 0 mostly, and the
-            first line that does.
+    The error, on every rank, names the first rank that differs from the first one, and the first line that does.
     """
     digests = all_gather_object(hashlib.sha256("\n".join(lines).encode()).hexdigest(), group)
     different = [place for place, other in enumerate(digests) if other != digests[0]]

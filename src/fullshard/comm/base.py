@@ -74,23 +74,16 @@ class FullBuffer(Protocol):
         """Bytes that `free` would give back now."""
 
     def gather(self, main: torch.Tensor, *, tag: int, exactly: bool = False, is_unchanged: bool = False) -> Work:
-        """Fill `full` with the intervals of all ranks; this rank's is `main` (cast to the dtype of `full`).
+        """Fill `full` with the intervals of all ranks; this rank's is `main`, shape (S,), cast to the dtype of `full`.
 
-        If intervals are sent packed, `full` holds the unpacked values on every rank, its own interval included,
-        unless `exactly`.
-
-        Args:
-            main: shape (S,).
-            tag: see `Collectives`.
-            exactly: see above.
-            is_unchanged: `main` has not changed since the last gather; a buffer that still holds it makes no copy.
+        If intervals are sent packed, `full` holds the unpacked values on every rank, its own interval included, unless
+        `exactly`. If `main` `is_unchanged` since the last gather, a buffer that still holds it makes no copy.
         """
 
     def free(self, *, keeps_memory: bool = False) -> None:
         """End the gather. Changes made in `full` are lost, unless `main` and `full` are one.
 
-        Args:
-            keeps_memory: whether the memory stays, so that `full` is at the same address when it is whole again.
+        `keeps_memory`: so that `full` is at the same address when it is whole again.
         """
 
     def wait_for_readers(self) -> None:
@@ -100,14 +93,10 @@ class FullBuffer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BufferSpec:
-    """A buffer for a bucket.
+    """A buffer for a bucket of `numel` elements, padding included.
 
-    Attributes:
-        numel: elements, padding included.
-        dtype: of `full`.
-        device: where it is.
-        holds_main: main weights have the same dtype, and may be given a place in it.
-        packing: how intervals are sent, if they are.
+    `holds_main`: main weights have the same dtype, and may be given a place in it. `packing`: how intervals are sent,
+    if they are packed.
     """
 
     numel: int
@@ -198,11 +187,9 @@ class Collectives(Protocol):
     ) -> Work:
         """Sum `full` (1-D, size x S elements) over the ranks, in pairs where the backend leaves the choice.
 
-        The rest is as in `Reduction`. In another dtype than that of `full` a copy is summed, unless this `widens`.
-
-        Returns:
-            Work for this rank's S elements of the sum over `divisor`, in memory that does not keep `full` alive.
-            `full` belongs to it and may be overwritten.
+        The rest is as in `Reduction`. In another dtype than that of `full` a copy is summed, unless this `widens`. The
+        result is this rank's S elements of the sum over `divisor`, in memory that does not keep `full` alive. `full`
+        belongs to the work and may be overwritten.
         """
         if dtype is not None and dtype != full.dtype and not self.widens:
             full = full.to(dtype)
@@ -223,14 +210,7 @@ class Collectives(Protocol):
     def exchange(self, leaving: torch.Tensor, arriving: torch.Tensor, parts: Parts, *, tag: int) -> Work:
         """Send every rank its part of `leaving`, and fill `arriving` with the ranks' parts for this one.
 
-        Args:
-            leaving: 1-D; the parts for the ranks, this one included, in their order.
-            arriving: 1-D, of the same dtype; the part from each rank, in their order.
-            parts: how many elements; one rank sends as many as the other expects. Any of them may be 0.
-            tag: see above.
-
-        Returns:
-            Work for `arriving`.
+        Both are 1-D and of one dtype. Parts, this rank's own included, are in the order of the ranks, and may be empty.
         """
 
     # What follows concerns ranks that see one another's memory. No other backend does anything.

@@ -126,15 +126,9 @@ def average(
     divisor: float,
     watch: Watch | None = None,
 ) -> torch.Tensor:
-    """Return the sum of `terms` over `divisor`; in the dtype of `into`, which may be one of them.
+    """Return the sum of at least two `terms`, by rank, over `divisor`, in `into`; that may be one of them.
 
     A balanced binary tree adds them up in their order: the terms of 8 ranks are added as two times 4 would be.
-
-    Args:
-        terms: at least two, by rank.
-        into: shape (n,), as each term; returned.
-        divisor: see above.
-        watch: see `Reduction`.
     """
     length = SUM_BLOCK_NBYTES // into.itemsize
     number = sum_blocks(len(terms), is_cast=any(term.dtype != into.dtype for term in terms))

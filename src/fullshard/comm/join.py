@@ -16,11 +16,7 @@ HINT = "start every rank, for example with `fullshard launch script.py`; to run 
 
 
 def join_process_group(**options: Any) -> None:
-    """Call torch's `init_process_group`, which waits for all ranks.
-
-    Raises:
-        ConfigError: the environment names a rank, and not where the ranks meet.
-    """
+    """Call torch's `init_process_group`, which waits for all ranks."""
     if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]:
         raise ConfigError(
             f"RANK = {os.environ.get('RANK')} and WORLD_SIZE = {os.environ.get('WORLD_SIZE')} are set, and "

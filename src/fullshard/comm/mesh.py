@@ -36,7 +36,6 @@ class Mesh:
     """A rank's place among all ranks. Get one from `init_mesh`, which caches them.
 
     Attributes:
-        device: where this rank computes.
         gather, reduce, replicate: collectives for unsharding, for gradients along the shard axis, and for gradients
             along the replicate axis, each on a communicator of its own so that none waits for another.
         device_mesh: torch's name for it: (shard,) or (replicate, shard).
@@ -45,7 +44,6 @@ class Mesh:
         world_group, shard_group, replicate_group: process groups; None where the axis has one rank.
         control_group: a group for small host-side messages; None with one rank.
         thread: that made it; ranks may be threads of one process.
-        world_size: how many ranks there are.
         shard_rank, shard_size, replicate_rank, replicate_size: the same along each axis.
     """
 

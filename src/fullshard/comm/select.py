@@ -43,13 +43,7 @@ def collectives_for(
 
 
 def choices_for(group: dist.ProcessGroup | None, device: torch.device, *, only_torchs: bool = False) -> list[Candidate]:
-    """Return all collectives that a group's ranks can all have, the fastest first. A collective.
-
-    Args:
-        group: None stands for this rank alone.
-        device: where the tensors are.
-        only_torchs: try no registered backend.
-    """
+    """Return all collectives that a group's ranks can have, the fastest first; None: this rank alone. A collective."""
     if group is None or dist.get_world_size(group) == 1:
         return [Candidate(Alone(), "none", "one rank has nobody to communicate with")]
     own, name = NativeCollectives(group), dist.get_backend(group)

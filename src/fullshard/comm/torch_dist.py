@@ -142,14 +142,7 @@ _SENT_AS_THEY_ARE = (torch.bfloat16, torch.float32, torch.float16, torch.float64
 def all_reduce(
     tensor: torch.Tensor, what: str, groups: Iterable[dist.ProcessGroup], op: Any = dist.ReduceOp.SUM
 ) -> None:
-    """Combine a tensor, in place, over the ranks of each of these groups. A collective of the current step.
-
-    Args:
-        tensor: of which each rank has its own.
-        what: see `Waiting`, which says what is raised, too.
-        groups: one after the other.
-        op: how elements are combined.
-    """
+    """Combine a tensor, in place, over the ranks of each of these groups in turn. A collective of the current step."""
     groups = list(groups)
     with waiting_in_step(what, groups):
         for group in groups:

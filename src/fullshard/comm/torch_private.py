@@ -192,11 +192,8 @@ _LEFT_ALONE = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
 def keep_compiler_out(hook: Callable[..., Any], *, is_in_graphs: bool = False) -> None:
     """Keep the compiler from compiling a function, and those that it calls, by itself, without importing the compiler.
 
-    Without it a single graph (`fullgraph`) could not be called between hooks. Since 2.7.
-
-    Args:
-        hook: the function.
-        is_in_graphs: a graph of its caller goes on through it; otherwise the graph ends there.
+    Without it a single graph (`fullgraph`) could not be called between hooks. `is_in_graphs`: a graph of its caller
+    goes on through it; otherwise the graph ends there. Since 2.7.
     """
     set_code_exec_strategy(hook.__code__, _LEFT_ALONE)
     if is_in_graphs:
@@ -278,11 +275,7 @@ def _counters() -> list[Any]:
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """Return the backend that sends tensors of a device. Since 2.0.
-
-    Returns:
-        None in a group that is written in Python, which has no such part.
-    """
+    """Return the backend that sends tensors of a device; None in a group that is written in Python. Since 2.0."""
     try:
         return group._get_backend(device)
     except RuntimeError:

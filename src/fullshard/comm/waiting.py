@@ -53,14 +53,12 @@ class ProgressRecord:
         moves: how often a wait has begun or ended.
         what: names the wait; empty: there was none yet.
         step: of this process, counted from 1.
-        is_waiting: whether it lasts.
         is_patient: whether it may take long, such as a comparison of ranks or a save.
         groups: process groups that it waits in.
         waited: seconds for which this process has waited so far.
         given_up: the reason why the wait ends without the others; empty: it does not.
         limit: the seconds that a wait may take, if the script has set them.
         tell: called when a wait has begun or ended.
-        watcher: follows the waits.
     """
 
     moves: int = 0
@@ -105,13 +103,7 @@ PROGRESS = ProgressRecord()
 class Waiting:
     """A wait for other ranks, as a context. If it fails, the watcher learns of it.
 
-    Raises:
-        CommunicationError: another rank has failed, has ended or does not come. Running out of memory is no such error:
-            it passes unchanged to code that catches it.
-
-    Args:
-        what: the purpose, in words, for ranks that ask what this one waits for.
-        groups: process groups to wait in, which are of no use any more once the wait is given up.
+    An error of torch's becomes a `CommunicationError`; running out of memory passes unchanged to code that catches it.
 
     Attributes:
         step: the step of this process, counted from 1; None: the wait belongs to no step. It may take long then, and be

@@ -19,11 +19,7 @@ from fullshard.core.offload import Offload
 class BucketKey(NamedTuple):
     """The common properties of a bucket's parameters; with the dtypes of the run they fix all dtypes.
 
-    Attributes:
-        dtype: as they are stored.
-        compute_dtype: unsharded.
-        trainable: whether they have gradients.
-        exact: whether they are bytes that are never cast, and never rounded to be sent.
+    `exact`: they are bytes that are never cast, and never rounded to be sent.
     """
 
     dtype: str
@@ -44,7 +40,6 @@ class BucketPlan:
     Attributes:
         layout: which rank owns what; parameters are called by their numbers.
         dtype, compute_dtype, reduce_dtype: stored, unsharded, and of the gradient's sum.
-        trainable: whether it has gradients.
         weights_as, gradients_as: dtypes in which an interval is sent, in either direction, if they differ.
         offload: what lives in host memory.
         whole_dtype: dtype in which it is gathered and stays, if its parameter asks for that and casts it no further.
@@ -72,16 +67,10 @@ class BucketPlan:
         by_rows: bool = False,
         is_packed: bool = True,
     ) -> Self:
-        """Plan the bucket of parameters with these shapes.
+        """Plan the bucket of parameters with these shapes, in definition order, shared by `world_size` ranks.
 
-        Args:
-            key: their common properties.
-            shapes: in definition order.
-            dtypes: of the run.
-            world_size: ranks that share it.
-            offload: what lives in host memory.
-            by_rows: each rank owns whole rows of the one parameter.
-            is_packed: what is sent may be rounded, if the run asks for it.
+        `by_rows`: each rank owns whole rows of the one parameter. `is_packed`: what is sent may be rounded, if the run
+        asks for it.
         """
         reduce = dtypes.reduce(key.dtype)
         itemsizes = [itemsize(key.dtype), itemsize(key.compute_dtype)]

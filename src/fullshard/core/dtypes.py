@@ -52,11 +52,7 @@ COMPUTE: dict[str, str | None] = {"no": None, "fp32": "float32", "bf16": "bfloat
 
 
 def itemsize(dtype: str) -> int:
-    """Return the bytes of one element.
-
-    Raises:
-        ConfigError: no such dtype.
-    """
+    """Return the bytes of one element."""
     if dtype not in ITEMSIZES:
         raise ConfigError(f"unknown dtype {dtype!r}", hint=f"use one of {', '.join(ITEMSIZES)}")
     return ITEMSIZES[dtype]
@@ -96,10 +92,7 @@ def packed(sent_as: str | None, dtype: str) -> str | None:
 class Dtypes:
     """The dtypes of a run, by role; None leaves a role to the rule in `compute` and `reduce`.
 
-    Attributes:
-        compute_dtype: of unsharded parameters.
-        reduce_dtype: in which gradients are summed.
-        gather_as, reduce_as: what intervals of weights and of gradients are sent as, if that is asked for.
+    `gather_as` and `reduce_as` are what intervals of weights and of gradients are sent as, if that is asked for.
     """
 
     compute_dtype: str | None = None
@@ -114,13 +107,10 @@ class Dtypes:
         return {name: value for name, value in named.items() if value is not None}
 
     def compute(self, stored: str, *, exact: bool = False, statistics: str | None = None) -> str:
-        """Return the dtype of an unsharded parameter.
+        """Return the dtype of an unsharded parameter that is stored as `stored`; `exact` ones are never cast.
 
-        Args:
-            stored: of the sharded parameter.
-            exact: whether it is bytes with a meaning of their own, which are never cast.
-            statistics: of the running statistics that it computes with, if it does: one kernel takes both, and what
-                is averaged over a whole training loses too much in half precision.
+        One that computes with running statistics takes their dtype: one kernel takes both, and what is averaged over a
+        whole training loses too much in half precision.
         """
         if self.compute_dtype is None or exact or stored not in FLOATING:
             return stored

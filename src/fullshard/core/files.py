@@ -1,7 +1,8 @@
 """Small files: read with limits, and written whole or not at all.
 
 Others may be able to write where our small files lie. So all code reads them through this module: it never waits for
-anything but a regular file, and reads nothing larger or deeper than expected into memory.
+anything but a regular file, and reads nothing larger or deeper than expected into memory. Reading raises `OSError` for
+what is there instead, and `ValueError` for text that is not UTF-8 or not the expected JSON.
 """
 
 from __future__ import annotations
@@ -37,12 +38,7 @@ def whole_file(path: Path) -> Iterator[Path]:
 
     Until then, and after an error, `path` is unchanged. A device, a pipe or a file that a process has open is written
     to directly, because a regular file in its place would be a different thing. So is a file that cannot be replaced.
-
-    Args:
-        path: the final file; its directory must exist.
-
-    Raises:
-        OSError: it cannot be written; the error has its name, which that of a full disk lacks.
+    An `OSError` has the name of `path`, which that of a full disk lacks.
     """
     if path.is_dir():  # else the writer would raise an error in its own words
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
@@ -104,11 +100,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def open_regular(path: Path, *, limit_nbytes: int | None = None) -> BinaryIO:
-    """Open a regular file to read, and wait for nothing.
-
-    Raises:
-        OSError: there is none, it is larger than `limit_nbytes`, or it is a directory, a pipe or a device.
-    """
+    """Open a regular file to read, of at most `limit_nbytes`, and wait for nothing."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     try:
         status = os.fstat(descriptor)
@@ -123,11 +115,7 @@ def open_regular(path: Path, *, limit_nbytes: int | None = None) -> BinaryIO:
 
 
 def read_bytes(path: Path, *, limit_nbytes: int = SMALL_NBYTES) -> bytes:
-    """Return the contents of a small regular file.
-
-    Raises:
-        OSError: see `open_regular`.
-    """
+    """Return the contents of a small regular file."""
     with open_regular(path, limit_nbytes=limit_nbytes) as file:
         asked = min(limit_nbytes, max(os.fstat(file.fileno()).st_size, MIB)) + 1  # as many are made room for
         data = file.read(asked)
@@ -137,42 +125,24 @@ def read_bytes(path: Path, *, limit_nbytes: int = SMALL_NBYTES) -> bytes:
 
 
 def read_text(path: Path, *, limit_nbytes: int = SMALL_NBYTES) -> str:
-    """Return the contents of a small text file.
-
-    Raises:
-        OSError: see `open_regular`.
-        ValueError: it is not UTF-8.
-    """
+    """Return the contents of a small text file."""
     return read_bytes(path, limit_nbytes=limit_nbytes).decode("utf-8")
 
 
 def read_object(path: Path, *, limit_nbytes: int = SMALL_NBYTES) -> dict[str, Any]:
-    """Return the object that a small file of JSON holds.
-
-    Raises:
-        OSError: see `open_regular`.
-        ValueError: see `parse_object`.
-    """
+    """Return the object that a small file of JSON holds."""
     return parse_object(read_text(path, limit_nbytes=limit_nbytes))
 
 
 def read_lines(path: Path, *, limit_nbytes: int = GIB, longest: int = MIB) -> Iterator[str]:
-    """Yield the lines of a text file, each with its end; a longer one than `longest` bytes comes in several pieces.
-
-    Raises:
-        OSError: see `open_regular`.
-    """
+    """Yield the lines of a text file, each with its end; a longer one than `longest` bytes comes in several pieces."""
     with open_regular(path, limit_nbytes=limit_nbytes) as file:
         for line in iter(lambda: file.readline(longest), b""):
             yield line.decode("utf-8", "replace")
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return the value that JSON stands for. Halves of UTF-16 pairs, which no file can hold, become U+FFFD.
-
-    Raises:
-        ValueError: it is no JSON, or nested deeper than `MAX_DEPTH`.
-    """
+    """Return the value that JSON stands for. Halves of UTF-16 pairs, which no file can hold, become U+FFFD."""
     text = text.decode("utf-8") if isinstance(text, bytes) else text
     if text.count("[") + text.count("{") > MAX_DEPTH:
         brackets = re.sub(r'"[^"\\]*(?:\\.[^"\\]*)*"|[^][{}"]+', "", text, flags=re.DOTALL)
@@ -182,11 +152,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def parse_object(text: str | bytes) -> dict[str, Any]:
-    """Return the object that JSON stands for.
-
-    Raises:
-        ValueError: it stands for another value; and see `parse_json`.
-    """
+    """Return the object that JSON stands for."""
     value = parse_json(text)
     if not isinstance(value, dict):
         raise ValueError(f"expected an object of JSON, got a {type(value).__name__}")

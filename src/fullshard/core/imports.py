@@ -17,11 +17,7 @@ Action = Callable[[ModuleType], None]
 
 
 def import_extra(name: str, *, extra: str, purpose: str, package: str | None = None) -> Any:
-    """Import a module of an optional dependency, by default the `package` that it is in.
-
-    Raises:
-        MissingExtraError: it is not installed. See there for `extra` and `purpose`.
-    """
+    """Import a module of an optional dependency, by default the `package` that it is in; see `MissingExtraError`."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -33,12 +29,8 @@ def on_demand(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return a module's `__getattr__` and `__dir__`, which import names from their homes on first use.
 
-    Write it under `if not TYPE_CHECKING`: with `__getattr__`, a type checker would accept any name.
-
-    Args:
-        module: its `__name__`; it has an `__all__`.
-        homes: for each of the names, the module that has it.
-        otherwise: makes the value of another name, or raises; default: there is none.
+    Write it under `if not TYPE_CHECKING`: with `__getattr__`, a type checker would accept any name. `otherwise` makes
+    the value of a name that has no home, or raises.
     """
 
     def get(name: str) -> Any:
@@ -105,10 +97,7 @@ class _Finder(MetaPathFinder):
 class Replaced:
     """A function of another library that one of fullshard takes the place of, because there is no hook.
 
-    Attributes:
-        owner: the module or class it is in.
-        name: its name there.
-        torchs: the library's own, torch's mostly.
+    `torchs` is the library's own, torch's mostly; `name` its name in `owner`, a module or a class.
     """
 
     owner: Any

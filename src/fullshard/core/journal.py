@@ -71,11 +71,8 @@ class Journal:
     def note(self, kind: Happening, message: str = "", *, rank: int | None = None, **details: Any) -> None:
         """Append an event. A file that cannot be written is a warning, the first time, and never ends a run.
 
-        Args:
-            kind: what happened.
-            message: details in words, if any.
-            rank: the affected rank; default: this one.
-            details: further fields, which JSON has values for. They may replace `host`, `pid` and `step`.
+        `rank`: the affected one; default: this one. `details` are further fields, which JSON has values for; they may
+        replace `host`, `pid` and `step`.
         """
         if self.path is None:
             return
@@ -108,9 +105,6 @@ def read_journal(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the events of a file, or of the one in a directory, in the order in which they were written.
 
     Lines that hold no event (such as one that a full disk has cut off) are skipped. Without a file there are no events.
-
-    Raises:
-        OSError: it is no regular file, or larger than a journal can be.
     """
     path = path / JOURNAL_NAME if path.is_dir() else path
     for line in read_lines(path) if path.exists() else ():

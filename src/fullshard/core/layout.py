@@ -50,12 +50,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class ParameterSpec:
-    """One parameter, as the layout sees it.
-
-    Attributes:
-        name: fully qualified name in the model.
-        shape: global shape; `()` is a scalar.
-    """
+    """One parameter, as the layout sees it: its name in the model and its global shape."""
 
     name: str
     shape: tuple[int, ...]
@@ -88,16 +83,10 @@ class BucketLayout:
     def build(
         cls, specs: Sequence[ParameterSpec], *, itemsize: int, world_size: int, atom: int | None = None
     ) -> BucketLayout:
-        """Pack `specs` for `world_size` ranks.
+        """Pack `specs`, in definition order, for `world_size` ranks.
 
-        Args:
-            specs: parameters in definition order.
-            itemsize: bytes of the narrowest element type the bucket is ever communicated in.
-            world_size: ranks in the shard group.
-            atom: elements that stay together on one rank (a row), instead of what is aligned to 16 bytes.
-
-        Raises:
-            LayoutError: an item size that 16 bytes do not hold a whole number of, or an invalid world size.
+        `itemsize`: bytes of the narrowest element type the bucket is ever communicated in. `atom`: elements that stay
+        together on one rank (a row), instead of what is aligned to 16 bytes.
         """
         if world_size < 1 or itemsize < 1 or (ALIGNMENT_NBYTES % itemsize and itemsize % ALIGNMENT_NBYTES):
             raise LayoutError(f"cannot lay out items of {itemsize} bytes over {world_size} ranks")

@@ -27,9 +27,6 @@ class Offload:
         optimizer_state: the optimizer's tensors. They lie beside main weights on the host; without those they visit the
             device for each step.
         activations: a unit's saved tensors. They are not sharded, so they are not a part of everything.
-
-    Raises:
-        ConfigError: main weights without the state that is updated with them.
     """
 
     compute_shards: bool = False

@@ -28,12 +28,7 @@ _ELSEWHERE = (
 
 
 def check_path(written: str) -> None:
-    """Raise an error for text that is no path on any host.
-
-    Raises:
-        ConfigError: it is empty; a URL, and a relative path that looks like one is written with `./` in front; or has
-            a name in it that no file can have.
-    """
+    """Refuse text that is no path on any host. A relative path that looks like a URL needs `./` in front."""
     if not written.strip():
         raise ConfigError(f"{written!r} names nothing", hint="is a variable empty? The current folder is written .")
     if found := _URL.match(written):
@@ -64,11 +59,7 @@ def looks_like_path(written: str) -> bool:
 
 
 def require_there(written: str) -> None:
-    """Refuse a path that does not exist where a hub name may stand, too: then no one need ask the hub for it.
-
-    Raises:
-        ConfigError: nothing is there.
-    """
+    """Refuse a path that does not exist where a hub name may stand, too: then no one need ask the hub for it."""
     if looks_like_path(written) and not os.path.exists(written):  # noqa: PTH110 - a name of another system's is no Path
         is_of_windows = "\\" in written or _DRIVE.match(written)
         hint = "this host's paths have no drive and no \\" if is_of_windows else "check the path"
@@ -76,20 +67,12 @@ def require_there(written: str) -> None:
 
 
 def local_path(text: str | os.PathLike[str]) -> Path:
-    """Return the path that the user wrote, on this host.
-
-    Raises:
-        ConfigError: it is none (see `check_path`), or begins with the home of a user whom this host does not know.
-    """
+    """Return the path that the user wrote, on this host; see `check_path`."""
     return Path(local_name(text))
 
 
 def local_name(text: str | os.PathLike[str]) -> str:
-    """Return the same where a name may stand instead of a path; a name stays as it was written.
-
-    Raises:
-        ConfigError: as `local_path`.
-    """
+    """Return the same where a name may stand instead of a path; a name stays as it was written."""
     written = os.fspath(text) if isinstance(text, str | os.PathLike) else str(text)
     check_path(written)
     if not written.startswith("~"):

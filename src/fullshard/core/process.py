@@ -16,21 +16,13 @@ def this_process() -> str:
 
 
 def this_machine() -> str:
-    """Return what processes that see each other's numbers share: a boot, and a namespace of processes.
-
-    Raises:
-        OSError: the system does not say.
-    """
+    """Return what processes that see each other's numbers share: a boot, and a namespace of processes."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
 
 
 class StatusFile:
-    """A line in a page of a file, which outlasts this process however that ends.
-
-    Args:
-        path: made anew.
-    """
+    """A line in a page of a file, made anew, which outlasts this process however that ends."""
 
     def __init__(self, path: Path) -> None:
         with path.open("w+b") as file:

@@ -21,11 +21,7 @@ def is_too_old(version: str) -> bool:
 
 
 def require_torch() -> None:
-    """Raise an error for an unsupported torch; the lowest packages that use torch call this first.
-
-    Raises:
-        VersionError: it is too old.
-    """
+    """Refuse an unsupported torch; the lowest packages that use torch call this first."""
     version = version_of("torch")
     if version is not None and is_too_old(version):  # else it is built from source, or missing: the import will tell
         oldest = ".".join(map(str, OLDEST_TORCH))
@@ -36,10 +32,7 @@ def require_torch() -> None:
 
 
 def why_no_xla() -> str | None:
-    """Say why this environment cannot train through PyTorch/XLA, as the end of a sentence; None if it can.
-
-    It looks at the installed packages and imports neither.
-    """
+    """Say why the packages here cannot train through PyTorch/XLA, as the end of a sentence; None if they can."""
     xla, torch = version_of("torch_xla"), version_of("torch")
     if xla is None or torch is None:
         return f"{'torch_xla' if xla is None else 'torch'} is not installed"

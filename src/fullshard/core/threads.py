@@ -26,13 +26,9 @@ _STOPS: weakref.WeakKeyDictionary[Thread, Callable[[], object]] = weakref.WeakKe
 def start_thread(
     name: str, body: Callable[..., object], arguments: tuple[object, ...], stop: Callable[[], object]
 ) -> Thread:
-    """Start a daemon thread, and stop it before the interpreter ends.
+    """Start a daemon thread, and call `stop` to end it before the interpreter ends.
 
-    Args:
-        name: the thread's name.
-        body: its function, which must not keep anything alive whose end stops the thread.
-        arguments: of `body`.
-        stop: tells it to end.
+    `body` must not keep anything alive whose end stops the thread.
     """
     rest_at_exit()
     thread = Thread(target=body, args=arguments, name=name, daemon=True)

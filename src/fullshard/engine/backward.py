@@ -30,15 +30,7 @@ if TYPE_CHECKING:
 
 
 class Backward:
-    """The backward under way, if there is one, and what it needs to know of the forwards before it.
-
-    Args:
-        schedule: the schedule of the model.
-
-    Attributes:
-        reducer: launches reductions, and publishes their results.
-        hookless_calls: calls that backward leaves without a hook.
-    """
+    """The backward under way, if there is one, and what it needs to know of the forwards before it."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
@@ -109,11 +101,7 @@ class Backward:
         self.reducer.order.expect(bucket for bucket in unit.buckets if bucket.trainable_count)
 
     def reduce_kept(self) -> None:
-        """Reduce gradients that earlier backwards have kept unsharded, as if a backward ended here. A collective.
-
-        Raises:
-            LifecycleError: called within a backward, which would take the reduction for its own.
-        """
+        """Reduce gradients that earlier backwards have kept unsharded, as if a backward ended here. A collective."""
         if self.is_under_way:
             raise LifecycleError(
                 f"rank {self._schedule.mesh.rank}: gradients are to be reduced within a backward that has not ended",
@@ -216,9 +204,6 @@ class Backward:
         says whether any rank has collected more than it reduced (through reentrant checkpointing, or a unit that ran
         under `no_sync` only); if so, all ranks reduce that bucket once more. It also says whether all ranks reduced the
         same buckets, and carries what extensions have to say.
-
-        Raises:
-            CommunicationError: the ranks disagree; nothing has been published yet.
         """
         trainable = [bucket for bucket in self._schedule.buckets() if bucket.has_gradient]
         launched = set(self.reducer.order.launched)

@@ -20,11 +20,7 @@ from fullshard.wrap.partition import Slot
 
 
 class Binding:
-    """The places in modules where a unit's parameters are bound.
-
-    Args:
-        entries: slots, with their original parameters and places, and the sharded parameter of each.
-    """
+    """The places in modules where a unit's parameters are bound."""
 
     def __init__(self, entries: Sequence[tuple[Slot, ShardedParameter]]) -> None:
         places: list[tuple[dict[str, Any], str, nn.Parameter, ShardedParameter]] = [
@@ -44,11 +40,7 @@ class Binding:
         list(map(dict.__setitem__, self._holders, self._attributes, self._bound))  # for each place, without a loop
 
     def check(self) -> None:
-        """Refuse to replace a parameter that the engine did not put there.
-
-        Raises:
-            LifecycleError: other code has replaced the original or the sharded parameter.
-        """
+        """Refuse to replace a parameter that the engine did not put there."""
         if all(map(operator.is_, map(dict.get, self._holders, self._attributes), self._bound)):
             return
         places = zip(self._holders, self._attributes, self._unsharded, self._sharded, strict=True)
@@ -66,11 +58,7 @@ _version = operator.attrgetter("_version")
 
 
 class Originals:
-    """The original parameters of a bucket, bound to views of `full`, and how often they were changed in place.
-
-    Args:
-        parameters: the parameters; their current versions count as unchanged.
-    """
+    """The original parameters of a bucket, bound to views of `full`, and how often they were changed in place."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = tuple(parameters)

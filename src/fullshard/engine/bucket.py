@@ -38,20 +38,11 @@ _requires_grad = operator.attrgetter("requires_grad")
 class Bucket(BucketSpec):
     """Storage of one bucket and its way from sharded to unsharded and back.
 
-    Args:
-        slots: see `BucketSpec`.
-        owner: the unit that the bucket belongs to.
-        number: the bucket's number in the unit.
-        weights: gives the values of parameters that are still on the meta device.
-
     Attributes:
         main: shape (S,), stored dtype.
         compute_shard: shape (S,); `full` is gathered from it.
         full: shape (W * S,), compute dtype.
-        sharded_parameters: in the order of `slots`.
-        originals: the original parameters, in the same order.
         has_gradient: whether the bucket has ever been trainable; there is `gradient` only then.
-        number: its number in the unit.
         storage_ids: the storages of the unsharded bucket, fixed for as long as the bucket lives.
         has_gradient_hooks: whether a sharded parameter has ever been given such a hook.
     """
@@ -194,9 +185,8 @@ class Bucket(BucketSpec):
     def reshard(self, *, kept_by: Collectives | None = None) -> None:
         """Free the memory of `full` after its gather; not if that failed, as other ranks may still write into it.
 
-        Args:
-            kept_by: neighbours that each keep a part; the next gather is among them, unless `main` changes before it.
-                No rank keeps a part where staying whole costs nothing, or where the buffer is of a kind of its own.
+        `kept_by`: neighbours that each keep a part; the next gather is among them, unless `main` changes before it. No
+        rank keeps a part where staying whole costs nothing, or where the buffer is of a kind of its own.
         """
         if self._is_lost:
             return

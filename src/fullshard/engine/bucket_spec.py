@@ -47,13 +47,6 @@ def _key(slot: Slot, policy: MixedPrecisionPolicy) -> BucketKey:
 class BucketSpec:
     """Parameters that share dtypes and trainability, and the layout that follows from that.
 
-    Args:
-        slots: parameters of one `BucketKey`, on the mesh's device.
-        mesh: the ranks that share the bucket.
-        policy: dtypes per role.
-        storage: where `main` and the compute shard are.
-        reduction: the unit's settings, if the bucket is part of one.
-
     Attributes:
         plan: dtypes, places and bytes, as the planner had them when the bucket was made: it may have been frozen then.
         kinds: the kind of each parameter.

@@ -39,12 +39,7 @@ class BucketEnd(NamedTuple):
 
 
 class EndOfBackward:
-    """One rank's message; after `exchange`, that of all ranks.
-
-    Args:
-        notes: what extensions say, each in as many bytes on every rank.
-        buckets: ends of buckets, in the same order on every rank.
-    """
+    """One rank's message; after `exchange`, that of all ranks, which have as many notes and buckets."""
 
     def __init__(self, notes: Sequence[bytes], buckets: Sequence[BucketEnd]) -> None:
         self._note_sizes, self._sizes = [len(note) for note in notes], [len(bucket.used) for bucket in buckets]

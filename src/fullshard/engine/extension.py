@@ -206,11 +206,7 @@ def anything_was_sharded() -> bool:
 
 
 class Extensions:
-    """The extensions of one model. Each moment is an attribute: the methods to call, in order.
-
-    Args:
-        model: the model's schedule.
-    """
+    """The extensions of one model. Each moment is an attribute: the methods to call, in order."""
 
     def __init__(self, model: Schedule) -> None:
         self._all = [kind(model) for kind in _registered]

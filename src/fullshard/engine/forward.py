@@ -18,9 +18,6 @@ if TYPE_CHECKING:
 class Forward:
     """The forward under way, and the order of the last complete one.
 
-    Args:
-        schedule: the schedule of the model.
-
     Attributes:
         order: the units as the last complete forward ran them; empty before the first. All ranks have the same order:
             one that gathers ahead in another would wait for the others forever.

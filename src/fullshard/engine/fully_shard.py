@@ -122,14 +122,7 @@ def make_unit(
 ) -> Unit:
     """Make a unit of parameters that are where they are to be computed with.
 
-    Args:
-        plan: its modules and parameters.
-        schedule: the model that it is part of.
-        policy: dtypes per role.
-        storage: the place of its shards.
-        frees_after_forward: see `Unit`.
-        values: gives those values that are not in the parameters.
-        prefix: goes before the names of the modules' classes.
+    `values` gives those values that are not in the parameters. `prefix` goes before the names of the modules' classes.
     """
     unit = Unit(plan, policy=policy, storage=storage, schedule=schedule, frees_after_forward=frees_after_forward)
     if values is not None or not any(postpones(unit) for postpones in schedule.extensions.postpones):
@@ -173,11 +166,9 @@ def ignored_parameters(parameters: Any) -> list[nn.Parameter]:
 
 
 def check_can_be_unsharded(root: nn.Module, units: Iterable[nn.Module]) -> None:
-    """Refuse modules whose parameters nothing would unshard; warn of gradients that will no longer be sparse.
+    """Refuse `units` whose parameters nothing would unshard; warn of gradients that will no longer be sparse.
 
-    Args:
-        root: the model, or a part of it.
-        units: the modules in it that are to be units.
+    `root` is the model, or a part of it.
     """
     for module in units:
         is_container = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict))
@@ -275,12 +266,7 @@ def _reshard_after_forward(value: object, shard_size: int) -> tuple[bool | None,
 def _data_parallel(device_mesh: Any, dims: Any) -> Mesh:
     """Return the mesh of a device mesh's data-parallel part. All ranks of `device_mesh` make it together.
 
-    Args:
-        device_mesh: of any axes, which have names.
-        dims: torch's `DataParallelMeshDims`. Several axes to shard along, or to replicate along, are taken as one.
-
-    Raises:
-        ConfigError: An axis does not exist, is named twice or is out of order, or `device_mesh` is no mesh of torch's.
+    Several axes to shard along, or to replicate along, are taken as one.
     """
     names = (device_mesh.mesh_dim_names if isinstance(device_mesh, DeviceMesh) else None) or ()
     wanted = [tuple(dims.replicate_names), tuple(dims.shard_names)]

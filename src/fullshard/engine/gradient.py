@@ -29,16 +29,6 @@ class Gradient:
     """The gradient side of a trainable bucket.
 
     Callers of `launch`, `advance` and `finish` have turned autograd off.
-
-    Args:
-        bucket: the bucket.
-        parameters: sharded ones, in the order of `bucket.slots`.
-        storage_id: the storage that the unsharded parameters are views of; None if it is not known.
-
-    Attributes:
-        dtype: the dtype in which gradients are summed over backwards and ranks.
-        unsharded: gradients that no reduction has taken yet.
-        main: the sum over micro-batches.
     """
 
     def __init__(
@@ -84,9 +74,6 @@ class Gradient:
         """Reduce the collected gradients; unused ones count as zero, so every rank reduces the same shape.
 
         The caller has advanced any earlier reduction of the same backward.
-
-        Raises:
-            LifecycleError: see `MainGradient.check_whole`.
         """
         self.main.check_whole()
         full = self.unsharded.hand_over()
@@ -165,8 +152,7 @@ class Gradient:
     def finish(self, used: bytearray) -> bool:
         """Wait for the reduction and publish it; return False if there is none. The caller forgets used parameters.
 
-        Args:
-            used: for each parameter, whether it got a gradient on any rank. The others keep `.grad` as it is.
+        `used`: for each parameter, whether it got a gradient on any rank. The others keep `.grad` as it is.
         """
         self.advance()
         if self.main.is_ahead:

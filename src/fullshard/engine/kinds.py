@@ -49,11 +49,9 @@ class ParameterKind:
     # -- before parameters are sharded --------------------------------------------------------------------------
 
     def prepare(self, model: nn.Module, *, is_read_later: bool) -> None:
-        """Make each tensor of a model that is to be sharded a parameter.
+        """Make each tensor of a model that is to be sharded a parameter, before they are divided into units.
 
-        Args:
-            model: the model, whose parameters are about to be divided into units.
-            is_read_later: whether tensors on the meta device get their values from files, a part on each rank.
+        `is_read_later`: tensors on the meta device get their values from files, a part on each rank.
         """
 
     def why_not(self, parameter: torch.Tensor) -> str:
@@ -65,11 +63,8 @@ class ParameterKind:
     def check(self, slots: Sequence[Slot], roots: Sequence[nn.Module], mesh: Mesh, data: DataAxes | None) -> None:
         """Check parameters of this kind against the mesh that they are about to be sharded over.
 
-        Args:
-            slots: the parameters.
-            roots: the modules around them.
-            mesh: the ranks.
-            data: a larger mesh and its axes for data, if the script has named them.
+        `roots` are the modules around them; `data` is a larger mesh and its axes for data, if the script has named
+        them.
         """
 
     def why_no_rows(self, slot: Slot) -> str:
@@ -125,15 +120,7 @@ class ParameterKind:
     def spec(
         self, slot: Slot, mesh: Mesh, shape: torch.Size, placement: RaggedShard, reduction: ReductionSettings
     ) -> ShardSpec:
-        """Return the spec of a parameter; it has no name yet.
-
-        Args:
-            slot: the parameter.
-            mesh: the ranks.
-            shape: shape of what this rank has to shard.
-            placement: its place in the bucket.
-            reduction: the unit's settings.
-        """
+        """Return the spec of a parameter of which this rank has `shape` to shard; it has no name yet."""
         return (RowSpec if slot.by_rows else ShardSpec)(mesh, shape, placement, Name(), reduction=reduction)
 
     def from_autograd(self, slot: Slot) -> Callable[[torch.Tensor], torch.Tensor] | None:
@@ -178,11 +165,7 @@ def check_kinds(
 
 
 def check_types(plans: Sequence[UnitPlan], roots: Sequence[nn.Module]) -> None:
-    """Check that every parameter is its own memory: a unit gives that to the bucket, and takes it back.
-
-    Raises:
-        WrapError: parameters are not, by their names in `roots`; or a parameter's gradients are to have another dtype.
-    """
+    """Check that every parameter is its own memory: a unit gives that to the bucket, and takes it back."""
     slots = [slot for plan in plans for slot in plan.slots]
     for slot in slots:
         wanted = getattr(slot.parameter, "grad_dtype", None)  # since torch 2.10

@@ -32,10 +32,6 @@ def _versions(grads: Sequence[torch.Tensor | None]) -> list[int]:
 class MainGradient:
     """The main gradient of one bucket.
 
-    Args:
-        spec: the bucket's layout.
-        parameters: the sharded parameters, in the order of `spec.slots`.
-
     Attributes:
         tensor: shape (S,), in the wider of the dtype of the sum and the stored dtype; None if there is none.
         is_ahead: a backward that is not over has added something to it.
@@ -71,11 +67,7 @@ class MainGradient:
         self.is_ahead = True
 
     def publish_early(self, used: bytearray) -> None:
-        """Publish what `add_early` has added.
-
-        Raises:
-            LifecycleError: a `.grad` was changed in between, so it is unknown whether the change included the sum.
-        """
+        """Publish what `add_early` has added, unless a `.grad` was changed since, maybe with a part of the sum."""
         self.is_ahead = False
         grads = local_gradients(self._parameters)
         if not self._are_untouched(grads):
@@ -89,9 +81,8 @@ class MainGradient:
     def add(self, shard: torch.Tensor, used: bytearray) -> None:
         """Add `shard` to it if the published `.grad`s are still ours, else start a new one from theirs; publish it.
 
-        Args:
-            shard: shape (S,); may become the main gradient itself.
-            used: for each parameter, whether it got a gradient on any rank. The others keep `.grad` as it is.
+        `shard`, shape (S,), may become the main gradient itself. `used`: for each parameter, whether it got a gradient
+        on any rank; the others keep `.grad` as it is.
         """
         shard = shard.to(self._dtype)
         grads = local_gradients(self._parameters)
@@ -163,12 +154,7 @@ class MainGradient:
             self._torn, self.is_ahead = _versions(self._published), False
 
     def check_whole(self) -> None:
-        """Check that the published gradient is the sum of whole backwards.
-
-        Raises:
-            LifecycleError: a failed backward has left a part of its gradients there, and the script has not cleared
-                them since.
-        """
+        """Refuse a published gradient that has a part of a failed backward, until the script has cleared it."""
         if not self._torn:
             return
         versions, self._torn = self._torn, []

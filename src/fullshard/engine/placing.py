@@ -12,12 +12,7 @@ from fullshard.wrap.partition import UnitPlan
 
 
 def own_modules(plan: UnitPlan, stop_at: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return the modules whose parameters or buffers belong to a unit.
-
-    Args:
-        plan: the unit.
-        stop_at: inner units, whose buffers are theirs.
-    """
+    """Return the modules whose parameters or buffers belong to a unit, without buffers of inner units (`stop_at`)."""
     inner = {id(module) for unit in stop_at for module in unit.modules()} - {id(m) for m in plan.modules}
     owners = {id(module) for slot in plan.slots for module, _ in slot.owners}
     return [
@@ -31,11 +26,7 @@ def move_to_device(
 ) -> None:
     """Move the unit's parameters and buffers to the device. Those on the meta device stay there.
 
-    Args:
-        plan: the unit. Its slots take over the parameters that the modules hold now.
-        modules: its `own_modules`.
-        device: the target.
-        buffer_dtype: cast floating-point buffers to this.
+    The slots take over the parameters that the modules hold now. `modules` are the plan's `own_modules`.
     """
     for slot in plan.slots:
         module, attribute = slot.owners[0]

@@ -68,11 +68,7 @@ class MixedPrecisionPolicy:
 
     @classmethod
     def of(cls, policy: Any) -> MixedPrecisionPolicy:
-        """Make this class from itself, None, or torch's policy of the same field names (FSDP1 or FSDP2).
-
-        Raises:
-            ConfigError: `policy` is something else, such as a mode's name.
-        """
+        """Make this class from itself, None, or torch's policy of the same field names (FSDP1 or FSDP2)."""
         if policy is None or isinstance(policy, cls):
             return policy or cls()
         if isinstance(policy, type) or not hasattr(policy, "param_dtype"):
@@ -108,12 +104,8 @@ def torch_dtype(name: str) -> torch.dtype:
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any, *, into_mutable: bool = True) -> Any:
     """Apply `function` to every tensor of `value` inside dicts, lists, (named) tuples and dataclasses.
 
-    Containers that do not change are returned as they are, so that subclasses survive.
-
-    Args:
-        function: what to apply.
-        value: a tensor or anything that holds some.
-        into_mutable: False leaves lists, dicts and dataclasses alone, which code may mean to change in place.
+    Containers that do not change are returned as they are, so that subclasses survive. `into_mutable=False` leaves
+    lists, dicts and dataclasses alone, which code may mean to change in place.
     """
     if value is None:  # the case of most arguments of a layer
         return value

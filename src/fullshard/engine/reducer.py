@@ -24,9 +24,6 @@ _NOTHING = contextlib.nullcontext()
 class Reducer:
     """The reductions of one model.
 
-    Args:
-        extensions: the extensions of the model.
-
     Attributes:
         order: buckets that are next, under way and waiting to be published.
         publishes_early: whether an extension wants each gradient of this backward as soon as it is final.
@@ -74,8 +71,7 @@ class Reducer:
     def publish(self, used: Mapping[Bucket, bytearray]) -> None:
         """Wait for the reductions under way, and publish every gradient that is not published yet.
 
-        Args:
-            used: for each parameter of a bucket, whether it got a gradient on any rank.
+        `used`: for each parameter of a bucket, whether it got a gradient on any rank.
         """
         for bucket in self.order.launched:  # advance all first: their replicate-axis reductions overlap
             self._advance(bucket)

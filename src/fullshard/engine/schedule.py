@@ -33,9 +33,6 @@ _SETTINGS: Mapping[str, Any] = {
 class Schedule:
     """The order of work that the units of one model share.
 
-    Args:
-        mesh: the ranks that share the model.
-
     Attributes:
         units: inner units before the units around them; none until it is assembled.
         steps: optimizer steps so far.
@@ -43,9 +40,6 @@ class Schedule:
         is_last_backward: whether the next backward ends an accumulation.
         keeps_parameters: whether parameters stay unsharded until the next optimizer step, even where that costs memory.
         keeps_gradients: whether every backward but the last leaves gradients whole and unreduced.
-        extensions: capabilities beside the kernel.
-        forward: the forward under way, and the order of units in it.
-        backward: the backward under way, and the order of reductions in it.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -161,11 +155,7 @@ class Schedule:
         return self.steps + self._stepped_since_forward
 
     def before_optimizer_step(self) -> None:
-        """Drop everything gathered from the old main weights, which are about to change.
-
-        Raises:
-            LifecycleError: gradients wait for a last micro-batch that has not come, or are not whole.
-        """
+        """Drop everything gathered from the old main weights, which are about to change."""
         self.recover()  # first: a failed backward's reductions may still write where gradients are read
         self.forward.abandon()
         if self.keeps_gradients and not self.is_last_backward:
@@ -186,11 +176,7 @@ class Schedule:
         return list(dict.fromkeys([*reversed(self.forward.order), *self.units]))
 
     def settle(self) -> None:
-        """Wait until no other rank and no copy reads main weights; after that they may change at any time.
-
-        Raises:
-            CommunicationError: another rank has ended, or did not get this far.
-        """
+        """Wait until no other rank and no copy reads main weights; after that they may change at any time."""
         for storage in {unit.storage for unit in self.units}:
             storage.settle()
         for mesh in dict.fromkeys(unit.mesh for unit in self.units):

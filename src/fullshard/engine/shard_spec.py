@@ -38,14 +38,8 @@ class ShardSpec:
     A parameter's gradient and optimizer state have the parameter's own spec; rows of it have a part of that. This class
     is for tensors that are sharded whole and flat; `engine.kinds` says which other kinds there are.
 
-    Args:
-        mesh: the ranks.
-        shape: shape of the whole tensor.
-        placement: the bucket, and the tensor's place in it.
-        name: the parameter's name.
-        reduction: settings for reducing the parameter's gradients; None: take their mean.
-
     Attributes:
+        reduction: settings for reducing the parameter's gradients; None: take their mean.
         device_mesh: the ranks that the tensor is spread over, under torch's name.
         numel: elements of `sharded_shape`.
         interval: elements of that, flattened, that this rank has.
@@ -182,10 +176,6 @@ class ShardSpec:
         """Return the whole, of shape `shape`, a new tensor on the device, from each rank's elements. A collective.
 
         Every owner broadcasts its interval straight into place. At large world sizes few ranks own any of it.
-
-        Raises:
-            LifecycleError: `local` wraps other tensors.
-            CommunicationError: another rank has failed in it, or to shard the model, or has ended.
         """
         if torch_private.has_own_dispatch(type(local)):
             raise LifecycleError(

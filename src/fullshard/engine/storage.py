@@ -48,13 +48,7 @@ class Storage:
         return bucket.main
 
     def gather(self, bucket: Bucket, *, exactly: bool, is_changed: bool) -> Work:
-        """Launch the gather of a bucket.
-
-        Args:
-            bucket: the bucket.
-            exactly: without packing it.
-            is_changed: whether `main` has changed since the last gather.
-        """
+        """Launch the gather of a bucket; `is_changed`: `main` has changed since the last gather."""
         # Within a backward only: changes of memory past torch, between steps, are not counted.
         is_unchanged = not is_changed and torch_private.backward_under_way() != -1
         return bucket.buffer.gather(bucket.compute_shard, tag=bucket.tag, exactly=exactly, is_unchanged=is_unchanged)
@@ -86,11 +80,7 @@ def register_storage(form: Form) -> None:
 
 
 def storage_of(policy: Any, device: torch.device) -> Storage:
-    """Return the storage of an `offload_policy` for shards that a device computes with.
-
-    Raises:
-        ConfigError: no registered form knows the policy.
-    """
+    """Return the storage of an `offload_policy` for shards that a device computes with."""
     found = next((storage for form in _forms if (storage := form(policy, device)) is not None), None)
     if found is None and policy not in (None, False):  # `switch and CPUOffloadPolicy()` may be False
         raise ConfigError(

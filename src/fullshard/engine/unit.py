@@ -37,11 +37,8 @@ if TYPE_CHECKING:
 class Unit(UnitParameters):
     """The engine's state of one unit.
 
-    Args:
-        plan, policy, storage: see `UnitParameters`.
-        schedule: the order of work in the unit's model.
-        frees_after_forward: free the unsharded parameters between forward and backward; None: unless this is the
-            outermost unit.
+    `frees_after_forward`: free the unsharded parameters between forward and backward; None: unless this is the
+    outermost unit.
     """
 
     def __init__(
@@ -201,11 +198,7 @@ class Unit(UnitParameters):
         return not any(bucket.trainable_count for bucket in self.buckets)
 
     def begin_backward(self) -> None:
-        """Begin a backward when a gradient has appeared; maybe no output has announced it.
-
-        Raises:
-            LifecycleError: no output has, and a gather ahead was under way, so parameters may have been read too early.
-        """
+        """Begin a backward when a gradient has appeared; maybe no output has announced it."""
         if self.state is UnitState.GATHERING and self.freed_nbytes:
             raise LifecycleError(
                 f"rank {self.mesh.rank}, unit {self.name!r}: backward came to its parameters before it came to any of "

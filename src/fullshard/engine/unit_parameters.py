@@ -66,14 +66,7 @@ _made = itertools.count()
 class UnitParameters(abc.ABC):
     """The parameters of one unit, and where they are.
 
-    Args:
-        plan: the unit's modules and parameters.
-        policy: dtypes per role.
-        storage: the place of its shards.
-        schedule: the model that the unit is part of, whose ranks share it.
-
     Attributes:
-        slots: its parameters and their places.
         stand_ins: what its modules hold while it has no buckets.
         neighbours: ranks that share the parameters between forward and backward, instead of the whole shard axis.
         keeps_memory: whether resharding keeps the memory.
@@ -105,11 +98,7 @@ class UnitParameters(abc.ABC):
         self.made = next(_made)
 
     def allocate(self, values: Values | None = None) -> None:
-        """Make the buckets.
-
-        Args:
-            values: gives the values that are not in the parameters.
-        """
+        """Make the buckets; `values` gives the values that are not in the parameters."""
         self.buckets = [
             self.make_bucket(slots, number, values) for number, slots in enumerate(by_bucket(self.slots, self.policy))
         ]
@@ -165,14 +154,7 @@ class UnitParameters(abc.ABC):
                 bucket.issue_unshard(exactly=exactly)
 
     def unshard(self, *, exactly: bool = False) -> None:
-        """Make the parameters whole, waiting as long as it takes.
-
-        Args:
-            exactly: gather the exact main weights, even if they are rounded otherwise to be sent.
-
-        Raises:
-            CommunicationError: the all-gather failed, for example because another rank runs another unit.
-        """
+        """Make the parameters whole, waiting as long as it takes; `exactly`: never rounded to be sent."""
         self.issue_unshard(exactly=exactly)
         if self.state is UnitState.GATHERING:
             with self.waiting("unshard"), torch_private.without_transforms():
@@ -188,8 +170,7 @@ class UnitParameters(abc.ABC):
     def reshard(self, *, is_after_forward: bool = False) -> None:
         """Free the unsharded parameters, unless they are pinned by `unsharded()` or sharded already.
 
-        Args:
-            is_after_forward: whether backward may come, so that neighbours keep the parameters for it if set to.
+        `is_after_forward`: backward may come, so that neighbours keep the parameters for it if set to.
         """
         if self.state is UnitState.SHARDED or self.is_pinned:
             return
@@ -258,11 +239,7 @@ class UnitParameters(abc.ABC):
 
 
 def _check_unchanged(bucket: Bucket) -> None:
-    """Refuse changes in place of unsharded parameters, which would be lost with them, or differ between ranks.
-
-    Raises:
-        LifecycleError: a forward changed a parameter. One rank that owns everything may do so.
-    """
+    """Refuse changes in place of unsharded parameters, which would be lost with them, or differ between ranks."""
     changed = bucket.originals.take_changes()
     if not changed or (bucket.shares_main and bucket.mesh.world_size == 1):
         return  # the latter: no other rank has a copy, and `full` is where `main` is

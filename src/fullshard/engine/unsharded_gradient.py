@@ -28,11 +28,6 @@ from fullshard.engine.precision import torch_dtype
 class UnshardedGradient:
     """The gradients that autograd has made and no reduction has taken.
 
-    Args:
-        spec: the bucket's layout.
-        parameters: the sharded parameters, in the order of `spec.slots`.
-        storage_id: the storage that the unsharded parameters are views of; None if it is not known.
-
     Attributes:
         expected: number of parameters that want a gradient.
         fired: indices of the parameters whose gradient has appeared in this backward.
@@ -172,11 +167,7 @@ class UnshardedGradient:
             self._fresh = {index: self._pieces[index] for index in self._fresh}
 
     def hand_over(self) -> torch.Tensor:
-        """Return `full`, shape (F,), with zeros for unused parameters; later gradients go into new memory.
-
-        Raises:
-            LifecycleError: forward gave a parameter other data, and the gradient is for those.
-        """
+        """Return `full`, shape (F,), with zeros for unused parameters; later gradients go into new memory."""
         self._check_data()
         full = self._begin() if self._full is None else self._full  # nothing used here, but maybe on another rank
         for piece in self._fresh.values():
@@ -189,11 +180,7 @@ class UnshardedGradient:
         self._fresh.clear()
 
     def end(self, *, is_reduced: bool) -> BucketEnd:
-        """Return this rank's end of backward for the bucket.
-
-        Raises:
-            LifecycleError: as `hand_over`, for gradients kept for another backward.
-        """
+        """Return this rank's end of backward for the bucket."""
         if self.exists:
             self._check_data()
         return BucketEnd(is_reduced, not is_reduced, self.exists, self.used)
@@ -210,13 +197,7 @@ class UnshardedGradient:
 
 
 def _add_rows(piece: torch.Tensor, grad: torch.Tensor, *, is_first: bool) -> None:
-    """Add the rows that a sparse gradient has to the collected one.
-
-    Args:
-        piece: shape (n,), the collected gradient.
-        grad: n elements in their parameter's shape.
-        is_first: whether `piece` is still empty.
-    """
+    """Add the rows of a sparse gradient to the collected one, `piece`, shape (n,); `is_first`: that is still empty."""
     if is_first:
         piece.zero_()
     if grad.sparse_dim() == 1 and grad.dense_dim() == 1:

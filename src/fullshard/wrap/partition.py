@@ -23,7 +23,6 @@ class Slot:
     """One parameter and every place of the module tree that refers to it.
 
     Attributes:
-        parameter: the original parameter object.
         owners: `(module, attribute)` of each place, definition order.
         replaced: earlier objects of this parameter, which the user may still hold (those on the meta device).
         compute_dtype: the dtype in which forward computes with it, if it has one of its own.
@@ -62,12 +61,7 @@ class Values(Protocol):
 
 @dataclass(slots=True)
 class UnitPlan:
-    """The parameters one unit will own.
-
-    Attributes:
-        modules: the unit's module; several if they are unsharded together.
-        slots: its parameters in definition order.
-    """
+    """The parameters one unit will own, in definition order; it has several modules if they are unsharded together."""
 
     modules: list[nn.Module]
     slots: list[Slot] = field(default_factory=list)
@@ -80,16 +74,10 @@ def partition(
     ignored: Iterable[nn.Parameter] = (),
     stop_at: Iterable[nn.Module] = (),
 ) -> list[UnitPlan]:
-    """Assign every parameter below `modules` to a unit.
+    """Assign every parameter below `modules` to a unit: one plan each, inner units first, the outermost last.
 
-    Args:
-        modules: roots of the walk; together they are the outermost unit.
-        unit_modules: modules below them that are units of their own.
-        ignored: parameters to leave alone.
-        stop_at: subtrees that are not entered (units made earlier).
-
-    Returns:
-        One plan per unit, inner units before the units around them, the outermost last.
+    `modules` together are the outermost unit; `unit_modules` below them are units of their own. `stop_at` are subtrees
+    that are not entered (units made earlier).
     """
     root = UnitPlan(list(modules))
     plans = {id(module): UnitPlan([module]) for module in unit_modules if all(module is not m for m in modules)}

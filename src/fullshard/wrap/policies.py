@@ -103,12 +103,8 @@ WrapPolicy = ByClass | BySize | ByPredicate | NoWrap | Auto
 def parse_policy(value: object) -> WrapPolicy:
     """Return a policy from the forms in which users write it.
 
-    Args:
-        value: a policy; None or `"auto"`; `"none"`; class names separated by commas; a class; an iterable of classes
-            and names; or a function of a module.
-
-    Raises:
-        WrapError: The value is anything else.
+    These are a policy; None or `"auto"`; `"none"`; class names separated by commas; a class; an iterable of classes
+    and names; or a function of a module.
     """
     match value:
         case ByClass() | BySize() | ByPredicate() | NoWrap() | Auto():
@@ -145,9 +141,6 @@ def selected_modules(model: nn.Module, policy: WrapPolicy) -> list[nn.Module]:
     """Return the modules that a policy selects, in definition order, each once, without the root.
 
     They have parameters, and may lie inside each other. Modules that are units already are among them.
-
-    Raises:
-        WrapError: The policy names a class that the model does not have, or that cannot be a unit.
     """
     candidates = can_be_units(model)
     chosen = _SELECTED_BY[type(policy)](policy, model, candidates)
