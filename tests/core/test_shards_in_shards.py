@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fullshard.checkpoint.chunks import read_across
-from fullshard.core.chunking import Chunking
+from fullshard.core.boxes import Chunking
 from fullshard.core.layout import Interval
 
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from fullshard.checkpoint.tensors import LocalTensor
-from fullshard.core.boxes import IntervalBox, boxes, strides_of
-from fullshard.core.chunking import UNCUT, Chunking, in_whole, replaced
+from fullshard.core.boxes import UNCUT, Chunking, IntervalBox, boxes, in_whole, replaced, strides_of
 from fullshard.core.layout import Interval
 
 

@@ -50,7 +50,7 @@ from fullshard.checkpoint.tensors import (
 )
 from fullshard.checkpoint.values import decode_value
 from fullshard.checkpoint.verify import file_problems, quick_problems
-from fullshard.core.chunking import UNCUT, Chunking
+from fullshard.core.boxes import UNCUT, Chunking
 from fullshard.core.errors import CheckpointError, DamagedError
 from fullshard.core.journal import JOURNAL, Happening
 from fullshard.core.layout import Interval

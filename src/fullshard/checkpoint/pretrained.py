@@ -30,7 +30,7 @@ from fullshard.checkpoint.quantities import adapter_modules, conversion_of
 from fullshard.checkpoint.sources import Match, are_equal, match, read_whole
 from fullshard.checkpoint.tensors import LocalTensor, local_tensors, rest, stand_in
 from fullshard.checkpoint.weight_files import TensorSource, model_directory, stored_tensors
-from fullshard.core.chunking import UNCUT
+from fullshard.core.boxes import UNCUT
 from fullshard.core.errors import CheckpointError, ConfigError
 from fullshard.core.imports import import_extra
 from fullshard.core.layout import Interval

@@ -18,7 +18,7 @@ from fullshard.checkpoint.format import CodedPieceRecord, Manifest, PieceRecord,
 from fullshard.checkpoint.objects import Location
 from fullshard.checkpoint.tensor_file import TensorFileReader
 from fullshard.checkpoint.verify import pieces_of
-from fullshard.core.chunking import UNCUT, Chunking
+from fullshard.core.boxes import UNCUT, Chunking
 from fullshard.core.dtypes import itemsize
 from fullshard.core.layout import Interval
 from fullshard.engine.precision import torch_dtype

@@ -11,7 +11,7 @@ from torch import nn
 
 from fullshard.checkpoint import torch_private
 from fullshard.checkpoint.elements import wraps_others
-from fullshard.core.chunking import UNCUT, Chunking
+from fullshard.core.boxes import UNCUT, Chunking
 from fullshard.core.errors import CheckpointError
 from fullshard.core.layout import Interval
 from fullshard.engine.lookup import clean_name, units_of

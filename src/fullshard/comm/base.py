@@ -113,14 +113,9 @@ contributed to it, as far as they are at hand; a term may be in the memory that 
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """The settings of a sum of gradients.
+    """The settings of a sum of gradients over `divisor`, made and returned in `dtype`.
 
-    Attributes:
-        tag: see `Collectives`.
-        divisor: the number by which the sum is divided.
-        packing: how intervals are sent, if they are; they are added up as if they were not packed.
-        dtype: in which the sum is made and returned.
-        watch: called with every part of the result; None: the sum is not watched.
+    Intervals that are sent packed are added up as if they were not. `watch` is called with every part of the result.
     """
 
     tag: int
@@ -145,8 +140,6 @@ class Collectives(Protocol):
     as a time-out instead of mixing up data.
 
     Attributes:
-        rank: this rank's position in the group.
-        size: ranks in the group.
         sends: whether anything is sent at all, so that packing it makes a difference.
         widens: whether `reduce_scatter` sums in a wider dtype than that of `full` without a copy.
     """
@@ -194,15 +187,10 @@ class Collectives(Protocol):
         if dtype is not None and dtype != full.dtype and not self.widens:
             full = full.to(dtype)
         how = Reduction(tag, divisor, packing if self.sends else None, dtype or full.dtype, watch)
-        return self._reduce(full, how) if how.packing is None else self._reduce_packed(full, how)
+        return self._reduce(full, how) if how.packing is None else how.packing.reduce(self, full, how)
 
     def _reduce(self, full: torch.Tensor, how: Reduction) -> Work:
-        """See `reduce_scatter`; `full` is in the dtype of the sum unless the backend `widens`."""
-
-    def _reduce_packed(self, full: torch.Tensor, how: Reduction) -> Work:
-        """See `_reduce`; intervals are sent packed."""
-        assert how.packing is not None  # noqa: S101 -- who calls has looked
-        return how.packing.reduce(self, full, how)
+        """See `reduce_scatter`; without packing, and `full` is in the dtype of the sum unless the backend `widens`."""
 
     def all_reduce(self, tensor: torch.Tensor, *, tag: int) -> Work:
         """Sum `tensor` over the ranks, in place."""

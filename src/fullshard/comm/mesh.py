@@ -9,10 +9,12 @@ Ranks are laid out with the shard axis inside, so a shard group is a run of neig
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from itertools import zip_longest
 from threading import get_ident
 from typing import Any
 
@@ -21,14 +23,19 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.comm import torch_private
-from fullshard.comm.agreement import SAME_MODEL, all_gather_object, check_agreement
 from fullshard.comm.base import MAX_TAGS, Collectives
 from fullshard.comm.device import current
-from fullshard.comm.join import join_process_group
 from fullshard.comm.select import collectives_for
-from fullshard.comm.waiting import PROGRESS
-from fullshard.core.errors import ConfigError
+from fullshard.comm.waiting import PROGRESS, Waiting
+from fullshard.core.errors import CommunicationError, ConfigError
 from fullshard.core.strategy import replicas
+
+TIMEOUT_SECONDS = 1800.0
+"""The time-out of a process group if nobody asks for another: before the first step ends, ranks load and compile."""
+LAUNCH_HINT = (
+    "start every rank, for example with `fullshard launch script.py`; to run one process unset RANK and WORLD_SIZE"
+)
+_SAME_MODEL = "build the same model from the same configuration, and load the same weights, on every rank"
 
 
 @dataclass(slots=True, eq=False)
@@ -111,16 +118,49 @@ class Mesh:
         return self._joined[axis]
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Return every rank's `value`, in the order of `ranks`. A collective; see `comm.agreement`."""
-        return all_gather_object(value, self.control_group)
+        """Return every rank's `value`, in the order of `ranks`. A collective."""
+        if self.control_group is None:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        without = torch_private.without_transforms()  # those have no message's memory
+        with Waiting("comparing notes", [self.control_group]), without, torch_private.uncounted():
+            dist.all_gather_object(values, value, group=self.control_group)
+        return values
 
-    def check_agreement(self, lines: Sequence[str], *, what: str, hint: str = SAME_MODEL) -> None:
-        """Compare `lines` over all ranks. A collective; see `comm.agreement`."""
-        check_agreement(lines, self.control_group, what=what, hint=hint)
+    def check_agreement(self, lines: Sequence[str], *, what: str, hint: str = _SAME_MODEL) -> None:
+        """Compare `lines` over all ranks, by digest, before a difference is a hang or a wrong number. A collective.
+
+        The error, on every rank, names the first rank that differs from the first one, and the first line that does.
+        """
+        digests = self.all_gather_object(hashlib.sha256("\n".join(lines).encode()).hexdigest())
+        different = [place for place, other in enumerate(digests) if other != digests[0]]
+        if not different:
+            return
+        everything = self.all_gather_object(list(lines))
+        one, other_one = self.ranks[0], self.ranks[different[0]]
+        pairs = zip_longest(everything[0], everything[different[0]], fillvalue="(nothing)")
+        first, other = next((a, b) for a, b in pairs if a != b)
+        raise CommunicationError(
+            f"ranks disagree about {what}: rank {one} has [{first}], rank {other_one} has [{other}] ({len(different)} "
+            f"of {len(digests)} ranks differ from rank {one})",
+            hint=hint,
+        )
 
 
 _MARGIN = timedelta(seconds=5)
 _CACHE: dict[tuple[object, ...], Mesh] = {}
+
+
+def join_process_group(**options: Any) -> None:
+    """Call torch's `init_process_group`, which waits for all ranks."""
+    if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]:
+        raise ConfigError(
+            f"RANK = {os.environ.get('RANK')} and WORLD_SIZE = {os.environ.get('WORLD_SIZE')} are set, and "
+            f"{' and '.join(missing)}, where the ranks meet, {'is' if len(missing) == 1 else 'are'} not",
+            hint=LAUNCH_HINT,
+        )
+    with PROGRESS.watcher.joining():
+        dist.init_process_group(**options)
 
 
 def joined_world_size() -> int:

@@ -1,4 +1,10 @@
-"""An interval of a flattened tensor as boxes of the tensor: how other formats and torch's tools cut tensors."""
+"""An interval of a flattened tensor as boxes of the tensor: how other formats and torch's tools cut tensors.
+
+A tensor that is cut along its first dim, or not at all, is flattened row by row. A tensor that is cut along another dim
+is flattened chunk by chunk, so that a rank's part is always one interval:
+
+    row by row    0 1 2 3 | 4 5 6 7           in two chunks    0 1 4 5 | 2 3 6 7
+"""
 
 from __future__ import annotations
 
@@ -51,3 +57,64 @@ def boxes(shape: tuple[int, ...], interval: Interval) -> Iterator[IntervalBox]:
         count = min(left // strides[dim], shape[dim] - index[dim])
         yield IntervalBox(index, (1,) * dim + (count, *shape[dim + 1 :]), at - interval.start, strides)
         at += count * strides[dim]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunking:
+    """One way to cut a tensor.
+
+    Attributes:
+        dim: along which dim.
+        parts: into how many parts, as `torch.chunk` cuts: the last ones may be empty.
+        groups: number of groups of equal size that are each cut this way, for a layer that packs several matrices into
+            one. A part has a piece of each group.
+    """
+
+    dim: int
+    parts: int
+    groups: int = 1
+
+    def pieces(self, shape: tuple[int, ...], part: int) -> list[tuple[int, int, int]]:
+        """Return a part's pieces along `dim`: the start of each in a tensor of `shape` and in the part; the length."""
+        length = shape[self.dim] // self.groups
+        chunk = -(-length // self.parts)
+        start = min(part * chunk, length)
+        size = min(chunk, length - start)
+        return [(group * length + start, group * size, size) for group in range(self.groups)]
+
+    def sizes(self, shape: tuple[int, ...], part: int) -> tuple[int, ...]:
+        """Return the shape of a part of a tensor of `shape`."""
+        size = sum(length for _, _, length in self.pieces(shape, part))
+        return (*shape[: self.dim], size, *shape[self.dim + 1 :])
+
+    def start(self, shape: tuple[int, ...], part: int) -> int:
+        """Return the start of a part in the flattened tensor."""
+        return sum(math.prod(self.sizes(shape, before)) for before in range(part))
+
+    @property
+    def is_row_by_row(self) -> bool:
+        """Return whether the tensor is flattened as if it were not cut."""
+        return self.parts == 1 or (self.dim == 0 and self.groups == 1)
+
+
+UNCUT = Chunking(0, 1)
+
+
+def in_whole(box: IntervalBox, chunking: Chunking, shape: tuple[int, ...], part: int) -> Iterator[IntervalBox]:
+    """Convert a box of a part to boxes of the whole tensor: one per piece of the part that it touches."""
+    dim = chunking.dim
+    low, high = box.offsets[dim], box.offsets[dim] + box.sizes[dim]
+    for whole, inner, length in chunking.pieces(shape, part):
+        first, last = max(low, inner), min(high, inner + length)
+        if first < last:
+            yield IntervalBox(
+                replaced(box.offsets, dim, whole + first - inner),
+                replaced(box.sizes, dim, last - first),
+                box.start + (first - low) * box.strides[dim],
+                box.strides,
+            )
+
+
+def replaced(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
+    """Return the values with another one for `dim`."""
+    return (*values[:dim], value, *values[dim + 1 :])

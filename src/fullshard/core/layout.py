@@ -6,10 +6,7 @@ padded so that it falls into `world_size` equal intervals, rank r owning element
     parameters   |aaaaaaaaa...|bbbbb...|cccccccccccccccccccccc|dd..|......|      ('.' = padding)
     intervals    |     rank 0      |     rank 1      |     rank 2         |
 
-So `all_gather(full, shard)` is the unshard, every parameter is a view of `full`, and no copy is needed on either side.
-A parameter may be cut anywhere. At large world sizes most of a rank's intervals are empty; that is the normal case.
-
-The constructor packs; `__post_init__` checks the invariants with independent code.
+`BucketLayout.build` packs; `__post_init__` checks the invariants with independent code.
 """
 
 from __future__ import annotations

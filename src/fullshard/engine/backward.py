@@ -47,11 +47,6 @@ class Backward:
         """Return whether backward has come to the model and is not over; so it is after one that has failed."""
         return self.hookless_calls.backward is not None
 
-    @property
-    def is_lost(self) -> bool:
-        """Return whether the backward under way can no longer come to its end, because it has failed."""
-        return self.is_under_way and self._callback() is None
-
     def note_call(self, unit: Unit) -> None:
         """Count a unit among those that the next backward will reach."""
         self._participants[unit] = None
@@ -64,7 +59,7 @@ class Backward:
 
     def begin(self, unit: Unit) -> None:
         """Begin at the first unit that backward reaches: order the reductions, and have autograd call `finish`."""
-        if self.is_lost:
+        if self.is_under_way and self._callback() is None:
             self.give_up()  # the last one has raised, and nothing has noticed since
         if not self.is_under_way:
             self._announce()
@@ -100,9 +95,11 @@ class Backward:
         self._queued.add(unit)
         self.reducer.order.expect(bucket for bucket in unit.buckets if bucket.trainable_count)
 
-    def reduce_kept(self) -> None:
+    def reduce_if_kept(self) -> None:
         """Reduce gradients that earlier backwards have kept unsharded, as if a backward ended here. A collective."""
-        if self.is_under_way:
+        if not self._has_kept:
+            return
+        if self.is_under_way:  # it would take the reduction for its own
             raise LifecycleError(
                 f"rank {self._schedule.mesh.rank}: gradients are to be reduced within a backward that has not ended",
                 hint="call it between backwards, on every rank; after one that failed call reset_iter_state() first",
@@ -111,11 +108,6 @@ class Backward:
         for unit in sorted(self._schedule.units_by_backward(), key=lambda unit: self._reduce_order.get(unit, 0)):
             self._enqueue(unit)
         self.finish()
-
-    def reduce_if_kept(self) -> None:
-        """Call `reduce_kept`, unless the last backward, or an earlier call since then, has reduced everything."""
-        if self._has_kept:
-            self.reduce_kept()
 
     def prefetch(self, unit: Unit, call: Call) -> None:
         """Unshard ahead what backward needs after `unit`, before `unit`'s own gradients are computed."""

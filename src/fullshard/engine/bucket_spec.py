@@ -11,9 +11,7 @@ from fullshard.comm.mesh import Mesh
 from fullshard.core.bucket import BucketKey, BucketPlan
 from fullshard.engine.kinds import kind_of
 from fullshard.engine.precision import MixedPrecisionPolicy, dtype_name, torch_dtype
-from fullshard.engine.ragged_shard import RaggedShard
-from fullshard.engine.reduction_settings import ReductionSettings
-from fullshard.engine.shard_spec import ShardSpec
+from fullshard.engine.shard_spec import RaggedShard, ReductionSettings, ShardSpec
 from fullshard.engine.storage import Storage
 from fullshard.wrap.partition import Slot
 

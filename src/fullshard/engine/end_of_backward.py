@@ -23,13 +23,10 @@ _COMPLEMENT = bytes(range(255, -1, -1))
 
 
 class BucketEnd(NamedTuple):
-    """The part of a message that describes one bucket.
+    """The part of a message that describes one bucket; for all ranks: whether it is so on any.
 
-    Attributes:
-        is_reduced: whether this rank has reduced it; for all ranks: whether any has.
-        is_not_reduced: whether this rank has not reduced it; for all ranks: whether any has not.
-        has_more: some gradients came after the reduction, or without one.
-        used: for each parameter, whether it got a gradient.
+    `has_more`: some gradients came after the reduction, or without one. `used`: for each parameter, whether it got a
+    gradient.
     """
 
     is_reduced: bool

@@ -52,24 +52,6 @@ class Gradient:
         """Return the bytes of the unsharded gradient in `dtype`; it may be collected in a narrower one."""
         return self._bucket.layout.full_numel * self.dtype.itemsize
 
-    @property
-    def held_nbytes(self) -> int:
-        """Return the bytes of the main gradient, 0 if there is none."""
-        return self.main.nbytes
-
-    @property
-    def collected_nbytes(self) -> int:
-        """Bytes of unsharded gradients, including those that a reduction still reads."""
-        return self.unsharded.nbytes + (0 if self._reducing is None else self.nbytes)
-
-    @property
-    def reduced_nbytes(self) -> int:
-        """Bytes on the device of this rank's interval of reduced gradients, published or not."""
-        found = (shard for shard in (self._held, self._earlier, self.main.tensor) if shard is not None)
-        shards = [shard for shard in found if shard.device.type == self._bucket.mesh.device.type]
-        being_added = 0 if self._replicating is None else self._bucket.layout.shard_numel * self.dtype.itemsize
-        return being_added + sum(shard.nbytes for shard in shards)
-
     def launch(self) -> None:
         """Reduce the collected gradients; unused ones count as zero, so every rank reduces the same shape.
 

@@ -16,9 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fullshard.comm import torch_private
 from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import WrapError
-from fullshard.engine.ragged_shard import RaggedShard
-from fullshard.engine.reduction_settings import ReductionSettings
-from fullshard.engine.shard_spec import Name, RowSpec, ShardSpec
+from fullshard.engine.shard_spec import Name, RaggedShard, ReductionSettings, RowSpec, ShardSpec
 from fullshard.wrap.partition import Slot, UnitPlan, names_in, other_gradient_dtype
 
 if TYPE_CHECKING:

@@ -3,21 +3,83 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from fullshard.comm import torch_private
+from fullshard.comm.base import Watch
 from fullshard.comm.mesh import Mesh
 from fullshard.comm.torch_dist import as_sent
 from fullshard.comm.waiting import PROGRESS, Waiting
-from fullshard.core.boxes import IntervalBox, boxes
-from fullshard.core.chunking import UNCUT, Chunking
+from fullshard.core.boxes import UNCUT, Chunking, IntervalBox, boxes
 from fullshard.core.errors import LifecycleError
-from fullshard.engine.ragged_shard import RaggedShard
-from fullshard.engine.reduction_settings import ReductionSettings
+from fullshard.core.layout import Interval
+
+
+@dataclass(frozen=True)
+class RaggedShard(Placement):
+    """A placement along the shard axis: the flattened elements lie in a bucket that is cut into equal shares.
+
+    Rank r has those of elements [r * shard_numel - offset, (r + 1) * shard_numel - offset) that exist.
+
+    `is_shard()` is False, as for torch's own `_StridedShard`: callers that get True cut along `.dim` (torch's
+    redistribution and `parallel.fsdp`, Transformers' reading of files), and an interval has no such dim. No other
+    code calls it: not DCP, clipping, optimizers, PEFT, nor Accelerate.
+
+    Attributes:
+        shard_numel: elements of the bucket that each rank owns.
+        offset: the tensor's start in the bucket.
+        row_numel: elements of a row, if a rank's part is shaped as rows; 0: the part is flat.
+    """
+
+    shard_numel: int
+    offset: int
+    row_numel: int = field(default=0, repr=False)
+
+    def __post_init__(self) -> None:
+        """Make the C++ half of the placement; without it, `is_shard()` and the like would end the process."""
+        super().__init__()
+
+    def __reduce__(self) -> tuple[type[RaggedShard], tuple[int, int, int]]:
+        return RaggedShard, (self.shard_numel, self.offset, self.row_numel)
+
+    def interval(self, rank: int, numel: int) -> Interval:
+        """Return the elements of a flattened tensor of `numel` elements that `rank` has; empty if none."""
+        own = Interval(rank * self.shard_numel, (rank + 1) * self.shard_numel).shift(-self.offset)
+        return Interval(0, numel).intersect(own)
+
+
+@dataclass(slots=True)
+class ReductionSettings:
+    """The reduction settings of one unit.
+
+    Attributes:
+        divisor: divides the sum of gradients over all ranks.
+        requires_all_reduce: False leaves the replicate axis out and keeps the result aside until it is True again.
+        hook: called with each reduced gradient of this rank's interval, before it is published.
+        watch: see `comm.base.Reduction`.
+    """
+
+    divisor: float
+    requires_all_reduce: bool = True
+    hook: Callable[[torch.Tensor], object] | None = None
+    watch: Watch | None = None
+
+    @classmethod
+    def of(cls, mesh: Mesh) -> ReductionSettings:
+        """Return settings that average over the ranks."""
+        return cls(float(mesh.world_size))
+
+    def call_hook(self, reduced: torch.Tensor) -> None:
+        """Call the hook, if there is one."""
+        if self.hook is not None:
+            self.hook(reduced)
+            if self.watch is not None:
+                self.watch(reduced, {})  # the hook may have changed it
 
 
 class Name:

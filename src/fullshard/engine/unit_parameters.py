@@ -25,7 +25,7 @@ from fullshard.engine.bucket import Bucket
 from fullshard.engine.bucket_spec import by_bucket
 from fullshard.engine.parameter import ShardedParameter, mark_original
 from fullshard.engine.precision import MixedPrecisionPolicy
-from fullshard.engine.reduction_settings import ReductionSettings
+from fullshard.engine.shard_spec import ReductionSettings
 from fullshard.engine.sharded_tensor import ShardedTensor
 from fullshard.engine.storage import Storage
 from fullshard.wrap.partition import Slot, UnitPlan, Values

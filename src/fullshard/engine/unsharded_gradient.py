@@ -91,9 +91,6 @@ class UnshardedGradient:
         self.fired.add(index)
         return len(self.fired) >= self.expected  # `is_complete`, without a call for each gradient
 
-    def _is_filled(self, index: int) -> bool:
-        return self._full is not None and index not in self._fresh
-
     def end_backward(self) -> None:
         """Forget which gradients appeared in the backward."""
         self.is_kept = self.exists
@@ -139,7 +136,8 @@ class UnshardedGradient:
         if ids.count(self._storage_id) == len(ids):
             return
         for index, found in enumerate(ids):
-            if found != self._storage_id and (index == failed or self._is_filled(index)):
+            is_filled = self._full is not None and index not in self._fresh
+            if found != self._storage_id and (index == failed or is_filled):
                 raise LifecycleError(
                     f"rank {self._spec.mesh.rank}, parameter {self._parameters[index].name}: "
                     f"forward gave it other data ({held[index].dtype}), which the optimizer would never update",

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm import device as devices
-from fullshard.comm.join import TIMEOUT_SECONDS, join_process_group
+from fullshard.comm.mesh import TIMEOUT_SECONDS, join_process_group
 from fullshard.comm.waiting import PROGRESS, waiting_for_all
 from fullshard.config.switches import ELASTIC, timeout_of_environment
 from fullshard.core.errors import ConfigError

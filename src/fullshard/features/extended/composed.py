@@ -18,8 +18,7 @@ import torch
 from fullshard.core.errors import LifecycleError, WrapError
 from fullshard.engine.kinds import inner_tensors
 from fullshard.engine.parameter import ShardedParameter
-from fullshard.engine.ragged_shard import RaggedShard
-from fullshard.engine.shard_spec import Name, ShardSpec
+from fullshard.engine.shard_spec import Name, RaggedShard, ShardSpec
 from fullshard.engine.sharded_tensor import ShardedTensor
 from fullshard.features.extended.bucket import ExtendedBucket, new_rows
 from fullshard.features.extended.protocol import Composition

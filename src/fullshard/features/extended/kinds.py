@@ -10,9 +10,7 @@ from torch import nn
 from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import WrapError
 from fullshard.engine.kinds import ParameterKind, inner_tensors
-from fullshard.engine.ragged_shard import RaggedShard
-from fullshard.engine.reduction_settings import ReductionSettings
-from fullshard.engine.shard_spec import Name, ShardSpec
+from fullshard.engine.shard_spec import Name, RaggedShard, ReductionSettings, ShardSpec
 from fullshard.features.extended.bucket import ExtendedBucket
 from fullshard.features.extended.composed import ComposedBucket, ComposedSpec
 from fullshard.features.extended.protocol import Composition, cannot_be_sharded, is_composed, is_extended, wrapped_by

@@ -295,7 +295,7 @@ class StepsInBackward(Extension):
         """Step the bucket, and free its gradients."""
         with bucket.owner.waiting("step in backward"):
             bucket.buffer.wait_for_readers()  # the step changes `main`, which others may gather from
-        nbytes = bucket.gradient.held_nbytes  # read before the step frees it
+        nbytes = bucket.gradient.main.nbytes  # read before the step frees it
         stepped = [stepper.step(bucket) for stepper in self.steppers]
         if any(stepped):
             bucket.owner.emit(EventKind.BUCKET_STEP, nbytes)

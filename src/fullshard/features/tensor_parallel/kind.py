@@ -12,9 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from fullshard.comm.mesh import Mesh
 from fullshard.core.errors import WrapError
 from fullshard.engine.kinds import DataAxes, ParameterKind
-from fullshard.engine.ragged_shard import RaggedShard
-from fullshard.engine.reduction_settings import ReductionSettings
-from fullshard.engine.shard_spec import Name, ShardSpec
+from fullshard.engine.shard_spec import Name, RaggedShard, ReductionSettings, ShardSpec
 from fullshard.features.tensor_parallel import torch_private
 from fullshard.features.tensor_parallel.local_shard import LocalShard, wrapped
 from fullshard.features.tensor_parallel.spec import TensorParallelRowSpec, TensorParallelSpec

@@ -17,7 +17,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from fullshard.core.chunking import UNCUT, Chunking
+from fullshard.core.boxes import UNCUT, Chunking
 from fullshard.features.tensor_parallel import torch_private
 from fullshard.wrap.partition import Slot
 

@@ -8,10 +8,8 @@ from typing import Any
 import torch
 
 from fullshard.comm.mesh import Mesh
-from fullshard.core.boxes import IntervalBox, boxes
-from fullshard.core.chunking import in_whole
-from fullshard.engine.ragged_shard import RaggedShard
-from fullshard.engine.shard_spec import RowSpec, ShardSpec
+from fullshard.core.boxes import IntervalBox, boxes, in_whole
+from fullshard.engine.shard_spec import RaggedShard, RowSpec, ShardSpec
 from fullshard.features.tensor_parallel import torch_private
 from fullshard.features.tensor_parallel.local_shard import LocalShard
 

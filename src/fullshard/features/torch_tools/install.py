@@ -30,8 +30,7 @@ from fullshard.core.errors import LifecycleError
 from fullshard.core.imports import Replaced, after_import, replace
 from fullshard.engine.extension import tell_before_clipping
 from fullshard.engine.parameter import RowParameter, ShardedParameter, sharded_parameter_of, sharded_parameters
-from fullshard.engine.ragged_shard import RaggedShard
-from fullshard.engine.shard_spec import Name, ShardSpec
+from fullshard.engine.shard_spec import Name, RaggedShard, ShardSpec
 from fullshard.engine.sharded_tensor import RowTensor, ShardedTensor, dtensor_of
 from fullshard.engine.step import hooks
 from fullshard.features.torch_tools import adapters, averages, torch_private

@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 
-from fullshard.comm.join import HINT
+from fullshard.comm.mesh import LAUNCH_HINT
 
 BY_HAND_SECONDS, LAUNCHED_SECONDS = 8.0, 60.0
 """Seconds before a line is printed: a launcher starts all ranks, and may take long on a busy host."""
@@ -34,5 +34,5 @@ def _say_who_is_missing() -> None:
     sys.stderr.write(
         f"fullshard: rank {rank} of {size} is waiting for {others} at {said['MASTER_ADDR']}:{said['MASTER_PORT']} "
         "(MASTER_ADDR, MASTER_PORT)\n"
-        f"hint: {HINT}\n"
+        f"hint: {LAUNCH_HINT}\n"
     )

@@ -6,7 +6,7 @@ life are long, unless steps themselves take that long.
 
 from __future__ import annotations
 
-from fullshard.comm.join import TIMEOUT_SECONDS
+from fullshard.comm.mesh import TIMEOUT_SECONDS
 
 LATER_SECONDS = 120.0
 _STEPS = 3

@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 from fullshard.comm import torch_private
 from fullshard.comm.gloo import end_waits
-from fullshard.comm.join import TIMEOUT_SECONDS
+from fullshard.comm.mesh import TIMEOUT_SECONDS
 from fullshard.comm.waiting import PROGRESS, Watcher
 from fullshard.config.switches import PREEMPTION_DIR, timeout_of_environment
 from fullshard.core.errors import cut

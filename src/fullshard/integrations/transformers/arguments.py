@@ -18,7 +18,7 @@ import torch
 
 from fullshard.api.accelerates import parallelism
 from fullshard.api.state import ProcessState, launched_device
-from fullshard.comm.join import TIMEOUT_SECONDS
+from fullshard.comm.mesh import TIMEOUT_SECONDS
 from fullshard.config.dialect import Reading, refuse
 from fullshard.config.handover import launched, set_variables
 from fullshard.config.load import load_fsdp_config
