@@ -260,16 +260,6 @@ def saved_elsewhere() -> None:
     assert not torch_private.are_saved_elsewhere()
 
 
-@check("rows_of")
-def rows_of() -> None:
-    layer = nn.Embedding(4, 2, sparse=True)
-    layer(torch.tensor([3, 1, 3])).sum().backward()
-    assert layer.weight.grad is not None
-    indices, values = torch_private.rows_of(layer.weight.grad)
-    assert indices.tolist() == [[3, 1, 3]]
-    assert values.shape == (3, 2)
-
-
 # -- tensors of another kind ------------------------------------------------------------------------------------
 
 

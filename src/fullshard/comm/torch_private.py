@@ -104,11 +104,6 @@ def call_after_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def rows_of(sparse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return indices and values of a sparse gradient unchanged; the public ones add up equal rows first. Since 2.0."""
-    return sparse._indices(), sparse._values()
-
-
 # -- tensors of another kind ------------------------------------------------------------------------------------
 
 Kernel = OpOverload

@@ -120,13 +120,7 @@ class VersionError(FullshardError, ImportError):
 
 
 class MissingExtraError(FullshardError, ImportError):
-    """An optional dependency is not installed.
-
-    Args:
-        package: the import name that is missing.
-        extra: the extra of fullshard that installs it.
-        purpose: its intended use.
-    """
+    """An optional dependency is not installed; an extra of fullshard installs it."""
 
     def __init__(self, package: str, *, extra: str, purpose: str) -> None:
         super().__init__(

@@ -50,7 +50,6 @@ class Journal:
 
     Attributes:
         path: the file; None: nothing is written.
-        rank: of this process; None for a launcher.
         step: of the run, counted from 1, which is under way or was the last.
         is_told: whether a loop that counts steps over restarts sets `step`; else it counts this process's steps.
     """

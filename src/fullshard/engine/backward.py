@@ -171,6 +171,7 @@ class Backward:
             unit.finish_backward()
         self._has_kept = not all(map(self._reduces, self._schedule.units))
         hooked = [bucket for bucket in used if bucket.has_gradient_hooks and bucket in self.reducer.published]
+        self._participants.clear()
         self._clear()
         self._schedule.settle()
         for tell in self._schedule.extensions.backward_ends:
@@ -183,7 +184,6 @@ class Backward:
             for bucket in unit.buckets:
                 if bucket.has_gradient:
                     bucket.gradient.unsharded.end_backward()
-        self._participants.clear()
         self._schedule.forward.forget_last_call()
         self._queued.clear()
         self.hookless_calls.end()
@@ -233,9 +233,7 @@ class Backward:
         for unit in self._schedule.units:
             unit.give_up_backward()  # first: wait for reductions, which write into memory dropped next
         self._has_kept = False
-        participants = self._participants.copy()
         self._clear()
-        self._participants = participants
 
     def forget(self) -> None:
         """Forget a backward that failed, and the forwards before it."""

@@ -68,10 +68,6 @@ class Originals:
         """Return how often each parameter has been changed in place."""
         return list(map(_version, self.parameters))
 
-    def know_changes(self) -> None:
-        """Accept all in-place changes made until now as intended."""
-        self._known = self.versions()
-
     def take_changes(self) -> list[int]:
         """Return the indices of parameters changed since the last call, and accept these changes."""
         versions = self.versions()

@@ -21,8 +21,7 @@ from fullshard.engine.shard_spec import RowSpec, ShardSpec
 class SpreadTensor(DTensor):
     """A DTensor over a spec's ranks, each of which has a part of it or all.
 
-    Attributes:
-        spec: the spec of the parameter that it is, or was computed from.
+    `spec` is that of the parameter that it is, or was computed from.
     """
 
     spec: ShardSpec

@@ -22,11 +22,7 @@ if TYPE_CHECKING:
 
 
 class Storage:
-    """Shards on the device that computes. A subclass has some of them elsewhere.
-
-    Attributes:
-        offload: what is elsewhere; bucket plans follow from it.
-    """
+    """Shards on the device that computes. A subclass has what `offload` says elsewhere; bucket plans follow from it."""
 
     offload: Offload = Offload()
 

@@ -12,7 +12,7 @@ the outputs own them, so a graph that is dropped takes its calls with it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,13 +22,14 @@ from fullshard.comm import torch_private
 from fullshard.core.errors import LifecycleError
 from fullshard.core.events import EventKind
 from fullshard.engine.bucket import Bucket
+from fullshard.engine.bucket_spec import by_bucket
 from fullshard.engine.call import Call, Calls, uncompiled
 from fullshard.engine.gradient_hooks import GradientHooks
 from fullshard.engine.kinds import kind_of
 from fullshard.engine.precision import MixedPrecisionPolicy, cast_floating, map_tensors, moved
 from fullshard.engine.storage import Storage
 from fullshard.engine.unit_parameters import UnitParameters, UnitState
-from fullshard.wrap.partition import Slot, UnitPlan, Values
+from fullshard.wrap.partition import UnitPlan, Values
 
 if TYPE_CHECKING:
     from fullshard.engine.schedule import Schedule
@@ -68,14 +69,13 @@ class Unit(UnitParameters):
             # always_call: an exception inside forward must not leave the unit unsharded
             module.register_forward_hook(uncompiled(self._post_forward), always_call=True)
 
-    def make_bucket(self, slots: Sequence[Slot], number: int, values: Values | None) -> Bucket:
-        """Return the unit's bucket of these parameters."""
-        bucket_type = kind_of(slots[0].parameter).bucket_type or Bucket
-        return bucket_type(slots, owner=self, number=number, weights=values)
-
     def allocate(self, values: Values | None = None) -> None:
-        """Make the buckets, and collect their gradients."""
-        super().allocate(values)
+        """Make the buckets, and collect their gradients; `values` gives the values that are not in the parameters."""
+        buckets = []
+        for number, slots in enumerate(by_bucket(self.slots, self.policy)):
+            bucket_type = kind_of(slots[0].parameter).bucket_type or Bucket
+            buckets.append(bucket_type(slots, owner=self, number=number, weights=values))
+        self.hold(buckets)
         self._gradient_hooks = GradientHooks()
         for bucket in self.buckets:
             if bucket.has_gradient:
@@ -164,13 +164,16 @@ class Unit(UnitParameters):
         # Called even if forward raised: see always_call.
         failed = output is None and sys.exc_info()[0] is not None
         if not failed:
-            output = map_tensors(self._lasting, output)
+            # Copies of views of parameters, as their memory goes when the unit is resharded.
+            output = map_tensors(lambda t: t.clone() if self.has_view(t) else t, output)
             for tell in self.schedule.extensions.unit_ran:
                 tell(self)
         call = self._current.pop() if self._current else None
         if call is not None and not failed:
             self.schedule.forward.end_call(self, call)
-            if not self._watch_outputs(call, output):
+            if call.watch_outputs(self, output):
+                self.calls.add(call)
+            elif any(bucket.trainable_count for bucket in self.buckets):
                 self.is_kept_for_backward = True  # nothing will announce its backward
         try:
             if len(self._ran) == len(self.modules):  # modules unsharded together are resharded by the last
@@ -185,17 +188,6 @@ class Unit(UnitParameters):
         if not in_backward:
             self.schedule.forward.end(failed=failed)
         return cast_floating(output, self.policy.output_dtype)
-
-    def _lasting(self, output: torch.Tensor) -> torch.Tensor:
-        """Return `output`, or a copy if it is a view of a parameter: its memory goes when the unit is resharded."""
-        return output.clone() if self.has_view(output) else output
-
-    def _watch_outputs(self, call: Call, output: Any) -> bool:
-        """Watch the outputs; return False if no hook will run although parameters require gradients."""
-        if call.watch_outputs(self, output):
-            self.calls.add(call)
-            return True
-        return not any(bucket.trainable_count for bucket in self.buckets)
 
     def begin_backward(self) -> None:
         """Begin a backward when a gradient has appeared; maybe no output has announced it."""

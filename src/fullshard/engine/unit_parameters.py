@@ -6,7 +6,6 @@ them and puts the original parameters into the modules. Resharding undoes both. 
 
 from __future__ import annotations
 
-import abc
 import itertools
 from collections.abc import Sequence
 from enum import Enum, auto
@@ -22,13 +21,12 @@ from fullshard.core.errors import LifecycleError
 from fullshard.core.events import Event, EventKind
 from fullshard.engine.binding import Binding
 from fullshard.engine.bucket import Bucket
-from fullshard.engine.bucket_spec import by_bucket
 from fullshard.engine.parameter import ShardedParameter, mark_original
 from fullshard.engine.precision import MixedPrecisionPolicy
 from fullshard.engine.shard_spec import ReductionSettings
 from fullshard.engine.sharded_tensor import ShardedTensor
 from fullshard.engine.storage import Storage
-from fullshard.wrap.partition import Slot, UnitPlan, Values
+from fullshard.wrap.partition import Slot, UnitPlan
 
 if TYPE_CHECKING:
     from fullshard.engine.schedule import Schedule
@@ -63,7 +61,7 @@ class Postponed(Protocol):
 _made = itertools.count()
 
 
-class UnitParameters(abc.ABC):
+class UnitParameters:
     """The parameters of one unit, and where they are.
 
     Attributes:
@@ -97,26 +95,20 @@ class UnitParameters(abc.ABC):
         self.stand_ins: Postponed | None = None
         self.made = next(_made)
 
-    def allocate(self, values: Values | None = None) -> None:
-        """Make the buckets; `values` gives the values that are not in the parameters."""
-        self.buckets = [
-            self.make_bucket(slots, number, values) for number, slots in enumerate(by_bucket(self.slots, self.policy))
-        ]
-        self.full_nbytes = sum(bucket.full_nbytes for bucket in self.buckets)
-        for bucket in self.buckets:
+    def hold(self, buckets: list[Bucket]) -> None:
+        """Take the unit's buckets, and make the modules hold sharded parameters."""
+        self.buckets = buckets
+        self.full_nbytes = sum(bucket.full_nbytes for bucket in buckets)
+        for bucket in buckets:
             for slot, sharded in zip(bucket.slots, bucket.sharded_parameters, strict=True):
                 # An optimizer made before holds these, and learns which parameters replace them.
                 for original in (slot.parameter, *slot.replaced):
                     mark_original(original, sharded)
                 for replaced in slot.replaced:
                     sharded.take_hooks(replaced)
-        self._binding = Binding(_entries(self.buckets))
+        self._binding = Binding(_entries(buckets))
         self._binding.bind(unsharded=False)
         self.stand_ins = None
-
-    @abc.abstractmethod
-    def make_bucket(self, slots: Sequence[Slot], number: int, values: Values | None) -> Bucket:
-        """Return the unit's bucket of these parameters."""
 
     def __getattr__(self, name: str) -> Any:
         # Called for attributes that the unit lacks: its buckets, until they have been given memory.

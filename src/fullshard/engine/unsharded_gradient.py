@@ -116,8 +116,8 @@ class UnshardedGradient:
         if grad.requires_grad:
             grad = grad.detach()  # under create_graph it would keep its graph alive
         if grad.is_sparse:
-            _add_rows(piece, grad, is_first=is_first)
-        elif is_first:
+            grad = grad.to_dense()
+        if is_first:
             piece.copy_(grad.ravel())
         else:
             piece.add_(grad.ravel())
@@ -192,21 +192,6 @@ class UnshardedGradient:
         self._let_go()
         self.end_backward()
         self.forget_used()
-
-
-def _add_rows(piece: torch.Tensor, grad: torch.Tensor, *, is_first: bool) -> None:
-    """Add the rows of a sparse gradient to the collected one, `piece`, shape (n,); `is_first`: that is still empty."""
-    if is_first:
-        piece.zero_()
-    if grad.sparse_dim() == 1 and grad.dense_dim() == 1:
-        # First add up rows that were looked up several times, by the kernel and in the order of a dense gradient;
-        # `coalesce` uses another order.
-        indices, values = torch_private.rows_of(grad)
-        rows, place = torch.unique(indices[0], return_inverse=True)
-        sums = torch.ops.aten.embedding_dense_backward(values, place, rows.numel(), -1, False)
-        piece.view(grad.shape).index_add_(0, rows, sums.to(piece.dtype))
-    else:
-        piece.add_(grad.to_dense().reshape(-1))
 
 
 class Cut:

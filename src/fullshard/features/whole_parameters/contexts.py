@@ -61,7 +61,7 @@ def unsharded(model: nn.Module, *, writeback: bool = False, recurse: bool = True
                 )
     finally:
         for bucket in buckets:
-            bucket.originals.know_changes()
+            bucket.originals.take_changes()
         for unit, (was_pinned, state) in before.items():
             unit.take_requires_grad()
             unit.is_pinned = was_pinned
