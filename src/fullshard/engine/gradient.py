@@ -39,7 +39,7 @@ class Gradient:
         storage_id: int | None,
     ) -> None:
         self._bucket, self.dtype = bucket, bucket.reduce_dtype
-        self._parameters, self._is_away = parameters, bucket.plan.main_is_on_host
+        self._is_away = bucket.plan.main_is_on_host
         self.unsharded = UnshardedGradient(bucket, parameters, storage_id=storage_id)
         self.main = MainGradient(bucket, parameters)
         self._reducing: Work | None = None

@@ -20,7 +20,6 @@ from fullshard.engine.unit import Unit
 from fullshard.engine.unit_parameters import UnitState
 
 _MADE_FROM = "_fullshard_forward"
-_module_class: list[type[TorchFSDPModule]] = []
 
 
 class UnshardHandle(TorchUnshardHandle):
@@ -111,7 +110,7 @@ class FSDPModule(TorchFSDPModule):
         )
 
 
-_module_class.append(FSDPModule)
+_module_class: list[type[TorchFSDPModule]] = [FSDPModule]
 
 
 def use_module_class(kind: type[FSDPModule]) -> None:

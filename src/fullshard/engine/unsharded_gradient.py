@@ -58,11 +58,6 @@ class UnshardedGradient:
         return self._full is not None
 
     @property
-    def nbytes(self) -> int:
-        """Bytes held."""
-        return 0 if self._full is None else self._full.nbytes
-
-    @property
     def is_complete(self) -> bool:
         """Return whether every parameter that wants a gradient has one."""
         return len(self.fired) >= self.expected
