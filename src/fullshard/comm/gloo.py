@@ -26,22 +26,15 @@ class GlooCollectives(NativeCollectives):
     def all_gather(self, full: torch.Tensor, *, tag: int) -> Work:
         """Send this rank's interval to every peer and receive theirs."""
         torch_private.count_for_debugging("c10d._allgather_base_")
-        own = own_interval(full, self.rank, self.size)
-        works = []
-        for to, source in self._rounds():
-            works.append(receive(own_interval(full, source, self.size), self.group, source, tag))
-            works.append(send(own, self.group, to, tag))
-        return filling(full, works)
+        parts = [own_interval(full, rank, self.size) for rank in range(self.size)]
+        return filling(full, self._messages([parts[self.rank]] * self.size, parts, tag))
 
     def _reduce(self, full: torch.Tensor, how: Reduction) -> Work:
         """Send every peer its interval, receive theirs for this one, and sum locally."""
         torch_private.count_for_debugging("c10d._reduce_scatter_base_")
-        own = own_interval(full, self.rank, self.size)
-        contributions = [own if source == self.rank else torch.empty_like(own) for source in range(self.size)]
-        works = []
-        for to, source in self._rounds():
-            works.append(receive(contributions[source], self.group, source, how.tag))
-            works.append(send(own_interval(full, to, self.size), self.group, to, how.tag))
+        parts = [own_interval(full, rank, self.size) for rank in range(self.size)]
+        contributions = [part if rank == self.rank else torch.empty_like(part) for rank, part in enumerate(parts)]
+        works = self._messages(parts, contributions, how.tag)
 
         def wait() -> torch.Tensor:
             while works:
@@ -56,18 +49,20 @@ class GlooCollectives(NativeCollectives):
         """Send every peer its part and receive the peer's; send no message for an empty part."""
         torch_private.count_for_debugging("c10d.alltoall_base_")
         there, here = cut(leaving, parts.leaving), cut(arriving, parts.arriving)
+        works = self._messages(there, here, tag)
+        here[self.rank].copy_(there[self.rank])
+        return filling(arriving, works)
+
+    def _messages(self, there: Sequence[torch.Tensor], here: Sequence[torch.Tensor], tag: int) -> list[dist.Work]:
+        """Send peers their parts of `there`, and receive into `here`; a round has one partner either way."""
         works = []
-        for to, source in self._rounds():
+        for step in range(1, self.size):
+            to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
             if here[source].numel():
                 works.append(receive(here[source], self.group, source, tag))
             if there[to].numel():
                 works.append(send(there[to], self.group, to, tag))
-        here[self.rank].copy_(there[self.rank])
-        return filling(arriving, works)
-
-    def _rounds(self) -> list[tuple[int, int]]:
-        """Return `(send to, receive from)` per round, so that in each round every rank has one partner either way."""
-        return [((self.rank + k) % self.size, (self.rank - k) % self.size) for k in range(1, self.size)]
+        return works
 
 
 _NEVER_SENT = 2**31 - 1

@@ -16,12 +16,12 @@ from fullshard.core.errors import MissingExtraError
 Action = Callable[[ModuleType], None]
 
 
-def import_extra(name: str, *, extra: str, purpose: str, package: str | None = None) -> Any:
-    """Import a module of an optional dependency, by default the `package` that it is in; see `MissingExtraError`."""
+def import_extra(name: str, *, extra: str, purpose: str) -> Any:
+    """Import a module of an optional dependency; `MissingExtraError` if it is not installed."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise MissingExtraError(package or name.partition(".")[0], extra=extra, purpose=purpose) from error
+        raise MissingExtraError(name.partition(".")[0], extra=extra, purpose=purpose) from error
 
 
 def on_demand(

@@ -20,12 +20,8 @@ class Offload:
 
     Attributes:
         compute_shards: the input of the units' gathers, in the compute dtype. A frozen parameter has nothing else. A
-            trainable parameter whose main weights stay on the device is gathered from those, so there is nothing to
-            move.
-        main_weights: the weights that the optimizer updates. It then updates them on the host, and gradients are sent
-            there.
-        optimizer_state: the optimizer's tensors. They lie beside main weights on the host; without those they visit the
-            device for each step.
+            trainable one whose main weights stay on the device is gathered from those, so nothing moves.
+        main_weights: the weights that the optimizer updates, on the host then.
         activations: a unit's saved tensors. They are not sharded, so they are not a part of everything.
     """
 

@@ -3,10 +3,10 @@
 Six tensors, always named like this:
 
     original parameter   the user's `nn.Parameter` object; bound once to a view of `full`
-    main                 this rank's interval, in the stored dtype; persistent; the optimizer updates it
+    main                 this rank's interval, shape (S,), in the stored dtype; persistent; the optimizer updates it
     sharded parameter    a view of `main` for one parameter; `module.parameters()` yields it at rest
     compute shard        the source of the gather into `full`; `main` itself, unless `engine.storage` has it elsewhere
-    full                 the unsharded bucket, in the compute dtype; whole only while it is needed
+    full                 the unsharded bucket, shape (W * S,), in the compute dtype; whole only while it is needed
     gradient             see `engine.gradient`
 
 The buffer of `full`, `comm.base.FullBuffer`, makes it whole; in some buffers `main` is this rank's part of it.
@@ -39,9 +39,6 @@ class Bucket(BucketSpec):
     """Storage of one bucket and its way from sharded to unsharded and back.
 
     Attributes:
-        main: shape (S,), stored dtype.
-        compute_shard: shape (S,); `full` is gathered from it.
-        full: shape (W * S,), compute dtype.
         has_gradient: whether the bucket has ever been trainable; there is `gradient` only then.
         storage_ids: the storages of the unsharded bucket, fixed for as long as the bucket lives.
         has_gradient_hooks: whether a sharded parameter has ever been given such a hook.
