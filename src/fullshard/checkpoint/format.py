@@ -148,7 +148,7 @@ def stored_as(name: str, dtype: str, piece: PieceRecord) -> dict[str, tuple[str,
 
 
 class ChunkingRecord(_Record):
-    """The way tensor parallelism has cut a tensor: see `core.chunking.Chunking`."""
+    """The way tensor parallelism has cut a tensor: see `core.boxes.Chunking`."""
 
     dim: _Natural
     parts: Annotated[_Few, Field(ge=2)]

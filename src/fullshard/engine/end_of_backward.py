@@ -25,8 +25,7 @@ _COMPLEMENT = bytes(range(255, -1, -1))
 class BucketEnd(NamedTuple):
     """The part of a message that describes one bucket; for all ranks: whether it is so on any.
 
-    `has_more`: some gradients came after the reduction, or without one. `used`: for each parameter, whether it got a
-    gradient.
+    `has_more`: some gradients came after the reduction, or without one. `used`: which parameters got a gradient.
     """
 
     is_reduced: bool

@@ -61,8 +61,7 @@ class ParameterKind:
     def check(self, slots: Sequence[Slot], roots: Sequence[nn.Module], mesh: Mesh, data: DataAxes | None) -> None:
         """Check parameters of this kind against the mesh that they are about to be sharded over.
 
-        `roots` are the modules around them; `data` is a larger mesh and its axes for data, if the script has named
-        them.
+        `roots`: the modules around them; `data`: a larger mesh and its axes for data, if the script has named them.
         """
 
     def why_no_rows(self, slot: Slot) -> str:

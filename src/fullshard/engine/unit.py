@@ -38,8 +38,7 @@ if TYPE_CHECKING:
 class Unit(UnitParameters):
     """The engine's state of one unit.
 
-    `frees_after_forward`: free the unsharded parameters between forward and backward; None: unless this is the
-    outermost unit.
+    `frees_after_forward`: free unsharded parameters between forward and backward; None: unless this is the outermost.
     """
 
     def __init__(

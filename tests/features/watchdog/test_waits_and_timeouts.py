@@ -25,9 +25,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard.api.state import ProcessState
 from fullshard.checkpoint.ranks import Ranks, all_come
-from fullshard.comm import join, torch_private
+from fullshard.comm import torch_private
 from fullshard.comm.gloo import end_waits, receive
-from fullshard.comm.mesh import init_mesh
+from fullshard.comm.mesh import init_mesh, join_process_group
 from fullshard.comm.waiting import PROGRESS, ProgressRecord, Waiting, Watcher
 from fullshard.config.switches import COMM, timeout_of_environment
 from fullshard.core.errors import CheckpointError, CommunicationError, ConfigError, LifecycleError
@@ -560,7 +560,7 @@ def test_a_rank_that_waits_for_others_to_join_says_where(
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     monkeypatch.setattr(joining, "BY_HAND_SECONDS", 0.05)
     with pytest.raises(dist.DistStoreError):
-        join.join_process_group(backend="gloo", rank=0, world_size=3, timeout=timedelta(seconds=1))
+        join_process_group(backend="gloo", rank=0, world_size=3, timeout=timedelta(seconds=1))
     told = capfd.readouterr().err
     assert f"rank 0 of 3 is waiting for 2 others at 127.0.0.1:{port}" in told
     assert told.count("is waiting for") == 1 and "to run one process unset RANK and WORLD_SIZE" in told
