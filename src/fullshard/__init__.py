@@ -68,7 +68,7 @@ if TYPE_CHECKING:
         share_comm_ctx,
         unsharded,
     )
-    from fullshard.features.chunked_loss.loss import use_chunked_loss
+    from fullshard.features.chunked_loss import use_chunked_loss
     from fullshard.features.steps_in_backward.stepper import step_in_backward
     from fullshard.launch.journal import record_events
     from fullshard.launch.preemption import should_stop
@@ -130,7 +130,7 @@ _HOMES = {
     "record_events": "fullshard.launch.journal",
     "should_stop": "fullshard.launch.preemption",
     "step_in_backward": "fullshard.features.steps_in_backward.stepper",
-    "use_chunked_loss": "fullshard.features.chunked_loss.loss",
+    "use_chunked_loss": "fullshard.features.chunked_loss",
 }
 
 

@@ -18,7 +18,7 @@ from fullshard.comm.select import collectives_for
 from fullshard.config.switches import COMM
 from fullshard.core.errors import CommunicationError, ConfigError
 from fullshard.features import MixedPrecisionPolicy, ShardedParameter, describe, fully_shard, unsharded
-from fullshard.features.packed_messages.packings import BLOCK_NUMEL, PACKINGS
+from fullshard.features.packed_messages import BLOCK_NUMEL, PACKINGS
 from tests.differential import CLOSE
 from tests.distributed import run_ranks
 from tests.features.shared_memory.test_shared_memory import CPU, fill

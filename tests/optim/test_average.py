@@ -14,19 +14,18 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.tensor import distribute_tensor
 from torch.optim import swa_utils
 
 import fullshard
 from fullshard import EMA
 from fullshard.checkpoint import AsyncSaver, export_hf, full_state_dict, load_checkpoint, save_checkpoint
 from fullshard.core.errors import CheckpointError, ConfigError, LifecycleError, OptimizerError
-from fullshard.features import ShardedParameter, ShardedTensor, fully_shard, init_mesh, shard_model, unsharded
-from fullshard.features.torch_tools.averages import shard_averages
+from fullshard.features import ShardedParameter, fully_shard, init_mesh, shard_model, unsharded
 from tests import optimizers, trainers
 from tests.differential import CLOSE, TOLERANCE, check, compare, parameters, rounding
 from tests.distributed import run_ranks
@@ -521,20 +520,11 @@ class EMAModel:
             own.sub_((1 - DECAY if self.steps else 1.0) * (own - p)) if p.requires_grad else own.copy_(p)
         self.steps += 1
 
-    def copy_to(self, parameters: Any) -> None:
-        values = [own.to(p.device).data for own, p in zip(self.shadow_params, parameters, strict=True)]
-        torch._foreach_copy_([p.data for p in parameters], values)
-
     def state_dict(self) -> dict[str, Any]:
         return {"steps": self.steps, "shadow_params": self.shadow_params, "temp_stored_params": None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.steps, self.shadow_params = state["steps"], state["shadow_params"]
-
-    def save_pretrained(self, path: str) -> None:
-        model = model_of()
-        self.copy_to(list(model.parameters()))
-        torch.save(model.state_dict(), path)
 
 
 class _Pair(NamedTuple):
@@ -543,42 +533,30 @@ class _Pair(NamedTuple):
 
 
 def check_diffusers(path: str) -> dict[str, float]:
-    kinds: Any = types.SimpleNamespace(EMAModel=type("EMAModel", (EMAModel,), {}))
-    shard_averages(kinds)
     model, (_, average) = model_of(), reference()
-    ema = kinds.EMAModel(model.parameters())
+    early = EMAModel(model.parameters())
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
+    with pytest.raises(LifecycleError, match=r"and of a plain tensor(.|\n)*fullshard\.EMA\(model"):
+        early.step(model.parameters())
+    ema = EMAModel(model.parameters())
     step_with(model, adamw(model), lambda: ema.step(model.parameters()))
-    assert all(isinstance(own, ShardedTensor) for own in ema.shadow_params)
-    if dist.get_world_size() > 1:
-        with pytest.raises(LifecycleError, match=r"has a part of the averages\nhint: on every rank: ema\.store"):
-            ema.save_pretrained(path)
-    else:
-        ema.save_pretrained(path)
-        assert max(compared(model_with(torch.load(path)), average).values()) <= TOLERANCE
     found: dict[str, Any] = {}  # as a module has it, and as torch has a tuple
     state = OrderedDict(first=torch.Size((3,)), own=_Pair(*ema.shadow_params[:2]))
     other: Any = types.SimpleNamespace(state_dict=lambda: state, load_state_dict=found.update)
     save_checkpoint(f"{path}-checkpoint", model=model, objects=[ema, other])
     whole = tuple(own.full_tensor() for own in ema.shadow_params[:2])
-    ema = kinds.EMAModel([torch.zeros_like(own.full_tensor()) for own in ema.shadow_params])
+    ema = EMAModel([torch.zeros_like(own) for own in ema.shadow_params])
     load_checkpoint(f"{path}-checkpoint", model=model, objects=[ema, other])
     assert all(map(torch.equal, found["own"], whole)) and found["first"] == (3,)
-    assert ema.steps and not any(isinstance(own, ShardedTensor) for own in ema.shadow_params)
-    ema.copy_to(model)
+    for own, p in zip(ema.shadow_params, model.parameters(), strict=True):
+        p.data.copy_(distribute_tensor(own, p.device_mesh, p.placements))  # they were loaded whole
     return compared(model, average)
 
 
-def model_with(state: Any) -> Model:
-    model = model_of()
-    model.load_state_dict(state)
-    return model
-
-
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_diffusers_average_may_be_made_before_sharding(tmp_path: Path, world_size: int) -> None:
+def test_diffusers_average_is_made_after_sharding(tmp_path: Path, world_size: int) -> None:
     found = run_ranks(check_diffusers, world_size, str(tmp_path / "average"))
     check(found, exact=False)
 

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from fullshard import Accelerator
 from fullshard.api.virtual import costs
 from fullshard.core.errors import ConfigError
-from fullshard.features.chunked_loss.loss import chunked_cross_entropy
+from fullshard.features.chunked_loss import chunked_cross_entropy
 from fullshard.plan.evaluate import evaluate, notes_of
 from fullshard.plan.families import from_config
 from fullshard.plan.hardware import parse_cluster

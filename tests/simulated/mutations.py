@@ -19,7 +19,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[2] / "src"
 TORCH_DIST, RESIZED = "comm/torch_dist.py", "comm/resized_buffer.py"
-PACKINGS = "features/packed_messages/packings.py"
+PACKINGS = "features/packed_messages.py"
 OFFLOAD, ACTIVATIONS = "features/offload/host.py", "features/offload/pages.py"
 STAGING = "checkpoint/staging.py"
 _STAGED = "block = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)"

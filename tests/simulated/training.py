@@ -32,7 +32,7 @@ from fullshard.features import (
     no_sync,
     shard_model,
 )
-from fullshard.features.chunked_loss.loss import chunked_cross_entropy
+from fullshard.features.chunked_loss import chunked_cross_entropy
 from fullshard.features.offload import pages as activations
 from fullshard.features.recompute import checkpoint_modules
 from fullshard.features.steps_in_backward.stepper import step_in_backward

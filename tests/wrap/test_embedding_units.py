@@ -19,7 +19,7 @@ from fullshard.core.errors import ConfigError, LifecycleError, WrapError
 from fullshard.core.events import Event, EventKind
 from fullshard.engine.lookup import unit_of
 from fullshard.features import MixedPrecisionPolicy, keep_unsharded, shard_model
-from fullshard.features.auto_reshard.rule import keep_head
+from fullshard.features.auto_reshard import keep_head
 from fullshard.features.unit_selection import embedding_modules, unit_modules
 from fullshard.plan.evaluate import evaluate, notes_of
 from fullshard.plan.hardware import parse_cluster

@@ -46,7 +46,7 @@ from fullshard.config.switches import MAX_LOST_STEPS
 from fullshard.core.errors import CheckpointError, ConfigError, DamagedError
 from fullshard.core.journal import JOURNAL, Happening
 from fullshard.core.sizes import format_nbytes
-from fullshard.features.auto_reshard.rule import available_host_memory
+from fullshard.features.auto_reshard import available_host_memory
 from fullshard.launch.copies import find_copies_directory
 from fullshard.launch.environment import may_be_started_again, read_rank_environment
 

@@ -1,4 +1,4 @@
-"""Capabilities that the kernel does not know, one folder each; importing this package turns them on.
+"""Capabilities that the kernel does not know, a module or folder each; importing this package turns them on.
 
 Their order is the order in which the kernel calls them. The engine's public names are here, too.
 """

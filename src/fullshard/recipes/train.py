@@ -42,7 +42,7 @@ from fullshard.core.files import write_text
 from fullshard.core.journal import JOURNAL, Happening
 from fullshard.core.sizes import format_count, format_nbytes
 from fullshard.core.version import __version__
-from fullshard.features.chunked_loss.loss import use_chunked_loss
+from fullshard.features.chunked_loss import use_chunked_loss
 from fullshard.features.whole_parameters import unsharded
 from fullshard.launch import read_rank_environment, run_on_main
 from fullshard.launch.device import name_of

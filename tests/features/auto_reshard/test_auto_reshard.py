@@ -19,8 +19,7 @@ from fullshard.api.planning import model_shape
 from fullshard.core.dtypes import Dtypes
 from fullshard.core.errors import ConfigError, LifecycleError
 from fullshard.core.events import Event, EventKind
-from fullshard.features import MixedPrecisionPolicy, keep_unsharded, units_of
-from fullshard.features.auto_reshard import rule as auto_reshard
+from fullshard.features import MixedPrecisionPolicy, auto_reshard, keep_unsharded, units_of
 from fullshard.plan.evaluate import evaluate
 from fullshard.plan.hardware import parse_cluster
 from fullshard.plan.job import Job

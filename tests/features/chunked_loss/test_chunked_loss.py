@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from fullshard.core.errors import ConfigError, WrapError
 from fullshard.features import MixedPrecisionPolicy, shard_model
-from fullshard.features.chunked_loss.loss import chunked_cross_entropy, use_chunked_loss
+from fullshard.features.chunked_loss import chunked_cross_entropy, use_chunked_loss
 from fullshard.features.unit_selection import unit_modules
 from fullshard.recipes.arguments import TrainArguments
 from tests.differential import BFLOAT16_TOLERANCE, TOLERANCE, rounding

@@ -33,8 +33,7 @@ from fullshard.engine.parameter import RowParameter, ShardedParameter, sharded_p
 from fullshard.engine.shard_spec import Name, RaggedShard, ShardSpec
 from fullshard.engine.sharded_tensor import RowTensor, ShardedTensor, dtensor_of
 from fullshard.engine.step import hooks
-from fullshard.features.torch_tools import adapters, averages, torch_private
-from fullshard.features.torch_tools.sent import send_parts
+from fullshard.features.torch_tools import adapters, torch_private
 
 # -- clipping ---------------------------------------------------------------------------------------------------
 
@@ -412,8 +411,6 @@ def install() -> None:
         }
     )
     after_import("torch.distributed.checkpoint.hf_storage", torch_private.keep_every_box)
-    after_import(averages.MODULE, averages.shard_averages)
     after_import(adapters.MODULE, adapters.give_wholes)
-    send_parts()
     torch_optimizer.register_optimizer_step_pre_hook(hooks.before_step)
     torch_optimizer.register_optimizer_step_post_hook(hooks.after_step)
