@@ -37,7 +37,7 @@ from fullshard.core.errors import LifecycleError
 from fullshard.core.imports import Replaced
 from fullshard.core.layout import Interval
 from fullshard.features import ShardedTensor, fully_shard
-from fullshard.features.optimizer_state import state_dict as of_state
+from fullshard.features import optimizer_state as of_state
 from fullshard.features.torch_tools import torch_private
 from tests.distributed import preload, run_ranks
 

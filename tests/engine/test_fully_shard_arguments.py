@@ -20,7 +20,7 @@ from fullshard import MixedPrecisionPolicy, register_fsdp_forward_method
 from fullshard.core.errors import ConfigError, LifecycleError, WrapError
 from fullshard.core.events import Event, EventKind
 from fullshard.features import CPUOffloadPolicy, ShardedParameter, describe, fully_shard, units_of, unsharded
-from fullshard.features.offload.policy import offload_of
+from fullshard.features.offload.storage import offload_of
 from tests.distributed import run_ranks
 from tests.traps import (
     BLOCKS,

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from fullshard import stream_weights
 from fullshard.core.errors import CheckpointError
 from fullshard.features import shard_model
-from fullshard.integrations.transformers.inference import _ending
+from fullshard.integrations.transformers.trl import _ending
 from tests.checkpoint.test_checkpoint_export import _layers, _model
 from tests.distributed import run_ranks
 from tests.launching import free_port, launch, started

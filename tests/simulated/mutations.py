@@ -267,14 +267,14 @@ MUTATIONS = (
     ),
     Mutation(
         "a gather does not wait for who changes main weights elsewhere",
-        "features/torch_compat/extension.py",
+        "features/torch_compat/library_methods.py",
         "            self.post_optim_event.wait()\n",
         "",
         "updated beside",
     ),
     Mutation(
         "what ranks have seen of gradients that are not finite is not waited for",
-        "features/nonfinite/guard.py",
+        "features/nonfinite.py",
         "                work.wait()\n            self._alarm",
         "                pass\n            self._alarm",
         "not finite on one rank",

@@ -17,9 +17,8 @@ from fullshard.checkpoint.elements import stored_dtype
 from fullshard.checkpoint.format import CodeRecord
 from fullshard.core.errors import CheckpointError
 from fullshard.features import ShardedParameter
-from fullshard.features.local_optimizers.adapters import TORCHAO_BITS, TORCHAO_SIGNED, is_of
+from fullshard.features.local_optimizers.adapters import TORCHAO_BITS, TORCHAO_SIGNED, is_of, local_parameter
 from fullshard.features.local_optimizers.coded import encode
-from fullshard.features.local_optimizers.lent import local_parameter
 
 _BITSANDBYTES_BLOCK = 256
 

@@ -35,9 +35,8 @@ from fullshard.core.process import read_status
 from fullshard.features import fully_shard
 from fullshard.features.meta_device.initialize import _take_from_rank_0
 from fullshard.features.watchdog import WATCHDOG, joining, limits
-from fullshard.features.watchdog.limits import seconds_to_wait, stall_seconds
 from fullshard.features.watchdog.status import read_statuses
-from fullshard.features.watchdog.watchdog import Watchdog, keep_status_in
+from fullshard.features.watchdog.watchdog import Watchdog, keep_status_in, seconds_to_wait, stall_seconds
 from fullshard.launch import RankEnvironment, read_rank_environment, run_on_main
 from fullshard.optim import Muon
 from tests.distributed import run_ranks

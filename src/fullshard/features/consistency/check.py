@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, cast, get_args
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from fullshard.comm import torch_private
 from fullshard.comm.device import has_values
@@ -20,6 +21,7 @@ from fullshard.core.journal import JOURNAL, Happening
 from fullshard.core.process import this_process
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.extension import Extension
+from fullshard.engine.lookup import require_unit
 from fullshard.engine.schedule import Schedule
 from fullshard.features.consistency.pace import Pace, RankPace, slow_ranks, usual_computing
 from fullshard.features.consistency.replicas import digest, find_difference
@@ -150,3 +152,33 @@ class ConsistencyCheck(Extension):
             details = {"computing": pace.computing, "waiting": pace.waiting, "elsewhere": pace.elsewhere}
             JOURNAL.note(Happening.SLOW, text, rank=pace.rank, **details, median=usual)
         sys.stderr.flush()
+
+
+class ConsistencyMethods:
+    """Methods of `FSDPModule`."""
+
+    def set_replica_check(self, policy: str, *, every: int | None = None) -> None:
+        """Choose how to treat replicas (NO_SHARD, HYBRID_SHARD) whose weights differ. For the whole model.
+
+        The ranks compare replicas before every save, and at the end of a backward every `every` steps.
+
+        Args:
+            policy: `raise`: a `ReplicaError` on all ranks, with rank, host and parameter. `off`: do not compare.
+            every: steps between two comparisons, 100 by default; stragglers are reported as often. 0:
+                never, not even before a save.
+
+        Raises:
+            ConfigError: no such policy, or a negative number.
+        """
+        check = self._consistency_check()
+        check.choose(policy, check.every if every is None else every)
+
+    def rank_paces(self) -> list[RankPace]:
+        """Return the seconds that each rank computes and waits in a step, as last compared. No collective.
+
+        The list is empty before the first comparison.
+        """
+        return list(self._consistency_check().paces)
+
+    def _consistency_check(self) -> ConsistencyCheck:
+        return ConsistencyCheck.of(require_unit(cast("nn.Module", self)).schedule)

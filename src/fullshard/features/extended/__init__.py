@@ -5,8 +5,7 @@ from functools import partial
 from fullshard.comm import torch_private
 from fullshard.engine.extension import at_first_sharding
 from fullshard.features.extended.bucket import ExtendedParameter
-from fullshard.features.extended.extension import LateProtocol
-from fullshard.features.extended.kinds import Composed, Extended
+from fullshard.features.extended.kinds import Composed, Extended, LateProtocol
 
 __all__ = ["Composed", "Extended", "LateProtocol"]
 

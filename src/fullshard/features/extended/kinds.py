@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 
 import torch
 from torch import nn
 
+from fullshard.comm import torch_private
 from fullshard.comm.mesh import Mesh
-from fullshard.core.errors import WrapError
+from fullshard.core.errors import LifecycleError, WrapError
+from fullshard.engine.extension import Extension
 from fullshard.engine.kinds import ParameterKind, inner_tensors
+from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.shard_spec import Name, RaggedShard, ReductionSettings, ShardSpec
 from fullshard.features.extended.bucket import ExtendedBucket
 from fullshard.features.extended.composed import ComposedBucket, ComposedSpec
-from fullshard.features.extended.protocol import Composition, cannot_be_sharded, is_composed, is_extended, wrapped_by
+from fullshard.features.extended.protocol import (
+    PRE,
+    Composition,
+    cannot_be_sharded,
+    is_composed,
+    is_extended,
+    wrapped_by,
+)
 from fullshard.wrap.partition import Slot
 
 
@@ -89,3 +101,27 @@ class Composed(Extended):
         by_rows = RaggedShard(placement.shard_numel, placement.offset, math.prod(shape[1:]))
         composition = Composition.of(slot.parameter)
         return ComposedSpec(mesh, shape, by_rows, Name(), composition=composition, reduction=reduction)
+
+
+class LateProtocol(Extension):
+    """Watch for `p._local_tensor.fsdp_pre_all_gather = ...`, which torch's engine asks for before each gather."""
+
+    _sharded: tuple[ShardedParameter, ...] = ()
+
+    def materialized(self) -> None:
+        """Note the sharded parameters that say nothing."""
+        buckets = [bucket for unit in self.model.units if unit.stand_ins is None for bucket in unit.buckets]
+        plain = [bucket for bucket in buckets if not isinstance(bucket, ExtendedBucket)]
+        self._sharded = tuple(parameter for bucket in plain for parameter in bucket.sharded_parameters)
+        self._attributes = list(map(vars, self._sharded))
+
+    def forward_begins(self) -> None:
+        """Refuse a parameter that was told how it is to be gathered."""
+        of_locals = map(vars, map(torch_private.local_of, self._sharded))  # every step asks: no loop but of those
+        is_told = map(operator.contains, itertools.chain(self._attributes, of_locals), itertools.repeat(PRE))
+        for parameter in itertools.compress(self._sharded * 2, is_told):
+            raise LifecycleError(
+                f"rank {parameter.mesh.rank}: {parameter.name} was given `{PRE}` after it was sharded: it is "
+                "gathered with the others of its unit, and nobody would call it",
+                hint="give the module a parameter whose class has the method before fully_shard",
+            )

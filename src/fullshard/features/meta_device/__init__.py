@@ -1,10 +1,9 @@
 """Models on the meta device: a unit gets its memory when its parameters get values, and no rank holds more than one."""
 
 from fullshard.features.meta_device.conversion import ConversionMethods
-from fullshard.features.meta_device.extension import MetaDevice
-from fullshard.features.meta_device.initialize import InitFunction, meta_parameters
+from fullshard.features.meta_device.initialize import WEIGHTS, InitFunction, WeightSource, meta_parameters
 from fullshard.features.meta_device.shard_model import shard_model
-from fullshard.features.meta_device.weights import WEIGHTS, WeightSource
+from fullshard.features.meta_device.stand_ins import MetaDevice
 
 __all__ = [
     "WEIGHTS",

@@ -17,8 +17,7 @@ from fullshard.engine.lookup import units_of
 from fullshard.engine.shard_spec import ShardSpec
 from fullshard.engine.unit import Unit
 from fullshard.features.meta_device import torch_private
-from fullshard.features.meta_device.extension import MetaDevice
-from fullshard.features.meta_device.stand_ins import StandIns
+from fullshard.features.meta_device.stand_ins import MetaDevice, StandIns
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 

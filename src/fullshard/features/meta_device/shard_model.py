@@ -26,8 +26,7 @@ from fullshard.engine.module import assemble
 from fullshard.engine.precision import MixedPrecisionPolicy
 from fullshard.engine.schedule import Schedule
 from fullshard.engine.storage import storage_of
-from fullshard.features.meta_device.initialize import InitFunction, materialize
-from fullshard.features.meta_device.weights import WeightSource, weight_source
+from fullshard.features.meta_device.initialize import InitFunction, WeightSource, materialize, weight_source
 from fullshard.wrap.partition import UnitPlan, partition
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)

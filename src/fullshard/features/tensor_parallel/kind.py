@@ -14,8 +14,12 @@ from fullshard.core.errors import WrapError
 from fullshard.engine.kinds import DataAxes, ParameterKind
 from fullshard.engine.shard_spec import Name, RaggedShard, ReductionSettings, ShardSpec
 from fullshard.features.tensor_parallel import torch_private
-from fullshard.features.tensor_parallel.local_shard import LocalShard, wrapped
-from fullshard.features.tensor_parallel.spec import TensorParallelRowSpec, TensorParallelSpec
+from fullshard.features.tensor_parallel.local_shard import (
+    LocalShard,
+    TensorParallelRowSpec,
+    TensorParallelSpec,
+    wrapped,
+)
 from fullshard.wrap.partition import Slot, names_in
 
 

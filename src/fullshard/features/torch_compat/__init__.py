@@ -1,8 +1,12 @@
 """Attributes and methods that torch, Transformers and PEFT expect of a module sharded by torch's `fully_shard`."""
 
-from fullshard.features.torch_compat.data_parallel import check_data_parallel
-from fullshard.features.torch_compat.extension import TorchCompat
-from fullshard.features.torch_compat.methods import TorchMethods, register_fsdp_forward_method, share_comm_ctx
+from fullshard.features.torch_compat.library_methods import TorchCompat
+from fullshard.features.torch_compat.methods import (
+    TorchMethods,
+    check_data_parallel,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
 from fullshard.features.torch_compat.older_torch import DataParallelMeshDims
 from fullshard.features.torch_compat.state import state_of
 

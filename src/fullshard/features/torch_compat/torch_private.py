@@ -1,4 +1,4 @@
-"""Private names of torch that only this feature uses; see `comm.torch_private`."""
+"""Private names of torch that only this feature uses, beside those of `comm.torch_private`; see there."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed.fsdp import fully_shard
+
+from fullshard.comm.torch_private import *  # noqa: F403 -- for who has this file
 
 OVERRIDDEN: Mapping[str, frozenset[str]] = {
     "torch.nn.Module": frozenset({"_replicate_for_data_parallel"}),

@@ -23,7 +23,7 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -33,17 +33,59 @@ import torch.distributed as dist
 
 from fullshard.comm import torch_private
 from fullshard.comm.gloo import end_waits
-from fullshard.comm.mesh import TIMEOUT_SECONDS
+from fullshard.comm.mesh import LAUNCH_HINT, TIMEOUT_SECONDS
 from fullshard.comm.waiting import PROGRESS, Watcher
 from fullshard.config.switches import PREEMPTION_DIR, timeout_of_environment
 from fullshard.core.errors import cut
 from fullshard.core.process import StatusFile, this_process
 from fullshard.core.threads import start_thread
 from fullshard.features.watchdog import status
-from fullshard.features.watchdog.joining import naming_the_missing
-from fullshard.features.watchdog.limits import seconds_to_wait, stall_seconds
 from fullshard.features.watchdog.meeting import meet
 from fullshard.features.watchdog.status import PROCESS, STATUS, Status
+
+BY_HAND_SECONDS, LAUNCHED_SECONDS = 8.0, 60.0
+"""Seconds before a line is printed: a launcher starts all ranks, and may take long on a busy host."""
+
+
+@contextlib.contextmanager
+def naming_the_missing() -> Iterator[None]:
+    """Say on stderr, once, that this rank waits for others, if the block takes long."""
+    is_launched = "TORCHELASTIC_RUN_ID" in os.environ
+    timer = threading.Timer(LAUNCHED_SECONDS if is_launched else BY_HAND_SECONDS, _say_who_is_missing)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _say_who_is_missing() -> None:
+    said = {name: os.environ.get(name, "?") for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    rank, size = said["RANK"], said["WORLD_SIZE"]
+    others = f"{int(size) - 1} others" if rank == "0" and size.isdecimal() else "rank 0 and the others"
+    sys.stderr.write(
+        f"fullshard: rank {rank} of {size} is waiting for {others} at {said['MASTER_ADDR']}:{said['MASTER_PORT']} "
+        "(MASTER_ADDR, MASTER_PORT)\n"
+        f"hint: {LAUNCH_HINT}\n"
+    )
+
+
+LATER_SECONDS = 120.0
+_STEPS = 3
+"""A rank may be as late as this many of the slowest steps."""
+_STALL_SECONDS = 30.0
+
+
+def seconds_to_wait(steps: int, slowest: float) -> float:
+    """Return how long a wait may take after that many steps, if the script has asked for no time-out."""
+    return TIMEOUT_SECONDS if steps < 1 else min(TIMEOUT_SECONDS, max(LATER_SECONDS, _STEPS * slowest))
+
+
+def stall_seconds(limit: float) -> float:
+    """Return the seconds after which a wait with this limit is worth a line."""
+    return min(_STALL_SECONDS, limit / 2)
+
 
 _FAILURES, _FAILED = "fullshard/failures", "fullshard/failed/{}"
 """Keys in the store: the number of errors of all ranks together; by rank, its own by group and how often the group was

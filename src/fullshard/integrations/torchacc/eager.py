@@ -7,7 +7,12 @@ from typing import Any
 import torch
 from accelerate.utils import send_to_device
 
-from fullshard.integrations.torchacc.process import joined
+from fullshard.api.state import ProcessState, launched_device
+
+
+def joined() -> ProcessState:
+    """Return this process's place in the job; join if a launcher started it and no earlier call has joined."""
+    return ProcessState.start(device=launched_device())
 
 
 def sync(wait: bool = False) -> None:

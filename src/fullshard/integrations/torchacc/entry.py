@@ -23,8 +23,8 @@ from fullshard.features.recompute import checkpoint_modules
 from fullshard.features.unit_selection import unit_modules
 from fullshard.integrations.torchacc.amp import require_scaler
 from fullshard.integrations.torchacc.config import Config
+from fullshard.integrations.torchacc.eager import joined
 from fullshard.integrations.torchacc.loader import AsyncLoader
-from fullshard.integrations.torchacc.process import joined
 from fullshard.integrations.torchacc.saving import shard_metadata, whole_optimizer_state
 from fullshard.wrap.policies import Auto, ByClass
 

@@ -23,7 +23,7 @@ from fullshard.core.errors import CheckpointError
 from fullshard.core.files import whole_file
 from fullshard.core.paths import local_path
 from fullshard.features import ShardedTensor
-from fullshard.integrations.torchacc.process import joined
+from fullshard.integrations.torchacc.eager import joined
 from fullshard.launch.environment import run_on_main
 
 CONSOLIDATED = "consolidated.pth"

@@ -49,9 +49,7 @@ from fullshard.integrations.transformers.arguments import join_accelerate, resol
 from fullshard.integrations.transformers.averaging import announce_averages, averaged, averages_of
 from fullshard.integrations.transformers.batch_size import agree_to_start_again
 from fullshard.integrations.transformers.callbacks import follow_run
-from fullshard.integrations.transformers.completions import generate_in_step
-from fullshard.integrations.transformers.inference import stream_into_engines
-from fullshard.integrations.transformers.teachers import teachers_head
+from fullshard.integrations.transformers.trl import generate_in_step, stream_into_engines, teachers_head
 from fullshard.launch.environment import read_rank_environment, run_on_main
 from fullshard.optim import OnOwners
 

@@ -9,7 +9,7 @@ from fullshard.api.collectives import all_gather_object
 from fullshard.core.errors import CommunicationError, ConfigError
 from fullshard.integrations.torchacc.dist import fsdp
 from fullshard.integrations.torchacc.eager import mark_step
-from fullshard.integrations.torchacc.process import joined
+from fullshard.integrations.torchacc.eager import joined
 from fullshard.launch.environment import read_rank_environment
 
 __all__ = [

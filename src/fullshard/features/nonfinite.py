@@ -15,10 +15,11 @@ import warnings
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, cast, get_args
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from fullshard.comm import torch_private
 from fullshard.comm.device import has_values
@@ -27,6 +28,7 @@ from fullshard.core.errors import ConfigError, LifecycleError, NonFiniteError, f
 from fullshard.core.journal import JOURNAL, Happening
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.extension import Extension
+from fullshard.engine.lookup import require_unit
 from fullshard.engine.schedule import Schedule
 
 OnNonFinite = Literal["raise", "skip", "off"]
@@ -263,3 +265,20 @@ _left_out: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 def was_left_out(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer's last step was left out because its gradients were not finite."""
     return optimizer in _left_out
+
+
+class NonFiniteMethods:
+    """Methods of `FSDPModule`."""
+
+    def set_nonfinite_gradients(self, policy: str, *, limit: int = 10) -> None:
+        """Set the treatment of a step whose gradients hold NaN or infinity on any rank; for the whole model.
+
+        Args:
+            policy: `raise`: a `NonFiniteError` on all ranks, before anything is changed. `skip`: all ranks leave the
+                step out and drop the optimizer's gradients. `off`: gradients are not checked.
+            limit: how many steps in a row may be left out; one more is the error.
+
+        Raises:
+            ConfigError: there is no such policy, or the limit is less than 1.
+        """
+        NonFiniteGuard.of(require_unit(cast("nn.Module", self)).schedule).choose(policy, limit)
