@@ -97,10 +97,8 @@ def _keep(schedule: Schedule, budget_nbytes: int | None, why: str) -> str:
 def headroom_nbytes(device: torch.device, *, ranks_on_host: int) -> int:
     """Return the memory that this rank could use besides the most it has used so far.
 
-    Args:
-        device: an accelerator: what its driver and PyTorch's allocator have free; or the CPU: this rank's part of what
-            the host, and a control group around this process, have free.
-        ranks_on_host: ranks that share the host's memory.
+    On an accelerator that is what its driver and PyTorch's allocator have free; on a CPU this rank's part of what the
+    host, and a control group around this process, have free.
     """
     if device.type != "cpu":
         if not counts_memory(device.type):

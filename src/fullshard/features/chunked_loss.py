@@ -36,15 +36,9 @@ _TARGETS = "_fullshard_targets"
 
 @dataclass(slots=True)
 class _Targets:
-    """The targets of the loss that the head computes.
+    """The targets of the loss that the head computes, and the sum of their losses, once it has run."""
 
-    Attributes:
-        labels: shape (tokens,), already shifted.
-        chunk: tokens at a time.
-        loss: their sum of losses, once the head has run.
-    """
-
-    labels: torch.Tensor
+    labels: torch.Tensor  # shape (tokens,), already shifted
     chunk: int
     loss: torch.Tensor | None = None
 
@@ -150,14 +144,9 @@ def _head_forward(self: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
 def chunked_cross_entropy(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor, *, tokens: int
 ) -> torch.Tensor:
-    """Sum of the cross-entropies of `linear(hidden, weight, bias)`, in float32.
+    """Return the sum of the cross-entropies of `linear(hidden, weight, bias)` in float32, `tokens` at a time.
 
-    Args:
-        hidden: shape (T, hidden size).
-        weight: shape (vocabulary, hidden size).
-        bias: shape (vocabulary,).
-        labels: shape (T,); -100 where there is no target.
-        tokens: of a chunk.
+    `hidden` has shape (T, hidden size), `labels` (T,): -100 where there is no target.
     """
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)

@@ -62,14 +62,10 @@ def _watch(unit: Unit, *, is_outermost: bool) -> list[RemovableHandle]:
 
 
 class _WatchedPart:
-    """One of them.
-
-    Attributes:
-        has_unsharded: it is being called past the unit, and reshards it in the end.
-    """
+    """One of them."""
 
     def __init__(self, unit: Unit) -> None:
-        self.unit, self.has_unsharded = unit, False
+        self.unit, self.has_unsharded = unit, False  # whether it is called past the unit, and reshards it in the end
 
     def begin(self) -> None:
         """Begin a call of the part past the unit."""

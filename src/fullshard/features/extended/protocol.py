@@ -42,17 +42,11 @@ def is_composed(parameter: torch.Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Composition:
-    """The recipe by which a composed parameter is put together.
-
-    Attributes:
-        kind: its class.
-        context: the class's further data, beside tensors, to make one.
-        shapes: of the tensors of the whole, by name.
-    """
+    """The recipe by which a composed parameter is put together."""
 
     kind: type[Any]
-    context: Any
-    shapes: dict[str, torch.Size]
+    context: Any  # the class's further data, beside tensors, to make one
+    shapes: dict[str, torch.Size]  # of the tensors of the whole, by name
 
     @classmethod
     def of(cls, parameter: Any) -> Self:

@@ -14,14 +14,9 @@ TORCHAO_BITS = {"OptimState8bit": 8, "OptimState4bit": 4, "OptimStateFp8": 8}
 def decode(
     codes: torch.Tensor, scales: torch.Tensor, book: torch.Tensor | None, *, bits: int, block: int
 ) -> torch.Tensor:
-    """Return the values of whole blocks, in float32; the last block may be short.
+    """Return the values of whole blocks, in float32; the last block of `block` values may be short.
 
-    Args:
-        codes: 1-D. 4-bit codes are packed two to a byte, the first in the upper half.
-        scales: one for each block.
-        book: the values that codes name; None: codes are numbers.
-        bits: bits of one code, 4 or 8.
-        block: number of values with one scale.
+    4-bit codes are packed two to a byte, the first in the upper half. Without a `book` of values, codes are numbers.
     """
     if bits == 4:
         codes = torch.stack([codes >> 4, codes & 15], dim=-1).view(-1)

@@ -27,12 +27,7 @@ from fullshard.plan.dealing import Dealing, Matrix, deal, matrices_in
 
 @dataclass(frozen=True, slots=True)
 class MatrixPiece:
-    """Neighbouring elements of a matrix, all of one rank.
-
-    Attributes:
-        matrix: its number.
-        interval: elements of the bucket.
-    """
+    """Neighbouring elements of a matrix, all of one rank: the matrix's number, and an interval of the bucket."""
 
     matrix: int
     interval: Interval
@@ -118,15 +113,9 @@ class WholeMatrices:
         compute: Compute,
         take: Take,
     ) -> None:
-        """Have every matrix computed by its owner. A collective.
+        """Have every matrix of the `given` parameters, the same on every rank, computed by its owner. A collective.
 
-        Args:
-            given: the parameters to update, the same on every rank: those that have gradients.
-            dtype: the dtype in which matrices are sent and computed.
-            width: how many values owners get for each element.
-            give: called on every rank for each of `given`.
-            compute: called for each matrix that this rank owns.
-            take: called on every rank for each of `given` of which it has elements.
+        Matrices are sent and computed in `dtype`; owners get `width` values for each element.
         """
         if not self._is_agreed:
             self.mesh.check_agreement(self._lines, what="the parameters of an optimizer that needs whole matrices")
@@ -154,20 +143,11 @@ class WholeMatrices:
 
 @dataclass(frozen=True, slots=True)
 class _Coming:
-    """Pieces that are under way to this rank.
-
-    Attributes:
-        pieces: the pieces, in their order.
-        work: the exchange that brings all of them.
-        leaving: the buffer that this rank sends from, which must stay alive meanwhile.
-        bucket: the bucket that names the exchange.
-        what: the receivers, in words.
-        width: how many values there are for each element.
-    """
+    """Pieces that are under way to this rank, in one exchange, named after a bucket and after its receivers."""
 
     pieces: list[MatrixPiece]
     work: Work
-    leaving: torch.Tensor
+    leaving: torch.Tensor  # what this rank sends from; it must stay alive meanwhile
     bucket: Bucket
     what: str
     width: int

@@ -41,11 +41,7 @@ _Applied = Literal["same", "cast", "real"]
 
 
 def convert(units: Sequence[Unit], fn: Function) -> set[ShardSpec]:
-    """Do to the parameters of units what `fn` would do to plain ones.
-
-    Returns:
-        Specs of the parameters that are converted already or stay where they are: do not apply `fn` to them.
-    """
+    """Do to parameters of units what `fn` would do to plain ones; return the specs that `fn` is not to touch again."""
     # In the order of sharding: a unit that is real on one rank and on the meta device on another then has
     # the same place in memory that ranks share.
     results = {unit: _applied(unit, fn) for unit in sorted(units, key=lambda unit: unit.made)}

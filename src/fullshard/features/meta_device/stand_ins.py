@@ -134,11 +134,9 @@ def _held(slot: Slot) -> torch.Tensor:
 
 
 class MetaDevice(Extension):
-    """The units of one model that have no values, or had none when they were made.
+    """Let units on the meta device wait for the values of their parameters.
 
-    Attributes:
-        stand_ins: what modules hold for each unit that has no buckets.
-        unfilled: units that have memory since the last forward, but were given no values for it.
+    `unfilled` are those that have memory since the last forward, but were given no values for it.
     """
 
     def __init__(self, model: Schedule) -> None:
@@ -177,11 +175,9 @@ class MetaDevice(Extension):
         self.unfilled.clear()
 
     def make_real(self, unit: Unit, *, is_filled: bool = True) -> None:
-        """Give a unit its buckets, with the values that its modules hold by now.
+        """Give a unit its buckets, if it has none, with the values that its modules hold by now.
 
-        Args:
-            unit: the unit. Nothing happens if it has buckets.
-            is_filled: whether there must be values; if not, parameters without any are NaN, to be filled later.
+        Unless there must be values (`is_filled`), parameters without any are NaN, to be filled later.
         """
         stand_ins = self.stand_ins.get(unit)
         if stand_ins is None:

@@ -130,16 +130,10 @@ def anything_steps_in_backward() -> bool:
 
 @dataclass(slots=True)
 class _Part:
-    """The optimizer of one bucket's parameters.
-
-    Attributes:
-        optimizer: an optimizer of the same class, with the same state.
-        numbers: the group of the whole optimizer that each of its groups is a part of.
-        parameters: the parameters of all its groups.
-    """
+    """The optimizer, of the same class and with the same state, of one bucket's parameters."""
 
     optimizer: optim.Optimizer
-    numbers: list[int] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)  # the group of the whole optimizer that each of its groups is of
     parameters: list[ShardedParameter] = field(default_factory=list)
 
 
@@ -272,11 +266,7 @@ class Stepper:
 
 
 class StepsInBackward(Extension):
-    """Step the optimizers of one model that step in backward.
-
-    Attributes:
-        steppers: those of the optimizers, which own them.
-    """
+    """Step the optimizers of one model that step in backward; they own their `steppers`."""
 
     def __init__(self, model: Schedule) -> None:
         super().__init__(model)

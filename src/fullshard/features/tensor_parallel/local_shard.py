@@ -27,17 +27,9 @@ from fullshard.wrap.partition import Slot
 class LocalShard:
     """A rank's part of a tensor along another axis of the mesh than those it is sharded and replicated along.
 
-    Args:
-        mesh: the axis.
-        placement: `Shard(dim)`, cut as `torch.chunk` cuts, `Replicate()`, or, for several matrices that are packed into
-            one, each of which is cut, `_StridedShard`.
-        shape: shape of the whole.
-        data_axes: the axes for data of the mesh that forward computes over, if it has any.
-        is_beneath: whether such an axis exists. If not, the whole tensor is to be sharded; `mesh` is the one for data.
-
-    Attributes:
-        chunking: the dim of the cut and the number of parts; `UNCUT` if every rank of the axis has the whole.
-        shape: shape of this rank's part.
+    It is placed as `Shard(dim)`, cut as `torch.chunk` cuts, `Replicate()`, or, for several matrices that are packed
+    into one, each of which is cut, `_StridedShard`. `data_axes` are the axes for data of the mesh that forward computes
+    over. If there is no axis beside them (`is_beneath`), the whole is to be sharded.
     """
 
     __slots__ = ("_data_axes", "chunking", "is_beneath", "mesh", "placement", "rank", "shape", "whole_shape")

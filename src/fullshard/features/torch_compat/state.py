@@ -21,12 +21,7 @@ from fullshard.engine.unit_parameters import UnitState
 
 
 class _View:
-    """A view of a unit; views of one unit are equal. Members that are in no table can be neither read nor set.
-
-    Attributes:
-        READ: what is read, as functions of what the view is made with.
-        SET: what may be set.
-    """
+    """A view of a unit; views of one unit are equal. Members that are in no table can be neither read nor set."""
 
     READ: ClassVar[Mapping[str, Callable[..., Any]]] = {}
     SET: ClassVar[Mapping[str, Callable[[Unit, Any], None]]] = {}

@@ -42,17 +42,13 @@ _ORDER_HINT = (
 
 
 class DesyncDetection(Extension):
-    """Compares what the ranks of one model do.
-
-    Attributes:
-        is_order_verified: whether the order of the units in a whole forward was the same on all ranks.
-    """
+    """Compare what the ranks of one model do."""
 
     def __init__(self, model: Schedule) -> None:
         super().__init__(model)
         self._mesh = model.mesh
         self._loads = self._backwards = self._failures = 0  # a rank with fewer loads has other weights
-        self._has_gathered = self.is_order_verified = False
+        self._has_gathered = self.is_order_verified = False  # that of the units in a whole forward
         self._forward: list[Unit] = []
         self._ran: list[Unit] = []
         self._compared: set[tuple[int, int]] = set()  # loader orders that were compared; they are not compared again

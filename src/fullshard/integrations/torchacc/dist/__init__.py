@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from fullshard.api.collectives import all_gather_object
 from fullshard.core.errors import CommunicationError, ConfigError
 from fullshard.integrations.torchacc.dist import fsdp
-from fullshard.integrations.torchacc.eager import mark_step
-from fullshard.integrations.torchacc.eager import joined
+from fullshard.integrations.torchacc.eager import joined, mark_step
 from fullshard.launch.environment import read_rank_environment
 
 __all__ = [
@@ -73,11 +72,8 @@ def rendezvous(tag: str, payload: bytes = b"", replicas: Sequence[int] = ()) -> 
 
     Args:
         tag: name of the place; the same on every rank.
-        payload: a message to the others.
+        payload: a message to the others; those of all ranks are returned, in rank order.
         replicas: the ranks that take part; none means all, which is what is supported.
-
-    Returns:
-        The payloads of all ranks, in rank order.
 
     Raises:
         CommunicationError: a rank waits at another place.
