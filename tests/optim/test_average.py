@@ -550,7 +550,8 @@ def check_diffusers(path: str) -> dict[str, float]:
     ema = EMAModel([torch.zeros_like(own) for own in ema.shadow_params])
     load_checkpoint(f"{path}-checkpoint", model=model, objects=[ema, other])
     assert all(map(torch.equal, found["own"], whole)) and found["first"] == (3,)
-    for own, p in zip(ema.shadow_params, model.parameters(), strict=True):
+    held: Any = list(model.parameters())
+    for own, p in zip(ema.shadow_params, held, strict=True):
         p.data.copy_(distribute_tensor(own, p.device_mesh, p.placements))  # they were loaded whole
     return compared(model, average)
 

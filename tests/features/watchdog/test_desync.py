@@ -31,7 +31,7 @@ from fullshard.config.switches import COMM
 from fullshard.core.errors import CommunicationError, FullshardError
 from fullshard.core.journal import JOURNAL
 from fullshard.features import shard_model, units_of
-from fullshard.features.watchdog import WATCHDOG, limits
+from fullshard.features.watchdog import WATCHDOG, watchdog
 from tests.distributed import run_ranks
 from tests.features.watchdog.test_waits_and_timeouts import until
 from tests.traps import rank_and_size
@@ -42,7 +42,7 @@ WIDTH, LAYERS, STEPS = 8, 4, 8
 def soon(run: Callable[..., Any]) -> Callable[..., Any]:
     """Have ranks say soon that they wait. The time-out stays two minutes, and steps of earlier tests do not count."""
     fresh = mock.patch.multiple(WATCHDOG, slowest=0.0, _step_began=0.0)
-    return fresh(mock.patch.object(limits, "_STALL_SECONDS", 2.0)(run))
+    return fresh(mock.patch.object(watchdog, "_STALL_SECONDS", 2.0)(run))
 
 
 def leave_together(directory: str) -> None:

@@ -34,7 +34,7 @@ from fullshard.core.errors import CheckpointError, CommunicationError, ConfigErr
 from fullshard.core.process import read_status
 from fullshard.features import fully_shard
 from fullshard.features.meta_device.initialize import _take_from_rank_0
-from fullshard.features.watchdog import WATCHDOG, joining, limits
+from fullshard.features.watchdog import WATCHDOG, watchdog
 from fullshard.features.watchdog.status import read_statuses
 from fullshard.features.watchdog.watchdog import Watchdog, keep_status_in, seconds_to_wait, stall_seconds
 from fullshard.launch import RankEnvironment, read_rank_environment, run_on_main
@@ -279,13 +279,13 @@ def wait_for_a_save() -> tuple[str, float]:
         model(torch.ones(2, 8)).sum().backward()
         optimizer.step()
     dist.barrier()
-    limits.LATER_SECONDS, WATCHDOG._asked = 6.0, None
+    watchdog.LATER_SECONDS, WATCHDOG._asked = 6.0, None
     if rank == 1:
         torch.save(torch.ones(4), Blocking())
     for _ in range(2):
         loss = model(torch.ones(2, 8)).sum()
         loss.backward()
-    limits.LATER_SECONDS = 120.0
+    watchdog.LATER_SECONDS = 120.0
     return lines.getvalue(), float(loss.detach())
 
 
@@ -305,14 +305,14 @@ def wait_for_one_another(directory: str) -> str:
     outputs = [model(torch.ones(2, 8)) for model in models]
     message, here, there = "", Path(directory) / str(rank), Path(directory) / str(1 - rank)
     dist.barrier()
-    limits._STALL_SECONDS, limits.LATER_SECONDS, WATCHDOG._asked, WATCHDOG.slowest = 1.0, 2.0, None, 0.0
+    watchdog._STALL_SECONDS, watchdog.LATER_SECONDS, WATCHDOG._asked, WATCHDOG.slowest = 1.0, 2.0, None, 0.0
     try:
         outputs[rank].sum().backward()
     except CommunicationError as error:
         message = str(error)
     here.touch()
     until(there.exists)
-    limits._STALL_SECONDS, limits.LATER_SECONDS = 30.0, 120.0
+    watchdog._STALL_SECONDS, watchdog.LATER_SECONDS = 30.0, 120.0
     return message
 
 
@@ -326,14 +326,14 @@ def generate_unevenly() -> str:
     rank, ranks = rank_and_size()
     model, message, found = fully_shard(nn.Linear(8, 8)), "", [None] * ranks
     dist.barrier()
-    limits._STALL_SECONDS, limits.LATER_SECONDS, WATCHDOG._asked, WATCHDOG.slowest = 1.0, 2.0, None, 0.0
+    watchdog._STALL_SECONDS, watchdog.LATER_SECONDS, WATCHDOG._asked, WATCHDOG.slowest = 1.0, 2.0, None, 0.0
     try:
         if rank == 0:
             model(torch.ones(2, 8))
     except CommunicationError as error:
         message = str(error)
     dist.all_gather_object(found, rank)
-    limits._STALL_SECONDS, limits.LATER_SECONDS = 30.0, 120.0
+    watchdog._STALL_SECONDS, watchdog.LATER_SECONDS = 30.0, 120.0
     return message
 
 
@@ -557,7 +557,7 @@ def test_a_rank_that_waits_for_others_to_join_says_where(
     for name, value in {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    monkeypatch.setattr(joining, "BY_HAND_SECONDS", 0.05)
+    monkeypatch.setattr(watchdog, "BY_HAND_SECONDS", 0.05)
     with pytest.raises(dist.DistStoreError):
         join_process_group(backend="gloo", rank=0, world_size=3, timeout=timedelta(seconds=1))
     told = capfd.readouterr().err
