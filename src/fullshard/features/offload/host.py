@@ -1,7 +1,7 @@
 """Host memory beside a device: the buffers there, and the two ways between host and device.
 
     to the device    compute shards for a unit's gather, on a stream of their own, as early as that is issued; and
-                     activations, one unit ahead of backward (`activations`)
+                     activations, one unit ahead of backward (`pages`)
     to the host      reduced gradients, on another stream, while backward goes on; and activations, during forward
 
 Each copy is waited for where its result is used: a gather's `wait` has the computing stream wait, a gradient's blocks
