@@ -29,8 +29,8 @@ from fullshard.comm.base import Work, WorkOf
 from fullshard.comm.gloo import GlooCollectives, average
 from fullshard.core.sizes import SUM_BLOCK_NBYTES, sum_blocks
 from fullshard.features import FSDPModule, MixedPrecisionPolicy, shard_model
-from fullshard.features.shared_memory.buffer_pool import BufferPool
 from fullshard.features.shared_memory.collectives import MappedBuffer
+from fullshard.features.shared_memory.send_queue import BufferPool
 from fullshard.features.steps_in_backward.stepper import step_in_backward
 from fullshard.plan.evaluate import evaluate
 from fullshard.plan.hardware import DEVICES, parse_cluster

@@ -168,7 +168,7 @@ MUTATIONS = (
     ),
     Mutation(
         "optimizer state is not waited for",
-        "features/offload/state.py",
+        "features/offload/storage.py",
         "        host.finish()\n",
         "        pass\n",
         "state looked at",

@@ -26,9 +26,9 @@ from fullshard.comm.gloo import GlooCollectives
 from fullshard.comm.select import choices_for, collectives_for
 from fullshard.config.switches import COMM
 from fullshard.features import MixedPrecisionPolicy, ShardedParameter, fully_shard, unsharded
-from fullshard.features.shared_memory.buffer_pool import BufferPool
 from fullshard.features.shared_memory.collectives import SharedMemoryCollectives
 from fullshard.features.shared_memory.peers import _check, _Offer
+from fullshard.features.shared_memory.send_queue import BufferPool
 from tests.distributed import run_ranks
 
 CPU = torch.device("cpu")

@@ -13,6 +13,7 @@ import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from fullshard.engine.parameter import RowParameter, ShardedParameter, sharded_p
 from fullshard.engine.shard_spec import Name, RaggedShard, ShardSpec
 from fullshard.engine.sharded_tensor import RowTensor, ShardedTensor, dtensor_of
 from fullshard.engine.step import hooks
-from fullshard.features.torch_tools import adapters, torch_private
+from fullshard.features.torch_tools import torch_private
 
 # -- clipping ---------------------------------------------------------------------------------------------------
 
@@ -389,6 +390,29 @@ def _no_graph_has(parameter: ShardedParameter) -> LifecycleError:
     )
 
 
+# -- PEFT's adapters -------------------------------------------------------------------------------------------
+
+
+def _give_whole_adapters(module: ModuleType) -> None:
+    """Have `get_peft_model_state_dict` give plain tensors where one process has all of them.
+
+    It is replaced wherever a module has imported it by name.
+    """
+    place = Replaced.of(module, "get_peft_model_state_dict")
+
+    @functools.wraps(place.torchs)
+    def get_peft_model_state_dict(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {name: _plain(value) for name, value in place.torchs(*args, **kwargs).items()}
+
+    replace({place: get_peft_model_state_dict})
+
+
+def _plain(value: Any) -> Any:
+    """Return a whole tensor if this rank has every element, so that nothing is gathered; else the value as it is."""
+    is_whole = isinstance(value, ShardedTensor) and value.spec.is_whole
+    return value.detach().full_tensor() if is_whole else value
+
+
 @functools.cache
 def install() -> None:
     """Put them in place. That happens when something is sharded for the first time, not when this is imported."""
@@ -411,6 +435,6 @@ def install() -> None:
         }
     )
     after_import("torch.distributed.checkpoint.hf_storage", torch_private.keep_every_box)
-    after_import(adapters.MODULE, adapters.give_wholes)
+    after_import("peft.utils.save_and_load", _give_whole_adapters)
     torch_optimizer.register_optimizer_step_pre_hook(hooks.before_step)
     torch_optimizer.register_optimizer_step_post_hook(hooks.after_step)
