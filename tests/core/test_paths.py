@@ -190,7 +190,6 @@ _COMMANDS = [
     ["merge", "base", "adapter", URL],
     ["plan", "--model", URL],
     ["plan", "--model", "7B", "--config", URL],
-    ["plan", "--model", "7B", "--devices", "8xH100", "--plot", URL],
     ["plan", "--model", "7B", "--devices", "8xH100", "--write", URL],
     ["plan", "--model", "7B", "--devices", f"2x{URL}.json"],
     ["plan", "--calibrate", URL + ".json"],

@@ -186,7 +186,7 @@ def test_the_plans_dealing_is_the_engines() -> None:
 
 def test_a_step_with_muon_costs_little_more() -> None:
     """Llama-3.1-8B on 64 H100: whole step against AdamW's; on 1,024 as even as whole matrices can be."""
-    model, _ = load_model("Llama-3.1-8B", {})
+    model, _ = load_model("Llama-3.1-8B")
     made = {"checkpointing": "full", "seq_len": 8192}
     adamw, muon = (
         evaluate(model, Job.of({**made, "optimizer": o}), parse_cluster("64xH100")) for o in ("adamw", "muon")

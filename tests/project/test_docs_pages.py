@@ -126,7 +126,7 @@ PLANS = sorted({shlex.join(words[1:]) for page in PAGES for words in commands(pa
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "command", [plan for plan in PLANS if "..." not in plan and not re.search(r"\.json|\.yaml|--plot", plan)]
+    "command", [plan for plan in PLANS if "..." not in plan and not re.search(r"\.json|\.yaml", plan)]
 )
 def test_plans_that_are_shown_are_made(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -15,7 +15,6 @@ from fullshard.config.dialect import shown
 from fullshard.config.values import integer
 from fullshard.core.errors import ConfigError
 from fullshard.core.files import read_bytes
-from fullshard.core.sizes import parse_count
 from fullshard.plan.job import Job
 
 if TYPE_CHECKING:
@@ -50,20 +49,13 @@ Margin = Annotated[
     float | None,
     typer.Option(min=1, max=100, help="Percent of a device that --auto and proposals may fill. Default: 92"),
 ]
-Plot = Annotated[Path | None, typer.Option(help="Draw it into this .png, .svg or .pdf", parser=path_word)]
 Write = Annotated[
     Path | None, typer.Option(help="Write the configuration that `fullshard launch` runs", parser=path_word)
 ]
-Price = Annotated[
-    float | None,
-    typer.Option(min=0, max=1e9, help="Of a device and hour, in any currency: with --tokens, what it costs"),
-]
-Tokens = Annotated[str | None, typer.Option(help="To train on (15e9, 300B): how long it takes")]
 Calibrate = Annotated[
     Path | None,
     typer.Option(help="Measure this machine into FILE.json, which --devices 2xFILE.json then names", parser=file_word),
 ]
-Shape = Annotated[int | None, typer.Option(min=1, help="With a number of parameters: its shape")]
 
 
 @options_from(Job)
@@ -77,17 +69,9 @@ def plan(
     auto: Auto = False,
     margin: Margin = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
-    plot: Plot = None,
     write: Write = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace that file")] = False,
-    price: Price = None,
-    tokens: Tokens = None,
     calibrate: Calibrate = None,
-    layers: Shape = None,
-    hidden: Shape = None,
-    heads: Shape = None,
-    kv_heads: Shape = None,
-    vocab: Shape = None,
     settings: dict[str, Any],
 ) -> None:
     """Predict memory, traffic and time of a training run.
@@ -109,8 +93,7 @@ def plan(
     if model is None:
         raise ConfigError("no --model", hint="name one, for example --model Llama-3.1-8B, or give a config.json")
     part = MARGIN if margin is None else margin / 100
-    shape = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "vocab": vocab}
-    described, notes = load_model(model, shape)
+    described, notes = load_model(model)
     sources = {name: context.get_parameter_source(name) for name in settings}
     given = {n: v for n, v in settings.items() if (source := sources[n]) is not None and source.name != "DEFAULT"}
     notes += _within_positions(described, given, settings["seq_len"])
@@ -125,14 +108,9 @@ def plan(
         front = pareto(search(described, job, cluster, fixed=fixed, margin=part))
     chosen = front[0] if front else evaluate(described, job, cluster)
     changes = [] if chosen.fits else changes_that_fit(chosen, margin=part)
-    cost = _cost(chosen, tokens, price)
-    if plot is not None:
-        from fullshard.plan.pictures import draw
-
-        draw(chosen, plot)
     if write is not None:
         _write(chosen, write, config, overwrite=overwrite)
-    _print(chosen, changes, notes, front, cost, as_json=as_json)
+    _print(chosen, changes, notes, front, as_json=as_json)
     if not chosen.fits:
         raise typer.Exit(DOES_NOT_FIT)
 
@@ -181,20 +159,6 @@ def _question(
     return job, cluster, notes
 
 
-def _cost(plan: Plan, tokens: str | None, price: float | None) -> dict[str, float]:
-    """Return the hours that so many tokens take, and what they cost at a price; nothing without tokens."""
-    if tokens is None and price is None:
-        return {}
-    if tokens is None:
-        raise ConfigError(
-            "--price without --tokens", hint="say how much is to be trained on, for example --tokens 15e9"
-        )
-    if not (count := parse_count(tokens)):
-        raise ConfigError(f"tokens {tokens!r}: expected a number above 0", hint="write it as 15e9 or 300B")
-    hours = count / plan.time.tokens_per_second / 3600
-    return {"hours": hours} | ({} if price is None else {"money": hours * plan.cluster.count * price})
-
-
 _UNPLANNED = {
     "sharding.wrap": "planned with a unit per layer; larger ones need more memory",
     "sharding.wrap_classes": "planned as the model's layers; with others memory and traffic are not those below",
@@ -229,15 +193,12 @@ _PIPE_WIDTH = 400
 """Width of output that a program reads: no line is broken."""
 
 
-def _print(
-    plan: Plan, changes: list[Any], notes: list[str], front: list[Plan], cost: dict[str, float], *, as_json: bool
-) -> None:
+def _print(plan: Plan, changes: list[Any], notes: list[str], front: list[Plan], *, as_json: bool) -> None:
     from fullshard.plan.report import as_dict, as_tables, front_table
 
     if as_json:
-        values = as_dict(plan, changes, notes) | ({"cost": cost} if cost else {})
-        values |= {"pareto": [as_dict(other) for other in front]} if front else {}
-        typer.echo(json.dumps(values, indent=2))
+        pareto = {"pareto": [as_dict(other) for other in front]} if front else {}
+        typer.echo(json.dumps(as_dict(plan, changes, notes) | pareto, indent=2))
         return
     from rich.console import Console
 
@@ -246,8 +207,6 @@ def _print(
     console.print(as_tables(plan, changes, notes))
     if front:
         console.print(front_table(front, "no other is both faster and smaller"))
-    if cost:
-        typer.echo(", ".join(f"{name} for these tokens: {value:,.0f}" for name, value in cost.items()))
 
 
 def _write(plan: Plan, path: Path, planned: Path | None, *, overwrite: bool) -> None:

@@ -42,31 +42,15 @@ from fullshard.plan.hardware import Device
 from fullshard.plan.job import Job
 from fullshard.plan.shapes import Adapters, Block
 
-KEPT_BY_ACTIVATION = {
-    "gelu": 1,
-    "gelu_10": 2,
-    "gelu_accurate": 4,
-    "gelu_fast": 7,
-    "gelu_new": 4,
-    "gelu_python": 3,
-    "gelu_python_tanh": 4,
-    "gelu_pytorch_tanh": 1,
-    "hardswish": 1,
-    "laplace": 1,
-    "leaky_relu": 1,
-    "linear": 0,
-    "mish": 1,
-    "prelu": 1,
-    "quick_gelu": 2,
-    "relu": 0,
-    "relu2": 1,
-    "relu6": 1,
-    "sigmoid": 0,
-    "silu": 1,
-    "sqrtsoftplus": 1,
-    "swish": 1,
-    "tanh": 0,
+_NAMES_BY_KEPT = {
+    0: "linear relu sigmoid tanh",
+    1: "gelu gelu_pytorch_tanh hardswish laplace leaky_relu mish prelu relu2 relu6 silu sqrtsoftplus swish",
+    2: "gelu_10 quick_gelu",
+    3: "gelu_python",
+    4: "gelu_accurate gelu_new gelu_python_tanh",
+    7: "gelu_fast",
 }
+KEPT_BY_ACTIVATION = {name: kept for kept, names in _NAMES_BY_KEPT.items() for name in names.split()}
 """Tensors that autograd saves in each of Transformers' activations, besides the output, which what follows saves.
 
 One kernel keeps its input or its output. `gelu_new` and others are several operations: the input, tanh's output, and

@@ -17,22 +17,10 @@ from fullshard.plan.known_models import ALIASES, MODELS, llama
 from fullshard.plan.shapes import ModelShape
 
 
-def load_model(text: str, shape: dict[str, int | None] | None = None) -> tuple[ModelShape, list[str]]:
-    """Return the model a user names, and notes about it.
-
-    Args:
-        text: a `config.json` or a directory with one; a name of `MODELS` in any case; or a number such as `7B`.
-        shape: with a number, any of `layers`, `hidden`, `heads`, `kv_heads`, `vocab`; what is missing is chosen.
-    """
-    flags = {key: value for key, value in (shape or {}).items() if value is not None}
-    count = parse_count(text)
-    if count is not None:
-        return _from_count(text, count, flags)
-    if flags:
-        raise ConfigError(
-            f"{', '.join(flags)}: shape flags go with a number of parameters, not with {text!r}",
-            hint="leave them out, or write --model 7B",
-        )
+def load_model(text: str) -> tuple[ModelShape, list[str]]:
+    """Return the model a user names by a `config.json`, its directory, a name or a number like `7B`; and notes."""
+    if (count := parse_count(text)) is not None:
+        return _from_count(text, count)
     name, values = _configuration(text)
     return from_config(values, where=text, name=name)
 
@@ -97,30 +85,23 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
 
 
-def _from_count(text: str, count: float, flags: dict[str, int]) -> tuple[ModelShape, list[str]]:
+def _from_count(text: str, count: float) -> tuple[ModelShape, list[str]]:
     """Return a Llama of `count` parameters.
 
-    Defaults: width 128 x depth, which Kaplan et al. (arXiv 2001.08361, figure 5) found near the best and the Llama
-    family follows; heads of 128 (64 in small models); a vocabulary of 32,000. The feed-forward width takes up the rest.
+    Its width is 128 x depth, which Kaplan et al. (arXiv 2001.08361, figure 5) found near the best and the Llama family
+    follows, with heads of 128 (64 in small models) and a vocabulary of 32,000. The feed-forward width takes up the
+    rest.
     """
-    layers, hidden = flags.get("layers"), flags.get("hidden")
-    if layers is None:
-        # 12 parameters per layer and squared width.
-        layers = max(1, round((count / (12 * 128**2)) ** (1 / 3) if hidden is None else count / (12 * hidden**2)))
-    if hidden is None:
-        hidden = round_up(max(1, round((count / (12 * layers)) ** 0.5)), 64 if count < 1e8 else 128)
-    heads = flags.get("heads", hidden // (64 if hidden % 128 else 128))
-    vocab = flags.get("vocab", 32000)
-    values = llama(hidden, 1, layers, heads, flags.get("kv_heads", heads), vocab)
-    rest = count - from_config(values, where=text)[0].numel
-    inner = 1 + round(rest / (3 * hidden * layers))
-    if inner < 1 or hidden % heads:
-        problem = f"width {hidden} is no multiple of {heads} heads" if inner >= 1 else "the rest is larger already"
+    layers = max(1, round((count / (12 * 128**2)) ** (1 / 3)))  # 12 parameters per layer and squared width
+    hidden = round_up(max(1, round((count / (12 * layers)) ** 0.5)), 64 if count < 1e8 else 128)
+    heads = hidden // (64 if hidden % 128 else 128)
+    values = llama(hidden, 1, layers, heads, heads)
+    inner = 1 + round((count - from_config(values, where=text)[0].numel) / (3 * hidden * layers))
+    if inner < 1:
         raise ConfigError(
-            f"{text}: no model of {format_count(count)} parameters has {layers} layers of width {hidden} and "
-            f"a vocabulary of {vocab}: {problem}",
-            hint="change --layers, --hidden, --heads or --vocab",
+            f"{text}: no Llama of {layers} layers of width {hidden} has so few as {format_count(count)} parameters",
+            hint="give a config.json",
         )
     model, _ = from_config({**values, "intermediate_size": inner}, where=text, name=f"a Llama of {text.strip()}")
-    chosen = f"{layers} layers of width {hidden}, {heads} heads, feed-forward {inner}, vocabulary {vocab}"
+    chosen = f"{layers} layers of width {hidden}, {heads} heads, feed-forward {inner}, vocabulary {model.vocab}"
     return model, [f"{text}: planned as a Llama with {chosen}; a config.json is more exact"]
