@@ -32,7 +32,7 @@ from benchmarks.record import RESULTS
 from fullshard.api.virtual.attention import register
 from fullshard.api.virtual.device import VirtualDevice, VirtualEvent, VirtualStream
 from fullshard.api.virtual.group import name_groups, playing
-from fullshard.api.virtual.rehearsal import TokenBatch, fused_optimizers, last_step
+from fullshard.api.virtual.rehearsal import fused_optimizers, last_step
 from fullshard.api.virtual.simulation import NoWeights, transformers_model
 from fullshard.comm.mesh import init_mesh
 from fullshard.core.sizes import GIB
@@ -273,11 +273,11 @@ def played(engine: str, case: Case, rank: int) -> tuple[dict[str, float | int], 
         model = ENGINES[engine](model, case)
         if engine == "muon":
             optimizer = Muon(model, adjust_lr_fn="match_rms_adamw")
-            figures = last_step(device, model, optimizer, TokenBatch(1, case.tokens)).figures()
+            figures = last_step(device, model, optimizer, Job.of({"seq_len": case.tokens})).figures()
             return figures, optimizer._whole[0].dealing.work()
         trained = [p for p in model.parameters() if p.requires_grad]
         made = torch.optim.AdamW(trained, fused=True)
-        return last_step(device, model, made, TokenBatch(1, case.tokens)).figures(), []
+        return last_step(device, model, made, Job.of({"seq_len": case.tokens})).figures(), []
 
 
 def main() -> None:

@@ -69,9 +69,7 @@ class Deal:
     def rounds(self, count: int) -> int:
         """Return the number of this rank's shares of `count` items: the same on every rank, unless they are uneven."""
         whole, rest = divmod(count, self.round_size)
-        if self.drop_last:
-            return whole
-        if rest == 0:
+        if self.drop_last or rest == 0:
             return whole
         return whole + (self.even or rest > self.rank * self.per_rank)
 
@@ -87,12 +85,7 @@ class Deal:
                 yield share
 
     def dealt(self, items: Iterable[T], *, skip: int = 0) -> Iterator[tuple[list[T], int]]:
-        """Yield the items of each round for all ranks, and how many of them are not repetitions.
-
-        Args:
-            items: the order, the same on every rank.
-            skip: items at the start that were used already.
-        """
+        """Yield the items of each round for all ranks, and how many of them are not repetitions."""
         rest = iter(items)
         first = list(itertools.islice(rest, self.round_size))
         rest = itertools.islice(itertools.chain(first, rest), skip, None)  # skips without a step of Python for each

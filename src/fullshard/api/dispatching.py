@@ -26,10 +26,8 @@ def dispatched(
 ) -> Iterator[Given]:
     """Yield this rank's batches. A collective at each.
 
-    Args:
-        read: begins to read on rank 0, the batches of one step one rank after the other; called there only.
-        last_real: returns the real part of the last round, once everything was read.
-        shares: number of them in a step. Where there are more ranks, as many neighbours have the same.
+    On rank 0 alone `read` yields those of a step one rank after the other. Where there are more ranks than `shares` in
+    a step, as many neighbours have the same one.
     """
     copies = max(1, world_size() // shares)
     parcels = _parcels(read, last_real, shares) if rank() == 0 else itertools.repeat(None)

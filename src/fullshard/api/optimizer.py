@@ -61,15 +61,8 @@ def refuse_stand_in(value: Any) -> None:
 class AcceleratedOptimizer(Optimizer):
     """Wraps an optimizer. `step` and `zero_grad` do nothing between the micro-batches of one step.
 
-    Args:
-        optimizer: re-pointed to sharded parameters already, or later when its model is sharded.
-        scaler: scales the loss in fp16; None otherwise.
-        clipping: norm that the gradients are clipped to before a step; None: they are left to the script.
-        models: every prepared model, those that are prepared later included.
-        ranks: how many each train on data of their own.
-
-    Attributes:
-        step_was_skipped: whether the last step was left out: a scaled gradient overflowed, or one was not finite.
+    `step_was_skipped` says whether the last step was left out: a scaled gradient overflowed, or one was not finite. The
+    list `models` grows with those that are prepared later; `ranks` is how many train on data of their own.
     """
 
     def __init__(

@@ -177,11 +177,9 @@ class PlanCheck:
 
 
 class PlanWatch:
-    """Checks every pair of a model and an optimizer of its parameters, and reports.
+    """Checks every pair of a model and an optimizer of its parameters, and reports by `say`, on every rank.
 
-    Args:
-        job: as planned, except for the optimizer, which is read from the object itself.
-        say: called with a line for the user, on every rank.
+    The job is as planned, except for the optimizer, which is read from the object itself.
     """
 
     def __init__(self, job: Job, say: Callable[[str], None]) -> None:

@@ -36,14 +36,7 @@ def model_shape(model: nn.Module, *, policy: object = None) -> ModelShape:
     """Return the engine's units and parameters of `model`, as it is (dtypes and `requires_grad` included).
 
     What a layer computes is known for the families of `fullshard.plan.families`, by the model's own `config`. For any
-    other model activations are not predicted.
-
-    Args:
-        model: not sharded yet, on any device.
-        policy: which modules are units, as for `fullshard.features.unit_selection.unit_modules`.
-
-    Raises:
-        WrapError: the policy does not fit the model.
+    other model activations are not predicted. `policy` is that of `fullshard.features.unit_selection.unit_modules`.
     """
     names = {id(module): name for name, module in model.named_modules()}
     plans = partition([model], unit_modules(model, policy))

@@ -139,7 +139,7 @@ class FullyShardedDataParallelPlugin:
         is_alone = self.activation_checkpointing_mode and self.activation_checkpointing is None
         resolved = resolve([self.reading(), *([launched()] if is_alone else ())])
         say_once(resolved.notes)
-        self._policy(resolved.config.sharding)
+        self.wrap_policy(resolved.config.sharding)
         if resolved.config.sharding.cpu_ram_efficient_loading:
             tell_transformers()
         effective = self._in_effect(resolved.config)
@@ -228,11 +228,8 @@ class FullyShardedDataParallelPlugin:
         """Return the settings in effect; a wrap policy that is an object is not among them (see `wrap_policy`)."""
         return self.config().sharding
 
-    def wrap_policy(self) -> WrapPolicy:
-        """Return the policy that selects units."""
-        return self._policy(None)
-
-    def _policy(self, config: ShardingConfig | None) -> WrapPolicy:
+    def wrap_policy(self, config: ShardingConfig | None = None) -> WrapPolicy:
+        """Return the policy that selects units: by these settings, or by those in effect."""
         if self._has_policy_object():
             return _from_torch_policy(self.auto_wrap_policy) or parse_policy(self.auto_wrap_policy)
         return configured_policy(config or self.sharding_config())

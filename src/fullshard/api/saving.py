@@ -185,15 +185,8 @@ def save(
 ) -> None:
     """Save everything. A collective.
 
-    Args:
-        path: the checkpoint's directory.
-        state: what to save.
-        environment: of this rank.
-        total_limit: checkpoints to keep; None: all.
-        overwrite: whether a checkpoint there is replaced.
-        whole_weights: also write each model whole, into a directory `model` in the checkpoint, for other programs.
-        form: of the files besides: `native` adds none; another is one of `register_format`.
-        saver: writes while training goes on; None: training waits.
+    `whole_weights` writes each model whole, too, into a directory `model` in the checkpoint, for other programs; so
+    does a `form` of `register_format` in files of its own. With a `saver` training goes on meanwhile.
     """
     if whole_weights and saver is not None:
         raise ConfigError(

@@ -22,11 +22,8 @@ from fullshard.engine.parameter import sharded_parameters
 class AcceleratedScheduler:
     """Wraps a scheduler (anything with `step` and `state_dict`).
 
-    Args:
-        scheduler: the scheduler.
-        optimizers: a step that any of them skipped is no step for the schedule.
-        with_optimizer: step with the optimizer; False: once at every call.
-        steps: of the schedule per optimizer step.
+    It takes `steps` of the schedule for each step of the optimizers that none of them skipped; without `with_optimizer`
+    one at every call.
     """
 
     def __init__(
@@ -54,9 +51,7 @@ class AcceleratedScheduler:
             self._check_optimizer()
         if not self.with_optimizer:
             self.scheduler.step(*args, **kwargs)
-        elif self.gradient_state.sync_gradients and not any(
-            optimizer.step_was_skipped for optimizer in self.optimizers
-        ):
+        elif self.gradient_state.sync_gradients and not any(one.step_was_skipped for one in self.optimizers):
             for _ in range(self.steps):
                 # A schedule of a fixed length refuses to go on, and an epoch's last step may have had fewer batches.
                 if torch_private.steps_of(self.scheduler) <= getattr(self.scheduler, "total_steps", float("inf")):

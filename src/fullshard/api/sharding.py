@@ -88,17 +88,6 @@ class Setup:
         expression = self.sharding.ignored_modules
         return [] if expression is None else modules_matching(model, expression)
 
-    def compile_options(self) -> dict[str, Any]:
-        """Return the arguments for `torch.compile`."""
-        config = self.sharding
-        options = {
-            "backend": config.compile_backend,
-            "fullgraph": config.compile_fullgraph,
-            "dynamic": config.compile_dynamic,
-        }
-        # Backends other than inductor refuse a mode; the default one needs none.
-        return options if config.compile_mode == "default" else {**options, "mode": config.compile_mode}
-
 
 def shard(
     model: ModuleT,
@@ -238,7 +227,14 @@ def _change_forwards(model: nn.Module, units: list[nn.Module], setup: Setup, dev
             selective=config.activation_checkpointing_mode == "selective",
         )
     if config.compile:
-        compile_modules(units or [model], **setup.compile_options())
+        compile_modules(
+            units or [model],
+            backend=config.compile_backend,
+            fullgraph=config.compile_fullgraph,
+            dynamic=config.compile_dynamic,
+            # Backends other than inductor refuse a mode; the default one needs none.
+            **{} if config.compile_mode == "default" else {"mode": config.compile_mode},
+        )
     _change_dtypes(model, setup, device)
 
 

@@ -74,7 +74,8 @@ class Share:
 
     def initial_seed(self) -> int:
         """Return the seed of the loader's own generator, else torch's."""
-        return _initial_seed(self._order)
+        generator = getattr(self._order, "generator", None)
+        return int(generator.initial_seed()) if isinstance(generator, torch.Generator) else torch.initial_seed()
 
     def length(self) -> int:
         """Return the length of the order; `TypeError` if it has none."""
@@ -83,9 +84,7 @@ class Share:
     def start_epoch(self, seed: int, epoch: int, skip: int) -> tuple[int, Callable[[], Real | None]]:
         """Prepare the next iteration, which leaves `skip` items out.
 
-        Returns:
-            The loader's items that the loop itself must throw away, and a function that tells the last round's real
-            part.
+        Return how many of the loader's items the loop must throw away, and what tells the last round's real part.
         """
         if callable(set_epoch := getattr(self._dataset, "set_epoch", None)):
             set_epoch(epoch)
@@ -100,12 +99,6 @@ class Share:
     def unpack(self, given: Any) -> Iterable[tuple[Any, Real | None]]:
         """Return the batches that the loader gave, each with the real part of its round if known."""
         return [(given, None)]
-
-
-def _initial_seed(holder: object) -> int:
-    """Return the seed of the generator of a sampler or dataset, else torch's."""
-    generator = getattr(holder, "generator", None)
-    return int(generator.initial_seed()) if isinstance(generator, torch.Generator) else torch.initial_seed()
 
 
 class _DealtSampler(Sampler[Any]):
@@ -244,7 +237,8 @@ class _IterableShare(Share):
     is_always_even = True
 
     def __init__(self, deal: Deal, loader: DataLoader[Any]) -> None:
-        super().__init__(deal, (), _DealtDataset(deal, cast("IterableDataset[Any]", loader.dataset)))
+        dataset = cast("IterableDataset[Any]", loader.dataset)
+        super().__init__(deal, dataset, _DealtDataset(deal, dataset))
         self._num_workers = loader.num_workers
 
     def arguments(self, loader: DataLoader[Any]) -> dict[str, Any]:
@@ -260,18 +254,12 @@ class _IterableShare(Share):
 
     @property
     def depends_on_epoch(self) -> bool:
-        dataset = self._dataset.dataset
+        dataset = self._order
         has_generator = generators.is_generator(getattr(dataset, "generator", None))
         return has_generator or callable(getattr(dataset, "set_epoch", None))
 
-    def initial_seed(self) -> int:
-        return _initial_seed(self._dataset.dataset)
-
-    def length(self) -> int:
-        return len(cast("Sized", self._dataset.dataset))
-
     def start_epoch(self, seed: int, epoch: int, skip: int) -> tuple[int, Callable[[], Real | None]]:
-        dataset = self._dataset.dataset
+        dataset = self._order
         set_epoch, generator = getattr(dataset, "set_epoch", None), getattr(dataset, "generator", None)
         if callable(set_epoch):
             set_epoch(epoch)

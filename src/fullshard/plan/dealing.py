@@ -57,10 +57,8 @@ class Matrix:
 def matrix_shape(shape: Sequence[int], *, flatten: bool) -> tuple[int, int, int]:
     """Return (how many, rows, columns) of the matrices in a parameter of this shape.
 
-    Args:
-        shape: three dims are a batch of matrices, for example the weights of experts; a vector is one row.
-        flatten: treat it as one matrix, with all dims but the first as columns, as for a convolution. More than three
-            dims are always flattened.
+    Three dims are a batch of matrices, for example the weights of experts; a vector is one row. With `flatten`, as for
+    a convolution, it is one matrix with all dims but the first as columns; more than three dims always are.
     """
     if len(shape) < 2:
         return 1, 1, math.prod(shape)

@@ -133,23 +133,6 @@ def as_dict(plan: Plan, changes: Sequence[Change] = (), notes: Sequence[str] = (
         "fits": plan.fits,
         "confidence": plan.confidence,
         "verdict": plan.verdict,
-        "units": [
-            {
-                "name": unit.name,
-                "buckets": [
-                    {
-                        "dtype": bucket.dtype,
-                        "compute_dtype": bucket.compute_dtype,
-                        "trainable": bucket.trainable,
-                        "elements": bucket.layout.numel,
-                        "per_rank": bucket.layout.shard_numel,
-                        "bytes": bucket.full_nbytes,
-                    }
-                    for bucket in unit.buckets
-                ],
-            }
-            for unit in plan.setting.layout.units
-        ],
         "memory": {
             **_picked(plan.memory, "needed peak persistent phases host_load host_load_peers host_steady checkpoint"),
             "available": plan.cluster.device.memory,

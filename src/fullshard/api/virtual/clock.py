@@ -44,25 +44,23 @@ class Task:
     phase: str = ""
 
 
+@dataclass(slots=True, eq=False)
 class Stream:
-    """Tasks in order.
+    """Tasks in order: all that were pushed, and the queue of those that are not over."""
 
-    Attributes:
-        last: the task that was queued last, until which an event that is recorded now waits.
-        tasks: all that were queued.
-    """
+    name: str
+    tasks: list[Task] = field(default_factory=list)
+    queue: deque[Task] = field(default_factory=deque)
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.last: Task | None = None
-        self.tasks: list[Task] = []
-        self.queue: deque[Task] = deque()
+    @property
+    def last(self) -> Task | None:
+        """The task that was pushed last, until which an event that is recorded now waits."""
+        return self.tasks[-1] if self.tasks else None
 
     def push(self, task: Task) -> Task:
         """Queue a task."""
         self.queue.append(task)
         self.tasks.append(task)
-        self.last = task
         return task
 
 

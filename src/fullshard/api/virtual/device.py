@@ -113,10 +113,6 @@ class _Begin:
 class VirtualDevice(torch_private.DispatchMode):
     """One rank's device.
 
-    Args:
-        cluster: the cluster that it belongs to.
-        host: the times that the host takes.
-
     Attributes:
         current: the stream that operations go to.
         launches: operations with a kernel so far.

@@ -33,8 +33,8 @@ STEPS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figures:
-    """The figures of one step.
+class Timeline:
+    """One step: its figures and its tasks.
 
     Attributes:
         seconds: from the first launch to the end of the last task.
@@ -47,6 +47,7 @@ class Figures:
         launches, collectives: of the host.
         peak_allocated: bytes on the device.
         state: bytes allocated before the step.
+        memory: (seconds, bytes allocated), by the host's clock, which began at `begin`.
     """
 
     seconds: float
@@ -60,19 +61,14 @@ class Figures:
     collectives: int
     peak_allocated: int
     state: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timeline(Figures):
-    """One step: its figures, its tasks, and (seconds, bytes allocated), by the host's clock, which began at `begin`."""
-
     begin: float
     tasks: Sequence[Task]
     memory: Sequence[tuple[float, int]]
 
     def figures(self) -> dict[str, float | int]:
         """Return the figures, for a record."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(Figures)}
+        names = [field.name for field in dataclasses.fields(self)]
+        return {name: getattr(self, name) for name in names if name not in ("begin", "tasks", "memory")}
 
     def write_trace(self, path: Path) -> None:
         """Write it in Chrome's trace format, which Perfetto reads, too."""
@@ -99,28 +95,19 @@ class Timeline(Figures):
         write_text(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
-@dataclass(frozen=True, slots=True)
-class TokenBatch:
-    """Token ids of one micro-batch, and how often it comes in a step."""
-
-    sequences: int
-    tokens: int
-    accumulation: int = 1
-
-    def loss(self, model: nn.Module) -> torch.Tensor:
-        """Run a forward of a causal language model and return its loss."""
-        ids = torch.zeros(self.sequences, self.tokens, dtype=torch.long, device="meta")
-        places = torch.arange(self.tokens, device="meta")[None]
-        try:
-            logits = model(input_ids=ids, position_ids=places).logits
-        except FullshardError:
-            raise
-        except Exception as error:  # of a model's own code, or of a kernel that knows no such dtype
-            raise ConfigError(
-                f"the forward of {type(model).__name__} does not run in virtual time: {error}",
-                hint="ask fullshard plan, which runs nothing",
-            ) from error
-        return nn.functional.cross_entropy(logits.float().flatten(0, 1), ids.flatten())
+def _loss(model: nn.Module, sequences: int, tokens: int) -> torch.Tensor:
+    """Run a forward of a causal language model and return its loss."""
+    ids = torch.zeros(sequences, tokens, dtype=torch.long, device="meta")
+    try:
+        logits = model(input_ids=ids, position_ids=torch.arange(tokens, device="meta")[None]).logits
+    except FullshardError:
+        raise
+    except Exception as error:  # of a model's own code, or of a kernel that knows no such dtype
+        raise ConfigError(
+            f"the forward of {type(model).__name__} does not run in virtual time: {error}",
+            hint="ask fullshard plan, which runs nothing",
+        ) from error
+    return nn.functional.cross_entropy(logits.float().flatten(0, 1), ids.flatten())
 
 
 def time_step(
@@ -158,19 +145,18 @@ def time_step(
         mesh = init_mesh(shard_size=job.row.mesh_shape(cluster.count, shard_size)[1], device=torch.device("meta"))
         name_groups(mesh)
         shard_without_weights(model, job, mesh, device.note_event)
-        batch = TokenBatch(job.micro_batch, job.seq_len, job.accumulation)
-        return last_step(device, model, torch.optim.AdamW(model.parameters(), fused=True), batch)
+        return last_step(device, model, torch.optim.AdamW(model.parameters(), fused=True), job)
 
 
-def last_step(device: VirtualDevice, model: nn.Module, optimizer: torch.optim.Optimizer, batch: TokenBatch) -> Timeline:
+def last_step(device: VirtualDevice, model: nn.Module, optimizer: torch.optim.Optimizer, job: Job) -> Timeline:
     """Train for `STEPS` steps, each of which begins when the one before is over, as if the loss were read."""
     clock = device.clock
     for step in range(STEPS):
         if step == STEPS - 1:
             device.begin_record()
-        for _ in range(batch.accumulation):
+        for _ in range(job.accumulation):
             device.phase = "forward"
-            loss = batch.loss(model)
+            loss = _loss(model, job.micro_batch, job.seq_len)
             device.phase = "backward"
             loss.backward()
             del loss

@@ -22,7 +22,6 @@ from fullshard.comm.mesh import Mesh, init_mesh
 from fullshard.core.errors import ConfigError
 from fullshard.core.events import Event, EventKind, EventSink
 from fullshard.core.imports import import_extra
-from fullshard.core.layout import Interval
 from fullshard.engine.lookup import units_of
 from fullshard.features import MixedPrecisionPolicy, OffloadPolicy, describe, keep_head, meta_parameters, shard_model
 from fullshard.features.meta_device import WEIGHTS
@@ -36,7 +35,6 @@ from fullshard.plan.layout import lay_out
 from fullshard.plan.optimizers import OPTIMIZERS
 from fullshard.plan.schedule import predict_step
 from fullshard.plan.traffic import Traffic, traffic_of
-from fullshard.wrap.partition import Slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,22 +84,16 @@ class Simulation:
 class NoWeights:
     """A source that says it has every parameter and gives none: on the meta device there is nothing to fill."""
 
-    def start(self, model: nn.Module) -> None:
-        """Do nothing."""
+    def start(self, *_: Any) -> None:
+        """Do nothing: buffers, too, come with the model, and lose their data when they are moved to the meta device."""
 
-    def make_whole(self, module: nn.Module, device: torch.device) -> None:
-        """Do nothing: buffers come with the model, and lose their data when they are moved to the meta device."""
+    make_whole = read = start
 
-    def holds(self, slot: Slot) -> bool:
+    def holds(self, *_: Any) -> bool:
         """Return True for every slot."""
         return True
 
-    def read(self, slot: Slot, interval: Interval, out: torch.Tensor) -> None:
-        """Do nothing."""
-
-    def initialize(self, module: nn.Module) -> bool:
-        """Return True."""
-        return True
+    initialize = holds
 
 
 def simulate(build: Callable[[], nn.Module], job: Job, *, world_size: int, rank: int = 0) -> Simulation:
