@@ -101,7 +101,7 @@ def test_a_dynamo_plugin_says_how_units_are_compiled() -> None:
     plugin = accelerate.utils.TorchDynamoPlugin
 
     def compiled(plugin: Any, backend: str | None = None) -> tuple[Any, ...]:
-        config = Accelerator(cpu=True, dynamo_plugin=plugin, dynamo_backend=backend).setup.sharding
+        config = Accelerator(cpu=True, dynamo_plugin=plugin, dynamo_backend=backend)._config.sharding
         names = ("compile", "compile_backend", "compile_mode", "compile_fullgraph", "compile_dynamic")
         return tuple(getattr(config, name) for name in names)
 
@@ -244,10 +244,10 @@ def test_accelerates_plugin_means_what_it_says(version: int) -> None:
     else:
         fields |= {"reshard_after_forward": False}
     accelerator = Accelerator(cpu=True, fsdp_plugin=_their_plugin(**fields))
-    sharding, plugin = accelerator.setup.sharding, accelerator.state.fsdp_plugin
+    sharding, plugin = accelerator._config.sharding, accelerator.state.fsdp_plugin
     assert not sharding.resolved_strategy().frees_after_forward
     assert sharding.activation_checkpointing
-    assert accelerator.setup.precision.compute_dtype == "bfloat16"
+    assert accelerator._config.precision.compute_dtype == "bfloat16"
     assert plugin.state_dict_type == "FULL_STATE_DICT"
     assert plugin.transformer_cls_names_to_wrap == ["Linear"]
     if version == 1:
@@ -264,11 +264,11 @@ def test_what_accelerates_plugin_leaves_at_its_default_is_left_to_the_launcher(
     for name, value in hand_over(config, tmp_path / "config.json").items():
         monkeypatch.setenv(name, value)
     theirs = _their_plugin(fsdp_version=2, activation_checkpointing=True)
-    sharding = Accelerator(cpu=True, fsdp_plugin=theirs).setup.sharding
+    sharding = Accelerator(cpu=True, fsdp_plugin=theirs)._config.sharding
     assert sharding.activation_checkpointing and sharding.cpu_offload
     assert not sharding.resolved_strategy().frees_after_forward
     replaced = dataclasses.replace(_their_plugin(fsdp_version=2), transformer_cls_names_to_wrap=["Linear"])
-    assert Accelerator(cpu=True, fsdp_plugin=replaced).setup.sharding.cpu_offload
+    assert Accelerator(cpu=True, fsdp_plugin=replaced)._config.sharding.cpu_offload
 
 
 def test_accelerates_plugin_with_a_policy_for_a_model() -> None:
@@ -287,18 +287,18 @@ def test_what_is_changed_on_accelerates_plugin_counts_for_the_next_model() -> No
     theirs.reshard_after_forward, theirs.auto_wrap_policy = False, ModuleWrapPolicy({nn.Linear})
     model = accelerator.prepare(nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.ReLU()))
     assert fullshard.describe(model).units == 3
-    assert accelerator.setup.precision.compute_dtype == "bfloat16"
-    assert accelerator.setup.sharding.resolved_strategy().name == "SHARD_GRAD_OP"
+    assert accelerator._config.precision.compute_dtype == "bfloat16"
+    assert accelerator._config.sharding.resolved_strategy().name == "SHARD_GRAD_OP"
     theirs.activation_checkpointing, theirs.cpu_offload = True, CPUOffloadPolicy()
     accelerator.prepare(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
-    assert accelerator.setup.sharding.activation_checkpointing and accelerator.setup.sharding.cpu_offload
+    assert accelerator._config.sharding.activation_checkpointing and accelerator._config.sharding.cpu_offload
     theirs.reshard_after_forward, theirs.activation_checkpointing = True, False  # as they are by themselves
     theirs.mixed_precision_policy, theirs.cpu_offload = None, OffloadPolicy()
     accelerator.prepare(nn.Linear(4, 4))
-    sharding = accelerator.setup.sharding
+    sharding = accelerator._config.sharding
     assert (sharding.activation_checkpointing, sharding.cpu_offload) == (False, False)
     assert sharding.resolved_strategy().name == "FULL_SHARD"
-    assert accelerator.setup.precision.compute_dtype is None
+    assert accelerator._config.precision.compute_dtype is None
 
 
 def _parallel(replicas: int, shards: int, **fields: Any) -> tuple[str, int, int]:
@@ -310,7 +310,7 @@ def _parallel(replicas: int, shards: int, **fields: Any) -> tuple[str, int, int]
     assert mesh["dp_cp"].size() == mesh["dp"].size() == 2 and mesh["dp_shard_cp"].size() == shards
     assert mesh["dp_replicate"].get_local_rank() == accelerator.data_parallel_rank
     assert mesh[tuple(config.fsdp_dim_names)].size() == 2
-    strategy = accelerator.setup.sharding.resolved_strategy().name
+    strategy = accelerator._config.sharding.resolved_strategy().name
     return strategy, accelerator.data_parallel_rank, accelerator.data_parallel_shard_rank
 
 

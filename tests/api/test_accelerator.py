@@ -122,7 +122,7 @@ def test_what_accelerate_launch_exports_is_used(monkeypatch: pytest.MonkeyPatch)
     accelerator = Accelerator()
     assert accelerator.mixed_precision == "bf16"
     assert accelerator.gradient_accumulation_steps == 4
-    assert accelerator.setup.sharding.strategy == "NO_SHARD"
+    assert accelerator._config.sharding.strategy == "NO_SHARD"
     assert Accelerator(mixed_precision="no").mixed_precision == "no"
 
 

@@ -55,12 +55,12 @@ def test_everything_comes_from_the_launcher(launch: Launch) -> None:
     )
     accelerator = Accelerator()
     assert accelerator.mixed_precision == "bf16"
-    assert accelerator.setup.precision.reduce_dtype == "bfloat16"
+    assert accelerator._config.precision.reduce_dtype == "bfloat16"
     assert accelerator.gradient_accumulation_steps == 3
     assert accelerator.device.type == "cpu"
-    assert accelerator.setup.sharding.strategy == "SHARD_GRAD_OP"
-    assert not accelerator.setup.sharding.forward_prefetch
-    assert accelerator.setup.wrap_policy() == ByClass(("Linear",))
+    assert accelerator._config.sharding.strategy == "SHARD_GRAD_OP"
+    assert not accelerator._config.sharding.forward_prefetch
+    assert accelerator.fsdp_plugin.wrap_policy() == ByClass(("Linear",))
     # Scripts written for Accelerate ask its plugin.
     plugin = accelerator.state.fsdp_plugin
     assert (plugin.sharding_strategy, plugin.state_dict_type) == ("SHARD_GRAD_OP", "FULL_STATE_DICT")
@@ -84,11 +84,11 @@ def test_the_script_wins_setting_by_setting(launch: Launch) -> None:
     plugin = FullyShardedDataParallelPlugin(sharding_strategy="FULL_SHARD", min_num_params=7)
     accelerator = Accelerator(mixed_precision="no", gradient_accumulation_steps=2, fsdp_plugin=plugin)
     assert (accelerator.mixed_precision, accelerator.gradient_accumulation_steps) == ("no", 2)
-    assert accelerator.setup.sharding.resolved_strategy().name == "FULL_SHARD"
-    assert accelerator.setup.wrap_policy() == BySize(7)
-    assert not accelerator.setup.sharding.forward_prefetch
+    assert accelerator._config.sharding.resolved_strategy().name == "FULL_SHARD"
+    assert accelerator.fsdp_plugin.wrap_policy() == BySize(7)
+    assert not accelerator._config.sharding.forward_prefetch
     for settings in ({"backward_prefetch": "NO_PREFETCH"}, {"wrap": "none"}):
-        sharding = Accelerator(fsdp_plugin=settings).setup.sharding
+        sharding = Accelerator(fsdp_plugin=settings)._config.sharding
         assert sharding.strategy == "SHARD_GRAD_OP"
         assert all(getattr(sharding, name) == value for name, value in settings.items())
 

@@ -383,7 +383,7 @@ def test_a_launchers_checkpointing_may_be_selective(monkeypatch: pytest.MonkeyPa
     plugin = FullyShardedDataParallelPlugin(activation_checkpointing_mode="selective")
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
     _dtypes(accelerator)
-    sharding = accelerator.setup.sharding
+    sharding = accelerator._config.sharding
     assert sharding.activation_checkpointing and sharding.activation_checkpointing_mode == "selective"
 
 
@@ -396,19 +396,19 @@ def test_what_is_changed_on_the_plugin_counts_for_the_next_model() -> None:
     plugin.sharding_strategy, plugin.activation_checkpointing, plugin.cpu_offload = "SHARD_GRAD_OP", True, True
     plugin.mixed_precision_policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.bfloat16)
     assert _dtypes(accelerator) == (torch.bfloat16, torch.bfloat16)
-    sharding = accelerator.setup.sharding
+    sharding = accelerator._config.sharding
     assert sharding.activation_checkpointing and sharding.cpu_offload
     assert sharding.resolved_strategy().name == "SHARD_GRAD_OP" and plugin.reshard_after_forward is False
     plugin.activation_checkpointing_mode = "selective"
     _dtypes(accelerator)
-    assert accelerator.setup.sharding.activation_checkpointing_mode == "selective"
+    assert accelerator._config.sharding.activation_checkpointing_mode == "selective"
     plugin.activation_checkpointing_mode = "full"
     plugin.reshard_after_forward, plugin.activation_checkpointing = True, False
     with pytest.raises(ConfigError, match="SHARD_GRAD_OP and reshard_after_forward = true contradict each other"):
         accelerator.prepare(nn.Linear(2, 2))
     plugin.sharding_strategy = None
     _dtypes(accelerator)
-    sharding = accelerator.setup.sharding
+    sharding = accelerator._config.sharding
     assert (plugin.sharding_strategy, sharding.activation_checkpointing) == ("FULL_SHARD", False)
     plugin.set_mixed_precision("fp16", override=True)
     with pytest.raises(ConfigError, match="fp16 from now on, and the Accelerator was made for no"):
@@ -421,7 +421,7 @@ def test_what_is_changed_leaves_what_is_asked_for_when_a_model_is_sharded() -> N
     plugin: Any = accelerator.state.fsdp_plugin
     plugin.activation_checkpointing = True
     accelerator.prepare(model)
-    assert accelerator.setup.sharding.activation_checkpointing
+    assert accelerator._config.sharding.activation_checkpointing
     assert [isinstance(p, ShardedParameter) for p in model.parameters()] == [False, False, True, True]
     plugin.activation_checkpointing, plugin.ignored_modules = False, "1"
     other = accelerator.prepare(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
@@ -440,8 +440,8 @@ def test_of_what_is_replaced_on_the_plugin_nothing_is_left() -> None:
 
     def prepared() -> tuple[str | None, str | None, Offload]:
         accelerator.prepare(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
-        precision = accelerator.setup.precision
-        return precision.compute_dtype, precision.reduce_dtype, accelerator.setup.sharding.offload
+        precision = accelerator._config.precision
+        return precision.compute_dtype, precision.reduce_dtype, accelerator._config.sharding.offload
 
     assert prepared() == ("bfloat16", "bfloat16", Offload())
     plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=bf16)
@@ -454,7 +454,7 @@ def test_of_what_is_replaced_on_the_plugin_nothing_is_left() -> None:
     plugin.activation_checkpointing = True
     assert prepared()[0] == "bfloat16" and accelerator.mixed_precision == "bf16"
     plugin.mixed_precision_policy, plugin.activation_checkpointing = None, None
-    assert prepared()[0] is None and not accelerator.setup.sharding.activation_checkpointing
+    assert prepared()[0] is None and not accelerator._config.sharding.activation_checkpointing
     with pytest.warns(UserWarning, match="gives way to the plugin"):
         mine = Accelerator(cpu=True, mixed_precision="bf16", fsdp_plugin=Plugin(mixed_precision_policy="fp32"))
     mine.state.fsdp_plugin.mixed_precision_policy = None
@@ -470,11 +470,11 @@ def test_none_gives_a_field_back_to_what_filled_the_plugin() -> None:
     plugin.activation_checkpointing, plugin.cpu_offload, plugin.mixed_precision_policy = False, False, "fp32"
     with pytest.warns(UserWarning, match="gives way to the plugin"):
         assert _dtypes(accelerator) == (torch.float32, torch.float32)
-    sharding = accelerator.setup.sharding
+    sharding = accelerator._config.sharding
     assert (sharding.activation_checkpointing, sharding.offload) == (False, Offload())
     plugin.activation_checkpointing = plugin.cpu_offload = plugin.mixed_precision_policy = None
     assert _dtypes(accelerator) == (torch.float32, torch.bfloat16)
-    sharding = accelerator.setup.sharding
+    sharding = accelerator._config.sharding
     assert sharding.activation_checkpointing and sharding.offload == Offload(main_weights=True, optimizer_state=True)
 
 

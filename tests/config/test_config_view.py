@@ -124,4 +124,4 @@ def test_an_accelerator_takes_a_run_whole() -> None:
     config = TrainArguments.of({"precision": "bf16", "strategy": "SHARD_GRAD_OP", "device": "cpu"}).run_config()
     accelerator = Accelerator(fsdp_plugin=config)
     assert accelerator.mixed_precision == "bf16"
-    assert accelerator.setup.sharding == config.sharding
+    assert accelerator._config.sharding == config.sharding

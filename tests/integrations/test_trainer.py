@@ -640,7 +640,7 @@ def test_keys_without_effect_say_so(tmp_path: Path) -> None:
 
 def settings_of(output: str, options: dict[str, Any]) -> tuple[str, bool, str]:
     made = trainer(build(), arguments(output, **options))
-    config = made.accelerator.setup.sharding
+    config = made.accelerator._config.sharding
     return config.resolved_strategy().name, config.cpu_offload, made.accelerator.state_dict_type
 
 

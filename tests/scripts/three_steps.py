@@ -43,8 +43,8 @@ result = {
     "share": sum(part.numel() for part in held) / numel,
     "losses": losses,
     "mode": accelerator.mixed_precision,
-    "offload": accelerator.setup.sharding.cpu_offload,
-    "checkpointing": accelerator.setup.sharding.activation_checkpointing,
+    "offload": accelerator._config.sharding.cpu_offload,
+    "checkpointing": accelerator._config.sharding.activation_checkpointing,
 }
 Path(sys.argv[1], f"rank{accelerator.process_index}.json").write_text(json.dumps(result), encoding="utf-8")
 accelerator.end_training()

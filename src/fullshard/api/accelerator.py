@@ -41,7 +41,7 @@ from fullshard.api.plugin import FullyShardedDataParallelPlugin
 from fullshard.api.refused import ARGUMENTS, METHODS
 from fullshard.api.reporting import Reporting, wanted_trackers
 from fullshard.api.scheduler import AcceleratedScheduler
-from fullshard.api.sharding import Setup, is_sharded, remove_autocast, shard
+from fullshard.api.sharding import is_sharded, remove_autocast, shard
 from fullshard.api.state import GradientState, ProcessState
 from fullshard.checkpoint.background import AsyncSaver
 from fullshard.checkpoint.lease import let_go
@@ -152,16 +152,15 @@ class Accelerator(Loaders, Reporting):
         plugin = fsdp_plugin if self._theirs is None else own_plugin(self._theirs)
         self.fsdp_plugin = FullyShardedDataParallelPlugin() if plugin is None else plugin
         self._config = self._configured()
-        self.setup = self._set_up()
         super().__init__(
             ProcessState.start(device=self._config.launch.device, timeout_seconds=handlers.timeout_seconds)
         )
         self.gradient_state = self._make_gradient_state(gradient_accumulation_plugin)
-        _check_precision(self.setup.precision.mode, self.device)
+        _check_precision(self._config.precision.mode, self.device)
         sharding = self._config.sharding
         self.state = AcceleratorState(
             self.process,
-            mixed_precision=self.setup.precision.mode,
+            mixed_precision=self._config.precision.mode,
             fsdp_plugin=self.fsdp_plugin,
             dynamo_backend=sharding.compile_backend if sharding.compile else "no",
             parallelism_config=parallelism_config,
@@ -283,7 +282,9 @@ class Accelerator(Loaders, Reporting):
         if not is_sharded(model):
             self._take_changes()
             device_mesh = self.torch_device_mesh if self._tensor_parallel_size > 1 else None
-            model = shard(model, self.setup, self.process, self._say, device_mesh)
+            plugin = self.fsdp_plugin if isinstance(self.fsdp_plugin, FullyShardedDataParallelPlugin) else None
+            options = {"plugin": plugin, "autocast": self.handlers.autocast, "device_mesh": device_mesh}
+            model = shard(model, self._config, self.process, self._say, **options)
             for optimizer in self._optimizers:
                 repoint(optimizer.optimizer)
                 self._step_in_backward(optimizer.optimizer)
@@ -429,7 +430,7 @@ class Accelerator(Loaders, Reporting):
     @contextlib.contextmanager
     def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
         """Run computations outside a prepared model under autocast in the modes bf16 and fp16; otherwise do nothing."""
-        options = autocast_handler or self.setup.autocast
+        options = autocast_handler or self.handlers.autocast
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.mixed_precision)
         if dtype is None:
             yield
@@ -487,10 +488,6 @@ class Accelerator(Loaders, Reporting):
             self._told = take_changes(self.fsdp_plugin, self._theirs, self._told)
         return run_config(self.fsdp_plugin, self._given, self._parallelism)
 
-    def _set_up(self) -> Setup:
-        plugin = self.fsdp_plugin if isinstance(self.fsdp_plugin, FullyShardedDataParallelPlugin) else None
-        return Setup(self._config, plugin, self.handlers.autocast)
-
     def _take_changes(self) -> None:
         """Take what a script has changed on the plugin, as Accelerate's `prepare` does."""
         if (config := self._configured()) == self._config:
@@ -504,7 +501,6 @@ class Accelerator(Loaders, Reporting):
             )
         _check_precision(mode, self.device)
         self._config = config
-        self.setup = self._set_up()
         self.state.mixed_precision = mode
         self.state.tell_accelerate()
 

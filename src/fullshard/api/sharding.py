@@ -54,56 +54,30 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 _OUTER = "_fullshard_outer_forward"
 
 
-@dataclass(frozen=True)
-class Setup:
-    """All that decides how a model is sharded: every setting, and those that are objects.
-
-    Attributes:
-        plugin: modules, functions, a wrap policy that is an object; None: there are none.
-        autocast: how the forward runs under autocast in the modes bf16 and fp16.
-    """
-
-    config: RunConfig
-    plugin: FullyShardedDataParallelPlugin | None
-    autocast: AutocastKwargs
-
-    @property
-    def sharding(self) -> ShardingConfig:
-        """The settings of sharding."""
-        return self.config.sharding
-
-    @property
-    def precision(self) -> PrecisionConfig:
-        """The dtypes."""
-        return self.config.precision
-
-    def wrap_policy(self) -> WrapPolicy:
-        """Return the policy that selects units: the plugin's at this moment, because scripts change it at any time."""
-        return configured_policy(self.sharding) if self.plugin is None else self.plugin.wrap_policy()
-
-    def ignored_modules(self, model: nn.Module) -> list[nn.Module]:
-        """Return the modules of `model` that stay unsharded."""
-        if self.plugin is not None:  # the settings' expression is in it, unless a script has taken it out
-            return self.plugin.ignored_module_list(model)
-        expression = self.sharding.ignored_modules
-        return [] if expression is None else modules_matching(model, expression)
-
-
 def shard(
     model: ModuleT,
-    setup: Setup,
+    settings: RunConfig,
     process: ProcessState,
     say: Callable[[str], None],
+    *,
+    plugin: FullyShardedDataParallelPlugin | None,
+    autocast: AutocastKwargs,
     device_mesh: DeviceMesh | None = None,
 ) -> ModuleT:
-    """Shard `model` in place and say how, by lines for the user on every rank. One without parameters is only moved."""
+    """Shard `model` in place and say how, by lines for the user on every rank. One without parameters is only moved.
+
+    The plugin has what are objects: modules, functions, a wrap policy. Scripts change them at any time.
+    """
     require_module(model)
     if next(model.parameters(), None) is None:
         return model.to(process.device)
-    config, precision = setup.sharding, setup.precision
+    config, precision = settings.sharding, settings.precision
     if device_mesh is not None:
         _check_split(model, device_mesh)
-    ignored = setup.ignored_modules(model)
+    if plugin is not None:  # the settings' expression is in it, unless a script has taken it out
+        ignored = plugin.ignored_module_list(model)
+    else:
+        ignored = modules_matching(model, config.ignored_modules) if config.ignored_modules is not None else []
     if ignored and not {id(module) for module in ignored} & {id(module) for module in model.modules()}:
         say(f"ignored_modules: none of them is in this {type(model).__name__}, so all of it is sharded")
     conversion = conversion_of(model)
@@ -112,10 +86,12 @@ def shard(
         say(f"{type(model).__name__}: {conversion.said}")
     if conversion.said_of_adapters:
         say(conversion.said_of_adapters)
-    units = _units(model, setup, ignored, process)
+    policy = configured_policy(config) if plugin is None else plugin.wrap_policy()
+    units = _units(model, policy, ignored, process)
     apart = embedding_modules(model) if config.wrap_embeddings else ()
     _upcast(model, precision.mode, say)
-    _change_forwards(model, units, setup, process.device)
+    _change_forwards(model, units, config)
+    _change_dtypes(model, precision, autocast, process.device)
     shard_model(
         model,
         unit_modules=[*units, *apart],
@@ -130,14 +106,13 @@ def shard(
         forward_prefetch=config.forward_prefetch,
         backward_prefetch=config.backward_prefetch,
         sync_module_states=config.sync_module_states,
-        param_init_fn=None if setup.plugin is None else setup.plugin.param_init_fn,
+        param_init_fn=None if plugin is None else plugin.param_init_fn,
         device=process.device,
     )
     if apart:
         keep_head(apart[1])
-    training = setup.config.training
-    policy, limit = training.nonfinite_gradients, training.nonfinite_limit
-    model.set_nonfinite_gradients(policy, limit=limit)  # type: ignore[operator]
+    training = settings.training
+    model.set_nonfinite_gradients(training.nonfinite_gradients, limit=training.nonfinite_limit)  # type: ignore[operator]
     model.set_replica_check(training.replica_check, every=training.compare_every)  # type: ignore[operator]
     for module in ignored:
         module.to(process.device)
@@ -201,19 +176,20 @@ def remove_autocast(model: nn.Module) -> None:
             model.forward = outer.inner
 
 
-def _units(model: nn.Module, setup: Setup, ignored: Sequence[nn.Module], process: ProcessState) -> list[nn.Module]:
+def _units(
+    model: nn.Module, policy: WrapPolicy, ignored: Sequence[nn.Module], process: ProcessState
+) -> list[nn.Module]:
     """Return the modules that become units; every rank comes to the same ones, and only the first warns."""
     outside = {id(inner) for module in ignored for inner in module.modules()}
     with warnings.catch_warnings():
         if not process.environment.is_main:
             warnings.simplefilter("ignore")
-        units = unit_modules(model, setup.wrap_policy())
+        units = unit_modules(model, policy)
     return [module for module in units if id(module) not in outside]
 
 
-def _change_forwards(model: nn.Module, units: list[nn.Module], setup: Setup, device: torch.device) -> None:
-    """Apply activation checkpointing, compilation and autocast, from the inside to the outside."""
-    config = setup.sharding
+def _change_forwards(model: nn.Module, units: list[nn.Module], config: ShardingConfig) -> None:
+    """Apply activation checkpointing and, around it, compilation."""
     if config.activation_checkpointing:
         if not units:
             raise ConfigError(
@@ -235,7 +211,6 @@ def _change_forwards(model: nn.Module, units: list[nn.Module], setup: Setup, dev
             # Backends other than inductor refuse a mode; the default one needs none.
             **{} if config.compile_mode == "default" else {"mode": config.compile_mode},
         )
-    _change_dtypes(model, setup, device)
 
 
 def _upcast(model: nn.Module, mode: str, say: Callable[[str], None]) -> None:
@@ -262,9 +237,8 @@ class _Outer:
     inner: Callable[..., Any] | None
 
 
-def _change_dtypes(model: nn.Module, setup: Setup, device: torch.device) -> None:
+def _change_dtypes(model: nn.Module, precision: PrecisionConfig, options: AutocastKwargs, device: torch.device) -> None:
     """Run the root under autocast in the modes bf16 and fp16, and cast its outputs."""
-    precision, options = setup.precision, setup.autocast
     dtype, output_dtype = dtype_or_none(precision.compute_dtype), dtype_or_none(precision.result_dtype)
     autocast: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
     if precision.mode in ("bf16", "fp16") and dtype in (torch.bfloat16, torch.float16):
