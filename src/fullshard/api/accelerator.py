@@ -36,7 +36,7 @@ from fullshard.api.configure import run_config
 from fullshard.api.elastic import accumulation_steps
 from fullshard.api.loaders import Loaders
 from fullshard.api.optimizer import AcceleratedOptimizer, check_parameters, refuse_stand_in
-from fullshard.api.options import Handlers, ProjectConfiguration
+from fullshard.api.options import ProjectConfiguration, handlers_by_name
 from fullshard.api.plugin import FullyShardedDataParallelPlugin
 from fullshard.api.refused import ARGUMENTS, METHODS
 from fullshard.api.reporting import Reporting, wanted_trackers
@@ -138,7 +138,7 @@ class Accelerator(Loaders, Reporting):
         for (name, reason), value in zip(ARGUMENTS.items(), others, strict=True):
             if value is not None:
                 raise ConfigError(f"{name} is not supported", hint=reason)
-        self.handlers = handlers = Handlers.of(kwargs_handlers)
+        self.handlers = handlers_by_name(kwargs_handlers)
         self._notes: list[str] = []
         self._given = {
             "mixed_precision": mixed_precision,
@@ -152,9 +152,9 @@ class Accelerator(Loaders, Reporting):
         plugin = fsdp_plugin if self._theirs is None else own_plugin(self._theirs)
         self.fsdp_plugin = FullyShardedDataParallelPlugin() if plugin is None else plugin
         self._config = self._configured()
-        super().__init__(
-            ProcessState.start(device=self._config.launch.device, timeout_seconds=handlers.timeout_seconds)
-        )
+        timeout = getattr(self.init_handler, "timeout", None)
+        seconds = None if timeout is None else timeout.total_seconds()
+        super().__init__(ProcessState.start(device=self._config.launch.device, timeout_seconds=seconds))
         self.gradient_state = self._make_gradient_state(gradient_accumulation_plugin)
         _check_precision(self._config.precision.mode, self.device)
         sharding = self._config.sharding
@@ -283,7 +283,7 @@ class Accelerator(Loaders, Reporting):
             self._take_changes()
             device_mesh = self.torch_device_mesh if self._tensor_parallel_size > 1 else None
             plugin = self.fsdp_plugin if isinstance(self.fsdp_plugin, FullyShardedDataParallelPlugin) else None
-            options = {"plugin": plugin, "autocast": self.handlers.autocast, "device_mesh": device_mesh}
+            options = {"plugin": plugin, "autocast": self.autocast_handler, "device_mesh": device_mesh}
             model = shard(model, self._config, self.process, self._say, **options)
             for optimizer in self._optimizers:
                 repoint(optimizer.optimizer)
@@ -430,7 +430,7 @@ class Accelerator(Loaders, Reporting):
     @contextlib.contextmanager
     def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
         """Run computations outside a prepared model under autocast in the modes bf16 and fp16; otherwise do nothing."""
-        options = autocast_handler or self.handlers.autocast
+        options = autocast_handler or self.autocast_handler
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.mixed_precision)
         if dtype is None:
             yield
@@ -505,9 +505,10 @@ class Accelerator(Loaders, Reporting):
         self.state.tell_accelerate()
 
     def _make_scaler(self) -> torch.amp.GradScaler | None:
-        return (
-            torch.amp.GradScaler(self.device.type, **self.handlers.scaler) if self.mixed_precision == "fp16" else None
-        )
+        if self.mixed_precision != "fp16":
+            return None
+        options = {} if self.scaler_handler is None else dataclasses.asdict(self.scaler_handler)
+        return torch.amp.GradScaler(self.device.type, **options)
 
     def _step_in_backward(self, optimizer: torch.optim.Optimizer) -> None:
         """Make the optimizer step there if that is wanted and it holds something sharded by now."""

@@ -6,7 +6,7 @@ import functools
 from operator import methodcaller
 from typing import Any
 
-from accelerate.utils import DistributedType
+from accelerate.utils import AutocastKwargs, DistributedType
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -14,7 +14,6 @@ from fullshard.api.accelerates import tensor_parallel_size
 from fullshard.api.accelerator_state import AcceleratorState
 from fullshard.api.forwarding import forwarded
 from fullshard.api.gathering import Gathering
-from fullshard.api.options import Handlers
 from fullshard.comm import torch_private
 from fullshard.config.schema import RunConfig
 
@@ -24,7 +23,7 @@ class Facts(Gathering):
 
     _config: RunConfig
     state: AcceleratorState
-    handlers: Handlers
+    handlers: dict[str, Any]
     dataloader_config: Any
     project_configuration: Any
     deepspeed_plugin = None
@@ -91,16 +90,16 @@ class Facts(Gathering):
         """The number of the part of its replica that this rank holds."""
         return self.process_index // self._tensor_parallel_size % self._shard_size()
 
-    autocast_handler: Any = forwarded("handlers.autocast")
+    autocast_handler: Any = forwarded("handlers", lambda given: given.get("AutocastKwargs") or AutocastKwargs())
     """The settings of autocast."""
 
-    scaler_handler: Any = forwarded("handlers.given", methodcaller("get", "GradScalerKwargs"))
+    scaler_handler: Any = forwarded("handlers", methodcaller("get", "GradScalerKwargs"))
     """Arguments of the loss scaler that the script gave; None: none."""
-    init_handler: Any = forwarded("handlers.given", methodcaller("get", "InitProcessGroupKwargs"))
+    init_handler: Any = forwarded("handlers", methodcaller("get", "InitProcessGroupKwargs"))
     """Arguments of the process group that the script gave; None: none."""
-    ddp_handler: Any = forwarded("handlers.given", methodcaller("get", "DistributedDataParallelKwargs"))
+    ddp_handler: Any = forwarded("handlers", methodcaller("get", "DistributedDataParallelKwargs"))
     """Arguments for DDP that the script gave; they have no effect. None: none."""
-    profile_handler: Any = forwarded("handlers.given", methodcaller("get", "ProfileKwargs"))
+    profile_handler: Any = forwarded("handlers", methodcaller("get", "ProfileKwargs"))
     """The script's settings of `profile()`; None if it gave none."""
 
     split_batches: bool = forwarded("dataloader_config.split_batches", bool)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from accelerate.utils import AutocastKwargs
 from accelerate.utils import ProjectConfiguration as Theirs
 
 from fullshard.api.refused import HANDLERS
@@ -38,49 +36,31 @@ class ProjectConfiguration(Theirs):  # type: ignore[misc]
         self.set_directories(self.project_dir)
 
 
-@dataclass(frozen=True, slots=True)
-class Handlers:
-    """The `kwargs_handlers` of an Accelerator, by the names of their classes, and what they come to.
-
-    Attributes:
-        scaler: arguments for the loss scaler.
-        autocast: whether the model and `autocast()` use autocast, and its weight cache.
-        timeout_seconds: of the process group; None: the default.
-    """
-
-    given: dict[str, Any]
-    scaler: dict[str, Any]
-    autocast: Any
-    timeout_seconds: float | None
-
-    @classmethod
-    def of(cls, handlers: list[Any] | None) -> Handlers:
-        """Sort handlers by the name of their class."""
-        if not isinstance(handlers, Iterable | None):
-            raise ConfigError(
-                f"kwargs_handlers: expected a list of handlers, got {type(handlers).__name__}",
-                hint="put it into a list",
-            )
-        named = [(type(handler).__name__, handler) for handler in handlers or ()]
-        given = dict(named)
-        if len(given) != len(named):
-            raise ConfigError(f"kwargs_handlers has two of one kind: {', '.join(name for name, _ in named)}")
-        for name in given:
-            if name not in (*_READ, "ProfileKwargs"):
-                raise ConfigError(
-                    f"kwargs handler {name} has no meaning here",
-                    hint=HANDLERS.get(name, "GradScalerKwargs, AutocastKwargs and InitProcessGroupKwargs are used"),
-                )
-        scaler, autocast, group, ddp = map(given.get, _READ)
-        if ddp is not None:
-            _check_no_hook(ddp)
-        if group is not None:
-            _check_process_group(group)
-        timeout = None if group is None or group.timeout is None else group.timeout.total_seconds()
-        return cls(given, {} if scaler is None else dataclasses.asdict(scaler), autocast or AutocastKwargs(), timeout)
+_HANDLED = (
+    "GradScalerKwargs", "AutocastKwargs", "InitProcessGroupKwargs", "DistributedDataParallelKwargs", "ProfileKwargs",
+)  # fmt: skip
 
 
-_READ = ("GradScalerKwargs", "AutocastKwargs", "InitProcessGroupKwargs", "DistributedDataParallelKwargs")
+def handlers_by_name(handlers: list[Any] | None) -> dict[str, Any]:
+    """Return the `kwargs_handlers` of an Accelerator by the names of their classes."""
+    if not isinstance(handlers, Iterable | None):
+        raise ConfigError(
+            f"kwargs_handlers: expected a list of handlers, got {type(handlers).__name__}", hint="put it into a list"
+        )
+    named = [(type(handler).__name__, handler) for handler in handlers or ()]
+    given = dict(named)
+    if len(given) != len(named):
+        raise ConfigError(f"kwargs_handlers has two of one kind: {', '.join(name for name, _ in named)}")
+    for name in given.keys() - set(_HANDLED):
+        raise ConfigError(
+            f"kwargs handler {name} has no meaning here",
+            hint=HANDLERS.get(name, "GradScalerKwargs, AutocastKwargs and InitProcessGroupKwargs are used"),
+        )
+    if (ddp := given.get("DistributedDataParallelKwargs")) is not None:
+        _check_no_hook(ddp)
+    if (group := given.get("InitProcessGroupKwargs")) is not None:
+        _check_process_group(group)
+    return given
 
 
 def _check_process_group(handler: Any) -> None:
