@@ -175,7 +175,9 @@ class Accelerator(Loaders, Reporting):
         self.device_placement = device_placement
         self.dataloader_config = dataloader_config or DataLoaderConfiguration(split_batches=split_batches)
         self.rng_types = _check_rng_types(rng_types)
-        self.project_configuration = _project_configuration(project_config, project_dir)
+        self.project_configuration = project_config or ProjectConfiguration()
+        if project_dir is not None:  # for logs, too, unless the script's configuration says where
+            self.project_configuration.set_directories(local_name(project_dir))
         if self.project_configuration.project_dir is not None:
             record_events(self.project_configuration.project_dir)
         self.log_with = wanted_trackers(log_with, self.logging_dir)
@@ -470,7 +472,9 @@ class Accelerator(Loaders, Reporting):
     def end_training(self) -> None:
         """Finish trackers, wait for all ranks and a checkpoint that is being written, and leave the process group."""
         try:
-            self._finish_trackers()  # on the main process alone: what fails there is no other's business
+            for tracker in self.trackers:  # on the main process alone: what fails there is no other's business
+                tracker.finish()
+            self.trackers = []
         finally:
             self._saver.wait()
             if self._copies is not None:
@@ -546,14 +550,6 @@ def _check_precision(mode: str, device: torch.device) -> None:
             f"mixed_precision = bf16 on {name_of(device)}, which has no bfloat16 arithmetic",
             hint="use fp16, or no",
         )
-
-
-def _project_configuration(given: Any, directory: str | os.PathLike[str] | None) -> Any:
-    """Return the script's configuration, or a new one; `directory` is its place, and that of logs unless it has one."""
-    configuration = given or ProjectConfiguration()
-    if directory is not None:
-        configuration.set_directories(local_name(directory))
-    return configuration
 
 
 def _check_rng_types(rng_types: list[Any] | None) -> set[str]:

@@ -122,7 +122,8 @@ class Checkpointing(Facts):
         config = self.project_configuration
         if config.save_on_each_node:
             raise ConfigError("save_on_each_node: a checkpoint lies in storage that all hosts share")
-        awaited = self._is_awaited(wait)
+        is_async = getattr(config, "async_save", False) or self._config.checkpoint.async_save
+        awaited = not is_async if wait is None else wait
         if self._save_hooks and not awaited:
             raise ConfigError(
                 "a hook of register_save_state_pre_hook needs the complete checkpoint, which is to be written later",
@@ -270,12 +271,6 @@ class Checkpointing(Facts):
     def _state_dict_type(self) -> str:
         """Return the form that a script asked for; with FULL_STATE_DICT `save_state` also writes the whole weights."""
         return self._configured().checkpoint.state_dict_type
-
-    def _is_awaited(self, wait: bool | None) -> bool:
-        """Return whether training waits for a save."""
-        if wait is not None:
-            return wait
-        return not (getattr(self.project_configuration, "async_save", False) or self._config.checkpoint.async_save)
 
     def _training_state(self) -> saving.TrainingState:
         if not (self._models or self._dataloaders or self._custom_objects):

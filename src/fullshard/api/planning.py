@@ -145,35 +145,29 @@ def _base_dtype(model: ModelShape) -> str:
 def _unit(
     plan: UnitPlan, names: dict[int, str], *, block: Block | None, first: int, order: dict[int, int]
 ) -> UnitShape:
-    name = names[id(plan.modules[0])]
-    position = order[id(plan.modules[0])]
+    name, position = names[id(plan.modules[0])], order[id(plan.modules[0])]
     embeds = block is None and (not name or position == first)  # not the position tables inside a layer
-    parameters = tuple(
-        _parameter(slot, names, is_root=not name, embeds=embeds, first=first, order=order) for slot in plan.slots
-    )
-    return UnitShape(name, parameters, block)
 
+    def role_of(slot: Slot) -> str:
+        module = slot.owners[0][0]
+        if embeds and any(isinstance(owner, nn.Embedding) for owner, _ in slot.owners):
+            return "embedding"
+        if not name and order[id(module)] < first:
+            return "input"
+        is_matrix = isinstance(module, nn.Linear) and slot.parameter.ndim == 2
+        return ("matrix" if name else "head") if is_matrix else "other"
 
-def _parameter(
-    slot: Slot, names: dict[int, str], *, is_root: bool, embeds: bool, first: int, order: dict[int, int]
-) -> ParameterShape:
-    module, attribute = slot.owners[0]
-    parameter = slot.parameter
-    if embeds and any(isinstance(owner, nn.Embedding) for owner, _ in slot.owners):
-        role = "embedding"
-    elif is_root and order[id(module)] < first:
-        role = "input"
-    elif isinstance(module, nn.Linear) and parameter.ndim == 2:
-        role = "head" if is_root else "matrix"
-    else:
-        role = "other"
-    path = names[id(module)]
-    return ParameterShape(
-        f"{path}.{attribute}" if path else attribute,
-        tuple(parameter.shape),
-        dtype=dtype_name(parameter.dtype),
-        trainable=parameter.requires_grad,
-        exact=is_exact(parameter),
-        statistics=None if slot.statistics_dtype is None else dtype_name(slot.statistics_dtype),
-        role=role,
-    )
+    def shape_of(slot: Slot) -> ParameterShape:
+        (module, attribute), parameter = slot.owners[0], slot.parameter
+        path = names[id(module)]
+        return ParameterShape(
+            f"{path}.{attribute}" if path else attribute,
+            tuple(parameter.shape),
+            dtype=dtype_name(parameter.dtype),
+            trainable=parameter.requires_grad,
+            exact=is_exact(parameter),
+            statistics=None if slot.statistics_dtype is None else dtype_name(slot.statistics_dtype),
+            role=role_of(slot),
+        )
+
+    return UnitShape(name, tuple(map(shape_of, plan.slots)), block)

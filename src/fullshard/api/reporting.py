@@ -80,11 +80,6 @@ class Reporting(Checkpointing):
 
         Ranks().together("writing the traces of a profile", write)
 
-    def _finish_trackers(self) -> None:
-        for tracker in self.trackers:
-            tracker.finish()
-        self.trackers = []
-
 
 def wanted_trackers(log_with: Any, logging_dir: str | None) -> list[Any]:
     """Return the trackers in `log_with`, as names and tracker objects."""
