@@ -46,7 +46,7 @@ CATEGORIES = (
     "optimizer temporaries",
     "framework",
 )
-"""Categories in the order of tables and pictures: those that stay come first."""
+"""Categories in the order of tables: those that stay come first."""
 
 PERSISTENT = CATEGORIES[:4]
 
