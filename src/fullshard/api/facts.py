@@ -6,7 +6,7 @@ import functools
 from operator import methodcaller
 from typing import Any
 
-from accelerate.utils import AutocastKwargs, DistributedType
+from accelerate.utils import DistributedType
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -90,7 +90,7 @@ class Facts(Gathering):
         """The number of the part of its replica that this rank holds."""
         return self.process_index // self._tensor_parallel_size % self._shard_size()
 
-    autocast_handler: Any = forwarded("handlers", lambda given: given.get("AutocastKwargs") or AutocastKwargs())
+    autocast_handler: Any = forwarded("handlers", methodcaller("get", "AutocastKwargs"))
     """The settings of autocast."""
 
     scaler_handler: Any = forwarded("handlers", methodcaller("get", "GradScalerKwargs"))

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from accelerate.utils import AutocastKwargs
 from accelerate.utils import ProjectConfiguration as Theirs
 
 from fullshard.api.refused import HANDLERS
@@ -42,7 +43,7 @@ _HANDLED = (
 
 
 def handlers_by_name(handlers: list[Any] | None) -> dict[str, Any]:
-    """Return the `kwargs_handlers` of an Accelerator by the names of their classes."""
+    """Return the `kwargs_handlers` of an Accelerator by the names of their classes, with autocast's in any case."""
     if not isinstance(handlers, Iterable | None):
         raise ConfigError(
             f"kwargs_handlers: expected a list of handlers, got {type(handlers).__name__}", hint="put it into a list"
@@ -60,7 +61,7 @@ def handlers_by_name(handlers: list[Any] | None) -> dict[str, Any]:
         _check_no_hook(ddp)
     if (group := given.get("InitProcessGroupKwargs")) is not None:
         _check_process_group(group)
-    return given
+    return {"AutocastKwargs": AutocastKwargs(), **given}
 
 
 def _check_process_group(handler: Any) -> None:
