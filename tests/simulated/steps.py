@@ -23,7 +23,7 @@ from fullshard.features import clip_grad_norm_, shard_model
 from tests.distributed import place_of
 from tests.simulated.training import MATRICES, Case, Model, batch, made, optimizer_of
 
-ALARM = "aten::_local_scalar_dense in nonfinite/guard.py:is_alarmed"
+ALARM = "aten::_local_scalar_dense in features/nonfinite.py:is_alarmed"
 """Whether gradients are finite decides whether the optimizer steps."""
 SETTLED = "event.synchronize in offload/host.py:settle"
 """The script may change what was gathered from, on the host, after a forward and after a backward."""
