@@ -5,7 +5,6 @@ pytest tests/api/test_notebooks.py
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 import sys
@@ -55,21 +54,6 @@ def test_what_cannot_be_forked_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     with pytest.raises(ConfigError, match="is a rank of a job already"):
         notebook_launcher(print, num_processes=2)
-
-
-def test_to_look_for_devices_starts_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA's runtime, once it was asked in the notebook, works in no process that is forked from it."""
-    asked = []
-    monkeypatch.delenv("PYTORCH_NVML_BASED_CUDA_CHECK", raising=False)
-
-    def look(**_: bool) -> None:
-        asked.append(os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"])
-
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", look)
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)  # it ends there
-    with pytest.raises(ConfigError, match="is a rank of a job already"):
-        notebook_launcher(print, num_processes=2)
-    assert asked == ["1"] and "PYTORCH_NVML_BASED_CUDA_CHECK" not in os.environ
 
 
 def cells_in(folder: Path) -> list[str]:

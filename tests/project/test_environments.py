@@ -119,7 +119,10 @@ print(fullshard.__file__)
 
 def test_every_module_of_the_wheel_imports_without_extras(bare: Path, tmp_path: Path) -> None:
     *lacking, home = run([bare, "-c", IMPORT_ALL], tmp_path).splitlines()
-    assert lacking == ["fullshard.integrations.transformers.ema_callback: pip install 'fullshard[hf]'"]
+    assert lacking == [
+        "fullshard.integrations.transformers.ema_callback: pip install 'fullshard[hf]'",
+        "fullshard.recipes.sft: pip install 'fullshard[sft]'",
+    ]
     assert Path(home).is_relative_to(bare.parents[1])
 
 

@@ -6,12 +6,13 @@ import argparse
 import functools
 import os
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import typer
 
 from fullshard.config.schema import GROUPS
-from fullshard.core.errors import ConfigError
+from fullshard.core.errors import ConfigError, MissingExtraError
 from fullshard.core.paths import local_path
 
 _LAUNCH = ("num_processes", "config_file", "check_plan", "max_restarts", "grace_period", "timeout")
@@ -39,6 +40,8 @@ def sft(context: typer.Context) -> None:
             action.metavar, action.option_strings = "", action.option_strings[:1]
         parser.print_help()
         raise typer.Exit(0 if context.args else 2)
+    if find_spec("trl") is None:
+        raise MissingExtraError("trl", extra="sft", purpose="fullshard sft")
     from fullshard.launch.scratch import scratch_directory
 
     launch_words, words = _split_words(context.args)

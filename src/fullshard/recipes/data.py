@@ -125,6 +125,7 @@ def load_tokenizer(source: str | Path) -> Any:
 
 def train_tokenizer(documents: Iterator[str], *, vocab_size: int) -> Any:
     """Train a byte-level BPE tokenizer: it encodes every text without loss. The same documents give the same one."""
+    library = transformers()  # says which extra has both
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     words = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -136,7 +137,7 @@ def train_tokenizer(documents: Iterator[str], *, vocab_size: int) -> Any:
     options: dict[str, Any] = {"special_tokens": [END_OF_TEXT], "initial_alphabet": alphabet, "show_progress": False}
     tokenizer.train_from_iterator(documents, trainers.BpeTrainer(vocab_size=vocab_size, **options))
     tokenizer.pre_tokenizer = words
-    return transformers().PreTrainedTokenizerFast(
+    return library.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False
     )
 

@@ -12,15 +12,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import datasets
 import torch
-import transformers
-import trl
 from accelerate.utils import ProfileKwargs
 
 from fullshard import checkpoint
 from fullshard.checkpoint.lease import lease
 from fullshard.core.errors import ConfigError, DataError, HubError, cut
+from fullshard.core.imports import import_extra
 from fullshard.integrations.transformers import SFTTrainer
 from fullshard.integrations.transformers.trainer import complete_checkpoints
 from fullshard.launch.environment import is_started_again, may_be_started_again, read_rank_environment, run_on_main
@@ -29,6 +27,10 @@ from fullshard.launch.worker import run_worker
 from fullshard.observe.report import write_report
 from fullshard.recipes.model import muon, own_errors
 from fullshard.recipes.sft_arguments import SFTArguments, read_arguments
+
+datasets: Any = import_extra("datasets", extra="sft", purpose="fullshard sft")
+transformers: Any = import_extra("transformers", extra="sft", purpose="fullshard sft")
+trl: Any = import_extra("trl", extra="sft", purpose="fullshard sft")
 
 _FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 _TEMPLATE = (  # `generation` marks what the assistant says, for --assistant_only_loss
