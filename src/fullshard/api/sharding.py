@@ -92,13 +92,14 @@ def shard(
     _upcast(model, precision.mode, say)
     _change_forwards(model, units, config)
     _change_dtypes(model, precision, autocast, process.device)
+    mesh = None
+    if device_mesh is not None:
+        mesh = init_mesh(device_mesh=device_mesh["dp_replicate", "dp_shard"], device=process.device)
     shard_model(
         model,
         unit_modules=[*units, *apart],
         ignored_params=[parameter for module in ignored for parameter in module.parameters()],
-        mesh=None
-        if device_mesh is None
-        else init_mesh(device_mesh=device_mesh["dp_replicate", "dp_shard"], device=process.device),
+        mesh=mesh,
         strategy=config.resolved_strategy(),
         shard_size=config.resolved_shard_size(process.environment.local_world_size),
         mp_policy=policy_of(precision),
@@ -122,12 +123,8 @@ def shard(
         gather_when_all_save(model)
     _say_how(model, config, say)
     if config.keeps_what_fits:
-        keep_unsharded(
-            model,
-            budget_nbytes=config.unsharded_memory_nbytes,
-            ranks_on_host=process.environment.local_world_size,
-            say=say,
-        )
+        ranks = process.environment.local_world_size
+        keep_unsharded(model, budget_nbytes=config.unsharded_memory_nbytes, ranks_on_host=ranks, say=say)
     return model
 
 

@@ -63,6 +63,14 @@ def parted(statuses: dict[int, Status]) -> str:
     return f"ranks are out of step: {told}" if len(places) > 1 else ""
 
 
+def met(statuses: dict[int, Status]) -> str:
+    """Return where ranks wait for each other for ever although all are in one place; else empty."""
+    if not all(status["is_alive"] and status.get("is_waiting") for status in statuses.values()):
+        return ""
+    told = "; ".join(described(rank, status) for rank, status in sorted(statuses.items())[:_NAMED])
+    return f"ranks are out of step: all wait here, after different units, or the network has stopped: {told}"
+
+
 def ended() -> str:
     """Return which ranks have ended, and how far they had come."""
     gone = {rank: status for rank, status in read_statuses(dist.get_rank()).items() if status.get("has_ended")}

@@ -264,12 +264,13 @@ class Watchdog(Watcher):
         others = self._statuses(reading)
         if self._moves != PROGRESS.moves:
             return  # a rank has come meanwhile
-        everyone = {dist.get_rank(): own, **others}
+        everyone = {dist.get_rank(): own | {"is_alive": True}, **others}
         alike = {rank: each for rank, each in everyone.items() if each.get("group") == own["group"]}
-        why = status.parted(everyone) or (status.parted(alike) if len(alike) == own["group"][0] else "")
+        concerned = alike if len(alike) == own["group"][0] and status.parted(alike) else everyone
+        why = status.parted(concerned)
         # Longer than a step, in which ranks wait for what a device or a slow link has queued.
         if why and idle >= (max(stall / 2, self.slowest) if self.slowest else 2 * stall):
-            if all(other["is_alive"] for other in others.values()):
+            if all(each["is_alive"] for each in concerned.values()):
                 self._end_waits(why)
                 return
             if idle < limit - reading:
@@ -280,7 +281,8 @@ class Watchdog(Watcher):
         if idle >= limit - reading:
             is_late = time.monotonic() - self._since >= TIMEOUT_SECONDS
             if self._asked is not None or is_late or not status.are_busy(status.missing(others)):
-                self._end_waits(f"no answer from another rank for {limit:g} s: {status.named(others)}")
+                met = status.met(alike) if len(alike) == own["group"][0] else ""
+                self._end_waits(met or f"no answer from another rank for {limit:g} s: {status.named(others)}")
         elif idle >= stall and all(rank > dist.get_rank() for rank in others.keys() - status.missing(others).keys()):
             self._say(idle, others)
 
