@@ -281,8 +281,8 @@ class Watchdog(Watcher):
         if idle >= limit - reading:
             is_late = time.monotonic() - self._since >= TIMEOUT_SECONDS
             if self._asked is not None or is_late or not status.are_busy(status.missing(others)):
-                met = status.met(alike) if len(alike) == own["group"][0] else ""
-                self._end_waits(met or f"no answer from another rank for {limit:g} s: {status.named(others)}")
+                where = (len(alike) == own["group"][0] and status.met(alike)) or status.named(others)
+                self._end_waits(f"no answer from another rank for {limit:g} s: {where}")
         elif idle >= stall and all(rank > dist.get_rank() for rank in others.keys() - status.missing(others).keys()):
             self._say(idle, others)
 
