@@ -135,6 +135,8 @@ def _metrics(marker: Path) -> dict[str, Any]:
         if rank == 0:
             time.sleep(0.1)
             marker.touch()
+    with contextlib.suppress(ZeroDivisionError), accelerator.main_process_first():
+        results["after_an_error"] = 1 // rank  # on rank 0, for which rank 1 must not wait for ever
     results["main"] = accelerator.on_main_process(lambda: "main")()
     results["last"] = accelerator.on_process(process_index=1)(lambda: "last")()
     torch.manual_seed(rank)
@@ -254,6 +256,7 @@ def test_metrics_and_collectives(tmp_path: Path) -> None:
         assert result["split_padded"] == ([0, 1] if rank == 0 else [2, 2])
         assert result["printed"] == ("once\n" if rank == 0 else "")
         assert result["first"] == (rank == 1), "rank 0 runs the block before the others"
+        assert result.get("after_an_error") == (1 if rank == 1 else None)
         assert result["main"] == ("main" if rank == 0 else None)
         assert result["last"] == ("last" if rank == 1 else None)
     assert results[0]["drawn"] == results[1]["drawn"]

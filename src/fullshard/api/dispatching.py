@@ -18,7 +18,7 @@ Given = tuple[Any, Real | None]
 """A batch, and the real part of its round if that is known."""
 
 _Parcel = tuple[list[Given], bool, str]
-"""What rank 0 sends for one step: a batch or none, whether nothing comes after it, and why it could not read."""
+"""A message of rank 0 for one step: a batch or none, whether it is the last, and why rank 0 could not read."""
 
 
 def dispatched(

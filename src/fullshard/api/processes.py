@@ -32,7 +32,7 @@ class Processes:
     """Rank."""
     local_process_index: int = forwarded("process.environment.local_rank")
     """Rank on this host."""
-    use_distributed, _goes_first = Theirs.use_distributed, Theirs._goes_first
+    use_distributed = Theirs.use_distributed
     is_main_process, is_local_main_process = Theirs.is_main_process, Theirs.is_local_main_process
     is_last_process, print = Theirs.is_last_process, Theirs.print
     main_process_first, local_main_process_first = Theirs.main_process_first, Theirs.local_main_process_first
@@ -52,6 +52,16 @@ class Processes:
     def wait_for_everyone(self) -> None:
         """Wait until every rank is here."""
         self.process.barrier()
+
+    def _goes_first(self, is_main: bool) -> Iterator[None]:
+        """Run one rank's block before the others'. Accelerate's lets the others wait for a rank whose block raised."""
+        if not is_main:
+            self.wait_for_everyone()
+        try:
+            yield
+        finally:
+            if is_main:
+                self.wait_for_everyone()
 
     @contextlib.contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:

@@ -191,7 +191,11 @@ def _take_file(path: Path) -> int:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):  # else it was let go meanwhile
+            try:
+                is_there = os.path.samestat(os.fstat(descriptor), path.stat())
+            except FileNotFoundError:
+                is_there = False  # it was let go meanwhile
+            if is_there:
                 os.ftruncate(descriptor, 0)
                 os.write(descriptor, _new())
                 return descriptor

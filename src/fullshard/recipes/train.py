@@ -64,8 +64,8 @@ _DATA = ("data", "text_field", "max_data_mb", "model", "vocab_size")
 _NAME = re.compile(r"step-(\d+)")
 
 Values = tuple[float, float | None, float, float]
-"""Of a step: this rank's loss, summed over target tokens, nats; the global norm of the gradient before clipping, None
-where the optimizer steps in backward; the seconds that it took; and those that this rank waited for its batch."""
+"""The figures of a step: this rank's loss in nats, summed over target tokens; the global gradient norm before clipping
+(None where the optimizer steps in backward); the seconds of the step; those that this rank waited for its batch."""
 
 
 def train(arguments: TrainArguments) -> None:

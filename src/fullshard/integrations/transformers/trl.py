@@ -1,4 +1,4 @@
-"""What TRL's own code does beside its trainers' forwards, done so that every rank takes part."""
+"""Have every rank take part in what TRL does outside its trainers' forwards."""
 
 from __future__ import annotations
 
