@@ -208,3 +208,26 @@ def test_sft_is_refused_before_it_reads_anything(tmp_path: Path) -> None:
     words = ["--model_name_or_path", "nowhere", "--dataset_name", "none", "--output_dir", str(tmp_path)]
     with another_job("folder", tmp_path) as refused, pytest.raises(ConfigError, match=refused):
         run(read_arguments([*words, "--report_to", "none"], print))
+
+
+@pytest.mark.parametrize("is_made_again", [False, True])
+def test_a_lease_that_is_let_go_while_it_is_opened_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_made_again: bool
+) -> None:
+    """A lock on a file without a name, or on one that is not the lease any more, keeps nobody out."""
+    path, lock, times = tmp_path / LEASE_NAME, fcntl.flock, [0]
+
+    def flock(descriptor: int, how: int) -> None:
+        lock(descriptor, how)
+        times[0] += 1
+        if times[0] == 1:
+            path.unlink()
+            if is_made_again:
+                path.touch()
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    descriptor = leases._take_file(path)
+    try:
+        assert os.path.samestat(os.fstat(descriptor), path.stat()) and times == [2]
+    finally:
+        os.close(descriptor)
