@@ -1,4 +1,4 @@
-"""The FSDP runtime. Reading order: bucket, gradient, unit, schedule, fully_shard."""
+"""The FSDP runtime. ARCHITECTURE.md has the order to read it in."""
 
 # Import our own module first: it reports a torch that is too old before an import of a missing name fails.
 # isort: off
