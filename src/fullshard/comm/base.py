@@ -1,7 +1,7 @@
 """The one interface the engine communicates through.
 
-A backend knows one group of ranks. Every call is asynchronous: it returns a `Work` at once, and the tensors it was
-given belong to it until `wait()` returns.
+A backend is a subclass of `Collectives` for one group of ranks; `comm.select` chooses. Every call is asynchronous: it
+returns a `Work` at once, and the tensors it was given belong to it until `wait()` returns.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 MAX_TAGS = 2**16
-"""Tags are below this number."""
+"""Tags (see `Collectives`) are below this number."""
 
 
 class Work(Protocol):
@@ -58,7 +58,7 @@ class FullBuffer(Protocol):
 
     Attributes:
         full: shape (size x S,); its data are there, and at the same address, whenever the buffer is whole.
-        main: shape (S,); this rank's interval, if it outlasts `free`, so that main weights can live there.
+        main: shape (S,); this rank's interval, if it outlasts `free`: main weights, which optimizers update, are here.
         is_persistent: whether its memory is there all the time, so that staying whole costs nothing.
         place: the number by which other ranks find it in memory that they share. Each rank counts by itself: after
             one has failed to shard a model, the numbers no longer match.
@@ -113,7 +113,7 @@ contributed to it, as far as they are at hand; a term may be in the memory that 
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """The settings of a sum of gradients over `divisor`, made and returned in `dtype`.
+    """The settings of a sum of gradients, made and returned in `dtype`, and divided by `divisor`.
 
     Intervals that are sent packed are added up as if they were not. `watch` is called with every part of the result.
     """
@@ -181,8 +181,8 @@ class Collectives(Protocol):
         """Sum `full` (1-D, size x S elements) over the ranks, in pairs where the backend leaves the choice.
 
         The rest is as in `Reduction`. In another dtype than that of `full` a copy is summed, unless this `widens`. The
-        result is this rank's S elements of the sum over `divisor`, in memory that does not keep `full` alive. `full`
-        belongs to the work and may be overwritten.
+        result is this rank's S elements of the sum, divided by `divisor`, in memory that does not keep `full` alive.
+        `full` belongs to the work and may be overwritten.
         """
         if dtype is not None and dtype != full.dtype and not self.widens:
             full = full.to(dtype)

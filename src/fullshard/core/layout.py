@@ -1,7 +1,7 @@
 """The interval layout: which rank owns which elements of which parameter. Pure arithmetic, no torch.
 
 A bucket is the concatenation of its parameters in definition order. Each starts on an aligned element; the whole is
-padded so that it falls into `world_size` equal intervals, rank r owning elements [r*S, (r+1)*S):
+padded so that it falls into equal intervals, as gathers want it. Rank r of a shard group owns elements [r*S, (r+1)*S):
 
     parameters   |aaaaaaaaa...|bbbbb...|cccccccccccccccccccccc|dd..|......|      ('.' = padding)
     intervals    |     rank 0      |     rank 1      |     rank 2         |
@@ -36,7 +36,7 @@ class Interval:
         return self.stop - self.start
 
     def intersect(self, other: Interval) -> Interval:
-        """Return the common part; an empty interval is placed at the nearer end so that offsets stay meaningful."""
+        """Return the common part; an empty one lies at the end of this interval that is nearer to `other`."""
         start = min(max(self.start, other.start), self.stop)
         return Interval(start, max(start, min(self.stop, other.stop)))
 
@@ -66,8 +66,8 @@ class BucketLayout:
         specs: the parameters in definition order.
         offsets: element offset of each parameter in the bucket.
         shard_numel: elements per rank, S.
-        world_size: ranks that share the bucket.
-        alignment: elements every parameter and every interval starts a multiple of.
+        world_size: ranks that share the bucket: those of one shard group.
+        alignment: every parameter and every interval starts at a multiple of so many elements.
     """
 
     specs: tuple[ParameterSpec, ...]
@@ -82,8 +82,8 @@ class BucketLayout:
     ) -> BucketLayout:
         """Pack `specs`, in definition order, for `world_size` ranks.
 
-        `itemsize`: bytes of the narrowest element type the bucket is ever communicated in. `atom`: elements that stay
-        together on one rank (a row), instead of what is aligned to 16 bytes.
+        `itemsize`: bytes of the narrowest element type the bucket is ever communicated in. `atom`: how many elements
+        stay together on one rank, those of a row; None: as many as fill 16 bytes.
         """
         if world_size < 1 or itemsize < 1 or (ALIGNMENT_NBYTES % itemsize and itemsize % ALIGNMENT_NBYTES):
             raise LayoutError(f"cannot lay out items of {itemsize} bytes over {world_size} ranks")

@@ -16,8 +16,7 @@ REDUCTIONS_IN_FLIGHT = 1
 """Reductions that may be under way before the oldest is waited for; bounds the memory of unsharded gradients."""
 
 SPENT = 0.9
-"""Share of free memory that units kept unsharded may take: the rest is for what comes only now and then, and for
-fragments."""
+"""Share of free memory that units kept unsharded may take: the rest is for what comes rarely, and for fragments."""
 
 UnitT = TypeVar("UnitT")
 BucketT = TypeVar("BucketT", bound=Hashable)
@@ -35,9 +34,9 @@ class BackwardPrefetch(StrEnum):
 
 
 def gathered_ahead(order: Sequence[UnitT], begun: int, unit: UnitT) -> UnitT | None:
-    """Return the unit to gather while `unit`, the last of those that have `begun`, runs forward: its successor.
+    """Return the unit to gather while `unit` runs forward: its successor in `order`, that of the forward before.
 
-    All ranks have agreed on the order of the forward before. If the unit has moved since then, its successor is
+    `begun` units have begun in this forward, `unit` as the last. If it had another place in `order`, the next one is
     unknown.
     """
     return order[begun] if begun < len(order) and order[begun - 1] is unit else None
@@ -60,7 +59,7 @@ def count_kept(nbytes: Iterable[int], budget: int) -> int:
 def launched_until_over(shard_size: int, replicate_size: int, in_flight: int = REDUCTIONS_IN_FLIGHT) -> int:
     """Return how many later launches it takes until a reduction has been waited for along both axes of its mesh.
 
-    Along the shard axis the wait comes with the next launch, and along the replicate axis one launch later.
+    A launch beyond the limit waits for the oldest along the shard axis; along the other it is over one launch later.
     """
     return 0 if shard_size * replicate_size == 1 else in_flight + (replicate_size > 1)
 
@@ -71,7 +70,7 @@ class Reductions(Generic[BucketT]):
     Attributes:
         in_flight: how many may be under way when another is launched.
         launched: in the order they were.
-        waiting: of those whose gradient is not published yet, the number of each, from 1.
+        waiting: buckets whose gradient is not published yet, each with the number of its launch, from 1.
     """
 
     def __init__(self) -> None:

@@ -5,7 +5,7 @@ Six tensors, always named like this:
     original parameter   the user's `nn.Parameter` object; bound once to a view of `full`
     main                 this rank's interval, shape (S,), in the stored dtype; persistent; the optimizer updates it
     sharded parameter    a view of `main` for one parameter; `module.parameters()` yields it at rest
-    compute shard        the source of the gather into `full`; `main` itself, unless `engine.storage` has it elsewhere
+    compute shard        what is gathered into `full`: `main` itself, unless the unit's `Storage` has a copy of it
     full                 the unsharded bucket, shape (W * S,), in the compute dtype; whole only while it is needed
     gradient             see `engine.gradient`
 
@@ -36,12 +36,12 @@ _requires_grad = operator.attrgetter("requires_grad")
 
 
 class Bucket(BucketSpec):
-    """Storage of one bucket and its way from sharded to unsharded and back.
+    """The memory of one bucket, and its way from sharded to unsharded and back; `BucketSpec` has the rest.
 
     Attributes:
         has_gradient: whether the bucket has ever been trainable; there is `gradient` only then.
         storage_ids: the storages of the unsharded bucket, fixed for as long as the bucket lives.
-        has_gradient_hooks: whether a sharded parameter has ever been given such a hook.
+        has_gradient_hooks: whether the script has ever put a post-accumulate hook on one of its sharded parameters.
     """
 
     main: torch.Tensor
@@ -209,8 +209,8 @@ class Bucket(BucketSpec):
     def set_requires_grad(self, index: int, requires_grad: bool) -> None:
         """Freeze or unfreeze the original parameter at once, as the script did with the sharded one.
 
-        Autograd checks the original again when its gradient appears. Another forward may have frozen it in between; by
-        then it must be as trainable as the user has left it.
+        Autograd looks at the original again when its gradient appears, and must find what the script has set last:
+        there may have been a forward in between for which the parameter was frozen.
         """
         self._trainable[index] = requires_grad
         self.originals.parameters[index].requires_grad_(requires_grad)

@@ -46,7 +46,7 @@ class BucketSpec:
     """Parameters that share dtypes and trainability, and the layout that follows from that.
 
     Attributes:
-        plan: dtypes, places and bytes, as the planner had them when the bucket was made: it may have been frozen then.
+        plan: the bucket as the planner sees it, not the unit's plan. It stays as the bucket was made, maybe frozen.
         kinds: the kind of each parameter.
         slices: the place of each parameter in this rank's interval.
         tag: its number in the model, the same on every rank; set when the model is put together.
