@@ -28,7 +28,7 @@ ExtensionT = TypeVar("ExtensionT", bound="Extension")
 
 
 class Extension:
-    """A capability beside the kernel. Every method does nothing unless a subclass overrides it.
+    """A capability beside the kernel. Its methods stand in the order of a step; each does nothing unless overridden.
 
     Args:
         model: the schedule of the sharded model: its units, mesh and steps.
@@ -89,8 +89,8 @@ class Extension:
     def call_begins(self, unit: Unit) -> None:
         """Run before a unit is unsharded for its forward. Recomputations do not count."""
 
-    def call_ends(self, unit: Unit, call: Call) -> None:
-        """Run after a unit's forward that has a backward."""
+    def before_gather(self, unit: UnitParameters) -> None:
+        """Run before a unit's all-gathers are launched, in forward, backward or elsewhere."""
 
     def unsharded(self, unit: UnitParameters) -> None:
         """Run when a unit's modules have their unsharded parameters."""
@@ -98,14 +98,14 @@ class Extension:
     def unit_ran(self, unit: Unit) -> None:
         """Run after a module of a unit has run forward, or recomputed, and before the unit is resharded."""
 
+    def call_ends(self, unit: Unit, call: Call) -> None:
+        """Run after a unit's forward that may have a backward."""
+
     def resharded(self, unit: UnitParameters) -> None:
         """Run after a unit's unsharded parameters are freed."""
 
     def forward_ends(self, *, failed: bool) -> None:
         """Run at the end of a forward of the model; `failed`: it raised, or was interrupted."""
-
-    def before_gather(self, unit: UnitParameters) -> None:
-        """Run before a unit's all-gathers are launched, in forward, backward or elsewhere."""
 
     # -- backward -----------------------------------------------------------------------------------------------
 
@@ -121,24 +121,24 @@ class Extension:
     def reduced(self, part: torch.Tensor, terms: Mapping[int, torch.Tensor]) -> None:
         """Look at a part of a reduced gradient while the cache has it; see `comm.base.Watch`."""
 
-    def message(self) -> bytes:
-        """Return bytes for the message that ends a backward: as many on every rank. Override `heard`, too."""
-        return b""
-
-    def heard(self, largest: bytes, smallest: bytes) -> None:
-        """Read what all ranks have said, before any gradient is published; raise on all ranks, or on none.
-
-        Args:
-            largest: the largest that any rank has, byte by byte.
-            smallest: the smallest.
-        """
-
     def doubts_gradients(self) -> bool:
         """Return whether this rank has found a fault, so that no gradient may be used before the backward is over."""
         return False
 
     def bucket_is_final(self, bucket: Bucket) -> None:
-        """Run when a bucket's gradients are published, if `backward_begins` asked for it."""
+        """Run when a bucket's gradients are published early: `backward_begins` asked for it, and none doubts them."""
+
+    def message(self) -> bytes:
+        """Return bytes for the message that ends a backward: as many on every rank. Override `heard`, too."""
+        return b""
+
+    def heard(self, largest: bytes, smallest: bytes) -> None:
+        """Read what all ranks have said, before gradients are published, early ones aside; raise on all ranks, or none.
+
+        Args:
+            largest: the largest that any rank has, byte by byte.
+            smallest: the smallest.
+        """
 
     def backward_fails(self) -> None:
         """Run when autograd drops a backward before its end, because something in it raised."""
