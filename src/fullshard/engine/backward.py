@@ -37,8 +37,8 @@ class Backward:
         self.reducer = Reducer(schedule.extensions)
         self.hookless_calls = HooklessCalls()
         self._reduce_order: dict[Unit, int] = {}
-        self._participants: dict[Unit, None] = {}
-        self._queued: set[Unit] = set()
+        self._participants: dict[Unit, None] = {}  # units with a call since the last backward
+        self._queued: set[Unit] = set()  # those whose buckets are in the order of reductions
         self._has_kept = self._may_fail = False
         self._callback: Callable[[], object] = lambda: None  # autograd's; None once it can no longer be called
 
@@ -111,8 +111,8 @@ class Backward:
 
     def prefetch(self, unit: Unit, call: Call) -> None:
         """Unshard ahead what backward needs after `unit`, before `unit`'s own gradients are computed."""
-        if unit.backward_prefetch is not None:
-            for other in unit.backward_prefetch:
+        if unit.prefetched_in_backward is not None:
+            for other in unit.prefetched_in_backward:
                 other.issue_unshard()
         elif self._schedule.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
             self._prefetch(call.previous)
@@ -155,7 +155,7 @@ class Backward:
     def _finish(self) -> None:
         self.hookless_calls.leave(after=-1)  # of other models too: the backward is over for them
         self.hookless_calls.finish_others()
-        if self.reducer.publishes_early:  # other ranks may wait for it before they use gradients
+        if self.reducer.publishes_early:  # ranks that step early wait until nobody reads their main weights
             for unit in self._schedule.units:
                 unit.finish_backward()
                 unit.reshard()
@@ -190,16 +190,16 @@ class Backward:
         self.reducer.clear()
 
     def _agree_on_used(self) -> dict[Bucket, bytearray]:
-        """Return for each parameter of the reduced buckets whether it got a gradient on any rank.
+        """Exchange the last message, and return for each parameter of the reduced buckets whether any rank used it.
 
         A parameter that no rank used must keep `.grad = None`, or weight decay would still move it. The same message
         says whether any rank has collected more than it reduced (through reentrant checkpointing, or a unit that ran
-        under `no_sync` only); if so, all ranks reduce that bucket once more. It also says whether all ranks reduced the
-        same buckets, and carries what extensions have to say.
+        under `no_sync` only); if so, all ranks reduce that bucket once more, where it is to be reduced. It also says
+        whether all ranks reduced the same buckets, and carries what extensions have to say.
         """
-        trainable = [bucket for bucket in self._schedule.buckets() if bucket.has_gradient]
+        collecting = [bucket for bucket in self._schedule.buckets() if bucket.has_gradient]
         launched = set(self.reducer.order.launched)
-        ends = [bucket.gradient.unsharded.end(is_reduced=bucket in launched) for bucket in trainable]
+        ends = [bucket.gradient.unsharded.end(is_reduced=bucket in launched) for bucket in collecting]
         message = EndOfBackward([say() for say in self._schedule.extensions.message], ends)
         if self._schedule.mesh.control_group is not None and ends:
             ran = self._schedule.forward.ran
@@ -207,7 +207,7 @@ class Backward:
             with last.waiting("end of backward (the last unit that ran forward)"):
                 message.exchange(self._schedule.mesh.control_group)
         used: dict[Bucket, bytearray] = {}
-        for bucket, anywhere in zip(trainable, message.buckets(), strict=True):
+        for bucket, anywhere in zip(collecting, message.buckets(), strict=True):
             if anywhere.is_reduced and anywhere.is_not_reduced:
                 here = "ran" if bucket in launched else "did not run"
                 raise CommunicationError(

@@ -19,8 +19,8 @@ class Forward:
     """The forward under way, and the order of the last complete one.
 
     Attributes:
-        order: the units as the last complete forward ran them; empty before the first. All ranks have the same order:
-            one that gathers ahead in another would wait for the others forever.
+        order: the units as the last complete forward ran them; empty before the first. A rank with another order would
+            gather ahead what no other does, and wait forever, so an extension compares the first order.
         ran: the units that the forward under way, or the last one, has run so far.
     """
 
@@ -39,7 +39,7 @@ class Forward:
     def begin(self, unit: Unit) -> bool:
         """Begin the forward of a unit, recomputations excluded; return whether it is the outermost."""
         schedule = self._schedule
-        if self._depth and unit is schedule.units[-1]:
+        if self._depth and unit is schedule.units[-1]:  # the outermost again
             self.abandon()
         self._depth += 1  # before code that may raise: `end` is called even then
         if self._depth == 1:
@@ -55,8 +55,8 @@ class Forward:
 
     def prefetch(self, unit: Unit) -> None:
         """Start unsharding the units after `unit`, now that its own parameters are there."""
-        if unit.gathered_after_forward is not None:
-            for other in unit.gathered_after_forward:
+        if unit.prefetched_in_forward is not None:
+            for other in unit.prefetched_in_forward:
                 other.issue_unshard()
         elif self._schedule.forward_prefetch:
             ahead = gathered_ahead(self.order, len(self.ran), unit)
@@ -81,8 +81,7 @@ class Forward:
     def end(self, *, failed: bool) -> None:
         """End the forward of a unit, whether it returned or raised.
 
-        After a failure nothing is communicated: the other ranks may be elsewhere, and waiting for them would hide the
-        error.
+        After a failure nothing is communicated: ranks may be elsewhere, and waiting for them would hide the error.
         """
         if not self.leave(failed=failed):
             return

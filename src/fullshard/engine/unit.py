@@ -38,7 +38,10 @@ if TYPE_CHECKING:
 class Unit(UnitParameters):
     """The engine's state of one unit.
 
-    `frees_after_forward`: free unsharded parameters between forward and backward; None: unless this is the outermost.
+    Attributes:
+        asked_to_free: free unsharded parameters between forward and backward; None: unless this is the outermost.
+        prefetched_in_forward, prefetched_in_backward: units to gather ahead while it runs; None: the next in order.
+        is_kept_for_backward: it stays whole until the end of a backward that no output announces.
     """
 
     def __init__(
@@ -55,11 +58,11 @@ class Unit(UnitParameters):
         self.reshard_after_backward = True
         self.reduce_gradients = self.unshard_in_backward = True
         self.is_kept_for_backward = False
-        self.gathered_after_forward: list[Unit] | None = None
-        self.backward_prefetch: list[Unit] | None = None
+        self.prefetched_in_forward: list[Unit] | None = None
+        self.prefetched_in_backward: list[Unit] | None = None
         self.calls = Calls()
-        self._current: list[Call] = []
-        self._ran: set[int] = set()
+        self._current: list[Call] = []  # those whose forward is under way
+        self._ran: set[int] = set()  # its modules that have run, until the last has
         self._running = 0
         self._is_in_method = self._is_outermost = False
         super().__init__(plan, policy=policy, storage=storage, schedule=schedule)
@@ -145,8 +148,8 @@ class Unit(UnitParameters):
         self.emit(EventKind.FORWARD_BEGIN)
         if self.policy.cast_forward_inputs:
             args, kwargs = cast_floating((args, kwargs), self.policy.param_dtype)
+        # In backward a live call means a recompute whose graph never runs backward. Reentrant checkpoints have no call.
         if torch.is_grad_enabled() and not (in_backward and self.calls.are_expected):
-            # In backward with a live call this is checkpointing's recompute: its graph is never run backward.
             self.schedule.backward.note_call(self)
             call = Call()
             self._current.append(call)
@@ -189,7 +192,7 @@ class Unit(UnitParameters):
         return cast_floating(output, self.policy.output_dtype)
 
     def begin_backward(self) -> None:
-        """Begin a backward when a gradient has appeared; maybe no output has announced it."""
+        """Begin the model's backward at a bucket's first gradient, if nothing has: maybe no output announces it."""
         if self.state is UnitState.GATHERING and self.freed_nbytes:
             raise LifecycleError(
                 f"rank {self.mesh.rank}, unit {self.name!r}: backward came to its parameters before it came to any of "

@@ -139,11 +139,11 @@ class TorchMethods(FSDPModule):
 
     def set_modules_to_forward_prefetch(self, modules: Iterable[Any]) -> None:
         """Set the units to unshard while this one runs forward, instead of the next in recorded order."""
-        require_unit(self).gathered_after_forward = [require_unit(module) for module in modules]
+        require_unit(self).prefetched_in_forward = [require_unit(module) for module in modules]
 
     def set_modules_to_backward_prefetch(self, modules: Iterable[Any]) -> None:
         """Set the units to unshard while this one runs backward, instead of the one before it."""
-        require_unit(self).backward_prefetch = [require_unit(module) for module in modules]
+        require_unit(self).prefetched_in_backward = [require_unit(module) for module in modules]
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], object] | None, *, stream: Any = None) -> None:
         """Call `hook` with each reduced gradient of this unit, shape (S,), before it is added to `.grad`.
