@@ -1,7 +1,7 @@
 """One forward of a unit that autograd may come back to, and the signs that backward has reached or passed it.
 
     outputs    a hook on each        the gradient of an output is there: backward is about to enter the unit
-    inputs     an identity each      the gradients of all inputs are there: backward has left it; if they will be
+    inputs     an identity each      those of all inputs are there: backward has left it (without any: `HooklessCalls`)
 
 An error in a hook surfaces far away, from `loss.backward()`, so the hook adds the unit to it.
 """
@@ -38,24 +38,24 @@ class Call:
         is_active: backward has reached the outputs and not yet all inputs.
         is_done: backward has left it, and has not come back since (`retain_graph`).
         left_in: torch's number of the backward that was the last to leave it.
-        node: torch's number for the first node of its graph; infinite for one that backward itself has run.
+        first_node: torch's number for the first node of its graph; infinite for a call that backward itself has made.
         has_inputs: whether any input of the call wants a gradient.
         inputs_left: while it is active, inputs whose gradient is still to come in this backward.
     """
 
     def __init__(self) -> None:
         self.number = next(_numbers)
-        self.node = torch_private.next_node() if torch_private.backward_under_way() == -1 else math.inf
+        self.first_node = torch_private.next_node() if torch_private.backward_under_way() == -1 else math.inf
         self.previous: Unit | None = None
         self.is_active = self.is_done = self.has_inputs = False
         self.inputs_left = 0
         self.left_in: int | None = None
-        self._before: list[Node] = []
+        self._below_outputs: list[Node] = []  # the inputs' identities, or else other nodes
         self._givers: list[Node | None] = []  # nodes that made the inputs, or the tensors they are views of
 
     def reach(self) -> None:
         """Note that backward has reached the call, and will reach those of its inputs that are in the loss."""
-        inputs = self._before if self.has_inputs else []
+        inputs = self._below_outputs if self.has_inputs else []
         self.inputs_left = sum(torch_private.will_run(node) is not False for node in inputs)
 
     def begin(self) -> None:
@@ -68,15 +68,14 @@ class Call:
 
     @property
     def is_in_backward(self) -> bool:
-        """Return whether the call has a part in the backward under way, if a node of its graph can tell.
+        """Return whether the backward under way comes to the call; True where nothing can tell, as outside backward.
 
-        That the graph exists proves nothing: a rank that has kept the loss of an evaluation would wait for its
-        backward.
+        A live graph proves nothing: a rank that has kept the loss of an evaluation would wait for its backward.
         """
-        if self.is_active or not self._before or torch_private.backward_under_way() == -1:
+        if self.is_active or not self._below_outputs or torch_private.backward_under_way() == -1:
             return True
         # `torch.autograd.grad` also comes to the nodes whose gradients it hands to its caller.
-        return any(torch_private.will_run(node) is not False for node in self._before)
+        return any(torch_private.will_run(node) is not False for node in self._below_outputs)
 
     def watch_inputs(self, unit: Unit, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Put an identity in front of every input that wants a gradient, to learn when that gradient is complete.
@@ -93,7 +92,7 @@ class Call:
             view = tensor.view_as(tensor)
             assert view.grad_fn is not None and view._base is not None  # noqa: S101 -- a view that requires grad
             view.grad_fn.register_hook(done)
-            self._before.append(view.grad_fn)
+            self._below_outputs.append(view.grad_fn)
             self._givers.append(view._base.grad_fn)
             self.has_inputs = True
             return view
@@ -105,7 +104,7 @@ class Call:
         """Register hooks that tell when backward reaches an output; return False if none has a graph."""
         hook = _reached(unit, self)
         givers, self._givers = self._givers, []
-        before = self._before if self.has_inputs else []
+        inputs = self._below_outputs if self.has_inputs else []
         outputs: list[Node] = []
 
         def watch(tensor: torch.Tensor) -> torch.Tensor:
@@ -113,7 +112,7 @@ class Call:
             if not tensor.requires_grad or giver is None:
                 return tensor
             outputs.append(giver)
-            if any(giver is node for node in before):  # an unchanged input: backward has left the unit by then
+            if any(giver is node for node in inputs):  # an unchanged input: backward has left the unit by then
                 return tensor
             base = tensor._base
             if base is not None and base.grad_fn is not None and not any(base.grad_fn is node for node in givers):
@@ -127,7 +126,7 @@ class Call:
 
         map_tensors(watch, output)
         if outputs and not self.has_inputs:
-            self._before = _below(outputs)
+            self._below_outputs = _below(outputs)
         return bool(outputs)
 
 

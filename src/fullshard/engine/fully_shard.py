@@ -101,7 +101,7 @@ def fully_shard(
     storage = storage_of(offload_policy, resolved.device)
     begin_sharding()
     for slot in plan.slots:
-        slot.compute_dtype = policy.override(slot.parameter)  # first: a place may make it another object
+        slot.compute_dtype = policy.override(slot.parameter)  # first: a move may make it another object
     inside = own_modules(plan, units_in(modules))
     move_to_device(plan, inside, device=resolved.device, buffer_dtype=policy.buffer_dtype)
     unit = make_unit(plan, schedule=schedule, policy=policy, storage=storage, frees_after_forward=reshard)

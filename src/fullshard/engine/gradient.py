@@ -1,12 +1,12 @@
 """Gradients of one bucket on their way: collected unsharded during backward, reduced, added to the main gradient.
 
-autograd      see `engine.unsharded_gradient`                                    per parameter, as it appears
-launch        reduce-scatter of that along the shard axis, and scale             once per backward
-advance       all-reduce of the shard along the replicate axis                   when the next bucket launches
-and its way to main weights, if they are elsewhere
-early         add to the main gradient of the micro-batches before, if that      when it has arrived
-is all that is left to do
-finish        add to the main gradient, which is published as `.grad`            at the end of backward
+    collect             see `engine.unsharded_gradient`                               each, as autograd makes it
+    launch              reduce-scatter along the shard axis, and divide               once per backward, in turn
+    advance             all-reduce along the replicate axis; then to main weights     when a later bucket launches
+    accumulate_early    add to earlier micro-batches, if nothing else is left to do   when it has arrived
+    finish              add to the main gradient, which is published as `.grad`       at the end of backward
+
+`core.dtypes` has the dtype of each.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Gradient:
-    """The gradient side of a trainable bucket.
+    """The gradient side of a trainable bucket; `main` here is the main gradient, not the main weights.
 
     Callers of `launch`, `advance` and `finish` have turned autograd off.
     """
@@ -39,13 +39,13 @@ class Gradient:
         storage_id: int | None,
     ) -> None:
         self._bucket, self.dtype = bucket, bucket.reduce_dtype
-        self._is_away = bucket.plan.main_is_on_host
+        self._is_away = bucket.plan.main_is_on_host  # `advance` copies the sum there
         self.unsharded = UnshardedGradient(bucket, parameters, storage_id=storage_id)
         self.main = MainGradient(bucket, parameters)
         self._reducing: Work | None = None
-        self._replicating: Work | None = None
-        self._earlier: torch.Tensor | None = None
-        self._held: torch.Tensor | None = None
+        self._replicating: Work | None = None  # also where that axis has one rank, and is over at once
+        self._earlier: torch.Tensor | None = None  # another reduction of the same backward
+        self._held: torch.Tensor | None = None  # sums along the shard axis alone, of earlier backwards
 
     @property
     def nbytes(self) -> int:
@@ -82,8 +82,8 @@ class Gradient:
     def is_arriving(self) -> bool:
         """Return whether `finish` will wait for ranks, a copy or a hook; if not, the advanced result is there."""
         bucket = self._bucket
-        is_away = bucket.mesh.replicate_size > 1 or self._is_away or bucket.reduction.hook is not None
-        return self._reducing is not None or (is_away and self._replicating is not None)
+        goes_on = bucket.mesh.replicate_size > 1 or self._is_away or bucket.reduction.hook is not None
+        return self._reducing is not None or (goes_on and self._replicating is not None)
 
     def advance(self) -> None:
         """Start the reduction along the replicate axis, after the one along the shard axis."""
@@ -92,7 +92,7 @@ class Gradient:
         shard, self._reducing = self._reducing.wait(), None  # this frees the unsharded gradient's memory
         if self._replicating is not None:  # a bucket was reduced twice in one backward: both count
             self._earlier = self._replicating.wait()
-        if self._held is not None:  # from backwards that skipped the replicate axis
+        if self._held is not None:
             shard.add_(self._held)
             self._held = None
         if self._bucket.reduction.requires_all_reduce:

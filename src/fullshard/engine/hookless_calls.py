@@ -67,7 +67,7 @@ class HooklessCalls:
         node, backward = torch_private.node_under_way(), torch_private.backward_under_way()
         if node is not None:
             models = [model for model in _all_models() if model.backward == backward]
-            HooklessCalls._leave({call: model for model in models for call in model._calls if call.node > node})
+            HooklessCalls._leave({call: model for model in models for call in model._calls if call.first_node > node})
 
     @staticmethod
     def _leave(left: dict[Call, HooklessCalls], *, is_over: bool = False) -> None:

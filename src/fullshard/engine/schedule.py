@@ -31,15 +31,15 @@ _SETTINGS: Mapping[str, Any] = {
 
 
 class Schedule:
-    """The order of work that the units of one model share.
+    """What the units of one model share: its settings, its steps and the order of its work. Extensions call it a model.
 
     Attributes:
         units: inner units before the units around them; none until it is assembled.
         steps: optimizer steps so far.
         after_step: called with the number of steps before the first forward after a step.
         is_last_backward: whether the next backward ends an accumulation.
-        keeps_parameters: whether parameters stay unsharded until the next optimizer step, even where that costs memory.
-        keeps_gradients: whether every backward but the last leaves gradients whole and unreduced.
+        keeps_parameters: whether parameters stay whole until the step; units' `reshard_after_backward` says where.
+        keeps_gradients: whether every backward but the last of a step leaves gradients whole and unreduced.
     """
 
     def __init__(self, mesh: Mesh) -> None:

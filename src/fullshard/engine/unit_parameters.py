@@ -44,7 +44,7 @@ class UnitState(Enum):
     GATHERING = auto()
     """the all-gather is under way"""
     GATHERED = auto()
-    """whole, but the modules hold sharded parameters, as before and after"""
+    """whole, but the modules still hold sharded parameters, or hold them again"""
     UNSHARDED = auto()
     """whole, and the modules hold the original parameters"""
 
@@ -68,7 +68,7 @@ class UnitParameters:
         stand_ins: what its modules hold while it has no buckets.
         neighbours: ranks that share the parameters between forward and backward, instead of the whole shard axis.
         keeps_memory: whether resharding keeps the memory.
-        made: how many units this process had made before.
+        made: its number among the units of this process, in the order in which they were made.
     """
 
     buckets: list[Bucket]
@@ -190,7 +190,7 @@ class UnitParameters:
         return sum(bucket.full_nbytes for bucket in self.buckets if not bucket.buffer.is_persistent)
 
     def rest(self) -> None:
-        """Make the modules hold sharded parameters, whether the memory of the unsharded ones is kept or not.
+        """Make the modules hold sharded parameters. Unlike `reshard`, this frees no memory.
 
         Outside forward and backward `module.parameters()` always yields sharded parameters, or clipping and
         `zero_grad()` would act on the original ones, which never hold a gradient.
