@@ -163,9 +163,8 @@ class Calls:
 def _below(outputs: Sequence[Node]) -> list[Node]:
     """Return the nodes below all of `outputs` in a graph; those that accumulate gradients have higher numbers.
 
-    None of these nodes leads to an output. Hooks on them own the call. If the call owned such nodes in turn (those of
-    the logits beside the loss, for example), the graph would never be freed: Python's garbage collector does not look
-    into it.
+    None of these nodes leads to an output, whose hook owns the call. If the call owned one that does (of the logits
+    beside the loss, say), the graph would never be freed: Python's garbage collector does not look into it.
     """
     first = min(map(torch_private.number_of, outputs))
     found: list[Node] = []

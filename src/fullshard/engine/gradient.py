@@ -107,8 +107,7 @@ class Gradient:
     def adds_early(self) -> bool:
         """Return whether a main gradient exists, and adding to it is all that is left to do.
 
-        False for a main gradient on the host: adding would wait for a copy and compute there, while the host still has
-        the rest of backward to launch.
+        Not on the host: adding would wait for a copy and compute there, while it has the rest of backward to launch.
         """
         if self.main.tensor is None:
             return False

@@ -87,32 +87,6 @@ class Unit(UnitParameters):
         """Collect the gradients of `bucket` from now on."""
         self._gradient_hooks.watch(self, bucket)
 
-    def abandon_forward(self) -> None:
-        """Return to rest after a forward that ended without its hooks. Gradients collected before it stay."""
-        self._running = 0
-        self._current.clear()
-        self._ran.clear()
-        self.reshard()
-
-    def forget_forwards(self) -> None:
-        """Forget all forwards after a step that failed half-way."""
-        self._running = 0
-        self.calls.clear()
-        self._current.clear()
-        self._ran.clear()
-        self.is_kept_for_backward = False
-
-    def give_up_backward(self) -> None:
-        """Forget a backward that failed half-way; another may still come to the forwards before it."""
-        for call in self.calls.live():
-            call.is_active = False
-        for bucket in self.buckets:
-            if bucket.has_gradient:
-                with self.waiting("reduce"):
-                    bucket.gradient.reset()
-        if not self.is_kept_for_backward:
-            self.reshard()
-
     # -- hooks --------------------------------------------------------------------------------------------------
 
     def run_method(self, module: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -278,3 +252,31 @@ class Unit(UnitParameters):
         if self.reshard_after_backward:
             self.reshard()
         self.rest()
+
+    # -- after a failure ----------------------------------------------------------------------------------------
+
+    def abandon_forward(self) -> None:
+        """Return to rest after a forward that ended without its hooks. Gradients collected before it stay."""
+        self._running = 0
+        self._current.clear()
+        self._ran.clear()
+        self.reshard()
+
+    def forget_forwards(self) -> None:
+        """Forget all forwards after a step that failed half-way."""
+        self._running = 0
+        self.calls.clear()
+        self._current.clear()
+        self._ran.clear()
+        self.is_kept_for_backward = False
+
+    def give_up_backward(self) -> None:
+        """Forget a backward that failed half-way; another may still come to the forwards before it."""
+        for call in self.calls.live():
+            call.is_active = False
+        for bucket in self.buckets:
+            if bucket.has_gradient:
+                with self.waiting("reduce"):
+                    bucket.gradient.reset()
+        if not self.is_kept_for_backward:
+            self.reshard()
