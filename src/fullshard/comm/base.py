@@ -113,7 +113,7 @@ contributed to it, as far as they are at hand; a term may be in the memory that 
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """The settings of a sum of gradients, made and returned in `dtype`, and divided by `divisor`.
+    """What a backend is told of a reduction: a sum of gradients, made and returned in `dtype`, divided by `divisor`.
 
     Intervals that are sent packed are added up as if they were not. `watch` is called with every part of the result.
     """

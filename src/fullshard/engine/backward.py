@@ -44,7 +44,7 @@ class Backward:
 
     @property
     def is_under_way(self) -> bool:
-        """Return whether backward has come to the model and is not over; so it is after one that has failed."""
+        """Return whether a backward has come to the model and is not over, or its failure is not noticed yet."""
         return self.hookless_calls.backward is not None
 
     def note_call(self, unit: Unit) -> None:

@@ -60,14 +60,14 @@ class Extension:
         """Run when the model's units are known, and again when a model around it is sharded."""
 
     def postpones(self, unit: Unit) -> bool:
-        """Return whether a new unit gets its buckets later: its `stand_ins` are set now, `allocate` is called then."""
+        """Return whether a new unit gets its buckets later. If so, set its `stand_ins` now and call `allocate` then."""
         return False
 
     def materialized(self) -> None:
         """Run when every unit has its buckets: after `assembled`, or when the last unit gets them."""
 
     def absorbed(self, earlier: Extension) -> None:
-        """Take over the state of the same extension of a part that is now part of this model."""
+        """Take over the state of `earlier`, this extension of a model that is now a part of this one."""
 
     def before_first_use(self, *, in_forward: bool) -> None:
         """Run before the model is gathered for the first time, in its first forward or earlier."""
