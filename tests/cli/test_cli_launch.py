@@ -55,9 +55,11 @@ run_worker(main)
 """
 
 LAUNCH = """
-import sys
+import gc, sys
 from fullshard.launch.local import launch_local
-sys.exit(launch_local("worker", sys.argv[1:], nproc=2))
+code = launch_local("worker", sys.argv[1:], nproc=2)
+gc.collect()
+sys.exit(code)
 """
 
 
@@ -80,12 +82,15 @@ def _alive(pid: int) -> bool:
 
 
 def _run(mode: str, directory: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", LAUNCH, mode, str(directory)]
+    command = [sys.executable, "-W", "always::ResourceWarning", "-c", LAUNCH, mode, str(directory)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
 def test_success_and_shared_threads(job: Path) -> None:
-    """Ranks see a torchrun-like environment and share the cores; rank 0's result and error reach every rank."""
+    """Ranks see a torchrun-like environment and share the cores; rank 0's result and error reach every rank.
+
+    The launcher leaves no file open.
+    """
     done = _run("main", job)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""

@@ -9,6 +9,7 @@ import ast
 import copy
 import importlib
 import inspect
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
@@ -24,6 +25,7 @@ from torch.distributed._composable.replicate import _is_fully_sharded
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from torch.distributed.pipelining.stage import _PipelineStageBase
@@ -618,7 +620,7 @@ def counts_of_collectives() -> None:
     assert set(counts.get_comm_counts().values()) == {1} and counts.generate_comm_debug_tracing_table(noise_level=3)
 
 
-@check("worker_context", "remaining_restarts", "grant_restart", "allow_no_restart", "forget_store")
+@check("worker_context", "close_streams", "remaining_restarts", "grant_restart", "allow_no_restart", "forget_store")
 def worker_agents() -> None:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
@@ -627,6 +629,12 @@ def worker_agents() -> None:
     agent = LocalElasticAgent(spec, logs_specs=SimpleNamespace())  # type: ignore[arg-type]
     assert launcher.worker_context(agent) is None
     assert "self._pcontext = start_processes" in inspect.getsource(LocalElasticAgent)
+    workers: Any = SimpleNamespace(
+        subprocess_handlers={0: SubprocessHandler("true", (), {}, os.devnull, None, local_rank_id=0, numa_options=None)}
+    )
+    launcher.close_streams(workers)
+    assert workers.subprocess_handlers[0]._stdout.closed
+    workers.subprocess_handlers[0].proc.wait()
     assert launcher.remaining_restarts(agent) == 5
     launcher.grant_restart(agent)
     assert launcher.remaining_restarts(agent) == spec.max_restarts == 6

@@ -306,6 +306,7 @@ class Agent(LocalElasticAgent):
         pids: dict[int, Any] = super()._start_workers(worker_group)
         self._groups |= set(pids.values())
         context = torch_private.worker_context(self)
+        torch_private.close_streams(context)
         close = context.close
         # When a worker fails, torchelastic would give the others 30 seconds.
         asked, client = self._asked, self._client  # not `self`, because the context is a part of it

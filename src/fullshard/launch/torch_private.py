@@ -25,6 +25,14 @@ def worker_context(agent: LocalElasticAgent) -> Any:
     return agent._pcontext
 
 
+def close_streams(workers: Any) -> None:
+    """Close the launcher's handles of log files; torch does so only for workers that it has to end. Since 2.0."""
+    for handler in workers.subprocess_handlers.values():
+        for file in (handler._stdout, handler._stderr):
+            if file is not None:
+                file.close()
+
+
 def remaining_restarts(agent: LocalElasticAgent) -> int:
     """Return how often workers may be started again, this time not counted. Since 2.0."""
     return agent._remaining_restarts
