@@ -1,0 +1,93 @@
+"""The forms in which a frozen weight can be stored and sent, as codes with scales: their parts and bytes. No torch.
+
+The engine lays buckets out by them and the planner counts with them.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from fullshard.core.dtypes import itemsize
+from fullshard.core.errors import ConfigError
+
+
+class Part(NamedTuple):
+    """One flat tensor of a stored weight. `elements`: how many elements of the weight one item stands for."""
+
+    name: str
+    dtype: str
+    elements: int
+
+    def numel(self, elements: int) -> int:
+        """Return the number of items for so many elements of a weight; the last item may stand for fewer."""
+        return -(-elements // self.elements)
+
+
+@dataclass(frozen=True)
+class StoredForm:
+    """One form. The parts of a weight lie one after the other in memory, in this order.
+
+    Attributes:
+        parts: codes, then scales, then what the scales themselves are made of, if they are codes, too.
+    """
+
+    name: str
+    parts: tuple[Part, ...]
+
+    @cached_property
+    def atom(self) -> int:
+        """Number of elements that stay on one rank together, so that none of the parts has to be cut within an item."""
+        return max(part.elements for part in self.parts)
+
+    @property
+    def block(self) -> int:
+        """Number of elements that share a scale."""
+        return self.parts[1].elements
+
+    def nbytes(self, elements: int) -> int:
+        """Return the bytes of so many elements."""
+        return sum(part.numel(elements) * itemsize(part.dtype) for part in self.parts)
+
+
+_GROUP = 256
+"""First-level scales that share one of the second level, as bitsandbytes has it."""
+
+
+def _four_bits(name: str, block: int) -> tuple[StoredForm, StoredForm]:
+    codes = Part("codes", "uint8", 2)
+    plain = StoredForm(name, (codes, Part("scales", "float32", block)))
+    # bitsandbytes has one offset for a whole weight. Here each group has it, so that a group needs nothing else.
+    groups = (Part(part, "float32", block * _GROUP) for part in ("scales_of_scales", "offsets"))
+    return plain, StoredForm(f"{name}-double", (codes, Part("scales", "uint8", block), *groups))
+
+
+FORMS: dict[str, StoredForm] = {
+    form.name: form
+    for form in (
+        *_four_bits("nf4", 64),
+        *_four_bits("fp4", 64),
+        # Of bitsandbytes' block sizes, the smallest whose scales take less than 2 % of the codes.
+        StoredForm("int8", (Part("codes", "uint8", 1), Part("scales", "float32", 256))),
+        # The Open Compute Project's microscaling format, in which gpt-oss has its experts.
+        StoredForm("mxfp4", (Part("codes", "uint8", 2), Part("scales", "uint8", 32))),
+        # DeepSeek-V3 has one scale for 128 x 128 elements; here each row of those has its copy of it.
+        StoredForm("fp8", (Part("codes", "float8_e4m3fn", 1), Part("scales", "float32", 128))),
+    )
+}
+"""All forms, by name."""
+
+
+def form_of(name: str) -> StoredForm:
+    """Return a form by its name.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    if name not in FORMS:
+        near = difflib.get_close_matches(name, FORMS, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ConfigError(f"no form of storage is called {name!r}", hint=f"{hint}There are {', '.join(FORMS)}")
+    return FORMS[name]
