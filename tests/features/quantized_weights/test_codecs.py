@@ -148,3 +148,9 @@ def test_other_floats_are_decoded_through_float32() -> None:
 def test_an_unknown_name() -> None:
     with pytest.raises(ConfigError, match=r"'nf5'.*\n.*did you mean 'nf4'"):
         form_of("nf5")
+
+
+@pytest.mark.parametrize("name", ["nf4", "nf4-double", "fp4"])
+def test_an_odd_number_of_elements(name: str) -> None:
+    parts = codec(name).encode(values(642))
+    assert torch.equal(decoded(name, parts, 641, torch.bfloat16), decoded(name, parts, 642, torch.bfloat16)[:641])

@@ -19,8 +19,8 @@ from fullshard.core.errors import WrapError
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.lookup import unit_of
 from fullshard.features import MixedPrecisionPolicy, ShardedParameter, shard_model
+from fullshard.features.quantized_weights.codecs import _PIECE_NUMEL
 from fullshard.features.quantized_weights.scales import (
-    _PIECE_NUMEL,
     _quantise_4bit,
     aliases,
     expose_scales,

@@ -6,7 +6,7 @@ by piece: bitsandbytes on a CPU takes seven times the bytes of its argument at o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -16,7 +16,11 @@ from fullshard.core.forms import StoredForm, form_of
 from fullshard.core.imports import import_extra
 
 _PIECE_NUMEL = 2**20
-"""A multiple of every atom."""
+"""Elements that are encoded or decoded at once on a CPU; a multiple of every atom."""
+_DEVICE_PIECE_NUMEL = 2**24
+"""The same on an accelerator, where each piece costs the host some launches."""
+_ROW_NUMEL = 4096
+"""Elements of a row that bitsandbytes decodes on a CPU; for one long row its code is fifteen times slower."""
 _FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _FP8_MAX = 448.0
 
@@ -29,13 +33,14 @@ class Codec:
 
     def encode(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the parts of `values`, shape (n,), floating point, on their device."""
-        done = [self._encode(piece) for piece in values.split(_PIECE_NUMEL)] or [self._encode(values)]
+        done = [self._encode(piece) for piece in values.split(_piece_numel(values))] or [self._encode(values)]
         return tuple(map(torch.cat, zip(*done, strict=True)))
 
     def decode(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         """Fill `out`, shape (n,), of any floating-point dtype, with the values that the parts stand for."""
-        for start in range(0, out.numel(), _PIECE_NUMEL):
-            piece = out[start : start + _PIECE_NUMEL]
+        step = _piece_numel(out)
+        for start in range(0, out.numel(), step):
+            piece = out[start : start + step]
             self._decode(tuple(self._cut(parts, start, start + piece.numel())), piece)
 
     def _cut(self, parts: Sequence[torch.Tensor], start: int, stop: int) -> Iterator[torch.Tensor]:
@@ -61,11 +66,14 @@ class FourBits(Codec):
         return self.form.name.partition("-")[0]
 
     def _decode(self, parts: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
-        functional = bitsandbytes()
         codes, scales, *_ = parts
-        kind = {"blocksize": self.form.block, "quant_type": self._type}
-        state = functional.QuantState(scales, shape=out.shape, dtype=_computed(out), **kind)
-        out.copy_(functional.dequantize_4bit(codes.view(-1, 1), state).view(-1))
+        if len(out) % 2:  # bitsandbytes would compile a kernel for it
+            self._decode((codes, scales), whole := out.new_empty(len(out) + 1))
+            out.copy_(whole[:-1])
+            return
+        out = out.view(-1, _ROW_NUMEL) if len(out) % _ROW_NUMEL == 0 else out
+        kind = {"shape": out.shape, "blocksize": self.form.block, "quant_type": self._type}
+        _into(out, bitsandbytes().dequantize_4bit, codes.view(-1, 1), scales, kind)
 
 
 class DoubleFourBits(FourBits):
@@ -107,12 +115,9 @@ class EightBits(Codec):
         return codes, state.absmax
 
     def _decode(self, parts: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
-        functional = bitsandbytes()
         codes, scales = parts
-        state = functional.QuantState(
-            scales, code=_table(codes.device), blocksize=self.form.block, dtype=_computed(out)
-        )
-        out.copy_(functional.dequantize_blockwise(codes, state))
+        kind = {"code": _table(codes.device), "blocksize": self.form.block}
+        _into(out, bitsandbytes().dequantize_blockwise, codes, scales, kind)
 
 
 class Mxfp4(Codec):
@@ -191,6 +196,17 @@ def _table(device: torch.device) -> torch.Tensor:
     return table.to(device)
 
 
-def _computed(out: torch.Tensor) -> torch.dtype:
-    """Return the dtype that bitsandbytes computes values of `out` in."""
-    return out.dtype if out.dtype in (torch.float32, torch.bfloat16, torch.float16) else torch.float32
+def _into(
+    out: torch.Tensor, function: Callable[..., torch.Tensor], codes: torch.Tensor, scales: torch.Tensor, kind: Any
+) -> None:
+    """Fill `out` by a function of bitsandbytes, which writes there itself where it can: in its dtypes, on a GPU."""
+    dtype = out.dtype if out.dtype in (torch.float32, torch.bfloat16, torch.float16) else torch.float32
+    state = bitsandbytes().QuantState(scales, dtype=dtype, **kind)
+    if dtype == out.dtype and out.device.type in ("cuda", "xpu"):
+        function(codes, state, out=out)
+    else:
+        out.copy_(function(codes, state).view(out.shape))
+
+
+def _piece_numel(values: torch.Tensor) -> int:
+    return _PIECE_NUMEL if values.device.type == "cpu" else _DEVICE_PIECE_NUMEL

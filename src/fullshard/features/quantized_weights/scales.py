@@ -28,12 +28,12 @@ import torch
 from torch import nn
 
 from fullshard.core.errors import WrapError
+from fullshard.core.forms import Part, StoredForm
 from fullshard.engine.kinds import ParameterKind
 from fullshard.features.quantized_weights import torch_private
+from fullshard.features.quantized_weights.codecs import FourBits
 
 _EXACT = "_fullshard_exact"
-_PIECE_NUMEL = 2**20
-"""A multiple of every block size."""
 _ALIASES = "_fullshard_aliases"
 
 
@@ -212,20 +212,24 @@ def dequantised(module: nn.Module) -> torch.Tensor:
 def _quantise_4bit(values: torch.Tensor, outlined: Any) -> tuple[torch.Tensor, Any]:
     """Return `(packed values, quant_state)` as `bitsandbytes.functional.quantize_4bit` gives them, bit for bit.
 
-    It works piece by piece: on a CPU the function takes seven times the bytes of its argument at once. Blocks do not
-    depend on one another; only the scales of the scales belong to the whole weight.
+    The values are quantised piece by piece; only the scales of the scales belong to the whole weight.
     """
     functional: Any = importlib.import_module("bitsandbytes.functional")
-    pieces = values.view(-1).split(_PIECE_NUMEL)
-    kind = {"blocksize": outlined.blocksize, "quant_type": outlined.quant_type}
-    done = [functional.quantize_4bit(piece, **kind, quant_storage=outlined.quant_storage) for piece in pieces]
-    state = done[0][1]
-    state.shape, state.absmax = values.shape, torch.cat([part.absmax for _, part in done])
+    parts = Part("codes", "uint8", 2), Part("scales", "float32", outlined.blocksize)
+    codes, scales = FourBits(StoredForm(outlined.quant_type, parts)).encode(values.view(-1))
+    state = functional.QuantState(
+        scales,
+        shape=values.shape,
+        dtype=values.dtype,
+        code=functional.get_4bit_type(outlined.quant_type, device=values.device),
+        blocksize=outlined.blocksize,
+        quant_type=outlined.quant_type,
+    )
     if outlined.compress_statistics:
-        state.offset = state.absmax.mean()
-        state.absmax, state.state2 = functional.quantize_blockwise(state.absmax - state.offset, blocksize=256)
+        state.offset = scales.mean()
+        state.absmax, state.state2 = functional.quantize_blockwise(scales - state.offset, blocksize=256)
         state.nested = True
-    return torch.cat([packed for packed, _ in done]), state
+    return codes.view(outlined.quant_storage)[:, None], state
 
 
 class QuantizedWeight(ParameterKind):
