@@ -68,7 +68,7 @@ class FourBits(Codec):
     def _decode(self, parts: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
         codes, scales, *_ = parts
         if len(out) % 2:  # bitsandbytes would compile a kernel for it
-            self._decode((codes, scales), whole := out.new_empty(len(out) + 1))
+            FourBits._decode(self, (codes, scales), whole := out.new_empty(len(out) + 1))
             out.copy_(whole[:-1])
             return
         out = out.view(-1, _ROW_NUMEL) if len(out) % _ROW_NUMEL == 0 else out
