@@ -69,6 +69,7 @@ if TYPE_CHECKING:
         unsharded,
     )
     from fullshard.features.chunked_loss import use_chunked_loss
+    from fullshard.features.quantized_weights.quantize import quantize
     from fullshard.features.steps_in_backward.stepper import step_in_backward
     from fullshard.launch.journal import record_events
     from fullshard.launch.preemption import should_stop
@@ -101,6 +102,7 @@ __all__ = [  # noqa: RUF022 -- alphabetical, capitals or not
     "optim",
     "plan",
     "plan_model",
+    "quantize",
     "record_events",
     "register_fsdp_forward_method",
     "repoint",
@@ -127,6 +129,7 @@ _HOMES = {
     **dict.fromkeys(("from_pretrained", "stream_weights"), "fullshard.checkpoint"),
     **dict.fromkeys(("debug_launcher", "notebook_launcher"), "fullshard.api.notebooks"),
     "plan_model": "fullshard.api.planning",
+    "quantize": "fullshard.features.quantized_weights.quantize",
     "record_events": "fullshard.launch.journal",
     "should_stop": "fullshard.launch.preemption",
     "step_in_backward": "fullshard.features.steps_in_backward.stepper",

@@ -395,6 +395,18 @@ def parse_to() -> None:
     assert parse(torch.ones(1, dtype=torch.float64))[1] == torch.float64
 
 
+@check("wrapper")
+def wrapper() -> None:
+    class Wrapper(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, *_arguments: Any) -> Any:
+            return torch.ones(7)
+
+    made = torch_private.wrapper(Wrapper, torch.empty(3, 2, dtype=torch.bfloat16), torch.device("cpu"))
+    assert (type(made), made.shape, made.dtype) == (Wrapper, (3, 2), torch.bfloat16)
+    assert torch.ops.aten.exp.default(made).shape == (7,)
+
+
 # -- compiled code ----------------------------------------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 import torch.multiprocessing as mp
 
 from tests.distributed import preload
@@ -30,6 +31,7 @@ def _serve(tasks: Any, results: Any) -> None:
     faulthandler.enable()
     from tests.simulated.group import device  # only here, because it makes it the accelerator
 
+    torch.compiler.set_stance("force_eager")  # bitsandbytes compiles what it has no kernels for, anew for each shape
     while True:
         environment, function, arguments = tasks.get()
         os.environ.clear()

@@ -34,6 +34,7 @@ from fullshard.features import (
 )
 from fullshard.features.chunked_loss import chunked_cross_entropy
 from fullshard.features.offload import pages as activations
+from fullshard.features.quantized_weights.quantize import quantize
 from fullshard.features.recompute import checkpoint_modules
 from fullshard.features.steps_in_backward.stepper import step_in_backward
 from fullshard.optim import Muon, OnOwners
@@ -64,11 +65,11 @@ OTHERS: dict[str, tuple[Any, ...]] = {
     "offload": ("nothing",),
     "loop": ("plain", "accumulating", "no_sync"),
     "activations": ("kept", "on host", "checkpointed"),
-    "parameters": ("all", "extended", "composed"),
+    "parameters": ("all", "extended", "composed", "coded"),
     "optimizer": ("AdamW", "Muon", "on owners"),
 }
-"""In place of those: parameters that say how they are gathered, and optimizers of whole matrices, whose exchanges go on
-beside computing."""
+"""In place of those: parameters that say how they are gathered, weights that are codes at rest, and optimizers of whole
+matrices, whose exchanges go on beside computing."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class Case:
         """Whether the engine does not refuse it, nor the parameters' class."""
         if self.parameters in ("extended", "composed") and (self.precision != "fp32" or self.optimizer != "AdamW"):
             return False
-        if self.offload == "compute shards" and self.parameters not in ("frozen", "adapters"):
+        if self.offload == "compute shards" and self.parameters not in ("frozen", "adapters", "coded"):
             return False
         if self.loop == "in backward" and (
             self.precision == "fp16" or self.offload not in ("nothing", "compute shards")
@@ -176,10 +177,12 @@ class Model(nn.Module):
         self.never = nn.Parameter(torch.ones(3)) if case.parameters == "unused" else None
         if case.parameters == "tied":
             self.head.weight = self.embedding.weight
-        if case.parameters in ("frozen", "adapters"):
-            kept = ("left", "right") if case.parameters == "adapters" else ("mix", "norm", "down")
+        if case.parameters in ("frozen", "adapters", "coded"):
+            kept = ("mix", "norm", "down") if case.parameters == "frozen" else ("left", "right")
             for name, parameter in self.named_parameters():
                 parameter.requires_grad_(any(f".{part}." in name for part in kept))
+        if case.parameters == "coded":
+            quantize(self)
         if case.parameters in ("extended", "composed"):
             for layer in self.layers.children():
                 layer.up.weight = nn.Parameter(_wrapped(case, layer.up.weight))  # type: ignore[union-attr, arg-type]

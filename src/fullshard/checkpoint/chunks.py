@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,6 +49,22 @@ def read_across(
             block = block.narrow(dim, offset, size)
         start = int(out.storage_offset()) + patch.target
         out.as_strided(patch.sizes, patch.target_strides, start).copy_(block)
+
+
+def read_transposed(
+    read: Callable[[Interval, torch.Tensor], None], shape: Sequence[int], wanted: Interval, out: torch.Tensor
+) -> None:
+    """Fill `out`, shape (n,), with elements `wanted` of a tensor of `shape`, flattened row by row.
+
+    `read` is as in `read_across`, but counts elements with the last two dims in the other order. Whole matrices are
+    read.
+    """
+    rows, columns = shape[-2:]
+    first, last = wanted.start // (rows * columns), -(-wanted.stop // (rows * columns))
+    matrices = torch.empty(last - first, columns, rows, dtype=out.dtype)
+    read(Interval(first * rows * columns, last * rows * columns), matrices.view(-1))
+    start = wanted.start - first * rows * columns
+    out.copy_(matrices.mT.reshape(-1)[start : start + wanted.numel])
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from fullshard.checkpoint.elements import stored_dtype, tensor_bytes, write_tens
 from fullshard.checkpoint.format import (
     CodedPieceRecord,
     FileRecord,
+    FormRecord,
     Manifest,
     MeshRecord,
     OptimizerRecord,
@@ -47,6 +48,7 @@ from fullshard.checkpoint.verify import structure_problems
 from fullshard.core.errors import CheckpointError
 from fullshard.core.version import __version__
 from fullshard.engine.precision import dtype_name
+from fullshard.engine.shard_spec import CodedPart
 from fullshard.features import ShardedParameter, ShardedTensor
 from fullshard.features.averages import EMA
 
@@ -81,10 +83,13 @@ class StateReport(BaseModel):
 
 
 class RankReport(BaseModel):
-    """One rank's report on the files that it wrote; of a parameter or buffer its dtype, and which elements it wrote."""
+    """One rank's report on the files that it wrote.
+
+    Of a parameter or buffer it says the dtype, which elements the rank wrote, and in which form.
+    """
 
     files: dict[str, FileRecord]
-    tensors: dict[str, tuple[str, int, int]]
+    tensors: dict[str, tuple[str, int, int, FormRecord | None]]
     state: dict[str, dict[str, StateReport]]
 
 
@@ -114,14 +119,17 @@ class RankWriter:
             if local.is_writer and local.interval.numel and self._is_stored(local)
         ]
         self._tensors = {
-            local.name: (stored_dtype(local.tensor, where=local.name), local.interval.start, local.interval.stop)
+            local.name: (
+                *(stored_dtype(local.tensor, where=local.name), local.interval.start, local.interval.stop),
+                local.form,
+            )
             for local in mine
         }
         self._state: dict[str, dict[str, StateReport]] = {}
         for entry in (*state, *averages):
             self._state.setdefault(entry.parameter.name, {})[entry.key] = _state_report(entry, rank)
         self._contents: dict[str, dict[str, torch.Tensor]] = {
-            "model": {local.name: local.held.reshape(-1) for local in mine},
+            "model": {name: tensor for local in mine for name, tensor in _parts(local).items()},
             "optimizer": {
                 name: tensor
                 for entry in (*state, *averages)
@@ -172,7 +180,9 @@ class RankWriter:
             )
         parameters = _merge_tensors(self.parameters, reports, self._is_stored)
         manifest = Manifest(
-            format_version=3
+            format_version=4
+            if any(record.form for record in parameters.values())
+            else 3
             if self.store.own_names
             else 2
             if any(record.tiles for record in parameters.values())
@@ -249,6 +259,14 @@ def _with_wholes(value: Any, *, is_kept: bool) -> Any:
     return value
 
 
+def _parts(local: LocalTensor) -> dict[str, torch.Tensor]:
+    """Return the tensors of the file for a parameter or buffer, by name."""
+    held = local.held
+    if isinstance(held, CodedPart):
+        return {f"{local.name}.{name}": part for name, part in held.parts.items()}
+    return {local.name: held.reshape(-1)}
+
+
 def _stored(entry: StateEntry) -> dict[str, torch.Tensor]:
     """Return the tensors of the file, by name."""
     if isinstance(entry.value, CodedTensor):
@@ -300,10 +318,12 @@ def _merge_tensors(
         for rank, report in enumerate(reports):
             if local.name not in report.tensors:
                 continue
-            theirs, start, stop = report.tensors[local.name]
-            if theirs != dtype:
-                raise CheckpointError(f"{local.name!r} is {dtype} on rank 0 and {theirs} on rank {rank}")
-            pieces.append(PieceRecord(rank=rank, start=start, stop=stop))
+            theirs, start, stop, form = report.tensors[local.name]
+            if (theirs, form) != (dtype, local.form):
+                mine, other = (kind if how is None else how.form for kind, how in ((dtype, local.form), (theirs, form)))
+                raise CheckpointError(f"{local.name!r} is {mine} on rank 0 and {other} on rank {rank}")
+            place = {"rank": rank, "start": start, "stop": stop}
+            pieces.append(PieceRecord(**place) if form is None else CodedPieceRecord(**place, coding=form))
         pieces.sort(key=lambda piece: piece.start)
         records[local.name] = TensorRecord(
             shape=local.shape,

@@ -88,7 +88,7 @@ def export_hf(
 
 def is_exported_as_it_is(model: nn.Module) -> bool:
     """Return whether `export_hf` writes every parameter and persistent buffer under its own name, in its own shape."""
-    convert = StoredForm(model, local_tensors(model), cast=None)
+    convert = SavedLayout(model, local_tensors(model), cast=None)
     return all(batch.group is None and batch.stored_name in batch.sources[0].names for batch in convert.batches)
 
 
@@ -106,7 +106,7 @@ _Plan = list[tuple[str, list[tuple[Batch, list[TensorEntry]]]]]
 """Files in order: of each what to gather, and the tensors made of that which go into it, in the order of the file."""
 
 
-class StoredForm:
+class SavedLayout:
     """The conversion of whole parameters to the tensors that Transformers stores for them: `batches`, in model order.
 
     Usually that is the parameter itself. But Transformers 5 keeps some models in another form in memory than on disk,
@@ -135,7 +135,7 @@ class StoredForm:
         self.batches = sorted(batches, key=lambda batch: min(order[id(source)] for source in batch.sources))
 
     @classmethod
-    def of(cls, model: nn.Module, *, cast: torch.dtype | None) -> StoredForm:
+    def of(cls, model: nn.Module, *, cast: torch.dtype | None) -> SavedLayout:
         """Return the stored form of a model, adapters merged. Brings it to rest."""
         rest(model)
         if is_adapted(model):
@@ -175,9 +175,9 @@ class StoredForm:
         return names[0] if names else source.name
 
 
-def _plan(model: nn.Module, *, limit: int, cast: torch.dtype | None) -> tuple[_Plan, StoredForm]:
+def _plan(model: nn.Module, *, limit: int, cast: torch.dtype | None) -> tuple[_Plan, SavedLayout]:
     """Plan which tensor goes into which file, the same on every rank."""
-    convert = StoredForm.of(model, cast=cast)
+    convert = SavedLayout.of(model, cast=cast)
     pairs = [
         (batch, TensorEntry(name, stored_dtype(tensor, where=name), tuple(tensor.shape)))
         for batch in convert.batches
@@ -193,7 +193,7 @@ def _plan(model: nn.Module, *, limit: int, cast: torch.dtype | None) -> tuple[_P
     return list(zip(file_names(len(shards)), shards, strict=True)), convert
 
 
-def _write_weights(directory: Path, plan: _Plan, convert: StoredForm, ranks: Ranks) -> None:
+def _write_weights(directory: Path, plan: _Plan, convert: SavedLayout, ranks: Ranks) -> None:
     """Gather every tensor and let rank 0 write it.
 
     An error on rank 0 does not stop the gathering, which the other ranks take part in; it is raised after the file.

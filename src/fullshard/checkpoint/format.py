@@ -27,11 +27,12 @@ from fullshard.checkpoint.objects import Location, ObjectPath, read_small
 from fullshard.core.boxes import UNCUT, Chunking
 from fullshard.core.errors import CheckpointError
 from fullshard.core.files import open_regular
+from fullshard.core.forms import FORMS
 from fullshard.core.layout import Interval
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 """The newest that is read. Written is the oldest that does: 2 of tensors that tensor parallelism has cut, 3 of files
-that carry the name of their save. Every older version stays readable."""
+that carry the name of their save, 4 of weights that are stored as codes. Every older version stays readable."""
 
 MANIFEST_NAME = "manifest.json"
 MAX_MANIFEST_NBYTES = 2**30
@@ -128,10 +129,32 @@ class CodeRecord(_Record):
         return self
 
 
+class FormRecord(_Record):
+    """One of `core.forms`, in which weights are stored. The file holds its parts as NAME.codes, NAME.scales and so on.
+
+    Pieces begin between atoms of the form, and blocks are counted from the start of the tensor. `is_transposed`: its
+    elements are counted with the last two dims in the other order.
+    """
+
+    form: str
+    is_transposed: bool = Field(default=False, exclude_if=lambda value: not value)
+
+    @model_validator(mode="after")
+    def _is_known(self) -> FormRecord:
+        if self.form not in FORMS:
+            raise ValueError(f"the unknown form {self.form!r}")
+        return self
+
+    @property
+    def block(self) -> int:
+        """Return the number of elements that are read together."""
+        return FORMS[self.form].atom
+
+
 class CodedPieceRecord(PieceRecord):
     """A piece whose values are stored as codes."""
 
-    coding: CodeRecord
+    coding: CodeRecord | FormRecord
 
 
 def stored_as(name: str, dtype: str, piece: PieceRecord) -> dict[str, tuple[str, int]]:
@@ -140,6 +163,8 @@ def stored_as(name: str, dtype: str, piece: PieceRecord) -> dict[str, tuple[str,
     if not isinstance(piece, CodedPieceRecord):
         return {name: (dtype, numel)}
     coding = piece.coding
+    if isinstance(coding, FormRecord):
+        return {f"{name}.{part.name}": (part.dtype, part.numel(numel)) for part in FORMS[coding.form].parts}
     parts = {
         f"{name}.codes": (coding.dtype, -(-numel * coding.bits // 8)),
         f"{name}.scales": ("float32", -(-numel // coding.block)),
@@ -161,7 +186,7 @@ class TensorRecord(_Record):
     Attributes:
         shape: global shape; `()` is a scalar.
         dtype: torch's name without the prefix, for example `bfloat16`.
-        pieces: who stores which elements; empty pieces are left out.
+        pieces: who stores which elements; empty pieces are left out. `dtype` is that of the values, if they are coded.
         tiles: if there are any, elements are counted tile by tile, not row by row.
         aliases: further names of the same tensor (tied parameters).
         is_stored: whether its elements are in this checkpoint; if not, only its shape and dtype are known here.
@@ -169,7 +194,7 @@ class TensorRecord(_Record):
 
     shape: _Shape
     dtype: str
-    pieces: tuple[PieceRecord, ...]
+    pieces: tuple[CodedPieceRecord | PieceRecord, ...]
     aliases: tuple[str, ...] = ()
     is_stored: bool = True
     tiles: ChunkingRecord | None = Field(default=None, exclude_if=lambda tiles: tiles is None)
@@ -182,6 +207,12 @@ class TensorRecord(_Record):
         if tiles is not None and (tiles.dim >= len(self.shape) or self.shape[tiles.dim] % tiles.groups):
             raise ValueError(f"{tiles.groups} groups of tiles along dim {tiles.dim} of a tensor of shape {self.shape}")
         return self
+
+    @property
+    def form(self) -> FormRecord | None:
+        """Return the form that a weight is stored in; None: as numbers."""
+        coding = next((piece.coding for piece in self.pieces if isinstance(piece, CodedPieceRecord)), None)
+        return coding if isinstance(coding, FormRecord) else None
 
     @property
     def numel(self) -> int:
@@ -205,12 +236,10 @@ class StateTensorRecord(TensorRecord):
     """A tensor of optimizer state.
 
     Attributes:
-        pieces: some may be coded; `dtype` is that of the values.
         layout: `interval` if it is laid out like its parameter, `replicated` if every rank holds all of it.
         is_on_host: whether it lay in host memory although its parameter may not (Adam's `step`).
     """
 
-    pieces: tuple[CodedPieceRecord | PieceRecord, ...]
     layout: Literal["interval", "replicated"]
     is_on_host: bool = False
 

@@ -54,6 +54,7 @@ from fullshard.core.boxes import UNCUT, Chunking
 from fullshard.core.errors import CheckpointError, DamagedError
 from fullshard.core.journal import JOURNAL, Happening
 from fullshard.core.layout import Interval
+from fullshard.engine.shard_spec import CodedPart
 from fullshard.engine.step.plain_tensors import as_local
 from fullshard.features.averages import EMA
 from fullshard.features.matrices import MatrixOptimizer
@@ -383,6 +384,9 @@ def _fill(target: _Target, readers: Readers) -> None:
     if isinstance(target.tensor, CodedTensor):
         readers.fill_coded(target.tensor, target.name, target.record, target.interval, target.chunking)
         return
+    if isinstance(target.tensor, CodedPart):
+        readers.fill_parts(target.tensor, target.name, target.record, target.interval)
+        return
     tensor = target.tensor.detach()
     in_place = tensor.device.type == "cpu" and tensor.is_contiguous()
     staging = tensor if in_place else torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -420,7 +424,11 @@ def _match(
         name, record = found[0]
         if record.shape != local.shape:
             problems.append(f"{what} {local.name!r} has shape {local.shape}, saved with {record.shape}")
-        elif record.dtype != stored_dtype(local.tensor, where=local.name):
+        elif local.form is not None and record.form != local.form:
+            problems.append(f"{what} {local.name!r} is stored as {local.form}, saved as {record.form or record.dtype}")
+        elif local.form is not None and record.chunking != local.chunking:
+            problems.append(f"{what} {local.name!r} was coded in parts of another tensor parallelism")
+        elif record.dtype != stored_dtype(local.tensor, where=local.name) and local.form is None:
             problems.append(f"{what} {local.name!r} is {local.tensor.dtype}, saved as torch.{record.dtype}")
         else:
             targets.append(_Target("model", name, record, local.interval, local.held, local.chunking))

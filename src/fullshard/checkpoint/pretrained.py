@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.checkpoint.chunks import fill_local, read_across
+from fullshard.checkpoint.chunks import fill_local, read_across, read_transposed
 from fullshard.checkpoint.conversion import Outline, loading_rules, outline_of
 from fullshard.checkpoint.places import Place, new_parts, not_ignored, places_of, tensors_of
 from fullshard.checkpoint.quantities import adapter_modules, conversion_of
@@ -36,6 +36,7 @@ from fullshard.core.imports import import_extra
 from fullshard.core.layout import Interval
 from fullshard.core.paths import local_path
 from fullshard.features.meta_device import WEIGHTS, meta_parameters
+from fullshard.features.quantized_weights.marks import mark_of
 from fullshard.features.quantized_weights.scales import dequantised, is_exact, outline, quantise, whole_shape
 from fullshard.features.tensor_parallel import local_shard_of
 from fullshard.wrap.partition import Slot
@@ -265,7 +266,11 @@ class PretrainedWeights:
         return slot.parameter.is_meta and self._name(slot) is not None
 
     def read(self, slot: Slot, interval: Interval, out: torch.Tensor) -> None:
-        """Fill `out` with elements `interval` of the parameter, or of its tile."""
+        """Fill `out` with elements `interval` of the parameter, or of its tile, in the order that it is sharded in."""
+        if (mark := mark_of(slot.parameter)) is not None and mark.is_transposed:
+            *others, rows, columns = slot.parameter.shape
+            read_transposed(functools.partial(self._read_rows, slot), (*others, columns, rows), interval, out)
+            return
         shard = local_shard_of(slot)
         if shard is None or not shard.is_chunked:
             self._read_rows(slot, interval, out)

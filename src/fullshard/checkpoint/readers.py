@@ -11,18 +11,29 @@ from typing import Self
 
 import torch
 
-from fullshard.checkpoint.chunks import read_across
+from fullshard.checkpoint.chunks import read_across, read_transposed
 from fullshard.checkpoint.coded_state import CodedTensor
 from fullshard.checkpoint.elements import dtype_called, dtype_of, tensor_bytes
-from fullshard.checkpoint.format import CodedPieceRecord, Manifest, PieceRecord, TensorRecord, stored_as
+from fullshard.checkpoint.format import (
+    CodedPieceRecord,
+    CodeRecord,
+    FormRecord,
+    Manifest,
+    PieceRecord,
+    TensorRecord,
+    stored_as,
+)
 from fullshard.checkpoint.objects import Location
 from fullshard.checkpoint.tensor_file import TensorFileReader
 from fullshard.checkpoint.verify import pieces_of
 from fullshard.core.boxes import UNCUT, Chunking
 from fullshard.core.dtypes import itemsize
+from fullshard.core.forms import FORMS
 from fullshard.core.layout import Interval
 from fullshard.engine.precision import torch_dtype
+from fullshard.engine.shard_spec import CodedPart
 from fullshard.features.local_optimizers.coded import decode
+from fullshard.features.quantized_weights.codecs import codec
 
 _MAX_OPEN_FILES = 16
 
@@ -72,6 +83,8 @@ class Readers:
     ) -> None:
         """Fill `out`, in host memory, with elements `interval`, counted as `chunking` says, of a tensor in pieces."""
         read = functools.partial(self._read_pieces, kind, name, record)
+        if record.form is not None and record.form.is_transposed:
+            read = functools.partial(read_transposed, read, record.shape)
         read_across(read, out.view(-1), shape=record.shape, source=record.chunking, target=chunking, wanted=interval)
 
     def _read_pieces(self, kind: str, name: str, record: TensorRecord, interval: Interval, out: torch.Tensor) -> None:
@@ -104,15 +117,26 @@ class Readers:
         self.fill(values, "optimizer", name, record, interval, chunking=chunking)
         out.write(values)
 
+    def fill_parts(self, out: CodedPart, name: str, record: TensorRecord, interval: Interval) -> None:
+        """Read weights in the form that they are held in: blocks are the same whoever holds them."""
+        for read in plan_reads(pieces_of(record), interval):
+            assert isinstance(read.piece, CodedPieceRecord)  # noqa: S101 -- it has been compared with the model
+            parts = self._coded_parts("model", name, record.dtype, read.piece, read.source)
+            for part in out.form.parts:
+                stored, start = parts[part.name], part.numel(read.target.start)
+                out.parts[part.name][start : start + stored.numel()].copy_(stored)
+
     def _decoded(self, kind: str, name: str, dtype: str, piece: CodedPieceRecord, wanted: Interval) -> torch.Tensor:
         """Return elements `wanted` of a piece (counted from its start) as values."""
-        block = piece.coding.block
+        coding, block = piece.coding, piece.coding.block
         start = wanted.start // block * block
         whole = Interval(start, min(-(-wanted.stop // block) * block, piece.interval.numel))
         parts = self._coded_parts(kind, name, dtype, piece, whole)
-        values = decode(
-            parts["codes"], parts["scales"], parts.get("book"), bits=piece.coding.bits, block=piece.coding.block
-        )
+        if isinstance(coding, FormRecord):
+            values = torch.empty(whole.numel, dtype=torch_dtype(dtype))
+            codec(coding.form).decode(list(parts.values()), values)
+        else:
+            values = decode(parts["codes"], parts["scales"], parts.get("book"), bits=coding.bits, block=block)
         return values[wanted.start - start : wanted.stop - start]
 
     def _coded_parts(
@@ -120,11 +144,9 @@ class Readers:
     ) -> dict[str, torch.Tensor]:
         """Return the codes and scales of whole blocks of a piece, and the book."""
         reader, coding, result = self[self._manifest.file_name(kind, piece.rank)], piece.coding, {}
-        share = {"codes": (coding.bits, 8), "scales": (1, coding.block)}  # elements per value, as a fraction
         for part, (stored_dtype, numel) in stored_as(name, dtype, piece).items():
             ending = part.rpartition(".")[2]
-            many, one = share.get(ending, (0, 1))
-            start, stop = (blocks.start * many // one, -(-blocks.stop * many // one)) if many else (0, numel)
+            start, stop = _items(coding, ending, blocks) or (0, numel)
             result[ending] = torch.empty(stop - start, dtype=torch_dtype(stored_dtype))
             stored = reader.find(part, stored_dtype, numel)
             reader.read_into(stored.start + start * itemsize(stored_dtype), tensor_bytes(result[ending]))
@@ -150,6 +172,18 @@ class Read:
     piece: PieceRecord
     source: Interval
     target: Interval
+
+
+def _items(coding: CodeRecord | FormRecord, part: str, blocks: Interval) -> tuple[int, int] | None:
+    """Return which items of a part whole blocks are stored as; None: all of them."""
+    if isinstance(coding, FormRecord):
+        found = next(one for one in FORMS[coding.form].parts if one.name == part)
+        return found.numel(blocks.start), found.numel(blocks.stop)
+    share = {"codes": (coding.bits, 8), "scales": (1, coding.block)}  # elements per value, as a fraction
+    if part not in share:
+        return None
+    many, one = share[part]
+    return blocks.start * many // one, -(-blocks.stop * many // one)
 
 
 def plan_reads(pieces: Sequence[PieceRecord], wanted: Interval) -> list[Read]:

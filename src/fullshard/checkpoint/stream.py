@@ -8,7 +8,7 @@ from collections.abc import Generator
 import torch
 from torch import nn
 
-from fullshard.checkpoint.export import Batch, StoredForm
+from fullshard.checkpoint.export import Batch, SavedLayout
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.shards import parse_dtype
 from fullshard.checkpoint.tensors import local_tensors
@@ -46,7 +46,7 @@ def stream_weights(
         ConfigError: a `dtype` that cannot be understood.
     """
     cast, ranks = parse_dtype(dtype), Ranks.of(model)
-    form = ranks.together(_DOING, lambda: StoredForm.of(model, cast=cast))
+    form = ranks.together(_DOING, lambda: SavedLayout.of(model, cast=cast))
     held = local_tensors(model)
     lent = {local.held.untyped_storage().data_ptr() for local in held if not local.is_sharded}
     is_given = ranks.rank == 0 or not rank0_only
@@ -70,7 +70,7 @@ def stream_weights(
 
 
 @torch.no_grad()
-def _make(form: StoredForm, batch: Batch, is_given: bool) -> dict[str, torch.Tensor]:
+def _make(form: SavedLayout, batch: Batch, is_given: bool) -> dict[str, torch.Tensor]:
     """Gather a batch, and make what is stored of it if this rank is given it. In a function, so that nothing stays."""
     wholes = form.gather(batch)
     return form(batch, wholes()) if is_given else {}

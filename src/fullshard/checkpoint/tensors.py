@@ -11,11 +11,12 @@ from torch import nn
 
 from fullshard.checkpoint import torch_private
 from fullshard.checkpoint.elements import wraps_others
+from fullshard.checkpoint.format import FormRecord
 from fullshard.core.boxes import UNCUT, Chunking
 from fullshard.core.errors import CheckpointError
 from fullshard.core.layout import Interval
 from fullshard.engine.lookup import clean_name, units_of
-from fullshard.engine.shard_spec import ShardSpec
+from fullshard.engine.shard_spec import CodedPart, ShardSpec
 from fullshard.features import ShardedParameter, ShardedTensor
 
 
@@ -45,6 +46,14 @@ class LocalTensor:
         return isinstance(self.tensor, ShardedTensor)
 
     @property
+    def form(self) -> FormRecord | None:
+        """Return the form that it is stored in; None: as numbers."""
+        tensor = self.tensor
+        if not isinstance(tensor, ShardedTensor) or not isinstance(tensor.local, CodedPart):
+            return None
+        return FormRecord(form=tensor.local.form.name, is_transposed=not tensor.spec.is_row_by_row)
+
+    @property
     def held(self) -> torch.Tensor:
         """Return this rank's elements as a plain tensor: elements `interval`, shape (n,), of a sharded one."""
         return self.tensor.local if isinstance(self.tensor, ShardedTensor) else self.tensor.detach()
@@ -58,7 +67,7 @@ def stand_in(local: LocalTensor) -> torch.Tensor:
 def check_is_plain(parameters: Iterable[LocalTensor]) -> None:
     """Refuse a parameter that is not one tensor, which is what a checkpoint has under its name."""
     for local in parameters:
-        if wraps_others(local.held):
+        if wraps_others(local.held) and local.form is None:
             raise CheckpointError(
                 f"parameter {local.name!r} is a {type(local.held).__name__}, which wraps several tensors",
                 hint="save model.state_dict() and optimizer.state_dict() with torch.distributed.checkpoint",

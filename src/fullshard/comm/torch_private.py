@@ -170,6 +170,16 @@ def has_own_dispatch(kind: type[torch.Tensor]) -> bool:
     return kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
 
 
+def writes(kernel: Kernel) -> bool:
+    """Return whether a kernel changes its arguments. Since 2.0."""
+    return bool(kernel._schema.is_mutable)
+
+
+def is_view(kernel: Kernel) -> bool:
+    """Return whether a kernel returns memory that it was given. Since 2.0."""
+    return not kernel._schema.is_mutable and any(value.alias_info is not None for value in kernel._schema.returns)
+
+
 # -- compiled code ----------------------------------------------------------------------------------------------
 
 MANAGED = "_is_fsdp_managed_module"

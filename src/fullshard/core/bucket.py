@@ -12,25 +12,32 @@ from math import prod
 from typing import NamedTuple, Self
 
 from fullshard.core.dtypes import FLOATING, Dtypes, itemsize, packed, wider
-from fullshard.core.layout import BucketLayout, ParameterSpec
+from fullshard.core.forms import FORMS, StoredForm
+from fullshard.core.layout import ALIGNMENT_NBYTES, BucketLayout, ParameterSpec
 from fullshard.core.offload import Offload
+from fullshard.core.sizes import round_up
 
 
 class BucketKey(NamedTuple):
     """The common properties of a bucket's parameters; with the dtypes of the run they fix all dtypes.
 
-    `exact`: they are bytes that are never cast, and never rounded to be sent.
+    `exact`: they are bytes that are never cast, and never rounded to be sent. `form`: the name of the stored form in
+    which they are kept at rest, as bytes; empty: they are stored as numbers.
     """
 
     dtype: str
     compute_dtype: str
     trainable: bool
     exact: bool
+    form: str = ""
 
     @classmethod
-    def of(cls, dtypes: Dtypes, dtype: str, *, trainable: bool, exact: bool, statistics: str | None) -> BucketKey:
+    def of(
+        cls, dtypes: Dtypes, dtype: str, *, trainable: bool, exact: bool, statistics: str | None, form: str = ""
+    ) -> BucketKey:
         """Return the key of one parameter; see `Dtypes.compute`."""
-        return cls(dtype, dtypes.compute(dtype, exact=exact, statistics=statistics), trainable, exact)
+        compute = dtypes.compute(dtype, exact=exact, statistics=statistics)
+        return cls("uint8" if form else dtype, compute, trainable, exact or bool(form), form)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +50,7 @@ class BucketPlan:
         weights_as, gradients_as: dtypes in which an interval is sent, in either direction, if they differ.
         offload: what lives in host memory.
         whole_dtype: dtype in which it is gathered and stays, if its parameter asks for that and casts it no further.
+        form: the form in which it is stored and sent; None: as numbers.
     """
 
     layout: BucketLayout
@@ -54,6 +62,7 @@ class BucketPlan:
     gradients_as: str | None = None
     offload: Offload = field(default_factory=Offload)
     whole_dtype: str | None = None
+    form: StoredForm | None = None
 
     @classmethod
     def of(
@@ -72,12 +81,13 @@ class BucketPlan:
         `by_rows`: each rank owns whole rows of the one parameter. `is_packed`: what is sent may be rounded, if the run
         asks for it.
         """
-        reduce = dtypes.reduce(key.dtype)
+        reduce, form = dtypes.reduce(key.dtype), FORMS[key.form] if key.form else None
+        atom = form.atom if form is not None else prod(shapes[0][1:]) if by_rows else None
         itemsizes = [itemsize(key.dtype), itemsize(key.compute_dtype)]
         if key.dtype in FLOATING:
             itemsizes.append(itemsize(reduce))
         return cls(
-            _layout(tuple(shapes), min(itemsizes), world_size, prod(shapes[0][1:]) if by_rows else None),
+            _layout(tuple(shapes), min(itemsizes), world_size, atom),
             key.dtype,
             key.compute_dtype,
             reduce,
@@ -85,7 +95,14 @@ class BucketPlan:
             packed(dtypes.gather_as, key.compute_dtype) if is_packed and not key.exact else None,
             packed(dtypes.reduce_as, reduce),
             offload,
+            form=form,
         )
+
+    @property
+    def main_numel(self) -> int:
+        """Elements of this rank's interval as it is stored: its bytes, if that is in a form."""
+        numel = self.layout.shard_numel
+        return numel if self.form is None else round_up(self.form.nbytes(numel), ALIGNMENT_NBYTES)
 
     @property
     def main_is_on_host(self) -> bool:
@@ -108,7 +125,7 @@ class BucketPlan:
 
         Packing is done on the device, from exact values.
         """
-        return self.compute_dtype if self.weights_as is None else self.dtype
+        return self.compute_dtype if self.weights_as is None and self.form is None else self.dtype
 
     @property
     def compute_shard_is_main(self) -> bool:

@@ -53,13 +53,13 @@ class StoredForm:
 
 
 _GROUP = 256
-"""First-level scales that share one of the second level, as bitsandbytes has it."""
+"""First-level scales that share one of the second level."""
 
 
 def _four_bits(name: str, block: int) -> tuple[StoredForm, StoredForm]:
     codes = Part("codes", "uint8", 2)
     plain = StoredForm(name, (codes, Part("scales", "float32", block)))
-    # bitsandbytes has one offset for a whole weight. Here each group has it, so that a group needs nothing else.
+    # Elsewhere a whole weight has one offset. Here each group has it, so that a group needs nothing else.
     groups = (Part(part, "float32", block * _GROUP) for part in ("scales_of_scales", "offsets"))
     return plain, StoredForm(f"{name}-double", (codes, Part("scales", "uint8", block), *groups))
 
@@ -69,7 +69,7 @@ FORMS: dict[str, StoredForm] = {
     for form in (
         *_four_bits("nf4", 64),
         *_four_bits("fp4", 64),
-        # Of bitsandbytes' block sizes, the smallest whose scales take less than 2 % of the codes.
+        # Of the usual block sizes, the smallest whose scales take less than 2 % of the codes.
         StoredForm("int8", (Part("codes", "uint8", 1), Part("scales", "float32", 256))),
         # The Open Compute Project's microscaling format, in which gpt-oss has its experts.
         StoredForm("mxfp4", (Part("codes", "uint8", 2), Part("scales", "uint8", 32))),

@@ -81,14 +81,7 @@ class Bucket(BucketSpec):
 
     def _allocate(self, weights: Values | None) -> None:
         """Copy this rank's interval out of the original parameters, then bind those to views of `full`."""
-        layout, mesh = self.layout, self.mesh
-        self.buffer = mesh.gather.full_buffer(
-            layout.full_numel,
-            self.compute_dtype,
-            mesh.device,
-            holds_main=self.plan.may_hold_main,
-            packing=self.gather_packing,
-        )
+        self.buffer = self.make_buffer()
         self.full = self.buffer.full
         # Identify the storage, not an address: it has no memory most of the time.
         self.storage_ids = frozenset({torch_private.storage_id(self.full.untyped_storage())})
@@ -97,23 +90,27 @@ class Bucket(BucketSpec):
         else:
             self.main = self.storage.make_main(self)
         self.compute_shard, self._version = self.storage.make_compute_shard(self), -1
-        for index, slot in enumerate(self.slots):
-            interval = layout.interval(index, mesh.shard_rank)
-            own = self.main[self.slices[index]]
-            if slot.parameter.is_meta and weights is not None:
-                weights.read(slot, interval, own)
-                empty = torch.empty(0, dtype=slot.parameter.dtype, device=mesh.device)
-                slot.make_real(self.kinds[index].like(slot.parameter, empty))
-            else:
-                own.copy_(self.kinds[index].plain(slot.parameter).reshape(-1)[interval.start : interval.stop])
+        self._fill(weights)
         for index, slot in enumerate(self.slots):
             # This keeps the parameter object (subclasses, tied identities) and gives it a version counter of its own;
             # `nn.Parameter(view)` would share the counter with `full` and fail after the next gather.
-            spec = layout.specs[index]
-            view = self.full.narrow(0, layout.offsets[index], spec.numel).view(spec.shape)
+            spec = self.layout.specs[index]
+            view = self.full.narrow(0, self.layout.offsets[index], spec.numel).view(spec.shape)
             self.kinds[index].set_plain(slot.parameter, view)
         self.originals = Originals([slot.parameter for slot in self.slots])
         self.reshard()
+
+    def _fill(self, weights: Values | None) -> None:
+        """Copy this rank's interval of each parameter into `main`, or read it."""
+        for index, slot in enumerate(self.slots):
+            interval = self.layout.interval(index, self.mesh.shard_rank)
+            own = self.main[self.slices[index]]
+            if slot.parameter.is_meta and weights is not None:
+                weights.read(slot, interval, own)
+                empty = torch.empty(0, dtype=slot.parameter.dtype, device=self.mesh.device)
+                slot.make_real(self.kinds[index].like(slot.parameter, empty))
+            else:
+                own.copy_(self.kinds[index].plain(slot.parameter).reshape(-1)[interval.start : interval.stop])
 
     @property
     def trainable_count(self) -> int:
@@ -129,11 +126,6 @@ class Bucket(BucketSpec):
     def shares_main(self) -> bool:
         """Return whether unsharding does nothing: one rank owns everything, in the compute dtype."""
         return self.full is self.main
-
-    @property
-    def full_nbytes(self) -> int:
-        """Bytes of the unsharded bucket."""
-        return self.full.nbytes
 
     def issue_unshard(self, *, exactly: bool = False) -> None:
         """Launch the all-gather of all ranks' compute shards into `full`; `exactly`: without packing it."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fullshard.comm.base import PACKINGS, Packing
+from fullshard.comm.base import PACKINGS, FullBuffer, Packing
 from fullshard.comm.mesh import Mesh
 from fullshard.core.bucket import BucketKey, BucketPlan
 from fullshard.engine.kinds import kind_of
@@ -33,11 +33,13 @@ def _is_alone(slot: Slot) -> bool:
 def _key(slot: Slot, policy: MixedPrecisionPolicy) -> BucketKey:
     """Return the key that a parameter shares with all others of its bucket."""
     parameter, statistics = slot.parameter, slot.statistics_dtype
+    kind = kind_of(parameter)
     return BucketKey.of(
         policy.dtypes_of(slot.compute_dtype),
         dtype_name(parameter.dtype),
         trainable=parameter.requires_grad,
-        exact=kind_of(parameter).is_exact,
+        exact=kind.is_exact,
+        form=kind.form(parameter),
         statistics=None if statistics is None else dtype_name(statistics),
     )
 
@@ -81,6 +83,21 @@ class BucketSpec:
         self.gather_packing, self.reduce_packing = _packing(plan.weights_as), _packing(plan.gradients_as)
         self.slices = [self.layout.shard_slice(index, mesh.shard_rank) for index in range(len(slots))]
         self.reduction = reduction or ReductionSettings.of(mesh)
+
+    @property
+    def full_nbytes(self) -> int:
+        """Bytes of the unsharded bucket."""
+        return self.layout.full_numel * self.compute_dtype.itemsize
+
+    def make_buffer(self) -> FullBuffer:
+        """Make the memory that the bucket is unsharded into. All ranks make the same ones in the same order."""
+        return self.mesh.gather.full_buffer(
+            self.layout.full_numel,
+            self.compute_dtype,
+            self.mesh.device,
+            holds_main=self.plan.may_hold_main,
+            packing=self.gather_packing,
+        )
 
     def shard_spec(self, index: int) -> ShardSpec:
         """Return which elements of parameter `index` each rank has; the spec has no name yet."""

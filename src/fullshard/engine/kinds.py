@@ -44,6 +44,10 @@ class ParameterKind:
         """Return whether a parameter or buffer is of this kind."""
         return True
 
+    def form(self, parameter: torch.Tensor) -> str:
+        """Return the name of the form (`core.forms`) in which a parameter is stored and sent; empty: as numbers."""
+        return ""
+
     # -- before parameters are sharded --------------------------------------------------------------------------
 
     def prepare(self, model: nn.Module, *, is_read_later: bool) -> None:
@@ -103,9 +107,9 @@ class ParameterKind:
         vars(moved).update(vars(parameter))
         return moved
 
-    def outline(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return a tensor without memory from which a unit that leaves the meta device makes its buckets."""
-        return torch.empty_like(parameter, device="meta")
+    def outline(self, parameter: torch.Tensor, *, requires_grad: bool) -> nn.Parameter:
+        """Return a parameter without memory from which a unit that leaves the meta device makes its buckets."""
+        return nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad)
 
     def stand_in(self, parameter: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
         """Return a copy of this rank's part of a parameter whose unit has other parameters on the meta device."""
@@ -130,14 +134,15 @@ _PLAIN = ParameterKind()
 _registered: list[ParameterKind] = []
 
 
-def register_kinds(*kinds: ParameterKind) -> None:
-    """Let these kinds take parameters that are sharded from now on, after those registered before."""
-    _registered.extend(kinds)
+def register_kinds(*kinds: ParameterKind, first: bool = False) -> None:
+    """Let these kinds take parameters that are sharded from now on, after those registered before, or `first`."""
+    place = 0 if first else len(_registered)
+    _registered[place:place] = kinds
 
 
-def kind_of(tensor: torch.Tensor) -> ParameterKind:
-    """Return the kind that takes a parameter or buffer."""
-    return next((kind for kind in _registered if kind.takes(tensor)), _PLAIN)
+def kind_of(tensor: torch.Tensor, *, beneath: ParameterKind | None = None) -> ParameterKind:
+    """Return the kind that takes a parameter or buffer; `beneath`: that would take it if it were not for this kind."""
+    return next((kind for kind in _registered if kind is not beneath and kind.takes(tensor)), _PLAIN)
 
 
 def prepare(model: nn.Module, *, is_read_later: bool = False) -> None:

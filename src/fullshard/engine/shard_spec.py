@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,6 +17,7 @@ from fullshard.comm.torch_dist import as_sent
 from fullshard.comm.waiting import PROGRESS, Waiting
 from fullshard.core.boxes import UNCUT, Chunking, IntervalBox, boxes
 from fullshard.core.errors import LifecycleError
+from fullshard.core.forms import StoredForm
 from fullshard.core.layout import Interval
 
 
@@ -82,6 +83,22 @@ class ReductionSettings:
                 self.watch(reduced, {})  # the hook may have changed it
 
 
+class CodedPart(torch.Tensor):
+    """A rank's part of a tensor that is stored in a form, and not as numbers; a subclass makes them of its `parts`.
+
+    Attributes:
+        form: the form.
+        parts: the tensors that it consists of, 1-D, by their names in the form.
+    """
+
+    form: StoredForm
+    parts: Mapping[str, torch.Tensor]
+
+    def decoded(self) -> torch.Tensor:
+        """Return the values, a new plain tensor."""
+        raise NotImplementedError
+
+
 class Name:
     """The name, in messages, of all tensors laid out as one parameter: its qualified names."""
 
@@ -109,6 +126,7 @@ class ShardSpec:
         beside: the placement along one more axis of `device_mesh` than those of `mesh`, if there is one.
         outer_group: the ranks along that axis.
         chunking: how ranks along it have cut the tensor.
+        is_row_by_row: whether elements are counted row by row of `sharded_shape`, if that is the whole.
         start: where this rank's chunk begins in the whole, flattened as `chunking` says.
         note: what the line at start-up says of that.
     """
@@ -117,6 +135,7 @@ class ShardSpec:
     beside: Placement | None = None
     outer_group: dist.ProcessGroup | None = None
     chunking: Chunking = UNCUT
+    is_row_by_row = True
     start = 0
     note = ""
 
@@ -239,6 +258,8 @@ class ShardSpec:
 
         Every owner broadcasts its interval straight into place. At large world sizes few ranks own any of it.
         """
+        if isinstance(local, CodedPart):
+            local = local.decoded()
         if torch_private.has_own_dispatch(type(local)):
             raise LifecycleError(
                 f"{self.name}: a {type(local).__name__} was computed of it, whose tensors nobody knows how to gather",

@@ -36,8 +36,8 @@ class Storage:
     # -- a bucket -----------------------------------------------------------------------------------------------
 
     def make_main(self, bucket: BucketSpec) -> torch.Tensor:
-        """Return zeros, shape (S,), for this rank's part of a bucket as it is stored."""
-        return torch.zeros(bucket.layout.shard_numel, dtype=bucket.dtype, device=bucket.mesh.device)
+        """Return zeros for this rank's part of a bucket as it is stored: shape (S,), or its bytes in a form."""
+        return torch.zeros(bucket.plan.main_numel, dtype=bucket.dtype, device=bucket.mesh.device)
 
     def make_compute_shard(self, bucket: Bucket) -> torch.Tensor:
         """Return the tensor, shape (S,), that a bucket is gathered from."""

@@ -100,7 +100,7 @@ def _before_load_state_dict(
             value = local if local.shape == value.shape else value
         if not isinstance(value, DTensor):
             value = state_dict[prefix + attribute] = ShardedTensor(parameter.spec.cut(value.detach()), parameter.spec)
-        if replaces:
+        if replaces and unit.stand_ins is None:  # of a unit on the meta device the modules are to hold the values
             _take(parameter, value)
             state_dict[prefix + attribute] = parameter
 

@@ -33,6 +33,7 @@ class Sharding:
         kept: units that keep their parameters between forward and backward although the strategy frees them.
         offload: the parts that live in host memory beside the device.
         host_nbytes: bytes of shards in host memory, without optimizer state and gradients.
+        at_rest: the forms in which weights are stored as codes, each with the number of these; empty if none is.
         packed: values that are rounded before they are sent, or why a request for that has no effect; empty if none.
     """
 
@@ -52,6 +53,7 @@ class Sharding:
     kept: int
     offload: Offload
     host_nbytes: int
+    at_rest: str
     packed: str
 
     @classmethod
@@ -89,12 +91,13 @@ class Sharding:
             kept=kept if frees else 0,
             offload=next((unit.storage.offload for unit in units if unit.storage.offload), Offload()),
             host_nbytes=sum(map(_host_nbytes, buckets)),
+            at_rest=_at_rest(buckets),
             packed=_packed(units),
         )
 
     def __str__(self) -> str:
         share = self.rank_numel / self.total_numel if self.total_numel else 0.0
-        packed = f"; {self.packed}" if self.packed else ""
+        packed = "".join(f"; {told}" for told in (self.at_rest, self.packed) if told)
         if self.offload:
             shards = f", {format_nbytes(self.host_nbytes)} of shards" if self.offload.has_shards else ""
             packed += f"; {self.offload} on the host{shards}"
@@ -129,6 +132,14 @@ def _host_nbytes(bucket: Bucket) -> int:
     if bucket.plan.is_gathered_from_host:
         tensors.add(bucket.compute_shard)
     return sum(tensor.nbytes for tensor in tensors)
+
+
+def _at_rest(buckets: Sequence[Bucket]) -> str:
+    found: dict[str, int] = {}
+    for bucket in buckets:
+        if bucket.plan.form is not None:
+            found[bucket.plan.form.name] = found.get(bucket.plan.form.name, 0) + bucket.layout.numel
+    return ", ".join(f"{format_count(numel)} in {name} at rest" for name, numel in found.items())
 
 
 def _packed(units: Sequence[Unit]) -> str:

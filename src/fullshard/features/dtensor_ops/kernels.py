@@ -215,7 +215,8 @@ def _view(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any
         views = func(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), *args[1:], **kwargs)
         parts = views if isinstance(views, (list, tuple)) else [views]
         is_whole = all(part.shape == tensor.shape for part in parts)
-        is_row_by_row = is_whole or not (tensor.spec.is_chunked or tensor.spec.is_by_rows)
+        spec = tensor.spec
+        is_row_by_row = is_whole or (spec.is_row_by_row and not (spec.is_chunked or spec.is_by_rows))
         if is_row_by_row and all(part.is_contiguous() and part.dtype == tensor.dtype for part in parts):
             made = [_part_of(tensor, part) for part in parts]
             return made if isinstance(views, (list, tuple)) else made[0]

@@ -23,11 +23,6 @@ norm_partial: Callable[[float], Placement] = _NormPartial
 """The placement of a norm: every rank has the norm of its own elements. Since 2.2."""
 
 
-def writes(kernel: Kernel) -> bool:
-    """Return whether a kernel changes its arguments. Since 2.0."""
-    return bool(kernel._schema.is_mutable)
-
-
 @cache
 def written(kernel: Kernel) -> tuple[tuple[int, str], ...]:
     """Return position and name of each argument that a kernel changes. Since 2.0."""
@@ -37,11 +32,6 @@ def written(kernel: Kernel) -> tuple[tuple[int, str], ...]:
 
 without_functions: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
 """Inside, torch calls no `__torch_function__` of a subclass. Since 2.0."""
-
-
-def is_view(kernel: Kernel) -> bool:
-    """Return whether a kernel returns memory that it was given. Since 2.0."""
-    return not kernel._schema.is_mutable and any(value.alias_info is not None for value in kernel._schema.returns)
 
 
 COPY_KERNELS = frozenset({"_to_copy"})

@@ -82,9 +82,9 @@ class Composed(Extended):
             )
         return nn.Parameter(data, requires_grad=parameter.requires_grad)
 
-    def outline(self, parameter: torch.Tensor) -> torch.Tensor:
+    def outline(self, parameter: torch.Tensor, *, requires_grad: bool) -> nn.Parameter:
         """Return the parameter itself, which is on the meta device, and knows more than a shape."""
-        return parameter.detach()
+        return nn.Parameter(parameter.detach(), requires_grad)
 
     def stand_in(self, parameter: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
         """Refuse a real parameter beside others on the meta device: a unit is made real from plain tensors."""

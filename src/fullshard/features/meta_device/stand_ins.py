@@ -11,7 +11,7 @@ import functools
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -101,7 +101,7 @@ class StandIns:
                     hint="use register_post_accumulate_grad_hook",
                 )
             slot.replaced += dict.fromkeys((original, stand_in, held))  # type: ignore[arg-type]
-            slot.parameter = nn.Parameter(kind_of(original).outline(original), held.requires_grad)
+            slot.parameter = kind_of(original).outline(original, requires_grad=held.requires_grad)
 
     def read(self, slot: Slot, interval: Interval, out: torch.Tensor) -> None:
         """Fill `out`, shape (n,), with these elements of a parameter: NaN where it has no values yet."""
@@ -206,12 +206,19 @@ def _warn_of_empty(unit: Unit) -> None:
 
 
 def _before_load(
-    own: weakref.ref[Unit], module: nn.Module, state_dict: dict[str, Any], prefix: str, *_arguments: object
+    own: weakref.ref[Unit],
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    metadata: Mapping[str, Any],
+    *_arguments: object,
 ) -> None:
     """Give a unit its buckets if the state dict has a value for one of the module's parameters."""
     unit = own()
     if unit is None:
         return
+    if metadata.get("assign_to_params_buffers") and any(kind_of(s.parameter).form(s.parameter) for s in unit.slots):
+        return  # codes are made of all values at once, once the modules hold them
     held = {attribute for slot in unit.slots for owner, attribute in slot.owners if owner is module}
     values = [state_dict.get(prefix + attribute) for attribute in held]
     if any(isinstance(value, torch.Tensor) and not value.is_meta for value in values):

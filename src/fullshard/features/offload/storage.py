@@ -157,7 +157,7 @@ class HostStorage(OneMemory):
         return device.type == "cpu"
 
     def _empty(self, bucket: BucketSpec, dtype: torch.dtype) -> torch.Tensor:
-        return self.host.empty(bucket.layout.shard_numel, dtype)
+        return self.host.empty(bucket.plan.main_numel, dtype)
 
     def make_main(self, bucket: BucketSpec) -> torch.Tensor:
         """Return zeros on the host, if main weights are there."""
@@ -170,7 +170,7 @@ class HostStorage(OneMemory):
             return bucket.main
         if bucket.plan.is_gathered_from_host:
             return self._empty(bucket, bucket.compute_shard_dtype)
-        return torch.empty(bucket.layout.shard_numel, dtype=bucket.compute_shard_dtype, device=bucket.mesh.device)
+        return torch.empty(bucket.plan.main_numel, dtype=bucket.compute_shard_dtype, device=bucket.mesh.device)
 
     def gather(self, bucket: Bucket, *, exactly: bool, is_changed: bool) -> Work:
         """Copy the compute shard to the device, if it is on the host or is outdated there, and gather it."""

@@ -1,8 +1,17 @@
-"""Private names of torch that only this feature uses; see `comm.torch_private`."""
+"""Private names of torch that only this feature uses, beside those of `comm.torch_private`; see there."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+
+from fullshard.comm.torch_private import *  # noqa: F403 -- for who has this file
 
 parse_to = torch._C._nn._parse_to
 """Device and dtype in the arguments of a `to()`. Without it bitsandbytes would quantise twice. Since 2.0."""
+
+
+def wrapper(kind: type[torch.Tensor], like: torch.Tensor, device: torch.device) -> Any:
+    """Make a tensor of a subclass with the shape and dtype of `like`, without memory of its own. Since 2.0."""
+    return torch.Tensor._make_wrapper_subclass(kind, like.shape, dtype=like.dtype, device=device)

@@ -1,0 +1,337 @@
+"""Weights that are codes and scales at rest and on the wire, and numbers while their unit is unsharded.
+
+    main        this rank's bytes, one part after the other: codes, scales, scales of scales
+    message     the bytes of all ranks, gathered; freed as soon as they are decoded
+    full        as in any bucket: the values, in the dtype that forward computes in
+
+All marked weights of a unit with one form and one compute dtype share a bucket, so a unit sends codes and scales in one
+message. The bucket is cut between atoms of the form, so no block is cut: what it decodes to is the same on any number
+of ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fullshard.comm.base import FullBuffer, Work, WorkOf
+from fullshard.comm.mesh import Mesh
+from fullshard.core.boxes import IntervalBox, boxes
+from fullshard.core.errors import LifecycleError, WrapError
+from fullshard.core.forms import StoredForm
+from fullshard.core.layout import Interval
+from fullshard.engine.bucket import Bucket
+from fullshard.engine.kinds import DataAxes, ParameterKind, kind_of, register_kinds
+from fullshard.engine.parameter import ShardedParameter
+from fullshard.engine.shard_spec import Name, RaggedShard, ReductionSettings, ShardSpec
+from fullshard.features.quantized_weights.codecs import Codec, DoubleFourBits, codec
+from fullshard.features.quantized_weights.coded import CodedInterval, cut, parts_in
+from fullshard.features.quantized_weights.marks import mark_of, put_mark, stamp
+from fullshard.wrap.partition import Slot, Values, names_in
+
+_PIECE_NUMEL = 2**22
+"""Elements that are read and encoded at a time; a multiple of every atom."""
+
+
+class DecodedBuffer(FullBuffer):
+    """The memory that coded weights are decoded into, and that of the message with their codes before."""
+
+    def __init__(self, message: FullBuffer, full: torch.Tensor, ranks: int, how: Codec) -> None:
+        self._message, self.full, self._ranks, self._codec = message, full, ranks, how
+        self.main, self.place = message.main, message.place
+        self._storage, self._whole_nbytes = full.untyped_storage(), full.nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the values, and of the message while it is under way."""
+        return self._storage.nbytes() + self._message.nbytes
+
+    def gather(self, main: torch.Tensor, *, tag: int, exactly: bool = False, is_unchanged: bool = False) -> Work:
+        """Launch the gather of the codes; whoever waits for it decodes them."""
+        return WorkOf(partial(self._decode, self._message.gather(main, tag=tag, is_unchanged=is_unchanged)))
+
+    @torch.no_grad()
+    def _decode(self, gathered: Work) -> torch.Tensor:
+        gathered.wait()
+        if self._storage.nbytes() != self._whole_nbytes:  # else it would move
+            self._storage.resize_(self._whole_nbytes)
+        numel = self.full.numel() // self._ranks
+        for coded, values in zip(self._message.full.chunk(self._ranks), self.full.split(numel), strict=True):
+            self._codec.decode(list(parts_in(coded, self._codec.form, numel).values()), values)
+        self._message.free()
+        return self.full
+
+    def free(self, *, keeps_memory: bool = False) -> None:
+        """Free the values."""
+        if not keeps_memory:
+            self._storage.resize_(0)
+
+    def wait_for_readers(self) -> None:
+        """Wait for ranks that still read this rank's codes; see `FullBuffer`."""
+        self._message.wait_for_readers()
+
+
+class CodedParameter(ShardedParameter):
+    """A sharded parameter of which this rank has codes and scales. It is never trained."""
+
+    def requires_grad_(self, requires_grad: bool = True) -> CodedParameter:
+        """Refuse to train it."""
+        if requires_grad:
+            self.bucket.originals.parameters[self._index].requires_grad_(False)
+            raise LifecycleError(
+                f"rank {self.mesh.rank}: {self.name} is stored in codes, which no optimizer can update",
+                hint="train an adapter beside it, or leave it unquantised",
+            )
+        return self
+
+
+class CodedBucket(Bucket):
+    """See the module; arguments are those of `Bucket`."""
+
+    buffer: DecodedBuffer
+    parameter_type = CodedParameter
+
+    @property
+    def _form(self) -> StoredForm:
+        assert self.plan.form is not None  # noqa: S101 -- the kind of these parameters says so
+        return self.plan.form
+
+    def make_buffer(self) -> FullBuffer:
+        """Make memory for the values, and for the messages that bring their codes."""
+        mesh, plan = self.mesh, self.plan
+        message = mesh.gather.full_buffer(
+            plan.main_numel * mesh.shard_size, torch.uint8, mesh.device, holds_main=not plan.main_is_on_host
+        )
+        full = torch.empty(self.layout.full_numel, dtype=self.compute_dtype, device=mesh.device)
+        return DecodedBuffer(message, full, mesh.shard_size, codec(self._form.name))
+
+    def weights(self, index: int) -> torch.Tensor:
+        """Return this rank's part of parameter `index`: a tensor that computes as its values would."""
+        numel = self.layout.interval(index, self.mesh.shard_rank).numel
+        like = torch.empty(numel, dtype=self.compute_dtype, device="meta")
+        return CodedInterval(self._form, self._parts(index), like)
+
+    def _parts(self, index: int) -> dict[str, torch.Tensor]:
+        """Return this rank's codes and scales of parameter `index`, views of `main`, by name."""
+        own = self.slices[index]
+        return cut(parts_in(self.main, self._form, self.layout.shard_numel), self._form, own.start, own.stop)
+
+    def _fill(self, weights: Values | None) -> None:
+        """Encode this rank's interval of each parameter, a piece after the other."""
+        how, device = codec(self._form.name), self.mesh.device
+        plain_how = how.plain if isinstance(how, DoubleFourBits) else how
+        for index, slot in enumerate(self.slots):
+            parameter, parts = slot.parameter, self._parts(index)
+            source = weights if parameter.is_meta else None
+            values = (
+                _pieces_of(self.kinds[index].plain(parameter)) if source is None else _read_by(source, slot, device)
+            )
+            interval = self.layout.interval(index, self.mesh.shard_rank)
+            scales = [torch.empty(0, device=device)]
+            for start in range(0, interval.numel, _PIECE_NUMEL):
+                stop = min(start + _PIECE_NUMEL, interval.numel)
+                piece = values(Interval(start, stop).shift(interval.start))
+                if not bool(piece.isfinite().all()):
+                    raise _not_finite(slot)
+                encoded = plain_how.encode(piece)
+                if plain_how is not how:
+                    scales.append(encoded[1])
+                    encoded = encoded[:1]
+                for part, own in zip(encoded, cut(parts, self._form, start, stop).values(), strict=False):
+                    own.copy_(part)
+            if isinstance(how, DoubleFourBits):
+                own_scales = torch.cat(scales)
+                compressed = how.compress(own_scales, self._mean_of(own_scales, index))
+                for part, own in zip(compressed, list(parts.values())[1:], strict=True):
+                    own.copy_(part)
+            if source is not None:
+                empty = torch.empty(0, dtype=parameter.dtype, device=device)
+                slot.make_real(self.kinds[index].like(parameter, empty))
+                put_mark(slot.parameter, mark_of(parameter))
+
+    def _mean_of(self, scales: torch.Tensor, index: int) -> torch.Tensor:
+        """Return the mean of all scales of parameter `index`, of which this rank gives its own. A collective."""
+        block, layout = self._form.block, self.layout
+        placement = RaggedShard(layout.shard_numel // block, layout.offsets[index] // block)
+        spec = ShardSpec(self.mesh, (-(-layout.specs[index].numel // block),), placement, Name())
+        return spec.gather(scales).mean()
+
+    def write_back(self) -> None:
+        """Refuse changes: they cannot be put into codes."""
+        if changed := self.originals.take_changes():
+            names = ", ".join(str(self.sharded_parameters[index].name) for index in changed)
+            raise LifecycleError(
+                f"rank {self.mesh.rank}, unit {self.owner.name!r}: {names} changed in place under unsharded(), but "
+                f"stored as {self._form.name}",
+                hint="merge adapters with `fullshard merge`, or change the weights before the model is sharded",
+            )
+
+
+def _not_finite(slot: Slot) -> WrapError:
+    places = ", ".join(f"{type(module).__name__}.{attribute}" for module, attribute in slot.owners)
+    return WrapError(
+        f"{places} {tuple(slot.parameter.shape)} is to be stored in codes, but has no values yet, or NaN or infinity",
+        hint="give it values before it is sharded, by fullshard.from_pretrained, say; or, sharded on the meta device, "
+        "by load_state_dict(..., assign=True)",
+    )
+
+
+def _read_by(source: Values, slot: Slot, device: torch.device) -> Callable[[Interval], torch.Tensor]:
+    """Return a function that reads elements of a flattened parameter."""
+
+    def piece(wanted: Interval) -> torch.Tensor:
+        values = torch.empty(wanted.numel, dtype=slot.parameter.dtype, device=device)
+        source.read(slot, wanted, values)
+        return values
+
+    return piece
+
+
+def _pieces_of(plain: torch.Tensor) -> Callable[[Interval], torch.Tensor]:
+    """Return a function that gives elements of a flattened tensor, without a copy of all of it."""
+    if plain.is_contiguous():
+        return lambda wanted: plain.view(-1)[wanted.start : wanted.stop]
+    matrix = math.prod(plain.shape[-2:])
+    stack = plain.flatten(0, -3) if plain.dim() > 2 else plain[None]
+
+    def piece(wanted: Interval) -> torch.Tensor:
+        first, last = wanted.start // matrix, -(-wanted.stop // matrix)
+        return stack[first:last].reshape(-1)[wanted.start - first * matrix : wanted.stop - first * matrix]
+
+    return piece
+
+
+class TransposedSpec(ShardSpec):
+    """The spec of a weight whose blocks run along its last dim but one: its elements are counted in that order."""
+
+    is_row_by_row = False
+
+    @property
+    def sharded_shape(self) -> torch.Size:
+        """Return the shape with the last two dims in the order of the blocks."""
+        return torch.Size((*self.shape[:-2], self.shape[-1], self.shape[-2]))
+
+    def is_like(self, other: ShardSpec) -> bool:
+        """Return whether each rank has the same elements of both."""
+        return isinstance(other, TransposedSpec) and super().is_like(other)
+
+    def moved(self, shape: Sequence[int], placement: RaggedShard) -> ShardSpec:
+        """Return this spec: no other shape has its elements in this order."""
+        return self
+
+    def boxes(self) -> Iterator[IntervalBox]:
+        """Yield this rank's elements as boxes of the whole."""
+        for box in boxes(tuple(self.sharded_shape), self.interval):
+            offsets, sizes, strides = (
+                (*dims[:-2], dims[-1], dims[-2]) for dims in (box.offsets, box.sizes, box.strides)
+            )
+            yield IntervalBox(offsets, sizes, box.start, strides)
+
+    def to_sharded(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return a view in the order of the blocks."""
+        return whole.mT
+
+    def to_whole(self, sharded: torch.Tensor) -> torch.Tensor:
+        """Undo `to_sharded`."""
+        return sharded.mT.contiguous()
+
+
+class Coded(ParameterKind):
+    """A marked weight, or the local part of a marked DTensor. Beneath it is the kind that it would have unmarked."""
+
+    bucket_type = CodedBucket
+    why_no_cast = "that are stored in codes"
+
+    def takes(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is a marked parameter."""
+        return mark_of(tensor) is not None
+
+    def form(self, parameter: torch.Tensor) -> str:
+        """Return the form that it is marked with."""
+        mark = mark_of(parameter)
+        return "" if mark is None else mark.form
+
+    def prepare(self, model: nn.Module, *, is_read_later: bool) -> None:
+        """Note the marks of modules on their parameters."""
+        stamp(model)
+
+    def why_not(self, parameter: torch.Tensor) -> str:
+        """Return why a parameter cannot be sharded; empty if it can."""
+        return kind_of(parameter, beneath=self).why_not(parameter)
+
+    def check(self, slots: Sequence[Slot], roots: Sequence[nn.Module], mesh: Mesh, data: DataAxes | None) -> None:
+        """Check that none of them is to be trained; the rest is up to the kinds beneath."""
+        trained = {id(slot.parameter) for slot in slots if slot.parameter.requires_grad}
+        if trained:
+            raise WrapError(
+                f"{names_in(roots, trained)}: to be trained, and marked to be stored in codes, which no optimizer can "
+                "update",
+                hint="freeze it with requires_grad_(False), or call fullshard.quantize once adapters are on",
+            )
+        turned = {
+            id(s.parameter)
+            for s in slots
+            if _is_turned(s.parameter) and (s.parameter.dim() < 2 or isinstance(s.parameter, DTensor))
+        }
+        if turned:
+            raise WrapError(
+                f"{names_in(roots, turned)}: its blocks are to run along the last dim but one, which no vector has, "
+                "nor a part of tensor parallelism",
+                hint="mark it without is_transposed, or leave it out of the tensor-parallel plan",
+            )
+        beneath: dict[ParameterKind, list[Slot]] = {}
+        for slot in slots:
+            beneath.setdefault(kind_of(slot.parameter, beneath=self), []).append(slot)
+        for kind, those in beneath.items():
+            kind.check(those, roots, mesh, data)
+
+    def why_no_rows(self, slot: Slot) -> str:
+        """Return why it is not cut between rows."""
+        return "it is stored in codes, which are cut between blocks"
+
+    def plain(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the tensor that this rank has to shard, its dims in the order of the blocks."""
+        return _turned(parameter, kind_of(parameter, beneath=self).plain(parameter))
+
+    def moved(self, parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+        """Move a parameter to another device."""
+        return put_mark(super().moved(parameter, device), mark_of(parameter))
+
+    def outline(self, parameter: torch.Tensor, *, requires_grad: bool) -> nn.Parameter:
+        """Return a parameter without memory from which a unit that leaves the meta device makes its buckets."""
+        made = kind_of(parameter, beneath=self).outline(parameter, requires_grad=requires_grad)
+        return put_mark(made, mark_of(parameter))
+
+    def set_plain(self, parameter: torch.Tensor, plain: torch.Tensor) -> None:
+        """Have a parameter compute with other memory."""
+        kind_of(parameter, beneath=self).set_plain(parameter, _turned(parameter, plain))
+
+    def like(self, parameter: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
+        """Return a tensor like `parameter` around `plain`."""
+        return kind_of(parameter, beneath=self).like(parameter, _turned(parameter, plain))
+
+    def spec(
+        self, slot: Slot, mesh: Mesh, shape: torch.Size, placement: RaggedShard, reduction: ReductionSettings
+    ) -> ShardSpec:
+        """Return the spec of a parameter; it has no name yet."""
+        if _is_turned(slot.parameter):
+            return TransposedSpec(mesh, slot.parameter.shape, placement, Name(), reduction=reduction)
+        return kind_of(slot.parameter, beneath=self).spec(slot, mesh, shape, placement, reduction)
+
+
+def _is_turned(parameter: torch.Tensor) -> bool:
+    mark = mark_of(parameter)
+    return mark is not None and mark.is_transposed
+
+
+def _turned(parameter: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
+    """Return `plain` with its last two dims in the other order, if the parameter's mark says that they differ."""
+    return plain.mT if _is_turned(parameter) and plain.dim() > 1 else plain
+
+
+register_kinds(Coded(), first=True)  # before those that may be beneath it

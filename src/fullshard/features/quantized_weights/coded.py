@@ -1,0 +1,98 @@
+"""A rank's interval of a weight in a stored form: codes and scales, with which torch computes as with the values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fullshard.core.errors import LifecycleError
+from fullshard.core.forms import StoredForm
+from fullshard.engine.precision import map_tensors, torch_dtype
+from fullshard.engine.shard_spec import CodedPart
+from fullshard.features.quantized_weights import torch_private
+from fullshard.features.quantized_weights.codecs import codec
+
+
+class CodedInterval(CodedPart):
+    """See the module. It cannot be changed in place, nor can views of it."""
+
+    def __new__(cls, form: StoredForm, parts: Mapping[str, torch.Tensor], like: torch.Tensor) -> Any:
+        """Make it without memory of its own; `like` is a tensor of its shape and dtype."""
+        return torch_private.wrapper(cls, like, next(iter(parts.values())).device)
+
+    def __init__(self, form: StoredForm, parts: Mapping[str, torch.Tensor], like: torch.Tensor) -> None:
+        self.form, self.parts, self._like = form, parts, like
+        vars(self).update(parts)
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return list(self.parts), None
+
+    def decoded(self) -> torch.Tensor:
+        """Return the values, a new plain tensor."""
+        values = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        codec(self.form.name).decode(list(self.parts.values()), values)
+        return values
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}({self.form.name}, {self.decoded()})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, _types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run a kernel of torch on the values."""
+        first = args[0] if args else None
+        if isinstance(first, cls) and func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            return first._again()
+        if torch_private.writes(func) and isinstance((kwargs or {}).get("out", first), cls):
+            raise LifecycleError(
+                f"`{func.overloadpacket.__name__}` would change a weight that is stored in codes",
+                hint="train an adapter beside it; load a checkpoint with fullshard.checkpoint, or other values before "
+                "the model is sharded",
+            )
+        args, kwargs = (map_tensors(_plain, each) for each in (tuple(args), kwargs or {}))
+        result = func(*args, **kwargs)
+        return map_tensors(_Seen, result) if torch_private.is_view(func) else result
+
+    def _again(self) -> CodedInterval:
+        return CodedInterval(self.form, self.parts, self._like)
+
+
+class _Seen(CodedInterval):
+    """Decoded values of a view of a weight, which nobody can write to."""
+
+    def __new__(cls, values: torch.Tensor) -> Any:
+        """Wrap the values."""
+        return torch_private.wrapper(cls, values, values.device)
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._seen = values
+
+    def decoded(self) -> torch.Tensor:
+        """Return the values."""
+        return self._seen
+
+    def _again(self) -> _Seen:
+        return _Seen(self._seen)
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.decoded() if isinstance(tensor, CodedInterval) else tensor
+
+
+def parts_in(stored: torch.Tensor, form: StoredForm, numel: int) -> dict[str, torch.Tensor]:
+    """Return the parts of `numel` elements in a form, views of their bytes, by name."""
+    parts, start = {}, 0
+    for part in form.parts:
+        dtype = torch_dtype(part.dtype)
+        stop = start + part.numel(numel) * dtype.itemsize
+        parts[part.name] = stored[start:stop].view(dtype)
+        start = stop
+    return parts
+
+
+def cut(parts: Mapping[str, torch.Tensor], form: StoredForm, start: int, stop: int) -> dict[str, torch.Tensor]:
+    """Return the parts of elements from `start`, between two atoms, to `stop`."""
+    return {part.name: parts[part.name][part.numel(start) : part.numel(stop)] for part in form.parts}

@@ -1,0 +1,42 @@
+"""Which weights are to be quantised at rest, and in which form: a mark on their module, until the model is sharded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+MARKS = "_fullshard_forms"
+"""Attribute of a module, so that a copy of the module has it, too: the mark of each parameter, by its attribute."""
+_MARK = "_fullshard_form"
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """The form in which one weight is stored at rest.
+
+    `is_transposed`: its blocks run along the last dim but one, as those of gpt-oss's experts do.
+    """
+
+    form: str
+    is_transposed: bool = False
+
+
+def mark_of(parameter: torch.Tensor) -> Mark | None:
+    """Return the mark that `stamp` has put on a parameter; None if it is not to be quantised."""
+    return getattr(parameter, _MARK, None)
+
+
+def put_mark(parameter: nn.Parameter, mark: Mark | None) -> nn.Parameter:
+    """Put a mark on a parameter, and return it."""
+    setattr(parameter, _MARK, mark)
+    return parameter
+
+
+def stamp(model: nn.Module) -> None:
+    """Note on each marked parameter its mark: from here on parameters are on their own."""
+    for module in model.modules():
+        for attribute, one in vars(module).get(MARKS, {}).items():
+            if (parameter := module._parameters.get(attribute)) is not None:
+                put_mark(parameter, one)

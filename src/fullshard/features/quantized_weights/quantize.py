@@ -1,0 +1,123 @@
+"""Quantise the large frozen weights of a model at rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from fullshard.core.errors import WrapError
+from fullshard.core.forms import form_of
+from fullshard.core.sizes import format_count
+from fullshard.features.quantized_weights import at_rest  # noqa: F401 -- it shards what is marked here
+from fullshard.features.quantized_weights.marks import MARKS, Mark
+from fullshard.features.quantized_weights.scales import is_exact, is_to_be_quantised
+
+_FEW = 16
+_MATRIX, _STACK = 2, 3
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+def mark(module: nn.Module, attribute: str, mark: Mark) -> None:
+    """Have one parameter of a module quantised when it is sharded.
+
+    Raises:
+        ConfigError: there is no such form.
+    """
+    form_of(mark.form)
+    vars(module).setdefault(MARKS, {})[attribute] = mark
+
+
+@dataclass(slots=True)
+class Quantized:
+    """What `quantize` has marked and what it has left; `str()` is the line for people.
+
+    Attributes:
+        form: the form.
+        marked: elements of the marked weights, by what they are.
+        left: elements of what was left, by the reason.
+    """
+
+    form: str
+    marked: dict[str, int] = field(default_factory=dict)
+    left: dict[str, int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        whole = max(1, sum(self.marked.values()) + sum(self.left.values()))
+        marked, left = (
+            ", ".join(f"{what} {format_count(numel)} ({numel / whole:.1%})" for what, numel in part.items())
+            for part in (self.marked, self.left)
+        )
+        return f"{self.form} at rest: {marked or 'nothing'}; left as they are: {left or 'nothing'}"
+
+
+def quantize(model: nn.Module, form: str = "nf4", *, embeddings: bool = False) -> Quantized:
+    """Have all large frozen weights of a model quantised when it is sharded; return what that reaches.
+
+    Linear layers, convolutions and stacked experts are stored and sent in `form`. While their unit is unsharded they
+    are ordinary dense weights, so any layer, kernel and adapter computes with them.
+
+    Args:
+        model: not sharded yet, its values in memory or still to be read; with adapters, if it is to have any.
+        form: `nf4`, `fp4`, `int8` and the others of `fullshard.core.forms`.
+        embeddings: quantise embeddings and the output head, too.
+
+    Raises:
+        ConfigError: there is no such form.
+        WrapError: nothing of the model can be quantised, because all of it is trained.
+    """
+    found, seen = Quantized(form_of(form).name), set[int]()
+    for module, attribute, parameter, what, reason in _weights(model, embeddings=embeddings):
+        if id(parameter) in seen:
+            continue
+        seen.add(id(parameter))
+        part, key = (found.left, reason) if reason else (found.marked, what)
+        part[key] = part.get(key, 0) + parameter.numel()
+        if not reason:
+            mark(module, attribute, Mark(form))
+    if not found.marked:
+        raise WrapError(
+            f"nothing of {type(model).__name__} can be stored as {form}: {found}",
+            hint="freeze the weights first, model.requires_grad_(False), or put adapters on",
+        )
+    return found
+
+
+def _weights(model: nn.Module, *, embeddings: bool) -> Iterator[tuple[nn.Module, str, nn.Parameter, str, str]]:
+    """Yield each parameter with its place, what it is and why it is left; that is empty if it is not."""
+    of_head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    tables = {id(p) for m in model.modules() if _is_embedding(m) for p in m.parameters(recurse=False)}
+    tables |= set() if of_head is None else set(map(id, of_head.parameters()))
+    for path, module in model.named_modules():
+        for attribute, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            what = _what(path, module, parameter)
+            reason = "" if what else "small ones"
+            if is_exact(parameter) or is_to_be_quantised(parameter) or not parameter.is_floating_point():
+                reason = "coded already"
+            elif parameter.requires_grad:
+                reason = "trained"
+            elif id(parameter) in tables and parameter.dim() >= _MATRIX:
+                what, reason = "embeddings", "" if embeddings else "embeddings"
+            yield module, attribute, parameter, what, reason
+
+
+def _what(path: str, module: nn.Module, parameter: nn.Parameter) -> str:
+    """Return what a large weight is; empty for norms, biases, routers and what is small."""
+    shape, name = parameter.shape, path.rpartition(".")[2]
+    if len(shape) < _MATRIX or parameter.numel() // max(1, *shape) < _FEW:
+        return ""
+    if "router" in type(module).__name__.lower() or name in ("gate", "router"):
+        return ""
+    if isinstance(module, _CONVOLUTIONS):
+        return "convolutions"
+    if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":  # Transformers' linear layer of GPT-2
+        return "linear layers"
+    return "stacked weights" if len(shape) >= _STACK and shape[0] > 1 else ""
+
+
+def _is_embedding(module: nn.Module) -> bool:
+    return isinstance(module, (nn.Embedding, nn.EmbeddingBag))
