@@ -137,11 +137,8 @@ class Mxfp4(Codec):
 
     def _decode(self, parts: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
         codes, scales = parts
-        table = torch.tensor([*_FP4_VALUES, *(-value for value in _FP4_VALUES)], dtype=out.dtype, device=out.device)
-        halves = torch.stack((codes & 15, codes >> 4), dim=1).int()
-        values = table[halves].view(-1)[: len(out)]
-        exponents = (scales.int() - 127).repeat_interleave(self.form.block)[: len(out)]
-        torch.ldexp(values, exponents, out=out)
+        values = _fp4_pairs(out.dtype, out.device)[codes.int()].view(-1)
+        _scaled(values, scales.view(torch.float8_e8m0fnu).float(), out, self.form.block)
 
 
 class Fp8(Codec):
@@ -156,7 +153,7 @@ class Fp8(Codec):
 
     def _decode(self, parts: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
         codes, scales = parts
-        out.copy_(codes.float() * scales.repeat_interleave(self.form.block)[: len(out)])
+        _scaled(codes.float(), scales, out, self.form.block)
 
 
 _CODECS: dict[str, type[Codec]] = {
@@ -194,6 +191,22 @@ def _table(device: torch.device) -> torch.Tensor:
     """Return the values that bytes stand for, before they are scaled."""
     table: torch.Tensor = bitsandbytes().create_dynamic_map()
     return table.to(device)
+
+
+@cache
+def _fp4_pairs(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return the two values that each byte stands for, shape (256, 2)."""
+    values = torch.tensor([*_FP4_VALUES, *(-value for value in _FP4_VALUES)], dtype=dtype, device=device)
+    return torch.stack([values.repeat(16), values.repeat_interleave(16)], dim=1)
+
+
+def _scaled(values: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, block: int) -> None:
+    """Fill `out` with values times the scale of their block; the last block may be shorter."""
+    whole = len(out) // block * block
+    blocks = values[:whole].view(-1, block), scales[: whole // block, None]
+    torch.mul(*blocks, out=out[:whole].view(-1, block))
+    if whole < len(out):
+        torch.mul(values[whole : len(out)], scales[-1], out=out[whole:])
 
 
 def _into(
