@@ -36,6 +36,7 @@ RESERVE = 0.1
 LINES = 100
 FEWER = {"EXAMPLES": "1000", "KILLS": "12", "LOSSES": "4"}
 """How often tests repeat that do so for an hour otherwise."""
+_OF_MAKE = ("ARGS", "MAKEFLAGS", "MAKEOVERRIDES", "MFLAGS")
 ADAPTER = "fullshard.integrations.xla"
 
 Job = tuple[str, ...]
@@ -202,7 +203,9 @@ class _Recorder:
 def run(command: Sequence[str], seconds: float) -> int | None:
     """Run a command with all that it starts. Returns its exit code, None if its time was over."""
     print(f"-- {' '.join(command)}", flush=True)
-    process = subprocess.Popen(command, start_new_session=True, env={**FEWER, **os.environ})
+    # What `make test-slice ARGS=...` was given is in the environment, and is no argument of the targets of jobs.
+    environment = {name: value for name, value in os.environ.items() if name not in _OF_MAKE}
+    process = subprocess.Popen(command, start_new_session=True, env={**FEWER, **environment})
     try:
         return process.wait(max(seconds, 1))
     except subprocess.TimeoutExpired:

@@ -136,6 +136,12 @@ def test_a_job_that_fails_is_tried_again_and_lacks_no_interpreter_in_silence(pro
     assert said == "make test-x PYTHON=python3.99 not run: python3.99 is not here" and not failed
 
 
+def test_arguments_of_the_slice_are_none_of_its_jobs(project: Path) -> None:
+    Path("slice.py").write_text("import sys\nfrom tests import slices\nsys.exit(slices.run(('make', 'job'), 60))\n")
+    Path("Makefile").write_text(f"job:\n\t@test -z '$(ARGS)'\nslice:\n\t@{sys.executable} slice.py\n")
+    subprocess.run(["make", "slice", "ARGS=--ci"], check=True)
+
+
 def test_pytorch_xla_runs_in_any_slice_once_its_sources_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     sources = slices.sources_of_xla()
