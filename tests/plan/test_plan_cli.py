@@ -519,6 +519,7 @@ EVERY_SETTING: dict[str, tuple[dict[str, Any], Any]] = {
     "reduce_as": ({}, "int8"),
     "optimizer": ({}, "sgd"),
     "method": ({}, "lora"),
+    "quantize": ({"method": "qlora"}, "int8"),
     "lora_rank": ({"method": "lora"}, 64),
     "lora_targets": ({"method": "lora"}, "c_attn"),
     "lora_dropout": ({"method": "lora"}, 0.1),

@@ -28,12 +28,19 @@ class CountedBucket(BucketPlan):
     @property
     def main_nbytes(self) -> int:
         """Bytes of this rank's interval as it is stored."""
-        return self.layout.shard_numel * itemsize(self.dtype)
+        return self.main_numel * itemsize(self.dtype)
+
+    @property
+    def scale_nbytes(self) -> int:
+        """Bytes of them that are no codes; 0 where the interval is stored as numbers."""
+        if self.form is None:
+            return 0
+        return self.main_nbytes - self.form.parts[0].numel(self.layout.shard_numel) * itemsize(self.form.parts[0].dtype)
 
     @property
     def compute_shard_nbytes(self) -> int:
         """Bytes of the gather's input, if that is not the stored interval itself on the device."""
-        return self.layout.shard_numel * itemsize(self.compute_shard_dtype)
+        return self.main_numel * itemsize(self.compute_shard_dtype)
 
     @property
     def device_nbytes(self) -> int:
@@ -56,6 +63,17 @@ class CountedBucket(BucketPlan):
         return self.layout.full_numel * itemsize(self.whole_dtype or self.compute_dtype)
 
     @property
+    def coded_nbytes(self) -> int:
+        """Bytes of the codes of all ranks, which are there until they are decoded; on one rank they are its own."""
+        world_size = self.layout.world_size
+        return self.main_nbytes * world_size if self.form is not None and world_size > 1 else 0
+
+    @property
+    def value_itemsize(self) -> int:
+        """Bytes of an element while its parameter alone is whole: as it is stored, or decoded."""
+        return itemsize(self.dtype if self.form is None else self.compute_dtype)
+
+    @property
     def reduce_nbytes(self) -> int:
         """Bytes of the unsharded gradient in the dtype it is summed in."""
         return self.layout.full_numel * itemsize(self.reduce_dtype)
@@ -73,6 +91,8 @@ class CountedBucket(BucketPlan):
     @property
     def gather_message_nbytes(self) -> int:
         """Bytes of a message with one interval of the weights."""
+        if self.form is not None:
+            return self.main_nbytes
         return _message_nbytes(self.layout.shard_numel, self.whole_dtype or self.compute_dtype, self.weights_as)
 
     @property

@@ -31,6 +31,7 @@ from fullshard.plan.shapes import Block, ModelShape
 from fullshard.plan.tiles import groups_of, sent_nbytes, tiled
 from fullshard.plan.time import StepTime, time_of
 from fullshard.plan.traffic import Traffic, traffic_of
+from fullshard.plan.work import step_decoding_seconds
 
 ERROR_BAR = 0.93, 1.17
 """What runs needed, as parts of what is predicted: 10th and 90th percentile of the published rows
@@ -38,6 +39,26 @@ ERROR_BAR = 0.93, 1.17
 
 MARGIN = 0.92
 """The part of a device that is recommended to be filled."""
+
+
+@dataclass(frozen=True, slots=True)
+class AtRest:
+    """Weights that are codes at rest and in messages, on one rank.
+
+    Attributes:
+        nbytes: of all of them at rest.
+        message: bytes that a rank sends to each other of the largest unit.
+        whole: bytes of the largest unit while it is unsharded.
+        peak: the same while it is decoded, when the codes of all ranks are there, too.
+        seconds: of decoding in a step.
+    """
+
+    form: str
+    nbytes: int
+    message: int
+    whole: int
+    peak: int
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -79,6 +100,22 @@ class Plan:
     def time(self) -> StepTime:
         """Time of a step."""
         return time_of(self.events, self.setting, self.cluster, repeats=self.repeats)
+
+    @functools.cached_property
+    def at_rest(self) -> AtRest | None:
+        """What quantising weights at rest does; None if none are."""
+        units = [unit for unit in self.setting.layout.units if unit.coded]
+        if not units:
+            return None
+        buckets = [bucket for unit in units for bucket in unit.coded]
+        return AtRest(
+            ", ".join(dict.fromkeys(bucket.form.name for bucket in buckets if bucket.form is not None)),
+            sum(bucket.main_nbytes for bucket in buckets),
+            max(sum(bucket.main_nbytes for bucket in unit.coded) for unit in units),
+            max(unit.full_nbytes for unit in units),
+            max(unit.full_nbytes + self.setting.coded_nbytes(unit) for unit in units),
+            self.repeats * step_decoding_seconds(self.setting, self.events),
+        )
 
     @property
     def parameters(self) -> int:
@@ -210,7 +247,7 @@ def notes_of(plan: Plan) -> list[str]:
     """Return what the reader has to know besides the numbers."""
     job, device, layout = plan.job, plan.cluster.device, plan.setting.layout
     others = len(layout.units) - (2 if job.wrap_embeddings else 1)
-    conversion = conversion_of(plan.model) if job.method != "full" and not plan.model.is_final else None
+    conversion = conversion_of(plan.model, job) if job.method != "full" and not plan.model.is_final else None
     is_apart = device.is_cpu and layout.shard_size > 1 and not plan.cluster.shares_memory
     keeps_dtype = job.method != "full" or job.stored_dtype == job.main_dtype
     notes = {

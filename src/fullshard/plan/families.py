@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fullshard.core.errors import ConfigError
+from fullshard.core.forms import FORMS
 from fullshard.plan.activations import KEPT_BY_ACTIVATION
 from fullshard.plan.counted import counted, is_known_to_transformers
 from fullshard.plan.fields import Fields
@@ -384,7 +385,7 @@ def from_config(values: Mapping[str, Any], *, where: str, name: str | None = Non
         method = quantized.get("quant_method", "unnamed") if isinstance(quantized, Mapping) else quantized
         notes.append(
             f"{where}: quantization_config ({method}) is left out: all weights are planned in --base-dtype; a frozen "
-            "base in four bits is --method qlora"
+            f"base in few bits is --method qlora{f' --quantize {method}' if method in FORMS else ''}"
         )
     if not isinstance(kind, str):
         raise ConfigError(f"{where}: no model_type", hint="the file must be the model's whole config.json")

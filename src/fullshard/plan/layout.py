@@ -47,6 +47,11 @@ class UnitLayout:
         return sum(bucket.full_nbytes for bucket in self.buckets if not bucket.shares_main)
 
     @cached_property
+    def coded(self) -> tuple[CountedBucket, ...]:
+        """Return the buckets that are codes at rest and in messages."""
+        return tuple(bucket for bucket in self.buckets if bucket.form is not None)
+
+    @cached_property
     def trainable(self) -> tuple[CountedBucket, ...]:
         """Return the buckets with gradients."""
         return tuple(bucket for bucket in self.buckets if bucket.trainable)
@@ -176,5 +181,6 @@ def _key(parameter: ParameterShape, dtypes: Dtypes) -> BucketKey:
         parameter.dtype,
         trainable=parameter.trainable,
         exact=parameter.exact,
+        form=parameter.form,
         statistics=parameter.statistics,
     )

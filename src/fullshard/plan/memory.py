@@ -3,6 +3,8 @@
 What each event changes is what the engine does (`engine/bucket`, `engine/gradient`, `engine/unsharded_gradient`):
 
     unshard issued      `full` of the unit is allocated (with shared memory: is there)    + gathered
+                        of coded weights the message is allocated, and                    + codes
+    unshard ready       `full`, when they are decoded; then the message is freed          + gathered, - codes
     resharded           and freed                                                         - gathered
     forward end         what autograd saved stays                                         + activations (root: + logits)
     to host             activations are copied out, and those before them freed           - activations
@@ -147,7 +149,7 @@ def memory_of(events: Sequence[Event], setting: PlanSetting, *, ranks_per_host: 
         elif event.kind is EventKind.REDUCE_DONE and not setting.job.schedule.steps_in_backward:
             phase = "optimizer"  # or the next micro-batch's forward
     # Shards are written where they lie; a state dict gathers one parameter at a time.
-    largest = max(b.layout.largest_numel * itemsize(b.dtype) for b in setting.layout.buckets)
+    largest = max(b.layout.largest_numel * b.value_itemsize for b in setting.layout.buckets)
     phases["save"] = {**ledger.rest, "gathered units": largest}
     order = ("load", "forward", "backward", "optimizer", "save")
     return Memory(
@@ -166,6 +168,7 @@ def persistent_of(setting: PlanSetting) -> dict[str, int]:
     """Return the bytes of one rank on the device between steps."""
     buckets, on_host = setting.layout.buckets, setting.on_host
     scales = sum(p.nbytes for p in setting.model.parameters if p.role == "scale") // setting.layout.shard_size
+    scales += sum(bucket.scale_nbytes for bucket in buckets)
     scales = 0 if on_host.compute_shards else scales
     main = sum(bucket.main_nbytes for bucket in buckets if bucket.trainable and not bucket.main_is_on_host)
     copies = sum(map(setting.copies_nbytes, buckets))
@@ -218,7 +221,13 @@ class _Ledger:
         unit = self.units[event.unit]
         match event.kind:
             case EventKind.UNSHARD_ISSUED:
-                self.now["gathered units"] += self.setting.gathered_nbytes(unit)
+                self.now["gathered units"] += self.setting.gathered_nbytes(unit) - self._decoded(unit)
+                self.now["gathered units"] += self.setting.coded_nbytes(unit)
+            case EventKind.UNSHARD_READY if unit.coded:
+                self.now["gathered units"] += self._decoded(unit)
+                fullest = self.nbytes
+                self.now["gathered units"] -= self.setting.coded_nbytes(unit)
+                return [fullest, self.nbytes]
             case EventKind.RESHARDED:
                 self.now["gathered units"] -= self.setting.gathered_nbytes(unit)
             case EventKind.FORWARD_END:
@@ -245,6 +254,9 @@ class _Ledger:
                 self._leave_backward()
                 return self._optimizer_step()
         return [self.nbytes]
+
+    def _decoded(self, unit: UnitLayout) -> int:
+        return sum(bucket.full_nbytes for bucket in unit.coded)
 
     # -- forward and backward -----------------------------------------------------------------------------------
 
@@ -298,7 +310,7 @@ class _Ledger:
 
     def _dequantised(self, unit: UnitLayout) -> int:
         """Return the bytes of the largest weight a 4-bit layer unpacks, two elements per byte, in compute dtype."""
-        packed = [bucket.layout.largest_numel for bucket in unit.buckets if bucket.dtype == "uint8"]
+        packed = [b.layout.largest_numel for b in unit.buckets if b.dtype == "uint8" and b.form is None]
         return 2 * max(packed, default=0) * itemsize(self.setting.job.compute_dtype)
 
     def _collect(self, unit: UnitLayout, working: int = 0) -> list[dict[str, int]]:
@@ -488,7 +500,7 @@ class _Ledger:
 def _load_peak(setting: PlanSetting, at_rest: dict[str, int]) -> dict[str, int]:
     """Return the peak of loading, which makes units real one by one; the root comes last, with all others sharded."""
     nbytes = dict(at_rest)  # the optimizer's state comes with its first step, but a resumed run has it
-    whole = max(sum(b.layout.full_numel * itemsize(b.dtype) for b in unit.buckets) for unit in setting.layout.units)
+    whole = max(sum(b.layout.full_numel * b.value_itemsize for b in unit.buckets) for unit in setting.layout.units)
     if setting.layout.shard_size > 1:
         nbytes["gathered units"] = whole
     return nbytes
@@ -502,11 +514,11 @@ def _host(setting: PlanSetting, ranks_per_host: int) -> tuple[int, int, int]:
     copied to and from the device are page-locked.
     """
     buckets, base = setting.layout.buckets, itemsize(setting.job.stored_dtype)
-    whole = sum(bucket.layout.numel * itemsize(bucket.dtype) for bucket in buckets)
+    whole = sum(b.layout.numel * (itemsize(b.dtype) if b.form is None else base) for b in buckets)
     largest = max(
         b.layout.largest_numel * 2 * base  # two elements in a byte
-        if b.dtype == "uint8"
-        else b.layout.largest_numel * itemsize(b.dtype) // setting.layout.shard_size
+        if b.dtype == "uint8" and b.form is None
+        else b.layout.largest_numel * (itemsize(b.dtype) if b.form is None else base) // setting.layout.shard_size
         for b in buckets
     )
     on_host = [nbytes for bucket in buckets for nbytes in bucket.host_buffers]

@@ -8,8 +8,11 @@ from collections.abc import Iterator
 
 from fullshard.core.errors import ConfigError
 from fullshard.plan.job import Job
-from fullshard.plan.quantized import Conversion, is_stacked
+from fullshard.plan.quantized import Conversion, is_large, is_stacked
 from fullshard.plan.shapes import ModelShape, ParameterShape, UnitShape
+
+EXPERTS_FORM = "nf4-double"
+"""The form of weights that bitsandbytes has no layer for, beside its layers of 4 bits."""
 
 NF4_BLOCK, NESTED_BLOCK = 64, 256
 """Elements per scale, and scales per scale of scales (QLoRA, arXiv 2305.14314, section 3)."""
@@ -19,8 +22,9 @@ def apply_method(model: ModelShape, job: Job) -> ModelShape:
     """Return `model` as `job` trains it.
 
     Full training has main weights in float32, or as they come with precision `no`. LoRA freezes the base in its own
-    dtype and adds two float32 matrices to every target, where PEFT puts them; QLoRA also packs each linear layer's
-    weight into 4 bits, its double-quantised scales beside it.
+    dtype and adds two float32 matrices to every target, where PEFT puts them. QLoRA also packs each linear layer's
+    weight into 4 bits, its double-quantised scales beside it, and has stacked experts in a stored form; or, with
+    `quantize`, all large weights.
     """
     if model.is_final:
         return model
@@ -37,13 +41,13 @@ def apply_method(model: ModelShape, job: Job) -> ModelShape:
             hint=f"it has {', '.join(sorted(names))}; or write all-linear",
         )
 
-    if job.method == "qlora":
-        conversion_of(model).require()
-
     def change(unit: UnitShape, parameter: ParameterShape) -> Iterator[ParameterShape]:
         frozen = dataclasses.replace(parameter, dtype=job.stored_dtype, trainable=False)
         is_matrix = _is_matrix(model, unit, parameter)
-        yield from _packed(frozen) if is_matrix and job.method == "qlora" else [frozen]
+        if form := _form(model, unit, parameter, job):
+            yield dataclasses.replace(frozen, form=form)
+        else:
+            yield from _packed(frozen) if is_matrix and job.method == "qlora" and not job.quantize else [frozen]
         if is_matrix and parameter.name.split(".")[-2] in wanted:
             stem = parameter.name.removesuffix(".weight")
             rows, columns = parameter.shape
@@ -53,18 +57,32 @@ def apply_method(model: ModelShape, job: Job) -> ModelShape:
     return model.map(change).with_adapters(dropout=bool(job.lora_dropout))
 
 
-def conversion_of(model: ModelShape) -> Conversion:
-    """Count what QLoRA quantises of the given model, and what of it no adapter reaches."""
-    found = Conversion(is_asked_for=True)
+def conversion_of(model: ModelShape, job: Job) -> Conversion:
+    """Count what a job quantises of the given model, and what of it no adapter reaches."""
+    found = Conversion(is_asked_for=True, form=job.quantize or EXPERTS_FORM)
     for unit in model.units:
         for parameter in unit.parameters:
             name, shape = parameter.name, parameter.shape
-            if _is_matrix(model, unit, parameter):
+            is_matrix = _is_matrix(model, unit, parameter)
+            if _form(model, unit, parameter, job):
+                found.at_rest += parameter.numel
+            elif is_matrix and not job.quantize:
                 found.converted += parameter.numel
             else:
                 found.add_whole(name, shape, is_table=parameter.role in ("embedding", "head"))
+            if not is_matrix:
                 found.unadapted += parameter.numel * is_stacked(name, shape)
     return found
+
+
+def _form(model: ModelShape, unit: UnitShape, parameter: ParameterShape, job: Job) -> str:
+    """Return the form in which a weight is at rest; empty: as numbers, or as bitsandbytes' layers have it."""
+    name, shape = parameter.name, parameter.shape
+    if job.method != "qlora" or not is_large(name, shape):
+        return ""
+    if is_stacked(name, shape):
+        return job.quantize or EXPERTS_FORM
+    return job.quantize or "" if _is_matrix(model, unit, parameter) else ""
 
 
 def _is_matrix(model: ModelShape, unit: UnitShape, parameter: ParameterShape) -> bool:

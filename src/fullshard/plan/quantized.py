@@ -1,4 +1,4 @@
-"""The part of a model that bitsandbytes converts, and when that is less than the user meant."""
+"""The part of a model that is quantised, and when that is less than the user meant."""
 
 from __future__ import annotations
 
@@ -8,10 +8,19 @@ from dataclasses import dataclass
 from fullshard.core.errors import ConfigError
 from fullshard.core.sizes import format_count
 
+_FEW = 16
+"""Rows, or columns, below which a matrix is small."""
+
 
 def is_stacked(name: str, shape: tuple[int, ...]) -> bool:
     """Return whether a parameter holds several matrices, as Transformers keeps those of a layer's experts."""
     return len(shape) == 3 and shape[0] > 1 and "conv" not in name.lower()
+
+
+def is_large(name: str, shape: tuple[int, ...]) -> bool:
+    """Return whether a weight is worth codes: a matrix, or several, and no router's, which decides between experts."""
+    is_router = name.split(".")[-2:-1] in (["gate"], ["router"])
+    return len(shape) > 1 and math.prod(shape) // max(1, *shape) >= _FEW and not is_router
 
 
 @dataclass(slots=True)
@@ -20,7 +29,8 @@ class Conversion:
 
     Attributes:
         is_asked_for: whether the whole model was to be quantised, not single layers.
-        converted: in few bits.
+        converted: in few bits, in bitsandbytes' layers.
+        at_rest: in few bits between uses, in whatever layer, as `form` says.
         whole: in 16 or 32 bits.
         tables: of `whole`, embeddings and the head, which bitsandbytes leaves alone in every model.
         stacked: of `whole`, matrices stacked in one parameter.
@@ -30,11 +40,13 @@ class Conversion:
 
     is_asked_for: bool = False
     converted: int = 0
+    at_rest: int = 0
     whole: int = 0
     tables: int = 0
     stacked: int = 0
     accepted: int = 0
     unadapted: int = 0
+    form: str = ""
 
     def add_whole(self, name: str, shape: tuple[int, ...], *, is_table: bool, is_accepted: bool = False) -> None:
         """Count a parameter that is not converted."""
@@ -47,11 +59,14 @@ class Conversion:
     @property
     def said(self) -> str:
         """Say what stays in 16 or 32 bits, and why, in one line."""
-        total = self.converted + self.whole
-        text = (
-            f"{self.whole / total:.0%} of the weights ({format_count(self.whole)} of {format_count(total)}) stay in 16 "
-            "or 32 bits, because bitsandbytes converts nn.Linear only, the head left out"
-        )
+        total = self.converted + self.at_rest + self.whole
+        text = f"{self.whole / total:.0%} of the weights ({format_count(self.whole)} of {format_count(total)}) stay in "
+        if self.at_rest:
+            what = "the others" if self.converted == 0 else f"{format_count(self.at_rest)} without such a layer"
+            text += f"16 or 32 bits; {what} are {self.form} at rest and in messages, and whole while in use"
+            layers = f"; {format_count(self.converted)} are in bitsandbytes' layers" if self.converted else ""
+            return text + layers
+        text += "16 or 32 bits, because bitsandbytes converts nn.Linear only, the head left out"
         if self.stacked:
             text += f": {format_count(self.stacked)} are experts, stacked in 3-D parameters"
         return text
@@ -68,7 +83,7 @@ class Conversion:
 
     def require(self) -> None:
         """Refuse a quantised model if most of it, tables left out, is not quantised."""
-        if self.is_asked_for and self.whole - self.tables - self.accepted > self.converted:
+        if self.is_asked_for and self.whole - self.tables - self.accepted > self.converted + self.at_rest:
             raise ConfigError(
                 f"the model was to be quantised, and {self.said}",
                 hint="train adapters without quantisation, sharded over more ranks; or load with Transformers' own "

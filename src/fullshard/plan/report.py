@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -73,6 +74,12 @@ def _rest_table(plan: Plan) -> Table:
         f"(Transformers' own: {format_nbytes(memory.host_load_peers)}), "
         f"{format_nbytes(memory.host_steady)} in steady state",
     }
+    if (rest := plan.at_rest) is not None:
+        rows[f"{rest.form} at rest"] = (
+            f"{format_nbytes(rest.nbytes)} per rank; the largest unit sends {format_nbytes(rest.message)}, takes "
+            f"{format_nbytes(rest.whole)} while it is whole and {format_nbytes(rest.peak)} while it is decoded; all "
+            f"are decoded in {rest.seconds:.3f} s"
+        )
     if work is not None:
         rows["matrices"] = (
             f"{work.count} of {format_count(work.numel)} elements, dealt to {work.ranks} ranks: the busiest computes "
@@ -145,6 +152,7 @@ def as_dict(plan: Plan, changes: Sequence[Change] = (), notes: Sequence[str] = (
                 "reductions to_device=to_device_nbytes to_host=to_host_nbytes",
             ),
         },
+        "at_rest": None if plan.at_rest is None else dataclasses.asdict(plan.at_rest),
         "matrices": None
         if plan.setting.matrices is None
         else _picked(

@@ -45,7 +45,12 @@ class PlanSetting:
 
     def gathered_nbytes(self, unit: UnitLayout) -> int:
         """Return the bytes that unsharding `unit` takes."""
-        return 0 if self.route.shares_memory else unit.gathered_nbytes
+        decoded = sum(bucket.full_nbytes for bucket in unit.coded)
+        return decoded if self.route.shares_memory else unit.gathered_nbytes
+
+    def coded_nbytes(self, unit: UnitLayout) -> int:
+        """Return the bytes of `unit`'s codes, which messages bring before they are decoded."""
+        return 0 if self.route.shares_memory else sum(bucket.coded_nbytes for bucket in unit.coded)
 
     def collected_dtype(self, bucket: CountedBucket) -> str:
         """Return the dtype that collects the unsharded gradient; if several backwards add to it, that of the sum."""
@@ -64,7 +69,7 @@ class PlanSetting:
 
     def copies_nbytes(self, bucket: CountedBucket) -> int:
         """Return the bytes of a bucket's lasting copies in its compute dtype, besides its main weights."""
-        if not self.route.shares_memory or bucket.dtype == bucket.compute_dtype:
+        if not self.route.shares_memory or bucket.dtype == bucket.compute_dtype or bucket.form is not None:
             return 0
         return bucket.layout.shard_numel * itemsize(bucket.compute_dtype)
 

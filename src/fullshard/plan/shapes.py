@@ -19,6 +19,7 @@ from typing import Literal
 
 from fullshard.core.dtypes import itemsize
 from fullshard.core.errors import ConfigError
+from fullshard.core.forms import FORMS
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,7 @@ class ParameterShape:
         statistics: dtype of running statistics that it computes with, in that dtype (a batch norm's), None for none.
         role: `matrix` for the weight of a linear layer inside a block (LoRA and quantisation apply to it), `embedding`,
             `head` or `other`.
+        form: name of the form (`core.forms`) that it is stored and sent in, as codes; empty: as numbers.
         tiles: into how many parts tensor parallelism has cut it; `shape` is that of one.
     """
 
@@ -41,6 +43,7 @@ class ParameterShape:
     exact: bool = False
     statistics: str | None = None
     role: str = "other"
+    form: str = ""
     tiles: int = 1
 
     @property
@@ -51,7 +54,7 @@ class ParameterShape:
     @property
     def nbytes(self) -> int:
         """Bytes of the whole parameter as it is stored."""
-        return self.numel * itemsize(self.dtype)
+        return FORMS[self.form].nbytes(self.numel) if self.form else self.numel * itemsize(self.dtype)
 
 
 _POSITIONS = ("wpe.weight", "position_embeddings.weight", "decoder.embed_positions.weight", ".position_embeddings")

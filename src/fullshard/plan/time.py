@@ -11,6 +11,7 @@ Its unit's `unshard ready` (or the next reduction) waits for it, and only that w
                           least what a layer saves, written and read once in forward; backward reads it, and writes and
                           reads its gradient
     casts                 own intervals before they are gathered, gradients before they are reduced
+    decoding              of weights that are codes at rest, once they are gathered
     all-gather, reduce-scatter of n bytes over S ranks of one host         n (S - 1)/S / link
     over h hosts                                                           n (1 - 1/h) / (ranks per host) / network
     all-reduce            twice a reduce-scatter
@@ -174,6 +175,7 @@ class _Clock:
                 self.gathered[unit.name] = max(self._collective(nbytes, after=there), there)
             case EventKind.UNSHARD_READY:
                 self._wait(self.gathered.pop(unit.name, 0.0))
+                self._cast(work.decoding)
             case EventKind.FORWARD_END:
                 self._run(work.forward, work.issued[0])
                 self._exchange_tiles(unit, 0)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fullshard.core.dtypes import itemsize
+from fullshard.core.events import Event, EventKind
 from fullshard.plan.activations import between_products_nbytes, layer_activations, passes_over_scores
 from fullshard.plan.attention import BACKWARD, WRITTEN_OUT, attention_flops, part_of_size, what_runs
 from fullshard.plan.hardware import Cluster, Device
@@ -33,6 +35,10 @@ LAYER_KERNELS, LAYER_VIEWS = (34, 67), (39, 71)
 
 _RECOMPUTED = {"none": 0.0, "selective": 0.4, "full": 1.0}
 """Forwards run again in backward; selective checkpointing drops half of the products."""
+
+_BESIDES = {"mxfp4": 8, "fp8": 8}
+"""Bytes per element that are written and read again while codes are decoded by several kernels (the feature's
+`codecs`), not by one."""
 
 _LAST = ("mlp.down_proj.weight", "mlp.c_proj.weight", "mlp.fc2.weight")
 """The last product of a layer, by the names of families."""
@@ -86,6 +92,7 @@ class UnitWork:
     Attributes:
         forward, backward: of computing; what is recomputed belongs to backward.
         casts: of the own interval before a gather, and of gradients into the reduce input.
+        decoding: of codes that have been gathered.
         issued: in which the host issues forward and backward to an accelerator.
     """
 
@@ -93,6 +100,7 @@ class UnitWork:
     backward: float
     casts: tuple[float, float]
     issued: tuple[float, float]
+    decoding: float
 
 
 def works_of(setting: PlanSetting) -> dict[str, UnitWork]:
@@ -125,7 +133,8 @@ def works_of(setting: PlanSetting) -> dict[str, UnitWork]:
             counts = zip(LAYER_KERNELS, LAYER_VIEWS, strict=True)
             issued = [fused * HostCosts().seconds(*each) + HOST_UNIT / 2 for each in counts]
         there = issued[0], issued[1] + again * issued[0]
-        works[unit.name] = UnitWork(forward, backward, _cast_seconds(setting, unit), there)
+        casts, decoding = _cast_seconds(setting, unit), _decoding_seconds(setting, unit)
+        works[unit.name] = UnitWork(forward, backward, casts, there, decoding)
     return works
 
 
@@ -179,8 +188,24 @@ def _cast_seconds(setting: PlanSetting, unit: UnitLayout) -> tuple[float, float]
     if setting.route.shares_memory:  # nothing is new, what is there is not copied, and backward finds forward's casts
         moved = sum((b.main_nbytes + copied) / 2 for b in unit.buckets if (copied := setting.copies_nbytes(b)))
         return moved / speed, made / speed
-    own = [bucket for bucket in unit.buckets if not bucket.shares_main]
+    own = [bucket for bucket in unit.buckets if not bucket.shares_main and bucket.form is None]
     return sum(b.main_nbytes + b.layout.shard_numel * itemsize(b.compute_dtype) for b in own) / speed, made / speed
+
+
+def step_decoding_seconds(setting: PlanSetting, events: Iterable[Event]) -> float:
+    """Return the seconds in which the units of these events are decoded."""
+    each = {unit.name: _decoding_seconds(setting, unit) for unit in setting.layout.units}
+    return sum(each[event.unit] for event in events if event.kind is EventKind.UNSHARD_READY)
+
+
+def _decoding_seconds(setting: PlanSetting, unit: UnitLayout) -> float:
+    """Return the seconds in which codes become values: codes are read, values written, some by way of a float32."""
+    moved = sum(
+        b.main_nbytes * b.layout.world_size + b.full_nbytes + _BESIDES.get(b.form.name, 0) * b.layout.full_numel
+        for b in unit.coded
+        if b.form is not None
+    )
+    return moved / setting.device.memory_speed
 
 
 def last_product(unit: UnitShape, job: Job) -> float:
