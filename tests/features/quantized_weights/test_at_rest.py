@@ -19,6 +19,7 @@ from fullshard.core.forms import FORMS
 from fullshard.engine.lookup import units_of
 from fullshard.features import describe, fully_shard, shard_model, unsharded
 from fullshard.features.consistency.replicas import digest
+from fullshard.features.meta_device.initialize import WEIGHTS
 from fullshard.features.quantized_weights.at_rest import CodedBucket
 from fullshard.features.quantized_weights.codecs import codec
 from fullshard.features.quantized_weights.marks import Mark, mark_of, stamp
@@ -347,6 +348,60 @@ def test_the_report_names_what_is_reached_and_what_is_left() -> None:
     copied: Any = copy.deepcopy(model)
     stamp(copied)
     assert mark_of(copied["linear"].weight) == Mark("nf4") and mark_of(copied["linear"].bias) is None
+
+
+class CodedFiles:
+    """Stands for files with the codes of one weight, and the values of the others."""
+
+    def __init__(self, form: str, weights: dict[int, torch.Tensor]) -> None:
+        self.form, self.weights, self.was_read = form, weights, 0
+
+    def start(self, model: nn.Module) -> None: ...
+
+    def make_whole(self, module: nn.Module, device: torch.device) -> None: ...
+
+    def initialize(self, module: nn.Module) -> bool:
+        return False
+
+    def holds(self, slot: Any) -> bool:
+        return True
+
+    def read(self, slot: Any, interval: Any, out: torch.Tensor) -> None:
+        weight = self.weights[slot.parameter.numel()]
+        assert slot.parameter.dim() == 1 or slot.owners[0][1] == "odd"
+        out.copy_(weight.view(-1)[interval.start : interval.stop])
+
+    def read_parts(self, slot: Any, interval: Any, form: Any, parts: dict[str, torch.Tensor]) -> bool:
+        if slot.owners[0][1] == "odd":
+            return False
+        whole = codec(self.form).encode(self.weights[slot.parameter.numel()].mT.reshape(-1))
+        for part, stored in zip(form.parts, whole, strict=True):
+            parts[part.name].copy_(stored[part.numel(interval.start) : part.numel(interval.stop)])
+        self.was_read += interval.numel
+        return True
+
+
+def check_codes_are_read() -> None:
+    torch.manual_seed(0)
+    real = Stacked()
+    files = CodedFiles("mxfp4", {p.numel(): p.data.bfloat16() for p in real.parameters()})
+    with torch.device("meta"):
+        model: Any = Stacked().requires_grad_(False).bfloat16()
+    mark(model, "up", Mark("mxfp4", is_transposed=True))
+    mark(model, "odd", Mark("mxfp4"))
+    vars(model)[WEIGHTS] = files
+    shard_model(model, unit_modules=[], device=torch.device("cpu"))
+    assert files.was_read == model.up.interval.numel
+    for weight, parameter in (
+        (real.up.data.bfloat16().mT.contiguous(), model.up),
+        (real.odd.data.bfloat16(), model.odd),
+    ):
+        round_trip(weight, "mxfp4")
+        assert torch.equal(parameter.full_tensor(), weight.mT if parameter is model.up else weight)
+
+
+def test_codes_are_read_as_codes() -> None:
+    run_ranks(check_codes_are_read, 2)
 
 
 def check_read(directory: str) -> None:

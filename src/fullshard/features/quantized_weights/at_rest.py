@@ -12,8 +12,9 @@ of ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -36,6 +37,18 @@ from fullshard.wrap.partition import Slot, Values, names_in
 
 _PIECE_NUMEL = 2**22
 """Elements that are read and encoded at a time; a multiple of every atom."""
+
+
+@runtime_checkable
+class CodedValues(Values, Protocol):
+    """A source of values of which some are codes already."""
+
+    def read_parts(self, slot: Slot, interval: Interval, form: StoredForm, parts: Mapping[str, torch.Tensor]) -> bool:
+        """Fill `parts`, by their names in the form, with those of elements `interval`; False: there are numbers only.
+
+        The interval begins between two atoms of the form, and counts elements in the order of the blocks. `parts` are
+        on the device, or in host memory.
+        """
 
 
 class DecodedBuffer(FullBuffer):
@@ -122,37 +135,40 @@ class CodedBucket(Bucket):
         return cut(parts_in(self.main, self._form, self.layout.shard_numel), self._form, own.start, own.stop)
 
     def _fill(self, weights: Values | None) -> None:
-        """Encode this rank's interval of each parameter, a piece after the other."""
-        how, device = codec(self._form.name), self.mesh.device
-        plain_how = how.plain if isinstance(how, DoubleFourBits) else how
+        """Encode this rank's interval of each parameter, or read its codes."""
         for index, slot in enumerate(self.slots):
-            parameter, parts = slot.parameter, self._parts(index)
+            parameter, device = slot.parameter, self.mesh.device
             source = weights if parameter.is_meta else None
-            values = (
-                _pieces_of(self.kinds[index].plain(parameter)) if source is None else _read_by(source, slot, device)
-            )
+            if source is None:
+                self._encode(index, _pieces_of(self.kinds[index].plain(parameter)))
+                continue
             interval = self.layout.interval(index, self.mesh.shard_rank)
-            scales = [torch.empty(0, device=device)]
-            for start in range(0, interval.numel, _PIECE_NUMEL):
-                stop = min(start + _PIECE_NUMEL, interval.numel)
-                piece = values(Interval(start, stop).shift(interval.start))
-                if not bool(piece.isfinite().all()):
-                    raise _not_finite(slot)
-                encoded = plain_how.encode(piece)
-                if plain_how is not how:
-                    scales.append(encoded[1])
-                    encoded = encoded[:1]
-                for part, own in zip(encoded, cut(parts, self._form, start, stop).values(), strict=False):
-                    own.copy_(part)
+            parts = self._parts(index)
+            if not (isinstance(source, CodedValues) and source.read_parts(slot, interval, self._form, parts)):
+                self._encode(index, _read_by(source, slot, device))
+            empty = torch.empty(0, dtype=parameter.dtype, device=device)
+            slot.make_real(self.kinds[index].like(parameter, empty))
+            put_mark(slot.parameter, mark_of(parameter))
+
+    def _encode(self, index: int, values: Callable[[Interval], torch.Tensor]) -> None:
+        """Encode this rank's interval of parameter `index`, a piece after the other; `values` gives each."""
+        how, parts = codec(self._form.name), self._parts(index)
+        interval, scales = self.layout.interval(index, self.mesh.shard_rank), [torch.empty(0, device=self.mesh.device)]
+        for start in range(0, interval.numel, _PIECE_NUMEL):
+            stop = min(start + _PIECE_NUMEL, interval.numel)
+            piece = values(Interval(start, stop).shift(interval.start))
+            if not bool(piece.isfinite().all()):
+                raise _not_finite(self.slots[index])
+            own = cut(parts, self._form, start, stop)
             if isinstance(how, DoubleFourBits):
-                own_scales = torch.cat(scales)
-                compressed = how.compress(own_scales, self._mean_of(own_scales, index))
-                for part, own in zip(compressed, list(parts.values())[1:], strict=True):
-                    own.copy_(part)
-            if source is not None:
-                empty = torch.empty(0, dtype=parameter.dtype, device=device)
-                slot.make_real(self.kinds[index].like(parameter, empty))
-                put_mark(slot.parameter, mark_of(parameter))
+                encoded, of_piece = how.plain.encode(piece)
+                scales.append(of_piece)
+                own["codes"].copy_(encoded)
+            else:
+                _copy(how.encode(piece), own.values())
+        if isinstance(how, DoubleFourBits):
+            own_scales = torch.cat(scales)
+            _copy(how.compress(own_scales, self._mean_of(own_scales, index)), list(parts.values())[1:])
 
     def _mean_of(self, scales: torch.Tensor, index: int) -> torch.Tensor:
         """Return the mean of all scales of parameter `index`, of which this rank gives its own. A collective."""
@@ -170,6 +186,11 @@ class CodedBucket(Bucket):
                 f"stored as {self._form.name}",
                 hint="merge adapters with `fullshard merge`, or change the weights before the model is sharded",
             )
+
+
+def _copy(made: Iterable[torch.Tensor], places: Iterable[torch.Tensor]) -> None:
+    for tensor, place in zip(made, places, strict=True):
+        place.copy_(tensor)
 
 
 def _not_finite(slot: Slot) -> WrapError:
