@@ -145,6 +145,9 @@ class FormRecord(_Record):
             raise ValueError(f"the unknown form {self.form!r}")
         return self
 
+    def __str__(self) -> str:
+        return self.form + ", transposed" * self.is_transposed
+
     @property
     def block(self) -> int:
         """Return the number of elements that are read together."""

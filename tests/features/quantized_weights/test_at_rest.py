@@ -17,7 +17,7 @@ from fullshard.checkpoint import from_pretrained
 from fullshard.core.errors import ConfigError, LifecycleError, WrapError
 from fullshard.core.forms import FORMS
 from fullshard.engine.lookup import units_of
-from fullshard.features import describe, fully_shard, shard_model, unsharded
+from fullshard.features import CPUOffloadPolicy, describe, fully_shard, shard_model, unsharded
 from fullshard.features.consistency.replicas import digest
 from fullshard.features.meta_device.initialize import WEIGHTS
 from fullshard.features.quantized_weights.at_rest import CodedBucket
@@ -275,6 +275,30 @@ def check_forms() -> None:
     check_form("nf4-double", is_transposed=True)
 
 
+def check_memory(is_shared: bool, offload: Any) -> float:
+    model = wide("nf4", offload_policy=offload)
+    bucket = coded_buckets(model)[0]
+    assert (bucket.buffer.main is not None) == is_shared
+    assert bucket.plan.main_is_on_host == (offload is not None)
+    loss: torch.Tensor = model(torch.ones(3, 512, dtype=torch.bfloat16)).sum()
+    loss.backward()
+    assert torch.equal(model[0].weight.full_tensor(), values_of(model, "nf4")["0.weight"])
+    return loss.item()
+
+
+def coded_buckets(model: nn.Module) -> list[CodedBucket]:
+    return [b for unit in units_of(model) for b in unit.buckets if isinstance(b, CodedBucket)]
+
+
+def test_codes_are_in_any_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that share memory send nothing; others have messages; shards may be in host memory beside those."""
+    shared = run_ranks(check_memory, 2, True, None)
+    monkeypatch.setenv("FULLSHARD_COMM", "gloo")
+    assert run_ranks(check_memory, 2, False, None) == shared
+    monkeypatch.setenv("FULLSHARD_OFFLOAD", "rehearse")
+    assert run_ranks(check_memory, 2, False, CPUOffloadPolicy()) == shared
+
+
 def check_refusals() -> None:
     model = wide("nf4")
     weight = model[0].weight
@@ -282,7 +306,7 @@ def check_refusals() -> None:
         weight.zero_,
         lambda: weight[0].fill_(1),
         lambda: weight.data.mul_(2),
-        lambda: weight.copy_(weight * 1),
+        lambda: weight.copy_(weight * 2),
     ):
         with pytest.raises(LifecycleError, match="stored in codes") as error:
             change()

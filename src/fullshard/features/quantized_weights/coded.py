@@ -16,7 +16,7 @@ from fullshard.features.quantized_weights.codecs import codec
 
 
 class CodedInterval(CodedPart):
-    """See the module. It cannot be changed in place, nor can views of it."""
+    """See the module. It cannot be changed in place, nor can views of it; a copy of its own values changes nothing."""
 
     def __new__(cls, form: StoredForm, parts: Mapping[str, torch.Tensor], like: torch.Tensor) -> Any:
         """Make it without memory of its own; `like` is a tensor of its shape and dtype."""
@@ -35,6 +35,10 @@ class CodedInterval(CodedPart):
         codec(self.form.name).decode(list(self.parts.values()), values)
         return values
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Be saved as the values."""
+        return self.decoded().clone().__reduce_ex__(protocol)
+
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({self.form.name}, {self.decoded()})"
 
@@ -46,15 +50,22 @@ class CodedInterval(CodedPart):
         first = args[0] if args else None
         if isinstance(first, cls) and func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             return first._again()
+        if isinstance(first, cls) and func is torch.ops.aten.copy_.default and first._stands_for(args[1]):
+            return first  # a state dict of this very model, say
         if torch_private.writes(func) and isinstance((kwargs or {}).get("out", first), cls):
             raise LifecycleError(
                 f"`{func.overloadpacket.__name__}` would change a weight that is stored in codes",
-                hint="train an adapter beside it; load a checkpoint with fullshard.checkpoint, or other values before "
-                "the model is sharded",
+                hint="train an adapter beside it, which export_hf merges; load codes with load_checkpoint, and other "
+                "values before the model is sharded",
             )
         args, kwargs = (map_tensors(_plain, each) for each in (tuple(args), kwargs or {}))
         result = func(*args, **kwargs)
         return map_tensors(_Seen, result) if torch_private.is_view(func) else result
+
+    def _stands_for(self, values: torch.Tensor) -> bool:
+        """Return whether these values are what it decodes to."""
+        own = self.decoded()
+        return values.shape == own.shape and torch.equal(own, _plain(values).to(own.device, own.dtype))
 
     def _again(self) -> CodedInterval:
         return CodedInterval(self.form, self.parts, self._like)
