@@ -17,6 +17,7 @@ from fullshard.core.dtypes import main_dtype
 from fullshard.core.errors import ConfigError, WrapError
 from fullshard.core.sizes import format_nbytes
 from fullshard.engine.precision import dtype_name
+from fullshard.features.quantized_weights.marks import form_at
 from fullshard.features.quantized_weights.scales import is_exact
 from fullshard.features.unit_selection import unit_modules
 from fullshard.launch import RankEnvironment, cuda
@@ -166,6 +167,7 @@ def _unit(
             dtype=dtype_name(parameter.dtype),
             trainable=parameter.requires_grad,
             exact=is_exact(parameter),
+            form=form_at(module, attribute),
             statistics=None if slot.statistics_dtype is None else dtype_name(slot.statistics_dtype),
             role=role_of(slot),
         )

@@ -29,7 +29,7 @@ from fullshard.api.state import ProcessState
 from fullshard.checkpoint.adapters import HOW_TO_SAVE_INNER, carries_adapters, is_adapted, is_saved_as_adapters
 from fullshard.checkpoint.full_state import gather_when_all_save
 from fullshard.checkpoint.live_adapters import use_sharded_methods
-from fullshard.checkpoint.quantities import conversion_of
+from fullshard.checkpoint.quantities import conversion_of, quantise_rest
 from fullshard.comm.mesh import init_mesh
 from fullshard.config.schema import PrecisionConfig, RunConfig, ShardingConfig
 from fullshard.core.dtypes import main_dtype
@@ -80,9 +80,10 @@ def shard(
         ignored = modules_matching(model, config.ignored_modules) if config.ignored_modules is not None else []
     if ignored and not {id(module) for module in ignored} & {id(module) for module in model.modules()}:
         say(f"ignored_modules: none of them is in this {type(model).__name__}, so all of it is sharded")
+    quantise_rest(model)
     conversion = conversion_of(model)
     conversion.require()
-    if conversion.converted:
+    if conversion.converted or conversion.at_rest:
         say(f"{type(model).__name__}: {conversion.said}")
     if conversion.said_of_adapters:
         say(conversion.said_of_adapters)

@@ -26,7 +26,7 @@ from torch import nn
 from fullshard.checkpoint.chunks import fill_local, read_across, read_transposed
 from fullshard.checkpoint.conversion import Outline, loading_rules, outline_of
 from fullshard.checkpoint.places import Place, new_parts, not_ignored, places_of, tensors_of
-from fullshard.checkpoint.quantities import adapter_modules, conversion_of
+from fullshard.checkpoint.quantities import adapter_modules, conversion_of, quantise_rest
 from fullshard.checkpoint.sources import Match, are_equal, match, read_whole
 from fullshard.checkpoint.tensors import LocalTensor, local_tensors, rest, stand_in
 from fullshard.checkpoint.weight_files import TensorSource, model_directory, stored_tensors
@@ -37,6 +37,7 @@ from fullshard.core.layout import Interval
 from fullshard.core.paths import local_path
 from fullshard.features.meta_device import WEIGHTS, meta_parameters
 from fullshard.features.quantized_weights.marks import mark_of
+from fullshard.features.quantized_weights.quantize import mark_large
 from fullshard.features.quantized_weights.scales import dequantised, is_exact, outline, quantise, whole_shape
 from fullshard.features.tensor_parallel import local_shard_of
 from fullshard.wrap.partition import Slot
@@ -56,6 +57,7 @@ def from_pretrained(
     *,
     dtype: torch.dtype | str | None = None,
     quantization_config: Any = None,
+    quantize: str | None = None,
     config: Any = None,
     ignore_missing: bool = False,
     ignore_mismatched_sizes: bool = False,
@@ -74,7 +76,9 @@ def from_pretrained(
         auto_class: `AutoModelForCausalLM`, another auto class, or a model class.
         name_or_path: a directory with weights (safetensors or `pytorch_model.bin`) and a config.json, or a hub name.
         dtype: of the parameters. Default: as the configuration says, else as the first weight is.
-        quantization_config: bitsandbytes' `BitsAndBytesConfig`: weights are quantised as they are read.
+        quantization_config: bitsandbytes' `BitsAndBytesConfig`: weights are quantised as they are read, those that
+            it has no layers for at rest (`fullshard.quantize`). All of these are frozen.
+        quantize: a form, such as `nf4`: all large weights are frozen, and quantised at rest.
         config: instead of the one in the directory.
         ignore_missing: initialise whatever the files lack; it is named in a warning.
         ignore_mismatched_sizes: the same for what has another shape in the files.
@@ -82,8 +86,8 @@ def from_pretrained(
 
     Raises:
         CheckpointError: no weights; later, when the model is sharded: weights that do not fit.
-        ConfigError: a quantisation that is not bitsandbytes', one that leaves most of the model as it is, weights
-            that are quantised already, or `key_mapping`, `variant` or `subfolder`.
+        ConfigError: a quantisation that is not bitsandbytes', an unknown form, weights that are quantised already, or
+            `key_mapping`, `variant` or `subfolder`.
         MissingExtraError: without the `hf` extra.
     """
     transformers = import_extra("transformers", extra="hf", purpose="loading a pretrained model")
@@ -114,10 +118,12 @@ def from_pretrained(
         if quantization_config is not None:
             _replace_linear_layers(model, quantization_config)
             outline(model)  # so that PEFT finds weights of the kind they will be
+            quantise_rest(model, freezes=True)
             conversion = conversion_of(model)
-            conversion.require()
             level = logging.WARNING if conversion.stacked else logging.INFO
             logger.log(level, "%s: %s", type(model).__name__, conversion.said)
+        if quantize is not None:
+            logger.info("%s: %s", type(model).__name__, mark_large(model, quantize, freezes=True))
     model.eval()  # as Transformers' own from_pretrained leaves it
     if hasattr(model, "resize_token_embeddings"):
         model.resize_token_embeddings = MethodType(_resize_token_embeddings, model)  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""Count the weights that bitsandbytes has converted in a model, and those that it has not."""
+"""Which weights of a model are quantised, and which are not: those that bitsandbytes leaves are so at rest."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any, cast
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
+from fullshard.features.quantized_weights.marks import form_at
+from fullshard.features.quantized_weights.quantize import mark_large
 from fullshard.features.quantized_weights.scales import is_exact, is_to_be_quantised
 from fullshard.plan.quantized import Conversion, is_stacked
 
@@ -27,6 +29,9 @@ def conversion_of(model: nn.Module) -> Conversion:
             shape = _shape(module, parameter)
             if shape is not None:
                 found.converted += math.prod(shape)
+            elif form := form_at(module, name):
+                shape = tuple(parameter.shape)
+                found.form, found.at_rest = form, found.at_rest + parameter.numel()
             elif is_exact(parameter):
                 continue  # scales
             else:
@@ -36,6 +41,20 @@ def conversion_of(model: nn.Module) -> Conversion:
             if adapters and not parameter.requires_grad and is_stacked(path, shape) and id(module) not in adapted:
                 found.unadapted += math.prod(shape)
     return found
+
+
+def quantise_rest(model: nn.Module, *, freezes: bool = False) -> None:
+    """Have large weights that bitsandbytes' settings of the model ask for, but that it has no layers for, so at rest.
+
+    `freezes`: freeze them, as its layers are; else those that are trained are left.
+    """
+    config = _quantization_config(model)
+    if config is None:
+        return
+    form = "int8"
+    if config.load_in_4bit:
+        form = config.bnb_4bit_quant_type + "-double" * config.bnb_4bit_use_double_quant
+    mark_large(model, form, left=tuple(config.llm_int8_skip_modules or ()), freezes=freezes)
 
 
 def adapter_modules(model: nn.Module) -> set[int]:

@@ -86,7 +86,6 @@ class Conversion:
         if self.is_asked_for and self.whole - self.tables - self.accepted > self.converted + self.at_rest:
             raise ConfigError(
                 f"the model was to be quantised, and {self.said}",
-                hint="train adapters without quantisation, sharded over more ranks; or load with Transformers' own "
-                "from_pretrained and convert the experts with bitsandbytes.nn.parametrize.replace_parameter_4bit; "
+                hint="freeze the weights, requires_grad_(False), and they are quantised at rest; "
                 "llm_int8_skip_modules=['lm_head', 'experts'] accepts it as it is",
             )

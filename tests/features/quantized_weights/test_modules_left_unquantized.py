@@ -17,13 +17,17 @@ import fullshard
 from fullshard import Accelerator
 from fullshard.checkpoint.pretrained import _replace_linear_layers
 from fullshard.checkpoint.quantities import conversion_of as conversion_of_model
+from fullshard.checkpoint.quantities import quantise_rest
 from fullshard.core.errors import ConfigError
+from fullshard.engine.lookup import units_of
+from fullshard.features.quantized_weights.codecs import codec
+from fullshard.features.quantized_weights.marks import form_at
 from fullshard.features.quantized_weights.scales import outline
 from fullshard.plan.evaluate import evaluate, notes_of
 from fullshard.plan.families import from_config
 from fullshard.plan.hardware import parse_cluster
 from fullshard.plan.job import Job
-from fullshard.plan.methods import conversion_of
+from fullshard.plan.methods import apply_method, conversion_of
 
 peft = pytest.importorskip("peft")
 parametrize = pytest.importorskip("bitsandbytes.nn.parametrize")
@@ -56,10 +60,26 @@ def test_the_planner_counts_what_bitsandbytes_leaves(values: dict[str, Any]) -> 
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values))
     _replace_linear_layers(model, BitsAndBytesConfig(**FOUR_BITS))
     outline(model)
+    quantise_rest(model, freezes=True)
     found = conversion_of_model(with_adapters(model))
-    planned = conversion_of(from_config(values, where="test")[0], Job.of({"method": "lora"}))
-    assert found == dataclasses.replace(planned, form="")
-    assert (found.stacked > 0) == (found.unadapted > 0) == (values is not LLAMA)
+    planned = conversion_of(from_config(values, where="test")[0], Job.of({"method": "qlora"}))
+    assert found == dataclasses.replace(planned, form="fp4" if planned.at_rest else "")
+    assert found.stacked == 0 and (found.at_rest > 0) == (found.unadapted > 0) == (values is not LLAMA)
+
+
+@pytest.mark.parametrize("values", CONFIGS.values(), ids=CONFIGS)
+def test_the_planner_knows_what_is_quantised_at_rest(values: dict[str, Any]) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values)).requires_grad_(False)
+    marked = fullshard.quantize(model, "nf4")
+    job = Job.of({"method": "qlora", "quantize": "nf4", "lora_targets": "q_proj"})
+    shape = apply_method(from_config(values, where="test")[0], job)
+    modules = dict(model.named_modules())
+    for parameter in shape.parameters:
+        path, _, attribute = parameter.name.rpartition(".")
+        if "lora" not in parameter.name:
+            assert form_at(modules[path], attribute) == parameter.form, parameter.name
+    assert sum(marked.marked.values()) == sum(p.numel for p in shape.parameters if p.form)
 
 
 @pytest.fixture
@@ -69,14 +89,58 @@ def mixture(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_a_mixture_most_of_which_is_not_quantised_is_refused(bits: int, mixture: Path) -> None:
+@pytest.mark.parametrize("loaded", ["by each rank", "whole"])
+def test_experts_are_at_rest_in_the_form_of_the_layers(
+    loaded: str, bits: int, mixture: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    caplog.set_level("INFO")
     config = BitsAndBytesConfig(**FOUR_BITS) if bits == 4 else BitsAndBytesConfig(load_in_8bit=True)
-    said = r"8\d% of the weights .* stay in 16 or 32 bits.*experts, stacked in 3-D parameters\nhint: .*replace_param"
-    with pytest.raises(ConfigError, match=said):
-        fullshard.from_pretrained(AutoModelForCausalLM, mixture, quantization_config=config, dtype=torch.float32)
-    model = AutoModelForCausalLM.from_pretrained(mixture, quantization_config=config, dtype=torch.float32)
-    with pytest.raises(ConfigError, match=said):
-        Accelerator(cpu=True).prepare(with_adapters(model))
+    options = {"quantization_config": config, "dtype": torch.float32}
+    said = f"are {'fp4' if bits == 4 else 'int8'} at rest and in messages"
+    if loaded == "whole":
+        model = AutoModelForCausalLM.from_pretrained(mixture, **options)
+    else:
+        model = fullshard.from_pretrained(AutoModelForCausalLM, mixture, **options)
+        assert said in caplog.text
+    sharded = Accelerator(cpu=True).prepare(with_adapters(model))
+    assert said in capsys.readouterr().err
+    coded = {p.name for u in units_of(sharded) for b in u.buckets if b.plan.form for p in b.sharded_parameters}
+    assert {str(name).rpartition("layers.")[2] for name in coded} == {
+        f"{layer}.mlp.experts.{name}" for layer in (0, 1) for name in ("gate_up_proj", "down_proj")
+    }
+    ids = torch.arange(16)[None]
+    sharded(input_ids=ids, labels=ids).loss.backward()
+    assert all(p.grad is not None for p in sharded.parameters() if p.requires_grad)
+
+
+def test_experts_that_are_trained_are_refused(mixture: Path) -> None:
+    config = BitsAndBytesConfig(**FOUR_BITS)
+    model: Any = AutoModelForCausalLM.from_pretrained(mixture, quantization_config=config, dtype=torch.float32)
+    model = with_adapters(model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad or "experts" in name)
+    with pytest.raises(ConfigError, match=r"stay in 16 or 32 bits.*experts, stacked.*\nhint: freeze the weights"):
+        Accelerator(cpu=True).prepare(model)
+
+
+@pytest.mark.parametrize("form", ["nf4-double", "int8"])
+def test_a_model_is_read_into_a_form(form: str, mixture: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    model = fullshard.from_pretrained(AutoModelForCausalLM, mixture, quantize=form, dtype=torch.float32)
+    assert f"{form} at rest: linear layers 24.6 k (10.6%), stacked weights 196.6 k (85.2%); left as" in caplog.text
+    assert not any(p.requires_grad for n, p in model.named_parameters() if "experts" in n or "q_proj" in n)
+    sharded: Any = Accelerator(cpu=True).prepare(with_adapters(model))
+    whole = AutoModelForCausalLM.from_pretrained(mixture, dtype=torch.float32).state_dict()
+    for name, parameter in sharded.named_parameters():
+        if name.endswith(("experts.down_proj", "q_proj.base_layer.weight", "norm.weight")):
+            original = whole[name.removeprefix("base_model.model.").replace(".base_layer", "")]
+            parts = codec(form).encode(original.flatten())
+            decoded = torch.empty(original.numel())
+            codec(form).decode(parts, decoded)
+            expected = original if "norm" in name else decoded.view_as(original)
+            assert torch.equal(parameter.full_tensor(), expected)
+    with pytest.raises(ConfigError, match="did you mean 'nf4'"):
+        fullshard.from_pretrained(AutoModelForCausalLM, mixture, quantize="nf5")
 
 
 def test_what_its_hint_says_is_taken(

@@ -28,6 +28,12 @@ def mark_of(parameter: torch.Tensor) -> Mark | None:
     return getattr(parameter, _MARK, None)
 
 
+def form_at(module: nn.Module, attribute: str) -> str:
+    """Return the form that a parameter of a module is marked with; empty if it is not to be quantised."""
+    mark: Mark | None = vars(module).get(MARKS, {}).get(attribute)
+    return "" if mark is None else mark.form
+
+
 def put_mark(parameter: nn.Parameter, mark: Mark | None) -> nn.Parameter:
     """Put a mark on a parameter, and return it."""
     setattr(parameter, _MARK, mark)

@@ -14,8 +14,8 @@ from fullshard.core.sizes import format_count
 from fullshard.features.quantized_weights import at_rest  # noqa: F401 -- it shards what is marked here
 from fullshard.features.quantized_weights.marks import MARKS, Mark
 from fullshard.features.quantized_weights.scales import is_exact, is_to_be_quantised
+from fullshard.plan.quantized import is_large
 
-_FEW = 16
 _MATRIX, _STACK = 2, 3
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
@@ -68,15 +68,7 @@ def quantize(model: nn.Module, form: str = "nf4", *, embeddings: bool = False) -
         ConfigError: there is no such form.
         WrapError: nothing of the model can be quantised, because all of it is trained.
     """
-    found, seen = Quantized(form_of(form).name), set[int]()
-    for module, attribute, parameter, what, reason in _weights(model, embeddings=embeddings):
-        if id(parameter) in seen:
-            continue
-        seen.add(id(parameter))
-        part, key = (found.left, reason) if reason else (found.marked, what)
-        part[key] = part.get(key, 0) + parameter.numel()
-        if not reason:
-            mark(module, attribute, Mark(form))
+    found = mark_large(model, form, embeddings=embeddings)
     if not found.marked:
         raise WrapError(
             f"nothing of {type(model).__name__} can be stored as {form}: {found}",
@@ -85,7 +77,30 @@ def quantize(model: nn.Module, form: str = "nf4", *, embeddings: bool = False) -
     return found
 
 
-def _weights(model: nn.Module, *, embeddings: bool) -> Iterator[tuple[nn.Module, str, nn.Parameter, str, str]]:
+def mark_large(
+    model: nn.Module, form: str, *, embeddings: bool = False, left: tuple[str, ...] = (), freezes: bool = False
+) -> Quantized:
+    """Have the large weights of a model quantised, as `quantize` does; it may have none.
+
+    Weights of modules whose names end as one of `left` are left. `freezes`: freeze what is quantised; else what is to
+    be trained is left.
+    """
+    found, seen = Quantized(form_of(form).name), set[int]()
+    for module, attribute, parameter, what, reason in _weights(model, embeddings, left, freezes):
+        if id(parameter) in seen:
+            continue
+        seen.add(id(parameter))
+        part, key = (found.left, reason) if reason else (found.marked, what)
+        part[key] = part.get(key, 0) + parameter.numel()
+        if not reason:
+            parameter.requires_grad_(False)
+            mark(module, attribute, Mark(form))
+    return found
+
+
+def _weights(
+    model: nn.Module, embeddings: bool, left: tuple[str, ...], freezes: bool
+) -> Iterator[tuple[nn.Module, str, nn.Parameter, str, str]]:
     """Yield each parameter with its place, what it is and why it is left; that is empty if it is not."""
     of_head: Any = getattr(model, "get_output_embeddings", lambda: None)()
     tables = {id(p) for m in model.modules() if _is_embedding(m) for p in m.parameters(recurse=False)}
@@ -98,8 +113,10 @@ def _weights(model: nn.Module, *, embeddings: bool) -> Iterator[tuple[nn.Module,
             reason = "" if what else "small ones"
             if is_exact(parameter) or is_to_be_quantised(parameter) or not parameter.is_floating_point():
                 reason = "coded already"
-            elif parameter.requires_grad:
+            elif parameter.requires_grad and not freezes:
                 reason = "trained"
+            elif path.endswith(left):
+                reason = "left out"
             elif id(parameter) in tables and parameter.dim() >= _MATRIX:
                 what, reason = "embeddings", "" if embeddings else "embeddings"
             yield module, attribute, parameter, what, reason
@@ -107,10 +124,8 @@ def _weights(model: nn.Module, *, embeddings: bool) -> Iterator[tuple[nn.Module,
 
 def _what(path: str, module: nn.Module, parameter: nn.Parameter) -> str:
     """Return what a large weight is; empty for norms, biases, routers and what is small."""
-    shape, name = parameter.shape, path.rpartition(".")[2]
-    if len(shape) < _MATRIX or parameter.numel() // max(1, *shape) < _FEW:
-        return ""
-    if "router" in type(module).__name__.lower() or name in ("gate", "router"):
+    shape = tuple(parameter.shape)
+    if not is_large(f"{path}.", shape) or "router" in type(module).__name__.lower():
         return ""
     if isinstance(module, _CONVOLUTIONS):
         return "convolutions"
