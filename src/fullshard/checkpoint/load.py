@@ -34,7 +34,7 @@ from fullshard.checkpoint.format import (
 from fullshard.checkpoint.objects import Location, location
 from fullshard.checkpoint.optimizer_state import group_parameters, unwrapped
 from fullshard.checkpoint.ranks import Ranks
-from fullshard.checkpoint.readers import Readers
+from fullshard.checkpoint.readers import Readers, plan_reads
 from fullshard.checkpoint.rng import RNG_PREFIX, restore_rng
 from fullshard.checkpoint.stamps import note_stamp
 from fullshard.checkpoint.storage import replaced_directories
@@ -49,7 +49,7 @@ from fullshard.checkpoint.tensors import (
     rest,
 )
 from fullshard.checkpoint.values import decode_value
-from fullshard.checkpoint.verify import file_problems, quick_problems
+from fullshard.checkpoint.verify import file_problems, pieces_of, quick_problems
 from fullshard.core.boxes import UNCUT, Chunking
 from fullshard.core.errors import CheckpointError, DamagedError
 from fullshard.core.journal import JOURNAL, Happening
@@ -426,7 +426,7 @@ def _match(
             problems.append(f"{what} {local.name!r} has shape {local.shape}, saved with {record.shape}")
         elif local.form is not None and record.form != local.form:
             problems.append(f"{what} {local.name!r} is stored as {local.form}, saved as {record.form or record.dtype}")
-        elif local.form is not None and record.chunking != local.chunking:
+        elif local.form is not None and not _is_cut_alike(record, local):
             problems.append(f"{what} {local.name!r} was coded in parts of another tensor parallelism")
         elif record.dtype != stored_dtype(local.tensor, where=local.name) and local.form is None:
             problems.append(f"{what} {local.name!r} is {local.tensor.dtype}, saved as torch.{record.dtype}")
@@ -434,6 +434,16 @@ def _match(
             targets.append(_Target("model", name, record, local.interval, local.held, local.chunking))
     problems += [f"{what} {name!r} of the checkpoint is not in the model" for name in saved if name not in used]
     return targets
+
+
+def _is_cut_alike(record: TensorRecord, local: LocalTensor) -> bool:
+    """Return whether this rank's blocks of a coded weight are blocks of the saved pieces."""
+    assert local.form is not None  # noqa: S101 -- the caller asked
+    both = record.chunking, local.chunking
+    if both[0] != both[1] and not all(chunking.is_row_by_row for chunking in both):
+        return False
+    reads = plan_reads(pieces_of(record), local.interval)
+    return not any(place.start % local.form.block for read in reads for place in (read.source, read.target))
 
 
 def _opened(directory: Location, ranks: Ranks) -> bytes:
