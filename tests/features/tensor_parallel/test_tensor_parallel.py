@@ -809,7 +809,10 @@ def check_experts(directory: str) -> None:
         assert torch.equal(other.get_parameter(name).full_tensor(), parameter.full_tensor()), name
 
 
-def test_expert_parallelism(tmp_path: Path) -> None:
+@pytest.mark.parametrize("comm", ["auto", "gloo"])
+def test_expert_parallelism(tmp_path: Path, comm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a gather writes into memory that autograd has saved views of."""
+    monkeypatch.setenv("FULLSHARD_COMM", comm)
     run_ranks(check_experts, 4, str(tmp_path / "one"))
 
 

@@ -20,7 +20,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.comm import torch_private
 from fullshard.comm.base import FullBuffer, Work, WorkOf
 from fullshard.comm.mesh import Mesh
 from fullshard.core.boxes import IntervalBox, boxes
@@ -74,12 +73,10 @@ class DecodedBuffer(FullBuffer):
         gathered.wait()
         if self._storage.nbytes() != self._whole_nbytes:  # else it would move
             self._storage.resize_(self._whole_nbytes)
-        numel, version = self.full.numel() // self._ranks, self.full._version
+        numel = self.full.numel() // self._ranks
         for coded, values in zip(self._message.full.chunk(self._ranks), self.full.split(numel), strict=True):
             self._codec.decode(list(parts_in(coded, self._codec.form, numel).values()), values)
         self._message.free()
-        # Local parts of DTensors are views that share its count, and autograd must not take a refill for a change.
-        torch_private.set_versions((self.full,), (version,))
         return self.full
 
     def free(self, *, keeps_memory: bool = False) -> None:

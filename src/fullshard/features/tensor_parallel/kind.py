@@ -71,7 +71,8 @@ class TensorParallel(ParameterKind):
 
     def set_plain(self, parameter: Any, plain: torch.Tensor) -> None:
         """Have a DTensor compute with another local part."""
-        torch_private.set_local(parameter, self.like(parameter, plain))
+        # `.data` counts changes by itself. A view would count each gather, and backward refuse what it has saved.
+        torch_private.set_local(parameter, self.like(parameter, plain.data))
 
     def like(self, parameter: Any, plain: torch.Tensor) -> DTensor:
         """Return a DTensor like `parameter` with `plain` as its local part."""
