@@ -250,7 +250,9 @@ def run_tests(number: int, until: float, workers: int, others: Sequence[str]) ->
     code = run(full_set(record, *chosen_here), stop + (until - stop) / 3 - began)
     chosen, outcomes, is_cut = read(record)
     failed = [test for test, outcome in outcomes.items() if outcome == "failed"]
-    alone = [test for test in failed if run(full_set(record, test), until - time.time()) != 0]
+    again = {test: run(full_set(record, test), until - time.time()) for test in failed}
+    alone = [test for test, code_alone in again.items() if code_alone]
+    unsure = [test for test, code_alone in again.items() if code_alone is None]
     if not (failed or is_cut or code in (None, 0, pytest.ExitCode.NO_TESTS_COLLECTED)):
         alone.append(f"what pytest did not come to, for it ended with {code}")
     left = sorted(chosen - outcomes.keys())
@@ -258,7 +260,9 @@ def run_tests(number: int, until: float, workers: int, others: Sequence[str]) ->
         alone.append("all of it: no test ended in time")
     said = [f"{len(chosen) - len(left)} of {len(chosen)} tests in {time.time() - began:.0f} s"]
     if failed:
-        said.append(f"{len(failed)} failed and {len(failed) - len(alone)} of them passed alone")
+        said.append(f"{len(failed)} failed and {len(failed) - len(alone) - len(unsure)} of them passed alone")
+    if unsure:  # most of them were under way when the time was over
+        said.append(f"no time to run again: {', '.join(unsure)}")
     if left:
         files = sorted({test.split("::")[0].removeprefix("tests/") for test in left})
         said.append(f"not run: {len(left)} tests of {', '.join(files[:5])}{' and others' if files[5:] else ''}")

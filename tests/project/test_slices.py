@@ -126,6 +126,25 @@ def test_what_there_was_no_time_for_is_named(project: Path, capfd: pytest.Captur
     assert slices.last_noted() == -1
 
 
+@pytest.mark.full
+def test_a_failure_that_there_was_no_time_to_see_again_is_named(
+    project: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    slow_again = (
+        TESTS
+        + """
+def test_slow_once_it_has_failed():
+    if Path("tried").exists():
+        import time; time.sleep(60)
+    Path("tried").touch()
+    assert False
+"""
+    )
+    code = run_slice(slow_again, "-k", "slow_once", "--minutes", "0.3")
+    line = capfd.readouterr().out.splitlines()[-1]
+    assert code == 0 and "; no time to run again: tests/test_some.py::test_slow_once_it_has_failed" in line
+
+
 def test_a_job_that_fails_is_tried_again_and_lacks_no_interpreter_in_silence(project: Path) -> None:
     Path("Makefile").write_text("test-x:\n\t[ -n '$(ARGS)' ]\ntest-y:\n\tfalse\ntest-z:\n\tsleep 60\n")
     soon = time.time() + 2
