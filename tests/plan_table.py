@@ -27,7 +27,7 @@ MODELS = {
 }
 """With the form of their frozen weights; gpt-oss-120b is published in it."""
 DEVICES = ("2xRTX4090", "2xL40S", "4xH100", "8xH100")
-JOB = {"method": "qlora", "checkpointing": "full", "loss": "fused", "wrap_embeddings": True, "seq_len": 2048}
+JOB = {"method": "lora", "checkpointing": "full", "loss": "fused", "wrap_embeddings": True, "seq_len": 2048}
 
 
 def plan_of(model: str, devices: str) -> Plan:

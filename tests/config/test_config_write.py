@@ -82,6 +82,7 @@ SHARDING = groups(
     unsharded_memory_gib=st.none() | st.floats(0, 1e3),
     wrap_classes=st.lists(NAMES, max_size=3).map(tuple),
     wrap_min_numel=st.none() | st.integers(1, 10**12),
+    quantize=st.sampled_from([None, "nf4", "nf4-double", "mxfp4", "fp8"]),
     ignored_modules=st.none() | TEXTS,
     backward_prefetch=st.sampled_from(["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"]),
     forward_prefetch=BOOL,

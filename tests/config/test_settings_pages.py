@@ -51,6 +51,7 @@ CHANGED: dict[str, RunConfig] = {
             shard_size=4,
             reshard_after_forward="auto",
             unsharded_memory_gib=1.5,
+            quantize="nf4",
             wrap_classes=("Block", "Other"),
             wrap_embeddings=True,
             ignored_modules=".*router",

@@ -9,10 +9,10 @@ from typing import Any, get_args
 
 import pytest
 
+from fullshard.config.sharding import Form
 from fullshard.core.errors import ConfigError
 from fullshard.core.forms import FORMS
 from fullshard.core.sizes import GIB
-from fullshard.plan import job as job_module
 from fullshard.plan.evaluate import Plan, changes_that_fit, evaluate, notes_of
 from fullshard.plan.families import from_config
 from fullshard.plan.hardware import parse_cluster
@@ -27,12 +27,15 @@ def plan_of(model: str, devices: str, **settings: Any) -> Plan:
 
 
 def test_the_words_are_the_forms() -> None:
-    assert get_args(job_module.Form) == tuple(FORMS)
+    assert get_args(Form) == tuple(FORMS)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_shards_and_messages_are_codes_and_scales(form: str) -> None:
-    plan, plain = (plan_of("Qwen3-30B-A3B", "4xA100", **more) for more in ({"quantize": form}, {"method": "lora"}))
+    plan, plain = (
+        plan_of("Qwen3-30B-A3B", "4xA100", **more)
+        for more in ({"method": "lora", "quantize": form}, {"method": "lora"})
+    )
     per_element = FORMS[form].nbytes(2**20) / 2**20
     whole, coded = plain.setting.layout.units[0], plan.setting.layout.units[0]
     assert [bucket.form for bucket in coded.coded] == [FORMS[form]]
@@ -93,13 +96,12 @@ def test_forms_of_published_checkpoints() -> None:
             "vocab_size": 64, "num_attention_heads": 4, "quantization_config": {"quant_method": form},
         }  # fmt: skip
         (note,) = from_config(values, where="test")[1]
-        assert note.endswith(f"--method qlora --quantize {form}")
+        assert note.endswith(f"--method lora --quantize {form}")
 
 
 def test_what_is_trained_is_not_quantised() -> None:
-    for method in ("full", "lora"):
-        with pytest.raises(ConfigError, match=f"quantize with method {method}\nhint: add method qlora"):
-            plan_of("Llama-3-8B", "8xH100", method=method, quantize="nf4")
+    with pytest.raises(ConfigError, match="quantize with method full, which trains all weights\nhint: add method lora"):
+        plan_of("Llama-3-8B", "8xH100", method="full", quantize="nf4")
 
 
 def test_routers_and_small_matrices_are_left() -> None:

@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from fullshard.engine.step.plain_tensors import as_local
 from fullshard.features import MixedPrecisionPolicy, OffloadPolicy, shard_model
 from fullshard.features.offload.host import Host
+from fullshard.features.quantized_weights.quantize import quantize
 from fullshard.features.quantized_weights.scales import expose_scales
 from fullshard.features.recompute import checkpoint_modules
 from fullshard.features.unit_selection import unit_modules
@@ -46,7 +47,7 @@ def job_of(settings: dict[str, Any]) -> Job:
     return Job.of({**fixed, **settings})
 
 
-def build(dtype: torch.dtype) -> nn.Module:
+def build(dtype: torch.dtype, form: str | None) -> nn.Module:
     import bitsandbytes as bnb
     from peft import LoraConfig, get_peft_model
 
@@ -54,7 +55,7 @@ def build(dtype: torch.dtype) -> nn.Module:
     config.use_cache = False
     model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
     for name, layer in list(model.named_modules()):
-        if isinstance(layer, nn.Linear) and name != "lm_head":
+        if isinstance(layer, nn.Linear) and name != "lm_head" and form is None:
             packed = bnb.nn.Linear4bit(
                 layer.in_features, layer.out_features, bias=False, compute_dtype=dtype, quant_type="nf4"
             )
@@ -62,7 +63,10 @@ def build(dtype: torch.dtype) -> nn.Module:
             parent, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(parent), leaf, packed)
     adapted: nn.Module = get_peft_model(model.to("cpu"), LoraConfig(r=8, target_modules="all-linear"))
-    expose_scales(adapted)
+    if form is None:
+        expose_scales(adapted)
+    else:
+        quantize(adapted, form)
     return adapted
 
 
@@ -95,7 +99,7 @@ def measure(settings: dict[str, Any]) -> int:
     os.environ.update(FULLSHARD_COMM="gloo", FULLSHARD_OFFLOAD="rehearse")
     on_host = job_of(settings).on_host
     with host_marked(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        model = build(getattr(torch, settings["base_dtype"]))
+        model = build(getattr(torch, settings["base_dtype"]), settings.get("quantize"))
         units = unit_modules(model)
         checkpoint_modules(model, units)
         offload = OffloadPolicy(compute_shards=on_host.compute_shards, main_weights=on_host.main_weights)
@@ -159,3 +163,15 @@ def test_peak_of_four_bits_with_adapters(offload: dict[str, Any], dtype: str) ->
     for most in run_ranks(measure, RANKS, settings):
         print(f"{settings}: planned {peak}, found {most}, {peak / most:.3f}")
         assert peak == pytest.approx(most, rel=0.06)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("form", ["nf4", "nf4-double", "mxfp4", "fp8"])
+@pytest.mark.parametrize("offload", [{}, {"offload_compute_shards": True}], ids=str)
+def test_peak_of_weights_quantised_at_rest(offload: dict[str, Any], form: str) -> None:
+    pytest.importorskip("bitsandbytes", reason="needs the extra `quant`")
+    settings = {"base_dtype": "bfloat16", "method": "lora", "quantize": form, **offload}
+    peak = planned(settings).peak_of_step
+    for most in run_ranks(measure, RANKS, settings):
+        print(f"{settings}: planned {peak}, found {most}, {peak / most:.3f}")
+        assert peak == pytest.approx(most, rel=0.05)

@@ -696,6 +696,7 @@ lr_scheduler_kwargs: {x: [1, 2]}
     [
         (["--check-plan", "--max_restarts", "1"], ["--check_plan", "--max_restarts", "1"]),
         (["--timeout=3"], ["--timeout", "3"]),
+        (["--quantize", "nf4"], ["--quantize", "nf4"]),
         (["-n", "2"], ["--num_processes", "2"]),
     ],
 )

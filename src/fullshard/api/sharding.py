@@ -46,6 +46,7 @@ from fullshard.features import (
     keep_unsharded,
     shard_model,
 )
+from fullshard.features.quantized_weights.quantize import quantize
 from fullshard.features.recompute import checkpoint_modules, compile_modules
 from fullshard.features.unit_selection import embedding_modules, unit_modules
 from fullshard.wrap.policies import WrapPolicy
@@ -81,6 +82,8 @@ def shard(
     if ignored and not {id(module) for module in ignored} & {id(module) for module in model.modules()}:
         say(f"ignored_modules: none of them is in this {type(model).__name__}, so all of it is sharded")
     quantise_rest(model)
+    if config.quantize is not None:
+        say(f"{type(model).__name__}: {quantize(model, config.quantize)}")
     conversion = conversion_of(model)
     conversion.require()
     if conversion.converted or conversion.at_rest:

@@ -15,16 +15,16 @@ from fullshard.config.schema import GROUPS
 from fullshard.core.errors import ConfigError, MissingExtraError
 from fullshard.core.paths import local_path
 
-_LAUNCH = ("num_processes", "config_file", "check_plan", "max_restarts", "grace_period", "timeout")
+_LAUNCH = ("num_processes", "config_file", "check_plan", "quantize", "max_restarts", "grace_period", "timeout")
 _RECIPE = "fullshard.recipes.sft"
 _USAGE = """fullshard sft [-n N] --model_name_or_path M --dataset_name D ...
        fullshard sft RUN.yaml
 
 Fine-tune a model on chats or texts: all weights, LoRA (--use_peft), or LoRA on
-a quantised model (--load_in_4bit). RUN.yaml holds the same names, and beside
+a quantised model (--load_in_4bit, or --quantize nf4). RUN.yaml holds the same names, and beside
 them fullshard's sections (launch, sharding, ...). --num_processes (-n),
---config_file, --check_plan, --max_restarts, --grace_period and --timeout are
-those of `fullshard launch`; its other flags go with
+--config_file, --check_plan, --quantize, --max_restarts, --grace_period and
+--timeout are those of `fullshard launch`; its other flags go with
   fullshard launch ... -m fullshard.recipes.sft --model_name_or_path ...
 """
 

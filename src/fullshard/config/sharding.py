@@ -15,6 +15,8 @@ BackwardPrefetch = Literal["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"]
 WrapKind = Literal["auto", "none", "class", "size"]
 CheckpointingMode = Literal["full", "selective"]
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+Form = Literal["nf4", "nf4-double", "fp4", "fp4-double", "int8", "mxfp4", "fp8"]
+"""The stored forms (`core.forms`)."""
 
 
 def kept_or_auto(choice: str) -> Mapping[str, Any]:
@@ -84,6 +86,10 @@ class ShardingConfig(Settings):
 
     wrap_embeddings: bool = False
     """Whether the input embedding and the head are units of their own. The head then stays unsharded until backward."""
+
+    quantize: Form | None = None
+    """The form in which large frozen weights are stored and sent, as codes; a unit dequantises its own when it is
+    unsharded. None: as they come."""
 
     ignored_modules: str | None = None
     """A regular expression; modules whose whole qualified name matches it keep their parameters unsharded."""

@@ -13,6 +13,12 @@ from typing import NamedTuple
 from fullshard.core.dtypes import itemsize
 from fullshard.core.errors import ConfigError
 
+CPU_PIECE_NUMEL = 2**20
+"""Elements that are encoded or decoded at once on a CPU; a multiple of every atom."""
+
+DEVICE_PIECE_NUMEL = 2**24
+"""The same on an accelerator, where each piece costs the host some launches."""
+
 
 class Part(NamedTuple):
     """One flat tensor of a stored weight. `elements`: how many elements of the weight one item stands for."""

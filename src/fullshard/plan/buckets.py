@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from fullshard.core.bucket import BucketPlan
 from fullshard.core.dtypes import itemsize
+from fullshard.core.forms import CPU_PIECE_NUMEL, DEVICE_PIECE_NUMEL
 from fullshard.core.sizes import packed_nbytes
 
 
@@ -67,6 +68,14 @@ class CountedBucket(BucketPlan):
         """Bytes of the codes of all ranks, which are there until they are decoded; on one rank they are its own."""
         world_size = self.layout.world_size
         return self.main_nbytes * world_size if self.form is not None and world_size > 1 else 0
+
+    def decoding_nbytes(self, *, is_cpu: bool) -> int:
+        """Return the bytes of the temporaries of decoding a piece of it."""
+        if self.form is None:
+            return 0
+        value = itemsize(self.compute_dtype)
+        each = {"mxfp4": 2 + value, "fp8": 8 if is_cpu else 4}.get(self.form.name, value if is_cpu else 0)
+        return each * min(CPU_PIECE_NUMEL if is_cpu else DEVICE_PIECE_NUMEL, self.layout.shard_numel)
 
     @property
     def value_itemsize(self) -> int:

@@ -271,7 +271,8 @@ def notes_of(plan: Plan) -> list[str]:
         ),
     }
     if conversion is not None:
-        notes |= {conversion.said: job.method == "qlora", conversion.said_of_adapters: conversion.unadapted > 0}
+        is_quantised = job.method == "qlora" or job.quantize is not None
+        notes |= {conversion.said: is_quantised, conversion.said_of_adapters: conversion.unadapted > 0}
     return [note for note, is_so in notes.items() if is_so]
 
 

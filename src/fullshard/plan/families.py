@@ -385,7 +385,7 @@ def from_config(values: Mapping[str, Any], *, where: str, name: str | None = Non
         method = quantized.get("quant_method", "unnamed") if isinstance(quantized, Mapping) else quantized
         notes.append(
             f"{where}: quantization_config ({method}) is left out: all weights are planned in --base-dtype; a frozen "
-            f"base in few bits is --method qlora{f' --quantize {method}' if method in FORMS else ''}"
+            f"base in few bits is {f'--method lora --quantize {method}' if method in FORMS else '--method qlora'}"
         )
     if not isinstance(kind, str):
         raise ConfigError(f"{where}: no model_type", hint="the file must be the model's whole config.json")

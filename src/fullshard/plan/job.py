@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field
 
 from fullshard.config import values
 from fullshard.config.schema import Dtype, Packing, PrecisionMode, RunConfig
-from fullshard.config.sharding import BackwardPrefetch, kept_or_auto
+from fullshard.config.sharding import BackwardPrefetch, Form, kept_or_auto
 from fullshard.config.view import View, of_run
 from fullshard.core.dtypes import COMPUTE, Dtypes, main_dtype
 from fullshard.core.errors import ConfigError
@@ -24,8 +24,6 @@ Method = Literal["full", "lora", "qlora"]
 Checkpointing = Literal["none", "selective", "full"]
 Loss = Literal["eager", "kernel", "fused"]
 Kernel = Literal["flash", "sdpa", "eager"]
-Form = Literal["nf4", "nf4-double", "fp4", "fp4-double", "int8", "mxfp4", "fp8"]
-"""The stored forms (`core.forms`)."""
 
 
 KEEP_WHAT_FITS = {"reshard_after_forward": "auto"}
@@ -70,12 +68,11 @@ class Job(View):
         1, ge=1, description="Ranks of a tensor-parallel group, which split each layer; the rest shard what they have"
     )
     optimizer: Optimizer = Field("adamw", description="adamw, adamw-fused, adamw-8bit, muon, sgd, sgd-momentum or none")
-    method: Method = Field("full", description="full, lora, or qlora: frozen base in 4 bits")
-    quantize: Form | None = Field(
-        None,
-        description="With qlora: the form in which all large frozen weights are at rest and sent, dequantised for each "
-        "unit. Default: linear layers are bitsandbytes' own in 4 bits, and stacked experts are so in nf4-double",
+    method: Method = Field(
+        "full",
+        description="full, lora, or qlora: frozen base in 4 bits, by bitsandbytes' layers and, for experts, at rest",
     )
+    quantize: Form | None = of_run("sharding.quantize")
     lora_rank: int | None = Field(None, ge=1, description="Rank of the adapters of lora and qlora. Default: 8")
     lora_targets: str | None = Field(
         None, description="Linear layers that get one: all-linear, or q_proj,v_proj,... Default: all-linear"
@@ -139,8 +136,6 @@ class Job(View):
             raise ConfigError(
                 f"{' and '.join(said)}: full training has no adapters", hint="add method lora or qlora, or leave it out"
             )
-        if self.quantize is not None and self.method != "qlora":
-            raise ConfigError(f"quantize with method {self.method}", hint="add method qlora, or leave quantize out")
         if self.loss_chunk is not None and self.loss != "fused":
             raise ConfigError(f"loss_chunk with loss {self.loss}, which is of whole logits", hint="use loss fused")
         if self.planned_optimizer.matrix and self.on_host.optimizer_state and not self.on_host.main_weights:

@@ -225,9 +225,10 @@ class _Ledger:
                 self.now["gathered units"] += self.setting.coded_nbytes(unit)
             case EventKind.UNSHARD_READY if unit.coded:
                 self.now["gathered units"] += self._decoded(unit)
-                fullest = self.nbytes
+                pieces = [bucket.decoding_nbytes(is_cpu=self.setting.device.is_cpu) for bucket in unit.coded]
+                moments = self._for_a_moment({"gathered units": max(pieces)})
                 self.now["gathered units"] -= self.setting.coded_nbytes(unit)
-                return [fullest, self.nbytes]
+                return [moments[0], self.nbytes]
             case EventKind.RESHARDED:
                 self.now["gathered units"] -= self.setting.gathered_nbytes(unit)
             case EventKind.FORWARD_END:

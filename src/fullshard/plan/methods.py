@@ -23,11 +23,15 @@ def apply_method(model: ModelShape, job: Job) -> ModelShape:
 
     Full training has main weights in float32, or as they come with precision `no`. LoRA freezes the base in its own
     dtype and adds two float32 matrices to every target, where PEFT puts them. QLoRA also packs each linear layer's
-    weight into 4 bits, its double-quantised scales beside it, and has stacked experts in a stored form; or, with
-    `quantize`, all large weights.
+    weight into 4 bits, its double-quantised scales beside it, and has stacked experts in a stored form. With
+    `quantize` all large weights are in that.
     """
     if model.is_final:
         return model
+    if job.method == "full" and job.quantize:
+        raise ConfigError(
+            "quantize with method full, which trains all weights", hint="add method lora, or leave quantize out"
+        )
     if job.method == "full":
         if all(p.exact or p.dtype == job.main_dtype for p in model.parameters):
             return model
@@ -78,11 +82,10 @@ def conversion_of(model: ModelShape, job: Job) -> Conversion:
 def _form(model: ModelShape, unit: UnitShape, parameter: ParameterShape, job: Job) -> str:
     """Return the form in which a weight is at rest; empty: as numbers, or as bitsandbytes' layers have it."""
     name, shape = parameter.name, parameter.shape
-    if job.method != "qlora" or not is_large(name, shape):
+    is_stack = is_stacked(name, shape)
+    if not is_large(name, shape) or not (is_stack or _is_matrix(model, unit, parameter)):
         return ""
-    if is_stacked(name, shape):
-        return job.quantize or EXPERTS_FORM
-    return job.quantize or "" if _is_matrix(model, unit, parameter) else ""
+    return job.quantize or (EXPERTS_FORM if is_stack and job.method == "qlora" else "")
 
 
 def _is_matrix(model: ModelShape, unit: UnitShape, parameter: ParameterShape) -> bool:

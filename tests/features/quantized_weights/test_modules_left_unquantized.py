@@ -18,7 +18,7 @@ from fullshard import Accelerator
 from fullshard.checkpoint.pretrained import _replace_linear_layers
 from fullshard.checkpoint.quantities import conversion_of as conversion_of_model
 from fullshard.checkpoint.quantities import quantise_rest
-from fullshard.core.errors import ConfigError
+from fullshard.core.errors import ConfigError, WrapError
 from fullshard.engine.lookup import units_of
 from fullshard.features.quantized_weights.codecs import codec
 from fullshard.features.quantized_weights.marks import form_at
@@ -72,7 +72,7 @@ def test_the_planner_knows_what_is_quantised_at_rest(values: dict[str, Any]) -> 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values)).requires_grad_(False)
     marked = fullshard.quantize(model, "nf4")
-    job = Job.of({"method": "qlora", "quantize": "nf4", "lora_targets": "q_proj"})
+    job = Job.of({"method": "lora", "quantize": "nf4", "lora_targets": "q_proj"})
     shape = apply_method(from_config(values, where="test")[0], job)
     modules = dict(model.named_modules())
     for parameter in shape.parameters:
@@ -165,6 +165,19 @@ def test_what_its_hint_says_is_taken(
     ids = torch.arange(16)[None]
     sharded(input_ids=ids, labels=ids).loss.backward()
     assert all(p.grad is not None for p in sharded.parameters() if p.requires_grad)
+
+
+def test_a_setting_has_all_large_weights_quantised(capsys: pytest.CaptureFixture[str]) -> None:
+    model = with_adapters(AutoModelForCausalLM.from_config(AutoConfig.for_model(**MIXTURE)))
+    sharded, _, _ = fullshard.accelerate(model, config={"quantize": "int8"})
+    said = "int8 at rest: linear layers 24.6 k"
+    assert said in capsys.readouterr().err
+    assert {b.plan.form.name for u in units_of(sharded) for b in u.buckets if b.plan.form} == {"int8"}
+    with pytest.raises(ConfigError, match=r"quantize.*nf4"):
+        fullshard.accelerate(model, config={"quantize": "nf5"})
+    whole = AutoModelForCausalLM.from_config(AutoConfig.for_model(**LLAMA))
+    with pytest.raises(WrapError, match=r"nothing of LlamaForCausalLM can be stored as nf4.*trained"):
+        fullshard.accelerate(whole, config={"quantize": "nf4"})
 
 
 def test_experts_with_adapters_are_not_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,13 +12,10 @@ from typing import Any
 
 import torch
 
-from fullshard.core.forms import StoredForm, form_of
+from fullshard.core.forms import CPU_PIECE_NUMEL, DEVICE_PIECE_NUMEL, StoredForm, form_of
 from fullshard.core.imports import import_extra
 
-_PIECE_NUMEL = 2**20
-"""Elements that are encoded or decoded at once on a CPU; a multiple of every atom."""
-_DEVICE_PIECE_NUMEL = 2**24
-"""The same on an accelerator, where each piece costs the host some launches."""
+_PIECE_NUMEL = CPU_PIECE_NUMEL
 _ROW_NUMEL = 4096
 """Elements of a row that bitsandbytes decodes on a CPU; for one long row its code is fifteen times slower."""
 _FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -137,8 +134,11 @@ class Mxfp4(Codec):
 
     def _decode(self, parts: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
         codes, scales = parts
-        values = _fp4_pairs(out.dtype, out.device)[codes.int()].view(-1)
-        _scaled(values, scales.view(torch.float8_e8m0fnu).float(), out, self.form.block)
+        values = _fp4_pairs(out.dtype, out.device).index_select(0, codes.int()).view(-1)
+        powers = scales.view(torch.float8_e8m0fnu).float()
+        if out.dtype is torch.bfloat16:  # which has all of them
+            powers = powers.bfloat16()
+        _scaled(values, powers, out, self.form.block)
 
 
 class Fp8(Codec):
@@ -222,4 +222,4 @@ def _into(
 
 
 def _piece_numel(values: torch.Tensor) -> int:
-    return _PIECE_NUMEL if values.device.type == "cpu" else _DEVICE_PIECE_NUMEL
+    return _PIECE_NUMEL if values.device.type == "cpu" else DEVICE_PIECE_NUMEL
