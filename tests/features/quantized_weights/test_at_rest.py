@@ -17,7 +17,7 @@ from fullshard.checkpoint import from_pretrained
 from fullshard.core.errors import ConfigError, LifecycleError, WrapError
 from fullshard.core.forms import FORMS
 from fullshard.engine.lookup import units_of
-from fullshard.features import CPUOffloadPolicy, describe, fully_shard, shard_model, unsharded
+from fullshard.features import CPUOffloadPolicy, MixedPrecisionPolicy, describe, fully_shard, shard_model, unsharded
 from fullshard.features.consistency.replicas import digest
 from fullshard.features.meta_device.initialize import WEIGHTS
 from fullshard.features.quantized_weights.at_rest import CodedBucket
@@ -129,7 +129,10 @@ def check_training(kind: str, form: str) -> dict[str, float]:
 
 @pytest.mark.parametrize(
     ("kind", "size"),
-    [("llama", 1), ("llama", 2), ("mixture", 2), ("experts", 1), ("experts", 2), ("experts", 4)],
+    [
+        *(("llama", 1), ("mixture", 2), ("experts", 1), ("experts", 4)),
+        *(pytest.param(kind, 2, marks=pytest.mark.full) for kind in ("llama", "experts")),
+    ],
 )
 def test_adapters_train_as_on_the_same_values_in_one_process(kind: str, size: int) -> None:
     check(run_ranks(check_training, size, kind, "nf4"), exact=size == 1, tolerance=TOLERANCE)
@@ -218,6 +221,26 @@ WAYS = {
 def test_values_are_what_decoding_the_whole_gives(way: str) -> None:
     size, options = WAYS[way]
     run_ranks(check_values, size, options)
+
+
+def check_mixed_precision() -> None:
+    """Weights of float32 are coded as such, and decoded into what forward computes in, at rest and in forward."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 8))
+    expected, seen = torch.empty(128 * 64, dtype=torch.bfloat16), list[torch.Tensor]()
+    codec("nf4").decode(codec("nf4").encode(model[0].weight.detach().view(-1)), expected)
+    quantize(model[0].requires_grad_(False))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    shard_model(model, unit_modules=list(model), device=torch.device("cpu"), mp_policy=policy)
+    model[0].register_forward_pre_hook(lambda module, _: seen.append(module.weight.detach().clone()))
+    model(torch.ones(2, 64)).sum().backward()
+    for weight in (model[0].weight.full_tensor(), *seen):
+        assert weight.dtype == torch.bfloat16 and torch.equal(weight.view(-1), expected)
+    assert len(seen) == 1
+
+
+def test_values_are_decoded_into_the_compute_dtype() -> None:
+    run_ranks(check_mixed_precision, 2)
 
 
 class Stacked(nn.Module):
