@@ -336,7 +336,9 @@ def test_saving_needs_a_place_and_something_to_save(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot checkpoint SimpleNamespace"):
         accelerator.register_for_checkpointing(SimpleNamespace(state_dict=dict))
     accelerator.project_configuration.save_on_each_node = True
-    with pytest.raises(ConfigError, match="save_on_each_node: a checkpoint lies in storage that all hosts share"):
+    with pytest.raises(
+        ConfigError, match="save_on_each_node is not supported: a checkpoint lies in storage that all hosts share"
+    ):
         accelerator.save_state(tmp_path / "state")
 
 

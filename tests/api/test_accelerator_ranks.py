@@ -612,7 +612,7 @@ def _two_models_of_one_optimizer(directory: str, load: bool) -> list[dict[str, t
         optimizer.step()
         accelerator.save_state(directory)
         accelerator._config = accelerator._config.model_copy(update={"checkpoint": CheckpointConfig(format="dcp")})
-        with pytest.raises(ConfigError, match="one model for each optimizer"):
+        with pytest.raises(ConfigError, match="one model per optimizer"):
             accelerator.save_state(f"{directory}-dcp")
     state = {f"exp_avg.{i}": optimizer.state[p]["exp_avg"] for i, p in enumerate(optimizer.param_groups[0]["params"])}
     return [*map(whole, prepared), {name: moment.full_tensor() for name, moment in state.items()}]

@@ -132,7 +132,7 @@ def test_only_rank_0_touches_the_dataset() -> None:
 def test_a_failure_of_rank_0_reaches_all() -> None:
     first, second = run_ranks(_only_rank_0_reads, 2, 5)
     assert first == "OSError: the disk is gone"
-    assert second.startswith("DataError: rank 0, which reads for all ranks (dispatch_batches), could not: OSError")
+    assert second.startswith("DataError: rank 0, which reads for all ranks (dispatch_batches), failed: OSError")
 
 
 def _without_length() -> Any:
@@ -281,7 +281,7 @@ def _joined(count: int) -> tuple[int, str]:
 def test_an_uneven_loop_of_a_sharded_model_is_an_error_on_every_rank() -> None:
     for rank, (steps, error) in enumerate(run_ranks(_joined, 2, 3)):
         assert steps == 0 and error.startswith(f"rank {rank}: even_batches=False gives some ranks more batches")
-        assert "a sharded model runs on all ranks or on none" in error
+        assert "a sharded model must run on all ranks" in error
     assert run_ranks(_joined, 2, 4) == [(2, "")] * 2
 
 

@@ -474,12 +474,20 @@ def test_fullshard_merge_of_damaged_files_names_them(tmp_path: Path) -> None:
     whole_and_adapter(tmp_path, "plain")
     weights = (tmp_path / "adapter" / "adapter_model.safetensors").read_bytes()
     for name, content, what in (
-        ("base/config.json", b"{", "is not the JSON it should be"),
-        ("base/config.json", b"[]", "is not the JSON it should be"),
-        ("base/config.json", b'{"hidden_size": 8}', "makes no model of it: ValueError"),
-        ("base/config.json", b'{"model_type": "llama", "hidden_size": "x"}', "makes no model of it: .*expected int"),
-        ("adapter/adapter_config.json", b"{", "is not the JSON it should be"),
-        ("adapter/adapter_config.json", b'{"peft_type": "X"}', "makes no adapter of it for .*base: KeyError: 'X'"),
+        ("base/config.json", b"{", "is not valid JSON"),
+        ("base/config.json", b"[]", "is not valid JSON"),
+        ("base/config.json", b'{"hidden_size": 8}', "cannot build a model from it: ValueError"),
+        (
+            "base/config.json",
+            b'{"model_type": "llama", "hidden_size": "x"}',
+            "cannot build a model from it: .*expected int",
+        ),
+        ("adapter/adapter_config.json", b"{", "is not valid JSON"),
+        (
+            "adapter/adapter_config.json",
+            b'{"peft_type": "X"}',
+            "cannot build an adapter for .*base from it: KeyError: 'X'",
+        ),
         ("adapter/adapter_model.safetensors", b"", "claims a header of 0 bytes"),
         ("adapter/adapter_model.safetensors", weights[:-8], "lies at bytes"),
     ):

@@ -76,7 +76,7 @@ def test_a_model_shows_what_is_trained() -> None:
     # Frozen in bfloat16, trained in float32.
     assert rest["sharded parameters"] == pytest.approx(2 * (plan.parameters - plan.trainable) / 2, rel=0.01)
     assert rest["main weights"] == pytest.approx(4 * plan.trainable / 2, rel=0.01)
-    with pytest.raises(ConfigError, match="method: the model decides it"):
+    with pytest.raises(ConfigError, match="method: the model decides this"):
         fullshard.plan(model, "2xA100", method="lora")
 
 

@@ -70,7 +70,7 @@ def test_what_another_saves_there_meanwhile_stays() -> None:
     store.prepare()
     for name, data in theirs.items():
         (final / name).write_bytes(data)
-    with pytest.raises(CheckpointError, match="final was saved by another job meanwhile"):
+    with pytest.raises(CheckpointError, match="final was saved by another job in the meantime"):
         store.commit()
     store.discard()
     assert {name: (final / name).read_bytes() for name in final.beneath()} == theirs
@@ -144,7 +144,7 @@ def test_a_store_is_named_by_a_url(tmp_path: Path) -> None:
         location("nowhere://b/x")
     with pytest.raises(StoreError, match=r"ftp://no-such-host\.invalid/x cannot be opened: gaierror"):
         location("ftp://no-such-host.invalid/x")
-    with pytest.raises(ConfigError, match="names no directory of a bucket"):
+    with pytest.raises(ConfigError, match="does not name a directory in a bucket"):
         location("memory://b/../x")
     with pytest.raises(ConfigError, match="is a URL, expected a path on this host"):
         location("https://host/x")

@@ -110,7 +110,7 @@ def test_an_accelerator_goes_on_from_its_copy(tmp_path: Path, monkeypatch: pytes
     (nothing, zero, weight, _), resumed = found
     assert (nothing, zero) == (None, 0) and resumed == (2, 10, weight, [1, 2, 3])
     accelerator.prepare(nn.Linear(1, 1))
-    with pytest.raises(ConfigError, match="of one model with one optimizer, and 2 are prepared"):
+    with pytest.raises(ConfigError, match="one model with one optimizer, but 2 are prepared"):
         accelerator.keep_copy(3)
 
 

@@ -57,7 +57,7 @@ def test_pickled_weights_are_loaded_or_refused_never_made_up(tmp_path: Path) -> 
     torch.save(saved.state_dict(), tmp_path / "pytorch_model.bin")
     assert build()[1] == f"weights from {tmp_path}"
     (tmp_path / "pytorch_model.bin").write_bytes(b"no pickle")
-    with pytest.raises(CheckpointError, match=r"pytorch_model.bin is no file of torch.save"):
+    with pytest.raises(CheckpointError, match=r"pytorch_model.bin was not written by torch.save"):
         build()
 
 

@@ -90,7 +90,7 @@ def test_words_that_are_no_text_are_refused(tmp_path: Path, words: list[str]) ->
     """The name of a file may be any bytes; Python has a surrogate for each that is no UTF-8."""
     done = run_here(*words, "\udcff", cwd=tmp_path)
     assert done.returncode == 2
-    assert done.stderr.startswith(r"ConfigError: '\udcff' is no text in UTF-8")
+    assert done.stderr.startswith(r"ConfigError: '\udcff' is not valid UTF-8")
 
 
 def test_version() -> None:

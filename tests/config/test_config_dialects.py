@@ -474,7 +474,7 @@ def test_a_norm_may_be_clipped_to_any_number(
 
 
 def test_nested_keys_where_one_value_belongs_are_shown_as_written(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"mixed_precision: expected a text, got \(dtype: 'bf16',\)"):
+    with pytest.raises(ConfigError, match=r"mixed_precision: expected text, got \(dtype: 'bf16',\)"):
         read(tmp_path, "distributed_type: FSDP\nmixed_precision:\n  dtype: bf16\n")
 
 

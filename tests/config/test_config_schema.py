@@ -113,7 +113,7 @@ def test_what_is_rounded_for_the_way() -> None:
         PrecisionConfig.of({"mode": "bf16", "gather_as": "bf16"})
     with pytest.raises(ConfigError, match="reduce_as = bfloat16 saves nothing: float16"):
         PrecisionConfig.of({"reduce_dtype": "fp16", "reduce_as": "bf16"})
-    with pytest.raises(ConfigError, match="along the shard axis, and NO_SHARD has none"):
+    with pytest.raises(ConfigError, match="along the shard axis, but NO_SHARD has none"):
         RunConfig.of({"sharding": {"strategy": "NO_SHARD"}, "precision": {"reduce_as": "int8"}})
 
 

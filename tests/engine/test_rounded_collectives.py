@@ -213,7 +213,7 @@ def test_ranks_that_send_differently_are_told() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"gather_as": torch.float16}, "gather_as = torch.float16: nothing is sent as torch.float16"),
+        ({"gather_as": torch.float16}, "gather_as = torch.float16 is not supported"),
         ({"reduce_as": torch.bfloat16, "reduce_dtype": torch.bfloat16}, "reduce_as = torch.bfloat16 saves nothing"),
         ({"gather_as": torch.bfloat16, "param_dtype": torch.float16}, "gather_as = torch.bfloat16 saves nothing"),
     ],

@@ -338,7 +338,7 @@ def test_consolidation_refuses_what_is_not_one_save(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="files of ranks 0 of 2, 0 of 2; expected"):
         consolidate(tmp_path)
     two.write_bytes(content[: len(content) // 2])
-    with pytest.raises(CheckpointError, match=r"rank-1-of-2\.pth is no file of torch\.save, or .* damaged"):
+    with pytest.raises(CheckpointError, match=r"rank-1-of-2\.pth was not written by torch\.save, .* damaged"):
         consolidate(tmp_path)
     changed = torch.load(one)
     changed["shard_metadata"]["world_size"] = 4

@@ -81,7 +81,10 @@ def test_parameters_that_belong() -> None:
     [
         (lambda: DummyOptim(linear().parameters()), "DummyOptim stands for what DeepSpeed makes"),
         (lambda: DummyScheduler(of(linear())), "DummyScheduler stands for what DeepSpeed makes"),
-        (lambda: SimpleNamespace(zero_grad=print, step=print), r"types\.SimpleNamespace is no torch\.optim\.Optimizer"),
+        (
+            lambda: SimpleNamespace(zero_grad=print, step=print),
+            r"types\.SimpleNamespace is not a torch\.optim\.Optimizer",
+        ),
     ],
 )
 def test_stand_ins_for_optimizers_are_refused(make: Callable[[], Any], message: str) -> None:

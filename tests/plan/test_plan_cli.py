@@ -233,7 +233,7 @@ def _device_is(name: str, gb: float, monkeypatch: pytest.MonkeyPatch) -> None:
         (
             "NVIDIA H100 80GB HBM3",
             10.0,
-            "NVIDIA H100 80GB HBM3 has 9.31 GiB, and plans for H100 are made",
+            "NVIDIA H100 80GB HBM3 has 9.31 GiB, but the planner assumes",
         ),
     ],
 )
@@ -402,7 +402,7 @@ def test_what_is_no_part_of_a_plan_is_written_as_the_planned_file_has_it(tmp_pat
     ("arguments", "message"),
     [
         (("--overwrite",), "--overwrite without --write"),
-        (("--calibrate", "config.json"), "is there, and is no calibration"),
+        (("--calibrate", "config.json"), "exists, but is not a calibration"),
         (("--reshard-after-forward", "auto", "--unsharded-memory-gib", "1e300"), "less than or equal to"),
     ],
 )

@@ -241,7 +241,7 @@ def test_what_cannot_be_is_an_error(xla: Any, start: Net, tmp_path: Path) -> Non
     model = xla.prepare(copy.deepcopy(start))
     with pytest.raises(ConfigError, match="sharded already"):
         xla.prepare(model)
-    with pytest.raises(ConfigError, match="a batch of 6 on 4 devices"):
+    with pytest.raises(ConfigError, match="a batch of 6 does not divide over 4 devices"):
         xla.shard_batch(torch.ones(6, 2), model)
     xla.save_checkpoint(tmp_path / "model", model)
     with pytest.raises(CheckpointError, match="holds no optimizer"):

@@ -57,7 +57,7 @@ def compilation(plugin: Any, backend: str | None) -> dict[str, Any]:
     if plugin.options:
         raise ConfigError(
             f"dynamo_plugin: options = {plugin.options!r} for the compiler are not supported",
-            hint="set them before: torch._inductor.config",
+            hint="set them in torch._inductor.config before you make the Accelerator",
         )
     name = "no" if plugin.disable else plugin.backend.value.lower()
     if name == "no" and not plugin.disable:

@@ -499,8 +499,8 @@ class Accelerator(Loaders, Reporting):
         mode = config.precision.mode
         if (mode == "fp16") != (self.scaler is not None):
             raise ConfigError(
-                f"mixed_precision_policy: {mode} from now on, and the Accelerator was made for {self.mixed_precision}: "
-                "fp16 needs a scaled loss, which is decided then",
+                f"mixed_precision_policy: {mode} conflicts with mixed_precision = {self.mixed_precision}, which the "
+                "Accelerator was made with: fp16 needs a scaled loss, which is decided then",
                 hint=f"Accelerator(mixed_precision={mode!r})",
             )
         _check_precision(mode, self.device)

@@ -40,7 +40,8 @@ def calibrate(path: Path) -> Device:
         code = launch_local("fullshard.api.calibration", [str(measured)], nproc=nproc)
         if code:
             raise CommunicationError(
-                f"calibration failed: its processes ended with code {code}", hint="see above what they said"
+                f"calibration failed: its processes ended with code {code}",
+                hint="see their output above",
             )
         found = read_calibration(measured)
     write_calibration(found, path)
@@ -123,7 +124,7 @@ def _device_memory(device: torch.device, per_host: int) -> int:
         return cuda.memory_nbytes(device)
     nbytes = usable_memory_nbytes()
     if nbytes is None:
-        raise ConfigError("calibration: this system does not say how much memory it has")
+        raise ConfigError("calibration: this system does not report how much memory it has")
     return nbytes // per_host
 
 

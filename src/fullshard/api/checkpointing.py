@@ -121,12 +121,12 @@ class Checkpointing(Facts):
             warnings.warn(what, stacklevel=2)
         config = self.project_configuration
         if config.save_on_each_node:
-            raise ConfigError("save_on_each_node: a checkpoint lies in storage that all hosts share")
+            raise ConfigError("save_on_each_node is not supported: a checkpoint lies in storage that all hosts share")
         is_async = getattr(config, "async_save", False) or self._config.checkpoint.async_save
         awaited = not is_async if wait is None else wait
         if self._save_hooks and not awaited:
             raise ConfigError(
-                "a hook of register_save_state_pre_hook needs the complete checkpoint, which is to be written later",
+                "a hook of register_save_state_pre_hook needs the complete checkpoint, but async_save writes it later",
                 hint="save_state(wait=True), or leave async_save out",
             )
         if awaited:
@@ -135,7 +135,7 @@ class Checkpointing(Facts):
         path, overwrite = run_on_main(self.process.environment, lambda: saving.next_path(config, output_dir))
         if self._save_hooks and isinstance(path, ObjectPath):
             raise ConfigError(
-                f"a hook of register_save_state_pre_hook writes into a directory of this host, and {path} is none",
+                f"a hook of register_save_state_pre_hook writes into a directory of this host, but {path} is not one",
                 hint="save to a directory and copy it, or remove the hook",
             )
         saving.save(
@@ -175,12 +175,17 @@ class Checkpointing(Facts):
         """
         if not strict:
             raise ConfigError(
-                "load_state(strict=False): weights that the checkpoint lacks would stay as they are in silence",
-                hint="build the model as it was when it was saved; from_pretrained reads weights into another one",
+                "load_state(strict=False) is not supported: weights that the checkpoint lacks would silently keep "
+                "their values",
+                hint=(
+                    "build the model as it was when it was saved; to load weights into a different model use "
+                    "from_pretrained"
+                ),
             )
         if load_kwargs:
             raise ConfigError(
-                f"load_state(load_kwargs={load_kwargs}): nothing is unpickled", hint="leave load_kwargs out"
+                f"load_state(load_kwargs={load_kwargs}) has no effect: nothing is unpickled",
+                hint="leave load_kwargs out",
             )
         config = self.project_configuration
         self._saver.wait()

@@ -91,9 +91,9 @@ def _own(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     if not all(placement.is_replicate() for placement in tensor.placements):
         raise CommunicationError(
-            f"a collective of a {type(tensor).__name__} {tuple(tensor.shape)} placed as {tensor.placements}: what a "
-            "rank has of it means nothing alone",
-            hint="leave the collective out: .full_tensor() gives the whole on every rank",
+            f"a collective on a {type(tensor).__name__} {tuple(tensor.shape)} placed as {tensor.placements}: a rank's "
+            "part of it means nothing alone",
+            hint="leave the collective out: .full_tensor() gives the whole tensor on every rank",
         )
     return tensor.to_local()
 
@@ -133,7 +133,7 @@ def _check_agreement(data: Any, note: Any = None) -> list[Any]:
     for rank, other in enumerate(everyone):
         if other != everyone[0]:
             raise CommunicationError(
-                f"ranks bring different tensors to a collective: rank 0 has {everyone[0]}, rank {rank} has {other}",
+                f"ranks pass different tensors to a collective: rank 0 has {everyone[0]}, rank {rank} has {other}",
                 hint="pad them to the same shape first (pad_across_processes)",
             )
     return [note for _, note in said]

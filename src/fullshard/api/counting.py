@@ -69,7 +69,7 @@ def _build(transformers: Any, config: Any) -> Any:
         factory = getattr(transformers, name, None)
         if factory is not None and type(config) in factory._model_mapping:
             return factory.from_config(config)
-    raise ValueError(f"no class of Transformers is for {config.model_type!r}")
+    raise ValueError(f"Transformers has no class for model_type {config.model_type!r}")
 
 
 def _block(unit: UnitShape, config: Any, hidden: int) -> Block | None:

@@ -35,7 +35,7 @@ def dispatched(
         given, is_last, error = scatter_objects(of_each_share and [p for p in of_each_share for _ in range(copies)])
         if error:
             raise DataError(
-                f"rank 0, which reads for all ranks (dispatch_batches), could not: {error}",
+                f"rank 0, which reads for all ranks (dispatch_batches), failed: {error}",
                 hint="see the error of rank 0",
             )
         yield from given

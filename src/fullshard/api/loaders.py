@@ -142,7 +142,7 @@ class Loaders(Checkpointing):
             "DataLoader(drop_last=True)"
         )
         if self._is_joined:
-            raise ConfigError(f"{found}, and a sharded model runs on all ranks or on none", hint=hint)
+            raise ConfigError(f"{found}, but a sharded model must run on all ranks", hint=hint)
         warnings.warn(
             f"{found}; if a prepared model runs in this loop, they will wait for the others until the time-out. "
             f"Hint: {hint}",

@@ -47,13 +47,14 @@ def refuse_stand_in(value: Any) -> None:
     name = type(value).__name__
     if isinstance(value, DummyOptim | DummyScheduler):
         raise OptimizerError(
-            f"accelerate.utils.{name} stands for what DeepSpeed makes from its file, and DeepSpeed does not run here",
+            f"accelerate.utils.{name} stands for what DeepSpeed makes from its configuration file, but DeepSpeed is "
+            "not used here",
             hint="make a torch.optim.AdamW and its scheduler",
         )
     if not isinstance(value, Optimizer | nn.Module) and callable(getattr(value, "zero_grad", None)):
         raise OptimizerError(
-            f"{type(value).__module__}.{name} is no torch.optim.Optimizer: it would keep the parameters as they were "
-            "before sharding",
+            f"{type(value).__module__}.{name} is not a torch.optim.Optimizer: it would keep the parameters as they "
+            "were before sharding",
             hint="pass the torch optimizer that it wraps",
         )
 

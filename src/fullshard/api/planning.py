@@ -84,7 +84,8 @@ def plan_model(
     decided = sorted(name for name in settings if name == "method" or name.startswith(("lora_", "base_")))
     if decided:
         raise ConfigError(
-            f"{', '.join(decided)}: the model decides it", hint="leave it out, or plan from a config.json"
+            f"{', '.join(decided)}: the model decides this",
+            hint="leave it out, or plan from a config.json",
         )
     shape = dataclasses.replace(model_shape(model, policy=policy), is_final=True)
     job = Job.of({"base_dtype": _base_dtype(shape), **settings})
@@ -129,13 +130,13 @@ def planned_device(device: torch.device) -> str:
     row = find_device(name)
     if abs(row.memory / nbytes - 1) >= _SAME_MEMORY:
         raise ConfigError(
-            f"{name} has {format_nbytes(nbytes)}, and plans for {row.name} are made with {format_nbytes(row.memory)}"
+            f"{name} has {format_nbytes(nbytes)}, but the planner assumes {format_nbytes(row.memory)} for {row.name}"
         )
     return row.name
 
 
 def _base_dtype(model: ModelShape) -> str:
-    """Return the dtype in which most of its weights are stored, of the dtypes that a job can say."""
+    """Return the dtype that most of the weights are stored in, among the dtypes that a job supports."""
     numels: Counter[str] = Counter()
     for parameter in model.parameters:
         numels[parameter.dtype] += parameter.numel

@@ -392,7 +392,7 @@ def _precision_settings(policy: Any) -> dict[str, Any]:
         raise ConfigError(f"mixed_precision_policy = {policy!r} is not understood", hint="use 'bf16', 'fp16' or 'fp32'")
     if values.pop("param_dtype_override_fn", None) is not None:
         raise ConfigError(
-            "mixed_precision_policy: param_dtype_override_fn is for fullshard.fully_shard alone",
+            "mixed_precision_policy: param_dtype_override_fn is supported by fullshard.fully_shard only",
             hint="leave it out, or shard the model with fully_shard",
         )
     if values.pop("keep_low_precision_grads", False):

@@ -93,8 +93,8 @@ class TrainingState:
             owners = [model for model in self.models if held & {id(p) for p in model.parameters()}]
             if not owners:
                 raise CheckpointError(
-                    f"{type(optimizer).__name__} holds parameters of no prepared model",
-                    hint="prepare the model, and make the optimizer of its parameters",
+                    f"{type(optimizer).__name__} holds no parameters of a prepared model",
+                    hint="prepare the model, and make the optimizer from its parameters",
                 )
             covered |= set(map(id, owners))
             pairs.append((owners[0] if len(owners) == 1 else Together(owners), optimizer))
@@ -108,7 +108,8 @@ class TrainingState:
             number = next((n for n, (model, _) in enumerate(pairs) if ema.is_of(model)), None)
             if number is None:
                 raise CheckpointError(
-                    "a registered EMA is of a model that is not prepared", hint="accelerator.prepare(model) before"
+                    "a registered EMA belongs to a model that is not prepared",
+                    hint="call accelerator.prepare(model) first",
                 )
             objects[number].append(ema)
         parts = [LoadArguments(model=m, optimizer=o, objects=each) for (m, o), each in zip(pairs, objects, strict=True)]
@@ -215,8 +216,9 @@ def save(
     if form != "native":
         if any(isinstance(model, Together) for model in models):
             raise ConfigError(
-                f"checkpoint.format = {form} lays out one model for each optimizer, and one holds those of several",
-                hint="give each model an optimizer of its own, or save in the native format",
+                f"checkpoint.format = {form} supports one model per optimizer, but an optimizer holds parameters of "
+                "several models",
+                hint="give each model its own optimizer, or save in the native format",
             )
         pending = _FORMATS[form](pending)
     if saver is not None:
@@ -280,7 +282,7 @@ def only_part(state: TrainingState) -> LoadArguments:
     """Return the part of a single model with its optimizer. Raises `ConfigError` if there are several."""
     if len(parts := state.parts()) > 1:
         raise ConfigError(
-            f"copies in host memory are of one model with one optimizer, and {len(parts)} are prepared",
+            f"copies in host memory support one model with one optimizer, but {len(parts)} are prepared",
             hint="leave max_lost_steps out, and save checkpoints",
         )
     return parts[0]

@@ -126,9 +126,9 @@ class _DealtSampler(Sampler[Any]):
         # Read now and not at the first `next`: another iteration may be prepared in between.
         if self.next_iteration is None:
             raise DataError(
-                "the batch sampler of a prepared loader is read by something else than its loader, which knows the "
-                "epoch and where in it the loop is",
-                hint="leave batches out with accelerator.skip_first_batches(loader, n), and read the loader",
+                "the batch sampler of a prepared loader is read by something other than its loader, which tracks the "
+                "epoch and the position",
+                hint="skip batches with accelerator.skip_first_batches(loader, n), and read the loader",
             )
         seed, epoch, skip, last = self.next_iteration
         readers = 1 if self._deal.for_all else self._deal.world_size
@@ -328,7 +328,7 @@ def _deal(batch_size: int | None, rank: int, world_size: int, split_batches: boo
         return Deal(rank, world_size, batch_size or 1, drop_last)
     if batch_size is None:
         raise ConfigError(
-            "split_batches needs a loader with a batch size, and this one makes batches of its own",
+            "split_batches needs a loader with a batch size, but this one makes its own batches",
             hint="leave split_batches out: each rank then takes whole batches in turn",
         )
     if batch_size % world_size:

@@ -154,11 +154,11 @@ def load_adapters(path: str | Path, model: nn.Module) -> None:
         with prompts_whole(model, writeback=True):
             result = peft.set_peft_model_state_dict(model, weights, adapter_name=adapter)
         if result.unexpected_keys and not config.is_prompt_learning:  # PEFT has put it into the encoder
-            raise CheckpointError(f"{directory}: no place for {', '.join(result.unexpected_keys)}")
+            raise CheckpointError(f"{directory}: the model has no place for {', '.join(result.unexpected_keys)}")
         own = {name for name in wanted[adapter] if adapter in name.split(".")}  # the rest is the base's
         if missing := sorted(own.intersection(map(clean_name, result.missing_keys))):
             raise CheckpointError(
                 f"{directory} lacks {len(missing)} of the {len(own)} tensors of the adapter {adapter!r}: "
                 f"{', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''}",
-                hint="it was saved of other target_modules; make the adapters as they were",
+                hint="it was saved with other target_modules; make the adapters as they were",
             )

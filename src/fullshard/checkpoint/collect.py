@@ -217,7 +217,7 @@ class RankWriter:
                     f"rank 0 does not see {name} of {record.nbytes} bytes: do all hosts share the directory?"
                 )
         if problems:
-            raise CheckpointError("the ranks saved no complete state:\n" + "\n".join(problems))
+            raise CheckpointError("the ranks did not save a complete state:\n" + "\n".join(problems))
         return manifest
 
 

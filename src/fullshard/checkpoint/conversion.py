@@ -37,7 +37,7 @@ class Outline:
     tensors: Mapping[str, torch.Tensor]
 
     def get_parameter(self, name: str) -> torch.Tensor:
-        """Return the tensor of that name, on the meta device."""
+        """Return the tensor with that name, on the meta device."""
         return self.tensors[name]
 
     @property

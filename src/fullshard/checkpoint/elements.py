@@ -21,7 +21,7 @@ def stored_dtype(tensor: torch.Tensor, *, where: str) -> str:
     """Return the name of the dtype without `torch.`. Raises `CheckpointError` if safetensors has none for it."""
     name = str(tensor.dtype).removeprefix("torch.")
     if name not in DTYPES or tensor.layout is not torch.strided:
-        raise CheckpointError(f"{where} is a {tensor.layout} tensor of {tensor.dtype}, which safetensors cannot hold")
+        raise CheckpointError(f"{where} is a {tensor.layout} tensor of {tensor.dtype}, which safetensors cannot store")
     return name
 
 

@@ -335,7 +335,7 @@ def is_for_others(name: str) -> bool:
 
 
 def trainer_state(directory: Location) -> Location:
-    """Return the checkpoint inside a `checkpoint-N` of Trainer's; return any other directory itself."""
+    """Return the checkpoint inside a Trainer `checkpoint-N` directory; return any other directory unchanged."""
     inside = directory / TRAINER_STATE
     return inside if (inside / MANIFEST_NAME).is_file() and not (directory / MANIFEST_NAME).exists() else directory
 
@@ -378,7 +378,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
         from_json(body)
     except ValueError as error:
         raise CheckpointError(
-            f"what is to be saved could not be loaded: {error}",
+            f"the checkpoint could not be loaded again: {error}",
             hint="nest lists, tuples and dicts of `extra` and of state_dict() less deeply",
         ) from None
     return _PREFIX + f"{google_crc32c.value(body):08x}".encode() + _MIDDLE + body + _SUFFIX
@@ -396,7 +396,7 @@ def decode_manifest(data: bytes, *, where: str) -> Manifest:
     try:
         fields = json.loads(body)
     except (ValueError, RecursionError):
-        raise CheckpointError(f"{where} does not hold the JSON it should") from None
+        raise CheckpointError(f"{where} does not contain valid JSON") from None
     version = fields.get("format_version") if isinstance(fields, dict) else None
     if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
         raise CheckpointError(

@@ -149,8 +149,8 @@ def whole_in_state_dicts(model: nn.Module, whole: Mapping[str, torch.Tensor]) ->
 
     def refuse(module: nn.Module, _inputs: object) -> None:
         raise LifecycleError(
-            f"{user_class(module).__name__} was called while one rank saves the model, and it is sharded",
-            hint="compute what is to be saved before, on every rank",
+            f"{user_class(module).__name__} is sharded, and was called while one rank saves the model",
+            hint="compute what you save beforehand, on every rank",
         )
 
     hooks = [module.register_state_dict_post_hook(put_in) for module in model.modules()]

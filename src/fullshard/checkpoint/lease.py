@@ -179,7 +179,7 @@ def _new() -> bytes:
 
 
 def _born(pid: Any) -> str:
-    """Return what tells a process from others of its number, here and elsewhere; empty if the system does not say."""
+    """Return an id that distinguishes a process from others with its pid on any host; empty if the system has none."""
     with contextlib.suppress(OSError, IndexError):
         return f"{this_machine()} {Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[19]}"
     return ""

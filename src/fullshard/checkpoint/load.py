@@ -190,7 +190,9 @@ class _Load:
         self._wanted = {name: source for name, source in wanted.items() if source is not None}
         saved_objects = manifest.states.get("objects")
         if objects and isinstance(saved_objects, list) and len(saved_objects) != len(objects):
-            raise CheckpointError(f"{len(objects)} objects are to be loaded, {len(saved_objects)} were saved")
+            raise CheckpointError(
+                f"{len(objects)} objects were passed to be loaded, but {len(saved_objects)} were saved"
+            )
         rest(model)
         self.parameters = local_parameters(model)
         check_is_plain(self.parameters)
@@ -452,7 +454,7 @@ def _opened(directory: Location, ranks: Ranks) -> bytes:
     def look() -> bytes:
         if isinstance(directory, Path) and not directory.exists() and (old := replaced_directories(directory)):
             raise DamagedError(
-                f"{directory} is missing: a save that was to replace it was killed",
+                f"{directory} is missing: a save was killed while it replaced this directory",
                 hint=f"its old contents are in {old[0]}",
             )
         if problems := quick_problems(directory, read_manifest(directory)):

@@ -115,7 +115,7 @@ def check_mergeable(model: nn.Module) -> None:
     check = getattr(model.base_model, "_check_merge_allowed", None)
     if check is None:
         raise CheckpointError(
-            f"{type(model).__name__}: its adapters are no change of weights, so they cannot be merged",
+            f"{type(model).__name__}: its adapters do not change weights, so they cannot be merged",
             hint="save them alone, with save_model",
         )
     check()

@@ -179,7 +179,9 @@ def location(written: str | os.PathLike[str]) -> Location:
         return local_path(written)
     scheme, names = match[1].lower(), [name for name in match[2].split("/") if name]
     if not names or {".", ".."} & set(names):
-        raise ConfigError(f"{os.fspath(written)!r} names no directory of a bucket, expected {scheme}://BUCKET/NAME")
+        raise ConfigError(
+            f"{os.fspath(written)!r} does not name a directory in a bucket, expected {scheme}://BUCKET/NAME"
+        )
     path = ObjectPath(f"{scheme}:", *names)
     with asked(path, "opened"):
         path._files()

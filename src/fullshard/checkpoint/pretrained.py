@@ -93,8 +93,8 @@ def from_pretrained(
     transformers = import_extra("transformers", extra="hf", purpose="loading a pretrained model")
     if given := [name for name in _REFUSED if options.pop(name, None)]:
         raise ConfigError(
-            f"from_pretrained(...) with {', '.join(given)}",
-            hint="give the directory itself, with files of the usual names, which save_pretrained writes",
+            f"from_pretrained(...) does not support {', '.join(given)}",
+            hint="give the directory itself, with the file names that save_pretrained uses",
         )
     hub: dict[str, Any] = {key: options.pop(key) for key in _HUB_OPTIONS if key in options}
     directory = model_directory(name_or_path, hub)
@@ -410,8 +410,8 @@ def _adapter_parts(model: nn.Module) -> dict[int, tuple[str, Any, Any]]:
             if (kind == _DORA and not is_of_rows) or (scheme not in (True, False) and scheme != "gaussian"):
                 what = f"{type(part).__name__}, " if kind == _DORA else ""
                 raise ConfigError(
-                    f"{what}init_lora_weights={scheme!r} computes the adapter from whole base weights, which no "
-                    "rank holds here",
+                    f"{what}init_lora_weights={scheme!r} computes the adapter from whole base weights, but no rank "
+                    "holds them here",
                     hint="load the base with Transformers' own from_pretrained before adding the adapter",
                 )
             found[id(part)] = kind, scheme, layer

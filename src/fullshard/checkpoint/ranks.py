@@ -200,9 +200,9 @@ class Ranks:
 
 
 def all_come(where: str, seconds: float) -> bool:
-    """Return whether all ranks of the job come to a place in time. A rank alone there goes on, unlike in a collective.
+    """Return whether all ranks reach a point in time. A rank that is alone there continues, unlike in a collective.
 
-    Ranks come there equally often, but for those that were alone.
+    Ranks reach it equally often, except those that were alone.
     """
     number = _COME.get(where, 0)
     key, store, size = f"fullshard/come/{where}/{number}", torch_private.default_store(), dist.get_world_size()

@@ -36,7 +36,7 @@ def match(stored: Mapping[str, TensorSource], rules: Rules) -> Match:
     if clashes:
         raise CheckpointError(
             f"the files hold several values for one weight of {rules.outline.title}:\n" + "\n".join(clashes),
-            hint="load the class that was saved; Transformers itself would take the first without a word",
+            hint="load the class that was saved; Transformers itself would silently take the first",
         )
     outline = rules.outline
     for group in groups:

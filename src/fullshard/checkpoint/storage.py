@@ -95,7 +95,7 @@ def refuse_current(path: Path) -> None:
         return
     if path.exists() and current.is_relative_to(path.resolve()):
         raise CheckpointError(
-            f"{path} is the current directory, or around it: replacing it would remove all that is there",
+            f"{path} is the current directory or contains it: replacing it would remove its contents",
             hint="name a directory in it",
         )
 

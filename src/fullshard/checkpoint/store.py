@@ -139,7 +139,8 @@ class ObjectStore(Store):
                 path.write_bytes(manifest)
             elif not path.create(manifest):
                 raise CheckpointError(
-                    f"{self.final} was saved by another job meanwhile", hint="give each job its own name"
+                    f"{self.final} was saved by another job in the meantime",
+                    hint="give each job its own name",
                 )
         except StoreError:
             self._is_unsure = True  # its answer may be all that was lost: then files that are removed are missed

@@ -375,7 +375,7 @@ def parse_header(
         header = parse_object(read(8, nbytes))
         metadata = dict(header.pop("__metadata__", {}))
     except (TypeError, ValueError) as error:
-        raise CheckpointError(f"{where} is not the JSON it should be: {error}") from None
+        raise CheckpointError(f"{where} is not valid JSON: {error}") from None
     found = {}
     for name, record in header.items():
         try:
@@ -384,7 +384,7 @@ def parse_header(
         except (KeyError, TypeError, ValueError):
             raise CheckpointError(f"{where}: the header's record of {name!r} is malformed") from None
         if dtype not in NAMES:
-            raise CheckpointError(f"{where}: {name!r} is of the unknown dtype {dtype!r}")
+            raise CheckpointError(f"{where}: {name!r} has the unknown dtype {dtype!r}")
         if min(shape, default=0) < 0 or stop > size or start < 8 + nbytes:
             raise CheckpointError(f"{where}: {name!r} lies at bytes {start} to {stop} of {size}")
         if stop - start != math.prod(shape) * itemsize(NAMES[dtype]):

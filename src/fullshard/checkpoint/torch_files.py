@@ -44,7 +44,7 @@ def check_archive(file: IO[bytes], size: int, *, where: str) -> None:
             entries = archive.infolist()
     except (zipfile.BadZipFile, ValueError, NotImplementedError, UnicodeDecodeError, OverflowError):
         raise CheckpointError(
-            f"{where} is no file of torch.save, or one from before torch 1.6, or damaged",
+            f"{where} was not written by torch.save, was written before torch 1.6, or is damaged",
             hint="load and save it again with the program that wrote it",
         ) from None
     compressed = [entry.filename for entry in entries if entry.compress_type != zipfile.ZIP_STORED]

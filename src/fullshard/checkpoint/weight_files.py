@@ -87,7 +87,7 @@ def model_directory(name_or_path: str | Path, hub: Mapping[str, Any] | None = No
             module.snapshot_download(str(name_or_path), allow_patterns=["pytorch_model*.bin"], **(hub or {}))
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{name_or_path} is no directory, and cannot be had from the hub: {error}",
+            f"{name_or_path} is not a directory, and cannot be fetched from the hub: {error}",
             hint="give a directory, or download it first",
         ) from error
     return path
@@ -105,8 +105,10 @@ def weights_file(directory: Path) -> Path | None:
     if found:
         raise CheckpointError(
             f"{directory} holds {', '.join(found[:3])}, but neither {SINGLE_NAME} nor {PICKLED_NAME}",
-            hint="`fullshard ckpt export` makes those of a checkpoint, `fullshard merge` of an adapter; several files "
-            "need their index",
+            hint=(
+                "make them with `fullshard ckpt export` (from a checkpoint) or `fullshard merge` (from an adapter); "
+                "several files need their index"
+            ),
         )
     return None
 
@@ -191,4 +193,4 @@ def json_file(path: Path, *, limit_nbytes: int) -> dict[str, Any]:
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
     except ValueError as error:
-        raise CheckpointError(f"{path} is not the JSON it should be: {error}") from None
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from None

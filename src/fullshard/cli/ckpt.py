@@ -189,7 +189,10 @@ def reshard(
 
     ours, where = trainer_state(location(checkpoint)), location(output)
     if not (ours / MANIFEST_NAME).is_file():
-        raise ConfigError(f"{ours} is no checkpoint of ours", hint="fullshard ckpt import takes those of others")
+        raise ConfigError(
+            f"{ours} is not a fullshard checkpoint",
+            hint="fullshard ckpt import reads checkpoints of other programs",
+        )
     _native(ours, where, world_size=world_size, overwrite=overwrite)
 
 
@@ -211,7 +214,10 @@ def import_(
     Hugging Face, Accelerate, Trainer, torch, torch_xla or TorchAcc.
     """
     if optimizer is not None and no_optimizer:
-        raise ConfigError("--optimizer names the class of what --no-optimizer leaves out", hint="give one of them")
+        raise ConfigError(
+            "--no-optimizer leaves the optimizer out, so --optimizer has no effect",
+            hint="give one of them",
+        )
     from fullshard.checkpoint.shards import parse_dtype
 
     _native(

@@ -95,7 +95,7 @@ def run() -> int:
 
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise ConfigError(
-            "the questionnaire needs a terminal, and standard input or output is none",
+            "the questionnaire needs a terminal, but standard input or output is not one",
             hint="`fullshard config default --output FILE` writes a file to edit",
         )
     hardware = detect_hardware()

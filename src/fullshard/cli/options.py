@@ -47,7 +47,7 @@ def file_word(text: str) -> Path:
     if not path.parent.is_dir():
         raise typer.BadParameter(f"there is no folder {path.parent}; make it, or name another")
     if not (os.access(path.parent, os.W_OK) or (path.exists() and os.access(path, os.W_OK))):
-        raise typer.BadParameter(f"{path} cannot be written, nothing can in {path.parent}; name another folder")
+        raise typer.BadParameter(f"{path} cannot be written: {path.parent} is not writable; name another folder")
     return path
 
 
@@ -58,12 +58,12 @@ MaxShardSize = Annotated[str, typer.Option(help="Bytes of tensors per file, such
 
 
 def check_words(words: Iterable[str]) -> None:
-    """Refuse words that are not valid text, as a file's name may be: settings are written as UTF-8."""
+    """Refuse words that are not valid UTF-8, as file names may be: settings are written as UTF-8."""
     for word in words:
         try:
             word.encode()
         except UnicodeEncodeError:
-            raise ConfigError(f"{word!r} is no text in UTF-8", hint="give the file a name that is") from None
+            raise ConfigError(f"{word!r} is not valid UTF-8", hint="rename the file") from None
 
 
 class RawCommand(TyperCommand):

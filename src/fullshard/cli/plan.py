@@ -121,7 +121,7 @@ def _within_positions(model: ModelShape, given: dict[str, Any], seq_len: int) ->
         return []
     if "seq_len" in given:
         raise ConfigError(
-            f"{model.name} has positions for {model.positions} tokens, and a sequence has {seq_len}",
+            f"{model.name} has positions for {model.positions} tokens, but a sequence has {seq_len}",
             hint=f"use a seq_len of at most {model.positions}",
         )
     given["seq_len"] = model.positions
@@ -153,7 +153,7 @@ def _question(
     cluster = parse_cluster(devices, hosts or resolved.config.launch.num_machines)
     if processes not in (None, cluster.count):
         raise ConfigError(
-            f"{config} starts {processes} processes, --devices {devices} are {cluster.count}",
+            f"{config} starts {processes} processes, but --devices {devices} means {cluster.count}",
             hint=f"write --devices {cluster.device.name}, or change the file",
         )
     return job, cluster, notes
@@ -229,7 +229,7 @@ def _calibrate(path: Path, *, overwrite: bool) -> None:
     if path.suffix != ".json":
         raise ConfigError(f"{path}: a calibration is a .json file", hint="name the file that is to be written")
     if path.exists() and not overwrite and b"memory_bandwidth" not in read_bytes(path):
-        raise ConfigError(f"{path} is there, and is no calibration", hint="name another file, or add --overwrite")
+        raise ConfigError(f"{path} exists, but is not a calibration", hint="name another file, or add --overwrite")
     from fullshard.api.calibration import calibrate
 
     device = calibrate(path)

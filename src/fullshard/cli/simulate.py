@@ -54,11 +54,11 @@ def simulate(
     from fullshard.plan.library import load_config
 
     if timeline is None and (devices is not None or settings["attention"] != Job().attention):
-        raise ConfigError("--devices and --attention are of a step in virtual time", hint="give --timeline, too")
+        raise ConfigError("--devices and --attention need a step in virtual time", hint="add --timeline")
     if timeline is None and world_size is None:
-        raise ConfigError("how many ranks?", hint="give --world-size; or --devices and --timeline")
+        raise ConfigError("no --world-size", hint="give --world-size; or --devices and --timeline")
     if timeline is not None and devices is None:
-        raise ConfigError("--timeline: on what?", hint="give --devices, such as 64xH100")
+        raise ConfigError("--timeline needs --devices", hint="for example --devices 64xH100")
     values = load_config(model)
     if values is None:
         raise ConfigError(f"{model!r} is a number; a simulation needs a model", hint="name one, or give a config.json")
@@ -110,7 +110,8 @@ def _time(
     cluster = parse_cluster(devices)
     if world_size not in (None, cluster.count):
         raise ConfigError(
-            f"--world-size {world_size} and --devices {devices}, which are {cluster.count}", hint="leave one out"
+            f"--world-size {world_size} conflicts with --devices {devices}, which means {cluster.count}",
+            hint="leave one out",
         )
     step = time_step(values, job, cluster, rank=rank)
     step.write_trace(trace)

@@ -1,4 +1,4 @@
-"""The private names of torch that the kernel uses, or more than one folder above it.
+"""List torch's private names that the kernel, or several folders above it, use.
 
 A folder that needs others has a `torch_private.py` of its own. No other file has one; `test_architecture` ensures
 that. torch may rename any of these in any release without notice. So each entry says its purpose, what goes wrong if

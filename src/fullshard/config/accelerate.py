@@ -31,14 +31,17 @@ _BACKENDS = ("INDUCTOR", "EAGER", "AOT_EAGER", "CUDAGRAPHS", "ONNXRT", "OPENXLA"
 
 def _environment(value: Any) -> Settings:
     if values.one_of(value, ("LOCAL_MACHINE", "AMAZON_SAGEMAKER")) == "AMAZON_SAGEMAKER":
-        raise ConfigError("AMAZON_SAGEMAKER: jobs are started on machines of your own", hint="use LOCAL_MACHINE")
+        raise ConfigError(
+            "AMAZON_SAGEMAKER is not supported: fullshard starts jobs on your own machines",
+            hint="use LOCAL_MACHINE",
+        )
     return {}
 
 
 def _distributed_type(value: Any) -> Settings | str:
     name = values.one_of(value, (*_SHARDED, "NO", *_PLAIN, *_OTHER_PARALLELISM))
     if name in _OTHER_PARALLELISM:
-        raise ConfigError(f"{name}: models are divided by sharding alone", hint="use FSDP")
+        raise ConfigError(f"{name}: models can only be divided by sharding", hint="use FSDP")
     if name == "XLA":
         return require_xla("XLA", "use FSDP")
     if name == "NO":
@@ -68,7 +71,7 @@ def hosts(value: Any) -> Settings:
 def _num_processes(value: Any) -> Settings | str:
     if ":" in str(value):
         raise ConfigError(
-            f"{value} processes: it is hosts that come and go, each with as many processes",
+            f"{value} processes: only the number of hosts may vary, each with a fixed number of processes",
             hint="give --nnodes MIN:MAX and --nproc_per_node",
         )
     number = values.integer(value)
@@ -215,7 +218,7 @@ CLUSTER_KEYS = (
     Key("dynamo_config", section=Dialect("dynamo_config", DYNAMO_KEYS, prefix="dynamo_")),
     Key("dynamo_backend", Status.TRANSLATED, "sharding.compile_backend", read=_backend),
     *refused("8-bit floating point is not supported", "fp8_config"),
-    *refused("models are divided by sharding alone", "megatron_lm_config"),
+    *refused("models can only be divided by sharding", "megatron_lm_config"),
     *refused("processes are started by the launcher or by Slurm", "mpirun_config"),
     *refused("Intel's extension is not used", "ipex_config", "use_xpu"),
     *refused("it stores float32 as bfloat16, weights too; mixed_precision: bf16 keeps them", "downcast_bf16"),

@@ -118,7 +118,7 @@ def refuse(problems: Iterable[Problem]) -> None:
         said.add(problem.hint)
     raise ConfigError(
         "\n".join([f"{len(problems)} problems", *lines]),
-        hint="mend these and try again; `fullshard config check` looks without running",
+        hint="fix these and try again; `fullshard config check` checks without running",
     )
 
 

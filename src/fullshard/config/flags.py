@@ -77,7 +77,7 @@ _LAUNCHER_KEYS = (
 )
 
 _NOT_HERE = {
-    "models are divided by sharding alone": ("megatron_lm_", "use_megatron_lm"),
+    "models can only be divided by sharding": ("megatron_lm_", "use_megatron_lm"),
     "jobs are started on machines of your own": ("aws_",),
     "8-bit floating point is not supported": ("fp8_",),
     ON_EACH_HOST: ("tpu_cluster", "vm"),

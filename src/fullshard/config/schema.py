@@ -391,7 +391,7 @@ class RunConfig(Settings):
         for name in ("gather_as", "reduce_as"):
             if getattr(self.precision, name) is not None and not row.shards:
                 raise CombinationError(
-                    f"{name} rounds what is sent along the shard axis, and {self.sharding.strategy} has none",
+                    f"{name} rounds what is sent along the shard axis, but {self.sharding.strategy} has none",
                     f"precision.{name}",
                     "sharding.strategy",
                     hint=f"use FULL_SHARD or SHARD_GRAD_OP, or leave {name} out",

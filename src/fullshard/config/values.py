@@ -59,7 +59,7 @@ def number(value: Any) -> float:
 def text(value: Any) -> str:
     """Read a text, without spaces around it."""
     if isinstance(value, bool | list | tuple | Mapping):
-        raise ValueError(f"expected a text, got {value!r}")
+        raise ValueError(f"expected text, got {value!r}")
     return str(value).strip()
 
 

@@ -41,7 +41,7 @@ XLA_SETTINGS = Dialect(
             *("sharding_groups", "sharding_rank", "sharding_world_size"),
         ),
         *refused(
-            "it is an object of a program, or XLA's own debugging aid",
+            "it is a Python object, or an XLA debugging aid",
             *("auto_wrap_policy", "auto_wrapper_callable", "param_init_fn"),
             *("_debug_dummy_forward_pass", "_debug_print", "_debug_dummy_all_gather_op"),
             *("_debug_dummy_all_reduce_op", "_debug_dummy_reduce_scatter_op", "_debug_dummy_optimization_barrier_op"),

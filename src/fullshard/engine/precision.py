@@ -58,8 +58,8 @@ class MixedPrecisionPolicy:
             if dtype not in PACKINGS:
                 known = " or ".join(map(str, PACKINGS))
                 raise ConfigError(
-                    f"{name} = {dtype}: nothing is sent as {dtype}: only as {known}",
-                    hint="leave it out to send what there is",
+                    f"{name} = {dtype} is not supported: expected {known}",
+                    hint="leave it out to send values in their own dtype",
                 )
             if sent is not None and not saves(dtype_name(dtype), dtype_name(sent)):
                 raise ConfigError(

@@ -21,7 +21,7 @@ from fullshard.engine.shard_spec import RowSpec, ShardSpec
 class SpreadTensor(DTensor):
     """A DTensor over a spec's ranks, each of which has a part of it or all.
 
-    `spec` is that of the parameter that it is, or was computed from.
+    `spec` belongs to the parameter itself, or to the one that it was computed from.
     """
 
     spec: ShardSpec

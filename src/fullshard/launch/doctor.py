@@ -28,7 +28,7 @@ _STALE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A fault, or a fact that only makes runs slower or more fragile; and one action that mends it."""
+    """A fault, or a fact that only makes runs slower or more fragile; and one action that fixes it."""
 
     text: str
     hint: str

@@ -492,7 +492,7 @@ class RendezvousClient:
     def report(self, order: tuple[float, float], text: str) -> RootCause | None:
         """Say that a rank here has failed, and learn which host was first; None if the server does not answer.
 
-        Of all failures that with the smallest `order` is the first: a number, and by this host's clock when it was.
+        The failure with the smallest `order` is the first: a number, and the time by this host's clock.
         """
         kind, when = order
         self._send("failed", order=(kind, when - time.time()), text=text[-_LONGEST_NBYTES // 8 :])

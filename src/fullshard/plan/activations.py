@@ -238,7 +238,7 @@ def _working_on_scores(block: Block, job: Job, width: int, device: Device) -> in
 
 
 def _score_widths(block: Block, job: Job, device: Device) -> tuple[int, int]:
-    """Return a score's bytes after softmax, and when it multiplies the values; none if scores are not written out."""
+    """Return the bytes of a score after softmax and as a factor of the values; 0 if scores are not materialised."""
     way, width = what_runs(block, job, device), itemsize(job.compute_dtype)
     if way == "eager":
         return max(4, width) if block.float32_scores else width, width

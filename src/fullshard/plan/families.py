@@ -33,7 +33,7 @@ _Part = tuple[_Weights, dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Differences of a decoder from Llama's.
+    """How a decoder differs from Llama's.
 
     Attributes:
         attention: `fused`: Phi-3's one projection; `latent`: DeepSeek-V3's narrow latents; `linear`: Qwen3-Next's gated

@@ -140,7 +140,7 @@ class Job(View):
             raise ConfigError(f"loss_chunk with loss {self.loss}, which is of whole logits", hint="use loss fused")
         if self.planned_optimizer.matrix and self.on_host.optimizer_state and not self.on_host.main_weights:
             raise ConfigError(
-                f"{self.optimizer} with its state alone on the host is not planned",
+                f"{self.optimizer} with only its state on the host is not supported by the planner",
                 hint="offload main weights, too, or plan adamw",
             )
         besides = {
@@ -149,7 +149,7 @@ class Job(View):
             "wrap_embeddings": self.wrap_embeddings,
         }
         if self.tp > 1 and (wrong := [name for name, is_there in besides.items() if is_there]):
-            raise ConfigError(f"tp with {wrong[0]} is not planned", hint="leave one of them out")
+            raise ConfigError(f"the planner does not support tp with {wrong[0]}", hint="leave one of them out")
         if self.method == "qlora" and self.base_dtype == "float32" and self.precision in ("bf16", "fp16"):
             raise ConfigError("qlora computes in half precision with a float32 base", hint="use base_dtype bfloat16")
 

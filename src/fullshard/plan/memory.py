@@ -63,7 +63,7 @@ by 1.48 GiB, a tenth less.
 
 
 def fragments_nbytes(transient: int) -> int:
-    """Return what the allocator holds in addition, for `transient` bytes that come and go."""
+    """Return the bytes that fragmentation adds to `transient` bytes that are allocated and freed."""
     return max(FRAGMENTS, round(FRAGMENTATION * transient))
 
 

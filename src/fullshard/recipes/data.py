@@ -241,7 +241,7 @@ def prepare_data(arguments: TrainArguments, accelerator: Any, check: Callable[[i
 
 
 def _make_data(arguments: TrainArguments, check: Callable[[int], None]) -> tuple[Path, str | None, dict[str, Any]]:
-    """Make tokens, and a tokenizer unless the model has one, where those of the same data are not there yet."""
+    """Make tokens, and a tokenizer unless the model has one; reuse what an earlier run made from the same data."""
     most, vocab_size = arguments.max_data_mb, arguments.vocab_size
     files, source = corpus_files(arguments.data), _own_tokenizer(arguments.model)
     what = (arguments.data, arguments.text_field, None if most is None else int(most * 1e6))

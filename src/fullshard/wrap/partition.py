@@ -120,7 +120,7 @@ def partition(
 def other_gradient_dtype(name: str, stored: torch.dtype, wanted: object) -> WrapError:
     """Return the error for a gradient dtype that differs from the stored one."""
     return WrapError(
-        f"{name}: grad_dtype = {wanted} of a parameter stored in {stored}: gradients of a sharded one are in that, too",
+        f"{name}: grad_dtype = {wanted} conflicts with the stored {stored}, which a sharded gradient has, too",
         hint="store it in the dtype of its gradient, and compute in another by MixedPrecisionPolicy(param_dtype=...)",
     )
 

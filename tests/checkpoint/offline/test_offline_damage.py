@@ -344,9 +344,9 @@ def test_torch_files_that_claim_too_much(tmp_path: Path) -> None:
     for name, message in {
         "bomb.pt": "unpacks to more than its",
         "view.pt": "which its bytes do not fill",
-        "text.pt": "no file of torch.save",
+        "text.pt": "not written by torch.save",
         "legacy.pt": "before torch 1.6",
-        "cut.pt": "no file of torch.save",
+        "cut.pt": "not written by torch.save",
     }.items():
         with pytest.raises(CheckpointError, match=message) as caught, PeakGrowth() as peak:
             open_source(tmp_path / name)
@@ -367,7 +367,7 @@ def _cases() -> Iterator[tuple[str, Callable[[Path], Any], str]]:
     yield "shape", lambda p: _safetensors(p, {"a": tensor([2**40], [0, 2**42])}), "lies at bytes"
     yield "negative", lambda p: _safetensors(p, {"a": tensor([1], [-4, 0])}, b"1234"), "lies at bytes"
     yield "size", lambda p: _safetensors(p, {"a": tensor([2**40], [0, 4])}, b"1234"), r"in 4 bytes"
-    yield "deep", lambda p: _safetensors(p, b"[" * 200_000 + b"]" * 200_000), "is not the JSON"
+    yield "deep", lambda p: _safetensors(p, b"[" * 200_000 + b"]" * 200_000), "is not valid JSON"
     many = {f"t{i}": tensor([250], [0, 1000]) for i in range(200)}
     yield "overlap", lambda p: _safetensors(p, many, b"\0" * 1000), "'t0' and 't1' overlap at byte"
     two = {"a": tensor([2], [0, 8]), "b": tensor([2], [4, 12])}
@@ -403,7 +403,7 @@ def test_nothing_known_is_said_plainly(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="there is no checkpoint at"):
         open_source(tmp_path / "none")
     (tmp_path / "notes.txt").write_text("x")
-    with pytest.raises(CheckpointError, match=r"holds no checkpoint of a known kind; it holds notes\.txt"):
+    with pytest.raises(CheckpointError, match=r"holds no checkpoint in a known format; it holds notes\.txt"):
         open_source(tmp_path)
     save_checkpoint(tmp_path / "step-1", model=nn.Linear(2, 2))
     with pytest.raises(CheckpointError, match=r"did you mean .*step-1"):

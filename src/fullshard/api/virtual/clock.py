@@ -54,7 +54,7 @@ class Stream:
 
     @property
     def last(self) -> Task | None:
-        """The task that was pushed last, until which an event that is recorded now waits."""
+        """The task that was pushed last: an event recorded now waits for it."""
         return self.tasks[-1] if self.tasks else None
 
     def push(self, task: Task) -> Task:

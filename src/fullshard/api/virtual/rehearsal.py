@@ -124,9 +124,15 @@ def time_step(
         "optimizer": job.optimizer not in ("adamw", "adamw-fused"),
     }
     if refused := [f"{name} = {getattr(job, name, True)}" for name, is_refused in untimed.items() if is_refused]:
-        raise ConfigError(f"no virtual time with {', '.join(refused)}", hint="leave them out, or ask fullshard plan")
+        raise ConfigError(
+            f"virtual time does not support {', '.join(refused)}",
+            hint="leave them out, or ask fullshard plan",
+        )
     if cluster.device.is_cpu:
-        raise ConfigError("no virtual time on CPUs", hint="ask fullshard plan --calibrate; or name an accelerator")
+        raise ConfigError(
+            "virtual time does not support CPUs",
+            hint="ask fullshard plan --calibrate; or name an accelerator",
+        )
     if not 0 <= rank < cluster.count:
         raise ConfigError(f"rank {rank} of {cluster.count} ranks", hint="ranks count from 0")
     attention = "eager" if job.attention == "eager" else register(job, cluster.device)
@@ -136,7 +142,8 @@ def time_step(
         model = transformers_model(values, attention=attention)().float()
     if getattr(model.config, "is_encoder_decoder", False):
         raise ConfigError(
-            f"no virtual time of {type(model).__name__}, which has an encoder and a decoder", hint="ask fullshard plan"
+            f"virtual time does not support {type(model).__name__}, which has an encoder and a decoder",
+            hint="ask fullshard plan",
         )
     device = VirtualDevice(cluster, host)
     fused = instead(nn.functional, "dropout", _fused_dropout)

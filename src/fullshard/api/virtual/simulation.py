@@ -189,8 +189,9 @@ def transformers_model(values: dict[str, Any], *, attention: str | None = None) 
     kind_of_model = values.get("model_type")
     if not isinstance(kind_of_model, str) or kind_of_model not in transformers.CONFIG_MAPPING:
         raise ConfigError(
-            f"model_type {kind_of_model!r} is none of Transformers {transformers.__version__}, which builds the model",
-            hint="update transformers, or ask fullshard plan, which builds none",
+            f"Transformers {transformers.__version__}, which builds the model, does not know model_type "
+            f"{kind_of_model!r}",
+            hint="update transformers, or ask fullshard plan, which builds no model",
         )
 
     def build() -> nn.Module:
@@ -208,7 +209,7 @@ def transformers_model(values: dict[str, Any], *, attention: str | None = None) 
             raise
         except Exception as error:  # each family checks its fields in its own way
             raise ConfigError(
-                f"Transformers {transformers.__version__} takes this for no {kind_of_model}: {error}",
+                f"Transformers {transformers.__version__} does not accept this as a {kind_of_model}: {error}",
                 hint="the file must be the model's whole config.json",
             ) from error
         return model

@@ -91,7 +91,7 @@ def read_metadata(directory: Path) -> list[StoredObject]:
     except (pickle.UnpicklingError, EOFError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
         raise CheckpointError(f"{path} is not the metadata of a checkpoint: {type(error).__name__}: {error}") from None
     except (RecursionError, MemoryError, OverflowError):
-        raise CheckpointError(f"{path} is not the metadata of a checkpoint: it is nested without end") from None
+        raise CheckpointError(f"{path} is not the metadata of a checkpoint: it is nested too deeply") from None
     problems = [problem for stored in objects for problem in _problems(stored)]
     if problems:
         raise CheckpointError(f"{directory} is damaged:\n" + "\n".join(problems))
@@ -176,10 +176,10 @@ def _ints(values: Any) -> tuple[int, ...]:
 
 def _box(offsets: tuple[int, ...], sizes: tuple[int, ...], info: Any) -> Box:
     if info.state.get("transform_descriptors"):
-        raise CheckpointError(f"{info['relative_path']} is compressed or encrypted, which cannot be read here")
+        raise CheckpointError(f"{info['relative_path']} is compressed or encrypted, which is not supported")
     start, nbytes, file = info["offset"], info["length"], info["relative_path"]
     if type(start) is not int or type(nbytes) is not int or not isinstance(file, str):
-        raise ValueError("an entry has no place in a file")
+        raise ValueError("an entry does not say where it lies in a file")
     return Box(offsets, sizes, file, start, nbytes)
 
 

@@ -33,7 +33,7 @@ def open_source(path: str | Location, *, optimizer: bool = True) -> Source:
         return source
     if not isinstance(path, Path):
         raise CheckpointError(
-            f"{path} holds no checkpoint of fullshard's, and those of others are not read from an object store",
+            f"{path} holds no fullshard checkpoint, and other formats are not read from an object store",
             hint="copy it to a directory first",
         )
     if not path.is_dir():
@@ -44,7 +44,7 @@ def open_source(path: str | Location, *, optimizer: bool = True) -> Source:
     entries = sorted(entry.name for entry in path.iterdir())
     inside = [name for name in entries if (path / name / MANIFEST_NAME).is_file()]
     raise CheckpointError(
-        f"{path} holds no checkpoint of a known kind; it holds {', '.join(entries[:10]) or 'nothing'}",
+        f"{path} holds no checkpoint in a known format; it holds {', '.join(entries[:10]) or 'nothing'}",
         hint=f"did you mean {path / inside[-1]}?" if inside else "docs/migration.md lists what can be read",
     )
 

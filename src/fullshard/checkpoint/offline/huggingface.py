@@ -84,7 +84,8 @@ def skeleton_of(transformers: Any, directory: Path, dtype: torch.dtype) -> nn.Mo
             model: nn.Module = make(config, dtype=dtype)
     except Exception as error:  # each family checks its fields in its own way
         raise CheckpointError(
-            f"{path}: Transformers {transformers.__version__} makes no model of it: {type(error).__name__}: {error}",
+            f"{path}: Transformers {transformers.__version__} cannot build a model from it: {type(error).__name__}: "
+            f"{error}",
             hint="it must be the model's whole configuration, and Transformers new enough to know the model",
         ) from error
     return model

@@ -134,7 +134,8 @@ def _peft_model(
             model: Any = peft.get_peft_model(base_model, config, low_cpu_mem_usage=True)
         except Exception as error:  # each method checks its fields in its own way
             raise CheckpointError(
-                f"{path}: PEFT {peft.__version__} makes no adapter of it for {base}: {type(error).__name__}: {error}",
+                f"{path}: PEFT {peft.__version__} cannot build an adapter for {base} from it: {type(error).__name__}: "
+                f"{error}",
                 hint="it must be the adapter's whole configuration, and the base the model that it was trained on",
             ) from error
     if not is_ours:
@@ -166,7 +167,7 @@ def _by_model_name(
     names = {id(value): name for name, value in stand_ins.items()}
     places = {key: names[id(value)] for key, value in chosen.items() if id(value) in names}
     if strangers := sorted(stored.keys() - places.keys() - stand_ins.keys()):
-        raise CheckpointError(f"{directory} does not fit the base: no place for {', '.join(strangers[:5])}")
+        raise CheckpointError(f"{directory} does not fit the base, which has no place for {', '.join(strangers[:5])}")
     return {places.get(key, key): value for key, value in stored.items()}
 
 

@@ -1,8 +1,8 @@
 """Optimizer state as torch's programs store it, turned into the records of our manifest.
 
 They store `{"state": {PARAMETER: {KEY: value}}, "param_groups": [{..., "params": [PARAMETER, ...]}]}`, or the same
-flattened: `state.PARAMETER.KEY` and `param_groups.PARAMETER.OPTION`. The class of the optimizer is not stored; that of
-torch's AdamW, Adam and SGD can be told from their options, that of others has to be given.
+flattened: `state.PARAMETER.KEY` and `param_groups.PARAMETER.OPTION`. The class of the optimizer is not stored; torch's
+AdamW, Adam and SGD can be recognised by their options, others must be named.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def optimizer_record(
     strangers = sorted({*state, *(name for group in groups for name in group["params"])} - parameters.keys())
     if strangers:
         raise CheckpointError(
-            f"{where} knows {len(strangers)} parameters that the model does not have, first {strangers[0]!r}",
-            hint="import model and optimizer of the same save",
+            f"{where} holds {len(strangers)} parameters that the model does not have, first {strangers[0]!r}",
+            hint="import the model and the optimizer from the same save",
         )
     leaves: dict[str, Any] = {}
     records: dict[str, dict[str, StateTensorRecord | StateValueRecord]] = {name: {} for name in state}
@@ -86,7 +86,7 @@ def _named(state: Mapping[Any, Any], groups: list[Any], *, where: str) -> tuple[
     """Return state under numbers, with the names that optimizers made from `named_parameters()` keep."""
     if not all(len(group.get("param_names", ())) == len(group["params"]) for group in groups):
         raise CheckpointError(
-            f"{where} keeps its state under numbers, from which no names can be told",
+            f"{where} stores its state by number, so the parameters' names are unknown",
             hint="import without the optimizer (--no-optimizer)",
         )
     names = {n: name for group in groups for n, name in zip(group["params"], group["param_names"], strict=True)}

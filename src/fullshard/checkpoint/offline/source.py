@@ -100,7 +100,7 @@ def refuse_around(source: Source, final: Location) -> None:
     for place in (source.path, *source.places):
         if isinstance(place, Path) and isinstance(final, Path) and final.resolve() in place.resolve().parents:
             raise CheckpointError(
-                f"{final} holds {place}, which is read: replacing it would remove all that is there",
+                f"{final} holds {place}, which is being read: replacing it would remove its contents",
                 hint="name a directory in it, or another",
             )
 
@@ -161,7 +161,7 @@ def tensor_record(shape: Sequence[int], dtype: torch.dtype | str, *, where: str)
     """Return a record without pieces. Raises `CheckpointError` for a shape or dtype that no file of ours can have."""
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
-        raise CheckpointError(f"{where} is of {name}, which safetensors cannot hold")
+        raise CheckpointError(f"{where} has dtype {name}, which safetensors cannot store")
     if any(not isinstance(n, int) or n < 0 for n in shape) or math.prod(shape) > 2**62:
         raise CheckpointError(f"{where} claims the shape {tuple(shape)}")
     return TensorRecord(shape=tuple(shape), dtype=name, pieces=())
@@ -178,5 +178,5 @@ def plain_names(named: Mapping[str, T]) -> dict[str, T]:
     if plain and all(name.startswith("module.") for name in plain):
         plain = {name.removeprefix("module."): value for name, value in plain.items()}
     if len(plain) != len(named):
-        raise CheckpointError(f"{len(named)} names become {len(plain)} without those of wrappers")
+        raise CheckpointError(f"{len(named)} names become only {len(plain)} when wrappers' prefixes are removed")
     return plain

@@ -89,7 +89,7 @@ def write_native(
         files |= _write_rank_states(new, source, world_size, notes)
         manifest = _manifest(new, contents, cut, files, world_size)
         if problems := structure_problems(manifest):
-            raise CheckpointError(f"{source.path} is no complete checkpoint:\n" + "\n".join(problems))
+            raise CheckpointError(f"{source.path} is not a complete checkpoint:\n" + "\n".join(problems))
         new.manifest = encode_manifest(manifest)
     return notes
 

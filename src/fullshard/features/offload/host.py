@@ -151,7 +151,7 @@ def host_of(device: torch.device, *, pins: bool, overlaps: bool) -> Host:
 
 @dataclass(frozen=True, slots=True)
 class StorageView:
-    """The recipe for making a tensor of a storage."""
+    """Say how to rebuild a tensor from its storage."""
 
     dtype: torch.dtype
     size: torch.Size

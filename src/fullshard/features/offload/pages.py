@@ -171,7 +171,7 @@ class Pages:
     # -- backward -----------------------------------------------------------------------------------------------
 
     def want(self, page: Page) -> None:
-        """Bring the page that backward has come to: let computing wait for it, and copy the one before meanwhile."""
+        """Fetch the page that backward needs now: make computing wait for it, and start copying the one before."""
         if page is self._wanted:
             return
         self._bring(page)

@@ -184,7 +184,7 @@ class MappedBuffer(FullBuffer):
         return WorkOf(partial(self.wait, self._offers))
 
     def free(self, *, keeps_memory: bool = False) -> None:
-        """Drop this rank's view of the pages, and say that it reads no more."""
+        """Drop this rank's view of the pages, and tell the others that it has finished reading."""
         if self._is_gathered:
             self._buffers.own.madvise(mmap.MADV_DONTNEED, self._start, self.full.nbytes)
             self._buffers.freed[self._buffers.peers.rank, self._number] = self._offers

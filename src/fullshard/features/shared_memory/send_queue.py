@@ -62,7 +62,9 @@ class BufferPool:
             return start
         start = next((start for start, size in self._free.items() if start + size == self._top), self._top)
         if start + nbytes > len(self._memory):
-            raise MemoryError(f"{nbytes} bytes more than the {len(self._memory)} bytes that ranks of one host share")
+            raise MemoryError(
+                f"{nbytes} bytes do not fit into the {len(self._memory)} bytes that ranks of one host share"
+            )
         self._free.pop(start, None)
         self._top = start + nbytes
         return start

@@ -86,7 +86,7 @@ class AsyncLoader:
         known = DEFAULT_PADDING if self._padding is None else self._padding
         if rows.keys() - known.keys() or (self._padding is not None and known.keys() - batch.keys()):
             raise DataError(
-                f"the batch has {sorted(batch)}, and there are values to pad {sorted(known)} with",
+                f"the batch has {sorted(batch)}, but there are padding values for {sorted(known)}",
                 hint=f"give pad_value_dict with one value for each of {sorted(rows)}",
             )
         if (longest := max((value.shape[-1] for value in rows.values()), default=0)) > lengths[-1]:

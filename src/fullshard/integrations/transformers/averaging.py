@@ -52,7 +52,7 @@ class KeepsAverage:
         """
         if not self.is_saved:
             raise ConfigError(
-                "EMACallback in a Trainer that is not fullshard's, which would not save the average",
+                "EMACallback needs fullshard's Trainer: this one would not save the average",
                 hint="import Trainer from fullshard.integrations.transformers, or use fullshard launch",
             )
         self.average_of(kwargs["model"])

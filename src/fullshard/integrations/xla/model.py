@@ -110,8 +110,8 @@ def shard_batch(batch: Any, model: nn.Module) -> Any:
             return value
         if value.shape[0] % sharded.mesh.size():
             raise ConfigError(
-                f"a batch of {value.shape[0]} on {sharded.mesh.size()} devices",
-                hint="the batch is that of all devices: make it a multiple, and use drop_last=True",
+                f"a batch of {value.shape[0]} does not divide over {sharded.mesh.size()} devices",
+                hint="one batch serves all devices: use a multiple of their number, and drop_last=True",
             )
         return sharded.place(value, (_AXES, *[None] * (value.dim() - 1)))
 

@@ -72,7 +72,7 @@ class XlaSettings:
         size = 1 if sharding.strategy == "NO_SHARD" else sharding.shard_size
         if sharding.strategy in _REPLICATES and size is None:
             origin = found.origin("sharding.strategy")
-            raise ConfigError(f"{origin}: {sharding.strategy} without the size of a group", hint="set shard_size")
+            raise ConfigError(f"{origin}: {sharding.strategy} needs the size of a shard group", hint="set shard_size")
         return cls(
             shard_size=size,
             wrap_classes=tuple(sharding.wrap_classes),
