@@ -169,6 +169,18 @@ def test_optimizers_of_other_kinds(tmp_path: Path) -> None:
         assert other_optimizer.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
 
 
+def test_state_that_a_checkpoint_has_not_is_dropped(tmp_path: Path) -> None:
+    for is_saved in (True, False):
+        model = fully_shard(nn.Linear(4, 4))
+        optimizer = torch.optim.AdamW(model.parameters(), amsgrad=not is_saved)
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        if is_saved:
+            save_checkpoint(tmp_path / "step", model=model, optimizer=optimizer)
+    load_checkpoint(tmp_path / "step", model=model, optimizer=optimizer)
+    assert {key for state in optimizer.state.values() for key in state} == {"step", "exp_avg", "exp_avg_sq"}
+
+
 def test_a_prepared_optimizer_is_the_one_inside(tmp_path: Path) -> None:
     """What `Accelerator.prepare` returned may be passed, and loaded without it."""
     model = nn.Linear(4, 4)

@@ -29,7 +29,7 @@ from fullshard.checkpoint.storage import (
     write_file,
 )
 from fullshard.checkpoint.store import committed_directory
-from fullshard.checkpoint.tensor_file import TensorEntry, TensorFileReader, TensorFileWriter
+from fullshard.checkpoint.tensor_file import TensorEntry, TensorFileReader, TensorFileWriter, parse_header
 from fullshard.core.errors import CheckpointError
 
 ROUNDS = 25
@@ -350,11 +350,12 @@ def test_an_empty_tensor_overlaps_nothing(tmp_path: Path) -> None:
         assert set(reader.tensors) == {"a", "empty"}
 
 
-def test_a_header_has_a_largest_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    record = _write(tmp_path / "f", {"a": torch.arange(4.0)})
-    monkeypatch.setattr("fullshard.checkpoint.tensor_file.MAX_HEADER_NBYTES", 16)
-    with pytest.raises(CheckpointError, match=r"f claims a header of \d+ bytes in a file of"):
-        _reader(tmp_path / "f", record)
+@pytest.mark.parametrize(
+    ("nbytes", "words"), [(100 * 2**20, "f is not the JSON"), (100 * 2**20 + 1, "f claims a header of 104857601 bytes")]
+)
+def test_a_header_has_a_largest_size(nbytes: int, words: str) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        parse_header(lambda _start, _nbytes: nbytes.to_bytes(8, "little"), 2 * nbytes, where="f")
 
 
 def test_data_files_lie_in_the_checkpoint_and_are_files(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from fullshard.checkpoint import store as store_module
 from fullshard.checkpoint.lease import let_go
 from fullshard.checkpoint.objects import ObjectPath, location
 from fullshard.checkpoint.store import remove_checkpoint, store_at
+from fullshard.checkpoint.tensor_file import ObjectSink
 from fullshard.cli.main import app
 from fullshard.core.errors import CheckpointError, ConfigError, MissingExtraError, StoreError
 from tests.stored import job, loaded, same, state_of
@@ -135,6 +136,20 @@ def test_files_stay_when_nobody_knows_whether_the_manifest_was_written(
     write(*late[0])
     assert same(loaded(path)[1], state_of(model, optimizer))
     let_go()
+
+
+@pytest.mark.parametrize(("nbytes", "part"), [(0, 16 * 2**20), (9000 * 16 * 2**20 + 1, 17 * 2**20)])
+def test_large_files_are_sent_in_larger_parts(monkeypatch: pytest.MonkeyPatch, nbytes: int, part: int) -> None:
+    """S3 takes 10,000 parts of an object."""
+    opened, asked = MemoryFileSystem.open, list[int]()
+
+    def note(store: Any, path: str, mode: str, block_size: int, **options: Any) -> Any:
+        asked.append(block_size)
+        return opened(store, path, mode, block_size, **options)
+
+    monkeypatch.setattr(MemoryFileSystem, "open", note)
+    ObjectSink(ObjectPath("memory:", "parts", "x", "f"), nbytes).finish()
+    assert asked == [part]
 
 
 def test_a_store_is_named_by_a_url(tmp_path: Path) -> None:

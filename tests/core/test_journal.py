@@ -175,3 +175,10 @@ def test_what_is_no_event_is_left_out_and_a_full_disk_ends_nothing(tmp_path: Pat
     with pytest.warns(UserWarning, match="events are not written to"):
         journal.note(Happening.SAVE)
     journal.note(Happening.SAVE)
+
+
+def test_a_run_that_ends_leaves_nothing_for_the_next(tmp_path: Path) -> None:
+    journal = Journal(path=tmp_path / JOURNAL_NAME)
+    journal.tell(7)
+    journal.close()
+    assert journal == Journal()

@@ -68,7 +68,9 @@ def test_what_can_only_be_a_path_is_not_asked_of_the_hub(written: str) -> None:
         model_directory(written)
 
 
-@pytest.mark.parametrize("written", ["org/name", "name", "org/name-v1.5", "org/name:main", str(Path(__file__))])
+@pytest.mark.parametrize(
+    "written", ["org/name", "name", "org/name-v1.5", "org/name:main", pytest.param(__file__, id="file")]
+)
 def test_names_of_the_hub_and_what_is_there_are_taken(written: str) -> None:
     require_there(written)
 

@@ -153,9 +153,9 @@ def test_kept_between_forward_and_backward(strategy: str, backward_prefetch: str
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_same_on_every_number_of_ranks(world_size: int) -> None:
-    options = {"forward_prefetch": True, "backward_prefetch": "BACKWARD_PRE"}
+    """With the defaults: forward prefetch and BACKWARD_PRE."""
     expected = parse(FORWARD_PREFETCHED + BACKWARD["BACKWARD_PRE"] + FINISH)
-    for events in run_ranks(record, world_size, "FULL_SHARD", options):
+    for events in run_ranks(record, world_size, "FULL_SHARD", {}):
         assert events == expected
 
 

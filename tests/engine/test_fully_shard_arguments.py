@@ -70,6 +70,30 @@ class Encoding(Stack):
         return x * self.head.weight.sum()
 
 
+class Generating(Stack):
+    """Computes with parameters of the root before it calls a forward, as some models of Transformers generate."""
+
+    def prepare_inputs_for_generation(self) -> None:
+        """Those have it."""
+
+    def generate(self, x: torch.Tensor) -> torch.Tensor:
+        assert type(self.embed.weight) is nn.Parameter, "it is whole"
+        y: torch.Tensor = self.embed(x).sum() * self(x)
+        return y
+
+
+def check_generating() -> None:
+    model, plain = build_sharded(Generating, BLOCKS), build(Generating)
+    x = batch(0, dist.get_rank())
+    with torch.no_grad():
+        torch.testing.assert_close(model.generate(x), plain.generate(x), rtol=1e-9, atol=1e-9)  # type: ignore[operator]
+    assert_at_rest(model)
+
+
+def test_generate_of_transformers_may_compute_between_forwards() -> None:
+    run_ranks(check_generating, 2)
+
+
 METHODS = {"": ("encode", "generate"), "blocks.1": ("encode", "twice", "fail")}
 
 

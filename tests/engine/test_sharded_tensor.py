@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, full
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn import functional
@@ -176,6 +177,7 @@ def check_functions() -> dict[str, str]:
                 torch.testing.assert_close(whole(function(own)), function(other), rtol=1e-9, atol=1e-9)
             except Exception as error:
                 wrong[name] = repr(error)
+    assert type(torch.rand_like(own)) is ShardedTensor, "this rank's part alone"
     return wrong
 
 
@@ -353,6 +355,8 @@ def refuse_to_lay_out() -> None:
         DTensor.from_local(torch.zeros(4), mesh, placements)
     with pytest.raises(LifecycleError, match=r"rank \d has \d+ elements of a tensor .*, not 1\b"):
         DTensor.from_local(torch.zeros(1), mesh, placements, shape=parameter.shape)
+    with pytest.raises(LifecycleError, match="nothing is sharded over"):
+        DTensor.from_local(torch.zeros(1), DeviceMesh("cpu", mesh.mesh.flip(0)), placements, shape=parameter.shape)
     with pytest.raises(LifecycleError, match=r"that was computed with gradients is to be laid out"):
         (parameter.redistribute(placements=[Replicate()]) * 2).redistribute(placements=placements)
 

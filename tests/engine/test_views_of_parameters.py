@@ -18,6 +18,7 @@ from torch import nn
 from fullshard.config.switches import COMM
 from fullshard.core.errors import LifecycleError
 from fullshard.features import CPUOffloadPolicy, unsharded
+from fullshard.features.kept_views import _Freed
 from tests.distributed import run_ranks
 from tests.traps import WIDTH, Block, assert_trains_alike, batch, build, build_sharded, run_squared
 
@@ -167,3 +168,11 @@ def test_attributes_that_are_views_are_not_read_while_their_memory_is_gone() -> 
 @pytest.mark.full
 def test_attributes_that_are_views_where_memory_is_shared() -> None:
     run_ranks(check_attributes, 2, "auto")
+
+
+def test_what_stands_in_for_a_freed_view_has_no_memory() -> None:
+    stand_in = _Freed.of("why")
+    with torch._C.DisableTorchFunctionSubclass():
+        assert stand_in.untyped_storage().nbytes() == 0
+    with pytest.raises(LifecycleError, match="why"):
+        stand_in.sum()

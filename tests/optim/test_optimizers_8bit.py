@@ -138,6 +138,20 @@ def check_resume(directory: Path, library: str, name: str, tolerance: float) -> 
         assert float((value - saved[key]).abs().mean()) <= tolerance * float(saved[key].abs().mean()), key
 
 
+@pytest.mark.parametrize("library", ["bitsandbytes", "torchao"])
+def test_a_closure_computes_with_the_sharded_parameters(library: str) -> None:
+    model = shard_model(nn.Linear(WIDTH, 64), unit_modules=[], device=torch.device("cpu"))
+    optimizer = optimizer_for(library, "AdamW8bit", model)
+
+    def closure() -> torch.Tensor:
+        loss: torch.Tensor = model(batch(0)[0]).square().mean()
+        loss.backward()
+        return loss
+
+    first, second = (optimizer.step(closure) for _ in range(2))  # type: ignore[no-untyped-call]
+    assert 0 < second < first
+
+
 def test_codes_are_cut_anew_on_another_number_of_ranks(tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     run_ranks(session, 2, "bitsandbytes", "AdamW8bit", (0, 2), None, str(first))

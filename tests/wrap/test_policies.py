@@ -158,6 +158,16 @@ def test_auto_warns_with_bytes_when_only_the_root_is_left() -> None:
         assert unit_modules(Pair()) == []
 
 
+def test_auto_warns_even_where_only_embeddings_are_left_in_the_root() -> None:
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.scale = nn.Embedding(100, 8), nn.Linear(8, 8)
+
+    with pytest.warns(UserWarning, match="only the root of Table is wrapped"):
+        assert unit_modules(Table()) == []
+
+
 def test_a_warning_names_what_is_left_in_the_root() -> None:
     """By its share, although some units were found; embeddings and head do not count."""
 
@@ -176,6 +186,8 @@ def test_no_warning_where_nothing_could_be_wrapped_or_nobody_asked() -> None:
         warnings.simplefilter("error")
         assert unit_modules(nn.Linear(4, 4)) == []
         assert unit_modules(Stack(), "none") == []
+        a_quarter_in_the_root = nn.Sequential(nn.Bilinear(1, 1, 12, bias=False), nn.Linear(4, 1, bias=False))
+        assert len(unit_modules(a_quarter_in_the_root, {nn.Bilinear})) == 1
 
 
 def test_by_class_strips_blanks_takes_classes_and_nests() -> None:

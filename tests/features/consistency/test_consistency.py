@@ -104,25 +104,31 @@ def test_a_flipped_bit_is_found_and_named(strategy: str, ranks: int, flipped: in
     run_ranks(check_found, ranks, strategy, flipped, other, how)
 
 
-def train(directory: str) -> str:
-    """Three replicas; a bit flips on rank 2 after the first comparison."""
+def train(directory: str) -> tuple[list[str], str]:
+    """Three replicas; a bit of each of five weights flips on rank 2 after the first comparison."""
     JOURNAL.path = None
     fullshard.record_events(directory)
     model, optimizer = make("NO_SHARD")
     model.set_replica_check("raise", every=EVERY)
     steps(model, optimizer, 0, EVERY)
+    names = [name for name, p in model.named_parameters() if name.startswith("blocks.") and p.numel() > 3][:5]
     if rank_and_size()[0] == 2:
-        flip(model, 22)
+        for name in names:
+            flip(model, 22, name)
     with pytest.raises(ReplicaError) as error:
         backward(model, EVERY)  # compared at its end
-    return str(error.value)
+    return names, str(error.value)
 
 
 def test_most_replicas_are_right(tmp_path: Path) -> None:
-    for said in run_ranks(train, 3, str(tmp_path)):
-        assert re.search(rf"{NAME} of rank 2 \(process \d+ on \S+\), unlike 2 other replicas\nhint: go on from", said)
+    pattern = r"weights: (.*) and 2 more of rank 2 \(process \d+ on \S+\), unlike 2 other replicas\nhint: go on from"
+    for names, said in run_ranks(train, 3, str(tmp_path)):
+        found = re.search(pattern, said)
+        assert found, said
+        shown = found[1].split(", ")
+        assert len(shown) == 3 and set(shown) < set(names)
     (event,) = [event for event in read_journal(tmp_path) if event["kind"] == "replica"]
-    assert event["ranks"] == [2] and event["parameters"] == [NAME] and event["rank"] == 2
+    assert event["ranks"] == [2] and event["parameters"] == shown and event["rank"] == 2
 
 
 def train_slowly(

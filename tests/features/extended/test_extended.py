@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 import fullshard
 from fullshard.checkpoint import load_checkpoint, save_checkpoint
 from fullshard.core.errors import ConfigError, LifecycleError, WrapError
-from fullshard.features import fully_shard
+from fullshard.features import fully_shard, units_of
 from tests.differential import CLOSE, EPS, TOLERANCE
 from tests.distributed import preload, run_ranks
 from tests.traps import assert_at_rest, batch, rank_and_size
@@ -234,6 +234,13 @@ def check_float8_in_half_precision() -> None:
 def test_float8_in_half_precision() -> None:
     pytest.importorskip("torchao.float8", reason="needs the extra `quant`")
     run_ranks(check_float8_in_half_precision, 2)
+
+
+def test_the_planner_is_told_in_what_dtype_a_weight_is_gathered() -> None:
+    pytest.importorskip("torchao.float8", reason="needs the extra `quant`")
+    model = shard(float8(layers(), fsdp=True))
+    plans = [bucket.plan for unit in units_of(model) for bucket in unit.buckets]
+    assert [plan.whole_dtype for plan in plans].count("float8_e4m3fn") == 2
 
 
 @pytest.mark.parametrize("precompute", [False, True])

@@ -93,6 +93,19 @@ def moves(case: Case, name: str) -> tuple[list[str], dict[str, int]]:
     return said, shards
 
 
+def added_early(name: str) -> set[bool]:
+    """Return whether a second backward would add to main gradients before its end."""
+    case = Case(BFLOAT16)
+    model = case.model(POLICIES[name])
+    case.backward(model, 0)
+    return {b.gradient.adds_early for unit in units_of(model) for b in unit.buckets if b.has_gradient}
+
+
+def test_gradients_on_the_host_are_added_to_when_backward_has_launched_everything() -> None:
+    assert run_ranks(added_early, 2, "main weights") == [{False}] * 2
+    assert run_ranks(added_early, 2, "optimizer state") == [{True}] * 2
+
+
 def test_compute_shards_are_copied_with_the_gather_and_gradients_while_backward_goes_on() -> None:
     """In half precision two bytes per element go to the device, twice, and four come back, once."""
     said, shards = run_ranks(moves, 2, Case(BFLOAT16, optimizer="fused"), "everything")[0]

@@ -23,6 +23,7 @@ from fullshard.features.quantized_weights.codecs import _PIECE_NUMEL
 from fullshard.features.quantized_weights.scales import (
     _quantise_4bit,
     aliases,
+    dequantised,
     expose_scales,
     is_exact,
 )
@@ -305,3 +306,12 @@ def test_a_weight_quantised_piece_by_piece_is_bitsandbytes(quant_type: str, doub
         bnb.functional.dequantize_4bit(packed, state),
         bnb.functional.dequantize_4bit(expected, its_state),
     )
+
+
+@pytest.mark.parametrize("make", [FourBits(), eight_bits], ids=["4 bits", "8 bits"])
+def test_a_quantised_weight_gives_back_its_values(make: Any) -> None:
+    layer = make(WIDTH, HIDDEN)
+    values = layer.weight.detach().clone()
+    expose_scales(layer.to("cpu"))
+    torch.testing.assert_close(dequantised(layer), values, rtol=0, atol=0.02)
+    assert layer.weight.to("cpu") is layer.weight  # as PEFT's DoRA moves it in every forward

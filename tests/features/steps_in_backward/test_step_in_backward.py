@@ -172,19 +172,18 @@ def test_a_bucket_steps_when_the_next_is_being_reduced() -> None:
 
 
 class _ReadLate(torch.autograd.Function):
-    """On rank 1, read a weight in backward for longer than the other rank, and note whether it has changed."""
+    """On rank 1, read a weight in backward for longer than the other rank; note whether it changed since forward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, layer: nn.Linear, changed: list[bool]) -> torch.Tensor:
-        ctx.layer, ctx.changed = layer, changed
+        ctx.layer, ctx.changed, ctx.before = layer, changed, layer.weight.detach().clone()
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         if rank_and_size()[0] == 1:
-            before = ctx.layer.weight.detach().clone()
             time.sleep(0.4)
-            ctx.changed.append(not torch.equal(ctx.layer.weight, before))
+            ctx.changed.append(not torch.equal(ctx.layer.weight, ctx.before))
         return grads[0], None, None
 
 

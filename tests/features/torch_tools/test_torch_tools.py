@@ -557,6 +557,10 @@ class Muon(torch.optim.SGD):
     """Called like another one."""
 
 
+class SOAP(torch.optim.SGD):
+    """Called like one of matrices, for which there is no class here."""
+
+
 def check_by_hand() -> None:
     for foreach in (False, True):
         model, reference = build_sharded(Stack, BLOCKS), build(Stack)
@@ -566,6 +570,8 @@ def check_by_hand() -> None:
         assert_same_parameters(model, reference)
     with pytest.warns(UserWarning, match=r"Muon: what it computes of whole matrices.*write fullshard\.optim\.Muon\("):
         Muon(model.parameters(), lr=0.1).step()
+    with pytest.warns(UserWarning, match=r"SOAP: what it computes of .*write fullshard\.optim\.OnOwners\(model, SOAP,"):
+        SOAP(model.parameters(), lr=0.1).step()
 
 
 def test_optimizers_written_by_hand_compute_of_whole_tensors() -> None:

@@ -52,6 +52,17 @@ def test_seconds_to_wait() -> None:
     assert stall_seconds(1800) == stall_seconds(120) == 30 and stall_seconds(4) == 2
 
 
+def seconds_of_two_looks() -> float:
+    start = time.monotonic()
+    assert WATCHDOG._statuses(0.6)
+    return time.monotonic() - start
+
+
+def test_two_looks_at_the_other_ranks_take_no_longer_than_they_may() -> None:
+    """Else a time-out would come later than was asked for."""
+    assert all(0.6 <= seconds < 1.4 for seconds in run_ranks(seconds_of_two_looks, 2))
+
+
 @pytest.mark.parametrize("text", ["soon", "0", "-1", "nan", "inf"])
 def test_a_timeout_that_is_none(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FULLSHARD_TIMEOUT", text)
