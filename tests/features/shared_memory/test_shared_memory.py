@@ -173,13 +173,18 @@ def test_many_collectives_under_way(size: int) -> None:
     run_ranks(check_many_under_way, size)
 
 
+def read_late(work: Work) -> None:
+    time.sleep(0.3)
+    work.wait()
+
+
 def check_full_queue() -> None:
     """Send one gradient more than a queue has room for, while another thread reads the first one late."""
     shared, _ = connected()
     send = lambda i: shared.reduce_scatter(torch.full((shared.size,), float(i)), tag=i)  # noqa: E731
     works = [send(number) for number in range(_QUEUE_DEPTH)]
     with ThreadPoolExecutor() as threads:
-        late = threads.submit(lambda: (time.sleep(0.3), works[0].wait()))
+        late = threads.submit(read_late, works[0])
         works.append(send(_QUEUE_DEPTH))
         late.result()
     assert [work.wait().item() for work in works] == [number * shared.size for number in range(_QUEUE_DEPTH + 1)]
