@@ -86,7 +86,7 @@ def shard(
         say(f"{type(model).__name__}: {quantize(model, config.quantize)}")
     conversion = conversion_of(model)
     conversion.require()
-    if conversion.converted or conversion.at_rest:
+    if conversion.converted or (conversion.at_rest and config.quantize is None):
         say(f"{type(model).__name__}: {conversion.said}")
     if conversion.said_of_adapters:
         say(conversion.said_of_adapters)
