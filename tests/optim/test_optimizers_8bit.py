@@ -146,7 +146,7 @@ def test_a_closure_computes_with_the_sharded_parameters(library: str) -> None:
     def closure() -> float:
         loss = model(batch(0)[0]).square().mean()
         loss.backward()
-        return float(loss)
+        return float(loss.detach())
 
     first, second = (optimizer.step(closure) for _ in range(2))
     assert 0 < second < first
@@ -195,7 +195,7 @@ def paged_on_a_gpu(directory: str) -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        return float(loss)
+        return float(loss.detach())
 
     model, optimizer = made()
     for seed in range(3):
