@@ -14,7 +14,6 @@ from fullshard.core.errors import ConfigError
 from fullshard.core.forms import FORMS
 from fullshard.core.sizes import GIB
 from fullshard.plan.evaluate import Plan, changes_that_fit, evaluate, notes_of
-from fullshard.plan.families import from_config
 from fullshard.plan.hardware import parse_cluster
 from fullshard.plan.job import Job
 from fullshard.plan.library import load_model
@@ -87,16 +86,17 @@ def test_the_codes_of_all_ranks_are_there_until_they_are_decoded() -> None:
         assert decoding - issued == each.setting.layout.units[0].coded[0].full_nbytes
 
 
-def test_forms_of_published_checkpoints() -> None:
-    for model, form, devices in (("gpt-oss-120b", "mxfp4", "8xH100"), ("DeepSeek-V3", "fp8", "64xH100")):
-        plan = plan_of(model, devices, quantize=form, checkpointing="full")
-        assert plan.fits
-        values = {
-            "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1,
-            "vocab_size": 64, "num_attention_heads": 4, "quantization_config": {"quant_method": form},
-        }  # fmt: skip
-        (note,) = from_config(values, where="test")[1]
-        assert note.endswith(f"--method lora --quantize {form}")
+@pytest.mark.parametrize(("model", "form"), [("gpt-oss-120b", "mxfp4"), ("DeepSeek-V3", "fp8"), ("Kimi-K2", "fp8")])
+def test_forms_of_published_files(model: str, form: str) -> None:
+    described, (note, *_) = load_model(model)
+    assert described.published_as == form and note.endswith(f"--quantize {form}")
+    assert plan_of(model, "64xH200", method="lora", quantize=form, checkpointing="full").fits
+
+
+def test_the_form_of_published_files_is_proposed() -> None:
+    plan = plan_of("gpt-oss-120b", "2xH100", method="lora")
+    assert not plan.fits
+    assert any("(--quantize mxfp4)" in change.words for change in changes_that_fit(plan, most=20))
 
 
 def test_what_is_trained_is_not_quantised() -> None:

@@ -112,10 +112,11 @@ def measure(settings: dict[str, Any]) -> int:
         with record_function("after"):
             pass
     state = sum(t.nbytes for s in optimizer.state.values() for t in as_local(s).values() if t.ndim > 0)
-    return _peak(profiler) - (state if on_host.optimizer_state else 0)
+    return peak_of(profiler) - (state if on_host.optimizer_state else 0)
 
 
-def _peak(profiler: Any) -> int:
+def peak_of(profiler: Any) -> int:
+    """Return the most live bytes between the marks, host memory left out."""
     found: list[tuple[int, int, int, bool]] = []
     marks: dict[str, int] = {}
 

@@ -142,9 +142,8 @@ class PlanCheck:
         predicted = predicted[end:] + predicted[:end]  # state that leaves after a step comes first in the next
         planned, found = traffic_of(predicted, layout), traffic_of(self._events, layout)
         buckets = [bucket for unit in self._units for bucket in unit.buckets]
-        nbytes = {unit.name: unit.gathered_nbytes for unit in layout.units}
-        signs = {EventKind.UNSHARD_ISSUED: 1, EventKind.RESHARDED: -1}
-        gathered = itertools.accumulate(signs.get(event.kind, 0) * nbytes[event.unit] for event in predicted)
+        named = {unit.name: unit for unit in layout.units}
+        gathered = itertools.accumulate(_gathered(event, named[event.unit]) for event in predicted)
         sent = [Deviation(what, getattr(planned, name), getattr(found, name)) for name, what in _SENT.items()]
         gradients = local_gradients([p for bucket in buckets for p in bucket.sharded_parameters])
         trained = sum(bucket.main_nbytes for bucket in layout.buckets if bucket.trainable)
@@ -216,6 +215,18 @@ class PlanWatch:
                     f"check_plan: {type(check.model).__name__}: nothing was compared, because the run ended after "
                     f"{check.steps} optimizer steps; step {AT_STEP} is compared"
                 )
+
+
+def _gathered(event: Event, unit: UnitLayout) -> int:
+    """Return the bytes that come with an event, or go, of what is unsharded."""
+    match event.kind:
+        case EventKind.UNSHARD_ISSUED:
+            return unit.gathered_nbytes - unit.decoded_nbytes + unit.coded_nbytes
+        case EventKind.UNSHARD_READY:
+            return unit.decoded_nbytes - unit.coded_nbytes
+        case EventKind.RESHARDED:
+            return -unit.gathered_nbytes
+    return 0
 
 
 def planned_optimizer(optimizer: torch.optim.Optimizer) -> str | None:

@@ -65,9 +65,9 @@ class CountedBucket(BucketPlan):
 
     @property
     def coded_nbytes(self) -> int:
-        """Bytes of the codes of all ranks, which are there until they are decoded; on one rank they are its own."""
-        world_size = self.layout.world_size
-        return self.main_nbytes * world_size if self.form is not None and world_size > 1 else 0
+        """Bytes of the codes of all ranks, which are there until they are decoded; a rank alone decodes its own."""
+        has_own = self.layout.world_size == 1 and not self.main_is_on_host
+        return 0 if self.form is None or has_own else self.main_nbytes * self.layout.world_size
 
     def decoding_nbytes(self, *, is_cpu: bool) -> int:
         """Return the bytes of the temporaries of decoding a piece of it."""

@@ -355,6 +355,7 @@ def _changes(plan: Plan) -> list[_Offer]:
     batches = {size: job.accumulation * job.micro_batch // size for size in halves}
     parts = {f"offload_{name}": None for name in ("compute_shards", "main_weights", "optimizer_state")}
     saved = "what layers keep for backward" if job.checkpointing == "none" else "the inputs of checkpointed layers"
+    form = plan.model.published_as  # of its files
     is_plain, trains_all = not job.on_host, job.method == "full"
     sums = trains_all and job.main_dtype != "float32" and job.reduce_dtype is None
     no_scores = job.attention == "eager" and not _without_kernel(plan, job.model_copy(update={"attention": "sdpa"}))
@@ -370,6 +371,11 @@ def _changes(plan: Plan) -> list[_Offer]:
         ),
         ("full activation checkpointing", {"checkpointing": "full"}, job.checkpointing != "full"),
         ("a loss in chunks (use_chunked_loss), which never holds whole logits", {"loss": "fused"}, job.loss != "fused"),
+        (
+            f"all large frozen weights stored in {form} (--quantize {form})",
+            {"quantize": form},
+            job.method != "full" and job.quantize is None and bool(plan.model.published_as),
+        ),
         ("FULL_SHARD", {"strategy": "FULL_SHARD", "shard_size": None}, job.strategy != "FULL_SHARD"),
         ("the input embedding and the head as units of their own", {"wrap_embeddings": True}, not job.wrap_embeddings),
         ("8-bit AdamW", {"optimizer": "adamw-8bit"}, job.optimizer in ("adamw", "adamw-fused")),

@@ -381,12 +381,16 @@ _KNOWN_AS = {"kimi_k2": "deepseek_v3"}
 def from_config(values: Mapping[str, Any], *, where: str, name: str | None = None) -> tuple[ModelShape, list[str]]:
     """Return the shapes a `config.json` describes, and notes for the user."""
     kind, notes = _KNOWN_AS.get(str(values.get("model_type")), values.get("model_type")), []
+    method = ""
     if quantized := values.get("quantization_config"):
-        method = quantized.get("quant_method", "unnamed") if isinstance(quantized, Mapping) else quantized
+        method = str(quantized.get("quant_method", "unnamed") if isinstance(quantized, Mapping) else quantized)
         notes.append(
-            f"{where}: quantization_config ({method}) is left out: all weights are planned in --base-dtype; a frozen "
-            f"base in few bits is {f'--method lora --quantize {method}' if method in FORMS else '--method qlora'}"
+            f"{where}: its files are in {method}, planned in --base-dtype unless a frozen base has --quantize {method}"
+            if method in FORMS
+            else f"{where}: quantization_config ({method}) is left out: all weights are planned in --base-dtype; a "
+            "frozen base in four bits is --method qlora"
         )
+    published_as = method if method in FORMS else ""
     if not isinstance(kind, str):
         raise ConfigError(f"{where}: no model_type", hint="the file must be the model's whole config.json")
     nested = values.get("text_config")
@@ -399,7 +403,7 @@ def from_config(values: Mapping[str, Any], *, where: str, name: str | None = Non
         shape = counted(values, where=where)
         if shape.encoder_decoder:
             notes.append(f"{where}: the encoder is planned with as many tokens as the decoder")
-        return dataclasses.replace(shape, name=name or kind), notes
+        return dataclasses.replace(shape, name=name or kind, published_as=published_as), notes
     fields, reader = Fields(values, where), FAMILIES.get(kind)
     if reader is None:
         _require_llama(values, kind, where)
@@ -416,7 +420,7 @@ def from_config(values: Mapping[str, Any], *, where: str, name: str | None = Non
         notes.append(f"{kind}: {ESTIMATED[kind]}")
     unknown = sorted({block.activation for block in blocks} - KEPT_BY_ACTIVATION.keys())
     notes += [f"{where}: activation {name!r} is not known; planned as one that keeps its input" for name in unknown]
-    return dataclasses.replace(shape, name=name or kind), notes
+    return dataclasses.replace(shape, name=name or kind, published_as=published_as), notes
 
 
 def _require_llama(values: Mapping[str, Any], kind: str, where: str) -> None:

@@ -73,6 +73,7 @@ def _deepseek(layers: int, heads: int, experts: int, dense: int, vocab: int, kin
         "qk_nope_head_dim": 128,
         "qk_rope_head_dim": 64,
         "v_head_dim": 128,
+        "quantization_config": {"quant_method": "fp8"},
     }
 
 
@@ -90,7 +91,8 @@ def _glm(hidden: int, inner: int, layers: int, experts: int, expert: int, dense:
 
 def _gpt_oss(layers: int, experts: int) -> Values:
     more = {"model_type": "gpt_oss", "head_dim": 64, "attention_bias": True, "sliding_window": 128}
-    return llama(2880, 2880, layers, 64, 8, 201088, **more, num_local_experts=experts, num_experts_per_tok=4)
+    more |= {"num_local_experts": experts, "num_experts_per_tok": 4, "quantization_config": {"quant_method": "mxfp4"}}
+    return llama(2880, 2880, layers, 64, 8, 201088, **more)
 
 
 def _llama4(experts: int, step: int) -> Values:

@@ -52,6 +52,16 @@ class UnitLayout:
         return tuple(bucket for bucket in self.buckets if bucket.form is not None)
 
     @cached_property
+    def decoded_nbytes(self) -> int:
+        """Bytes of what is decoded once it is gathered."""
+        return sum(bucket.full_nbytes for bucket in self.coded)
+
+    @cached_property
+    def coded_nbytes(self) -> int:
+        """Bytes of the codes of all ranks, which are there from the gather until they are decoded."""
+        return sum(bucket.coded_nbytes for bucket in self.coded)
+
+    @cached_property
     def trainable(self) -> tuple[CountedBucket, ...]:
         """Return the buckets with gradients."""
         return tuple(bucket for bucket in self.buckets if bucket.trainable)

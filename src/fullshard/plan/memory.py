@@ -221,10 +221,10 @@ class _Ledger:
         unit = self.units[event.unit]
         match event.kind:
             case EventKind.UNSHARD_ISSUED:
-                self.now["gathered units"] += self.setting.gathered_nbytes(unit) - self._decoded(unit)
-                self.now["gathered units"] += self.setting.coded_nbytes(unit)
+                plain = self.setting.gathered_nbytes(unit) - unit.decoded_nbytes
+                self.now["gathered units"] += plain + self.setting.coded_nbytes(unit)
             case EventKind.UNSHARD_READY if unit.coded:
-                self.now["gathered units"] += self._decoded(unit)
+                self.now["gathered units"] += unit.decoded_nbytes
                 pieces = [bucket.decoding_nbytes(is_cpu=self.setting.device.is_cpu) for bucket in unit.coded]
                 moments = self._for_a_moment({"gathered units": max(pieces)})
                 self.now["gathered units"] -= self.setting.coded_nbytes(unit)
@@ -255,9 +255,6 @@ class _Ledger:
                 self._leave_backward()
                 return self._optimizer_step()
         return [self.nbytes]
-
-    def _decoded(self, unit: UnitLayout) -> int:
-        return sum(bucket.full_nbytes for bucket in unit.coded)
 
     # -- forward and backward -----------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ def apply_method(model: ModelShape, job: Job) -> ModelShape:
     `quantize` all large weights are in that.
     """
     if model.is_final:
-        return model
+        return _quantized(model, job.quantize) if job.quantize else model
     if job.method == "full" and job.quantize:
         raise ConfigError(
             "quantize with method full, which trains all weights", hint="add method lora, or leave quantize out"
@@ -61,6 +61,17 @@ def apply_method(model: ModelShape, job: Job) -> ModelShape:
     return model.map(change).with_adapters(dropout=bool(job.lora_dropout))
 
 
+def _quantized(model: ModelShape, form: str) -> ModelShape:
+    """Return a model, as it is, whose large frozen weights are in a stored form, as `fullshard.quantize` has them."""
+
+    def change(unit: UnitShape, parameter: ParameterShape) -> Iterator[ParameterShape]:
+        is_free = not (parameter.trainable or parameter.exact or parameter.form)
+        is_coded = is_free and _is_reached(parameter, is_matrix=_is_matrix(model, unit, parameter))
+        yield dataclasses.replace(parameter, form=form) if is_coded else parameter
+
+    return model.map(change)
+
+
 def conversion_of(model: ModelShape, job: Job) -> Conversion:
     """Count what a job quantises of the given model, and what of it no adapter reaches."""
     found = Conversion(is_asked_for=True, form=job.quantize or EXPERTS_FORM)
@@ -81,11 +92,16 @@ def conversion_of(model: ModelShape, job: Job) -> Conversion:
 
 def _form(model: ModelShape, unit: UnitShape, parameter: ParameterShape, job: Job) -> str:
     """Return the form in which a weight is at rest; empty: as numbers, or as bitsandbytes' layers have it."""
-    name, shape = parameter.name, parameter.shape
-    is_stack = is_stacked(name, shape)
-    if not is_large(name, shape) or not (is_stack or _is_matrix(model, unit, parameter)):
+    is_matrix = _is_matrix(model, unit, parameter)
+    if not _is_reached(parameter, is_matrix=is_matrix):
         return ""
-    return job.quantize or (EXPERTS_FORM if is_stack and job.method == "qlora" else "")
+    return job.quantize or (EXPERTS_FORM if job.method == "qlora" and not is_matrix else "")
+
+
+def _is_reached(parameter: ParameterShape, *, is_matrix: bool) -> bool:
+    """Return whether a weight is a large one of a linear layer or a convolution, or several stacked, but no table."""
+    is_stack = parameter.role == "other" and len(parameter.shape) > 2 and parameter.shape[0] > 1
+    return (is_matrix or is_stack) and is_large(parameter.name, parameter.shape)
 
 
 def _is_matrix(model: ModelShape, unit: UnitShape, parameter: ParameterShape) -> bool:

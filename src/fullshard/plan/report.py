@@ -118,6 +118,7 @@ def _front_row(plan: Plan) -> dict[str, str]:
     switches = {"embeddings": job.wrap_embeddings, "step in backward": job.schedule.steps_in_backward}
     switches[f"{plan.kept} kept"] = plan.kept > 0
     switches |= {job.optimizer: job.planned_optimizer.packed_nbytes > 0}
+    switches[f"{job.quantize} at rest"] = job.quantize is not None
     switches |= {f"{name} {value}": True for name, value in job.dtypes.sent.items()}
     return {
         "strategy": job.strategy + size,

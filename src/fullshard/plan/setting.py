@@ -45,12 +45,11 @@ class PlanSetting:
 
     def gathered_nbytes(self, unit: UnitLayout) -> int:
         """Return the bytes that unsharding `unit` takes."""
-        decoded = sum(bucket.full_nbytes for bucket in unit.coded)
-        return decoded if self.route.shares_memory else unit.gathered_nbytes
+        return unit.decoded_nbytes if self.route.shares_memory else unit.gathered_nbytes
 
     def coded_nbytes(self, unit: UnitLayout) -> int:
         """Return the bytes of `unit`'s codes, which messages bring before they are decoded."""
-        return 0 if self.route.shares_memory else sum(bucket.coded_nbytes for bucket in unit.coded)
+        return 0 if self.route.shares_memory else unit.coded_nbytes
 
     def collected_dtype(self, bucket: CountedBucket) -> str:
         """Return the dtype that collects the unsharded gradient; if several backwards add to it, that of the sum."""

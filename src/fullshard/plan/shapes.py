@@ -179,6 +179,7 @@ class ModelShape:
         encoder_decoder: whether half of the tokens pass an encoder.
         calls: names of the inner units in the order their forwards begin; empty: definition order.
         capped_logits: whether logits pass a tanh, which keeps its output.
+        published_as: the stored form (`core.forms`) in which its published files have most weights; empty: as numbers.
         is_final: whether dtypes and trainability are those of the run already, so that no training method applies.
     """
 
@@ -190,6 +191,7 @@ class ModelShape:
     encoder_decoder: bool = False
     calls: tuple[str, ...] = ()
     is_final: bool = False
+    published_as: str = ""
     capped_logits: bool = False
 
     @property
