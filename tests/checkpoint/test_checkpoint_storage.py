@@ -351,7 +351,8 @@ def test_an_empty_tensor_overlaps_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "words"), [(100 * 2**20, "f is not the JSON"), (100 * 2**20 + 1, "f claims a header of 104857601 bytes")]
+    ("nbytes", "words"),
+    [(100 * 2**20, "f is not valid JSON"), (100 * 2**20 + 1, "f claims a header of 104857601 bytes")],
 )
 def test_a_header_has_a_largest_size(nbytes: int, words: str) -> None:
     with pytest.raises(CheckpointError, match=words):
