@@ -21,8 +21,8 @@ _USAGE = """fullshard sft [-n N] --model_name_or_path M --dataset_name D ...
        fullshard sft RUN.yaml
 
 Fine-tune a model on chats or texts: all weights, LoRA (--use_peft), or LoRA on
-a quantised model (--load_in_4bit, or --quantize nf4). RUN.yaml holds the same names, and beside
-them fullshard's sections (launch, sharding, ...). --num_processes (-n),
+a quantised model (--load_in_4bit, or --quantize nf4). RUN.yaml holds the same
+names, and fullshard's sections (launch, sharding, ...). --num_processes (-n),
 --config_file, --check_plan, --quantize, --max_restarts, --grace_period and
 --timeout are those of `fullshard launch`; its other flags go with
   fullshard launch ... -m fullshard.recipes.sft --model_name_or_path ...
