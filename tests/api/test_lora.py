@@ -503,7 +503,7 @@ def test_fullshard_merge_of_damaged_files_names_them(tmp_path: Path) -> None:
     adapter = shutil.copytree(tmp_path / "adapter", tmp_path / "run" / "step-5")
     with (
         open_merged(tmp_path / "base", adapter) as (merged, _),
-        pytest.raises(CheckpointError, match=f"{tmp_path / 'run'} holds {adapter}, which is read"),
+        pytest.raises(CheckpointError, match=f"{tmp_path / 'run'} holds {adapter}, which is being read"),
     ):
         write_weights(merged, tmp_path / "run", overwrite=True)
     assert adapter.is_dir()
