@@ -77,7 +77,7 @@ def are_equal(one: TensorSource, other: TensorSource) -> bool:
 
 
 class _Together:
-    """The tensors that a group makes, made when the first of it is read and kept until the last of it has been."""
+    """The tensors of a group, computed when the first is read and kept until the last has been read."""
 
     def __init__(self, group: Group, stored: Mapping[str, TensorSource], outline: Outline) -> None:
         self.group, self._stored, self._outline = group, stored, outline

@@ -147,6 +147,6 @@ def faults(environ: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
 
 
 def check_switches() -> None:
-    """Refuse variables of this process that begin like fullshard's and are none of these, or have another value."""
+    """Refuse environment variables with fullshard's prefix that are unknown or have an invalid value."""
     for _, message, hint in faults(os.environ):
         raise ConfigError(message, hint=hint)

@@ -199,7 +199,7 @@ def mark_original(parameter: nn.Parameter, sharded: ShardedTensor) -> None:
 
 
 def _take_grad(parameter: torch.Tensor) -> None:
-    """Take a gradient that autograd has made for a sharded parameter: a script has computed with it (a penalty)."""
+    """Take the gradient that autograd has made for a sharded parameter that a script used directly (for a penalty)."""
     assert isinstance(parameter, ShardedParameter)  # noqa: S101 -- it is registered on these
     made: torch.Tensor = _grad_of_autograd(parameter)
     _set_grad_of_autograd(parameter, None)

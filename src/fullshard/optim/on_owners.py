@@ -4,8 +4,8 @@
     the owner      makes the optimizer with one whole matrix, gives it its state, and has it step
     every rank     gets its interval of the new weights
 
-So any class that updates one parameter from its weights, gradient and state is right, and has the numbers of one
-process: what its authors wrote runs, and nothing of it is known here.
+So any class that updates one parameter from its weights, gradient and state runs as its authors wrote it, and gives the
+numbers of one process.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ def is_stacked(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def is_large(name: str, shape: tuple[int, ...]) -> bool:
-    """Return whether a weight is worth codes: a matrix, or several, and no router's, which decides between experts."""
+    """Return whether a weight is worth quantising: one or more matrices, but not those of a router of experts."""
     is_router = name.split(".")[-2:-1] in (["gate"], ["router"])
     return len(shape) > 1 and math.prod(shape) // max(1, *shape) >= _FEW and not is_router
 
