@@ -83,7 +83,12 @@ BEFORE: dict[str, list[str]] = {
     ],
     "docs/lora.md": [
         SAVED + "import peft\nfrom transformers import AutoModelForCausalLM\nname = 'path/or/hub-name'\n"
-        "LoraConfig = lambda _: peft.LoraConfig(target_modules=['q_proj'])\n"
+        "LoraConfig = lambda _: peft.LoraConfig(target_modules=['q_proj'])\n",
+        "import fullshard\nfrom peft import LoraConfig, get_peft_model\n"
+        "from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM\n"
+        "model = Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=64, hidden_size=64, intermediate_size=64, "
+        "moe_intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, num_experts=4))\n"
+        "accelerator = fullshard.Accelerator()\n",
     ],
     "docs/memory.md": [LLAMA, "", "", SHARDED + "scheduler = types.SimpleNamespace(step=lambda: None)\n"],
     "docs/optimizers.md": [

@@ -81,15 +81,7 @@ def shard(
         ignored = modules_matching(model, config.ignored_modules) if config.ignored_modules is not None else []
     if ignored and not {id(module) for module in ignored} & {id(module) for module in model.modules()}:
         say(f"ignored_modules: none of them is in this {type(model).__name__}, so all of it is sharded")
-    quantise_rest(model)
-    if config.quantize is not None:
-        say(f"{type(model).__name__}: {quantize(model, config.quantize)}")
-    conversion = conversion_of(model)
-    conversion.require()
-    if conversion.converted or (conversion.at_rest and config.quantize is None):
-        say(f"{type(model).__name__}: {conversion.said}")
-    if conversion.said_of_adapters:
-        say(conversion.said_of_adapters)
+    _quantise(model, config.quantize, say)
     policy = configured_policy(config) if plugin is None else plugin.wrap_policy()
     units = _units(model, policy, ignored, process)
     apart = embedding_modules(model) if config.wrap_embeddings else ()
@@ -130,6 +122,19 @@ def shard(
         ranks = process.environment.local_world_size
         keep_unsharded(model, budget_nbytes=config.unsharded_memory_nbytes, ranks_on_host=ranks, say=say)
     return model
+
+
+def _quantise(model: nn.Module, form: str | None, say: Callable[[str], None]) -> None:
+    """Mark what is to be quantised at rest: all large frozen weights in `form`, or what bitsandbytes has left."""
+    quantise_rest(model)
+    if form is not None:
+        say(f"{type(model).__name__}: {quantize(model, form)}")
+    conversion = conversion_of(model)
+    conversion.require()
+    if conversion.converted or (conversion.at_rest and form is None):
+        say(f"{type(model).__name__}: {conversion.said}")
+    if conversion.said_of_adapters:
+        say(conversion.said_of_adapters)
 
 
 def _say_how(model: nn.Module, config: ShardingConfig, say: Callable[[str], None]) -> None:
