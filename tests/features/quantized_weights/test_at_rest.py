@@ -292,10 +292,11 @@ def test_every_form_gives_the_values_of_the_whole(size: int) -> None:
 
 
 def check_forms() -> None:
-    for form in FORMS:
-        check_form(form, is_transposed=False)
-    check_form("mxfp4", is_transposed=True)
-    check_form("nf4-double", is_transposed=True)
+    with torch.compiler.set_stance("force_eager"):  # bitsandbytes compiles what it has no kernels for
+        for form in FORMS:
+            check_form(form, is_transposed=False)
+        check_form("mxfp4", is_transposed=True)
+        check_form("nf4-double", is_transposed=True)
 
 
 def check_memory(is_shared: bool, offload: Any) -> float:
