@@ -196,3 +196,11 @@ def test_a_plan_says_the_same() -> None:
     assert not [n for n in notes if "adapter" in n]
     notes = notes_of(evaluate(mixture, Job.of({"method": "lora"}), cluster))
     assert [n for n in notes if "experts have no adapter" in n]
+
+
+def test_two_forms_of_one_weight_are_an_error() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64)).requires_grad_(False)
+    fullshard.quantize(model, "nf4")
+    fullshard.quantize(model, "nf4")
+    with pytest.raises(ConfigError, match=r"Linear.weight is to be stored as int8, and as nf4 already"):
+        fullshard.quantize(model, "int8")

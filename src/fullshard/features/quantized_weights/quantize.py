@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from fullshard.core.errors import WrapError
+from fullshard.core.errors import ConfigError, WrapError
 from fullshard.core.forms import form_of
 from fullshard.core.sizes import format_count
 from fullshard.features.quantized_weights import at_rest  # noqa: F401 -- it shards what is marked here
@@ -21,13 +21,18 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTra
 
 
 def mark(module: nn.Module, attribute: str, mark: Mark) -> None:
-    """Have one parameter of a module quantised when it is sharded.
+    """Have one parameter of a module quantised when it is sharded. A mark of the same form that it has stays.
 
     Raises:
-        ConfigError: there is no such form.
+        ConfigError: there is no such form, or the parameter is marked with another.
     """
     form_of(mark.form)
-    vars(module).setdefault(MARKS, {})[attribute] = mark
+    before = vars(module).setdefault(MARKS, {}).setdefault(attribute, mark)
+    if before.form != mark.form:
+        raise ConfigError(
+            f"{type(module).__name__}.{attribute} is to be stored as {mark.form}, and as {before.form} already",
+            hint="name one form: quantize, or bitsandbytes' settings",
+        )
 
 
 @dataclass(slots=True)
