@@ -18,6 +18,7 @@ from fullshard.plan.hardware import parse_cluster
 from fullshard.plan.job import Job
 from fullshard.plan.library import load_model
 from fullshard.plan.report import as_dict
+from fullshard.plan.search import search
 from tests.plan_table import table, written
 
 
@@ -97,6 +98,15 @@ def test_the_form_of_published_files_is_proposed() -> None:
     plan = plan_of("gpt-oss-120b", "2xH100", method="lora")
     assert not plan.fits
     assert any("(--quantize mxfp4)" in change.words for change in changes_that_fit(plan, most=20))
+
+
+def test_the_search_keeps_the_form_of_published_files() -> None:
+    model, _ = load_model("gpt-oss-120b")
+    job, cluster = Job.of({"method": "lora", "checkpointing": "full"}), parse_cluster("2xH100")
+    fixed = {"checkpointing", "offload", "offload_main_weights", "offload_optimizer_state"}
+    assert {plan.job.quantize for plan in search(model, job, cluster, fixed=fixed)} == {"mxfp4"}
+    with pytest.raises(ConfigError, match="nothing fits: "):
+        search(model, job, cluster, fixed={*fixed, "quantize"})
 
 
 def test_what_is_trained_is_not_quantised() -> None:

@@ -1,9 +1,10 @@
 """The fastest way to run a job: every switch of the engine that keeps its numbers.
 
 The search covers strategies and shard sizes, micro-batch and accumulation, checkpointing, and all options that save
-memory, alone and together: a loss in chunks, stepping in backward, embeddings as units, activations on the host, and
-optimizer state, main weights or everything there; for the best plans also units kept unsharded. An option that is never
-slower and never larger is switched on at once: a fused optimizer on accelerators.
+memory, alone and together: a loss in chunks, stepping in backward, embeddings as units, frozen weights stored in the
+form of the published files, activations on the host, and optimizer state, main weights or everything there; for the
+best plans also units kept unsharded. An option that is never slower and never larger is switched on at once: a fused
+optimizer on accelerators.
 
 Saving memory costs time, so the search begins with nothing saved, and looks at the fastest way first: one that does
 not fit is replaced by those with one more option switched on. Ways are compared by estimates from models of a few
@@ -94,9 +95,12 @@ class _Search:
         self._model, self._job, self._cluster, self._fixed, self._margin = model, job, cluster, fixed, margin
         self._models, self._numbers = few_layers(model), itertools.count()
         no_units = model.tied or not any(p.role == "head" for p in model.root.parameters)
+        self._options = dict(_SAVING)
+        if model.published_as and job.method != "full" and job.quantize is None:
+            self._options["form"] = {"quantize": model.published_as}  # exactly the values of the files
         self._saving = [
             name
-            for name, values in _SAVING.items()
+            for name, values in self._options.items()
             if not fixed & values.keys()
             and not (name == "embeddings" and no_units)
             and not (cluster.device.is_cpu and any("offload" in setting for setting in values))  # it is the host
@@ -162,7 +166,7 @@ class _Search:
     def _job_of(self, way: Mapping[str, Any], saving: frozenset[str]) -> Job:
         values = {**self._job.model_dump(), **way}
         for name in sorted(saving):
-            values |= _SAVING[name]
+            values |= self._options[name]
         return Job.of(values)
 
     def _candidate(self, way: Mapping[str, Any], saving: frozenset[str]) -> _Candidate | None:
