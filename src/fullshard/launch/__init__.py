@@ -1,6 +1,6 @@
-"""Start of processes, and each process's place among the ranks.
+"""Start a job's processes, and tell each process its rank.
 
-The names below are imported when they are first used: a launcher reads its flags before it loads torch.
+The names below are imported on first use, because a launcher reads its flags before it loads torch.
 """
 
 from __future__ import annotations

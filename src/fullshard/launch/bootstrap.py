@@ -1,11 +1,11 @@
-"""First code of each process of a job: it starts the script as plain Python would, and reports how it failed.
+"""The first code that each process of a job runs: it starts the script as plain Python would, and reports failures.
 
     python bootstrap.py script PATH ARGUMENTS...
     python bootstrap.py module NAME ARGUMENTS...
     python bootstrap.py program NAME ARGUMENTS...
 
-It is started by its path and uses the standard library alone, so that before the script's first line it imports nothing
-that plain Python would not import.
+The launcher starts this file by its path. The file uses only the standard library, so nothing is imported before the
+script's first line that plain Python would not import.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _NOT_FOUND, _NOT_EXECUTABLE = 127, 126
 
 
 def die_with_launcher() -> None:
-    """End this process as soon as its launcher ends, even if that was killed, and at once on an interrupt."""
+    """End this process when its launcher ends, even if the launcher was killed. Exit immediately on an interrupt."""
     launcher_pid = os.environ.get(LAUNCHER_PID)
     if launcher_pid is None:
         return
@@ -96,7 +96,7 @@ def _ancestors() -> list[int]:
 
 
 def leave_stacks() -> None:
-    """Write every thread's stack where the launcher looks for it, on its request, whatever the process is doing."""
+    """Write every thread's stack to the launcher's directory when the launcher asks, even if the process is blocked."""
     directory = os.environ.get(PREEMPTION_DIR)
     if directory is None or sys.platform != "linux":
         return
@@ -113,7 +113,10 @@ _kept: list[TextIO] = []
 
 
 def write_report(message: str, callstack: str) -> bool:
-    """Write the report of a failure where the launcher looks for it, in torchelastic's form; False if that fails."""
+    """Write a failure report in torchelastic's format, where the launcher looks for it.
+
+    Return False if the report cannot be written.
+    """
     path = os.environ.get(ERROR_FILE)
     if not path:
         return False
@@ -131,7 +134,7 @@ def write_report(message: str, callstack: str) -> bool:
 
 
 def main() -> None:
-    """Run the command line's target."""
+    """Run the target that the command line names."""
     kind, target, *arguments = sys.argv[1:]
     die_with_launcher()
     if kind == "program":
@@ -158,9 +161,9 @@ def main() -> None:
 
 
 def leave_process_group() -> None:
-    """Leave a process group that the script left open, and wait until nothing is left of what it did.
+    """Destroy a process group that the script left open, and wait until its background threads have ended.
 
-    Do nothing after a failure: NCCL would wait for ranks that never come, until its watchdog aborts the process.
+    Do nothing after a failure: NCCL would wait for the missing ranks until its watchdog aborts the process.
     """
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or _failures:
@@ -176,7 +179,7 @@ class _ShardTrainers:
     """An import hook that installs fullshard's engine in Transformers' Trainer once the script imports it."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-        """Find nothing, but notice."""
+        """Find no module. If the script imports Transformers, install the engine first."""
         if name == "transformers":
             sys.meta_path.remove(self)
             if module := os.environ.get(TRAINER_HOOK):
@@ -217,7 +220,7 @@ def _run_script(target: str) -> None:
 
 
 def _fail(error: Exception) -> NoReturn:
-    """Report and end; the launcher prints the report of the rank that failed first, so this prints none."""
+    """Write the failure report and exit. The launcher prints the report of the first failure, so print nothing here."""
     import threading
     import traceback
 
@@ -244,7 +247,7 @@ _failures: list[Exception] = []
 
 
 def _end_if_failed() -> None:
-    """Skip the interpreter's shutdown after a failure: Gloo's threads may still be at work and could abort it."""
+    """Skip the interpreter's shutdown after a failure, because Gloo threads that are still running could abort it."""
     if not _failures:
         return
     import contextlib

@@ -1,4 +1,4 @@
-"""Copies of the ranks' state in this host's memory, in a directory that outlives ranks, not the job."""
+"""Copies of the ranks' state in this host's memory, in a directory that survives a restart of the ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ _PREFIX = "fullshard-copies-"
 
 @contextlib.contextmanager
 def copies_directory() -> Iterator[dict[str, str]]:
-    """Yield the variables with which ranks may keep copies, if memory is a file system; remove them afterwards."""
+    """Create a directory for copies in memory, and yield the environment variables that pass it to the ranks.
+
+    Yield no variables if the host has no in-memory file system. The directory is removed on exit.
+    """
     if not os.access(MEMORY, os.W_OK):
         yield {}
         return
@@ -26,7 +29,10 @@ def copies_directory() -> Iterator[dict[str, str]]:
 
 
 def find_copies_directory() -> Path:
-    """Return the copies directory of this rank's launcher. Raises `ConfigError` if this user has none."""
+    """Return the copies directory that this rank's launcher created.
+
+    Raises `ConfigError` if there is no such directory, or if it belongs to another user.
+    """
     name = COPIES_DIR.read()
     if not name:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The calls that name CUDA. Everything else goes through `torch.accelerator`, and works on any accelerator."""
+"""The only calls that name CUDA. All other code uses `torch.accelerator`, so that it runs on any accelerator."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ def is_available() -> bool:
 
 
 def was_used() -> bool:
-    """Return whether this process has used CUDA: a process that is forked from it cannot then."""
+    """Return whether this process has initialized CUDA, after which forked processes cannot use it."""
     return bool(torch.cuda.is_initialized())
 
 
 def memory_nbytes(device: torch.device) -> int:
-    """Return the bytes of memory of a device."""
+    """Return a device's memory in bytes."""
     return int(torch.cuda.get_device_properties(device).total_memory)
 
 
 def computes_bfloat16(device: torch.device) -> bool:
-    """Return whether a device has bfloat16 arithmetic of its own."""
+    """Return whether a device supports bfloat16 arithmetic in hardware."""
     return bool(torch.cuda.is_bf16_supported(including_emulation=False))
 
 
 def seen() -> tuple[tuple[str, int, float], ...]:
-    """Return name, memory and compute capability of the devices that torch sees, for when no other source tells.
+    """Return the name, memory and compute capability of each device that torch detects.
 
-    It starts the runtime, after which processes cannot be forked.
+    Use this only if no other source has these facts: it starts the CUDA runtime, and then processes cannot be forked.
     """
     found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     return tuple((each.name, each.total_memory, each.major + each.minor / 10) for each in found)
 
 
 def nccl_version() -> str | None:
-    """Return the version of the NCCL that torch was built with; None without devices or NCCL."""
+    """Return the version of NCCL that torch was built with, or None if torch has no NCCL or no devices."""
     if not torch.cuda.is_available() or not torch.distributed.is_nccl_available():
         return None
     return ".".join(map(str, importlib.import_module("torch.cuda.nccl").version()))
 
 
 def random_state(device: torch.device) -> torch.Tensor:
-    """Return the state of a device's random generator."""
+    """Return the state of a device's random number generator."""
     return torch.cuda.get_rng_state(device)
 
 
 def set_random_state(state: torch.Tensor, device: torch.device) -> None:
-    """Set the state of a device's random generator."""
+    """Set the state of a device's random number generator."""
     torch.cuda.set_rng_state(state, device)

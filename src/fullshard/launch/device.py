@@ -1,4 +1,4 @@
-"""Facts about devices that launchers, scripts and reports ask for; the engine has no need of them."""
+"""Facts about devices for launchers, scripts and reports. The engine does not need them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fullshard.core.errors import ConfigError
 
 
 def kind_of(wanted: str) -> str:
-    """Return the kind of device to compute on; `auto` wants the accelerator if there is one, else the CPU."""
+    """Return the kind of device to compute on. `auto` selects the accelerator if there is one, or else the CPU."""
     if wanted in ("cpu", "cuda"):
         return wanted
     here = accelerator()
@@ -28,18 +28,21 @@ def kind_of(wanted: str) -> str:
 
 
 def object_device() -> torch.device | None:
-    """Return the device from which the default group sends objects: the CPU, or None: the backend's own."""
+    """Return the device that the default process group uses to send objects: the CPU, if a backend supports it.
+
+    Return None to leave the choice to the backend.
+    """
     sends_from_host = "gloo" in dist.get_backend() or "cpu" in str(dist.get_backend_config())
     return torch.device("cpu") if sends_from_host else None
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for all that was issued there; a CPU has done it."""
+    """Wait until all work issued on a device has finished. A CPU has no work to wait for."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 def name_of(device: torch.device) -> str:
-    """Return the maker's name of a device, or its kind if the device does not tell a name."""
+    """Return the manufacturer's name for a device, or the kind of device if no name is available."""
     tell: Any = None if device.type == "cpu" else getattr(torch.get_device_module(device), "get_device_name", None)
     return device.type if tell is None else str(tell(device))

@@ -1,4 +1,4 @@
-"""Faults of this environment, in words; and a run of a few ranks that proves what works."""
+"""Find problems in this environment, and run a few ranks to check what works."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ _STALE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A fault, or a fact that only makes runs slower or more fragile; and one action that fixes it."""
+    """A problem with this environment, and one action that fixes it.
+
+    If `is_wrong` is False, the problem only makes runs slower or more fragile.
+    """
 
     text: str
     hint: str
@@ -37,7 +40,10 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """The results of a run of some ranks: each check's outcome by name; it failed if that begins with `wrong`."""
+    """The results of a trial run of a few ranks: the outcome of each check, by name.
+
+    A check has failed if its outcome begins with `wrong`.
+    """
 
     exit_code: int
     checks: dict[str, str]
@@ -47,7 +53,7 @@ class Trial:
 def examine(
     hardware: Hardware, environ: Mapping[str, str], report: Report, nproc: int, device: str = "auto"
 ) -> list[Finding]:
-    """Return what can be seen without starting a rank, for a job of `nproc` ranks on `device` here."""
+    """Return the problems that can be found without starting a rank, for a job of `nproc` ranks on `device`."""
     return [
         *_variables(environ),
         *_interfaces(environ),
@@ -98,7 +104,10 @@ def _interfaces(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _host_name() -> Iterator[Finding]:
-    """Look up this host's name, by which libraries find its address. A socket can be bound to its own address alone."""
+    """Check that this host's name resolves to an address of this host, as libraries expect.
+
+    Binding a socket proves it, because a socket can only be bound to a local address.
+    """
     name = socket.gethostname()
     try:
         address = socket.gethostbyname(name)
@@ -164,9 +173,9 @@ def _torch(hardware: Hardware, report: Report, device: str) -> Iterator[Finding]
 
 
 def try_ranks(nproc: int, device: str, timeout_seconds: float) -> Trial:
-    """Start ranks on this host that check collectives, and a sharded step against DDP.
+    """Start ranks on this host that check the collectives and compare a sharded step with DDP.
 
-    The traceback of a rank that fails goes to standard error. Raises `ConfigError` as `launch_local` does.
+    A rank that fails prints its traceback to standard error. Raises `ConfigError` as `launch_local` does.
     """
     from fullshard.launch.local import launch_local
 
@@ -178,7 +187,10 @@ def try_ranks(nproc: int, device: str, timeout_seconds: float) -> Trial:
 
 
 def judge(trial: Trial, seen: Sequence[Finding]) -> Iterator[Finding]:
-    """Yield the faults that a trial shows; what was seen before it are likely causes if no rank got through."""
+    """Yield the problems that a trial run shows.
+
+    If the ranks failed, the first of the earlier findings (`seen`) is reported as the most likely cause.
+    """
     for name, outcome in trial.checks.items():
         if outcome.startswith("wrong"):
             yield Finding(f"{name}: {outcome}", "please report this with the output of `fullshard doctor --run --json`")

@@ -1,7 +1,7 @@
-"""The ranks of `fullshard doctor --run`: they check collectives and a sharded step.
+"""The ranks of `fullshard doctor --run`, which check the collectives and a sharded step.
 
-Run as a module with three arguments: the file for the outcome, the device, and the seconds to wait for other ranks.
-Rank 0 writes after every check, so that a missing outcome shows which check hung or died.
+Run this module with three arguments: the file for the outcome, the device, and the number of seconds to wait for other
+ranks. Rank 0 writes the file after every check, so that a missing outcome shows which check hung or crashed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TOLERANCE = 1e-5
 
 
 def main() -> None:
-    """Join the others, check, write."""
+    """Join the process group, run the checks, and write the outcome."""
     path, kind, timeout = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
     device = rank_device(read_rank_environment(), kind)
     environment = init_process_group_from_environment(device, timeout_seconds=timeout)
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def _worst(outcome: str) -> str:
-    """Return the same words on every rank: those of the first rank that finds something wrong."""
+    """Return the same outcome on every rank: that of the first rank whose check failed."""
     outcomes: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(outcomes, outcome)
     wrong = [f"{text} (rank {rank})" for rank, text in enumerate(outcomes) if text.startswith("wrong")]
@@ -90,7 +90,7 @@ def _model(device: torch.device) -> nn.Sequential:
 
 
 def _check_step(device: torch.device) -> str:
-    """Train the same model on the same data with the same optimizer, replicated and sharded, and compare."""
+    """Train one model with the same data and optimizer, once replicated and once sharded, and compare the results."""
     ours, theirs = _model(device), _model(device)
     replicated = DistributedDataParallel(theirs)
     for layer in (ours[0], ours[2], ours[4]):

@@ -1,4 +1,4 @@
-"""The rank of this process, from the variables that torchrun and fullshard's own launcher set."""
+"""The rank of this process, read from the variables that torchrun and fullshard's own launcher set."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class RankEnvironment:
-    """The place of this process in the job, and whether a launcher has started it."""
+    """The rank and world size of this process, and whether a launcher started it."""
 
     rank: int = 0
     world_size: int = 1
@@ -35,15 +35,15 @@ class RankEnvironment:
 
     @property
     def is_main(self) -> bool:
-        """Return whether this is rank 0, which prints and writes for the job."""
+        """Return whether this is rank 0, which prints and writes files for the job."""
         return self.rank == 0
 
 
 def read_rank_environment(environ: Mapping[str, str] | None = None) -> RankEnvironment:
-    """Read RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; without any of them this is a job of one process.
+    """Read RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE. If none of them is set, the job has one process.
 
     Raises:
-        ConfigError: some of the variables are missing, or not consistent numbers.
+        ConfigError: some of the variables are missing, or their values are not consistent numbers.
     """
     environ = os.environ if environ is None else environ
     if not {"RANK", "WORLD_SIZE"} & environ.keys():
@@ -60,13 +60,13 @@ def read_rank_environment(environ: Mapping[str, str] | None = None) -> RankEnvir
 
 
 def is_started_again(environ: Mapping[str, str] | None = None) -> bool:
-    """Return whether this job has run before: a launcher, torchrun or fullshard's, has restarted its processes."""
+    """Return whether the launcher (torchrun or fullshard's own) has restarted this job's processes."""
     environ = os.environ if environ is None else environ
     return environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
 def may_be_started_again() -> bool:
-    """Return whether the launcher restarts this job's processes if one fails, or a host comes or goes."""
+    """Return whether the launcher restarts the processes if one of them fails, or if a host joins or leaves."""
     return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" or bool(ELASTIC.read())
 
 
@@ -84,10 +84,12 @@ def _number(environ: Mapping[str, str], name: str, *, default: int | None = None
 
 
 def rank_device(environment: RankEnvironment, kind: str = "auto") -> torch.device:
-    """Return the device this rank computes on, made current if it is an accelerator; `kind` as `kind_of` takes it.
+    """Return the device that this rank computes on, and make it current if it is an accelerator.
+
+    `kind` has the values that `kind_of` accepts.
 
     Raises:
-        ConfigError: another kind, no such device at all, or fewer than this host's ranks.
+        ConfigError: the kind is unknown, or this host has fewer devices of that kind than ranks.
     """
     kind = kind_of(kind)
     if kind == "cpu":
@@ -104,19 +106,21 @@ def rank_device(environment: RankEnvironment, kind: str = "auto") -> torch.devic
 def init_process_group_from_environment(
     device: torch.device | None = None, *, timeout_seconds: float | None = None
 ) -> RankEnvironment:
-    """Join the job's process group; do nothing in a single process that no launcher started, or on a second call.
+    """Join the job's process group.
+
+    Do nothing on a second call, or in a single process that was not started by a launcher.
 
     Args:
-        device: where this rank computes; `rank_device(...)` by default. An accelerator gets its own backend (CUDA:
-            NCCL) and, for tensors in host memory, Gloo; a CPU gets Gloo.
-        timeout_seconds: how long a rank waits for the others. None: as `FULLSHARD_TIMEOUT` and the launcher's
-            `--timeout` say, else `TIMEOUT_SECONDS`.
+        device: the device that this rank computes on, `rank_device(...)` by default. An accelerator gets its own
+            backend (NCCL for CUDA), and Gloo for tensors in host memory. A CPU gets Gloo.
+        timeout_seconds: how long a rank waits for the others. If None, the value comes from `FULLSHARD_TIMEOUT` or the
+            launcher's `--timeout`; if neither is set, it is `TIMEOUT_SECONDS`.
 
     Returns:
-        The place of this process.
+        The rank and world size of this process.
 
     Raises:
-        ConfigError: see `read_rank_environment` and `rank_device`; or the variable holds no time.
+        ConfigError: see `read_rank_environment` and `rank_device`; or the variable's value is not a time.
     """
     environment = read_rank_environment()
     if not environment.launched or dist.is_initialized():
@@ -136,9 +140,10 @@ def init_process_group_from_environment(
 
 
 def run_on_main(environment: RankEnvironment, function: Callable[[], T]) -> T:
-    """Call `function` on rank 0 and give its result to every rank; all ranks call this, and all raise what it raises.
+    """Call `function` on rank 0, and return its result on every rank.
 
-    Its result, or its exception, is pickled.
+    All ranks must call this together. If `function` raises an exception, every rank raises it. The result or the
+    exception is pickled.
     """
     if environment.world_size == 1:
         return function()
@@ -159,7 +164,7 @@ def run_on_main(environment: RankEnvironment, function: Callable[[], T]) -> T:
 
 
 def _picklable(error: Exception) -> Exception:
-    """Return the error itself if another process can rebuild it, else one with the same text."""
+    """Return the error if another process can unpickle it, or otherwise a `RuntimeError` with the same text."""
     try:
         pickle.loads(pickle.dumps(error))  # noqa: S301 - our own bytes of a moment ago
     except Exception:

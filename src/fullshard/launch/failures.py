@@ -1,4 +1,4 @@
-"""The rank that failed first, and the printed report about it."""
+"""Find the rank that failed first, and format the report about it."""
 
 from __future__ import annotations
 
@@ -14,25 +14,28 @@ from fullshard.launch.worker import USER_ERROR
 
 
 def root_cause(failures: Mapping[int, ProcessFailure], ended: Collection[int]) -> tuple[int, ProcessFailure]:
-    """Return the first rank to fail, and how; skip processes that the launcher `ended`, if there are others."""
+    """Return the rank that failed first, and its failure.
+
+    Failures of processes that the launcher `ended` are skipped unless there are no others.
+    """
     own = {rank: failure for rank, failure in failures.items() if failure.pid not in ended}
     return min((own or failures).items(), key=lambda item: order_of(item[1]))
 
 
 def what_others_said(rank: int, failures: Mapping[int, ProcessFailure]) -> str:
-    """Say where other ranks were when they noticed the end of `rank`, which left no report."""
+    """Describe where the other ranks noticed that `rank` had ended. Used if `rank` left no report."""
     others = {other: left_report(failure)[0] for other, failure in failures.items() if other != rank}
     lines = [message.partition("\n")[0] for message in others.values() if message]
     return "".join(f"the others noticed it here: {line}\n" for line in lines[:2])
 
 
 def order_of(failure: ProcessFailure) -> tuple[int, float]:
-    """Return a sort key that puts failures in the order in which they happened.
+    """Return a sort key that orders failures by the time at which they happened.
 
-    The launcher notices a process that ended without a report (by a signal, or by an exit from within a library) later
-    than the connection errors that its end causes in the others, so that process goes first. (SIGTERM comes from the
-    launcher itself, which ends the rest with it.) Among reports the time of the file decides, because the time written
-    inside is in whole seconds.
+    A process that ends without a report, through a signal or an exit inside a library, sorts first: the launcher
+    notices its end only after the connection errors that it causes in other ranks. SIGTERM is an exception, because the
+    launcher sends it to the remaining processes. Reports are ordered by the modification time of their files, because
+    the time written in them is in whole seconds.
     """
     report = Path(failure.error_file)
     if report.is_file():
@@ -41,9 +44,10 @@ def order_of(failure: ProcessFailure) -> tuple[int, float]:
 
 
 def failure_report(rank: int, failure: ProcessFailure, *, world_size: int, last: str = "") -> str:
-    """Return the report on the first rank to fail: its whole traceback if it left one, else what it did last.
+    """Return the report on the first rank to fail.
 
-    For a mistake in the settings or the data, which every rank finds, only the message is useful.
+    The report holds the complete traceback if the rank left one, and otherwise the last thing it was doing. For a
+    mistake in the settings or the data, which every rank finds, it holds only the message.
     """
     message, traceback = left_report(failure)
     if failure.exitcode == USER_ERROR and message is not None:
@@ -60,7 +64,7 @@ def failure_report(rank: int, failure: ProcessFailure, *, world_size: int, last:
 
 
 def how_it_ended(failure: ProcessFailure) -> str:
-    """Return the signal's name, or the exit code."""
+    """Return the name of the signal that ended a process, or its exit code."""
     if failure.exitcode >= 0:
         return f"exit code {failure.exitcode}"
     try:
@@ -70,7 +74,7 @@ def how_it_ended(failure: ProcessFailure) -> str:
 
 
 def left_report(failure: ProcessFailure) -> tuple[str | None, str | None]:
-    """Return the message and the traceback that a process left behind, None if it left none."""
+    """Return the message and the traceback that a process left. Each is None if there is none."""
     try:
         report = read_object(Path(failure.error_file))
         return str(report["message"]["message"]), str(report["message"]["extraInfo"]["py_callstack"])
@@ -79,5 +83,5 @@ def left_report(failure: ProcessFailure) -> tuple[str | None, str | None]:
 
 
 def exit_code(code: int) -> int:
-    """Return a child's exit code as a shell would report it: 128 + N for a process that signal N ended."""
+    """Convert a child's exit code to a shell's: 128 + N for a process that signal N ended."""
     return code if code >= 0 else 128 - code

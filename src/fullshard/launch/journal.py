@@ -1,4 +1,4 @@
-"""The file for a job's events: its processes choose it, and tell their launcher."""
+"""The file for a job's events. A job's processes choose the file, and report its path to their launcher."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from fullshard.launch.environment import read_rank_environment
 
 
 def record_events(directory: str | os.PathLike[str]) -> Path:
-    """Record every failure, restart, skipped step, save, load and pre-emption in a run's directory.
+    """Record every failure, restart, skipped step, save, load and preemption in a run's directory.
 
-    `fullshard train`, `sft`, Trainer and `Accelerator(project_dir=...)` call it themselves. A second call does nothing.
+    `fullshard train`, `sft`, Trainer and `Accelerator(project_dir=...)` call this function for you. A second call with
+    the same directory does nothing.
 
     Args:
-        directory: the same on every rank; created if it is missing.
+        directory: must be the same on every rank. It is created if it does not exist.
 
     Returns:
-        The file, `events.jsonl`: a line of JSON per event (`docs/reliability.md`).
+        The file, `events.jsonl`, which has one line of JSON per event (see `docs/reliability.md`).
     """
     path = local_path(directory).absolute() / JOURNAL_NAME
     if JOURNAL.path == path:

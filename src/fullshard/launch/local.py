@@ -1,6 +1,6 @@
-"""Start a job's processes on this host and see them end.
+"""Start a job's processes on this host, and wait until they end.
 
-The processes are torchelastic workers, so each gets the same variables that torchrun would set.
+The processes are torchelastic workers, so each gets the variables that torchrun would set.
 """
 
 from __future__ import annotations
@@ -93,16 +93,16 @@ class LaunchJob:
 
     @property
     def run_id(self) -> str:
-        """Name of the job."""
+        """The job's name."""
         return self.launch.rdzv_id or ("fullshard" if self.launch.num_machines > 1 else uuid.uuid4().hex[:12])
 
 
 def launch_local(
     module: str, arguments: Sequence[str], *, nproc: int, max_restarts: int = 0, grace_period: float = 30.0
 ) -> int:
-    """Run `python -m module arguments...` in `nproc` processes on this host; return the exit code as `run_job` does.
+    """Run `python -m module arguments...` in `nproc` processes on this host.
 
-    The module should call `fullshard.launch.worker.run_worker`.
+    The module should call `fullshard.launch.worker.run_worker`. Returns the same exit code as `run_job`.
     """
     if nproc < 1:
         raise ConfigError(f"the number of processes must be at least 1, got {nproc}")
@@ -114,18 +114,19 @@ def launch_local(
 
 
 def run_job(job: LaunchJob) -> int:
-    """Run this host's part of a job until all ranks of all hosts end or one fails.
+    """Run this host's part of a job until all ranks on all hosts end, or one of them fails.
 
-    When one fails, or this process gets SIGINT, SIGTERM, SIGHUP or SIGQUIT, the launcher ends the others within a few
-    seconds, with everything they have started. It prints the traceback of the rank that failed first, on any host,
-    last, to standard error.
+    If a rank fails, or this process gets SIGINT, SIGTERM, SIGHUP or SIGQUIT, the launcher ends the other processes, and
+    everything they started, within a few seconds. The last thing it prints to standard error is the traceback of the
+    rank that failed first, on whichever host.
 
-    The launcher passes SIGINT and SIGTERM on to ranks that listen to signals (`launch.preemption`); they have the grace
-    period to save and end, and a second signal ends them. It always passes SIGUSR1 and SIGUSR2 on.
+    The launcher passes SIGINT and SIGTERM on to ranks that listen for signals (`launch.preemption`). These ranks have
+    the grace period to save and exit; a second signal ends them. SIGUSR1 and SIGUSR2 are always passed on.
 
     Returns:
-        The exit code of the job: 0, the code of the rank that failed first, 1 if that was on another host, 128 + the
-        number of the signal that ended that rank or this process, or `PREEMPTED` if ranks stopped because of one.
+        The exit code of the job: 0 on success; the exit code of the rank that failed first, or 1 if that rank was on
+        another host; 128 + the number of the signal that ended that rank or this process; or `PREEMPTED` if the ranks
+        stopped because of a signal.
     """
     for name in _CHATTY_LOGGERS:
         logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -166,7 +167,7 @@ def _tell(text: str) -> None:
 
 
 class Agent(LocalElasticAgent):
-    """torchelastic's agent, extended to end everything in time and to follow the other hosts."""
+    """torchelastic's agent, extended to end all processes promptly and to track the other hosts."""
 
     def __init__(self, job: LaunchJob, logs: RankLogs, preemption: Path) -> None:
         self._job, self._logs, self._preemption = job, logs, preemption
@@ -217,7 +218,7 @@ class Agent(LocalElasticAgent):
         return MultiHostRendezvous(job.run_id, self._client, server)
 
     def run(self, role: str = "default") -> RunResult:
-        """Run until the end of the job."""
+        """Run until the job ends."""
         try:
             result: RunResult = super().run(role)
             if self._client is not None:
@@ -227,7 +228,7 @@ class Agent(LocalElasticAgent):
             self._handler.shutdown()
 
     def outcome(self, result: RunResult) -> int:
-        """Report a failure, if there is one, and return the exit code of the job."""
+        """Report the failure, if there is one, and return the job's exit code."""
         cause = self._cause
         if not result.failures and (cause is None or self._is_left_last):
             if not any(self._preemption.glob("stopping-*")):
@@ -246,7 +247,7 @@ class Agent(LocalElasticAgent):
         return exit_code(failure.exitcode)
 
     def _note(self, kind: Happening, message: str = "", **details: Any) -> None:
-        """Note an event in the file that the processes write to, if they do."""
+        """Record an event in the file that the processes write to, if there is one."""
         JOURNAL.path = told_by_processes(self._preemption) or JOURNAL.path
         JOURNAL.note(kind, message, **details)
 
@@ -263,7 +264,7 @@ class Agent(LocalElasticAgent):
         return text + (self._scene.done_early(self._ranks, self._world_size) if is_of_a_loss(text) else "")
 
     def _told(self, cause: RootCause) -> str:
-        """Return the text for a failure on another host, which knows no stack of a rank that hangs here."""
+        """Return the report on a failure on another host. If a rank hangs on this host, add its stack."""
         return cause.text + (self._missing() if is_of_a_hang(cause.text) else "")
 
     def _missing(self) -> str:
@@ -271,22 +272,22 @@ class Agent(LocalElasticAgent):
 
     @property
     def _ranks(self) -> dict[int, int]:
-        """Ranks of this host's processes, by their number."""
+        """The global rank of each process on this host, by the process's local number."""
         return {worker.id: worker.global_rank for worker in self.get_worker_group().workers}
 
     @property
     def _is_left_last(self) -> bool:
-        """Return whether this host ends on request, after another that may go has gone before it."""
+        """Return whether this host was asked to end, and another host that was allowed to leave has left before it."""
         return bool(self._membership and self._asked and self._cause and self._cause.lost)
 
     @property
     def _cause(self) -> RootCause | None:
-        """First failure on any host; None as long as there is none, and on one host."""
+        """The first failure on any host, or None if there is none or the job has only one host."""
         return self._client.root_cause if self._client is not None else None
 
     @property
     def _world_size(self) -> int:
-        """Processes of the attempt that is running, over all hosts."""
+        """The number of processes in the current attempt, over all hosts."""
         return self._job.nproc * (self.get_worker_group().group_world_size or self._job.launch.num_machines)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -324,7 +325,7 @@ class Agent(LocalElasticAgent):
         return pids
 
     def hear(self, number: signal.Signals) -> None:
-        """Pass a signal on to workers that listen. Raises `SignalException` if everything is to end instead."""
+        """Pass a signal on to the workers that listen. Raise `SignalException` if the job must end instead."""
         now, grace = time.monotonic(), self._job.launch.grace_period
         listening = below(listening_in(self._preemption))
         is_again = bool(self._asked) and now - (self._asked[0][1] - grace) >= AGAIN_SECONDS
@@ -414,13 +415,13 @@ class Agent(LocalElasticAgent):
 
 
 def worker_variables(nproc: int, environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the variables that the workers need and that are not set yet."""
+    """Return the environment variables that the workers need and that are not set yet."""
     environ = os.environ if environ is None else environ
     return {} if "OMP_NUM_THREADS" in environ else {"OMP_NUM_THREADS": str(threads_of_each(nproc))}
 
 
 def _show_cursor() -> None:
-    """Undo what a progress bar did to the terminal, if the process that drew it could not."""
+    """Show the terminal's cursor again, which an aborted progress bar may have hidden."""
     if sys.stdout.isatty():
         sys.stdout.write("\x1b[?25h")
         sys.stdout.flush()
@@ -428,7 +429,7 @@ def _show_cursor() -> None:
 
 @contextlib.contextmanager
 def _signals_to(hear: Callable[[signal.Signals], None]) -> Iterator[None]:
-    """Route signals to a function. Ignored signals stay ignored."""
+    """Route signals to a function inside the context. Ignored signals stay ignored."""
     before = {signal.Signals[name]: signal.getsignal(signal.Signals[name]) for name in _SIGNALS}
     heard = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
     for number in heard:

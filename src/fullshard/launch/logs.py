@@ -1,4 +1,4 @@
-"""The destination of each rank's output, as torchrun has it: the terminal, files, or both."""
+"""The destination of each rank's output, with torchrun's choices: the terminal, files, or both."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from fullshard.core.errors import ConfigError
 
 
 class RankLogs(DefaultLogsSpecs):
-    """The destination of each worker's streams, in the form that torchelastic asks for.
+    """The destination of each worker's output streams, in the form that torchelastic requires.
 
-    If no files were asked for, the first rank of a host writes straight to the terminal, so that its progress bars
-    work; the lines of the others are shown from files that do not last, with a prefix.
+    Unless the user asked for log files, the first rank of a host writes directly to the terminal, so that its progress
+    bars work. The output of the other ranks is shown with a prefix, and passes through temporary files.
 
     Attributes:
-        variables: further environment variables of every worker.
+        variables: additional environment variables for every worker.
     """
 
     def __init__(self, directory: Path, nproc: int, tee: str | None, redirects: str | None, *, is_kept: bool) -> None:
@@ -29,7 +29,7 @@ class RankLogs(DefaultLogsSpecs):
         self.variables: dict[str, str] = {}
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Complete the environment of workers about to start, and name their files."""
+        """Complete the environment of workers that are about to start, and choose their log files."""
         for environ in envs.values():
             environ |= self.variables
         return super().reify(envs)

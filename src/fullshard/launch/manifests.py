@@ -1,4 +1,4 @@
-"""The output of `--print slurm`, `kubernetes` and `trainjob`: the same run as a batch script or a manifest."""
+"""The output of `--print slurm`, `kubernetes` and `trainjob`: the same run as a batch script or as a manifest."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ _PLACED_OTHERWISE = (
 
 
 def manifest(kind: str, line: CommandLine, plan: LaunchPlan) -> str:
-    """Return a batch script (`slurm`) or a Kubeflow manifest: PyTorchJob (`kubernetes`), TrainJob (`trainjob`)."""
+    """Return a batch script or a Kubeflow manifest for this run.
+
+    `kind` is `slurm` for a batch script, `kubernetes` for a PyTorchJob or `trainjob` for a TrainJob.
+    """
     writers = {"slurm": _slurm, "kubernetes": _kubernetes, "trainjob": _trainjob}
     if kind not in writers:
         raise ConfigError(
@@ -32,7 +35,7 @@ def manifest(kind: str, line: CommandLine, plan: LaunchPlan) -> str:
 
 
 def _name(target: str) -> str:
-    """Return a name that both systems accept: lower case letters, digits and dashes."""
+    """Return a name that both systems accept, made of lower-case letters, digits and dashes."""
     return re.sub(r"[^a-z0-9]+", "-", Path(target).stem.lower()).strip("-")[:40] or "fullshard"
 
 
@@ -94,7 +97,7 @@ def _kubernetes(flags: list[str], target: list[str], plan: LaunchPlan, name: str
 
 
 def _trainjob(flags: list[str], target: list[str], plan: LaunchPlan, name: str) -> str:
-    """Use the runtime `torch-distributed`, whose PET_ variables say where a pod is among the others."""
+    """Return a TrainJob for the runtime `torch-distributed`, which passes each pod its rank in PET_ variables."""
     hosts = plan.launch.num_machines
     place = []
     if hosts > 1:
@@ -115,7 +118,7 @@ _IMAGE = "REPLACE-WITH-YOUR-IMAGE"
 
 
 def _literal(words: list[str]) -> list[str]:
-    """Escape $(NAME), which Kubernetes replaces, by a second dollar sign."""
+    """Double the dollar sign of $(NAME), which Kubernetes would otherwise replace."""
     return [word.replace("$(", "$$(") for word in words]
 
 

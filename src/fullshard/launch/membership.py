@@ -1,10 +1,10 @@
-"""A job whose hosts may come and go: its processes begin again with other hosts, which is no failure.
+"""A job that hosts may join and leave: its processes restart with the new set of hosts, and this is not a failure.
 
-    a host is lost            the others begin again without it, from the newest checkpoint
-    a host comes              processes that listen to signals save after one step of all ranks, then all begin again
-    a host is told to end     it saves with all the others, ends, and they begin again
+    a host is lost            the others restart without it, from the newest checkpoint
+    a host joins              processes that listen for signals save after the same step, then all of them restart
+    a host is told to end     it saves together with all the others and ends; the others restart
 
-A host that begins again joins at the rendezvous server (`launch.rendezvous_server`), which starts all that are there.
+A host that restarts joins at the rendezvous server (`launch.rendezvous_server`), which starts all hosts that are there.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from fullshard.launch.rendezvous_server import RendezvousClient
 
 
 class Membership:
-    """One host's view of the membership.
+    """One host's view of the job's membership.
 
-    In the directory `preemption` processes say that they listen to signals, and that they stop because of one.
+    Processes leave files in the directory `preemption` to report that they listen for signals, or that a signal is
+    stopping them.
     """
 
     def __init__(
@@ -36,11 +37,14 @@ class Membership:
         self._until: float | None = None
 
     def begin(self) -> None:
-        """Note that processes have been started."""
+        """Record that the processes have been started."""
         self._until = None
 
     def has_changed(self, result: RunResult, *, is_asked: bool) -> bool:
-        """Return whether this host's processes are to begin again with other hosts; `is_asked`: it was told to end."""
+        """Return whether this host's processes must restart with a new set of hosts.
+
+        `is_asked` means that this host was told to end.
+        """
         if is_asked:  # also if another host that was asked, too, has ended first
             return False
         cause = self._client.root_cause
@@ -56,7 +60,7 @@ class Membership:
         return time.monotonic() >= self._until
 
     def _ask_to_save(self) -> float:
-        """Ask the processes to save, and return the seconds they have for it: none if no process listens."""
+        """Ask the processes to save, and return how many seconds they have: 0 if no process listens for signals."""
         listening = below(listening_in(self._preemption))
         if not listening:
             self._say("another host has come; the processes do not listen to signals, and go on from their checkpoint")

@@ -1,4 +1,4 @@
-"""Addresses and interfaces of this host."""
+"""The addresses and interfaces of this host."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ _SIOCGIFADDR = 0x8915
 
 
 def resolve(host: str, timeout_seconds: float) -> str:
-    """Return the address of `host`; in a cluster that is starting, names appear late. Raises `ConfigError`."""
+    """Return the address of `host`, and wait for it if needed: in a starting cluster, names may resolve late.
+
+    Raises `ConfigError` if the name does not resolve in time.
+    """
     deadline = time.monotonic() + timeout_seconds
     while True:
         try:
@@ -36,10 +39,12 @@ def resolve(host: str, timeout_seconds: float) -> str:
 
 
 def listen(address: str, port: int, *, must: bool) -> socket.socket | None:
-    """Open a socket on `address` alone; None if the address is another host's, or a launcher listens there.
+    """Open a socket that listens only on `address`.
+
+    Return None if the address belongs to another host, or if a launcher already listens there.
 
     Raises:
-        ConfigError: the address `must` be this host's, and cannot be listened on.
+        ConfigError: `must` is set (the address must be this host's), but it is not possible to listen there.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
@@ -55,7 +60,7 @@ def listen(address: str, port: int, *, must: bool) -> socket.socket | None:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of the interface with `address`, for Gloo; None if the system does not say."""
+    """Return the name of the interface that has `address`, for Gloo, or None if the system does not provide it."""
     if ipaddress.ip_address(address).is_loopback:
         return "lo0" if sys.platform == "darwin" else "lo"
     if sys.platform != "linux":

@@ -1,4 +1,4 @@
-"""From a resolved configuration to the processes of this host, and of the others."""
+"""Turn a resolved configuration into the processes to start, on this host and on the others."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MOST_SECONDS = 10**9
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """Everything that will run."""
+    """The processes of a job and their settings."""
 
     resolved: Resolved  # with the number of processes filled in
     device: str
@@ -40,28 +40,31 @@ class LaunchPlan:
 
     @property
     def launch(self) -> LaunchConfig:
-        """Settings of processes, hosts, rendezvous and logs."""
+        """The settings of processes, hosts, rendezvous and logs."""
         return self.resolved.config.launch
 
     @property
     def world_size(self) -> int:
-        """Processes of the whole job."""
+        """The number of processes in the job."""
         return self.per_host * self.launch.num_machines
 
     def handed_over(self) -> RunConfig:
-        """Return the configuration of the processes: one that finds no GPU where there were to be some must say so."""
+        """Return the configuration that the processes get.
+
+        If the job runs on GPUs, the device is set explicitly, so that a process that finds no GPU raises an error.
+        """
         config = self.resolved.config
         if self.device != "cuda":
             return config
         return config.model_copy(update={"launch": config.launch.model_copy(update={"device": "cuda"})})
 
     def mesh(self) -> tuple[int, int]:
-        """Return the number of replicas, and of ranks per shard group."""
+        """Return the number of replicas and the number of ranks per shard group."""
         sharding = self.resolved.config.sharding
         return sharding.resolved_strategy().mesh_shape(self.world_size, sharding.resolved_shard_size(self.per_host))
 
     def summary(self) -> str:
-        """Return one line: what is started, where."""
+        """Return one line that says which processes start, and where."""
         hosts = self.launch.num_machines
         fewest = f"{self.launch.min_machines} to " if self.launch.is_elastic else ""
         where = "this host" if hosts == 1 else f"{fewest}{hosts} hosts ({self.per_host} each)"
@@ -78,9 +81,9 @@ class LaunchPlan:
 def make_plan(
     line: CommandLine, readings: Sequence[Reading], environ: Mapping[str, str], *, elsewhere: bool = False
 ) -> LaunchPlan:
-    """Fill in unset values, and check what can be checked before anything starts.
+    """Fill in unset values, and check as much as possible before anything starts.
 
-    With `elsewhere` it will run on other hosts, whose devices cannot be counted here.
+    `elsewhere` means that the job will run on other hosts, whose devices cannot be counted here.
     """
     said = resolve(readings)
     launch = said.config.launch
@@ -127,7 +130,7 @@ def make_plan(
 
 
 def _without_effect(said: Resolved, device: str) -> Iterator[Note]:
-    """Yield the user's settings that do nothing together with the rest."""
+    """Yield a note for each of the user's settings that has no effect with the other settings."""
     launch = said.config.launch
     idle = {
         "gpu_ids": device == "cpu" and "the processes run on processors",
@@ -141,7 +144,7 @@ def _without_effect(said: Resolved, device: str) -> Iterator[Note]:
 
 
 def _check_every_size(resolved: Resolved, per_host: int) -> None:
-    """Check that the model can be divided over any number of hosts, if hosts may come and go."""
+    """If hosts may join and leave, check that the model can be sharded over every possible number of hosts."""
     launch, sharding = resolved.config.launch, resolved.config.sharding
     for hosts in range(launch.min_machines or launch.num_machines, launch.num_machines):
         try:
@@ -159,12 +162,12 @@ _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl"}
 
 
 def worker_command(line: CommandLine) -> tuple[str, ...]:
-    """Return the command of every process."""
+    """Return the command that every process runs."""
     return (sys.executable, bootstrap.__file__, line.kind, str(line.target), *line.arguments)
 
 
 def worker_environment(launch: LaunchConfig, device: str, per_host: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables of a process that follow from the settings."""
+    """Return the environment variables that the settings define for a process."""
     variables = {}
     if launch.num_cpu_threads_per_process is not None:
         variables["OMP_NUM_THREADS"] = str(launch.num_cpu_threads_per_process)
@@ -182,7 +185,10 @@ def worker_environment(launch: LaunchConfig, device: str, per_host: int, environ
 
 
 def shared_settings(config: RunConfig) -> dict[str, str]:
-    """Return what must be equal on all hosts, by name: the versions and every setting that is not about one host."""
+    """Return the values that must be equal on all hosts, by name.
+
+    These are the versions, and every setting that does not concern a single host.
+    """
     found = {f"version of {name}": str(version_of(name)) for name in ("fullshard", "torch")}
     return found | {path: shown(config.value(path)) for path in SETTINGS if not path.startswith("launch.")}
 
@@ -207,7 +213,7 @@ def _devices(said: Resolved, environ: Mapping[str, str]) -> tuple[str, int]:
 
 
 def _rendezvous_seconds(text: str) -> tuple[float, float]:
-    """Return the seconds to wait for the required hosts, and for further ones."""
+    """Return how many seconds to wait for the required hosts, and for additional ones."""
     seconds = {"join_timeout": JOIN_SECONDS, "last_call_timeout": LAST_CALL_SECONDS}
     for item in filter(None, (item.strip() for item in text.split(","))):
         name, _, value = item.partition("=")
@@ -226,7 +232,7 @@ def _rendezvous_seconds(text: str) -> tuple[float, float]:
 
 
 def script_exists(line: CommandLine) -> None:
-    """Raise `ConfigError` if no script was named, or it is not there."""
+    """Raise `ConfigError` if no script was named, or if the script does not exist."""
     if not line.target:  # nor does an empty shell variable name one
         raise ConfigError("no script was named", hint="fullshard launch [flags] script.py [arguments of the script]")
     path = Path(line.target)

@@ -1,4 +1,4 @@
-"""Pre-emption: a signal on any rank makes all of them save at the same step, and end.
+"""Preemption: a signal to any rank makes all ranks save at the same step and exit.
 
     fullshard.should_stop()  # listens from now on
     for batch in loader:
@@ -8,7 +8,8 @@
             save_checkpoint(...)
             break
 
-The process only notes the first signal. The ranks learn of it at the end of a sharded model's next backward.
+The process only records the first signal. The other ranks learn about it at the end of the next backward of a sharded
+model.
 """
 
 from __future__ import annotations
@@ -39,11 +40,12 @@ _is_armed: list[bool] = []
 
 
 def should_stop() -> bool:
-    """Return whether all ranks are to save and end now; the same on every rank that asks after the same backward.
+    """Return whether all ranks must now save and exit. The answer is the same on every rank after the same backward.
 
-    The first call begins to listen to SIGTERM, SIGINT (Ctrl-C), SIGUSR1 and SIGUSR2, which keep their usual effect
-    until then. Call it once before a loop whose DataLoader has processes: they inherit the handlers, and otherwise a
-    SIGUSR1 to all would end them. A second signal ends the process at once. Call it after every step, on every rank.
+    The first call installs handlers for SIGTERM, SIGINT (Ctrl-C), SIGUSR1 and SIGUSR2, which keep their usual effect
+    until then. Call it once before a loop whose DataLoader has worker processes, so that they inherit the handlers;
+    otherwise a SIGUSR1 that is sent to all processes would end them. A second signal ends the process immediately. Call
+    it after every step, on every rank.
     """
     listen()
     if STOPPING.is_agreed:
@@ -52,7 +54,7 @@ def should_stop() -> bool:
 
 
 def listen() -> None:
-    """Listen to signals from now on; a second call does nothing."""
+    """Listen for signals from now on. A second call does nothing."""
     if _is_armed:
         return
     _is_armed.append(True)
@@ -80,19 +82,22 @@ def _hear(number: int, frame: FrameType | None) -> None:
 
 
 def _hear_no_more() -> None:
-    """Ignore late signals of the same request. The interpreter removes its handlers at exit, but keeps this."""
+    """Ignore late signals that belong to the same request.
+
+    The interpreter removes Python handlers at exit, but an ignored signal stays ignored.
+    """
     if STOPPING.is_agreed:
         for name in SIGNALS:
             signal.signal(signal.Signals[name], signal.SIG_IGN)
 
 
 def listening_in(directory: Path) -> set[int]:
-    """Return the processes that have said there that they listen."""
+    """Return the processes that have reported in `directory` that they listen for signals."""
     return {int(path.name.rpartition("-")[2]) for path in directory.glob("listening-*")}
 
 
 def _tell_launcher(what: str) -> None:
-    """Leave a file where the launcher looks for it; it is empty, because its presence is the message."""
+    """Leave an empty file where the launcher looks for it. The name of the file is the message."""
     directory = os.environ.get(PREEMPTION_DIR)
     if directory:
         with contextlib.suppress(OSError):  # of a job that is over
@@ -100,13 +105,16 @@ def _tell_launcher(what: str) -> None:
 
 
 def exit_code() -> int:
-    """Return this process's exit code: under a launcher 0, because the launcher reports the pre-emption itself."""
+    """Return this process's exit code: 0 under a launcher, because the launcher itself reports the preemption."""
     return PREEMPTED if STOPPING.is_agreed and PREEMPTION_DIR not in os.environ else 0
 
 
 @contextlib.contextmanager
 def listening() -> Iterator[None]:
-    """Listen to signals inside, and to none afterwards: for code that runs within another program."""
+    """Listen for signals inside the context, and stop listening afterwards.
+
+    Use this for code that runs inside another program.
+    """
     before = {name: signal.getsignal(signal.Signals[name]) for name in SIGNALS}
     STOPPING.is_wanted = STOPPING.is_agreed = False
     listen()
