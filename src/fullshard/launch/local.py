@@ -272,7 +272,7 @@ class Agent(LocalElasticAgent):
 
     @property
     def _ranks(self) -> dict[int, int]:
-        """The global rank of each process on this host, by the process's local number."""
+        """The global rank of each process on this host, by process id."""
         return {worker.id: worker.global_rank for worker in self.get_worker_group().workers}
 
     @property

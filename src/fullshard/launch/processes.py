@@ -1,4 +1,4 @@
-"""The processes of this host: how many it has room for; and none that a job started outlives its launcher."""
+"""Processes on this host: how many it has room for, and how to make sure that none of them survives the launcher."""
 
 from __future__ import annotations
 
@@ -21,12 +21,15 @@ _PATIENCE_SECONDS = 1.0
 
 
 def threads_of_each(nproc: int) -> int:
-    """Return the threads per process: with one per core each, `nproc` processes would slow one another down."""
+    """Return the number of threads for each of `nproc` processes.
+
+    The processes share the cores, because with one thread per core in each process they would slow one another down.
+    """
     return max(1, usable_cpu_count() // nproc)
 
 
 def check_count(nproc: int, said_by: str = "") -> None:
-    """Raise `ConfigError` if this host has too few processors for that many processes, even for a mere trial."""
+    """Raise `ConfigError` if `nproc` processes are too many for this host's processors, even for a quick trial."""
     processors = usable_cpu_count()
     if nproc > (most := _MOST_PER_PROCESSOR * processors):
         raise ConfigError(
@@ -36,13 +39,16 @@ def check_count(nproc: int, said_by: str = "") -> None:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every orphaned process below, so that `end_descendants` finds it (Linux)."""
+    """Become the parent of all orphaned descendants, so that `end_descendants` finds them (Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def below(pids: Iterable[int]) -> set[int]:
-    """Return those that are alive, and below this process where the system tells (Linux)."""
+    """Return the processes among `pids` that are alive.
+
+    On Linux, also leave out processes that are not descendants of this one.
+    """
     if sys.platform == "linux":
         return set(pids) & set(descendants())
     return {pid for pid in pids if _is_alive(pid)}
@@ -57,7 +63,10 @@ def _is_alive(pid: int) -> bool:
 
 
 def reap_orphans(spared: Collection[int]) -> None:
-    """Reap adopted processes that have ended, but for those that other code waits for; or a job reaches a limit."""
+    """Reap adopted processes that have ended, so that a job does not run into the limit on processes.
+
+    Processes in `spared` are left to the code that waits for them.
+    """
     if sys.platform != "linux":
         return
     with contextlib.suppress(ChildProcessError):  # there are no children
@@ -68,9 +77,11 @@ def reap_orphans(spared: Collection[int]) -> None:
 
 
 def end_descendants(groups: Iterable[int], *, spared: Collection[int] = ()) -> None:
-    """Kill whatever is left of a job whose workers were asked to end.
+    """Kill all processes of a job that are left after its workers were asked to end.
 
-    `groups` are those of the workers, for systems where orphans are not adopted; `spared` existed before the job.
+    Args:
+        groups: the workers' process groups, for systems where orphans cannot be adopted.
+        spared: processes that existed before the job.
     """
     if sys.platform != "linux":
         for group in groups:
@@ -92,7 +103,7 @@ def end_descendants(groups: Iterable[int], *, spared: Collection[int] = ()) -> N
 
 
 def _cleans_up(pid: int) -> bool:
-    """Return whether it removes shared memory that others have left, and ends as soon as they are gone."""
+    """Return whether a process removes leaked shared memory, and then ends on its own once its users are gone."""
     with contextlib.suppress(OSError):
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
         return b"resource_tracker" in command or b"torch_shm_manager" in command
@@ -100,7 +111,10 @@ def _cleans_up(pid: int) -> bool:
 
 
 def descendants(of: int | None = None) -> list[int]:
-    """Return processes below one, by default this one, that are not zombies (Linux; elsewhere none is found)."""
+    """Return the descendants of a process (by default this one) that are not zombies.
+
+    Only Linux can list them. On other systems the list is empty.
+    """
     children: dict[int, list[int]] = {}
     alive = set()
     for entry in Path("/proc").glob("[0-9]*"):

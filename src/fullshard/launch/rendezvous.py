@@ -1,7 +1,8 @@
-"""The rendezvous of the launchers of a job's hosts, in torchelastic's form.
+"""The rendezvous between the launchers of a job's hosts, in torchelastic's interface.
 
-torch's own rendezvous listens on every interface of the host. This one makes a store from a socket that is bound to one
-address: the loopback address if the job has one host, else the address by which the hosts know one another.
+torch's own rendezvous listens on every interface of the host. This one creates a store on a socket that is bound to a
+single address: the loopback address if the job has one host, and otherwise the address at which the hosts reach one
+another.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ REACH_SECONDS = 30.0
 
 
 def open_store(address: str, port: int = 0) -> TCPStore:
-    """Open a store that listens on `address` alone; port 0 takes a free one. Raises `ConfigError` if one is taken."""
+    """Open a store that listens only on `address`. Port 0 picks a free port.
+
+    Raises `ConfigError` if the port is in use.
+    """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         listening = socket.create_server((address, port), family=family)
@@ -39,7 +43,7 @@ def open_store(address: str, port: int = 0) -> TCPStore:
 
 
 def reach_store(address: str, port: int) -> TCPStore:
-    """Connect to the store that another host has just opened. Raises `CommunicationError` if it does not answer."""
+    """Connect to the store that another host has just opened. Raise `CommunicationError` if it does not answer."""
     try:
         store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=REACH_SECONDS))
     except DistError as error:
@@ -53,25 +57,28 @@ def reach_store(address: str, port: int) -> TCPStore:
 
 
 class OneHostRendezvous(StaticTCPRendezvous):
-    """A rendezvous without other hosts. Every attempt gets a new store: keys of the last one would mislead it."""
+    """A rendezvous for a job with one host.
+
+    Every attempt gets a new store, because the keys that the last attempt left in its store would confuse the new one.
+    """
 
     def __init__(self, run_id: str, port: int) -> None:
         super().__init__(LOOPBACK, port, rank=0, world_size=1, run_id=run_id, timeout=0)
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return the store of the next attempt."""
+        """Return the store for the next attempt."""
         return _information(HostAssignment(0, 1, LOOPBACK, 0), open_store(LOOPBACK, self.master_port))
 
 
 class MultiHostRendezvous(OneHostRendezvous):
-    """A rendezvous at a server, which runs in the launcher of one of the hosts, perhaps here."""
+    """A rendezvous at a server that runs in the launcher of one of the hosts, which may be this one."""
 
     def __init__(self, run_id: str, client: RendezvousClient, server: RendezvousServer | None) -> None:
         super().__init__(run_id, 0)
         self.client, self._server = client, server
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait until all hosts are there. Raises as `RendezvousClient.join` does."""
+        """Wait until all hosts have joined. Raises the same errors as `RendezvousClient.join`."""
         self.client.connect()
         # Rank 0 is where the server is, so the store can be opened before ranks are known.
         store = None if self._server is None else open_store(self.client.address)
@@ -79,7 +86,7 @@ class MultiHostRendezvous(OneHostRendezvous):
         return _information(start, store or reach_store(start.address, start.port))
 
     def shutdown(self) -> bool:
-        """Leave; the server stays until the others have left too, or some seconds have passed."""
+        """Leave the job. The server keeps running until the other hosts have left too, or some seconds have passed."""
         self.client.close()
         if self._server is not None:
             self._server.close()

@@ -1,26 +1,29 @@
-"""Several hosts of one job: the rendezvous server, and how each host learns the state of the others.
+"""The rendezvous server of a job with several hosts, and the client through which each host tracks the others.
 
-One launcher runs the server; every launcher, that one included, keeps one connection to it for as long as the job runs.
-If a connection closes, or is silent for too long, its host counts as gone. Messages are one JSON object per line.
+One launcher runs the server. Every launcher, including that one, keeps one connection to it as long as the job runs.
+If a connection closes or is silent for too long, the server treats its host as lost. Each message is a JSON object on
+one line.
 
     to the server      hello         who I am, and my settings
-                       join          ready for the next attempt
-                       failed        a rank of mine failed: its report, and how long ago, for hosts' clocks differ
-                       done          all ranks of mine succeeded
-                       leave         for good
+                       join          I am ready for the next attempt
+                       failed        one of my ranks failed: its report, and how long ago (the hosts' clocks differ)
+                       done          all my ranks succeeded
+                       leave         I will not come back
                        keep_alive    nothing new
     from the server    start         all hosts have joined: your rank, and the address of the store
-                       waiting       another host would join, if hosts may come and go
-                       root_cause    the attempt has failed: where first, and the report of that
+                       waiting       another host wants to join, and hosts may come and go
+                       root_cause    the attempt has failed: where it failed first, and that rank's report
                        done          all hosts have succeeded
-                       refused       why you cannot take part, or not any more
+                       refused       why you cannot take part, or no longer can
                        keep_alive    nothing new
 
-When a rank ends, all ranks connected to it fail too, so the server listens a moment longer before it names the first.
-A job that may have fewer hosts starts when all that are there have joined, and begins anew when one is lost or comes.
+When a rank ends, all ranks that are connected to it fail too. The server therefore waits a moment for other reports
+before it names the first failure. A job that can run with fewer hosts starts when all hosts that are there have joined,
+and restarts when a host joins or is lost.
 
-The server begins with a challenge, some random bytes, and a launcher answers with their HMAC under the job's token.
-Nothing that a stranger sends, or leaves unread, ends the job, because the server never waits for one.
+The server sends each new connection a challenge of random bytes, and the launcher answers with an HMAC of them, keyed
+with the job's token. Strangers cannot end the job with anything they send or leave unread, because the server never
+waits for a single connection.
 """
 
 from __future__ import annotations
@@ -63,7 +66,7 @@ _LONGEST_SHOWN = 300  # characters of a host's text that are passed on to others
 
 @dataclass(frozen=True, slots=True)
 class HostAssignment:
-    """The server's message to a host when all have joined: its rank, and where the workers find the store."""
+    """The server's message to a host when all hosts have joined: its rank, and the address of the workers' store."""
 
     rank: int
     hosts: int
@@ -73,7 +76,7 @@ class HostAssignment:
 
 @dataclass(frozen=True, slots=True)
 class RootCause:
-    """The reason why an attempt failed: the host where it failed first, and what to print."""
+    """The cause of a failed attempt: the host that failed first, and the report to print."""
 
     host: str
     text: str
@@ -86,9 +89,10 @@ def _proof(token: str, challenge: bytes) -> bytes:
 
 
 class Connection:
-    """A socket between a launcher and the server: challenge and answer, then whole messages in and out.
+    """A socket between a launcher and the server. It carries the challenge and the answer, and then complete messages.
 
-    The server's sockets do not block: data that the other side has not read is kept here, and a later `flush` sends it.
+    The server's sockets do not block: data that the peer has not read yet stays in a buffer, and a later `flush` sends
+    it.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -101,21 +105,21 @@ class Connection:
         connection.settimeout(TIMEOUT_SECONDS)
 
     def send(self, kind: str, **content: Any) -> None:
-        """Send one message; the receiving code notices a connection that is gone."""
+        """Send one message. If the connection is closed, `receive` reports it."""
         self._send(json.dumps({"kind": kind, **content}).encode() + b"\n")
 
     def flush(self) -> bool:
-        """Send the unsent rest; return whether so much is left that the other side must have stopped reading."""
+        """Send the buffered data. Return whether so much is left that the peer must have stopped reading."""
         self._send(b"")
         return len(self._unsent) > _LONGEST_NBYTES
 
     def challenge(self) -> None:
-        """Ask the other side to prove that it knows the token."""
+        """Ask the peer to prove that it has the token."""
         self._challenge = secrets.token_hex(_PROOF_NBYTES // 2).encode()
         self._send(self._challenge)
 
     def prove(self, token: str) -> None:
-        """Answer the challenge. Raises `OSError` if none comes."""
+        """Answer the challenge. Raise `OSError` if none arrives."""
         challenge = b""
         self.socket.settimeout(CHALLENGE_SECONDS)
         while len(challenge) < _PROOF_NBYTES:
@@ -126,7 +130,7 @@ class Connection:
         self._send(_proof(token, challenge))
 
     def take_proof(self, token: str) -> bool:
-        """Read what has arrived of the answer, and no byte more; False if it is wrong."""
+        """Read only the bytes of the answer that have arrived. Return False if the answer is wrong."""
         try:
             chunk = self.socket.recv(_PROOF_NBYTES - len(self._received))
         except OSError:
@@ -139,7 +143,7 @@ class Connection:
         return self.is_proved
 
     def receive(self) -> list[dict[str, Any]] | None:
-        """Return the messages that have arrived; None if the other side is gone, or does not speak this protocol."""
+        """Return the messages that have arrived, or None if the peer has left or does not use this protocol."""
         try:
             chunk = self.socket.recv(_CHUNK_NBYTES)
             self._received += chunk
@@ -152,7 +156,7 @@ class Connection:
         return messages if chunk and valid and len(rest) < _LONGEST_NBYTES else None
 
     def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
         self.socket.close()
@@ -166,7 +170,7 @@ class Connection:
 
 @dataclass(slots=True, eq=False)
 class _Peer:
-    """The launcher of one host, as the server knows it."""
+    """The server's record of one host's launcher."""
 
     connection: Connection
     address: str
@@ -187,7 +191,7 @@ class _Peer:
 
 
 class RendezvousServer(threading.Thread):
-    """The meeting point of a job's hosts, `least` to `hosts` of them: a thread in the launcher of one."""
+    """The meeting point of a job's hosts (`least` to `hosts` of them), which is a thread in one host's launcher."""
 
     def __init__(
         self,
@@ -210,12 +214,12 @@ class RendezvousServer(threading.Thread):
         self._selector.register(listening, selectors.EVENT_READ)
 
     def close(self) -> None:
-        """End as soon as every peer has left, and after five seconds at the latest."""
+        """Stop the server when every peer has left, or after five seconds at the latest."""
         self._closing.set()
         self.join(timeout=5)
 
     def run(self) -> None:
-        """Serve until closed."""
+        """Serve until the server is closed."""
         said = 0.0
         while not (self._closing.is_set() and not self._peers):
             for key, _ in self._selector.select(timeout=0.1):
@@ -261,7 +265,7 @@ class RendezvousServer(threading.Thread):
             self._start_if_ready()
 
     def _end(self, text: str) -> None:
-        """End the job: no one can join any more."""
+        """End the job: refuse all hosts that join from now on."""
         self._over = text
         self._refuse([peer for peer in self._peers if peer.joined is not None], text, "job")
 
@@ -332,7 +336,7 @@ class RendezvousServer(threading.Thread):
                 self._fail(peer, _FIRST, f"{peer.name} was stopped by a signal\n")
 
     def _fits(self, peer: _Peer) -> bool:
-        """Return whether this host's settings match those of the others; if not, tell both sides."""
+        """Return whether this host's settings match those of the other hosts. Refuse the hosts that differ."""
         peer.admitted = True
         given = {"machine_rank given": peer.hello["machine_rank"] is not None, **peer.hello["same"]}
         for other in self._peers:
@@ -348,7 +352,7 @@ class RendezvousServer(threading.Thread):
         return True
 
     def _tell_of_waiting(self) -> None:
-        """Tell the hosts that run without a newly joined one to begin anew, if there is room for it."""
+        """Tell the running hosts that another host has joined and that they should restart, if there is room for it."""
         running = [peer for peer in self._peers if peer.running]
         untold = [peer for peer in running if not peer.told and len(running) < self._hosts]
         self._broadcast(untold, "waiting")
@@ -377,7 +381,7 @@ class RendezvousServer(threading.Thread):
 
     @property
     def _is_elastic(self) -> bool:
-        """Return whether hosts may come and go."""
+        """Return whether hosts may join and leave."""
         return self._least < self._hosts
 
     def _is_last_call_over(self, joined: list[_Peer]) -> bool:
@@ -415,7 +419,7 @@ class RendezvousServer(threading.Thread):
 
 
 def _checked_hello(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a launcher's description of itself; raise `TypeError` or `KeyError` for something else."""
+    """Return the launcher's description of itself. Raise `TypeError` or `KeyError` if the message is malformed."""
     host, rank, same = message["host"], message["machine_rank"], message["same"]
     is_right = isinstance(host, str) and isinstance(same, dict) and (rank is None or type(rank) is int)
     if not is_right or len(json.dumps(message)) > _LONGEST_HELLO_NBYTES:
@@ -433,7 +437,8 @@ def _checked_port(port: Any) -> int:
 class RendezvousClient:
     """A host's connection to the server.
 
-    `hello` has `host` (its name), `machine_rank`, and under `same` the values that must be equal on all hosts.
+    `hello` contains `host` (the host's name), `machine_rank`, and under `same` the values that must be equal on all
+    hosts.
     """
 
     def __init__(
@@ -458,9 +463,10 @@ class RendezvousClient:
         self.address = where[0]  # of this host on the network of the server, once connected
 
     def join(self, port: int) -> HostAssignment:
-        """Wait until all hosts are ready for the next attempt; `port` is of the store here, or 0.
+        """Wait until all hosts are ready for the next attempt.
 
-        Raises `CommunicationError` if they are not in time or the job is over, `ConfigError` if they differ.
+        `port` is the port of this host's store, or 0 if it has none. Raises `CommunicationError` if the other hosts do
+        not join in time or the job has ended, and `ConfigError` if their settings differ.
         """
         deadline = time.monotonic() + self._timeout
         with self._changed:
@@ -490,9 +496,10 @@ class RendezvousClient:
         )
 
     def report(self, order: tuple[float, float], text: str) -> RootCause | None:
-        """Say that a rank here has failed, and learn which host was first; None if the server does not answer.
+        """Report a rank that failed on this host, and return the first failure of all hosts.
 
-        The failure with the smallest `order` is the first: a number, and the time by this host's clock.
+        Return None if the server does not answer. The failure with the smallest `order` is the first: it holds a
+        number, and the time by this host's clock.
         """
         kind, when = order
         self._send("failed", order=(kind, when - time.time()), text=text[-_LONGEST_NBYTES // 8 :])
@@ -501,7 +508,10 @@ class RendezvousClient:
             return self.root_cause
 
     def finish(self) -> RootCause | None:
-        """Say that all ranks here have succeeded, and wait for the other hosts; return the root cause if one fails."""
+        """Report that all ranks on this host have succeeded, and wait for the other hosts.
+
+        Return the root cause if another host fails.
+        """
         self._send("done")
         with self._changed:
             self._changed.wait_for(lambda: self._done or self.root_cause)
@@ -523,7 +533,7 @@ class RendezvousClient:
             connection.send(kind, **content)
 
     def connect(self, deadline: float | None = None) -> Connection:
-        """Find the server, if it is not connected. Raises `CommunicationError` if it does not answer in time."""
+        """Connect to the server if not connected yet. Raise `CommunicationError` if it does not answer in time."""
         deadline = deadline or time.monotonic() + self._timeout
         say_at = time.monotonic() + FIRST_SAID_SECONDS
         while (connection := self._connection) is None:
@@ -550,7 +560,7 @@ class RendezvousClient:
         return connection
 
     def _open(self) -> Connection:
-        """Return a connection whose server has accepted the proof. Raises `OSError` if there is none."""
+        """Return a connection on which the server has accepted the proof. Raise `OSError` if there is none."""
         opened = socket.create_connection(self._where, timeout=5)
         try:
             connection = Connection(opened)

@@ -1,4 +1,4 @@
-"""A report on this environment: versions, hardware and variables, for an issue. Holds no secrets."""
+"""A report on this environment for bug reports: versions, hardware and variables, without any secrets."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Report = dict[str, dict[str, str]]
 
 
 def make_report(hardware: Hardware, environ: Mapping[str, str]) -> Report:
-    """Return the whole report on this host, and on the variables in `environ`."""
+    """Return the complete report on this host and on the variables in `environ`."""
     report = {
         "system": _system(hardware),
         "accelerators": _accelerators(hardware),
@@ -52,7 +52,7 @@ def make_report(hardware: Hardware, environ: Mapping[str, str]) -> Report:
 
 
 def shared_memory_nbytes() -> int | None:
-    """Return the size of /dev/shm, which processes of one host communicate through; None where there is none."""
+    """Return the size of /dev/shm, through which the processes of a host communicate, or None if it does not exist."""
     try:
         return shutil.disk_usage("/dev/shm").total
     except OSError:
@@ -60,7 +60,7 @@ def shared_memory_nbytes() -> int | None:
 
 
 def open_files_limit() -> int | None:
-    """Return how many files a process may have open; None if the system does not say or there is no limit."""
+    """Return how many files a process may have open, or None if there is no limit or it is unknown."""
     try:
         import resource
     except ImportError:  # not on this system

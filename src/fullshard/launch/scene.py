@@ -1,4 +1,4 @@
-"""The state of this host's processes when one of them failed, recorded before the others are ended."""
+"""Records what this host's processes were doing when one of them failed, before the others are ended."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _LOSS_WORDS = ("communicationerror", "connection closed", "connection reset", "b
 
 
 def is_of_a_loss(text: str) -> bool:
-    """Return whether a report is from a rank that found another one gone, or waited for it for too long."""
+    """Return whether the report is from a rank that lost its connection to another rank or waited too long for one."""
     return _has(text, _LOSS_WORDS) or is_of_a_hang(text)
 
 
 def is_of_a_hang(text: str) -> bool:
-    """Return whether a report is from a rank that waited for too long."""
+    """Return whether the report comes from a rank that waited too long for another one."""
     return _has(text, _HANG_WORDS)
 
 
@@ -44,7 +44,10 @@ def _has(text: str, words: Iterable[str]) -> bool:
 
 
 class Scene:
-    """The scene of one attempt; processes leave their stacks in `directory` when they get `STACK_SIGNAL`."""
+    """The state of the processes during one attempt.
+
+    Processes write their stacks to `directory` when they receive `STACK_SIGNAL`.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -54,7 +57,10 @@ class Scene:
         self._stacks: dict[int, str] = {}
 
     def look(self, processes: Mapping[int, Any], *, is_over: bool) -> None:
-        """Look at processes (each has `pid` and `poll()`) that are about to be ended; `is_over`: the job has failed."""
+        """Record the state of processes that are about to be ended. Each has a `pid` and a `poll()` method.
+
+        `is_over` means that the job has failed.
+        """
         failed = [process for process in processes.values() if process.poll() not in (None, 0)]
         if not failed and not is_over:
             return
@@ -75,7 +81,10 @@ class Scene:
         self._stacks |= {pid: self._stack(pid) for pid in asked}
 
     def done_early(self, ranks: Mapping[int, int], world_size: int) -> str:
-        """Say which ranks, by process, ended with 0 while others still needed them, and what they did last."""
+        """Describe the ranks that exited with code 0 while others still needed them, and what they did last.
+
+        `ranks` maps process ids to ranks.
+        """
         text = ""
         for who, pid in self._named(self.done, ranks, world_size):
             text += f"{who} had ended before, with exit code 0: it made fewer steps than the others, or left its loop\n"
@@ -84,7 +93,10 @@ class Scene:
         return text
 
     def missing(self, ranks: Mapping[int, int], world_size: int) -> str:
-        """Say which ranks the others waited for, and where those were. Empty if all that were left waited, too."""
+        """Describe the ranks that the others waited for, with the stack of each.
+
+        Return an empty string if all remaining ranks were waiting too.
+        """
         text = ""
         for who, pid in self._named(self.ended, ranks, world_size):
             frames = [line for line in self._stacks.get(pid, "").splitlines() if line.startswith("  File ")]
@@ -109,7 +121,10 @@ class Scene:
         return False
 
     def _stack(self, pid: int) -> str:
-        """Return the main thread's stack: the oldest thread, so the last in the file; any may have got the signal."""
+        """Return the main thread's stack.
+
+        The main thread is the oldest, so its stack is the last in the file, whichever thread handled the signal.
+        """
         with contextlib.suppress(OSError):
             text = (self._directory / f"stack-{pid}").read_text(encoding="utf-8", errors="replace")
             return _THREAD.split(text)[-1]
@@ -122,7 +137,7 @@ class Scene:
 
 
 def _state(pid: int) -> str:
-    """Return a process's state as the kernel has it, a letter; a question mark if it does not say."""
+    """Return the one-letter state of a process from the kernel, or a question mark if it is unknown."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):

@@ -1,7 +1,7 @@
-"""Directories that last as long as the process that made them.
+"""Temporary directories that last as long as the process that created them.
 
-A lock marks a directory as in use. The process that makes the next one removes those without a held lock, which killed
-processes have left, in any container.
+A lock marks a directory as in use. Killed processes leave their directories behind without a lock. The next process
+that creates a directory removes these, even if they were created in another container.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ _UNFINISHED = ".unfinished-"
 
 @contextlib.contextmanager
 def scratch_directory(prefix: str, parent: Path | None = None) -> Iterator[Path]:
-    """Make a directory for this user alone, and remove it at the end; those of killed processes are removed first."""
+    """Create a directory that only this user can read, and remove it on exit.
+
+    Directories that killed processes have left are removed first.
+    """
     parent = Path(tempfile.gettempdir()) if parent is None else parent
     _remove_stale(parent, prefix)
     # It gets its name once it is locked, or another process could mistake it for a stale one.
@@ -43,7 +46,7 @@ def scratch_directory(prefix: str, parent: Path | None = None) -> Iterator[Path]
 
 
 def _lock(descriptor: int) -> None:
-    """Hold the lock of that file until it is closed. Raises `OSError` if another process holds it."""
+    """Lock the file until it is closed. Raise `OSError` if another process holds the lock."""
     if fcntl is not None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 

@@ -1,4 +1,7 @@
-"""Slurm's facts about the hosts of a job. `srun --ntasks-per-node=1 fullshard launch script.py` needs no flags."""
+"""Read the hosts of a job from Slurm's variables.
+
+With them, `srun --ntasks-per-node=1 fullshard launch script.py` needs no flags.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,12 @@ _FIRST_PORT, _PORTS = 20000, 10000
 
 
 def read_allocation(environ: Mapping[str, str]) -> Reading:
-    """Return the hosts, this host's rank, where to meet, and the number of processes; nothing outside an allocation.
+    """Return the hosts, this host's rank, the rendezvous address and the number of processes.
+
+    Return an empty reading outside a Slurm allocation.
 
     Raises:
-        ConfigError: in an allocation of several hosts, not exactly one task per host was started.
+        ConfigError: the allocation has several hosts, but not exactly one task was started on each.
     """
     if "SLURM_JOB_ID" not in environ:
         return Reading()
@@ -59,13 +64,13 @@ def read_allocation(environ: Mapping[str, str]) -> Reading:
 
 
 def devices_per_host(environ: Mapping[str, str]) -> int | None:
-    """Return the accelerators that Slurm gave to this task's host; None if it does not say."""
+    """Return how many accelerators Slurm gave to this task's host, or None if Slurm does not report it."""
     text = environ.get("SLURM_GPUS_ON_NODE", "")
     return int(text) if text.isdigit() else None
 
 
 def first_host(text: str) -> str:
-    """Return the first host that a list such as `gpu[01-03,7],login` names."""
+    """Return the first host in a list such as `gpu[01-03,7],login`."""
     first = re.match(r"((?:[^,\[\]]|\[\d+(?:[,-]\d+)*\])+)(?:,|$)", text.strip())
     if first is None:
         raise ConfigError(f"not a list of hosts: {text!r}", hint="`scontrol show hostnames` expands it")

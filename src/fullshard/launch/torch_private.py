@@ -1,6 +1,7 @@
-"""Private names of torch's launcher; `comm.torch_private` has the others, and says what each entry states, and why.
+"""The private names of torch's launcher that fullshard uses.
 
-They are apart from those because a launcher needs no DTensor, and every launch waits for its imports.
+`comm.torch_private` has all the others, and explains what each docstring states. They are in separate modules because a
+launcher does not need DTensor, and every launch waits for the imports.
 """
 
 from __future__ import annotations
@@ -21,12 +22,15 @@ nothing would call ours any more. Since 2.0."""
 
 
 def worker_context(agent: LocalElasticAgent) -> Any:
-    """Return the workers' processes, whose `close` gives them 30 seconds; None before the first start. Since 2.0."""
+    """Return the context of the workers' processes, or None before the first start. Since 2.0.
+
+    Its `close` method gives the processes 30 seconds to end.
+    """
     return agent._pcontext
 
 
 def close_streams(workers: Any) -> None:
-    """Close the launcher's handles of log files; torch does so only for workers that it has to end. Since 2.0."""
+    """Close the launcher's handles of log files. torch closes them only for workers that it has to end. Since 2.0."""
     for handler in workers.subprocess_handlers.values():
         for file in (handler._stdout, handler._stderr):
             if file is not None:
@@ -34,21 +38,21 @@ def close_streams(workers: Any) -> None:
 
 
 def remaining_restarts(agent: LocalElasticAgent) -> int:
-    """Return how often workers may be started again, this time not counted. Since 2.0."""
+    """Return how many more times the workers may be restarted after this start. Since 2.0."""
     return agent._remaining_restarts
 
 
 def grant_restart(agent: LocalElasticAgent) -> None:
-    """Grant workers one start more than was set: for a reason that is no failure. Since 2.0."""
+    """Allow one more restart than the user set, for a restart that no failure caused. Since 2.0."""
     agent._remaining_restarts += 1
     agent._worker_group.spec.max_restarts += 1
 
 
 def allow_no_restart(agent: LocalElasticAgent) -> None:
-    """Forbid further starts of workers, whatever was set. Since 2.0."""
+    """Forbid any further restart of the workers, whatever the user set. Since 2.0."""
     agent._remaining_restarts = 0
 
 
 def forget_store(agent: LocalElasticAgent) -> None:
-    """Drop the agent's reference to its store, whose port must be free before the next one listens. Since 2.0."""
+    """Drop the agent's reference to its store, so that the port is free for the next store. Since 2.0."""
     agent._store = None

@@ -1,4 +1,4 @@
-"""A worker process around its main function: it dies with its launcher, and reports how it failed."""
+"""Run a worker's main function in a process that ends with its launcher and reports its own failure."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _USER_ERRORS = (ConfigError, DataError, MissingExtraError, WrapError)
 
 
 def run_worker(main: Callable[[], None]) -> None:
-    """Run `main`; write a failure where the launcher looks for it, and end the process with code 1 or 2.
+    """Run `main`. If it fails, write a report for the launcher, and exit with code 1 or 2.
 
-    The launcher (fullshard's own, or torchrun) then prints the traceback of the rank that failed first, once, instead
-    of every rank printing its own. Code 2 stands for a mistake in the settings or the data, whose message is enough.
-    Without a launcher the exception is raised as usual.
+    The launcher (fullshard's own or torchrun) then prints the traceback of the rank that failed first, once, instead of
+    every rank printing its own. Exit code 2 means that the settings or the data are wrong, so that the message is
+    enough. Without a launcher, the exception is raised as usual.
     """
     die_with_launcher()
     leave_stacks()

@@ -1,6 +1,6 @@
-"""Predict memory, traffic and time of a run before anyone pays for it, and recommend what to run. Imports no torch.
+"""Predict the memory, traffic and time of a run before you pay for it, and recommend settings. Does not import torch.
 
-The package itself can be called, for a model object: `fullshard.plan(model, devices="8xH100", micro_batch=4)`.
+The package itself can be called with a model object: `fullshard.plan(model, devices="8xH100", micro_batch=4)`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 class _Plan(ModuleType):
     def __call__(self, model: Any, devices: str, **settings: Any) -> Any:
-        """Call `fullshard.plan_model`, under the name people look for."""
+        """Call `fullshard.plan_model`, so that `fullshard.plan(...)` works as users expect."""
         import fullshard
 
         return fullshard.plan_model(model, devices, **settings)

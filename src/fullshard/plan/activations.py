@@ -1,35 +1,36 @@
-"""Bytes a transformer layer keeps for backward, and what it needs while it runs. Per token, derived tensor by tensor.
+"""The bytes a transformer layer keeps for backward, and its temporaries. All are per token, derived tensor by tensor.
 
-b is the bytes of a compute element; H, I, q and kv are the widths of the residual stream, the feed-forward part, the
-queries and the keys (heads times head size). What autograd saves in a layer as Transformers writes it:
+b is the bytes of an element in the compute dtype. H, I, q and kv are the widths of the residual stream, the
+feed-forward part, the queries and the keys (heads times head size). Autograd saves these tensors in a layer as
+Transformers writes it:
 
 | tensor | bytes per token | why |
 |---|---|---|
 | each norm's input | 4 H | RMS norms compute in float32: `pow` and `mul` save that copy; LayerNorm: b H |
 | an RMS norm's output before its weight | b H, Gemma's 4 H | for the weight's gradient; not if the weight is frozen |
-| what attention and the feed-forward part read | b H each | the input of their projections |
+| the inputs of attention and the feed-forward part | b H each | the input of their projections |
 | q, k, v after rotation, and attention's output | b (2 q + 2 kv) | attention's backward, the projection after it |
-| latents of q, k, v, and what v is a slice of | norms', b (latents + kv) | DeepSeek's: norms, projections, slices |
+| latents of q, k, v, and what v is a slice of | norms', b (latents + kv) | DeepSeek: norms, projections, slices |
 | the projection that v is a slice of | b (q + kv) | a slice keeps all of it; not `eager`, which copies |
 | written out: scores, keys per head | `_scores` | softmax, its copy for the product, dropout's mask |
 | the same where `sdpa` has no kernel, in float32 | 4 (4 q) + `_scores` | `plan/attention` |
-| a mask that `sdpa` reads, keys and values per head | b S + b (2 q) | made of the window, of the compute dtype |
+| a mask that `sdpa` reads, keys and values per head | b S + b (2 q) | made from the window, in the compute dtype |
 | gated feed-forward | 4 b I | gate (SiLU), its activation and up (product), the product (down projection) |
 | plain feed-forward | 2 b I | before and after the activation |
-| an activation of several operations | `KEPT_BY_ACTIVATION` | each keeps what it needs |
-| mixture | that of each of k experts, + 2 b k H | the tokens gathered for them and their weighted outputs |
-| dropout | b H each on a CPU, else H | its mask |
-| frozen projections' inputs | none, but for attention's output | only adapters read them for a weight's gradient |
-| adapters' inputs, of width A in all | b each once; 4 A if they are float32 and nothing else is | PEFT casts for each |
-| dropout of those | A (b + 1), on a CPU 2 b A | a copy and its mask for each adapter |
-| between an adapter's factors | b times its rank | the second one's input |
+| an activation of several operations | `KEPT_BY_ACTIVATION` | each operation keeps what it needs |
+| mixture | the same for each of k experts, + 2 b k H | their gathered tokens and their weighted outputs |
+| dropout | b H each on a CPU, otherwise H | its mask |
+| frozen projections' inputs | none, except attention's output | only adapters need them for a weight's gradient |
+| adapters' inputs, of total width A | b each once; 4 A if only adapters are float32 | PEFT casts for each adapter |
+| dropout of those inputs | A (b + 1), on a CPU 2 b A | a copy and its mask for each adapter |
+| between an adapter's factors | b times its rank | the second factor's input |
 
 Each rank of a tensor-parallel group has its part of the widths within attention and the feed-forward part. Norms,
-dropout of sums, the layer's input and what projections read are whole on each.
+dropout of sums, the layer's input and the inputs of projections have their full width on each rank.
 
-Compiled, norms and activations fuse, and the partitioner recomputes what is cheap (PyTorch's min-cut partitioner): the
-norms' float32 copies and the activation's output go. Checked against what a real forward saves, for every family and
-activation (`tests/plan/test_plan_activations.py`).
+With `torch.compile`, norms and activations fuse, and PyTorch's min-cut partitioner recomputes cheap operations, so the
+norms' float32 copies and the activation's output are not kept. The numbers are checked against the tensors that a real
+forward saves, for every family and activation (`tests/plan/test_plan_activations.py`).
 """
 
 from __future__ import annotations
@@ -62,11 +63,12 @@ class LayerActivations:
     """Bytes of one layer for one micro-batch.
 
     Attributes:
-        kept: from its forward to its backward.
-        inputs: the part of them that is the layer's own input.
-        recomputed: made again in its backward, which then holds them on top of `kept`.
-        working: temporaries of its backward: gradients of the widest tensors.
-        in_product: temporaries while the gradient of a large weight is made: one of the widest is gone.
+        kept: bytes that stay from the layer's forward to its backward.
+        inputs: the part of `kept` that is the layer's own input.
+        recomputed: bytes that backward computes again and holds in addition to `kept`.
+        working: temporaries of backward, which are the gradients of the widest tensors.
+        in_product: temporaries while the gradient of a large weight is computed, when one of the widest is already
+        freed.
     """
 
     kept: int
@@ -77,7 +79,10 @@ class LayerActivations:
 
 
 def layer_activations(block: Block, job: Job, device: Device) -> LayerActivations:
-    """Return the bytes of one layer; torch's CPU kernels draw dropout's masks in the compute dtype."""
+    """Return the bytes of one layer.
+
+    The device matters because torch's CPU kernels store dropout masks in the compute dtype.
+    """
     width = itemsize(job.compute_dtype)
     tokens, widest = job.tokens, width * block.active_intermediate
     between = _saved_between(block, job, width, device) * job.tokens
@@ -94,9 +99,10 @@ def layer_activations(block: Block, job: Job, device: Device) -> LayerActivation
 
 
 def page_nbytes(block: Block, job: Job, device: Device) -> int:
-    """Return the bytes of one layer that stay in host memory between its forward and its backward, if any do.
+    """Return the bytes of one layer that are offloaded to the host between its forward and its backward.
 
-    Besides the input, selective checkpointing keeps tensors of its own, not autograd's; these stay on the device.
+    With selective checkpointing this is only the layer's input: the other tensors that it keeps are not saved through
+    autograd, and stay on the device.
     """
     layer = layer_activations(block, job, device)
     return layer.inputs if job.checkpointing == "selective" else layer.kept
@@ -105,17 +111,18 @@ def page_nbytes(block: Block, job: Job, device: Device) -> int:
 def between_products_nbytes(block: Block, job: Job, device: Device) -> tuple[int, int]:
     """Return the bytes that the operations between a layer's products read and write, in forward and in backward.
 
-    One kernel for each norm and activation, or fused by a compiler: what is saved is written and read once; backward
-    reads it, and writes and reads its gradient. Not compiled, RMS norms and rotation are several operations each in
-    Transformers' Llama, all of whose operands go through memory; backward has twice as many:
+    If each norm and activation is one kernel, or a compiler fuses them, each saved tensor is written and read once in
+    forward. Backward reads it, and writes and reads its gradient. Without a compiler, RMS norms and rotary embeddings
+    are several operations each in Transformers' Llama, and all their operands go through memory. Backward has twice as
+    many:
 
-    | operation | bytes per token, b those of an element |
+    | operation | bytes per token, where b is the bytes of an element |
     |---|---|
     | RMS norm: cast, square, mean, scale, cast, weight | H (24 + 6 b); in float32 28 H |
     | rotation: two products, a negation, joining halves, a sum | 10 b (q + kv) |
-    | gated activation, its product | 5 b I |
-    | what is added to the residual stream | 3 b H for each part |
-    | an adapter's outcome, scaled and added | 5 b of the widths written |
+    | gated activation and its product | 5 b I |
+    | additions to the residual stream | 3 b H for each part |
+    | scaling and adding an adapter's output | 5 b of the widths written |
     | scores that are written out | `passes_over_scores` |
     """
     layer, width = layer_activations(block, job, device), itemsize(job.compute_dtype)
@@ -136,10 +143,11 @@ def between_products_nbytes(block: Block, job: Job, device: Device) -> tuple[int
 
 
 def passes_over_scores(block: Block, job: Job, device: Device) -> tuple[int, int]:
-    """Return bytes per token in forward and in backward: masking and softmax; three passes for a cap, one for dropout.
+    """Return the bytes per token that masking and softmax of the scores move, in forward and in backward.
 
-    Transformers scales scores before softmax, and casts there and back around it. Torch scales queries and keys,
-    repeats keys and values, and in half precision makes a copy of the scores that is never read.
+    A cap adds three passes, and dropout adds one. Transformers scales the scores before softmax, and casts them before
+    and after it. Torch scales queries and keys, repeats keys and values, and in half precision makes a copy of the
+    scores that is never read.
     """
     way, (softmax, width) = what_runs(block, job, device), _score_widths(block, job, device)
     each = 2 * (softmax + width) if softmax != width else 0
@@ -158,7 +166,7 @@ def passes_over_scores(block: Block, job: Job, device: Device) -> tuple[int, int
 
 
 def _saved_between(block: Block, job: Job, width: int, device: Device) -> int:
-    """Return what norms and the sums between the parts of a layer save, per token."""
+    """Return the bytes that norms and the sums between the parts of a layer save, per token."""
     saved = _norm(block, job, width) * block.norms * block.hidden
     if block.dropout:
         saved += 2 * (width if device.is_cpu else 1) * block.hidden
@@ -166,7 +174,7 @@ def _saved_between(block: Block, job: Job, width: int, device: Device) -> int:
 
 
 def _saved_within(block: Block, job: Job, width: int, device: Device) -> int:
-    """Return what attention and the feed-forward part save per token, including their inputs."""
+    """Return the bytes that attention and the feed-forward part save per token, including their inputs."""
     normed = block.latents
     if block.head_norms:
         normed += (block.heads + block.kv_heads) * block.head_dim
@@ -185,9 +193,9 @@ def _saved_within(block: Block, job: Job, width: int, device: Device) -> int:
 
 
 def _adapters(block: Block, adapters: Adapters, job: Job, width: int, device: Device) -> int:
-    """Return what adapters save, minus the inputs of products that a frozen layer does not save.
+    """Return the bytes that adapters save, minus the inputs that the products of a frozen layer do not save.
 
-    PEFT casts an adapter's input to the adapter's dtype. With a precision both are the compute dtype.
+    PEFT casts an adapter's input to the adapter's dtype. With mixed precision, both are the compute dtype.
     """
     own = itemsize(adapters.dtype) if job.precision == "no" else width
     kept = own * adapters.ranks
@@ -201,7 +209,7 @@ def _adapters(block: Block, adapters: Adapters, job: Job, width: int, device: De
 
 
 def _norm(block: Block, job: Job, width: int) -> int:
-    """Return what a norm saves per element of its input; the operation after it saves its output."""
+    """Return the bytes that a norm saves per element of its input. Its output is saved by the next operation."""
     if block.norm == "layer" or job.compile:
         return width
     before_weight = 0 if job.method != "full" else 4 if block.norm == "rms-float32-weight" else width
@@ -209,7 +217,7 @@ def _norm(block: Block, job: Job, width: int) -> int:
 
 
 def _attention(block: Block, job: Job, width: int, device: Device) -> int:
-    """Return bytes per token of queries, keys, values, the output, and the scores where they exist."""
+    """Return the bytes per token of queries, keys, values and the output, and of the scores if they are written out."""
     queries, keys = block.heads * block.head_dim, block.kv_heads * block.head_dim
     value_dim = block.value_dim or block.head_dim
     way = what_runs(block, job, device)
@@ -227,10 +235,10 @@ def _attention(block: Block, job: Job, width: int, device: Device) -> int:
 
 
 def _working_on_scores(block: Block, job: Job, width: int, device: Device) -> int:
-    """Return bytes per token while backward has the gradients of softmax's output and input, if scores are written out.
+    """Return the bytes per token while backward holds the gradients of softmax's output and input.
 
-    By then the feed-forward part's tensors are gone, and so is the copy of the scores that was multiplied by the
-    values.
+    The result is only positive if scores are written out. By then the tensors of the feed-forward part have been
+    freed, and so has the copy of the scores that was multiplied by the values.
     """
     softmax, copy = _score_widths(block, job, device)
     each = 2 * softmax - (copy if copy != softmax or block.attention_dropout else 0)
@@ -238,7 +246,10 @@ def _working_on_scores(block: Block, job: Job, width: int, device: Device) -> in
 
 
 def _score_widths(block: Block, job: Job, device: Device) -> tuple[int, int]:
-    """Return the bytes of a score after softmax and as a factor of the values; 0 if scores are not materialised."""
+    """Return the bytes of one score after softmax, and as the operand that multiplies the values.
+
+    Both are 0 if scores are not written out.
+    """
     way, width = what_runs(block, job, device), itemsize(job.compute_dtype)
     if way == "eager":
         return max(4, width) if block.float32_scores else width, width
@@ -246,7 +257,7 @@ def _score_widths(block: Block, job: Job, device: Device) -> tuple[int, int]:
 
 
 def _scores(block: Block, job: Job, device: Device) -> int:
-    """Return bytes of each query's scores: softmax's output, the operand that multiplies the values, and masks."""
+    """Return the bytes of each query's scores: softmax's output, the operand that multiplies the values, and masks."""
     softmax, width = _score_widths(block, job, device)
     each = softmax
     if block.attention_dropout or softmax != width:
@@ -259,7 +270,7 @@ def _scores(block: Block, job: Job, device: Device) -> int:
 
 
 def _feed_forward_tensors(block: Block, job: Job) -> int:
-    """Return the number of saved tensors that have the width of the feed-forward part."""
+    """Return the number of saved tensors that are as wide as the feed-forward part."""
     if job.compile:
         return 3 if block.gated else 1
     kept = KEPT_BY_ACTIVATION.get(block.activation, 1)
@@ -269,10 +280,10 @@ def _feed_forward_tensors(block: Block, job: Job) -> int:
 
 
 def _selected_per_token(block: Block, width: int) -> int:
-    """Return what torchtitan's selective checkpointing saves: input, every second product, attention's output.
+    """Return the bytes that torchtitan's selective checkpointing saves per token.
 
-    Among q, k, v, o, gate, up, down the kept ones are q, v, gate and down (torchtitan's `parallelize_llama.py` of
-    2024-12).
+    It saves the input, every second product, and attention's output. Of the products q, k, v, o, gate, up and down, it
+    keeps q, v, gate and down (torchtitan's `parallelize_llama.py` of 2024-12).
     """
     queries, keys = block.heads * block.head_dim, block.kv_heads * block.head_dim
     return width * (block.hidden + 2 * queries + keys + block.active_intermediate)
