@@ -1,32 +1,34 @@
-"""The time of attention: its FLOP by the keys a query sees, and the part of the peak that its kernels reach.
+"""The time of attention: its FLOP by the number of keys a query sees, and the fraction of the peak its kernels reach.
 
-Scores and their product with the values are 2 FLOP per query, seen key, and width of a key or a value. Under a causal
-mask a query sees half of the keys on average; with a window w of S keys, w - w²/2S. Backward multiplies five times
-where forward does twice, because flash attention computes scores again (FlashAttention-2, arXiv 2307.08691, section
-3.1.2). What is written out (`eager`) is computed whole, masked or not, and only twice as much in backward.
+Scores and their product with the values take 2 FLOP per query, visible key, and width of a key or a value. Under a
+causal mask a query sees half of the keys on average; with a window w of S keys it sees w - w²/2S. Backward does five
+products where forward does two, because flash attention computes the scores again (FlashAttention-2, arXiv 2307.08691,
+section 3.1.2). Attention that is written out (`eager`) is computed in full, masked or not, and backward only takes
+twice as much.
 
-The parts of the peak are the papers' own for version 2, long sequences and heads of 128, both directions: A100 0.73 of
-312 TFLOP/s forward and 0.63 backward, a tenth less with a mask (2307.08691); H100 335 of 989 and 322, a tenth less
-(FlashAttention-3, arXiv 2407.08608, figures 5 and 6). PyTorch's `sdpa` is version 2, if there is no mask to be read.
-Heads of 64 and of 256 reach 0.89 of that. A row of S keys is worth S / (S + 350).
+The fractions of the peak are published for version 2 with long sequences and heads of 128. For the A100 they are 0.73
+of 312 TFLOP/s in forward and 0.63 in backward, a tenth less with a mask (2307.08691). For the H100 they are 335 of 989
+and 322, also a tenth less with a mask (FlashAttention-3, arXiv 2407.08608, figures 5 and 6). PyTorch's `sdpa` is
+version 2 if it does not have to read a mask. Heads of 64 and of 256 reach 0.89 of these fractions. Rows of S keys scale
+them by S / (S + 350).
 
-What PyTorch's `sdpa` runs on an accelerator, up to 2.13, by `can_use_flash_attention` and
-`can_use_mem_efficient_attention` in its aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, and by what Transformers
-gives it (`use_gqa_in_sdpa`):
+The following table shows the kernel that PyTorch's `sdpa` runs on an accelerator, up to version 2.13. It is based on
+`can_use_flash_attention` and `can_use_mem_efficient_attention` in aten/src/ATen/native/transformers/cuda/sdp_utils.cpp,
+and on the arguments that Transformers passes (`use_gqa_in_sdpa`):
 
-| | grouped heads | each head its own keys |
+| | grouped heads | each head has its own keys |
 |---|---|---|
 | half precision, no mask | flash attention | the same |
 | a mask: a window shorter than the sequence | memory-efficient, keys and values repeated before | the same |
-| float32, no mask; before Ampere float16, too | **written out** | memory-efficient |
+| float32, no mask; before Ampere also float16 | **written out** | memory-efficient |
 | bfloat16 before Ampere | **written out** | **written out** |
 | heads above 256, values of another size | memory-efficient, repeated before | the same |
 
-Flash attention takes half precision alone, on NVIDIA's devices from compute capability 8.0 on. The memory-efficient
-kernel has no groups (PyTorch after 2.13 gives it some), and takes bfloat16 from 8.0 on: on an H200 with torch 2.11 a
-float32 step of a grouped Llama kept its scores. The rest is read, not measured. AMD's two kernels, of AOTriton, take
-the same cases as those of an A100. Written out, all of it is in float32. On a CPU its fused kernel takes masks, groups
-and every dtype, but no dropout.
+Flash attention only takes half precision, and on NVIDIA devices requires compute capability 8.0. The memory-efficient
+kernel does not support groups (PyTorch after 2.13 supports some), and takes bfloat16 from 8.0 on: on an H200 with torch
+2.11, a float32 step of a grouped Llama kept its scores. The other rows come from the source and were not measured.
+AMD's two kernels, from AOTriton, take the same cases as those of an A100. Attention that is written out is entirely in
+float32. The fused kernel for CPUs takes masks, groups and every dtype, but no dropout.
 """
 
 from __future__ import annotations
@@ -54,7 +56,10 @@ _OF_HEAD_SIZE = {64: 0.89, 256: 0.89}
 
 
 def seen_keys(block: Block, seq_len: int, *, whole: bool = False) -> float:
-    """Return the keys that a query sees on average; `whole`: as if there were no mask and no window."""
+    """Return the number of keys that a query sees on average.
+
+    With `whole`, count them as if there were no mask and no window.
+    """
     if whole:
         return seq_len
     if not block.window or block.window >= seq_len:
@@ -63,18 +68,24 @@ def seen_keys(block: Block, seq_len: int, *, whole: bool = False) -> float:
 
 
 def attention_flops(block: Block, tokens: int, seq_len: int, *, whole: bool = False) -> float:
-    """Return the FLOP of one layer's attention for that many tokens."""
+    """Return the FLOP of one layer's attention for `tokens` tokens."""
     widths = block.heads * (block.head_dim + (block.value_dim or block.head_dim))
     return 2 * widths * tokens * seen_keys(block, seq_len, whole=whole)
 
 
 def part_of_size(head_dim: int, keys: int, *, flash: float) -> float:
-    """Return the part of the peak for heads and rows of these sizes; `flash`: for long rows, with heads of 128."""
+    """Return the fraction of the peak that attention reaches for heads and rows of these sizes.
+
+    `flash` is the fraction for long rows and heads of 128.
+    """
     return flash * _OF_HEAD_SIZE.get(head_dim, 1.0) * keys / (keys + _HALF)
 
 
 def what_runs(block: Block, job: Job, device: Device) -> Way:
-    """Return the kernel that the job gets, by the table above. Without flash attention, asking for it is `sdpa`."""
+    """Return the kernel that the job gets, according to the table above.
+
+    Where flash attention is not available, a job that asks for it gets `sdpa`.
+    """
     if job.attention == "eager":
         return "eager"
     has_flash = itemsize(job.compute_dtype) == 2 and device.has_bfloat16 and not device.is_cpu

@@ -1,4 +1,4 @@
-"""Buckets as the planner counts them: the plans that the engine makes its own of, and the bytes that follow."""
+"""Buckets in the planner: the engine's bucket plans, extended by the number of bytes that they need."""
 
 from __future__ import annotations
 
@@ -14,45 +14,45 @@ from fullshard.core.sizes import packed_nbytes
 
 @dataclass(frozen=True, slots=True)
 class CountedBucket(BucketPlan):
-    """One bucket. Make it with `CountedBucket.of`, or of one of the engine's with `like`."""
+    """One bucket. Create it with `CountedBucket.of`, or from one of the engine's bucket plans with `like`."""
 
     @classmethod
     def like(cls, plan: BucketPlan, **changes: Any) -> Self:
-        """Return the same bucket, apart from these changes."""
+        """Return a copy of a bucket plan with some fields changed."""
         return cls(**{field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)} | changes)
 
     @property
     def shares_main(self) -> bool:
-        """Return whether unsharding does nothing: one rank owns everything, in the dtype it computes in."""
+        """Return whether unsharding does nothing, because one rank owns the whole bucket in its compute dtype."""
         return self.layout.world_size == 1 and self.may_hold_main
 
     @property
     def main_nbytes(self) -> int:
-        """Bytes of this rank's interval as it is stored."""
+        """Bytes of this rank's interval in its stored form."""
         return self.main_numel * itemsize(self.dtype)
 
     @property
     def scale_nbytes(self) -> int:
-        """Bytes of them that are no codes; 0 where the interval is stored as numbers."""
+        """The part of `main_nbytes` that is not codes (the scales), or 0 if the interval is stored as numbers."""
         if self.form is None:
             return 0
         return self.main_nbytes - self.form.parts[0].numel(self.layout.shard_numel) * itemsize(self.form.parts[0].dtype)
 
     @property
     def compute_shard_nbytes(self) -> int:
-        """Bytes of the gather's input, if that is not the stored interval itself on the device."""
+        """Bytes of the all-gather's input, unless the stored interval on the device is the input itself."""
         return self.main_numel * itemsize(self.compute_shard_dtype)
 
     @property
     def device_nbytes(self) -> int:
-        """Bytes of this rank's interval that stay on the device."""
+        """The bytes of this rank's interval that stay on the device."""
         if not self.main_is_on_host:
             return self.main_nbytes
         return 0 if self.is_gathered_from_host else self.compute_shard_nbytes
 
     @property
     def host_buffers(self) -> tuple[int, ...]:
-        """Bytes of each buffer in host memory; if the compute dtype differs, a second one holds the gather's input."""
+        """Bytes of each buffer in host memory. A second one holds the gather's input if the compute dtype differs."""
         if not self.main_is_on_host:
             return ()
         has_copy = self.is_gathered_from_host and not self.compute_shard_is_main
@@ -65,12 +65,15 @@ class CountedBucket(BucketPlan):
 
     @property
     def coded_nbytes(self) -> int:
-        """Bytes of the codes of all ranks, which are there until they are decoded; a rank alone decodes its own."""
+        """Bytes of all ranks' codes, which exist until they are decoded.
+
+        A single rank decodes its own codes directly.
+        """
         has_own = self.layout.world_size == 1 and not self.main_is_on_host
         return 0 if self.form is None or has_own else self.main_nbytes * self.layout.world_size
 
     def decoding_nbytes(self, *, is_cpu: bool) -> int:
-        """Return the bytes of the temporaries of decoding a piece of it."""
+        """Return the bytes of the temporaries that are needed to decode a piece of the bucket."""
         if self.form is None:
             return 0
         value = itemsize(self.compute_dtype)
@@ -79,17 +82,17 @@ class CountedBucket(BucketPlan):
 
     @property
     def value_itemsize(self) -> int:
-        """Bytes of an element while its parameter alone is whole: as it is stored, or decoded."""
+        """Bytes of an element while only its parameter is unsharded: in the stored dtype, or decoded."""
         return itemsize(self.dtype if self.form is None else self.compute_dtype)
 
     @property
     def reduce_nbytes(self) -> int:
-        """Bytes of the unsharded gradient in the dtype it is summed in."""
+        """Bytes of the unsharded gradient in the dtype of the reduction."""
         return self.layout.full_numel * itemsize(self.reduce_dtype)
 
     @property
     def reduced_nbytes(self) -> int:
-        """Bytes of this rank's interval of the gradient, in the dtype it is summed in."""
+        """Bytes of this rank's interval of the gradient in the dtype of the reduction."""
         return self.layout.shard_numel * itemsize(self.reduce_dtype)
 
     @property

@@ -1,7 +1,7 @@
-"""Shapes of any model that Transformers knows: a separate program builds it on the meta device and keeps the result.
+"""Shapes of any model that Transformers supports: another program builds it on the meta device.
 
-This layer stays free of torch: `fullshard.api.counting` runs as another process, once for each configuration and
-version of Transformers. Its results lie in `$XDG_CACHE_HOME/fullshard/shapes`.
+This layer does not import torch: `fullshard.api.counting` runs in another process, once for each configuration and
+version of Transformers. The results are cached in `$XDG_CACHE_HOME/fullshard/shapes`.
 """
 
 from __future__ import annotations
@@ -32,14 +32,17 @@ _SHAPES = TypeAdapter(ModelShape)
 
 
 def is_known_to_transformers(kind: str) -> bool:
-    """Return whether Transformers is installed and has a family of that `model_type`. Imports nothing of it."""
+    """Return whether Transformers is installed and supports that `model_type`.
+
+    This does not import Transformers.
+    """
     return bool(kind) and f'"{kind}"' in _families_of_transformers()
 
 
 def counted(values: Mapping[str, Any], *, where: str) -> ModelShape:
-    """Return the shapes of Transformers' own model of this configuration.
+    """Return the shapes of the model that Transformers builds from this configuration.
 
-    Parameters and units are exact. Its layers are described by the fields that most configurations share.
+    Parameters and units are exact. The layers are described by the fields that most configurations have in common.
     """
     question = json.dumps(values, sort_keys=True, default=str)
     key = hashlib.sha256(f"{_FORMAT} {version('transformers')} {question}".encode()).hexdigest()
@@ -53,7 +56,7 @@ def counted(values: Mapping[str, Any], *, where: str) -> ModelShape:
 
 
 def written(model: ModelShape) -> str:
-    """Return the shapes as text, for `counted`."""
+    """Serialize the shapes to text that `counted` can read."""
     return _SHAPES.dump_json(model).decode()
 
 
@@ -76,14 +79,17 @@ def _count(question: str, where: str) -> str:
 
 
 def _keep(path: Path, answer: str) -> None:
-    """Keep the result; if it cannot be kept, it is counted again next time."""
+    """Cache the result. If that fails, it is computed again next time."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, answer)
 
 
 def _families_of_transformers() -> str:
-    """Return the text of its tables of families; they are read and not run, because importing them takes seconds."""
+    """Return the source text of Transformers' tables of model types.
+
+    The tables are read as text because importing them takes seconds.
+    """
     spec = importlib.util.find_spec("transformers")
     folders = [] if spec is None else list(spec.submodule_search_locations or [])
     tables = (Path(folder) / "models" / "auto" / name for folder in folders for name in _TABLES)

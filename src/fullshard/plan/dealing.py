@@ -1,14 +1,14 @@
-"""Deal whole matrices to ranks, for optimizers that need them: arithmetic on layouts alone. No torch.
+"""Assign complete matrices to ranks for optimizers that need them. Only layouts are used, and torch is not imported.
 
-Some optimizers, such as Muon, need whole matrices. Each matrix has an *owner*: the one rank that gets all its pieces
-and sends pieces of the result back. Along the replicate axis all ranks have the same pieces, and matrices are dealt
-there, too:
+Some optimizers, such as Muon, need complete matrices. Each matrix has an *owner*: one rank that collects all pieces of
+the matrix and sends pieces of the result back. Along the replicate axis all ranks have the same pieces, so matrices are
+also distributed along it:
 
     bucket        |  q  |  k  |  v  |   o   |     up      |    down     |
     intervals     |     rank 0      |     rank 1      |     rank 2      |
-    owners        |  0  |  0  |  0  |   1   |      1      |      2      |       only cut matrices travel
+    owners        |  0  |  0  |  0  |   1   |      1      |      2      |       only split matrices are sent
 
-Every rank has the numbers that the dealing is made of, so all ranks get the same result, and so does the planner.
+All ranks compute the assignment from the same numbers, so they get the same result, and so does the planner.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ENOUGH_EXCHANGES = 4
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """One whole matrix."""
+    """One complete matrix."""
 
     bucket: int
     interval: Interval
@@ -43,22 +43,26 @@ class Matrix:
 
     @property
     def numel(self) -> int:
-        """Number of its elements."""
+        """Number of elements of the matrix."""
         return self.interval.numel
 
     @property
     def flops(self) -> int:
-        """Operations of its owner: Muon's iteration, two symmetric products and one other each time."""
+        """Number of operations for the owner.
+
+        Each of Muon's iterations computes two symmetric products and one general product.
+        """
         short, long = sorted((self.rows, self.columns))
         made = short * short - (short // 2 * (short - short // 2) if short >= HALVED_ROWS else 0)
         return NEWTON_SCHULZ_STEPS * 2 * (made * (long + short) + short * short * long)
 
 
 def matrix_shape(shape: Sequence[int], *, flatten: bool) -> tuple[int, int, int]:
-    """Return (how many, rows, columns) of the matrices in a parameter of this shape.
+    """Return (count, rows, columns) of the matrices in a parameter of this shape.
 
-    Three dims are a batch of matrices, for example the weights of experts; a vector is one row. With `flatten`, as for
-    a convolution, it is one matrix with all dims but the first as columns; more than three dims always are.
+    Three dims are a batch of matrices, for example the weights of experts. A vector is one row. With `flatten`, as for
+    a convolution, the parameter is a single matrix whose columns are all dims but the first. Parameters with more than
+    three dims are always flattened.
     """
     if len(shape) < 2:
         return 1, 1, math.prod(shape)
@@ -68,7 +72,10 @@ def matrix_shape(shape: Sequence[int], *, flatten: bool) -> tuple[int, int, int]
 
 
 def matrices_in(bucket: int, layout: BucketLayout, index: int, *, flatten: bool) -> list[Matrix]:
-    """Return the matrices of parameter `index` of bucket `bucket`; none if it has no elements."""
+    """Return the matrices of parameter `index` of bucket `bucket`.
+
+    The list is empty if the parameter has no elements.
+    """
     count, rows, columns = matrix_shape(layout.specs[index].shape, flatten=flatten)
     numel, offset = rows * columns, layout.offsets[index]
     starts = range(offset, offset + count * numel, numel) if numel else ()
@@ -77,14 +84,14 @@ def matrices_in(bucket: int, layout: BucketLayout, index: int, *, flatten: bool)
 
 @dataclass(frozen=True)
 class Dealing:
-    """The owner of each matrix. Make it with `deal`.
+    """The owner of each matrix. Create it with `deal`.
 
     Attributes:
-        layouts: of the buckets.
-        matrices: in the order of the optimizer's parameters.
-        exchanges: numbers of the buckets whose pieces travel together.
-        replicate_size, shard_size: of the mesh.
-        owners: for each matrix, (position along the replicate axis, along the shard axis).
+        layouts: the layouts of the buckets.
+        matrices: the matrices in the order of the optimizer's parameters.
+        exchanges: the numbers of the buckets whose pieces are sent together.
+        replicate_size, shard_size: the sizes of the mesh.
+        owners: for each matrix, its owner's positions along the replicate axis and the shard axis.
     """
 
     layouts: tuple[BucketLayout, ...]
@@ -103,7 +110,10 @@ class Dealing:
         return numbers
 
     def of_ranks(self, amount: Callable[[int], int], buckets: Iterable[int] | None = None) -> list[int]:
-        """Return for every rank the sum of an amount over the numbers of its matrices, all or those of some buckets."""
+        """Return for every rank the sum of an amount over its matrices.
+
+        `amount` maps the number of a matrix to a value. With `buckets`, only the matrices of these buckets count.
+        """
         amounts = [0] * (self.replicate_size * self.shard_size)
         for bucket in range(len(self.layouts)) if buckets is None else buckets:
             for number in self.by_bucket[bucket]:
@@ -112,36 +122,40 @@ class Dealing:
         return amounts
 
     def work(self, buckets: Iterable[int] | None = None) -> list[int]:
-        """Return the operations of each rank in a step."""
+        """Return the number of operations that each rank performs in a step."""
         return self.of_ranks(lambda number: self.matrices[number].flops, buckets)
 
     def held_by(self, number: int, rank: int) -> int:
-        """Return the elements of a matrix that a rank of the shard group has."""
+        """Return how many elements of a matrix a rank of the shard group has."""
         matrix = self.matrices[number]
         return matrix.interval.intersect(self.layouts[matrix.bucket].rank_interval(rank)).numel
 
     def arriving(self, number: int) -> int:
-        """Return the elements of a matrix that its owner lacks."""
+        """Return how many elements of a matrix its owner has to receive."""
         return self.matrices[number].numel - self.held_by(number, self.owners[number][1])
 
     @property
     def busiest_numel(self) -> int:
-        """Elements per exchange that arrive at the busiest rank, which the others wait for, and leave it again."""
+        """The number of elements per exchange that the busiest rank receives, and later sends back.
+
+        The other ranks wait for this rank.
+        """
         return sum(max(self.of_ranks(self.arriving, exchange)) for exchange in self.exchanges)
 
 
 def deal(
     layouts: Sequence[BucketLayout], matrices: Sequence[Matrix], *, replicate_size: int, shard_size: int
 ) -> Dealing:
-    """Deal `matrices` to all ranks.
+    """Assign `matrices` to all ranks.
 
-    Exchange by exchange, the largest first, each to the rank with least work so far; or, if that comes out as even
-    within 5 %, to the rank that has most of its elements, for as long as it has room.
+    Matrices are assigned exchange by exchange, the largest first, each to the rank with the least work so far. If the
+    result stays balanced within 5 %, a matrix goes instead to the rank that has most of its elements, as long as that
+    rank has room.
 
-    A single bucket has few matrices, so a few owners would receive while all others wait. Several buckets together have
-    one for each rank, and cost no memory: a rank has little of each bucket, and sends about half of the largest at
-    once, or less. If few exchanges would do, there are more, as long as the dealing stays as even: owners compute while
-    the next pieces travel.
+    A single bucket has few matrices, so a few owners would receive data while all others wait. Several buckets together
+    have one matrix for each rank, and need no more memory: a rank has little of each bucket, and sends at most about
+    half of the largest bucket at a time. If few exchanges would be enough, more are used as long as the result stays as
+    balanced, so that owners compute while the next pieces are on their way.
     """
     numbers = sorted({matrix.bucket for matrix in matrices})
     whole = max((layouts[number].full_numel for number in numbers), default=1)
@@ -162,7 +176,7 @@ def deal(
 
 
 def _together(numbers: Sequence[int], sizes: Sequence[int], count: int) -> tuple[tuple[int, ...], ...]:
-    """Split neighbours of these sizes into at most `count` parts of about the same size."""
+    """Split adjacent items of these sizes into at most `count` parts of about the same total size."""
     parts: list[list[int]] = [[] for _ in range(count)]
     before = 0
     for number, size in zip(numbers, sizes, strict=True):
@@ -174,7 +188,8 @@ def _together(numbers: Sequence[int], sizes: Sequence[int], count: int) -> tuple
 def _dealt(dealing: Dealing, limits: Sequence[float]) -> tuple[Dealing, list[int]]:
     """Return the dealing with owners, and the largest load after each exchange.
 
-    A rank that has most of a matrix gets it for as long as its load stays within that exchange's limit.
+    A matrix goes to the rank that has most of its elements, as long as that rank's load stays within the exchange's
+    limit.
     """
     matrices, shard_size = dealing.matrices, dealing.shard_size
     flops, numel = sum(matrix.flops for matrix in matrices), sum(matrix.numel for matrix in matrices)

@@ -1,4 +1,4 @@
-"""A plan: all predictions for one model, one job and one cluster, and what to change if it does not fit."""
+"""A plan: all predictions for a model, a job and a cluster, and changes that would make it fit."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ MARGIN = 0.92
 
 @dataclass(frozen=True, slots=True)
 class AtRest:
-    """Weights that are codes at rest and in messages, on one rank.
+    """Weights that are stored and sent as codes, on one rank.
 
     Attributes:
-        nbytes: of all of them at rest.
-        message: bytes that a rank sends to each other of the largest unit.
+        nbytes: bytes of all of these weights at rest.
+        message: bytes of the largest unit that a rank sends to each other rank.
         whole: bytes of the largest unit while it is unsharded.
-        peak: the same while it is decoded, when the codes of all ranks are there, too.
-        seconds: of decoding in a step.
+        peak: bytes of the largest unit while it is decoded, including the codes of all ranks.
+        seconds: time spent on decoding in a step.
     """
 
     form: str
@@ -63,14 +63,14 @@ class AtRest:
 
 @dataclass(frozen=True)
 class Plan:
-    """One rank's needs and speed: memory, traffic and time, each computed on first use.
+    """The needs and the speed of one rank: memory, traffic and time, each computed on first use.
 
     Attributes:
-        model: as given, before the training method changed it.
-        setting: the model as it is trained, and how it is laid out.
-        events: one step's; with a reduction for every micro-batch, one micro-batch's.
-        repeats: how often they come in a step.
-        kept: units that stay unsharded between forward and backward because they fit.
+        model: the model as it was given, before the training method changed it.
+        setting: the model as it is trained, and its layout.
+        events: the events of a step, or of one micro-batch if every micro-batch is reduced.
+        repeats: how often the events occur in a step.
+        kept: units that stay unsharded between forward and backward because there is room for them.
     """
 
     model: ModelShape
@@ -83,14 +83,14 @@ class Plan:
 
     @functools.cached_property
     def memory(self) -> Memory:
-        """Memory that one rank needs."""
+        """The memory that one rank needs."""
         few = dataclasses.replace(self.job.schedule, accumulation=min(2, self.job.accumulation))  # all there ever is
         events = self.events if few == _repeats(self.job)[1] else predict_step(self.setting.layout, few)
         return memory_of(events, self.setting, ranks_per_host=self.cluster.per_host)
 
     @functools.cached_property
     def traffic(self) -> Traffic:
-        """Bytes that each rank sends and copies in a step."""
+        """The bytes that each rank sends and copies in a step."""
         layout = self.setting.layout
         sent = traffic_of(self.events, layout).times(self.repeats)
         of_tiles = sent_nbytes(self.setting.model, self.job)
@@ -98,12 +98,12 @@ class Plan:
 
     @functools.cached_property
     def time(self) -> StepTime:
-        """Time of a step."""
+        """The time of a step."""
         return time_of(self.events, self.setting, self.cluster, repeats=self.repeats)
 
     @functools.cached_property
     def at_rest(self) -> AtRest | None:
-        """What quantising weights at rest does; None if none are."""
+        """The effect of quantising weights at rest, or None if there are no such weights."""
         units = [unit for unit in self.setting.layout.units if unit.coded]
         if not units:
             return None
@@ -119,7 +119,10 @@ class Plan:
 
     @property
     def parameters(self) -> int:
-        """Elements, adapters included; 4-bit weights count as two per byte, and their scales do not count."""
+        """The number of elements, including adapters.
+
+        Each byte of 4-bit weights counts as two elements, and their scales do not count.
+        """
         elements = {"scale": 0, "matrix": 2}
         return sum(
             p.numel * p.tiles * (elements.get(p.role, 1) if p.exact else 1) for p in self.setting.model.parameters
@@ -127,31 +130,35 @@ class Plan:
 
     @property
     def trainable(self) -> int:
-        """Elements that are trained."""
+        """The number of elements that are trained."""
         return self.setting.model.trainable_numel
 
     @property
     def fits(self) -> bool:
-        """Return whether the device holds it."""
+        """Return whether the run fits into the device's memory."""
         return self.memory.needed <= self.cluster.device.memory
 
     def is_within(self, margin: float) -> bool:
-        """Return whether it needs at most this part of the device."""
+        """Return whether the run needs at most this fraction of the device's memory."""
         return self.memory.needed <= margin * self.cluster.device.memory
 
     @property
     def spare(self) -> int:
-        """Bytes left over; negative: missing."""
+        """The device memory that is left over in bytes; negative if there is too little."""
         return self.cluster.device.memory - self.memory.needed
 
     @property
     def expected(self) -> tuple[int, int]:
-        """Bytes between which four of five published runs would lie."""
+        """The range in bytes that contains four out of five published runs."""
         return round(ERROR_BAR[0] * self.memory.needed), round(ERROR_BAR[1] * self.memory.needed)
 
     @property
     def confidence(self) -> str:
-        """`fits`: at the upper end of the error bar, too; `fits, tight`; `may not fit`; or `does not fit`."""
+        """The confidence in the prediction.
+
+        It is `fits` if the run fits even at the upper end of the error bar, and otherwise `fits, tight`, `may not fit`
+        or `does not fit`.
+        """
         least, most = self.expected
         if most <= self.cluster.device.memory:
             return "fits"
@@ -161,7 +168,7 @@ class Plan:
 
     @property
     def verdict(self) -> str:
-        """The verdict in words."""
+        """The verdict as text."""
         device, memory = self.cluster.device, self.memory
         needs = f"needs {format_nbytes(memory.needed)} of {format_nbytes(device.memory)} per {device.name}"
         spare = f"{format_nbytes(self.spare)} to spare" if self.fits else f"{format_nbytes(-self.spare)} too much"
@@ -183,7 +190,11 @@ def evaluate(model: ModelShape, job: Job, cluster: Cluster) -> Plan:
 
 
 def _evaluate(model: ModelShape, job: Job, cluster: Cluster, *, budget: int | None = None) -> Plan:
-    """Predict everything; `budget`: bytes of units kept unsharded after forward, None for the strategy's rule."""
+    """Predict everything.
+
+    `budget` is the number of bytes for units that stay unsharded after forward. If it is None, the strategy decides
+    which units do.
+    """
     trained = apply_method(model, job)
     if job.wrap_embeddings:
         trained = trained.with_own_embeddings()
@@ -226,7 +237,7 @@ def _evaluate(model: ModelShape, job: Job, cluster: Cluster, *, budget: int | No
 def _repeats(job: Job) -> tuple[int, ScheduleOptions]:
     """Return how often the step's communication and computation repeat, and the options of one repetition.
 
-    Micro-batches that reduce are all alike, and nothing is under way between them, so one stands for all.
+    If every micro-batch is reduced, all of them are alike and do not overlap, so one of them represents all.
     """
     if job.sync_each_micro_batch and not job.row.keeps_parameters:
         return job.accumulation, dataclasses.replace(job.schedule, accumulation=1)
@@ -234,7 +245,10 @@ def _repeats(job: Job) -> tuple[int, ScheduleOptions]:
 
 
 def _copied(layout: ModelLayout, job: Job) -> dict[str, int]:
-    """Return the bytes between host and device: some are copied once per step, and some for each micro-batch."""
+    """Return the bytes that are copied between host and device in a step.
+
+    Some are copied once per step, and some for each micro-batch.
+    """
     if job.accumulation == 1 or not any(bucket.offload.has_shards for bucket in layout.buckets):
         return {}  # the step's traffic has it already
     options = [dataclasses.replace(job.schedule, accumulation=number) for number in (1, 2)]
@@ -244,7 +258,7 @@ def _copied(layout: ModelLayout, job: Job) -> dict[str, int]:
 
 
 def notes_of(plan: Plan) -> list[str]:
-    """Return what the reader has to know besides the numbers."""
+    """Return the notes that the reader needs in addition to the numbers."""
     job, device, layout = plan.job, plan.cluster.device, plan.setting.layout
     others = len(layout.units) - (2 if job.wrap_embeddings else 1)
     conversion = conversion_of(plan.model, job) if job.method != "full" and not plan.model.is_final else None
@@ -277,7 +291,10 @@ def notes_of(plan: Plan) -> list[str]:
 
 
 def _attention_note(plan: Plan) -> str:
-    """Note where an accelerator lacks the requested kernel, and in which precision it has one; else return nothing."""
+    """Return a note if the accelerator lacks the requested attention kernel, and say which precision has one.
+
+    Return an empty string otherwise.
+    """
     job, device = plan.job, plan.cluster.device
     if device.is_cpu or not (found := _without_kernel(plan, job)):
         return ""
@@ -290,7 +307,7 @@ def _attention_note(plan: Plan) -> str:
 
 
 def _without_kernel(plan: Plan, job: Job) -> list[Block]:
-    """Return the layers whose scores PyTorch writes out."""
+    """Return the layers for which PyTorch writes out the scores."""
     return [block for block in plan.model.blocks if what_runs(block, job, plan.cluster.device) == "math"]
 
 
@@ -302,7 +319,7 @@ class Change:
     """A change that makes a plan fit.
 
     Attributes:
-        cost: time per token, as a factor; below 1 it is faster.
+        cost: the factor by which the time per token grows; below 1 the change makes it faster.
     """
 
     words: str
@@ -315,9 +332,10 @@ _Offer = tuple[str, dict[str, Any]]
 
 
 def changes_that_fit(plan: Plan, *, most: int = 5, margin: float = MARGIN) -> list[Change]:
-    """Return the cheapest changes that fit `plan` into `margin` of its device: one, or two if one is not enough.
+    """Return the cheapest changes that make `plan` fit into the fraction `margin` of its device.
 
-    The trained parameters stay the same unless nothing else helps; then adapters are proposed.
+    The result has a single change, or two if one is not enough. The trained parameters stay the same unless nothing
+    else helps; then adapters are proposed.
     """
 
     def fitting(offers: Iterable[_Offer]) -> list[Change]:
@@ -390,7 +408,10 @@ def _changes(plan: Plan) -> list[_Offer]:
 
 
 def _with_more_devices(plan: Plan, margin: float) -> list[Change]:
-    """Return the smallest sufficient multiple of the devices that hosts share; the cost is of a token's device time."""
+    """Return the smallest number of devices that is sufficient: a multiple that is divided evenly among hosts.
+
+    The cost is measured in device time per token.
+    """
     for times in (2, 4, 8, 16, 32, 64):
         count = plan.cluster.count * times
         hosts = max(plan.cluster.hosts, -(-count // plan.cluster.device.per_host))

@@ -1,8 +1,9 @@
-"""From a Hugging Face `config.json` to shapes: a description of its layers, one row per `model_type`.
+"""Convert a Hugging Face `config.json` into shapes, with one row of layer descriptions per `model_type`.
 
-Counts are exact: names, shapes and order are those of Transformers' own modules, and the tests compare them on the meta
-device. If a `model_type` is not in the table, Transformers builds it, if it knows it (`plan/counted`). Any other one is
-planned as a plain Llama, with a note, if the file has all of Llama's fields; otherwise it is refused.
+Counts are exact: names, shapes and order match Transformers' own modules, and the tests compare them on the meta
+device. If a `model_type` is not in the table but Transformers supports it, Transformers builds the model
+(`plan/counted`). Any other model is planned as a plain Llama, with a note, if the file has all of Llama's fields.
+Otherwise it is refused.
 """
 
 from __future__ import annotations
@@ -33,24 +34,25 @@ _Part = tuple[_Weights, dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How a decoder differs from Llama's.
+    """The differences between a family of decoders and Llama.
 
     Attributes:
-        attention: `fused`: Phi-3's one projection; `latent`: DeepSeek-V3's narrow latents; `linear`: Qwen3-Next's gated
-            delta rule in three of four layers, gated attention in the fourth.
-        bias: the field that says whether attention's projections have biases.
-        has_bias: whether they have, where the file does not say.
-        has_output_bias: whether the projection of attention's output follows.
-        head_norms: norms of queries and keys, of each head or of all heads together.
-        norm_flag: the field that says whether those are there.
-        sinks: whether attention has one per head.
+        attention: `fused` is Phi-3's single projection; `latent` is DeepSeek-V3's narrow latents; `linear` is
+        Qwen3-Next's
+            gated delta rule in three of four layers and gated attention in the fourth.
+        bias: the field that states whether attention's projections have biases.
+        has_bias: whether they have biases if the file does not state it.
+        has_output_bias: whether this also applies to the projection of attention's output.
+        head_norms: norms of queries and keys, for each head or for all heads together.
+        norm_flag: the field that states whether these norms exist.
+        sinks: whether each head of attention has a sink.
         mlp: name of the feed-forward part.
         mixture: the parts of a mixture of experts, in definition order; with a `biased_router` experts have biases.
-        expert_width: the field with an expert's width.
-        is_transposed: whether experts' weights are (experts, inputs, outputs).
-        norms: in definition order.
-        tied: whether the head is the embedding, where the file does not say.
-        caps_scores: whether scores and logits pass a tanh.
+        expert_width: the field that contains an expert's width.
+        is_transposed: whether the weights of experts have the shape (experts, inputs, outputs).
+        norms: the norms in definition order.
+        tied: whether the head shares the embedding's weight if the file does not state it.
+        caps_scores: whether scores and logits pass through a tanh.
         window_period: see `Fields.window`.
     """
 
@@ -129,7 +131,7 @@ def _attention(fields: Fields, family: Family, prefix: str, index: int) -> _Part
 
 
 def _latent_attention(fields: Fields, at: str) -> _Part:
-    """Build DeepSeek-V3's: queries, keys and values pass through narrow latents."""
+    """Build DeepSeek-V3's attention, in which queries, keys and values pass through narrow latents."""
     heads, hidden = fields.number("num_attention_heads"), fields.number("hidden_size")
     rank, value_dim = fields.number("kv_lora_rank"), fields.number("v_head_dim")
     plain, rotated = fields.number("qk_nope_head_dim"), fields.number("qk_rope_head_dim")
@@ -225,7 +227,7 @@ def _experts(at: str, family: Family, experts: int, hidden: int, width: int) -> 
 
 
 def _is_dense(fields: Fields, index: int) -> bool:
-    """Return whether a layer of a mixture has no experts, by the fields of the families that have such layers."""
+    """Return whether a layer of a mixture has no experts, according to the fields of families with such layers."""
     sparse = fields.items("moe_layers")
     return (
         index in fields.items("mlp_only_layers")
@@ -274,7 +276,10 @@ def _gpt2(fields: Fields) -> ModelShape:
 
 
 def _linear(name: str, inputs: int, outputs: int, *, bias: bool = False, conv1d: bool = False) -> _Weights:
-    """Return the weights of a linear layer; of GPT-2's `Conv1D`, whose weight is transposed, `inputs` come last."""
+    """Return the weights of a linear layer.
+
+    GPT-2's `Conv1D` has a transposed weight, with `inputs` as its last dim.
+    """
     weights = [ParameterShape(f"{name}.weight", (outputs, inputs), role="matrix")]
     return [*weights, ParameterShape(f"{name}.bias", (inputs if conv1d else outputs,))] if bias else weights
 
@@ -288,7 +293,7 @@ def _table(name: str, rows: int, width: int) -> _Weights:
 
 
 def _gated(at: str, hidden: int, width: int, *, bias: bool = False) -> _Weights:
-    """Return the weights of a feed-forward part that multiplies two projections."""
+    """Return the weights of a feed-forward part that multiplies the outputs of two projections."""
     up = [weight for name in ("gate", "up") for weight in _linear(f"{at}.{name}_proj", hidden, width, bias=bias)]
     return up + _linear(f"{at}.down_proj", width, hidden, bias=bias)
 
@@ -296,7 +301,10 @@ def _gated(at: str, hidden: int, width: int, *, bias: bool = False) -> _Weights:
 def _model(
     fields: Fields, units: Iterable[UnitShape], root: _Weights, hidden: int, *, tied: bool, capped_logits: bool = False
 ) -> ModelShape:
-    """Build a model of units with `root` around them and, unless tied, the head; `tied`: if the file does not say."""
+    """Build a model of `units`, with `root` around them and, unless the embedding is tied, the head.
+
+    `tied` is the default for files that do not state it.
+    """
     vocab, tied = fields.number("vocab_size"), fields.flag("tie_word_embeddings", tied)
     if not tied:
         root = [*root, ParameterShape("lm_head.weight", (vocab, hidden), role="head")]
@@ -379,7 +387,7 @@ _KNOWN_AS = {"kimi_k2": "deepseek_v3"}
 
 
 def from_config(values: Mapping[str, Any], *, where: str, name: str | None = None) -> tuple[ModelShape, list[str]]:
-    """Return the shapes a `config.json` describes, and notes for the user."""
+    """Return the shapes that a `config.json` describes, and notes for the user."""
     kind, notes = _KNOWN_AS.get(str(values.get("model_type")), values.get("model_type")), []
     method = ""
     if quantized := values.get("quantization_config"):
@@ -424,7 +432,7 @@ def from_config(values: Mapping[str, Any], *, where: str, name: str | None = Non
 
 
 def _require_llama(values: Mapping[str, Any], kind: str, where: str) -> None:
-    """Refuse a family that nobody knows unless it may be a dense model of Llama's kind."""
+    """Refuse an unknown family unless the model may be a dense one with Llama's architecture."""
     missing = [field for field in _LLAMA_FIELDS if values.get(field) is None]
     if missing or any(values.get(field) for field in ("num_experts", "num_local_experts", "n_routed_experts")):
         close = difflib.get_close_matches(kind, FAMILIES, n=1, cutoff=0.85)  # a typing error, not a relative
@@ -436,7 +444,10 @@ def _require_llama(values: Mapping[str, Any], kind: str, where: str) -> None:
 
 
 def _check_heads_and_experts(block: Block, where: str) -> None:
-    """Refuse numbers that make no layer that can run; the file may be a copy with a slip."""
+    """Refuse numbers that do not make a layer that can run.
+
+    The file may be a copy with a mistake in it.
+    """
     if not block.head_dim:
         wrong = f"hidden_size {block.hidden} has no room for {block.heads} attention heads"
     elif block.heads % block.kv_heads:

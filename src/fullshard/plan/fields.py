@@ -9,41 +9,41 @@ from fullshard.core.errors import ConfigError
 
 
 class Fields:
-    """The fields of a `config.json`, each under whichever of its names is there.
+    """The fields of a `config.json`, each read from the first of its possible names that is present.
 
-    Each method returns the first of `names` that is set, else the default; what is of another kind, or missing
-    without a default, raises `ConfigError`.
+    Each method returns the first of `names` that is set, and otherwise the default. A value of the wrong type, or a
+    missing one without a default, raises `ConfigError`.
     """
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
         self.values, self.where = values, where
 
     def number(self, *names: str, default: int | None = None) -> int:
-        """Return a positive whole number."""
+        """Return the value of a field that is a positive whole number."""
         number: int = self._read(names, default, int, "a positive whole number", least=1)
         return number
 
     def flag(self, name: str, default: bool) -> bool:
-        """Return a field that is true or false."""
+        """Return the value of a field that is true or false."""
         value = self.values.get(name)
         if value is not None and not isinstance(value, bool | int):
             raise ConfigError(f"{self.where}: {name} is {value!r}, expected true or false")
         return default if value is None else bool(value)
 
     def items(self, name: str) -> tuple[Any, ...]:
-        """Return a list; empty where it is not set."""
+        """Return the value of a field that is a list, or an empty tuple if it is not set."""
         return tuple(self._read((name,), (), list | tuple, "a list"))
 
     def text(self, *names: str, default: str) -> str:
-        """Return a word."""
+        """Return the value of a field that is a string."""
         return str(self._read(names, default, str, "a word"))
 
     def is_dropped(self, *names: str, default: float = 0.0) -> bool:
-        """Return whether anything is dropped out: whether the probability is more than 0."""
+        """Return whether the field's dropout probability is greater than 0."""
         return bool(self._read(names, default, int | float, "a number") > 0)
 
     def is_set(self, name: str) -> bool:
-        """Return whether the field is there."""
+        """Return whether the field is present."""
         return self.values.get(name) is not None
 
     def _read(self, names: tuple[str, ...], default: Any, kind: Any, expected: str, *, least: int | None = None) -> Any:
@@ -60,16 +60,16 @@ class Fields:
         return value
 
     def heads(self) -> tuple[int, int, int]:
-        """Return the heads of queries, those of keys and values, and their width."""
+        """Return the number of query heads, the number of key and value heads, and the width of a head."""
         heads, hidden = self.number("num_attention_heads"), self.number("hidden_size")
         kv_heads = self.number("num_key_value_heads", default=heads)
         return heads, kv_heads, self.number("head_dim", default=hidden // heads)
 
     def window(self, index: int, *, period: int) -> int:
-        """Return how many keys a query of layer `index` sees; 0: all before it.
+        """Return how many keys a query of layer `index` sees, or 0 if it sees all keys before it.
 
-        `layer_types` says it layer by layer; older files have a pattern, or nothing. `period` is the family's: one
-        layer in so many has no window; 1: every layer has one, 0: none has.
+        `layer_types` states it for each layer; older files have a pattern, or nothing. `period` is the family's
+        default: one in `period` layers has no window. With 1 every layer has a window, and with 0 none has.
         """
         width, kinds = self.values.get("sliding_window"), self.items("layer_types")
         if isinstance(width, bool) or not isinstance(width, int) or width < 1:
