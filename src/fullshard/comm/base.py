@@ -1,7 +1,7 @@
-"""The one interface the engine communicates through.
+"""The interface that the engine uses for all communication.
 
-A backend is a subclass of `Collectives` for one group of ranks; `comm.select` chooses. Every call is asynchronous: it
-returns a `Work` at once, and the tensors it was given belong to it until `wait()` returns.
+A backend subclasses `Collectives` for one group of ranks; `comm.select` chooses the backend. Every call is
+asynchronous: it returns a `Work` immediately, and callers must not use the tensors they passed until `wait()` returns.
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ MAX_TAGS = 2**16
 
 
 class Work(Protocol):
-    """Communication under way."""
+    """A communication operation in progress."""
 
     def wait(self) -> torch.Tensor:
-        """Block (on accelerators: make the current stream wait) until the result is there, and return it."""
+        """Wait for the result and return it. On accelerators, only the current stream waits."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkOf:
-    """Communication that a function waits for."""
+    """A `Work` that calls a function to wait."""
 
     wait: Callable[[], torch.Tensor]
 
 
 class Packing(Protocol):
-    """A way to send elements in fewer bytes than they have."""
+    """An encoding that sends elements in fewer bytes than they occupy in memory."""
 
     def gather(self, collectives: Collectives, full: torch.Tensor, main: torch.Tensor, *, tag: int) -> Work:
-        """Fill `full` with the unpacked intervals of all ranks, this one's included, which is `main`."""
+        """Fill `full` with the unpacked intervals of all ranks. This rank's interval is `main`."""
 
     def reduce(self, collectives: Collectives, full: torch.Tensor, how: Reduction) -> Work:
-        """See `Collectives.reduce_scatter`: send the other ranks their intervals packed, and add up what arrives."""
+        """Run `Collectives.reduce_scatter` on packed intervals: send one to each rank and sum the ones received."""
 
     def nbytes(self, numel: int) -> int:
-        """Return the length of the message, a multiple of 16 bytes."""
+        """Return the length of a message in bytes, a multiple of 16."""
 
     def pack(self, values: torch.Tensor, into: torch.Tensor) -> None:
-        """Write `values`, shape (n,) and floating point, into a message, shape (nbytes(n),) and uint8."""
+        """Pack floating-point `values`, shape (n,), into a uint8 message, shape (nbytes(n),)."""
 
     def unpack(self, message: torch.Tensor, into: torch.Tensor) -> None:
-        """Read n elements into `into`, shape (n,) and of any floating-point dtype."""
+        """Unpack n elements into `into`, shape (n,), which may have any floating-point dtype."""
 
 
 PACKINGS: dict[torch.dtype, Packing] = {}
@@ -54,14 +54,14 @@ PACKINGS: dict[torch.dtype, Packing] = {}
 
 
 class FullBuffer(Protocol):
-    """Memory for an unsharded bucket: whole from `gather` to `free`, on every rank of the group.
+    """Memory for an unsharded bucket, which is filled on every rank of the group from `gather` to `free`.
 
     Attributes:
-        full: shape (size x S,); its data are there, and at the same address, whenever the buffer is whole.
-        main: shape (S,); this rank's interval, if it outlasts `free`: main weights, which optimizers update, are here.
-        is_persistent: whether its memory is there all the time, so that staying whole costs nothing.
-        place: the number by which other ranks find it in memory that they share. Each rank counts by itself: after
-            one has failed to shard a model, the numbers no longer match.
+        full: the unsharded bucket, shape (size x S,). Its data has the same address whenever the buffer is filled.
+        main: this rank's interval, shape (S,), if it survives `free`; the optimizer then updates the main weights here.
+        is_persistent: whether the memory stays allocated, so that keeping the bucket unsharded costs nothing.
+        place: the number by which other ranks find the buffer in shared memory. Each rank counts separately, so the
+            numbers no longer match after one rank has failed to shard a model.
     """
 
     full: torch.Tensor
@@ -71,32 +71,33 @@ class FullBuffer(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that `free` would give back now."""
+        """Number of bytes that `free` would release now."""
 
     def gather(self, main: torch.Tensor, *, tag: int, exactly: bool = False, is_unchanged: bool = False) -> Work:
-        """Fill `full` with the intervals of all ranks; this rank's is `main`, shape (S,), cast to the dtype of `full`.
+        """Fill `full` with the intervals of all ranks.
 
-        If intervals are sent packed, `full` holds the unpacked values on every rank, its own interval included, unless
-        `exactly`. If `main` `is_unchanged` since the last gather, a buffer that still holds it makes no copy.
+        This rank's interval is `main`, shape (S,), cast to the dtype of `full`. If intervals are sent packed, `full`
+        holds the unpacked values on every rank, even for its own interval, unless `exactly` is set. `is_unchanged` says
+        that `main` has not changed since the last gather, so a buffer that still holds it skips the copy.
         """
 
     def free(self, *, keeps_memory: bool = False) -> None:
-        """End the gather. Changes made in `full` are lost, unless `main` and `full` are one.
+        """Free the gathered data. Changes to `full` are lost unless it shares memory with `main`.
 
-        `keeps_memory`: so that `full` is at the same address when it is whole again.
+        With `keeps_memory`, `full` has the same address after the next gather.
         """
 
     def wait_for_readers(self) -> None:
-        """Wait until no other rank reads what this rank has freed of it: its main weights may change after that."""
+        """Wait until no other rank reads memory that this rank has freed. Its main weights may change afterwards."""
         return
 
 
 @dataclass(frozen=True, slots=True)
 class BufferSpec:
-    """A buffer for a bucket of `numel` elements, padding included.
+    """Describe a buffer for a bucket of `numel` elements, including padding.
 
-    `holds_main`: main weights have the same dtype, and may be given a place in it. `packing`: how intervals are sent,
-    if they are packed.
+    `holds_main` means that the main weights have the same dtype and may be stored in the buffer. `packing` encodes the
+    intervals that are sent, or is None if they are sent as they are.
     """
 
     numel: int
@@ -113,9 +114,9 @@ contributed to it, as far as they are at hand; a term may be in the memory that 
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """What a backend is told of a reduction: a sum of gradients, made and returned in `dtype`, divided by `divisor`.
+    """Describe a reduction to a backend: sum gradients in `dtype` and divide them by `divisor`.
 
-    Intervals that are sent packed are added up as if they were not. `watch` is called with every part of the result.
+    If intervals are sent packed, their unpacked values are summed. `watch` is called with every part of the result.
     """
 
     tag: int
@@ -127,21 +128,21 @@ class Reduction:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """How the two flat tensors of an exchange are cut: elements for each rank, and from each, in rank order."""
+    """Numbers of elements sent to and received from each rank in an exchange, in rank order."""
 
     leaving: Sequence[int]
     arriving: Sequence[int]
 
 
 class Collectives(Protocol):
-    """Collectives over one group of ranks. `tag` identifies the caller's buffer, the same on every rank.
+    """Collectives over one group of ranks. `tag` identifies the caller's buffer and is the same on every rank.
 
-    Ranks must issue the same calls in the same order; with a tag, a backend that can match by it reports a mismatch
-    as a time-out instead of mixing up data.
+    Ranks must issue the same calls in the same order. A backend that can match calls by tag reports a mismatch as a
+    time-out instead of mixing up data.
 
     Attributes:
-        sends: whether anything is sent at all, so that packing it makes a difference.
-        widens: whether `reduce_scatter` sums in a wider dtype than that of `full` without a copy.
+        sends: whether anything is sent, so that packing it makes a difference.
+        widens: whether `reduce_scatter` can sum in a wider dtype than `full` has without making a copy.
     """
 
     rank: int
@@ -158,15 +159,15 @@ class Collectives(Protocol):
         holds_main: bool,
         packing: Packing | None = None,
     ) -> FullBuffer:
-        """Make a buffer for a bucket; see `BufferSpec`. All ranks make the same ones in the same order."""
+        """Create the buffer that `BufferSpec` describes. All ranks must create the same buffers in the same order."""
         return self._buffer(BufferSpec(numel, dtype, device, holds_main, packing if self.sends else None))
 
     def _buffer(self, spec: BufferSpec) -> FullBuffer:
-        """See `full_buffer`; `spec.packing` is None where nothing is sent."""
+        """Create the buffer for `full_buffer`. `spec.packing` is None if nothing is sent."""
         ...
 
     def all_gather(self, full: torch.Tensor, *, tag: int) -> Work:
-        """Fill `full` (1-D, size x S elements) in place from every rank's own S-element interval of it."""
+        """Fill `full` (1-D, size x S elements) in place: each rank contributes its own interval of S elements."""
 
     def reduce_scatter(
         self,
@@ -178,11 +179,11 @@ class Collectives(Protocol):
         dtype: torch.dtype | None = None,
         watch: Watch | None = None,
     ) -> Work:
-        """Sum `full` (1-D, size x S elements) over the ranks, in pairs where the backend leaves the choice.
+        """Sum `full` (1-D, size x S elements) over the ranks, pairwise if the backend lets the caller choose the order.
 
-        The rest is as in `Reduction`. In another dtype than that of `full` a copy is summed, unless this `widens`. The
-        result is this rank's S elements of the sum, divided by `divisor`, in memory that does not keep `full` alive.
-        `full` belongs to the work and may be overwritten.
+        `Reduction` describes the other arguments. If `dtype` is not the dtype of `full`, a copy is summed unless the
+        backend `widens`. The result is this rank's S elements of the sum, divided by `divisor`, in memory that does not
+        keep `full` alive. The operation may overwrite `full`.
         """
         if dtype is not None and dtype != full.dtype and not self.widens:
             full = full.to(dtype)
@@ -190,34 +191,35 @@ class Collectives(Protocol):
         return self._reduce(full, how) if how.packing is None else how.packing.reduce(self, full, how)
 
     def _reduce(self, full: torch.Tensor, how: Reduction) -> Work:
-        """See `reduce_scatter`; without packing, and `full` is in the dtype of the sum unless the backend `widens`."""
+        """Run `reduce_scatter` without packing. `full` has the dtype of the sum unless the backend `widens`."""
 
     def all_reduce(self, tensor: torch.Tensor, *, tag: int) -> Work:
         """Sum `tensor` over the ranks, in place."""
 
     def exchange(self, leaving: torch.Tensor, arriving: torch.Tensor, parts: Parts, *, tag: int) -> Work:
-        """Send every rank its part of `leaving`, and fill `arriving` with the ranks' parts for this one.
+        """Send every rank its part of `leaving`, and fill `arriving` with the parts received from the ranks.
 
-        Both are 1-D and of one dtype. Parts, this rank's own included, are in the order of the ranks, and may be empty.
+        Both tensors are 1-D and have the same dtype. Parts are in rank order, include this rank's own, and may be
+        empty.
         """
 
     # What follows concerns ranks that see one another's memory. No other backend does anything.
 
     def staging(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return uninitialised memory, shape (numel,), from which `reduce_scatter` and `exchange` are fastest."""
+        """Return uninitialised memory, shape (numel,), that `reduce_scatter` and `exchange` read fastest."""
         return torch.empty(numel, dtype=dtype, device=device)
 
     def wait_for_readers(self) -> None:
-        """Wait until no other rank reads what this rank has freed: main weights may change after that."""
+        """Wait until no other rank reads memory that this rank has freed. Main weights may change afterwards."""
         return
 
 
 def cut(flat: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-    """Return views of a flat tensor, one part after the other."""
+    """Return consecutive views of a flat tensor, one per size."""
     return list(flat.split_with_sizes(list(sizes)))
 
 
 def own_interval(full: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-    """Return the view of `full` that rank `rank` of `size` owns."""
+    """Return a view of the interval of `full` that rank `rank` of `size` owns."""
     shard_numel = full.numel() // size
     return full.narrow(0, rank * shard_numel, shard_numel)

@@ -1,6 +1,6 @@
-"""One layer for every kind of device: a CPU, CUDA, a device that is plugged into torch.
+"""A common layer over all kinds of devices: CPUs, CUDA, and devices that plug into torch.
 
-`torch.accelerator` answers for all that the kinds have in common.
+`torch.accelerator` covers whatever these kinds have in common.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ _WITHOUT_RANKS = ("mps",)
 
 
 def has_streams(device: torch.device) -> bool:
-    """Return whether copies run beside computing there; else everything happens in the order in which it was issued."""
+    """Return whether copies can overlap with computation on the device. Otherwise, operations run in issue order."""
     return device.type not in ("cpu", "meta")
 
 
 def accelerator() -> str | None:
-    """Return the kind of accelerator that ranks can use here; None if there is none."""
+    """Return the kind of accelerator that ranks can use on this host, or None if there is none."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return None if found is None or found.type in _WITHOUT_RANKS else found.type
 
 
 def count(kind: str) -> int:
-    """Return the number of devices of that kind on this host which this process may use."""
+    """Return the number of devices of this kind that this process may use on this host."""
     return 0 if kind != accelerator() else int(torch.get_device_module(kind).device_count())
 
 
 def select(kind: str, local_rank: int) -> torch.device:
-    """Make the device of a rank of this host the current one, and return it."""
+    """Make the device that belongs to a local rank the current device, and return it."""
     device = torch.device(kind, local_rank)
     set_device = getattr(torch.get_device_module(kind), "set_device", torch.accelerator.set_device_index)
     set_device(device)
@@ -43,7 +43,10 @@ def select(kind: str, local_rank: int) -> torch.device:
 
 
 def current() -> torch.device:
-    """Return this rank's accelerator if there is one, else the CPU. Until a device was used, the launcher names it."""
+    """Return this rank's accelerator, or the CPU if there is none.
+
+    If the process has not used a device yet, select the one that the launcher's `LOCAL_RANK` names.
+    """
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is None:
         return torch.device("cpu")
@@ -55,13 +58,13 @@ def current() -> torch.device:
 
 
 def backends_of(kind: str) -> str:
-    """Return the backends for `init_process_group`: the kind's own (`nccl`), and Gloo for host memory."""
+    """Return the backends for `init_process_group`: the device's own (such as `nccl`), and Gloo for host memory."""
     return "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
 
 
 @cache
 def counts_memory(kind: str) -> bool:
-    """Return whether torch knows how much memory is allocated on a device; not every allocator counts."""
+    """Return whether torch can report how much memory is allocated on a device. Some allocators do not count it."""
     try:
         torch.accelerator.memory_stats(torch.device(kind))
     except RuntimeError:
@@ -73,13 +76,13 @@ _answering: list[None] = []
 
 
 def has_values(device: torch.device) -> bool:
-    """Return whether reading a number there gives one: not on the meta device, except inside `answered`."""
+    """Return whether the device's memory can be read. The meta device has no values except inside `answered`."""
     return device.type != "meta" or bool(_answering)
 
 
 @contextlib.contextmanager
 def answered() -> Iterator[None]:
-    """Let the meta device answer as an accelerator does (`fullshard.api.virtual`)."""
+    """Treat the meta device as an accelerator while this context is active (`fullshard.api.virtual`)."""
     _answering.append(None)
     try:
         yield

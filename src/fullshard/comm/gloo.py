@@ -1,4 +1,4 @@
-"""Collectives of ranks on CPUs that share no memory: Gloo's messages from one rank to another."""
+"""Collectives for CPU ranks without shared memory, built from Gloo's point-to-point messages."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from fullshard.core.sizes import SUM_BLOCK_NBYTES, sum_blocks
 
 
 class GlooCollectives(NativeCollectives):
-    """Gloo, with all-gather and reduce-scatter made of point-to-point messages.
+    """Gloo collectives with all-gather and reduce-scatter built from point-to-point messages.
 
-    Gloo's own all-gather takes about four times as long for large tensors, and its reduce-scatter is an all-reduce
-    inside, which sends every byte twice (`docs/decisions/0002-gloo-point-to-point.md`).
+    Gloo's own all-gather takes about four times as long for large tensors. Its reduce-scatter is internally an
+    all-reduce, which sends every byte twice (`docs/decisions/0002-gloo-point-to-point.md`).
     """
 
     def all_gather(self, full: torch.Tensor, *, tag: int) -> Work:
@@ -30,7 +30,7 @@ class GlooCollectives(NativeCollectives):
         return filling(full, self._messages([parts[self.rank]] * self.size, parts, tag))
 
     def _reduce(self, full: torch.Tensor, how: Reduction) -> Work:
-        """Send every peer its interval, receive theirs for this one, and sum locally."""
+        """Send every peer its interval, receive this rank's interval from every peer, and sum locally."""
         torch_private.count_for_debugging("c10d._reduce_scatter_base_")
         parts = [own_interval(full, rank, self.size) for rank in range(self.size)]
         contributions = [part if rank == self.rank else torch.empty_like(part) for rank, part in enumerate(parts)]
@@ -46,7 +46,7 @@ class GlooCollectives(NativeCollectives):
         return WorkOf(wait)
 
     def exchange(self, leaving: torch.Tensor, arriving: torch.Tensor, parts: Parts, *, tag: int) -> Work:
-        """Send every peer its part and receive the peer's; send no message for an empty part."""
+        """Send every peer its part and receive this rank's part from every peer. Empty parts need no message."""
         torch_private.count_for_debugging("c10d.alltoall_base_")
         there, here = cut(leaving, parts.leaving), cut(arriving, parts.arriving)
         works = self._messages(there, here, tag)
@@ -54,7 +54,7 @@ class GlooCollectives(NativeCollectives):
         return filling(arriving, works)
 
     def _messages(self, there: Sequence[torch.Tensor], here: Sequence[torch.Tensor], tag: int) -> list[dist.Work]:
-        """Send peers their parts of `there`, and receive into `here`; a round has one partner either way."""
+        """Send peers their parts of `there` and receive into `here`. Each round sends to one and receives from one."""
         works = []
         for step in range(1, self.size):
             to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
@@ -70,7 +70,7 @@ _NEVER_SENT = 2**31 - 1
 
 
 class FailedWork(dist.Work):
-    """A message that could not even be begun, because its rank has ended. A wait fails as if it had ended later."""
+    """A message that could not be started because its peer has exited. Waiting for it raises the error."""
 
     def __init__(self, error: RuntimeError) -> None:
         super().__init__()
@@ -82,10 +82,10 @@ class FailedWork(dist.Work):
 
 
 def end_waits(group: dist.ProcessGroup) -> None:
-    """Make all waits in a group fail, here and on its other ranks: the group is of no use after that.
+    """Make all waits in a group fail, on this rank and on the others. The group cannot be used afterwards.
 
-    For Gloo, a message that does not arrive in time ends all connections of its group. Connections that another rank
-    has ended before fail at once, and end no other.
+    In Gloo, a message that times out closes all connections of its group. A connection that another rank has already
+    closed fails immediately and closes no others.
     """
     if torch_private.backend_of(group, torch.device("cpu")) is None or group.size() == 1:
         return
@@ -96,12 +96,12 @@ def end_waits(group: dist.ProcessGroup) -> None:
 
 
 def send(tensor: torch.Tensor, group: dist.ProcessGroup, to: int, tag: int) -> dist.Work:
-    """Begin to send to rank `to` of the group."""
+    """Start to send to rank `to` of the group."""
     return _begun(dist.isend, tensor, group=group, tag=tag, group_dst=to)
 
 
 def receive(tensor: torch.Tensor, group: dist.ProcessGroup, source: int, tag: int) -> dist.Work:
-    """Begin to receive from rank `source` of the group."""
+    """Start to receive from rank `source` of the group."""
     return _begun(dist.irecv, tensor, group=group, tag=tag, group_src=source)
 
 
@@ -121,9 +121,9 @@ def average(
     divisor: float,
     watch: Watch | None = None,
 ) -> torch.Tensor:
-    """Return the sum of at least two `terms`, by rank, over `divisor`, in `into`; that may be one of them.
+    """Write the sum of at least two `terms`, one per rank, divided by `divisor`, to `into`, and return it.
 
-    A balanced binary tree adds them up in their order: the terms of 8 ranks are added as two times 4 would be.
+    `into` may be one of the terms. A balanced binary tree adds the terms in order, so 8 ranks are added as 4 + 4.
     """
     length = SUM_BLOCK_NBYTES // into.itemsize
     number = sum_blocks(len(terms), is_cast=any(term.dtype != into.dtype for term in terms))
@@ -142,7 +142,7 @@ def average(
 
 
 def _tree_sum(terms: Sequence[torch.Tensor], rooms: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of `terms`, in the first of `rooms` (one for every level); a single term as it is."""
+    """Sum `terms` into the first of `rooms` (one buffer per tree level). Return a single term unchanged."""
     if len(terms) == 1:
         return terms[0] if terms[0].dtype == rooms[-1].dtype else rooms[0].copy_(terms[0])
     half = 1 << (len(terms) - 1).bit_length() - 1

@@ -1,6 +1,6 @@
-"""The device mesh: which ranks share a shard, which hold copies, and the process groups between them.
+"""The device mesh: shard groups, replicate groups, and the process groups of their ranks.
 
-Ranks are laid out with the shard axis inside, so a shard group is a run of neighbouring ranks (usually one host):
+The shard axis is the inner axis, so a shard group consists of consecutive ranks, usually on one host:
 
                 shard axis ->
     replicate    0   1   2   3
@@ -40,18 +40,18 @@ _SAME_MODEL = "build the same model from the same configuration, and load the sa
 
 @dataclass(slots=True, eq=False)
 class Mesh:
-    """A rank's place among all ranks. Get one from `init_mesh`, which caches them.
+    """The place of this rank among all ranks. Call `init_mesh` to get one; it caches meshes.
 
     Attributes:
         gather, reduce, replicate: collectives for unsharding, for gradients along the shard axis, and for gradients
-            along the replicate axis, each on a communicator of its own so that none waits for another.
-        device_mesh: torch's name for it: (shard,) or (replicate, shard).
-        rank: as the job numbers it, which is how errors name it.
-        ranks: all ranks of the mesh in the order of its groups, numbered so, too.
-        world_group, shard_group, replicate_group: process groups; None where the axis has one rank.
-        control_group: a group for small host-side messages; None with one rank.
-        thread: that made it; ranks may be threads of one process.
-        shard_rank, shard_size, replicate_rank, replicate_size: the same along each axis.
+            along the replicate axis. Each has its own communicator, so none waits for another.
+        device_mesh: the matching torch mesh, with the axes (shard,) or (replicate, shard).
+        rank: the number of this rank in the job, which errors report.
+        ranks: the numbers in the job of all ranks of the mesh, in the order of its groups.
+        world_group, shard_group, replicate_group: process groups; None if the axis has one rank.
+        control_group: a group for small host-side messages; None if there is only one rank.
+        thread: the thread that created the mesh; ranks may be threads of one process.
+        shard_rank, shard_size, replicate_rank, replicate_size: the rank and size along each axis.
     """
 
     device: torch.device
@@ -82,11 +82,11 @@ class Mesh:
 
     @property
     def is_first(self) -> bool:
-        """Return whether this rank speaks for all ranks of the mesh."""
+        """Return whether this rank acts on behalf of all ranks of the mesh."""
         return self.rank == self.ranks[0]
 
     def neighbours(self, size: int) -> Collectives:
-        """Return gathers among runs of `size` ranks of the shard axis. A collective of the run the first time."""
+        """Return gathers among `size` consecutive ranks of the shard axis, which must make the first call together."""
         if size not in self._neighbours:
             assert self.shard_group is not None  # noqa: S101 -- a part of one rank has no neighbours
             first = self.shard_rank // size * size
@@ -97,9 +97,9 @@ class Mesh:
         return self._neighbours[size]
 
     def take_tags(self, count: int) -> int:
-        """Return the first of so many tags that no other model has now or had of late: there are as many as buckets.
+        """Reserve `count` tags, one per bucket, that no current or recent model uses, and return the first one.
 
-        It is the same on every rank if all ranks take as many.
+        If all ranks reserve the same number, they get the same tags.
         """
         first = self._next_tag[0] if self._next_tag[0] + count <= MAX_TAGS else 0
         self._next_tag[0] = first + count
@@ -107,18 +107,18 @@ class Mesh:
 
     @property
     def groups(self) -> list[dist.ProcessGroup | None]:
-        """Return all groups that its ranks may wait in; None for a rank alone."""
+        """Return all groups in which ranks of the mesh may wait. An entry is None if its group has one rank."""
         own = (getattr(collectives, "group", None) for collectives in (self.gather, self.reduce, self.replicate))
         return [self.control_group, self.shard_group, self.replicate_group, *own]
 
     def joined(self, axis: DeviceMesh) -> DeviceMesh:
-        """Return `device_mesh` with one more axis beside its own. Raises `RuntimeError` if it cannot."""
+        """Return `device_mesh` joined with one more axis. Raise `RuntimeError` if torch cannot join them."""
         if axis not in self._joined:
             self._joined[axis] = torch_private.joined([self.device_mesh, axis])
         return self._joined[axis]
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Return every rank's `value`, in the order of `ranks`. A collective."""
+        """Return every rank's `value`, in the order of `ranks`. All ranks must call this."""
         if self.control_group is None:
             return [value]
         values: list[Any] = [None] * self.world_size
@@ -128,9 +128,10 @@ class Mesh:
         return values
 
     def check_agreement(self, lines: Sequence[str], *, what: str, hint: str = _SAME_MODEL) -> None:
-        """Compare `lines` over all ranks, by digest, before a difference is a hang or a wrong number. A collective.
+        """Check that `lines` are equal on all ranks, before a difference causes a hang or wrong numbers.
 
-        The error, on every rank, names the first rank that differs from the first one, and the first line that does.
+        This is a collective, which compares digests. The error on every rank names the first rank that differs from the
+        mesh's first rank, and the first line that differs.
         """
         digests = self.all_gather_object(hashlib.sha256("\n".join(lines).encode()).hexdigest())
         different = [place for place, other in enumerate(digests) if other != digests[0]]
@@ -164,7 +165,7 @@ def join_process_group(**options: Any) -> None:
 
 
 def joined_world_size() -> int:
-    """Return the number of ranks. Initialises the default group as `init_mesh` does, and makes no other."""
+    """Return the number of ranks. Initialise the default group as `init_mesh` does, but create no other group."""
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         join_process_group()
     return dist.get_world_size() if dist.is_initialized() else 1
@@ -173,19 +174,19 @@ def joined_world_size() -> int:
 def init_mesh(
     *, shard_size: int | None = None, device: torch.device | None = None, device_mesh: DeviceMesh | None = None
 ) -> Mesh:
-    """Return the mesh of all ranks with shard groups of `shard_size` ranks (None: all of them).
+    """Return the mesh of all ranks, with `shard_size` ranks in each shard group (None: all ranks).
 
-    Without an initialised process group this is one rank alone, unless the environment says that there are more
-    (torchrun), in which case the default group is initialised as torch's `fully_shard` does.
+    Without an initialised process group, the mesh has only this rank. If the environment describes more ranks, as under
+    torchrun, the default group is initialised first, as torch's `fully_shard` does.
 
     Args:
-        shard_size: ranks per shard group; divides the world size. With a `device_mesh` 1 or left out.
-        device: where to compute; the accelerator if there is one, unless `device_mesh` is of CPUs.
-        device_mesh: a torch mesh to use instead: 1-D is the shard axis, or with `shard_size=1` the replicate axis; 2-D
-            is (replicate, shard).
+        shard_size: ranks per shard group; must divide the world size. With a `device_mesh`, it must be 1 or left out.
+        device: where to compute. Default: the accelerator if there is one, unless `device_mesh` is on CPUs.
+        device_mesh: a torch mesh to use instead. A 1-D mesh is the shard axis, or the replicate axis if `shard_size=1`.
+            A 2-D mesh is (replicate, shard).
 
     Raises:
-        ConfigError: The size does not divide the world size, or the mesh has other than 1 or 2 axes.
+        ConfigError: The size does not divide the world size, or the mesh does not have one or two axes.
     """
     if device is None:
         is_of_cpus = isinstance(device_mesh, DeviceMesh) and device_mesh.device_type == "cpu"
@@ -203,7 +204,7 @@ def init_mesh(
 
 
 def _cached(key: tuple[object, ...], build: Callable[[], Mesh]) -> Mesh:
-    """Return the mesh of that key in the default group, and forget those of destroyed groups, which keep threads."""
+    """Return the default group's mesh for a key, and drop meshes of destroyed groups, which keep threads alive."""
     key = (dist.group.WORLD, *key)
     if key not in _CACHE:
         for other, mesh in list(_CACHE.items()):
@@ -219,7 +220,7 @@ def meshes() -> list[Mesh]:
 
 
 def _build(replicate_size: int, shard_size: int, device: torch.device) -> Mesh:
-    """Return a mesh of all ranks."""
+    """Build a mesh of all ranks."""
     ranks, timeout = range(replicate_size * shard_size), _timeout(device)
     rows = [list(ranks[first : first + shard_size]) for first in ranks[::shard_size]]
     columns = [list(ranks[first::shard_size]) for first in ranks[:shard_size]]
@@ -262,15 +263,15 @@ def _world() -> dist.ProcessGroup:
 
 
 def _timeout(device: torch.device) -> timedelta:
-    """Return a little more than the user's time-out, so that the watch over waits ends them first, and says more."""
+    """Return slightly more than the user's time-out, so that the watchdog ends waits first, with a better error."""
     return torch_private.timeout_of(_world(), device) + _MARGIN
 
 
 def _made_by(ranks: Sequence[int], device: torch.device, backend: str | None = None) -> dist.ProcessGroup:
-    """Make a group that its ranks alone make.
+    """Create a group in a call that only its own ranks make.
 
-    If the default group is bound to a device, torch splits the new group off it. NCCL does that on all ranks of the
-    default group, or hangs.
+    If the default group is bound to a device, torch splits new groups off it. NCCL then hangs unless all ranks of the
+    default group take part, so the binding is suspended here.
     """
     world, timeout = _world(), _timeout(device)
     bound, world.bound_device_id = world.bound_device_id, None
@@ -282,7 +283,7 @@ def _made_by(ranks: Sequence[int], device: torch.device, backend: str | None = N
 
 
 def _own_group(rank_lists: list[list[int]], timeout: timedelta) -> dist.ProcessGroup | None:
-    """Make one group per list, all of a length, and return the one this rank is in. All ranks take part in all."""
+    """Create one group per list, all of the same length, and return this rank's group. All ranks must call this."""
     return dist.new_subgroups_by_enumeration(rank_lists, timeout=timeout)[0] if len(rank_lists[0]) > 1 else None
 
 
@@ -306,7 +307,7 @@ def _from_device_mesh(device_mesh: DeviceMesh, device: torch.device, shard_size:
 
 
 def _check_part(device_mesh: DeviceMesh) -> None:
-    """Refuse a part of the world that shard groups and replicas cannot be made of."""
+    """Raise an error if shard groups and replicas cannot be built from this part of the world."""
     if device_mesh.get_coordinate() is None:
         raise ConfigError(f"this rank is not in {device_mesh}", hint="call fully_shard on the ranks of the mesh only")
     if device_mesh.ndim == 1:
@@ -325,11 +326,11 @@ def _check_part(device_mesh: DeviceMesh) -> None:
 
 
 def _part(device_mesh: DeviceMesh, device: torch.device, *, only_replicates: bool) -> Mesh:
-    """Return the mesh of a part of the world (tensor or pipeline parallelism owns the rest).
+    """Build the mesh for a part of the world, when tensor or pipeline parallelism uses the other axes.
 
-    It uses the part's own groups, because making new ones needs all ranks. For the one new group, that of a mesh of two
-    axes, all ranks call this together, each with its own part. A group sorts its ranks, whatever place the mesh gives
-    them.
+    The mesh uses the part's existing groups, because all ranks would have to create new ones. Only a mesh of two axes
+    needs one new group: all ranks then call this together, each with its own part. A group sorts its ranks, wherever
+    the mesh places them.
     """
     _check_part(device_mesh)
     shard = None if only_replicates else device_mesh.get_group(device_mesh.ndim - 1)

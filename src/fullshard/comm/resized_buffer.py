@@ -1,6 +1,6 @@
-"""A bucket's memory where no better kind exists: a tensor whose storage grows for a gather, and shrinks afterwards.
+"""The default memory for a bucket: a tensor with storage that grows for a gather and shrinks afterwards.
 
-It never rebinds: autograd saves views of parameters (`weight.t()`), and those keep pointing at this storage.
+The tensor is never rebound: autograd saves views of parameters (`weight.t()`), which must keep pointing to its storage.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from fullshard.comm.base import BufferSpec, Collectives, FullBuffer, Work, own_i
 
 
 class ResizedBuffer(FullBuffer):
-    """A buffer in memory of its own, which is freed by resizing its storage.
+    """A buffer in private memory, which is freed by resizing its storage.
 
-    It has no readers: the other ranks read a copy of the main weights, made when the gather was launched.
+    Other ranks never read the main weights. They read a copy, which is made when the gather is launched.
     """
 
     def __init__(self, collectives: Collectives, spec: BufferSpec) -> None:
@@ -24,13 +24,13 @@ class ResizedBuffer(FullBuffer):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the storage."""
+        """Number of bytes in the storage."""
         return self._storage.nbytes()
 
     def gather(self, main: torch.Tensor, *, tag: int, exactly: bool = False, is_unchanged: bool = False) -> Work:
-        """Bring the memory back, copy `main` into its place and launch the all-gather.
+        """Reallocate the memory, copy `main` into its interval and launch the all-gather.
 
-        From page-locked host memory that copy runs while the host goes on: wait for it before you change `main`.
+        The copy from page-locked host memory is asynchronous: wait for it before you change `main`.
         """
         self._allocate()
         is_apart = main.device != self.full.device
@@ -42,7 +42,7 @@ class ResizedBuffer(FullBuffer):
         return self._collectives.all_gather(self.full, tag=tag)
 
     def gather_from(self, part: torch.Tensor, neighbours: Collectives, *, tag: int) -> Work:
-        """Fill `full` with the parts that neighbours have kept; this rank has kept `part`, its interval among them."""
+        """Fill `full` with the parts that neighbours have kept. `part` is this rank's, and includes its interval."""
         self._allocate()
         own_interval(self.full, neighbours.rank, neighbours.size).copy_(part)
         return neighbours.all_gather(self.full, tag=tag)
@@ -52,6 +52,6 @@ class ResizedBuffer(FullBuffer):
             self._storage.resize_(self._whole_nbytes)
 
     def free(self, *, keeps_memory: bool = False) -> None:
-        """Resize to nothing."""
+        """Resize the storage to zero bytes, unless `keeps_memory` is set."""
         if not keeps_memory:
             self._storage.resize_(0)

@@ -1,4 +1,4 @@
-"""Which collectives a group of ranks gets."""
+"""The choice of collectives for a group of ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fullshard.comm.torch_dist import Alone, NativeCollectives
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Collectives that a group could have, in words: their name, and why they are chosen or not."""
+    """Collectives that a group could use, with their name and the reason for choosing them or not."""
 
     collectives: Collectives
     name: str
@@ -31,19 +31,22 @@ _BACKENDS: list[Backend] = []
 
 
 def register_backend(backend: Backend) -> None:
-    """Have groups that are made from now on try these collectives before torch's own; the first in order wins."""
+    """Try this backend before torch's own collectives in all groups created from now on, in order of registration."""
     _BACKENDS.append(backend)
 
 
 def collectives_for(
     group: dist.ProcessGroup | None, device: torch.device, *, only_all_reduce: bool = False
 ) -> Collectives:
-    """Return the first of `choices_for`; for `only_all_reduce` torch's own, without trying another backend."""
+    """Return the first entry of `choices_for`. For `only_all_reduce`, return torch's own and try no other backend."""
     return choices_for(group, device, only_torchs=only_all_reduce)[0].collectives
 
 
 def choices_for(group: dist.ProcessGroup | None, device: torch.device, *, only_torchs: bool = False) -> list[Candidate]:
-    """Return all collectives that a group's ranks can have, the fastest first; None: this rank alone. A collective."""
+    """Return all collectives that the ranks of a group can use, fastest first. All of these ranks must call this.
+
+    If `group` is None, this rank is alone.
+    """
     if group is None or dist.get_world_size(group) == 1:
         return [Candidate(Alone(), "none", "one rank has nobody to communicate with")]
     own, name = NativeCollectives(group), dist.get_backend(group)

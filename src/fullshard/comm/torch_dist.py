@@ -15,12 +15,12 @@ from fullshard.comm.waiting import waiting_in_step
 
 
 def completed(result: torch.Tensor) -> Work:
-    """Return work that needed no communication."""
+    """Return a finished `Work` for a result that needed no communication."""
     return WorkOf(lambda: result)
 
 
 def filling(result: torch.Tensor, works: list[dist.Work]) -> Work:
-    """Return the work of operations that fill `result`."""
+    """Return one `Work` for several operations that together fill `result`."""
 
     def wait() -> torch.Tensor:
         for work in works:
@@ -31,7 +31,7 @@ def filling(result: torch.Tensor, works: list[dist.Work]) -> Work:
 
 
 def dividing(work: dist.Work, total: torch.Tensor, how: Reduction) -> Work:
-    """Return the work of a sum under way that is to be divided."""
+    """Return a `Work` that divides a sum by `how.divisor` when the sum is complete."""
 
     def wait() -> torch.Tensor:
         work.wait()
@@ -44,12 +44,12 @@ def dividing(work: dist.Work, total: torch.Tensor, how: Reduction) -> Work:
 
 
 def as_sent(flat: torch.Tensor) -> torch.Tensor:
-    """Return the same memory, 1-D, in a dtype that every backend sends: NCCL knows no int16, Gloo none of 8 bits."""
+    """Return the same memory as bytes if a backend cannot send its dtype, as NCCL cannot send int16."""
     return flat if flat.dtype in _SENT_AS_THEY_ARE else flat.view(torch.uint8)
 
 
 class PersistentBuffer(FullBuffer):
-    """A buffer that one rank owns whole, in the dtype of the main weights: those are it."""
+    """A buffer that holds the main weights of a single rank. They need no gather because they have its dtype."""
 
     is_persistent = True
     nbytes = 0
@@ -58,7 +58,7 @@ class PersistentBuffer(FullBuffer):
         self.full = self.main = full
 
     def gather(self, main: torch.Tensor, *, tag: int, exactly: bool = False, is_unchanged: bool = False) -> Work:
-        """Return at once: there is nothing to gather."""
+        """Return immediately, because there is nothing to gather."""
         return completed(self.full)
 
     def free(self, *, keeps_memory: bool = False) -> None:
@@ -66,7 +66,7 @@ class PersistentBuffer(FullBuffer):
 
 
 class Alone(Collectives):
-    """A group of one rank: nothing to communicate."""
+    """A group of one rank, which needs no communication."""
 
     rank = 0
     size = 1
@@ -78,7 +78,7 @@ class Alone(Collectives):
         return ResizedBuffer(self, spec)
 
     def all_gather(self, full: torch.Tensor, *, tag: int) -> Work:
-        """Return at once: `full` is whole already."""
+        """Return immediately, because `full` is already complete."""
         return completed(full)
 
     def _reduce(self, full: torch.Tensor, how: Reduction) -> Work:
@@ -89,7 +89,7 @@ class Alone(Collectives):
         return completed(full)
 
     def all_reduce(self, tensor: torch.Tensor, *, tag: int) -> Work:
-        """Return at once: `tensor` is the sum already."""
+        """Return immediately, because `tensor` is already the sum."""
         return completed(tensor)
 
     def exchange(self, leaving: torch.Tensor, arriving: torch.Tensor, parts: Parts, *, tag: int) -> Work:
@@ -98,7 +98,7 @@ class Alone(Collectives):
 
 
 class NativeCollectives(Collectives):
-    """The backend's own collectives (NCCL, XCCL and others)."""
+    """The native collectives of the backend (NCCL, XCCL and others)."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -142,7 +142,7 @@ _SENT_AS_THEY_ARE = (torch.bfloat16, torch.float32, torch.float16, torch.float64
 def all_reduce(
     tensor: torch.Tensor, what: str, groups: Iterable[dist.ProcessGroup], op: Any = dist.ReduceOp.SUM
 ) -> None:
-    """Combine a tensor, in place, over the ranks of each of these groups in turn. A collective of the current step."""
+    """Combine a tensor in place over the ranks of each group in turn, as a collective of the current step."""
     groups = list(groups)
     with waiting_in_step(what, groups):
         for group in groups:

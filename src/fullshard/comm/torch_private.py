@@ -1,9 +1,10 @@
-"""List torch's private names that the kernel, or several folders above it, use.
+"""Private names of torch that the kernel, or more than one folder above it, uses.
 
-A folder that needs others has a `torch_private.py` of its own. No other file has one; `test_architecture` ensures
-that. torch may rename any of these in any release without notice. So each entry says its purpose, what goes wrong if
-torch changes it, and since which release torch has it ("2.0" is the oldest that was examined).
-`tests/engine/test_torch_private` uses each of them for just that purpose, and fails with its name.
+A folder that needs other names has its own `torch_private.py`. No other file may use private names, which
+`test_architecture` checks. torch may rename any of these names in any release without notice. Therefore each entry
+states its purpose, what goes wrong if torch changes it, and the torch release that added it ("2.0" is the oldest
+release that was examined). `tests/engine/test_torch_private` uses each name for exactly this purpose, and fails with
+its name.
 """
 
 from __future__ import annotations
@@ -54,18 +55,18 @@ number_of: Callable[[Node], int] = methodcaller("_sequence_nr")
 
 
 def node_under_way() -> int | None:
-    """Return the number of the node that backward is at, in this thread; None outside of any.
+    """Return the number of the node that backward is running in this thread, or None outside backward.
 
-    Without it a recomputation could not tell how much of backward lies before it. Since 2.1.
+    Without it, a recomputation could not find out which part of backward is still to run. Since 2.1.
     """
     node = torch._C._current_autograd_node()
     return None if node is None else number_of(node)
 
 
 def will_run(node: Node) -> bool | None:
-    """Return whether the backward under way comes to a node; None: `torch.autograd.grad` returns what comes there.
+    """Return whether the backward in progress will run a node, or None if it returns that node's gradient.
 
-    Without it a gradient that the caller asked for would be collected as well. Since 2.0.
+    `torch.autograd.grad` returns gradients to its caller. Without this check they would also be collected. Since 2.0.
     """
     try:
         return bool(torch._C._will_engine_execute_node(node))
@@ -90,7 +91,7 @@ _NOTHING = nullcontext()
 
 
 def without_transforms() -> AbstractContextManager[object]:
-    """Return a context without them, for messages of ranks, which have no memory under `torch.func.vmap`. Since 2.4."""
+    """Suspend `torch.func` transforms in a context, because messages have no memory under `vmap`. Since 2.4."""
     return temporarily_clear_interpreter_stack() if are_transforms_active() else _NOTHING
 
 
@@ -100,7 +101,7 @@ gradient that one of them reads would be collected before it is whole. Since 2.1
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:
-    """Have the backward under way call `callback` at its end, where the remaining gradients are reduced. Since 2.0."""
+    """Call `callback` at the end of the backward in progress, to reduce the remaining gradients. Since 2.0."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
@@ -120,12 +121,12 @@ def layout_of(
     dtype: torch.dtype,
     stride: tuple[int, ...] | None = None,
 ) -> DTensorSpec:
-    """Return the layout of a tensor, contiguous unless it has a `stride`. Since 2.5."""
+    """Return the layout of a tensor, which is contiguous unless it has a `stride`. Since 2.5."""
     return DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, stride or strides_of(shape), dtype))
 
 
 def wrap(kind: type[DTensor], local: torch.Tensor, layout: DTensorSpec, *, requires_grad: bool = False) -> Any:
-    """Make a DTensor of a subclass around this rank's part, without autograd or asking other ranks. Since 2.5."""
+    """Wrap this rank's part in a subclass of DTensor, without autograd and without communication. Since 2.5."""
     return DTensor.__new__(kind, local, layout, requires_grad=requires_grad)
 
 
@@ -141,42 +142,42 @@ layout_from: Callable[[DTensor], DTensorSpec] = attrgetter("_spec")
 
 
 def mesh_without_groups(device_type: str, ranks: Sequence[Any], rank: int) -> DeviceMesh:
-    """Return a mesh as rank `rank` would see it, with no processes behind it. Since 2.3."""
+    """Return a mesh as rank `rank` would see it, but without process groups. Since 2.3."""
     return DeviceMesh(device_type, ranks, _init_backend=False, _rank=rank)
 
 
 def joined(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-    """Join the axes of several meshes cut out of one to one mesh; `RuntimeError` if they were not. Since 2.9."""
+    """Join the axes of several slices of one mesh, or raise `RuntimeError` if they are not its slices. Since 2.9."""
     if any(mesh.mesh_dim_names is None for mesh in meshes):
         raise RuntimeError("an axis has no name")
     return DeviceMesh._concatenate(list(meshes))
 
 
 def flattened(mesh: DeviceMesh, name: str | None = None) -> DeviceMesh:
-    """Return a part of a mesh as one axis, which the whole mesh knows by that name.
+    """Return part of a mesh as a single axis, and register it under that name in the root mesh.
 
-    All ranks make it together. Since 2.4.
+    All ranks must call this. Since 2.4.
     """
     return mesh._flatten(name)
 
 
 def made_as(kind: type[Any], data: torch.Tensor, *, requires_grad: bool) -> Any:
-    """Return memory as a tensor of a subclass, past a constructor that may want more arguments. Since 2.0."""
+    """Return memory as a tensor of a subclass, bypassing a constructor that may need more arguments. Since 2.0."""
     return torch.Tensor._make_subclass(kind, data, requires_grad)
 
 
 def has_own_dispatch(kind: type[torch.Tensor]) -> bool:
-    """Return whether a tensor class has its own dispatch, so may wrap tensors that sharding never sees. Since 2.0."""
+    """Return whether a tensor class has a custom dispatch, so it may wrap tensors unknown to sharding. Since 2.0."""
     return kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
 
 
 def writes(kernel: Kernel) -> bool:
-    """Return whether a kernel changes its arguments. Since 2.0."""
+    """Return whether a kernel modifies its arguments. Since 2.0."""
     return bool(kernel._schema.is_mutable)
 
 
 def is_view(kernel: Kernel) -> bool:
-    """Return whether a kernel returns memory that it was given. Since 2.0."""
+    """Return whether a kernel returns a view of memory passed to it. Since 2.0."""
     return not kernel._schema.is_mutable and any(value.alias_info is not None for value in kernel._schema.returns)
 
 
@@ -195,10 +196,10 @@ _LEFT_ALONE = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
 
 
 def keep_compiler_out(hook: Callable[..., Any], *, is_in_graphs: bool = False) -> None:
-    """Keep the compiler from compiling a function, and those that it calls, by itself, without importing the compiler.
+    """Keep the compiler from compiling a hook and its callees separately, without importing the compiler.
 
-    Without it a single graph (`fullgraph`) could not be called between hooks. `is_in_graphs`: a graph of its caller
-    goes on through it; otherwise the graph ends there. Since 2.7.
+    Without it, a single graph (`fullgraph`) could not be called between hooks. If `is_in_graphs` is set, the caller's
+    graph includes the hook; otherwise the graph ends there. Since 2.7.
     """
     set_code_exec_strategy(hook.__code__, _LEFT_ALONE)
     if is_in_graphs:
@@ -216,7 +217,7 @@ sharded tensors would be updated, which is slower, and the same. Since 2.0."""
 
 
 def may_hold(tensor: torch.Tensor, data: torch.Tensor) -> bool:
-    """Return whether `tensor.data = data` is allowed; between devices it depends on both. Since 2.0."""
+    """Return whether `tensor.data = data` is allowed. Across devices, this depends on both tensors. Since 2.0."""
     return torch._has_compatible_shallow_copy_type(tensor, data)
 
 
@@ -227,7 +228,7 @@ _FOREACH_TYPES: tuple[list[Any], ...] = (
 
 
 def allow_foreach(kind: type[torch.Tensor]) -> None:
-    """Have optimizers update tensors of `kind` many at a time, as torch does for its own DTensor. Since 2.4."""
+    """Let optimizers update many tensors of `kind` together, as torch does for its own DTensor. Since 2.4."""
     for kinds in _FOREACH_TYPES:
         if kind not in kinds:
             kinds.append(kind)
@@ -240,27 +241,30 @@ default_store = _get_default_store
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    """Return the time-out given to `init_process_group`; further groups would get the backend's default. Since 2.0."""
+    """Return the time-out passed to `init_process_group`. Since 2.0.
+
+    Without it, new groups would get the backend's default time-out.
+    """
     backend = backend_of(group, device)
     return dist.default_pg_timeout if backend is None else backend.options._timeout
 
 
 def count_for_debugging(operation: str) -> None:
-    """Have `CommDebugMode` count a collective, by its name in `torch.ops`, that torch has no part in.
+    """Let `CommDebugMode` count a collective, by its name in `torch.ops`, that torch does not run.
 
-    Otherwise it would say that ranks on CPUs, which share memory or send messages, exchange nothing. Since 2.5.
+    Otherwise it would report no communication for CPU ranks, which share memory or send messages. Since 2.5.
     """
     for mode in _counters():
         mode.__torch_dispatch__(_Collective(attrgetter(operation)(torch.ops)), ())
 
 
 def uncounted() -> AbstractContextManager[object]:
-    """Keep `CommDebugMode` from counting: these are messages of a few bytes about what ranks do. Since 2.0."""
+    """Keep `CommDebugMode` from counting messages of a few bytes that only coordinate ranks. Since 2.0."""
     return _python_dispatch._disable_current_modes() if _counters() else nullcontext()
 
 
 class _Collective:
-    """Stands for a kernel where `CommDebugMode` is told of it. The work is done elsewhere."""
+    """A stand-in for a kernel, which tells `CommDebugMode` about work that is done elsewhere."""
 
     def __init__(self, packet: Any) -> None:
         self._overloadpacket = packet
@@ -272,7 +276,7 @@ class _Collective:
 
 
 def _counters() -> list[Any]:
-    """Return the `CommDebugMode`s that count now. Since 2.5."""
+    """Return the `CommDebugMode` instances that are active. Since 2.5."""
     tools = sys.modules.get("torch.distributed.tensor.debug")  # its import takes a second
     if tools is None or not torch._C._len_torch_dispatch_stack():
         return []
@@ -280,7 +284,7 @@ def _counters() -> list[Any]:
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """Return the backend that sends tensors of a device; None in a group that is written in Python. Since 2.0."""
+    """Return the backend that communicates a device's tensors, or None in a group written in Python. Since 2.0."""
     try:
         return group._get_backend(device)
     except RuntimeError:

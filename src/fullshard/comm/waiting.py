@@ -1,7 +1,8 @@
-"""Waits of this process for other ranks, and the errors raised when those do not come.
+"""Waits of this process for other ranks, and the errors raised when those ranks do not arrive.
 
-An error of torch's then names a socket or a communicator. `Waiting` turns it into one with rank, place and step. While
-a wait lasts, `PROGRESS` says so, and a `Watcher`, if one is put there, may find out who is missing and end the wait.
+torch's own errors name a socket or a communicator. `Waiting` converts them to errors that name the rank, the operation
+and the step. `PROGRESS` records each wait while it lasts. A `Watcher` installed there can find out which rank is
+missing and end the wait.
 """
 
 from __future__ import annotations
@@ -22,43 +23,43 @@ _STEP_HINT = "see whether another rank failed first, had fewer batches, or took 
 
 
 class Watcher:
-    """Follows the waits of this process. The methods do nothing unless a subclass overrides them."""
+    """Base class for objects that follow the waits of this process. By default, its methods do nothing."""
 
     def joining(self) -> AbstractContextManager[None]:
-        """Return a context in which this process waits for all ranks to start."""
+        """Return a context that is active while this process waits for all ranks to start."""
         return nullcontext()
 
     def watch(self, groups: Iterable[dist.ProcessGroup | None], device: torch.device) -> None:
-        """Watch process groups in which this process may wait for this device."""
+        """Watch process groups in which this process may wait for operations on this device."""
 
     def failed(self, groups: Iterable[dist.ProcessGroup | None], what: str, error: BaseException | None) -> None:
-        """Run when an error on this rank ends what the ranks of these groups do together."""
+        """Run when an error on this rank ends an operation that the ranks of these groups perform together."""
 
     def before_whole(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        """Run before the ranks of a group gather a whole tensor on a device; raise to refuse it."""
+        """Run before the ranks of a group gather a full tensor on a device. Raise an error to prevent it."""
 
     def explain(self, error: BaseException) -> None:
-        """Learn the error of failures that were told without one."""
+        """Record the error behind failures that were reported without one."""
 
     def reason(self, error: RuntimeError) -> object:
-        """Return why a wait has ended in an error of torch's, or that error."""
+        """Return the reason why a wait ended in an error from torch, or the error itself if no reason is known."""
         return error
 
 
 @dataclass(slots=True)
 class ProgressRecord:
-    """The wait of this process, or the last one.
+    """The current wait of this process, or its most recent one.
 
     Attributes:
         moves: how often a wait has begun or ended.
-        what: names the wait; empty: there was none yet.
-        step: of this process, counted from 1.
-        is_patient: whether it may take long, such as a comparison of ranks or a save.
-        groups: process groups that it waits in.
-        waited: seconds for which this process has waited so far.
-        given_up: the reason why the wait ends without the others; empty: it does not.
-        limit: the seconds that a wait may take, if the script has set them.
-        tell: called when a wait has begun or ended.
+        what: describes the wait; empty before the first one.
+        step: the step of this process, counted from 1.
+        is_patient: whether the wait may take long, as when ranks are compared or a checkpoint is saved.
+        groups: the process groups in which this process waits.
+        waited: how many seconds this process has waited in total.
+        given_up: why the wait will end without the other ranks; empty if it will not.
+        limit: the longest time in seconds that a wait may take, if the script has set one.
+        tell: called after a wait has begun or ended.
     """
 
     moves: int = 0
@@ -75,7 +76,7 @@ class ProgressRecord:
     _entered: float = 0.0
 
     def enter(self, what: str, step: int | None = None, groups: Sequence[dist.ProcessGroup] = ()) -> None:
-        """Begin a wait for other ranks, in this step; None: it belongs to no step, and may take long."""
+        """Begin a wait for other ranks. Without a `step`, the wait belongs to no step and may take long."""
         if not self.is_waiting:
             self._entered = time.monotonic()
         self.what, self.groups, self.is_waiting, self.is_patient = what, groups, True, step is None
@@ -101,13 +102,13 @@ PROGRESS = ProgressRecord()
 
 
 class Waiting:
-    """A wait for other ranks, as a context. If it fails, the watcher learns of it.
+    """A context that waits for other ranks, and notifies the watcher if the wait fails.
 
-    An error of torch's becomes a `CommunicationError`; running out of memory passes unchanged to code that catches it.
+    An error from torch becomes a `CommunicationError`. Out-of-memory errors pass unchanged to code that catches them.
 
     Attributes:
-        step: the step of this process, counted from 1; None: the wait belongs to no step. It may take long then, and be
-            one of another thread than the main one, which leaves no note.
+        step: the step of this process, counted from 1. None if the wait belongs to no step; it may then take long, and
+            is not recorded unless it is in the main thread.
     """
 
     __slots__ = ("_groups", "_what", "step")
@@ -141,5 +142,5 @@ def waiting_for_all(what: str) -> Waiting:
 
 
 def waiting_in_step(what: str, groups: Iterable[dist.ProcessGroup]) -> Waiting:
-    """Return a wait in these groups that is a part of the current step."""
+    """Return a wait in these groups that is part of the current step."""
     return Waiting(what, groups, PROGRESS.step or None)

@@ -1,8 +1,8 @@
-"""The backward of one model: what is gathered ahead, in which order gradients are reduced, and what ends it.
+"""The backward of one model: what it gathers ahead, the order of its reductions, and how it ends.
 
-Ranks must communicate in the same order, whatever becomes ready first on each. `core.schedule` has that order; this
-file tells it what has happened, and does what is due. A backward ends with a callback of autograd's, which reduces the
-buckets that never became ready (zeros where nothing was used).
+Ranks must communicate in the same order, whatever becomes ready first on each. `core.schedule` computes that order.
+This file reports what has happened to it and performs the operations that are due. Backward ends in an autograd
+callback. It reduces the buckets that never became ready, with zeros for unused parameters.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Backward:
-    """The backward under way, if there is one, and what it needs to know of the forwards before it."""
+    """The backward in progress, if any, and the facts about earlier forwards that it needs."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
@@ -44,21 +44,21 @@ class Backward:
 
     @property
     def is_under_way(self) -> bool:
-        """Return whether a backward has come to the model and is not over, or its failure is not noticed yet."""
+        """Return whether backward has reached the model and neither ended nor been found to have failed."""
         return self.hookless_calls.backward is not None
 
     def note_call(self, unit: Unit) -> None:
-        """Count a unit among those that the next backward will reach."""
+        """Add a unit to those that the next backward will reach."""
         self._participants[unit] = None
 
     def order_reductions(self, ran: Sequence[Unit]) -> None:
-        """Reduce from now on in the reverse of the order in which the first whole forward ran the units."""
+        """Reduce buckets in the reverse of the order in which the first complete forward ran the units."""
         if not self._reduce_order:
             every = dict.fromkeys([*ran, *reversed(self._schedule.units)])
             self._reduce_order = {unit: -position for position, unit in enumerate(every)}
 
     def begin(self, unit: Unit) -> None:
-        """Begin at the first unit that backward reaches: order the reductions, and have autograd call `finish`."""
+        """Begin backward at the first unit it reaches: order the reductions and register `finish` with autograd."""
         if self.is_under_way and self._callback() is None:
             self.give_up()  # the last one has raised, and nothing has noticed since
         if not self.is_under_way:
@@ -80,7 +80,7 @@ class Backward:
             self._enqueue(unit)
 
     def _note_dropped(self, _: object) -> None:
-        """Tell the extensions that a backward failed, if autograd has dropped it before its end."""
+        """Notify the extensions of a failed backward if autograd dropped it before its end."""
         if self._may_fail:  # not `is_under_way`: a thread of autograd's may drop it when the model is at rest again
             self._may_fail = False
             for tell in self._schedule.extensions.backward_fails:
@@ -96,7 +96,10 @@ class Backward:
         self.reducer.order.expect(bucket for bucket in unit.buckets if bucket.trainable_count)
 
     def reduce_if_kept(self) -> None:
-        """Reduce gradients that earlier backwards have kept unsharded, as if a backward ended here. A collective."""
+        """Reduce the unsharded gradients kept by earlier backwards, as if a backward ended here.
+
+        All ranks must call this.
+        """
         if not self._has_kept:
             return
         if self.is_under_way:  # it would take the reduction for its own
@@ -110,7 +113,7 @@ class Backward:
         self.finish()
 
     def prefetch(self, unit: Unit, call: Call) -> None:
-        """Unshard ahead what backward needs after `unit`, before `unit`'s own gradients are computed."""
+        """Gather what backward needs after `unit`, before the gradients of `unit` are computed."""
         if unit.prefetched_in_backward is not None:
             for other in unit.prefetched_in_backward:
                 other.issue_unshard()
@@ -120,7 +123,7 @@ class Backward:
             tell(unit, call)
 
     def prefetch_after(self, previous: Unit | None) -> None:
-        """Unshard ahead what backward needs next, after a unit's own gradients were computed."""
+        """Gather what backward needs next, after the gradients of a unit have been computed."""
         if self._schedule.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
             self._prefetch(previous)
 
@@ -131,7 +134,7 @@ class Backward:
             unit.issue_unshard()
 
     def reduce_when_due(self, bucket: Bucket) -> None:
-        """Reduce the complete gradients of `bucket`, as soon as those before it in the order have been."""
+        """Reduce the complete gradients of `bucket` after all buckets that precede it in the order."""
         for due in self.reducer.order.complete(bucket):
             self._launch(due)
 
@@ -148,7 +151,7 @@ class Backward:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Finish the outermost backward; autograd calls this when it is over."""
+        """Finish the outermost backward. Autograd calls this at its end."""
         with torch_private.without_transforms():
             self._finish()
 
@@ -190,12 +193,12 @@ class Backward:
         self.reducer.clear()
 
     def _agree_on_used(self) -> dict[Bucket, bytearray]:
-        """Exchange the last message, and return for each parameter of the reduced buckets whether any rank used it.
+        """Exchange the final message, and return which parameters of each reduced bucket any rank used.
 
-        A parameter that no rank used must keep `.grad = None`, or weight decay would still move it. The same message
-        says whether any rank has collected more than it reduced (through reentrant checkpointing, or a unit that ran
-        under `no_sync` only); if so, all ranks reduce that bucket once more, where it is to be reduced. It also says
-        whether all ranks reduced the same buckets, and carries what extensions have to say.
+        A parameter that no rank used must keep `.grad = None`, or weight decay would still update it. The message also
+        says whether any rank collected more gradients than it reduced, through reentrant checkpointing or a unit that
+        ran only under `no_sync`. In that case all ranks reduce the bucket once more, if it should be reduced. The
+        message also says whether all ranks reduced the same buckets, and carries the messages of extensions.
         """
         collecting = [bucket for bucket in self._schedule.buckets() if bucket.has_gradient]
         launched = set(self.reducer.order.launched)
@@ -223,7 +226,7 @@ class Backward:
         return used
 
     def give_up(self) -> None:
-        """Forget a failed backward, but keep the forwards before it: another loss may need them."""
+        """Discard a failed backward but keep the forwards before it, because another loss may need them."""
         if any(bucket.has_gradient and bucket.gradient.keeps_unreduced for bucket in self._schedule.buckets()):
             warnings.warn(
                 f"rank {self._schedule.mesh.rank}: a backward has failed, and with it what those before it had kept "
@@ -236,6 +239,6 @@ class Backward:
         self._clear()
 
     def forget(self) -> None:
-        """Forget a backward that failed, and the forwards before it."""
+        """Discard a failed backward and the forwards before it."""
         self.give_up()
         self._participants.clear()

@@ -1,8 +1,8 @@
-"""Swap the parameters that modules hold: originals while their unit is unsharded, sharded ones at rest.
+"""Switch the parameters in modules: original ones while their unit is unsharded, sharded ones at rest.
 
-A swap writes into `module._parameters`. Nothing reports a write by other code there, so the binding checks before it
-swaps. Nothing stops a forward from changing an original parameter in place either; its version counter shows such a
-change.
+The switch writes to `module._parameters`. No hook reports when other code writes there, so the binding checks the
+parameters before it replaces them. A forward can also modify an original parameter in place; its version counter shows
+such a change.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fullshard.wrap.partition import Slot
 
 
 class Binding:
-    """The places in modules where a unit's parameters are bound."""
+    """The places in modules that hold the parameters of a unit."""
 
     def __init__(self, entries: Sequence[tuple[Slot, ShardedParameter]]) -> None:
         places: list[tuple[dict[str, Any], str, nn.Parameter, ShardedParameter]] = [
@@ -35,12 +35,12 @@ class Binding:
         self._bound: Sequence[torch.Tensor] = self._unsharded
 
     def bind(self, *, unsharded: bool) -> None:
-        """Make the modules hold the original or the sharded parameters."""
+        """Bind the original or the sharded parameters in the modules."""
         self._bound = self._unsharded if unsharded else self._sharded
         list(map(dict.__setitem__, self._holders, self._attributes, self._bound))  # for each place, without a loop
 
     def check(self) -> None:
-        """Refuse to replace a parameter that the engine did not put there."""
+        """Raise an error if a module holds a parameter that the engine did not bind."""
         if all(map(operator.is_, map(dict.get, self._holders, self._attributes), self._bound)):
             return
         places = zip(self._holders, self._attributes, self._unsharded, self._sharded, strict=True)
@@ -58,18 +58,18 @@ _version = operator.attrgetter("_version")
 
 
 class Originals:
-    """The original parameters of a bucket, bound to views of `full`, and how often they were changed in place."""
+    """The original parameters of a bucket, bound to views of `full`, and counts of their in-place changes."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = tuple(parameters)
         self._known = self.versions()
 
     def versions(self) -> list[int]:
-        """Return how often each parameter has been changed in place."""
+        """Return the number of in-place changes of each parameter."""
         return list(map(_version, self.parameters))
 
     def take_changes(self) -> list[int]:
-        """Return the indices of parameters changed since the last call, and accept these changes."""
+        """Return the indices of parameters changed since the last call, and mark these changes as handled."""
         versions = self.versions()
         if versions == self._known:
             return []

@@ -1,15 +1,15 @@
 """A bucket: the parameters of one unit that share dtypes and trainability, in one flat buffer.
 
-Six tensors, always named like this:
+Six tensors always have these names:
 
     original parameter   the user's `nn.Parameter` object; bound once to a view of `full`
     main                 this rank's interval, shape (S,), in the stored dtype; persistent; the optimizer updates it
     sharded parameter    a view of `main` for one parameter; `module.parameters()` yields it at rest
-    compute shard        what is gathered into `full`: `main` itself, unless the unit's `Storage` has a copy of it
-    full                 the unsharded bucket, shape (W * S,), in the compute dtype; whole only while it is needed
+    compute shard        the input of the gather: `main` itself, or a copy of it that the unit's `Storage` holds
+    full                 the unsharded bucket, shape (W * S,), in the compute dtype; filled only while it is needed
     gradient             see `engine.gradient`
 
-The buffer of `full`, `comm.base.FullBuffer`, makes it whole; in some buffers `main` is this rank's part of it.
+The buffer that owns `full`, a `comm.base.FullBuffer`, fills it. In some buffers `main` is this rank's part of `full`.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _requires_grad = operator.attrgetter("requires_grad")
 
 
 class Bucket(BucketSpec):
-    """The memory of one bucket, and its way from sharded to unsharded and back; `BucketSpec` has the rest.
+    """The memory of one bucket, and the operations that unshard and reshard it. `BucketSpec` has its layout.
 
     Attributes:
-        has_gradient: whether the bucket has ever been trainable; there is `gradient` only then.
-        storage_ids: the storages of the unsharded bucket, fixed for as long as the bucket lives.
+        has_gradient: whether the bucket has ever been trainable. Only then does `gradient` exist.
+        storage_ids: the storages of the unsharded bucket, which never change during the life of the bucket.
         has_gradient_hooks: whether the script has ever put a post-accumulate hook on one of its sharded parameters.
     """
 
@@ -75,12 +75,12 @@ class Bucket(BucketSpec):
             self.make_gradient()
 
     def make_gradient(self) -> None:
-        """Be ready to collect and reduce gradients."""
+        """Prepare to collect and reduce gradients."""
         self.gradient = Gradient(self, self.sharded_parameters, storage_id=min(self.storage_ids))
         self.has_gradient = True
 
     def _allocate(self, weights: Values | None) -> None:
-        """Copy this rank's interval out of the original parameters, then bind those to views of `full`."""
+        """Copy this rank's interval from the original parameters, then bind these to views of `full`."""
         self.buffer = self.make_buffer()
         self.full = self.buffer.full
         # Identify the storage, not an address: it has no memory most of the time.
@@ -101,7 +101,7 @@ class Bucket(BucketSpec):
         self.reshard()
 
     def _fill(self, weights: Values | None) -> None:
-        """Copy this rank's interval of each parameter into `main`, or read it."""
+        """Fill `main` with this rank's interval of each parameter, from memory or from `weights`."""
         for index, slot in enumerate(self.slots):
             interval = self.layout.interval(index, self.mesh.shard_rank)
             own = self.main[self.slices[index]]
@@ -114,21 +114,21 @@ class Bucket(BucketSpec):
 
     @property
     def trainable_count(self) -> int:
-        """Number of parameters that want a gradient."""
+        """Number of parameters that require a gradient."""
         return self.gradient.unsharded.expected if self.has_gradient else 0
 
     @property
     def is_complete(self) -> bool:
-        """Return whether every parameter that wants a gradient has one; False for a frozen bucket."""
+        """Return whether every parameter that requires a gradient has one. Return False for a frozen bucket."""
         return self.has_gradient and self.gradient.unsharded.is_complete
 
     @property
     def shares_main(self) -> bool:
-        """Return whether unsharding does nothing: one rank owns everything, in the compute dtype."""
+        """Return whether unsharding is a no-op, because one rank owns all elements in the compute dtype."""
         return self.full is self.main
 
     def issue_unshard(self, *, exactly: bool = False) -> None:
-        """Launch the all-gather of all ranks' compute shards into `full`; `exactly`: without packing it."""
+        """Launch the all-gather of the compute shards into `full`. If `exactly` is set, do not pack them."""
         # Noted before the gather: a later change of `main` makes the gathered values outdated.
         before, self._version = self._version, self.main_version
         is_changed = before != self._version
@@ -145,24 +145,24 @@ class Bucket(BucketSpec):
 
     @property
     def main_version(self) -> int:
-        """Return how often `main` has been changed in place."""
+        """Return the number of in-place changes of `main`."""
         return self.main._version
 
     @property
     def stored(self) -> list[torch.Tensor]:
-        """Return the tensors that hold this rank's part of the parameters."""
+        """Return the tensors that store this rank's part of the parameters."""
         return [self.main]
 
     def weights(self, index: int) -> torch.Tensor:
-        """Return this rank's part of parameter `index` as it is stored."""
+        """Return this rank's stored part of parameter `index`."""
         return self.main[self.slices[index]]
 
     def touch(self) -> None:
-        """Mark `main` as about to change, maybe in a way that torch does not count."""
+        """Record that `main` is about to change, possibly in a way that torch does not count."""
         self._version = -1
 
     def wait_unshard(self) -> None:
-        """Wait for the all-gather, if one is under way."""
+        """Wait for the all-gather if one is in progress."""
         if self._gathering is not None:
             try:
                 self._gathering.wait()
@@ -172,10 +172,10 @@ class Bucket(BucketSpec):
             self._gathering, self._is_lost = None, False
 
     def reshard(self, *, kept_by: Collectives | None = None) -> None:
-        """Free the memory of `full` after its gather; not if that failed, as other ranks may still write into it.
+        """Free the memory of `full` after its gather, unless the gather failed: other ranks may still write to it.
 
-        `kept_by`: neighbours that each keep a part; the next gather is among them, unless `main` changes before it. No
-        rank keeps a part where staying whole costs nothing, or where the buffer is of a kind of its own.
+        `kept_by` are neighbours that each keep a part, so that the next gather involves only them unless `main` changes
+        first. Ranks keep no parts if staying unsharded costs nothing or if the buffer is of another kind.
         """
         if self._is_lost:
             return
@@ -188,8 +188,8 @@ class Bucket(BucketSpec):
     def write_back(self) -> None:
         """Copy changes in this rank's interval of the unsharded parameters into `main`.
 
-        Only changed elements are copied: where the compute dtype is narrower, the rest of `main` is more exact than
-        `full`.
+        Only changed elements are copied. If the compute dtype is narrower, the others are more precise in `main` than
+        in `full`.
         """
         if self.shares_main:
             return
@@ -199,10 +199,10 @@ class Bucket(BucketSpec):
             self.main.copy_(torch.where(changed, own.to(self.dtype), self.main))
 
     def set_requires_grad(self, index: int, requires_grad: bool) -> None:
-        """Freeze or unfreeze the original parameter at once, as the script did with the sharded one.
+        """Freeze or unfreeze the original parameter immediately, as the script did with the sharded one.
 
-        Autograd looks at the original again when its gradient appears, and must find what the script has set last:
-        there may have been a forward in between for which the parameter was frozen.
+        Autograd checks the original again when its gradient arrives, and must find the last value that the script has
+        set, even after a forward in which the parameter was frozen.
         """
         self._trainable[index] = requires_grad
         self.originals.parameters[index].requires_grad_(requires_grad)
@@ -213,7 +213,7 @@ class Bucket(BucketSpec):
             self.gradient.unsharded.expected = sum(self._trainable)
 
     def take_requires_grad(self) -> None:
-        """Take over `requires_grad` changed on originals, which modules hold in forward and while unsharded."""
+        """Adopt `requires_grad` changes made on originals, which modules hold in forward and while unsharded."""
         current = list(map(_requires_grad, self.originals.parameters))
         if current == self._trainable:
             return

@@ -1,4 +1,4 @@
-"""The layout of a bucket without its memory: its parameters, ranks, dtypes and places."""
+"""The layout of a bucket without its memory: parameters, ranks, dtypes and intervals."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def by_bucket(slots: Sequence[Slot], policy: MixedPrecisionPolicy) -> list[list[
 
 
 def _is_alone(slot: Slot) -> bool:
-    """Return whether a parameter has a bucket of its own, which is cut between rows."""
+    """Return whether a parameter has a separate bucket, which is split between rows."""
     return slot.by_rows or kind_of(slot.parameter).is_alone
 
 
 def _key(slot: Slot, policy: MixedPrecisionPolicy) -> BucketKey:
-    """Return the key that a parameter shares with all others of its bucket."""
+    """Return the key shared by all parameters of one bucket."""
     parameter, statistics = slot.parameter, slot.statistics_dtype
     kind = kind_of(parameter)
     return BucketKey.of(
@@ -45,13 +45,14 @@ def _key(slot: Slot, policy: MixedPrecisionPolicy) -> BucketKey:
 
 
 class BucketSpec:
-    """Parameters that share dtypes and trainability, and the layout that follows from that.
+    """Parameters that share dtypes and trainability, and the layout that follows from this.
 
     Attributes:
-        plan: the bucket as the planner sees it, not the unit's plan. It stays as the bucket was made, maybe frozen.
+        plan: the bucket as the planner describes it; not the unit's plan. It stays as it was when the bucket was
+            created, even if the bucket was frozen then.
         kinds: the kind of each parameter.
         slices: the place of each parameter in this rank's interval.
-        tag: its number in the model, the same on every rank; set when the model is put together.
+        tag: the number of the bucket in the model, equal on every rank; set when the model is assembled.
     """
 
     tag: int
@@ -86,11 +87,11 @@ class BucketSpec:
 
     @property
     def full_nbytes(self) -> int:
-        """Bytes of the unsharded bucket."""
+        """Number of bytes in the unsharded bucket."""
         return self.layout.full_numel * self.compute_dtype.itemsize
 
     def make_buffer(self) -> FullBuffer:
-        """Make the memory that the bucket is unsharded into. All ranks make the same ones in the same order."""
+        """Create the buffer to unshard into. All ranks must create the same buffers in the same order."""
         return self.mesh.gather.full_buffer(
             self.layout.full_numel,
             self.compute_dtype,
@@ -100,7 +101,7 @@ class BucketSpec:
         )
 
     def shard_spec(self, index: int) -> ShardSpec:
-        """Return which elements of parameter `index` each rank has; the spec has no name yet."""
+        """Return which elements of parameter `index` each rank owns. The spec does not have a name yet."""
         placement = RaggedShard(self.layout.shard_numel, self.layout.offsets[index])
         shape = torch.Size(self.layout.specs[index].shape)
         return self.kinds[index].spec(self.slots[index], self.mesh, shape, placement, self.reduction)

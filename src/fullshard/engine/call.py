@@ -1,9 +1,9 @@
-"""One forward of a unit that autograd may come back to, and the signs that backward has reached or passed it.
+"""One forward of a unit to which autograd may return, and the hooks that track backward through it.
 
-    outputs    a hook on each        the gradient of an output is there: backward is about to enter the unit
-    inputs     an identity each      those of all inputs are there: backward has left it (without any: `HooklessCalls`)
+    outputs    a hook on each        the gradient of an output exists: backward is about to enter the unit
+    inputs     an identity each      all their gradients exist: backward has left it (without inputs: `HooklessCalls`)
 
-An error in a hook surfaces far away, from `loss.backward()`, so the hook adds the unit to it.
+An error in a hook surfaces far away, in `loss.backward()`, so the hook adds the name of the unit to it.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ _numbers = itertools.count()
 
 
 class Call:
-    """One forward of a unit whose backward may come.
+    """One forward of a unit that may have a backward.
 
     Attributes:
-        number: higher for later calls, across all models; backward comes to higher ones first.
-        previous: the unit whose forward ended just before this one; backward will want it next. For a unit around
-            others, the last of those.
-        is_active: backward has reached the outputs and not yet all inputs.
-        is_done: backward has left it, and has not come back since (`retain_graph`).
-        left_in: torch's number of the backward that was the last to leave it.
-        first_node: torch's number for the first node of its graph; infinite for a call that backward itself has made.
-        has_inputs: whether any input of the call wants a gradient.
-        inputs_left: while it is active, inputs whose gradient is still to come in this backward.
+        number: higher for later calls, across all models; backward reaches higher ones first.
+        previous: the unit that ended its forward just before this call, which backward needs next. For a unit that
+            contains others, the last of these.
+        is_active: whether backward has reached the outputs and not yet all inputs.
+        is_done: whether backward has left the call and not returned to it since (`retain_graph`).
+        left_in: torch's number of the last backward that left the call.
+        first_node: torch's number of the first node in its graph; infinite for a call made during backward.
+        has_inputs: whether any input of the call requires a gradient.
+        inputs_left: the number of inputs with a gradient still to come in this backward, while the call is active.
     """
 
     def __init__(self) -> None:
@@ -54,23 +54,24 @@ class Call:
         self._givers: list[Node | None] = []  # nodes that made the inputs, or the tensors they are views of
 
     def reach(self) -> None:
-        """Note that backward has reached the call, and will reach those of its inputs that are in the loss."""
+        """Record that backward has reached the call, and count the inputs that it will also reach."""
         inputs = self._below_outputs if self.has_inputs else []
         self.inputs_left = sum(torch_private.will_run(node) is not False for node in inputs)
 
     def begin(self) -> None:
-        """Note that backward is about to enter the call."""
+        """Record that backward is about to enter the call."""
         self.is_active, self.is_done = True, False
 
     def end(self) -> None:
-        """Note that backward has left the call."""
+        """Record that backward has left the call."""
         self.is_active, self.is_done, self.left_in = False, True, torch_private.backward_under_way()
 
     @property
     def is_in_backward(self) -> bool:
-        """Return whether the backward under way comes to the call; True where nothing can tell, as outside backward.
+        """Return whether the backward in progress reaches the call. Return True outside backward.
 
-        A live graph proves nothing: a rank that has kept the loss of an evaluation would wait for its backward.
+        Also return True if this is unknown. A live graph is not enough: a rank that keeps the loss of an evaluation
+        would wait for a backward that never comes.
         """
         if self.is_active or not self._below_outputs or torch_private.backward_under_way() == -1:
             return True
@@ -78,11 +79,11 @@ class Call:
         return any(torch_private.will_run(node) is not False for node in self._below_outputs)
 
     def watch_inputs(self, unit: Unit, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Put an identity in front of every input that wants a gradient, to learn when that gradient is complete.
+        """Insert an identity before every input that requires a gradient, to detect when that gradient is complete.
 
-        The identity makes it this unit's own: a tensor that other modules read too is complete much later. A view
-        does not forbid the unit to change its input in place, as a custom autograd function would. Lists and dicts are
-        left as they are: the unit may be meant to change them, and would change a copy.
+        The unit needs its own tensor, because the gradient of one that other modules also read is complete much later.
+        The identity is a view, so that the unit may still modify its input in place, which a custom autograd function
+        would prevent. Lists and dicts are not copied: the unit may have to modify them, and would modify a copy.
         """
         done = _passed(unit, self)
 
@@ -101,7 +102,7 @@ class Call:
         return map_tensors(watch, args, into_mutable=False), watched
 
     def watch_outputs(self, unit: Unit, output: Any) -> bool:
-        """Register hooks that tell when backward reaches an output; return False if none has a graph."""
+        """Register hooks that report when backward reaches an output. Return False if no output has a graph."""
         hook = _reached(unit, self)
         givers, self._givers = self._givers, []
         inputs = self._below_outputs if self.has_inputs else []
@@ -131,7 +132,7 @@ class Call:
 
 
 class Calls:
-    """The forwards of one unit that autograd may come back to, for as long as their graphs live."""
+    """The forwards of one unit to which autograd may return, for as long as their graphs exist."""
 
     def __init__(self) -> None:
         self._references: set[weakref.ref[Call]] = set()
@@ -141,30 +142,31 @@ class Calls:
         self._references.add(weakref.ref(call, self._references.discard))
 
     def clear(self) -> None:
-        """Forget all forwards: a live graph may come back, but no longer belongs to the step."""
+        """Discard all forwards. Autograd may still return to a live graph, but it is not part of the step any more."""
         self._references.clear()
 
     def live(self) -> list[Call]:
-        """Return the forwards whose graphs are there."""
+        """Return the forwards with graphs that still exist."""
         # Copy first: a call may die at any moment (even while a tuple is made), and removes its reference from the set.
         return list(filter(None, map(operator.call, self._references.copy()))) if self._references else []
 
     def pending(self) -> list[Call]:
-        """Return the forwards that the backward under way is to come to, or is in."""
+        """Return the forwards that the backward in progress is in or has yet to reach."""
         return [call for call in self.live() if not call.is_done and call.is_in_backward]
 
     @property
     def are_expected(self) -> bool:
-        """Return whether autograd, or this backward if one is under way, may come back to one of them."""
+        """Return whether autograd may return to one of the forwards, in the current backward if there is one."""
         backward = torch_private.backward_under_way()
         return any(call.is_in_backward and (backward == -1 or call.left_in != backward) for call in self.live())
 
 
 def _below(outputs: Sequence[Node]) -> list[Node]:
-    """Return the nodes below all of `outputs` in a graph; those that accumulate gradients have higher numbers.
+    """Return the nodes below all of `outputs` in a graph. Nodes that accumulate gradients have higher numbers.
 
-    None of these nodes leads to an output, whose hook owns the call. If the call owned one that does (of the logits
-    beside the loss, say), the graph would never be freed: Python's garbage collector does not look into it.
+    None of these nodes leads to an output, because the hook of an output owns the call. If the call owned a node that
+    does lead to one (that of the logits beside the loss, for example), the graph would never be freed: Python's garbage
+    collector does not traverse it.
     """
     first = min(map(torch_private.number_of, outputs))
     found: list[Node] = []
@@ -178,7 +180,7 @@ def _below(outputs: Sequence[Node]) -> list[Node]:
 
 
 def _reached(unit: Unit, call: Call) -> Callable[[Any], None]:
-    """Return the gradient hook of a unit's outputs; it owns the call."""
+    """Return the gradient hook for the outputs of a unit. The hook owns the call."""
 
     def hook(_gradient: Any) -> None:
         try:
@@ -192,9 +194,9 @@ def _reached(unit: Unit, call: Call) -> Callable[[Any], None]:
 
 
 def _passed(unit: Unit, call: Call) -> Callable[[Any, Any], None]:
-    """Return the hook of the identities in front of a unit's inputs.
+    """Return the hook for the identities before the inputs of a unit.
 
-    It holds the call weakly: inputs may outlive the graph of this unit, whose outputs own the call.
+    It refers to the call weakly, because inputs may outlive the unit's graph and its outputs, which own the call.
     """
     reference = weakref.ref(call)
 
@@ -215,13 +217,13 @@ def _passed(unit: Unit, call: Call) -> Callable[[Any, Any], None]:
 
 
 def locate(error: BaseException, unit: Unit, phase: str) -> None:
-    """Add rank, unit and phase to an error that does not say them."""
+    """Add the rank, unit and phase to an error that does not name them."""
     if not isinstance(error, FullshardError):
         error.add_note(f"fullshard: rank {unit.mesh.rank}, unit {unit.name!r}, {phase}")
 
 
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function` wrapped so that compilers stay out of it, as a hook must."""
+    """Wrap `function` so that compilers do not trace it, as a hook requires."""
 
     def hook(*args: Any) -> Any:
         return function(*args)
