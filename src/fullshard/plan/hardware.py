@@ -1,4 +1,4 @@
-"""Devices and their links, from the makers' data sheets, and how much of those figures real training reaches."""
+"""Devices and their links, from the manufacturers' data sheets, and the fractions that real training reaches."""
 
 from __future__ import annotations
 
@@ -23,23 +23,24 @@ TERA = 10**12
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One kind of accelerator, in a host as it is usually built. Speeds are peaks, per device and direction.
+    """One kind of accelerator, in a typical host. Speeds are peaks, per device and per direction.
 
     Attributes:
         flops: matrix FLOP/s in bfloat16, dense.
-        flops_fp32: matrix FLOP/s in float32 (TF32 where the device has it).
-        link: bytes per second between devices of a host, one direction.
-        network: bytes per second between hosts, per device, one direction.
-        efficiency: part of `flops` that matrix products of training reach. Large products reach four fifths of the peak
-            on an A100 and two thirds on an H100, whose clock falls under load; a step's mix reaches a sixth less.
-            Elementwise work is counted separately.
-        link_efficiency: part of `link`, `network` and `memory_bandwidth` that large transfers reach.
-        framework: bytes the runtime and the communication library hold on the device.
-        rack: devices that `link` reaches though they are in several hosts; 0: none.
-        has_bfloat16: whether `flops` are there in bfloat16, or in float16 alone; and whether PyTorch has flash
-            attention for it: of NVIDIA's both begin with compute capability 8.0.
-        flash: part of `flops` that flash attention's second version reaches (`plan/attention`): as on the A100, whose
-            kernel it is, or as on the H100, where faster products leave it behind.
+        flops_fp32: matrix FLOP/s in float32 (TF32 if the device has it).
+        link: bytes per second between devices of a host, in one direction.
+        network: bytes per second between hosts, per device, in one direction.
+        efficiency: fraction of `flops` that the matrix products of training reach. Large products reach four fifths of
+        the
+            peak on an A100, and two thirds on an H100, whose clock slows down under load. The products of a step reach
+            a sixth less. Elementwise operations are counted separately.
+        link_efficiency: fraction of `link`, `network` and `memory_bandwidth` that large transfers reach.
+        framework: bytes that the runtime and the communication library use on the device.
+        rack: number of devices that `link` connects across hosts, or 0 if it does not.
+        has_bfloat16: whether `flops` applies to bfloat16, or only to float16. It also says whether PyTorch has flash
+            attention for the device: on NVIDIA's devices, both begin with compute capability 8.0.
+        flash: fraction of `flops` that version 2 of flash attention reaches (`plan/attention`). It was written for the
+            A100; on the H100 the fraction is smaller, because products are faster there.
     """
 
     name: str
@@ -65,7 +66,7 @@ class Device:
 
     @property
     def memory_speed(self) -> float:
-        """Bytes per second of `memory_bandwidth` that large transfers reach."""
+        """The bytes per second of `memory_bandwidth` that large transfers reach."""
         return self.memory_bandwidth * self.link_efficiency
 
     def peak(self, dtype: str) -> float:
@@ -73,7 +74,7 @@ class Device:
         return self.flops_fp32 if itemsize(dtype) == 4 else self.flops
 
     def link_seconds(self, inside: float, across: float) -> tuple[float, float]:
-        """Return seconds on the link inside a host and on that between hosts."""
+        """Return the seconds that transfers take on the link inside a host, and on the network between hosts."""
         return inside / (self.link * self.link_efficiency), across / (self.network * self.link_efficiency)
 
 
@@ -183,7 +184,7 @@ _BRANDS = ("nvidia", "amd", "instinct", "geforce", "tesla")
 
 
 def find_device(name: str) -> Device:
-    """Return the row for a name in any spelling, or the calibration file at that path."""
+    """Return the row for a device's name in any spelling, or read the calibration file at that path."""
     if name.endswith(".json"):
         return read_calibration(local_path(name))
     found = _row_called(name)
@@ -202,9 +203,9 @@ _MEMORY = re.compile(r"[-_ ](\d+) ?gi?b(?=[-_ ]|$)", re.IGNORECASE)
 
 
 def _row_called(name: str) -> str | None:
-    """Return the row for a name, also one that a driver prints: `NVIDIA A100-SXM4-40GB`, `NVIDIA H100 80GB HBM3`.
+    """Return the row for a name, which may be a driver's: `NVIDIA A100-SXM4-40GB`, `NVIDIA H100 80GB HBM3`.
 
-    A named memory size must be the row's, which may be larger by the ratio of GiB to GB.
+    If the name has a memory size, it must match the row's, which may be larger by the ratio of GiB to GB.
     """
     by_key, plain = _names(), _FORM.sub("", name)
     found = by_key.get(_key(name)) or by_key.get(_key(plain))
@@ -217,7 +218,7 @@ def _row_called(name: str) -> str | None:
 
 
 def _names() -> dict[str, str]:
-    """Return every spelling without marks and brands, with the row it names."""
+    """Return every spelling of a row's name, without punctuation and brands, and the row that it refers to."""
     return {_key(known): known for known in DEVICES} | _ALIASES
 
 
@@ -233,7 +234,8 @@ class Cluster:
     """Some devices of one kind.
 
     Attributes:
-        shares_memory: whether ranks of one host share memory, if they compute on CPUs: not with FULLSHARD_COMM=gloo.
+        shares_memory: whether the ranks of a host share memory if they compute on CPUs. They do not share it with
+            FULLSHARD_COMM=gloo.
     """
 
     device: Device
@@ -243,7 +245,7 @@ class Cluster:
 
     @property
     def per_host(self) -> int:
-        """Devices in each host."""
+        """The number of devices in each host."""
         return self.count // self.hosts
 
     def __str__(self) -> str:
@@ -251,7 +253,10 @@ class Cluster:
 
 
 def split_devices(text: str) -> tuple[int | None, str]:
-    """Split number and device: `8xH100`, `8*H100`, `8 H100`, `H100x8`, `H100:8`; `H100`, `4090` say no number."""
+    """Split a number of devices from the kind: `8xH100`, `8*H100`, `8 H100`, `H100x8` or `H100:8`.
+
+    The number is None for a kind alone, such as `H100` or `4090`.
+    """
     text = text.strip()
     if _key(text) in _names():
         return None, text
@@ -267,7 +272,10 @@ def split_devices(text: str) -> tuple[int | None, str]:
 
 
 def parse_cluster(text: str, hosts: int | None = None) -> Cluster:
-    """Parse `8xH100`, `1024 x h100`, `8 H100` or `H100` (one); without `hosts` into full ones of the usual size."""
+    """Parse `8xH100`, `1024 x h100`, `8 H100` or `H100` (one device).
+
+    Without `hosts`, the devices are in full hosts of the usual size.
+    """
     number, name = split_devices(text)
     device, count = find_device(name), number or 1
     if hosts is None:
@@ -282,7 +290,7 @@ def parse_cluster(text: str, hosts: int | None = None) -> Cluster:
 
 
 def write_calibration(device: Device, path: Path) -> None:
-    """Write a device's figures as JSON, for `find_device`."""
+    """Write a device's measured speeds as JSON, for `find_device`."""
     write_text(path, json.dumps(dataclasses.asdict(device), indent=2) + "\n")
 
 

@@ -1,4 +1,4 @@
-"""The choices to plan with besides the model and the hardware: each once, for the command line and for Python."""
+"""The planner's inputs besides the model and the hardware, defined once for the command line and for Python."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ KEEP_WHAT_FITS = {"reshard_after_forward": "auto"}
 
 
 def token_count(value: Any) -> Any:
-    """Convert text, where `128k` is 128 x 1024; the model checks any other value."""
+    """Convert text in which `128k` means 128 x 1024. Return any other value as it is, for the model to check."""
     if not isinstance(value, str):
         return value
     found = re.fullmatch(r"\s*(\d+)\s*k\s*", value, re.IGNORECASE)
@@ -123,7 +123,7 @@ class Job(View):
     backward_prefetch: BackwardPrefetch = of_run("sharding.backward_prefetch")
 
     def check(self) -> None:
-        """Raise `ConfigError` if the fields do not go together."""
+        """Raise `ConfigError` if the fields are not consistent."""
         # The plan also covers what this engine does not compile, to compare other engines.
         self.run_config(compile=False)
         if self.step_in_backward and not self.planned_optimizer.is_torchs:
@@ -155,7 +155,10 @@ class Job(View):
 
     @classmethod
     def from_run(cls, config: RunConfig, **values: Any) -> Self:
-        """Return the job of a run's configuration; `values` are what it does not say (batch, sequence, ...)."""
+        """Return the job that a run's configuration describes.
+
+        `values` are the settings that a configuration does not have (batch size, sequence length and so on).
+        """
         sharding = config.sharding
         said = {name: config.value(row.target) for name, row in cls.of_the_run().items() if row.read is None} | {
             "strategy": sharding.resolved_strategy().name,
@@ -166,12 +169,12 @@ class Job(View):
 
     @property
     def row(self) -> Strategy:
-        """The strategy's row."""
+        """The table row of the strategy."""
         return parse_strategy(self.strategy)
 
     @property
     def keeps_what_fits(self) -> bool:
-        """Return whether as many units stay unsharded after forward as memory allows."""
+        """Return whether as many units stay unsharded after forward as there is memory for."""
         return self.reshard_after_forward == "auto"
 
     @property
@@ -181,7 +184,7 @@ class Job(View):
 
     @property
     def on_host(self) -> Offload:
-        """Return what lives in host memory, on a device that is not the host itself."""
+        """Return what is offloaded to host memory. If the device is the host's CPU, nothing is."""
         return Offload.of(
             self.offload,
             self.offload_compute_shards,
@@ -192,32 +195,32 @@ class Job(View):
 
     @property
     def dtypes(self) -> Dtypes:
-        """Dtypes by role."""
+        """The dtypes by role."""
         return Dtypes(COMPUTE[self.precision], self.reduce_dtype, self.gather_as, self.reduce_as)
 
     @property
     def compute_dtype(self) -> str:
-        """Dtype activations are in."""
+        """The dtype of activations."""
         return COMPUTE[self.precision] or self.stored_dtype
 
     @property
     def stored_dtype(self) -> str:
-        """Dtype of the weights as they come: of the frozen base, if there is one."""
+        """The dtype in which the weights are loaded, which is that of the frozen base if there is one."""
         return self.base_dtype or ("float32" if self.method == "full" else "bfloat16")
 
     @property
     def main_dtype(self) -> str:
-        """Dtype in which full training keeps the weights."""
+        """The dtype of the weights in full training."""
         return main_dtype(self.stored_dtype, trainable=True, mode=self.precision)
 
     @property
     def adapter_rank(self) -> int:
-        """Rank of the adapters, if there are any."""
+        """The rank of the adapters, or 0 if there are none."""
         return self.lora_rank or 8
 
     @property
     def schedule(self) -> ScheduleOptions:
-        """Return the options that decide the order of work."""
+        """Return the options that determine the order of operations."""
         return ScheduleOptions(
             self.accumulation,
             self.forward_prefetch,
@@ -229,10 +232,10 @@ class Job(View):
 
     @property
     def tokens(self) -> int:
-        """Tokens of one micro-batch."""
+        """Number of tokens in one micro-batch."""
         return self.micro_batch * self.seq_len
 
     @property
     def chunk_tokens(self) -> int:
-        """Tokens of a chunk of the fused loss."""
+        """Number of tokens in one chunk of the fused loss."""
         return min(self.loss_chunk or 1024, self.tokens)

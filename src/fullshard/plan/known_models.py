@@ -1,9 +1,9 @@
-"""Well-known models by name: the fields of each one's published `config.json` that decide its shapes.
+"""Well-known models by name, with the fields of each published `config.json` that determine its shapes.
 
-The organisation stands in the comment above its rows, with the date of the release. `test_plan_models.py` checks
-what the fields come to, the count of parameters, against the one that each model's page gives; and the fields
-themselves against tables that others keep (`tests/fixtures/published_shapes.csv`) and the defaults of Transformers'
-classes. Where a model also sees pictures, its text part is here.
+The comment above a group of rows names the organization and the date of the release. `test_plan_models.py` checks the
+number of parameters that the fields give against the number on each model's page. It also checks the fields against
+independent tables (`tests/fixtures/published_shapes.csv`) and the defaults of Transformers' classes. Of a model that
+also accepts images, only the text part is listed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ Values = dict[str, Any]
 
 
 def llama(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocab: int = 32000, **more: Any) -> Values:
-    """Return the fields of a decoder of Llama's kind; `more`: those in which it differs, `model_type` among them."""
+    """Return the fields of a decoder with Llama's architecture.
+
+    `more` holds the fields that differ, including `model_type`.
+    """
     return {
         "model_type": "llama",
         "hidden_size": hidden,

@@ -1,4 +1,4 @@
-"""Units as the engine would lay them out over the ranks: the same buckets, the same intervals, without tensors."""
+"""Lay units out over the ranks exactly as the engine does, with the same buckets and intervals, but without tensors."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class UnitLayout:
     """One unit.
 
     Attributes:
-        name: the module's qualified name; empty for the root.
+        name: the module's qualified name, which is empty for the root.
         frees_after_forward: whether its unsharded parameters are freed between forward and backward.
-        feeds_units: whether one of its trainable parameters is used before the first inner unit (an embedding).
-        takes_ids: whether its inputs never want a gradient: its first matrix is an embedding, as of token ids.
-        page_nbytes: bytes of its saved tensors that are in host memory until its backward.
+        feeds_units: whether one of its trainable parameters (an embedding) is used before the first inner unit.
+        takes_ids: whether its inputs never need a gradient, because its first matrix is an embedding of token ids.
+        page_nbytes: bytes of its saved tensors that stay in host memory until its backward.
     """
 
     name: str
@@ -43,41 +43,41 @@ class UnitLayout:
 
     @cached_property
     def gathered_nbytes(self) -> int:
-        """Bytes that are allocated when the unit is unsharded."""
+        """Bytes that are allocated to unshard the unit."""
         return sum(bucket.full_nbytes for bucket in self.buckets if not bucket.shares_main)
 
     @cached_property
     def coded(self) -> tuple[CountedBucket, ...]:
-        """Return the buckets that are codes at rest and in messages."""
+        """Return the buckets that are stored and sent as codes."""
         return tuple(bucket for bucket in self.buckets if bucket.form is not None)
 
     @cached_property
     def decoded_nbytes(self) -> int:
-        """Bytes of what is decoded once it is gathered."""
+        """Bytes of the weights that are decoded after the gather."""
         return sum(bucket.full_nbytes for bucket in self.coded)
 
     @cached_property
     def coded_nbytes(self) -> int:
-        """Bytes of the codes of all ranks, which are there from the gather until they are decoded."""
+        """Bytes of all ranks' codes, which exist from the gather until they are decoded."""
         return sum(bucket.coded_nbytes for bucket in self.coded)
 
     @cached_property
     def trainable(self) -> tuple[CountedBucket, ...]:
-        """Return the buckets with gradients."""
+        """Return the buckets that have gradients."""
         return tuple(bucket for bucket in self.buckets if bucket.trainable)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelLayout:
-    """A whole model.
+    """The layout of a complete model.
 
     Attributes:
-        units: inner units in definition order, the root last.
-        calls: the same in the order their forwards begin, the root first.
+        units: inner units in definition order, with the root last.
+        calls: the same units in the order in which their forwards begin, with the root first.
         returns_head: whether the root returns the output of a head that is a unit, so that backward reaches the head
             first.
-        keeps_parameters: whether unsharded parameters stay so until the optimizer's step.
-        keeps_gradients: whether gradients are reduced with the last micro-batch of a step only.
+        keeps_parameters: whether parameters stay unsharded until the optimizer's step.
+        keeps_gradients: whether gradients are only reduced with the last micro-batch of a step.
     """
 
     units: tuple[UnitLayout, ...]
@@ -89,7 +89,10 @@ class ModelLayout:
     keeps_gradients: bool = False
 
     def keeping(self, count: int) -> ModelLayout:
-        """Return the layout with the last `count` of the units that forward frees kept until backward instead."""
+        """Return a layout in which more units stay unsharded until backward.
+
+        These are the last `count` of the units that this layout frees after forward.
+        """
         inner = [unit.name for unit in self.calls if unit.frees_after_forward]
         kept = set(inner[len(inner) - count :])
         return self._with(
@@ -97,7 +100,7 @@ class ModelLayout:
         )
 
     def with_pages(self, nbytes: Callable[[Block], int]) -> ModelLayout:
-        """Return the layout with that many bytes of each block's activations on the host until backward."""
+        """Return a layout in which `nbytes` of each block's activations stay on the host until backward."""
         return self._with(
             unit if unit.block is None else dataclasses.replace(unit, page_nbytes=nbytes(unit.block))
             for unit in self.units
@@ -116,7 +119,7 @@ class ModelLayout:
 
     @property
     def buckets(self) -> list[CountedBucket]:
-        """Every bucket."""
+        """All buckets."""
         return [bucket for unit in self.units for bucket in unit.buckets]
 
 
@@ -130,7 +133,7 @@ def lay_out(
     dtypes: Dtypes,
     offload: Offload | None = None,
 ) -> ModelLayout:
-    """Lay a model out; `shard_size` is for the hybrid strategies."""
+    """Lay a model out. `shard_size` applies to the hybrid strategies."""
     replicate_size, shard_size = strategy.mesh_shape(world_size, shard_size)
     units = []
     for unit in model.units:
@@ -164,7 +167,7 @@ def lay_out(
 def _buckets(
     parameters: Sequence[ParameterShape], dtypes: Dtypes, shard_size: int, offload: Offload
 ) -> tuple[CountedBucket, ...]:
-    """Return the buckets in the order in which their first parameters come, as the engine has them."""
+    """Return the buckets in the engine's order, which is the order of their first parameters."""
     return tuple(
         CountedBucket.of(
             _key(members[0], dtypes),
@@ -178,7 +181,7 @@ def _buckets(
 
 
 def grouped(parameters: Sequence[ParameterShape], dtypes: Dtypes) -> list[list[ParameterShape]]:
-    """Group the parameters of a unit by bucket."""
+    """Group a unit's parameters by bucket."""
     groups: dict[BucketKey, list[ParameterShape]] = {}
     for parameter in parameters:
         groups.setdefault(_key(parameter, dtypes), []).append(parameter)

@@ -1,4 +1,4 @@
-"""Well-known models, and the ways to name a model: a name, a `config.json`, or a number of parameters."""
+"""Find a model by a well-known name, a `config.json`, or a number of parameters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from fullshard.plan.shapes import ModelShape
 
 
 def load_model(text: str) -> tuple[ModelShape, list[str]]:
-    """Return the model a user names by a `config.json`, its directory, a name or a number like `7B`; and notes."""
+    """Return the model that a user names, and notes about it.
+
+    `text` may be a `config.json`, its directory, the name of a model, or a number of parameters such as `7B`.
+    """
     if (count := parse_count(text)) is not None:
         return _from_count(text, count)
     name, values = _configuration(text)
@@ -26,7 +29,10 @@ def load_model(text: str) -> tuple[ModelShape, list[str]]:
 
 
 def load_config(text: str) -> dict[str, Any] | None:
-    """Return the `config.json` a user names, by a name of `MODELS` or a path; None for a number of parameters."""
+    """Return the `config.json` that a user names by a path or a name in `MODELS`.
+
+    Return None for a number of parameters.
+    """
     return None if parse_count(text) is not None else _configuration(text)[1]
 
 
@@ -54,7 +60,7 @@ _VERSION = re.compile(r"v\d+(\.\d+)?")
 
 
 def _known_name(text: str) -> str | None:
-    """Return the name in `MODELS` that a user means, with or without organisation, tuning, format, date and version."""
+    """Return the name in `MODELS` that matches, ignoring organization, tuning, format, date and version."""
     by_key = {_key(name): name for name in MODELS} | {_key(name): known for name, known in ALIASES.items()}
     name = text.rsplit("/", 1)[-1]
     words = [word for word in re.split(r"[-_: ]+", name.lower()) if not _TUNING.fullmatch(word)]
@@ -64,7 +70,7 @@ def _known_name(text: str) -> str | None:
 
 
 def _suggestion(text: str) -> str:
-    """Return similar names, the most similar first; if there is none, one of each family."""
+    """Return similar names, the most similar first. If there are none, return one name from each family."""
     known = {_key(other): other for other in MODELS}
     if close := difflib.get_close_matches(_key(text.rsplit("/", 1)[-1]), known, n=3, cutoff=0.6):
         return "did you mean " + ", ".join(known[key] for key in close)
@@ -86,11 +92,11 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _from_count(text: str, count: float) -> tuple[ModelShape, list[str]]:
-    """Return a Llama of `count` parameters.
+    """Return a Llama with `count` parameters.
 
-    Its width is 128 x depth, which Kaplan et al. (arXiv 2001.08361, figure 5) found near the best and the Llama family
-    follows, with heads of 128 (64 in small models) and a vocabulary of 32,000. The feed-forward width takes up the
-    rest.
+    Its width is 128 x depth, which Kaplan et al. (arXiv 2001.08361, figure 5) found to be nearly optimal and which the
+    Llama family follows. Heads have a size of 128 (64 in small models), and the vocabulary has 32,000 entries. The
+    feed-forward width is chosen to reach `count`.
     """
     layers = max(1, round((count / (12 * 128**2)) ** (1 / 3)))  # 12 parameters per layer and squared width
     hidden = round_up(max(1, round((count / (12 * layers)) ** 0.5)), 64 if count < 1e8 else 128)

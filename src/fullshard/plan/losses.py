@@ -1,18 +1,19 @@
-"""Allocations of a language model's loss, per logit, in a step as it runs.
+"""Memory for a language model's loss, per logit, at each stage of a step.
 
-    logits          the head's output, in the compute dtype; cast to float32 for the loss, which is freed after it
-    log-softmax     float32, kept for backward
-    backward        the gradient of log-softmax's output and that of its input, float32, beside what was kept
+    logits          the head's output in the compute dtype; cast to float32 for the loss, which frees that copy
+    afterwards log-softmax     float32, kept for backward backward        the gradients of log-softmax's output and of
+    its input, in float32, in addition to the kept tensors
 
-Transformers casts to float32 inside the loss, and moves labels instead of logits: b + 8 bytes at the worst of forward
-(b: those of the compute dtype), and 12 in backward (`loss/loss_utils.py`). The logits themselves are in no graph: they
-are gone before backward, unless the loop keeps `outputs` until the end of it. Trainer does not. In float32 nothing is
-cast, so there is one copy less in forward. A loss without a cast of its own is cast by autocast.
+Transformers casts to float32 inside the loss, and shifts the labels instead of the logits. Forward needs at most b + 8
+bytes (b is the bytes of the compute dtype), and backward needs 12 (`loss/loss_utils.py`). The logits themselves are not
+part of a graph, so they are freed before backward unless the loop keeps `outputs` until the end of it. Trainer does
+not. In float32 nothing is cast, so forward needs one copy less. If a loss does not cast, autocast does it.
 
-The fused loss is the engine's own (`wrap/chunked_loss`), some tokens at a time. Nothing of a chunk is kept, so backward
-makes its logits again: a fourth product with the head's weight beside the usual three. A chunk of c tokens with V words
-takes c V (b + 8) bytes in forward and 12 c V in backward, where the gradient of the chunk before is still there, beside
-4 V H for the gradient of the head's weight of width H, if it is trained.
+The fused loss is the engine's own (`wrap/chunked_loss`). It handles a chunk of tokens at a time and keeps nothing of a
+chunk, so backward computes the logits again. This takes a fourth product with the head's weight in addition to the
+usual three. A chunk of c tokens and V vocabulary entries takes c V (b + 8) bytes in forward and 12 c V in backward,
+where the previous chunk's gradient still exists. If the head's weight of width H is trained, its gradient takes another
+4 V H.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ in float32. `cross_entropy` saves nothing else."""
 
 @dataclass(frozen=True, slots=True)
 class LogitsNbytes:
-    """Bytes of the logits and of what the loss makes of them.
+    """Bytes of the logits and of the tensors that the loss computes from them.
 
     Attributes:
-        forward: at the worst moment of forward.
-        loss: at the worst moment of the loss's backward.
-        head: when the gradient of the head's weight exists and that of the logits is gone.
+        forward: the peak in forward.
+        loss: the peak in the loss's backward.
+        head: bytes when the gradient of the head's weight exists and the gradient of the logits has been freed.
     """
 
     forward: int
@@ -45,7 +46,7 @@ class LogitsNbytes:
 
 
 def logits_nbytes(model: ModelShape, job: Job) -> LogitsNbytes:
-    """Return the bytes that a micro-batch needs."""
+    """Return the bytes that the logits and the loss of a micro-batch need."""
     if not model.vocab:
         return LogitsNbytes(0, 0, 0)
     if job.loss == "fused":
@@ -73,7 +74,7 @@ def _chunk_nbytes(model: ModelShape, job: Job) -> LogitsNbytes:
 
 
 def _words(model: ModelShape, job: Job) -> int:
-    """Return the part of the vocabulary whose logits a rank of a tensor-parallel group computes."""
+    """Return the number of vocabulary entries for which one rank of a tensor-parallel group computes logits."""
     return -(-model.vocab // job.tp)
 
 
@@ -85,12 +86,12 @@ def _is_head_trained(model: ModelShape) -> bool:
 
 
 def recomputed_flops(model: ModelShape, job: Job) -> float:
-    """Return the FLOP of the logits that a fused loss makes again in backward, for one micro-batch."""
+    """Return the FLOP of the logits that a fused loss computes again in backward, for one micro-batch."""
     return 2.0 * _words(model, job) * model.hidden * job.tokens if job.loss == "fused" else 0.0
 
 
 def moved_nbytes(model: ModelShape, job: Job) -> float:
-    """Return bytes that one micro-batch's loss reads and writes, the products' own left out."""
+    """Return the bytes that one micro-batch's loss reads and writes, excluding those of the products."""
     width = itemsize(job.compute_dtype)
     if job.loss != "fused":
         # log-softmax 2, picking the targets' 1, its backward 3. One kernel reads twice, writes once.
@@ -104,14 +105,14 @@ def moved_nbytes(model: ModelShape, job: Job) -> float:
 
 
 def held_width(job: Job) -> int:
-    """Return bytes per logit of the outputs that a loop keeps, in float32 where an Accelerator casts them."""
+    """Return the bytes per logit of outputs that a loop keeps. An Accelerator may have cast them to float32."""
     if not job.keeps_outputs:
         return 0
     return 4 if job.precision in ("bf16", "fp16") else itemsize(job.compute_dtype)
 
 
 def loss_note(model: ModelShape, job: Job) -> str:
-    """Return which loss was planned and why, in a line; empty if the model has no vocabulary."""
+    """Return a line that states which loss is planned and why, or an empty string if the model has no vocabulary."""
     if not model.vocab:
         return ""
     most = max(logits_nbytes(model, job).forward, logits_nbytes(model, job).loss)

@@ -1,6 +1,6 @@
-"""Work of an optimizer that needs whole matrices: which matrices, which ranks, and what travels for it in a step.
+"""The work of an optimizer that needs complete matrices: the matrices, their ranks, and what is sent in a step.
 
-The dealing is that of `plan.dealing`, which the engine uses, too; parameters' roles decide which ones are matrices.
+`plan.dealing` assigns the matrices, as it does for the engine. The parameters' roles decide which ones are matrices.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ITEMSIZE = 2
 
 @dataclass(frozen=True, slots=True)
 class MatrixWork:
-    """A model's matrices, dealt to ranks."""
+    """A model's matrices and the ranks they are assigned to."""
 
     dealing: Dealing
 
@@ -31,23 +31,26 @@ class MatrixWork:
 
     @property
     def numel(self) -> int:
-        """Elements of all matrices."""
+        """Total number of elements in all matrices."""
         return sum(matrix.numel for matrix in self.dealing.matrices)
 
     @property
     def ranks(self) -> int:
-        """Number of ranks that the matrices are dealt to."""
+        """Number of ranks that share the matrices."""
         return self.dealing.replicate_size * self.dealing.shard_size
 
     @property
     def over_mean(self) -> float:
-        """The busiest rank's computation, over the mean."""
+        """The busiest rank's computation, divided by the mean."""
         work = self.dealing.work()
         return max(work) * len(work) / max(1, sum(work))
 
     @property
     def owned_nbytes(self) -> int:
-        """Bytes of matrices that the fullest rank has at once: it computes, the next come, the last go back."""
+        """The most bytes of matrices that a rank holds at a time.
+
+        A rank computes while the next matrices arrive and the last ones are sent back.
+        """
         matrices, exchanges = self.dealing.matrices, self.dealing.exchanges
         numel = [self.dealing.of_ranks(lambda number: matrices[number].numel, exchange) for exchange in exchanges]
         windows = [numel[max(0, n - 1) : n + 2] for n in range(len(numel))]
@@ -56,34 +59,37 @@ class MatrixWork:
 
     @property
     def working_nbytes(self) -> int:
-        """Bytes that the iteration needs in addition: two more of a matrix, and two of its square."""
+        """Bytes that the iteration needs in addition: two more copies of a matrix, and two of its square."""
         each = ((m.numel, min(m.rows, m.columns)) for m in self.dealing.matrices)
         return _ITEMSIZE * max(2 * (numel + side * side) for numel, side in each)
 
     @property
     def sent_nbytes(self) -> float:
-        """Bytes that a rank sends to owners and back in a step, on average."""
+        """The average number of bytes that a rank sends to owners and back in a step."""
         return 2 * sum(map(self.dealing.arriving, range(self.count))) * _ITEMSIZE / self.ranks
 
     @property
     def replicated_nbytes(self) -> float:
-        """Bytes of updates that a rank sends along the replicate axis, on average."""
+        """The average number of bytes of updates that a rank sends along the replicate axis."""
         return (self.dealing.replicate_size - 1) * self.numel * _ITEMSIZE / self.ranks
 
     def links(self, ranks_per_host: int) -> list[tuple[float, float]]:
-        """Return the busiest device's bytes inside its host and between hosts: one pair per exchange to owners."""
+        """Return the busiest device's bytes inside its host and between hosts.
+
+        There is one pair per exchange with owners.
+        """
         dealing = self.dealing
         busiest = [max(dealing.of_ranks(dealing.arriving, exchange)) * _ITEMSIZE for exchange in dealing.exchanges]
         return [exchanged(n, dealing.shard_size, stride=1, ranks_per_host=ranks_per_host) for n in busiest]
 
     def replica_links(self, ranks_per_host: int) -> tuple[float, float]:
-        """Return the same for all exchanges along the replicate axis."""
+        """Return the busiest device's bytes inside its host and between hosts, for all exchanges between replicas."""
         shard, replicas = self.dealing.shard_size, self.dealing.replicate_size
         return exchanged(self.replicated_nbytes, replicas, stride=shard, ranks_per_host=ranks_per_host)
 
 
 def matrix_work(model: ModelShape, layout: ModelLayout, dtypes: Dtypes) -> MatrixWork | None:
-    """Deal a model's matrices; None if no matrix is trained."""
+    """Assign a model's matrices to ranks. Return None if no matrix is trained."""
     matrices: list[Matrix] = []
     number = 0
     for shapes, unit in zip(model.units, layout.units, strict=True):
@@ -100,7 +106,10 @@ def matrix_work(model: ModelShape, layout: ModelLayout, dtypes: Dtypes) -> Matri
 
 
 def is_matrix(parameter: ParameterShape) -> bool:
-    """Return whether it is updated as a matrix: hidden, adapter and expert weights are; embedding and head are not."""
+    """Return whether the optimizer updates a parameter as a matrix.
+
+    It does for hidden, adapter and expert weights, but not for the embedding and the head.
+    """
     if not parameter.trainable or parameter.role in ("embedding", "head") or len(parameter.shape) < 2:
         return False
     return "embed" not in parameter.name and 1 not in matrix_shape(parameter.shape, flatten=False)[1:]
