@@ -1,6 +1,6 @@
 """Fully Sharded Data Parallel training for PyTorch.
 
-The names below are imported when they are first used, so `import fullshard` and `fullshard --help` load no torch.
+The names below are imported on first use, so `import fullshard` and `fullshard --help` do not load torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m fullshard` is `fullshard`: what `fullshard launch -m fullshard train ...` starts."""
+"""Entry point of `python -m fullshard`, which `fullshard launch -m fullshard train ...` starts."""
 
 from fullshard.cli.main import main
 

@@ -1,1 +1,4 @@
-"""The command `fullshard`. One file per subcommand; nothing here imports torch before a subcommand runs."""
+"""The `fullshard` command line, with one module per subcommand.
+
+No module in this package imports torch before a subcommand runs.
+"""

@@ -1,4 +1,4 @@
-"""`fullshard ckpt`: look into checkpoints, prove, compare, cut anew, and turn those of others into ours and back."""
+"""The `fullshard ckpt` commands, which inspect, verify, compare, reshard, and convert checkpoints."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def inspect(
 
 @app.command()
 def verify(checkpoint: _Ours, *, as_json: _Json = False) -> None:
-    """Read every byte and prove it. Exit code 0: whole; 1: damaged, with all that is wrong."""
+    """Read every byte of a checkpoint and verify it. The exit code is 0 if it is intact and 1 if it is damaged."""
     from fullshard.checkpoint.objects import location
     from fullshard.checkpoint.verify import verify_parts
 
@@ -107,7 +107,7 @@ def diff(
     model_only: Annotated[bool, typer.Option("--model-only", help="Leave optimizer state out.")] = False,
     as_json: _Json = False,
 ) -> None:
-    """Compare names, shapes, dtypes and every bit of the tensors. Exit code 0: the same; 1: different."""
+    """Compare the names, shapes, dtypes, and bits of all tensors. The exit code is 0 if they are equal and 1 if not."""
     from fullshard.checkpoint.objects import location
     from fullshard.checkpoint.offline import compare
 
@@ -137,7 +137,7 @@ def consolidate(
     config_from: _ConfigFrom = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Put the model together in safetensors files. Holds 16 MiB of a tensor at a time."""
+    """Write the unsharded model to safetensors files, with at most 16 MiB of a tensor in memory at a time."""
     options = {"dtype": dtype, "max_shard_size": max_shard_size, "config_from": config_from, "overwrite": overwrite}
     _weights(checkpoint, output, **options)
 
@@ -159,7 +159,10 @@ def export(
     config_from: _ConfigFrom = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Write a checkpoint for other programs. Holds 16 MiB of a tensor at a time; more where it is stored otherwise."""
+    """Write a checkpoint in a format that other programs read.
+
+    At most 16 MiB of a tensor is in memory at a time, or more if the source format requires it.
+    """
     if to == "hf":
         options = {"dtype": dtype, "max_shard_size": max_shard_size, "config_from": config_from, "overwrite": overwrite}
         _weights(checkpoint, output, needs_config=True, **options)
@@ -183,7 +186,10 @@ def reshard(
     world_size: _WorldSize,
     overwrite: Overwrite = False,
 ) -> None:
-    """Cut a checkpoint of ours for another number of ranks. Bit by bit the same; loading does this too, as it reads."""
+    """Rewrite a fullshard checkpoint for another number of ranks.
+
+    The tensors stay identical bit for bit. Loading also reshards, so this step is optional.
+    """
     from fullshard.checkpoint.format import MANIFEST_NAME, trainer_state
     from fullshard.checkpoint.objects import location
 
@@ -209,9 +215,9 @@ def import_(
     dtype: Dtype = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Make a checkpoint of ours out of another program's.
+    """Convert a checkpoint of another program to fullshard's format.
 
-    Hugging Face, Accelerate, Trainer, torch, torch_xla or TorchAcc.
+    Supported are checkpoints of Hugging Face, Accelerate, Trainer, torch, torch_xla, and TorchAcc.
     """
     if optimizer is not None and no_optimizer:
         raise ConfigError(
@@ -234,7 +240,7 @@ def prune(
     thorough: Annotated[bool, typer.Option("--thorough", help="Read every byte before one counts as whole.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be removed.")] = False,
 ) -> None:
-    """Remove the oldest checkpoints. Those that are damaged do not count, and are left alone."""
+    """Remove the oldest checkpoints. Damaged checkpoints are neither counted nor removed."""
     from fullshard.checkpoint.catalog import prune as prune_checkpoints
     from fullshard.checkpoint.objects import location
 
@@ -272,7 +278,7 @@ def _native(checkpoint: str | Location, output: str | Location, *, with_optimize
 
 
 def _say(text: str, *, err: bool = False) -> None:
-    """Print lines that may hold names chosen by others."""
+    """Print text that may contain untrusted names, with control characters escaped."""
     typer.echo("\n".join(map(printable, text.split("\n"))), err=err)
 
 
@@ -287,7 +293,7 @@ def _open(path: str | Location, *, optimizer: bool = True) -> Iterator[Source]:
 
 @contextlib.contextmanager
 def _progress(source: Source) -> Iterator[Callable[[int], None]]:
-    """Yield a progress bar on a terminal, and nothing elsewhere."""
+    """Yield the update function of a progress bar, or a function that does nothing if stderr is not a terminal."""
     if not sys.stderr.isatty():
         yield lambda _: None
         return

@@ -1,4 +1,4 @@
-"""Write, check, explain and convert configurations; without a subcommand, a questionnaire."""
+"""The `fullshard config` commands, which write, check, explain, and convert configurations."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the file 
 def config(context: typer.Context) -> None:
     """Write, check, explain and convert configurations.
 
-    Without a subcommand it asks what matters, and writes a commented YAML.
+    Without a subcommand, ask about the main settings and write a commented YAML file.
     """
     if context.invoked_subcommand is None:
         from fullshard.cli.config_questions import run
@@ -35,7 +35,7 @@ def config(context: typer.Context) -> None:
 
 @app.command("default")
 def default(output: _Output = None, overwrite: _Overwrite = False) -> None:
-    """Write a file with every setting, its description and its default."""
+    """Write a file with the description and default of every setting."""
     from fullshard.config.schema import RunConfig
     from fullshard.config.write import write_native
 
@@ -46,7 +46,7 @@ def default(output: _Output = None, overwrite: _Overwrite = False) -> None:
 def check(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Files of any dialect.", parser=path_word)],
 ) -> None:
-    """Read files and say what becomes of each key. Exit code 2 if one of them would be refused."""
+    """Read files and report how each key is used. The exit code is 2 if any file would be rejected."""
     bad = 0
     for file in files:
         try:
@@ -68,9 +68,9 @@ def convert(
     output: _Output = None,
     overwrite: _Overwrite = False,
 ) -> None:
-    """Write a file as fullshard's YAML.
+    """Convert a file to fullshard's YAML.
 
-    Notes on its keys go to standard error.
+    Notes on the keys of the file are written to standard error.
     """
     from fullshard.config.write import write_native
 
@@ -82,7 +82,7 @@ def convert(
 
 @app.command("schema")
 def schema(output: _Output = None, overwrite: _Overwrite = False) -> None:
-    """Write the JSON schema of fullshard's YAML. It is for completion and checks in editors."""
+    """Write the JSON schema of fullshard's YAML, which editors use for completion and validation."""
     from fullshard.config.write import json_schema
 
     _put(json.dumps(json_schema(), indent=2) + "\n", output, overwrite)
@@ -90,9 +90,9 @@ def schema(output: _Output = None, overwrite: _Overwrite = False) -> None:
 
 @app.command("explain", cls=RawCommand)
 def explain(context: typer.Context) -> None:
-    """Print every setting as `fullshard launch` would have it.
+    """Print every setting as `fullshard launch` would resolve it.
 
-    Beside each where its value comes from, and its default.
+    Each line also shows the source of the value and the default.
 
     fullshard config explain [FILE] [--json] [flags of `fullshard launch`]
     """

@@ -1,4 +1,4 @@
-"""The questionnaire of `fullshard config`: the schema's questions in a terminal; the answers go to a file."""
+"""The questionnaire of `fullshard config`, which asks about settings in a terminal and writes the answers to a file."""
 
 from __future__ import annotations
 
@@ -42,9 +42,10 @@ _WHEN: dict[str, Callable[[Answers], bool]] = {
 
 
 class Question(NamedTuple):
-    """The question about the setting at `path`: the answers there are, with their words; none if a text is asked for.
+    """A question about the setting at `path`.
 
-    `default` is offered, and `fault` returns what is wrong with an answer, or None.
+    `choices` lists the possible answers with their descriptions and is empty if the answer is free text. `default` is
+    offered to the user, and `fault` returns what is wrong with an answer, or None.
     """
 
     path: str
@@ -54,7 +55,10 @@ class Question(NamedTuple):
 
 
 def interview(hardware: Hardware, reply: Callable[[Question], Any]) -> RunConfig:
-    """Ask with `reply`, which returns an answer without fault, until the configuration is known."""
+    """Ask every question that applies and return the resulting configuration.
+
+    `reply` returns a valid answer to a question.
+    """
     given: dict[str, Any] = {}
     for path, when in _WHEN.items():
         if not when(given):
@@ -86,10 +90,10 @@ def _fault(given: Answers, path: str, answer: Any) -> str | None:
 
 
 def run() -> int:
-    """Ask, write and say how to go on; return the exit code.
+    """Run the questionnaire, write the file, and explain how to use it; return the exit code.
 
     Raises:
-        ConfigError: this is no terminal, or the file cannot be written.
+        ConfigError: If the input is not a terminal or if the file cannot be written.
     """
     import questionary
 

@@ -1,4 +1,4 @@
-"""`fullshard doctor`: an environment report, what is wrong in words, and a trial run of some ranks."""
+"""The `fullshard doctor` command, which reports on the environment, diagnoses problems, and can start trial ranks."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def doctor(
     timeout: Annotated[float, typer.Option(min=1, max=1e9, help="Seconds a rank waits for the others.")] = 60.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say what is wrong with this machine.
+    """Diagnose problems with this machine.
 
-    Prints an environment report to paste into an issue. Exit code 1 if something is wrong.
+    Prints an environment report that can be pasted into an issue. The exit code is 1 if there is a problem.
 
-    With --run, ranks are started that check collectives and a sharded step against DDP. How fast they compute and
-    communicate, `fullshard plan --calibrate` measures.
+    With --run, it also starts ranks that test the collectives and compare a sharded step with DDP. To measure how fast
+    the ranks compute and communicate, use `fullshard plan --calibrate`.
     """
     if nproc is not None and not run:
         raise ConfigError("-n is the number of ranks to start", hint="add --run")

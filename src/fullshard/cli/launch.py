@@ -1,4 +1,4 @@
-"""`fullshard launch`: start the processes of a job on this host."""
+"""The `fullshard launch` command, which starts the processes of a job on this host."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _PER_JOB = ("num_machines", "min_machines", "machine_rank", "main_process_ip", "
 
 
 def launch(context: typer.Context) -> None:
-    """Start a script in several processes, on this host or on several. `fullshard launch --help` lists the flags."""
+    """Start a script in several processes on one or more hosts. `fullshard launch --help` lists the flags."""
     line = parse(context.args)
     if line.option("help"):
         sys.stdout.write(help_text())
@@ -63,7 +63,10 @@ def launch(context: typer.Context) -> None:
 
 
 def read_sources(line: CommandLine, environ: Mapping[str, str]) -> list[Reading]:
-    """Read all sources. The flags about hosts replace the Slurm allocation as a whole."""
+    """Read all sources of settings for a command line.
+
+    If a flag describes the hosts, the Slurm allocation is ignored entirely.
+    """
     flags = line.readings()
     own = flags[-1]
     if (alone := line.options.get("standalone")) is not None:
@@ -102,7 +105,7 @@ def _hosts(readings: Sequence[Reading]) -> int:
 
 
 def _totals(text: str, origin: Origin, hosts: int) -> Iterator[Setting]:
-    """Convert torchrun's count per host to the schema's total."""
+    """Convert torchrun's number of processes per host to the total number that the schema uses."""
     if text == "auto":
         return
     if text in ("cpu", "gpu"):
@@ -147,7 +150,7 @@ def _start(line: CommandLine, plan: LaunchPlan) -> int:
 
 
 def help_text() -> str:
-    """Return the page of `fullshard launch --help`."""
+    """Return the help page of `fullshard launch`."""
     lines = [
         "Usage: fullshard launch [FLAGS] SCRIPT.py [ARGUMENTS]",
         "       fullshard launch [FLAGS] -m MODULE [ARGUMENTS]",

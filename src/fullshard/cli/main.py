@@ -1,4 +1,4 @@
-"""The entry point: it finds the subcommand to run, and turns errors into messages and exit codes."""
+"""The entry point, which finds the subcommand to run and turns exceptions into messages and exit codes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ group one with a Typer called `app`."""
 
 
 class Commands(TyperGroup):
-    """A group that imports a subcommand's module on demand: the others would cost half of the start-up time."""
+    """A group that imports the module of a subcommand on demand.
+
+    Importing all of them would double the startup time.
+    """
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
@@ -45,13 +48,13 @@ class Commands(TyperGroup):
         self.commands = names
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return the command called `cmd_name`; None if there is none."""
+        """Return the command named `cmd_name`, or None if it does not exist."""
         return load_command(cmd_name) if cmd_name in COMMANDS else None
 
 
 @functools.cache
 def load_command(name: str) -> Any:
-    """Import a subcommand."""
+    """Import a subcommand and return its command."""
     module = importlib.import_module(f"fullshard.cli.{name}")
     kind = COMMANDS[name]
     if issubclass(kind, TyperGroup):
@@ -95,7 +98,7 @@ def _options(
 
 
 def _is_named(file: object) -> bool:
-    """Return whether it is a file that the command line names, or one in it, or a folder that is to hold one."""
+    """Return whether `file` is a path on the command line, a file inside such a path, or a parent folder of one."""
     if not isinstance(file, str | Path):
         return False
     words = (word.split("=", 1)[-1] if word.startswith("-") else word for word in sys.argv[1:])

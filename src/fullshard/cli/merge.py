@@ -1,4 +1,4 @@
-"""`fullshard merge`: an adapter into its base model, offline."""
+"""The `fullshard merge` command, which merges an adapter into its base model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def merge(
     max_shard_size: MaxShardSize = "5GB",
     overwrite: Overwrite = False,
 ) -> None:
-    """Merge a LoRA adapter into its base model. Holds one layer and the adapter, whatever the model's size."""
+    """Merge a LoRA adapter into its base model. Memory holds one layer and the adapter, whatever the model's size."""
     from fullshard.checkpoint.offline import open_merged, write_weights
     from fullshard.checkpoint.weight_files import model_directory
 

@@ -1,4 +1,4 @@
-"""Command-line options from the fields of a pydantic model, described once; or, raw, the command itself."""
+"""Command-line options that are generated from the fields of a pydantic model, and commands that parse none."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MOST_CHOICES = 60
 
 
 def path_word(text: str) -> Path:
-    """Parse a path: the `parser` of every argument and option that is one."""
+    """Parse a path. This is the `parser` of every argument and option that takes a path."""
     try:
         return local_path(text)
     except ConfigError as error:
@@ -32,7 +32,7 @@ def path_word(text: str) -> Path:
 
 
 def _word(read: Callable[[str], Any], text: str) -> Any:
-    """Read a word of the command line with a field's own reader."""
+    """Parse a command-line value with the reader of the pydantic field."""
     try:
         return read(text)
     except ValueError as error:
@@ -40,7 +40,7 @@ def _word(read: Callable[[str], Any], text: str) -> Any:
 
 
 def file_word(text: str) -> Path:
-    """Parse a file that is written after long work, and check first that it can be: the `parser` of those."""
+    """Parse the path of an output file and check that it is writable, so that a long run does not fail at its end."""
     path = path_word(text)
     if path.is_dir():
         raise typer.BadParameter(f"{path} is a folder; name a file in it")
@@ -58,7 +58,10 @@ MaxShardSize = Annotated[str, typer.Option(help="Bytes of tensors per file, such
 
 
 def check_words(words: Iterable[str]) -> None:
-    """Refuse words that are not valid UTF-8, as file names may be: settings are written as UTF-8."""
+    """Refuse arguments that are not valid UTF-8.
+
+    File names may contain invalid UTF-8, but settings are written as UTF-8.
+    """
     for word in words:
         try:
             word.encode()
@@ -67,16 +70,19 @@ def check_words(words: Iterable[str]) -> None:
 
 
 class RawCommand(TyperCommand):
-    """A command that takes its arguments as they are: flags come from the dialects, and the script has its own."""
+    """A command that does not parse its arguments.
+
+    The dialects define its flags, and the script has its own arguments.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Leave everything in `ctx.args`."""
+        """Store all arguments in `ctx.args` without parsing them."""
         ctx.args = list(args)
         return []
 
 
 class TrainCommand(TyperCommand):
-    """`fullshard train`, which says what does the work of the options that it had."""
+    """The `fullshard train` command, which names the replacement when a removed option is used."""
 
     _anew = "give another --output-dir, or remove its checkpoints, to begin anew"
     _hints: ClassVar = {
@@ -88,7 +94,7 @@ class TrainCommand(TyperCommand):
     }
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Refuse the options that are gone."""
+        """Raise an error if a removed option is used."""
         for flag in (word.partition("=")[0].replace("_", "-") for word in args):
             if flag in self._hints:
                 raise ConfigError(f"fullshard train has no option {flag}", hint=self._hints[flag])
@@ -96,9 +102,10 @@ class TrainCommand(TyperCommand):
 
 
 def options_from(model: type[BaseModel], *names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command an option `--some-name` per field `some_name`, or `names`; booleans get `--no-some-name` too.
+    """Add a `--some-name` option to a command for each field `some_name`, or only for the fields in `names`.
 
-    The decorated function takes its own options by name, and the fields of the model as the dictionary `settings`.
+    Boolean fields also get a `--no-some-name` option. The decorated function takes its own options by name and the
+    values of the model's fields as the dictionary `settings`.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:

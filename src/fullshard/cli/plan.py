@@ -1,4 +1,4 @@
-"""`fullshard plan`: does it fit, how fast is it, and what is best. Imports no torch."""
+"""The `fullshard plan` command, which predicts the memory, traffic, and time of a run without importing torch."""
 
 from __future__ import annotations
 
@@ -74,10 +74,10 @@ def plan(
     calibrate: Calibrate = None,
     settings: dict[str, Any],
 ) -> None:
-    """Predict memory, traffic and time of a training run.
+    """Predict the memory, traffic, and time of a training run.
 
-    Says whether it fits, and what would make it fit. Exit code 0 if it fits, 1 if it does not, 2 for a mistake in the
-    question.
+    Reports whether the run fits and, if it does not, what would make it fit. The exit code is 0 if it fits, 1 if it
+    does not, and 2 if the arguments are invalid.
     """
     from fullshard.plan.evaluate import MARGIN, changes_that_fit, evaluate
     from fullshard.plan.library import load_model
@@ -116,7 +116,7 @@ def plan(
 
 
 def _within_positions(model: ModelShape, given: dict[str, Any], seq_len: int) -> list[str]:
-    """Limit tokens to the model's positions: take them all if no number was asked for, and note it."""
+    """Limit `seq_len` to the model's positions, and return a note if an unspecified length was reduced."""
     if model.positions is None or seq_len <= model.positions:
         return []
     if "seq_len" in given:
@@ -131,7 +131,7 @@ def _within_positions(model: ModelShape, given: dict[str, Any], seq_len: int) ->
 def _question(
     given: dict[str, Any], devices: str | None, hosts: int | None, config: Path | None
 ) -> tuple[Job, Cluster, list[str]]:
-    """Return the job and the cluster, from flags and, below them, a configuration file."""
+    """Return the job, the cluster, and notes, read from the flags and a configuration file. Flags take precedence."""
     from fullshard.plan.hardware import parse_cluster, split_devices
 
     if devices is None:
@@ -169,7 +169,7 @@ _UNPLANNED = {
 
 
 def _unplanned(resolved: Resolved) -> list[str]:
-    """Return a line for each setting of a file that makes a run differ from the planned one."""
+    """Return one line for each setting in a file that makes the run differ from the plan."""
     found = []
     for path, meaning in _UNPLANNED.items():
         setting = resolved.settings.get(path)
@@ -182,7 +182,7 @@ _MICRO_BATCH = "train_micro_batch_size_per_gpu"
 
 
 def _micro_batch_of(reading: Reading) -> int | None:
-    """Read DeepSpeed's micro-batch, which a run leaves to the script's loader and a plan needs."""
+    """Return DeepSpeed's micro-batch size, which a plan needs although a run takes it from the script's data loader."""
     entry = reading.entries.get(_MICRO_BATCH)
     if entry is None or entry.value is None or str(entry.value).strip().lower() == "auto":
         return None
@@ -210,7 +210,7 @@ def _print(plan: Plan, changes: list[Any], notes: list[str], front: list[Plan], 
 
 
 def _write(plan: Plan, path: Path, planned: Path | None, *, overwrite: bool) -> None:
-    """Write what `fullshard launch` needs to run the plan, and the planned file's settings that no plan contains."""
+    """Write a configuration that runs the plan. Keep settings of the planned file that a plan does not contain."""
     from fullshard.config.load import load_file
     from fullshard.config.resolve import resolve
     from fullshard.config.write import save_text, write_native

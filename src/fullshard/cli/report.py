@@ -1,4 +1,4 @@
-"""`fullshard report`: one HTML file about a run, or several side by side."""
+"""The `fullshard report` command, which writes an HTML file about one run or compares several."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def report(
         typer.Option("--output", "-o", help="The file. Default: report.html in the first directory", parser=file_word),
     ] = None,
 ) -> None:
-    """Write a report of a run, or compare several.
+    """Write a report on a run, or compare several runs.
 
-    It has loss, speed, memory, settings and failures. The file needs no network.
+    The report shows loss, speed, memory, settings, and failures. It can be opened without network access.
     """
     from fullshard.observe.report import write_report
 

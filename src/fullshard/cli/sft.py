@@ -1,4 +1,4 @@
-"""`fullshard sft`: fine-tune a model; starts the processes, or takes part in a run that a launcher started."""
+"""The `fullshard sft` command, which fine-tunes a model in new processes or in those of a launcher."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ names, and fullshard's sections (launch, sharding, ...). --num_processes (-n),
 
 
 def sft(context: typer.Context) -> None:
-    """Fine-tune a model: all weights, LoRA or QLoRA. `fullshard sft --help` says how."""
+    """Fine-tune all weights of a model, or train LoRA or QLoRA adapters. `fullshard sft --help` lists the options."""
     if not context.args or context.args[0] in ("-h", "--help"):
         from fullshard.recipes.sft_arguments import make_parser
 
@@ -61,7 +61,7 @@ def sft(context: typer.Context) -> None:
 
 
 def _split_words(args: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the launcher's flags among some words, and the others."""
+    """Split arguments into the launcher's flags and the remaining arguments."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for name in _LAUNCH:
         names = [f"--{name}", f"--{name.replace('_', '-')}", *(["-n"] if name == "num_processes" else [])]
@@ -75,7 +75,7 @@ def _split_words(args: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _sections(path: Path, directory: Path, launch_words: Sequence[str]) -> list[str]:
-    """Write the sections of a file that are for the launcher into one of their own; return the flag that names it."""
+    """Copy the launcher's sections of a file to a separate file in `directory`, and return the flag that names it."""
     from ruamel.yaml import YAML
 
     from fullshard.config.document import read_document

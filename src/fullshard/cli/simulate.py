@@ -1,4 +1,7 @@
-"""`fullshard simulate`: the real engine as one rank of thousands, without data, against what the planner says."""
+"""The `fullshard simulate` command, which runs the real engine as one rank of thousands.
+
+It needs no data and compares the result with what the planner predicts.
+"""
 
 from __future__ import annotations
 
@@ -44,12 +47,12 @@ def simulate(
 ) -> None:
     """Run a step of the real engine as one rank of many.
 
-    There is no data and no other rank. Prints how it is sharded and the bytes this rank would send. Exit code 1 if the
-    engine's events or bytes are not those that `fullshard plan` predicts.
+    The step uses no data and no other ranks. Prints how the model is sharded and how many bytes this rank would send.
+    The exit code is 1 if the engine's events or bytes differ from those that `fullshard plan` predicts.
 
-    With --timeline the step is run in virtual time: a clock per stream of one of --devices, on which kernels,
-    collectives and launches take what the planner's figures say. Prints the step's time, what of the communication
-    is exposed, and peak memory.
+    With --timeline, the step runs in virtual time. Each stream of one of the --devices has a clock, and kernels,
+    collectives, and launches take the times that the planner assumes. Prints the duration of the step, the exposed
+    communication, and the peak memory.
     """
     from fullshard.plan.library import load_config
 
@@ -70,7 +73,7 @@ def simulate(
 
 
 def _differs(values: dict[str, Any], job: Job, world_size: int, rank: int, *, as_json: bool) -> bool:
-    """Print what the engine does, and return whether the planner says something else."""
+    """Print what the engine does, and return whether it differs from the planner's prediction."""
     from fullshard.api.virtual.simulation import simulate as run
     from fullshard.api.virtual.simulation import transformers_model
     from fullshard.core.sizes import format_nbytes

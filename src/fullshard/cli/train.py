@@ -1,4 +1,4 @@
-"""`fullshard train`: start the processes of a training run, or take part in one that a launcher started."""
+"""The `fullshard train` command, which starts the processes of a run or takes part in one that a launcher started."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def train(
     ] = None,
     settings: dict[str, Any],
 ) -> None:
-    """Train a causal language model; by default a small Llama.
+    """Train a causal language model, by default a small Llama.
 
-    Without options it trains on the source code of Python's standard library, in minutes.
+    Without options, it trains on the source code of Python's standard library for a few minutes.
 
-    Under torchrun (or anything else that sets RANK) no processes are started: each takes part in the run.
+    Under torchrun or any other launcher that sets RANK, it does not start processes but takes part in the run.
     """
     arguments = TrainArguments.of(settings)
     is_launched = "RANK" in os.environ

@@ -1,1 +1,1 @@
-"""One schema for every setting, and the readers that turn other dialects into it. Nothing here imports torch."""
+"""The schema of all settings and the readers that translate other dialects into it. It does not import torch."""

@@ -1,4 +1,4 @@
-"""Accelerate's words: the keys of its files, and all of them side by side as flags and variables have them."""
+"""Accelerate's dialect: the keys of its files, and all keys in one flat table, as its flags and variables use them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _mixed_precision(value: Any) -> Settings:
 
 
 def hosts(value: Any) -> Settings:
-    """Read one number, or `MIN:MAX`."""
+    """Read a number of hosts, given as one number or as `MIN:MAX`."""
     low, colon, high = values.text(value).partition(":")
     if not colon or values.integer(low) == values.integer(high):
         return {"launch.num_machines": values.integer(low)}
@@ -120,7 +120,7 @@ def is_auto(value: Any) -> bool:
 
 
 def unless_auto(path: str) -> Any:
-    """Return a reader for the setting at `path`, which `auto` leaves to the script."""
+    """Return a reader for the setting at `path` that accepts `auto`, which leaves the setting to the script."""
 
     def read(value: Any) -> Settings | str:
         return AUTO if is_auto(value) else {path: values.coerce(path, value)}
@@ -230,7 +230,10 @@ CLUSTER_KEYS = (
 
 
 def finish_parallelism(reading: Reading) -> None:
-    """Turn `dp_replicate_size` groups of `dp_shard_size` ranks into a hybrid strategy, or a plain one at the ends."""
+    """Turn `dp_replicate_size` groups of `dp_shard_size` ranks into a hybrid strategy.
+
+    Without `dp_shard_size`, every rank is a replica, and the strategy is `NO_SHARD`.
+    """
     entry = reading.entries.get("parallelism_config_dp_replicate_size")
     size, number = reading.setting("sharding.shard_size"), reading.setting("launch.num_processes")
     try:

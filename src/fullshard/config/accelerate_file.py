@@ -1,4 +1,4 @@
-"""Accelerate's YAML and JSON: its words, in sections."""
+"""Accelerate's YAML and JSON files, which group its keys in sections."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _finish(reading: Reading) -> None:
 
 
 def _finish_one_process(reading: Reading) -> None:
-    """Ignore a number of processes beside `distributed_type: NO`, with which Accelerate starts one."""
+    """Ignore `num_processes` if `distributed_type` is `NO`, because Accelerate then starts a single process."""
     for setting in [s for s in reading.settings if s.path == "launch.num_processes" and s.key == "num_processes"]:
         reading.settings.remove(setting)
         if setting.value != 1:

@@ -1,8 +1,9 @@
-"""DeepSpeed's words: its JSON, and the short form of it in an Accelerate file.
+"""DeepSpeed's dialect: its JSON files, and the short form in an Accelerate file.
 
-A ZeRO stage is a strategy. Keys that describe the training (stage, offload, precision, accumulation) are translated;
-buckets and overlap are the engine's own business; DeepSpeed's other features (optimizers, data, profilers) are refused
-unless they are switched off, because leaving them out would change the training.
+A ZeRO stage becomes a strategy. Keys that describe the training (stage, offload, precision, accumulation) are
+translated. Keys about buckets and overlap have no effect, because the engine decides about them. DeepSpeed's other
+features (optimizers, data, profilers) are refused unless they are switched off, because ignoring them would change
+the training.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ _KINDS = ("type", "torch_adam", "adam_w_mode")
 
 
 def _made_by_script(value: Any) -> str:
-    """Accept an optimizer or a schedule if every number in it is `auto`, which the script then decides."""
+    """Accept an optimizer or a scheduler if all its numbers are `auto`, so that the script decides about them."""
     numbers = [entry for entry in _leaves(value) if entry.key.lower() not in _KINDS and not is_auto(entry.value)]
     if numbers:
         names = ", ".join(entry.key for entry in numbers)
@@ -103,7 +104,7 @@ def _leaves(value: Any) -> list[Entry]:
 
 
 def _switched_off(because: str) -> Any:
-    """Return a reader for a part of DeepSpeed that must not be enabled."""
+    """Return a reader that refuses a DeepSpeed feature if it is enabled."""
 
     def read(value: Any) -> Settings:
         enabled = value
@@ -186,10 +187,11 @@ _ZERO = Dialect(
 
 
 def _finish(reading: Reading) -> None:
-    """Apply the rules about several keys.
+    """Apply the rules that involve several keys.
 
-    ZeRO++ and MiCS name the size of a group: then the strategy is the hybrid one. Without a stage DeepSpeed replicates.
-    DeepSpeed also derives a step's micro-batches from two batch sizes, because it knows the number of ranks.
+    ZeRO++ and MiCS specify a group size, which makes the strategy hybrid. Without a stage, DeepSpeed replicates the
+    model. DeepSpeed also derives the number of micro-batches per step from two batch sizes, because it knows the number
+    of ranks.
     """
     size = reading.setting("sharding.shard_size")
     if size is not None:
@@ -206,7 +208,7 @@ def _finish(reading: Reading) -> None:
 
 
 def _finish_fp16(reading: Reading) -> None:
-    """Drop faults of the loss scale if fp16 is switched off: then no loss scale can be wrong."""
+    """Drop problems with the loss scale if fp16 is disabled, because the value is then unused."""
     enabled, scale = reading.entries.get("enabled"), reading.entries.get("loss_scale")
     if enabled is not None and scale is not None and enabled.value is False:
         reading.problems = [problem for problem in reading.problems if scale.origin not in problem.origins]

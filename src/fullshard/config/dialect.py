@@ -1,7 +1,8 @@
-"""A dialect is a table: for each key that people write, its effect here.
+"""Tables that describe dialects: a row for each key that users write, with its effect in fullshard.
 
-Every key is used, translated (and a note says into what), or has no effect here (and a note says why). A key that is
-not in the table is an error with a suggestion. The documentation's tables and the tests are made from these rows.
+A key is used as it is, translated (a note gives the setting), or without effect (a note gives the reason). A key that
+is not in the table is an error with a suggestion. The documentation's tables and the tests are generated from these
+rows.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Read = Callable[[Any], Settings | str | None]
 
 
 class Status(StrEnum):
-    """The effect of a key."""
+    """The effect of a key in fullshard."""
 
     USED = "used"
     TRANSLATED = "translated"
@@ -37,19 +38,21 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One row of a dialect: a key as its own tool writes it today.
+    """A row of a dialect: a key as the current version of its tool writes it.
 
     Attributes:
-        name: without dashes and prefixes.
-        status: what becomes of it.
-        target: path of the setting it sets; for several, see `read`.
-        because: why it has no effect or is refused; for a translated one its meaning here.
-        spellings: deprecated or mistaken ones that are understood too.
-        read: turns the value into settings by path, for a row that is not plainly `target = value`. A `ConfigError` or
-            `ValueError` is a fault of the value; None means that it has no effect; a text gives the reason.
-        section: the dialect of the mapping that is its value.
-        unset: values that ask for nothing; a refused key may have them. With `read`, that decides.
-        variable: the environment variable that carries it.
+        name: The key without dashes and prefixes.
+        status: The effect of the key.
+        target: The path of the setting that the key sets. If there are several settings, see `read`.
+        because: The reason why the key has no effect or is refused; for a translated key, its meaning in fullshard.
+        spellings: Deprecated or incorrect spellings that are accepted too.
+        read: Converts the value to settings by path, for a row that is not simply `target = value`. A `ConfigError` or
+            `ValueError` means that the value is invalid. None means that the key has no effect, and a string gives the
+            reason.
+        section: The dialect of the nested mapping, if the value is one.
+        unset: Values that do not request anything, which are allowed even if the key is refused. A row with `read`
+            ignores them.
+        variable: The environment variable that corresponds to the key.
     """
 
     name: str
@@ -63,7 +66,7 @@ class Key:
     variable: str | None = None
 
     def settings(self, value: Any) -> Settings | str | None:
-        """Return the settings that `value` sets; see `read`."""
+        """Return the settings that `value` sets, as described for `read`."""
         if self.read is not None:
             return self.read(value)
         return {self.target: values.coerce(self.target, value)} if self.target else {}
@@ -71,7 +74,7 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A setting by its path, `group.name`, with its source: where it was written, and the key there."""
+    """A setting with its path (`group.name`), the place where it was written, and the key that was used there."""
 
     path: str
     value: Any
@@ -81,7 +84,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """A note on a key that was not plainly used: the text follows its origin and the key."""
+    """A note on a key that was not used as written. The text follows the origin and the key in the message."""
 
     origin: Origin
     key: str
@@ -94,7 +97,7 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A reason to refuse a configuration, with the places to look at and one action that mends it."""
+    """A reason to refuse a configuration, with the places to check and one action that fixes it."""
 
     origins: tuple[Origin, ...]
     message: str
@@ -124,9 +127,10 @@ def refuse(problems: Iterable[Problem]) -> None:
 
 @dataclass(slots=True)
 class Reading:
-    """The contents of one source: its settings as they were written; one with problems must not be used.
+    """The contents of one source: its settings as written, and the problems found.
 
-    `entries` has what was written by the key's name in the table, for rules about several keys.
+    A reading with problems must not be used. `entries` maps the names of keys in the table to the entries as written,
+    for rules that involve several keys.
     """
 
     settings: list[Setting] = field(default_factory=list)
@@ -135,24 +139,27 @@ class Reading:
     entries: dict[str, Entry] = field(default_factory=dict)
 
     def add(self, other: Reading) -> None:
-        """Take over what another reading found."""
+        """Add the settings, notes, problems, and entries of another reading."""
         self.settings += other.settings
         self.notes += other.notes
         self.problems += other.problems
         self.entries |= other.entries
 
     def setting(self, path: str) -> Setting | None:
-        """Return the last setting of `path`, or None."""
+        """Return the last setting for `path`, or None if there is none."""
         return next((setting for setting in reversed(self.settings) if setting.path == path), None)
 
     def drop(self, path: str, because: str) -> None:
-        """Remove a setting that means nothing beside the others, and say so."""
+        """Remove a setting that has no meaning in combination with the others, and add a note about it."""
         for setting in [setting for setting in self.settings if setting.path == path]:
             self.settings.remove(setting)
             self.notes.append(_note(setting, because))
 
     def find_contradictions(self) -> None:
-        """Report two keys that set the same thing to different values: neither silently wins."""
+        """Add a problem for each pair of keys that set the same setting to different values.
+
+        Neither key wins silently.
+        """
         first: dict[str, Setting] = {}
         known = {origin for problem in self.problems for origin in problem.origins if len(problem.origins) > 1}
         for setting in self.settings:
@@ -169,10 +176,10 @@ class Dialect:
     """A table of keys.
 
     Attributes:
-        name: the tool that has these keys, for messages.
-        keys: the rows.
-        prefix: a key may be written with it or without.
-        finish: checks the whole reading once more, for keys whose meaning depends on others.
+        name: The name of the tool or file that uses these keys, for messages.
+        keys: The rows of the table.
+        prefix: An optional prefix of the keys.
+        finish: A function that checks the complete reading, for keys whose meaning depends on other keys.
     """
 
     name: str
@@ -181,7 +188,7 @@ class Dialect:
     finish: Callable[[Reading], None] | None = None
 
     def find(self, name: str) -> Key | None:
-        """Return the row for a key as written: any case, `-` or `_`, with the prefix or without."""
+        """Return the row for a key in any case, with `-` or `_`, and with or without the prefix."""
         wanted = _normal(name)
         options = {wanted, self.prefix + wanted, wanted.removeprefix(self.prefix)} if self.prefix else {wanted}
         for key in self.keys:
@@ -190,11 +197,11 @@ class Dialect:
         return None
 
     def spellings(self) -> list[str]:
-        """Return every key that the dialect understands."""
+        """Return every accepted spelling of every key."""
         return [spelling for key in self.keys for spelling in (key.name, *key.spellings)]
 
     def read(self, entries: Iterable[Entry]) -> Reading:
-        """Read the settings of the entries. Raise nothing: faults are in the reading's problems."""
+        """Read the settings in the entries. Report faults in the reading's `problems` instead of raising exceptions."""
         reading = Reading()
         for entry in entries:
             key = self.find(entry.key)
@@ -223,22 +230,22 @@ class Dialect:
 
 
 def no_effect(because: str, *names: str, read: Read | None = None) -> tuple[Key, ...]:
-    """Return rows of keys that have no effect, all for one reason."""
+    """Return rows for keys that have no effect for the same reason."""
     return tuple(Key(name, Status.NO_EFFECT, because=because, read=read) for name in names)
 
 
 def refused(because: str, *names: str, read: Read | None = None) -> tuple[Key, ...]:
-    """Return rows of keys that are refused, all for one reason."""
+    """Return rows for keys that are refused for the same reason."""
     return tuple(Key(name, Status.REFUSED, because=because, read=read) for name in names)
 
 
 def switch(path: str, on: Any) -> Read:
-    """Return a reader for a truth value that sets `path` to `on`, and nothing when it is false."""
+    """Return a reader for a boolean that sets `path` to `on` if it is true and sets nothing if it is false."""
     return lambda value: {path: on} if values.boolean(value) else {}
 
 
 def checked(read: values.Read) -> Read:
-    """Return a reader for a key without effect, whose value must be right all the same."""
+    """Return a reader for a key that has no effect but must have a valid value."""
 
     def check(value: Any) -> None:
         read(value)
@@ -295,7 +302,7 @@ def _note(item: Entry | Setting, because: str) -> Note:
 
 
 def shown(value: Any) -> str:
-    """Return a value as YAML would write it, on one line."""
+    """Return a value as YAML would write it, on a single line."""
     match value:
         case None:
             return "null"

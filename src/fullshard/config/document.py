@@ -1,4 +1,4 @@
-"""YAML and JSON files as entries that know their line and column."""
+"""Readers for YAML and JSON files that keep the line and column of every entry."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ _MAX_VALUES = 20_000
 
 
 def read_document(path: str | Path) -> tuple[Entry, ...]:
-    """Return the top-level entries of a YAML or JSON file; one that is missing or wrong is a `ConfigError`."""
+    """Return the top-level entries of a YAML or JSON file.
+
+    Raise a `ConfigError` if the file does not exist or is invalid.
+    """
     path = local_path(path)
     if path.is_dir():
         raise ConfigError(f"{path} is a directory, a configuration is a file", hint="name the file in it")
@@ -38,7 +41,7 @@ def read_document(path: str | Path) -> tuple[Entry, ...]:
 
 
 def parse_document(text: str, name: str) -> tuple[Entry, ...]:
-    """Return the top-level entries of YAML or JSON text; `name` stands for the file in messages."""
+    """Return the top-level entries of YAML or JSON text. Messages use `name` as the name of the file."""
     from ruamel.yaml import YAML
     from ruamel.yaml.error import MarkedYAMLError
 

@@ -1,4 +1,4 @@
-"""The environment as a source of a configuration."""
+"""Reads settings from environment variables."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from fullshard.config.switches import faults
 
 
 def accelerates_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that begin like Accelerate's and are not empty, by name."""
+    """Return the nonempty variables that start with one of Accelerate's prefixes, sorted by name."""
     prefixes = ("FSDP_", "ACCELERATE_", "PARALLELISM_CONFIG_")
     return {name: value for name in sorted(environ) if name.startswith(prefixes) and (value := environ[name].strip())}
 
 
 def load_environment(environ: Mapping[str, str] | None = None) -> Reading:
-    """Read the variables that Accelerate's launcher sets for its workers, and that people set by hand.
+    """Read the variables that Accelerate's launcher sets for its workers or that users set themselves.
 
-    Empty variables count as not set. A name that is close to a known one is a problem. So is any other name that begins
-    with `FSDP_` or with fullshard's own prefix; one that begins with `ACCELERATE_` is a note.
+    Empty variables count as not set. An unknown name is a problem if it resembles a known one or begins with `FSDP_` or
+    fullshard's own prefix. Any other unknown name that begins with `ACCELERATE_` only produces a note.
     """
     environ = os.environ if environ is None else environ
     entries, problems, notes, nobodys = [], [], [], set()
@@ -52,10 +52,10 @@ def load_environment(environ: Mapping[str, str] | None = None) -> Reading:
 
 
 def _wished(entries: list[Entry]) -> list[Entry]:
-    """Drop the entries that the user did not ask for.
+    """Drop the entries that the user did not set.
 
-    Accelerate's launcher exports every setting, most at their own defaults, including those that the chosen version and
-    wrap policy do not read.
+    Accelerate's launcher exports every setting, mostly with Accelerate's defaults, including settings that do not apply
+    to the chosen version and wrap policy.
     """
     said = {entry.key: entry.value.upper() for entry in entries}
     if said.get("fsdp_version", "1") == "2":

@@ -1,7 +1,7 @@
-"""The flags of `fullshard launch`: Accelerate's, torchrun's, and every setting of the schema under its own name.
+"""The flags of `fullshard launch`: Accelerate's, torchrun's, and a flag for each setting of the schema.
 
-A flag's setting is a row of a dialect, like the key of a file. This module also splits a command line into flags and
-the program to run; flags after that are the program's own.
+A flag that sets something is a row of a dialect, like a key of a file. This module also splits a command line into
+flags and the program to run. Arguments after the program belong to the program.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Kind = Literal["script", "module", "program"]
 
 
 def _endpoint(value: Any) -> Settings:
-    """Read `host`, `host:port`, `[address]:port` or an address of version 6."""
+    """Read `host`, `host:port`, `[address]:port`, or an IPv6 address."""
     text = values.text(value)
     host, colon, port = text.rpartition(":")
     if not colon or text.endswith("]") or (host.count(":") and not host.endswith("]")):
@@ -111,7 +111,7 @@ FLAGS = Dialect(
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A flag about this command itself, with its letter if it has one; a switch has no metavar."""
+    """A flag that controls the command itself, with its one-letter form if it has one. A switch has no `metavar`."""
 
     name: str
     short: str = ""
@@ -154,12 +154,12 @@ _WORDS = ("true", "false", "yes", "no", "on", "off", "1", "0")
 
 @dataclass(slots=True)
 class CommandLine:
-    """A command line, split into flags and the target with its own arguments.
+    """A command line, split into flags, the target, and the arguments of the target.
 
     Attributes:
-        options: options of this command itself, by name.
-        entries: the other flags.
-        given: all flags as they were written, each with its value.
+        options: The flags that control this command itself, by name.
+        entries: The other flags.
+        given: All flags as written, each with its name and words.
     """
 
     kind: Kind = "script"
@@ -170,11 +170,11 @@ class CommandLine:
     given: list[tuple[str, list[str]]] = field(default_factory=list)
 
     def option(self, name: str) -> Any:
-        """Return the value of an option, None if it was not given."""
+        """Return the value of an option, or None if it was not given."""
         return self.options[name].value if name in self.options else None
 
     def readings(self) -> list[Reading]:
-        """Return the settings of the flags, weakest first."""
+        """Return the readings of the flags in ascending order of precedence."""
         readings = []
         if (further := self.options.get("fsdp_config")) is not None:
             value, origin = str(further.value), further.origin
@@ -190,7 +190,7 @@ class CommandLine:
 
 
 def parse(argv: Sequence[str]) -> CommandLine:
-    """Split a command line into flags and the program with its arguments. No unknown flag is taken for the program."""
+    """Split a command line into flags and the program with its arguments. Refuse flags that are unknown."""
     line = CommandLine()
     problems: list[Problem] = []
     rest = list(argv)
@@ -249,7 +249,7 @@ def _take(line: CommandLine, written: str, rest: list[str]) -> None:
 
 
 def flag_choices(written: str) -> tuple[str, ...]:
-    """Return the words that a flag's value must be one of; none if it may be another."""
+    """Return the allowed values of a flag, or an empty tuple if the values are not limited to a list."""
     found = _find(written.lstrip("-").replace("-", "_"))
     if isinstance(found, Option):
         return tuple(found.metavar.split("|")) if "|" in found.metavar else ()

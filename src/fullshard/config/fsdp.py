@@ -1,7 +1,7 @@
-"""The keys of `fsdp_config`: Accelerate's, Transformers' `--fsdp_config` and the plugin's fields are the same words.
+"""The keys of `fsdp_config`, which Accelerate, Transformers' `--fsdp_config`, and the plugin share.
 
-Two generations of them exist. Version 1 names a strategy; version 2 has `reshard_after_forward` as a truth value. This
-dialect accepts both, in either version, as long as they do not contradict each other.
+There are two versions of these keys. Version 1 has a named strategy, and version 2 has the boolean
+`reshard_after_forward`. This dialect accepts the keys of both versions, as long as they do not contradict each other.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ def _strategy(value: Any) -> Settings:
 
 
 def _reshard(value: Any) -> Settings:
-    """Read a truth value, `auto`, or (version 1) a strategy by name or number; 1 means true either way."""
+    """Read a boolean, `auto`, or (in version 1) a strategy by name or number.
+
+    The number 1 means true in both versions.
+    """
     if isinstance(value, str) and value.strip().lower() == "auto":
         return {"sharding.reshard_after_forward": "auto"}
     try:
@@ -113,7 +116,10 @@ FSDP_KEYS = (
 
 
 def renamed(names: Mapping[str, str]) -> tuple[Key, ...]:
-    """Return the rows for a dialect with other names for some of them; Accelerate's become further spellings."""
+    """Return the rows with other names for some keys.
+
+    Accelerate's names for these keys become alternative spellings.
+    """
     return tuple(
         dataclasses.replace(
             key,
@@ -127,7 +133,10 @@ def renamed(names: Mapping[str, str]) -> tuple[Key, ...]:
 
 
 def finish_fsdp(reading: Reading) -> None:
-    """Apply the rules about several keys of `fsdp_config`: choice of units, and the two ways to name a strategy."""
+    """Apply the rules that involve several keys of `fsdp_config`.
+
+    The rules are about the choice of units and the two ways to set a strategy.
+    """
     _finish_wrap(reading)
     _finish_strategy(reading)
 
@@ -165,7 +174,7 @@ def _finish_strategy(reading: Reading) -> None:
 
 
 def make_hybrid(reading: Reading, because: Setting) -> None:
-    """Turn the reading's strategy into the hybrid one with the same behaviour after forward."""
+    """Replace the reading's strategy with the hybrid strategy that does the same after the forward pass."""
     old = reading.setting("sharding.strategy")
     row = STRATEGIES["FULL_SHARD"] if old is None else parse_strategy(old.value)
     if old is not None and not row.shards:

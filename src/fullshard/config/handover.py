@@ -1,8 +1,8 @@
-"""Handover of the resolved configuration from the launcher to its workers: one file, named by one variable.
+"""Handover of the resolved configuration from the launcher to its workers in a file that an environment variable names.
 
-A script may set Accelerate's variables afterwards. They win over the file, as in Accelerate, whose plugin reads them
-when it is made. The file holds the variables as the launcher found them, so that a worker does not read those a second
-time.
+A script may set Accelerate's variables afterwards. They take precedence over the file, as in Accelerate, where the
+plugin reads the variables when it is created. The file also contains the variables as the launcher found them, so
+that a worker does not apply those a second time.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _own = {("FSDP_CPU_RAM_EFFICIENT_LOADING", "False")}
 
 
 def hand_over(config: RunConfig, path: Path) -> dict[str, str]:
-    """Write `config` and Accelerate's variables to `path`, and return the variables that tell a worker of the file."""
+    """Write `config` and Accelerate's variables to `path`, and return the variables that point a worker to the file."""
     document = {**json.loads(config.model_dump_json()), _ENVIRONMENT: accelerates_variables(os.environ)}
     path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     return {CONFIG.name: str(path)}
 
 
 def handed_over() -> RunConfig | None:
-    """Return the configuration that a launcher handed to this process; None if none did."""
+    """Return the configuration that a launcher handed to this process, or None if there is none."""
     found = _read()
     return None if found is None else found[0]
 
@@ -53,9 +53,9 @@ def _read() -> tuple[RunConfig, dict[str, str]] | None:
 
 
 def launched() -> Reading:
-    """Read what the launcher handed over, and what the script has set in the environment since.
+    """Read the settings that the launcher handed over and those that the script has since set in the environment.
 
-    Without a launcher's file: the environment, as `accelerate launch` leaves it.
+    Without a launcher's file, read the environment as `accelerate launch` leaves it.
     """
     found = _read()
     if found is None:
@@ -78,11 +78,11 @@ def launched() -> Reading:
 
 
 def set_variables(**variables: str) -> None:
-    """Set variables for other libraries; they repeat only what the configuration says."""
+    """Set variables for other libraries. These variables must only repeat what the configuration contains."""
     os.environ.update(variables)
     _own.update(variables.items())
 
 
 def whole(config: RunConfig, origin: Origin) -> Reading:
-    """Return every setting of a configuration, with `origin` as its source."""
+    """Return a reading of all settings of a configuration, with `origin` as their source."""
     return Reading(settings=[Setting(path, config.value(path), origin, path.split(".")[1]) for path in SETTINGS])

@@ -1,4 +1,4 @@
-"""The host's processors, memory and accelerators. The system is asked, because importing torch takes seconds."""
+"""The host's processors, memory, and accelerators, detected without torch because importing it takes seconds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.lim
 
 @dataclass(frozen=True, slots=True)
 class DetectedDevice:
-    """One accelerator; None for what its driver does not say. The capability is CUDA's, for example 8.0."""
+    """An accelerator.
+
+    A field is None if the driver does not report it. `capability` is the CUDA compute capability, such as 8.0.
+    """
 
     name: str
     memory_nbytes: int | None = None
@@ -25,7 +28,7 @@ class DetectedDevice:
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """One host: what this process may use of it, and why its accelerators could not be counted."""
+    """The resources of the host that this process may use, and the reason if its accelerators could not be detected."""
 
     cpu_count: int
     memory_nbytes: int | None
@@ -34,18 +37,21 @@ class Hardware:
 
 
 def detect_hardware() -> Hardware:
-    """Detect this host's hardware without torch: of accelerators only what nvidia-smi lists. Raise nothing."""
+    """Detect this host's hardware without torch and without raising an error.
+
+    Only accelerators that nvidia-smi lists are found.
+    """
     accelerators, failure = _accelerators()
     return Hardware(usable_cpu_count(), usable_memory_nbytes(), accelerators, failure)
 
 
 def usable_cpu_count() -> int:
-    """Return how many processors this process may use; a container may have fewer than the machine."""
+    """Return the number of processors that this process may use. A container may have fewer than the host."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def usable_memory_nbytes() -> int | None:
-    """Return the host's memory, or a container's lower limit; None if the system does not say."""
+    """Return the host's memory or a container's lower limit, or None if the system does not report it."""
     try:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError, AttributeError):

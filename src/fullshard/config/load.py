@@ -1,4 +1,4 @@
-"""Files as sources of a configuration, in any dialect."""
+"""Readers for configuration files in any dialect."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ FILE_DIALECTS = (NATIVE, ACCELERATE, DEEPSPEED, TRANSFORMERS, FSDP_ARGUMENTS)
 
 
 def load_file(path: str | Path) -> Reading:
-    """Read the settings of a YAML or JSON file, in the dialect that knows most of its keys."""
+    """Read the settings of a YAML or JSON file, in the dialect that recognizes most of its keys."""
     path = local_path(path)
     return _read(read_document(path), path.parent)
 
 
 def load_fsdp_config(value: str | Path | Mapping[str, Any], flag: str = "--fsdp_config") -> Reading:
-    """Read the settings of Transformers' `--fsdp_config`: a file, JSON text, or (in a script) a mapping."""
+    """Read the settings of Transformers' `--fsdp_config`, given as a file, JSON text, or (in a script) a mapping."""
     if isinstance(value, Mapping):
         return TRANSFORMERS.read(entries_of(value, flag))
     if not str(value).lstrip().startswith("{"):
@@ -50,7 +50,7 @@ def load_fsdp_config(value: str | Path | Mapping[str, Any], flag: str = "--fsdp_
 
 
 def _at(entries: tuple[Entry, ...], origin: Origin) -> tuple[Entry, ...]:
-    """Return the entries with one place as the origin of each."""
+    """Return the entries, all with the same origin."""
     return tuple(
         Entry(entry.key, _at(entry.value, origin) if entry.is_mapping else entry.value, origin) for entry in entries
     )

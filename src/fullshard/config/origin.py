@@ -1,4 +1,4 @@
-"""The origin of a value, so that every message and `fullshard config explain` can name it."""
+"""The origins of values, which messages and `fullshard config explain` report."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Precedence(IntEnum):
-    """The rank of sources that set the same thing: the highest wins. An argument is the script's own."""
+    """The precedence of sources that set the same setting; the highest wins. An argument is passed by the script."""
 
     DEFAULT = 0
     FILE = 1
@@ -20,7 +20,7 @@ class Precedence(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """One place, as people write it: `run.yaml:7:3`, `--fsdp_offload_params`, `$FSDP_OFFLOAD_PARAMS`."""
+    """A place where a value was written, such as `run.yaml:7:3`, `--fsdp_offload_params`, or `$FSDP_OFFLOAD_PARAMS`."""
 
     precedence: Precedence
     text: str
@@ -32,7 +32,7 @@ class Origin:
 
     @classmethod
     def flag(cls, name: str) -> Origin:
-        """Return the origin of a flag on the command line, with its dashes."""
+        """Return the origin of a command-line flag. The name includes the dashes."""
         return cls(Precedence.FLAG, name)
 
     @classmethod
@@ -49,14 +49,14 @@ DEFAULT = Origin(Precedence.DEFAULT, "default")
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Entry:
-    """One key as written, with its value: a scalar, a list, or a tuple of entries for a mapping."""
+    """A key as written, with its value: a scalar, a list, or a tuple of entries if the value is a mapping."""
 
     key: str
     value: Any
     origin: Origin
 
     def __repr__(self) -> str:
-        """Return the entry as it was written: messages show what they got, nested keys too."""
+        """Return the key and value as written, because error messages quote them, including nested keys."""
         return f"{self.key}: {self.value!r}"
 
     @property
@@ -66,12 +66,12 @@ class Entry:
 
     @property
     def plain(self) -> Any:
-        """Return the value, mappings as dictionaries."""
+        """Return the value, with mappings as dictionaries."""
         return {inner.key: inner.plain for inner in self.value} if self.is_mapping else self.value
 
 
 def entries_of(mapping: Mapping[str, Any], what: str) -> tuple[Entry, ...]:
-    """Return the entries of a mapping that a script passes; `what` stands for the mapping in messages."""
+    """Return the entries of a mapping that a script passes. Messages refer to the mapping as `what`."""
     return tuple(
         Entry(
             str(key),

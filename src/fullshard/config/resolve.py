@@ -1,4 +1,7 @@
-"""Resolution of readings from several sources into one `RunConfig`: the highest source wins, setting by setting."""
+"""Resolution of readings from several sources into one `RunConfig`.
+
+For each setting, the source with the highest precedence wins.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from fullshard.config.settings import About, Fault, SettingsError
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A configuration that can run, the settings by path that some source has set, and notes on the other keys."""
+    """A valid configuration, the settings that a source has set, by path, and notes on the other keys."""
 
     config: RunConfig
     settings: dict[str, Setting]
@@ -29,7 +32,7 @@ class Resolved:
         return self.settings[path].origin if path in self.settings else DEFAULT
 
     def explained(self) -> Iterator[dict[str, Any]]:
-        """Yield every setting in the order of the schema: its value and default, where it was written and as what."""
+        """Yield every setting in the order of the schema, with its value, default, source, and the key as written."""
         for path, field in SETTINGS.items():
             value, setting = self.value(path), self.settings.get(path)
             follows = setting is None and value != field.default  # `wrap` where classes or a size are given
@@ -44,10 +47,11 @@ class Resolved:
 
 
 def resolve(readings: Iterable[Reading]) -> Resolved:
-    """Merge readings, in any order, and validate the whole: of two settings with the same precedence the later wins.
+    """Merge readings and validate the result. Among settings with the same precedence, the last one wins.
 
     Raises:
-        ConfigError: a reading has problems, or the settings do not go together; all are listed with their places.
+        ConfigError: If a reading has problems or if settings are incompatible. The message lists all problems with their
+            origins.
     """
     readings = list(readings)
     problems = [problem for reading in readings for problem in reading.problems]

@@ -1,4 +1,4 @@
-"""Every setting of a run, as validated data. No torch here: dtypes and classes are names.
+"""The settings of a run as validated data. This module does not import torch, so dtypes and classes are names.
 
     RunConfig
     ├── launch      LaunchConfig      processes, hosts, rendezvous, logs
@@ -7,7 +7,7 @@
     ├── training    TrainingConfig    what the loop does around the engine
     └── checkpoint  CheckpointConfig  what is written
 
-An unknown field, a value of the wrong type and a combination that cannot be honoured are all `ConfigError`.
+An unknown field, a value of the wrong type, or an unsupported combination raises a `ConfigError`.
 """
 
 from __future__ import annotations
@@ -120,12 +120,12 @@ class PrecisionConfig(Settings):
 
     @property
     def compute_dtype(self) -> str | None:
-        """Dtype of parameters during compute; None if it is the stored one."""
+        """Return the dtype of the parameters during compute, or None if it is the dtype in which they are stored."""
         return self.param_dtype or COMPUTE[self.mode]
 
     @property
     def result_dtype(self) -> Dtype | None:
-        """Dtype of the model's outputs; None if they are left as they come."""
+        """Return the dtype to which the model's outputs are cast, or None if they are not cast."""
         return self.output_dtype or ("float32" if self.mode in ("bf16", "fp16") else None)
 
 
@@ -207,7 +207,7 @@ class LaunchConfig(Settings):
 
     @property
     def is_elastic(self) -> bool:
-        """Return whether hosts may come and go."""
+        """Return whether hosts may join and leave the job while it runs."""
         return self.min_machines is not None and self.min_machines < self.num_machines
 
     @field_validator("device", mode="before")
@@ -425,7 +425,7 @@ class RunConfig(Settings):
         """Build a configuration from settings by path.
 
         Raises:
-            SettingsError: a group has settings that are wrong, or groups do not go together.
+            SettingsError: If settings of a group are invalid or if groups are incompatible.
         """
         groups: dict[str, Any] = {group: model(**settings_of(group, values)) for group, model in GROUPS.items()}
         return cls(**groups)
@@ -441,5 +441,5 @@ SETTINGS: dict[str, FieldInfo] = {
 
 
 def settings_of(group: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of one group, by name, from values by path."""
+    """Select the values of one group from values by path, and return them by name."""
     return {path.split(".")[1]: value for path, value in values.items() if path.startswith(f"{group}.")}

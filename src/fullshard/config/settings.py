@@ -1,4 +1,4 @@
-"""The base of every group of settings: frozen, validated, and with errors that name the setting and a remedy."""
+"""The base class of settings groups, which are frozen and validated. Their errors name the setting and a remedy."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ class About:
     """Facts about a setting besides its description.
 
     Attributes:
-        ask: the question of the questionnaire; none if it is not asked.
-        answers: the words of each answer, by value; none for a text or number.
-        overruled_by: settings of the group that say the same in another way: one in a higher source overrules this.
+        ask: The question in the questionnaire, or an empty string if the questionnaire does not ask about the setting.
+        answers: The description of each possible answer, by value. Empty if the answer is text or a number.
+        overruled_by: Other settings of the group that express the same choice. If one of them is set in a source of
+            higher precedence, this setting is ignored.
     """
 
     ask: str = ""
@@ -50,7 +51,7 @@ def setting(
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A fault: the settings of the group to blame, most first, what is wrong, and one action that mends it."""
+    """A fault: the settings at fault (the most likely first), a message, and one action that fixes it."""
 
     settings: tuple[str, ...]
     message: str
@@ -58,7 +59,7 @@ class Fault:
 
 
 class SettingsError(ConfigError):
-    """Some settings of a group are wrong; `faults` has every fault that was found."""
+    """Raised if settings of a group are invalid. `faults` lists every fault that was found."""
 
     def __init__(self, group: str, faults: Sequence[Fault]) -> None:
         hints = list(dict.fromkeys(fault.hint for fault in faults if fault.hint))
@@ -70,7 +71,10 @@ class SettingsError(ConfigError):
 
 
 class CombinationError(ConfigError):
-    """Settings that are right one by one, but not together: their names within the group, most to blame first."""
+    """Raised if settings that are valid individually are incompatible.
+
+    `settings` holds their names within the group, the most likely culprit first.
+    """
 
     def __init__(self, message: str, *settings: str, hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
@@ -126,25 +130,28 @@ class Settings(BaseModel):
 
     @classmethod
     def _advice(cls, name: str, value: object) -> str:
-        """Return the choice that a wrong one resembles, else the setting's description."""
+        """Return a hint with the choice that the wrong value resembles, or else the setting's description."""
         field = cls.model_fields[name]
         close = closest(str(value), words_of(field))
         return f"did you mean {close}?" if close else f"{name}: {(field.description or '').split('. ')[0].rstrip('.')}"
 
 
 def words_of(field: FieldInfo) -> tuple[str, ...]:
-    """Return the words that a setting may be, beside other kinds of values; none if it may be any text."""
+    """Return the words that a setting accepts, or an empty tuple if it is not limited to certain words."""
     kinds = (field.annotation, *get_args(field.annotation))
     return tuple(word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind))
 
 
 def closest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:
-    """Return the known name that one resembles most; None if it resembles none by `cutoff`, from 0 to 1."""
+    """Return the known name most similar to `name`, or None if there is none.
+
+    The similarity must be at least `cutoff`, which is between 0 and 1.
+    """
     return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """Return a hint for an unknown name: the one it resembles, else all there are."""
+    """Return a hint for an unknown name: the known name that it resembles, or else the list of known names."""
     names = list(known)
     close = closest(name, names, 0.6)
     return f"did you mean {close!r}?" if close else f"the settings are {', '.join(names)}"

@@ -1,4 +1,4 @@
-"""How a model is divided over the ranks: the settings of the group `sharding`, and what of them goes together."""
+"""The settings of the group `sharding`, which control how a model is divided over the ranks, and their constraints."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Form = Literal["nf4", "nf4-double", "fp4", "fp4-double", "int8", "mxfp4", "fp8"]
 
 
 def kept_or_auto(choice: str) -> Mapping[str, Any]:
-    """Read a choice between `strategy` and `auto`, which is `reshard_after_forward` without its truth values."""
+    """Convert the choice `strategy` or `auto` to a value of `reshard_after_forward`, without its boolean values."""
     return {"sharding.reshard_after_forward": "auto" if choice == "auto" else None}
 
 
 class ShardingConfig(Settings):
-    """How a model is divided over the ranks."""
+    """Control how a model is divided over the ranks."""
 
     strategy: str = setting(
         "FULL_SHARD",
@@ -264,13 +264,13 @@ class ShardingConfig(Settings):
 
     @property
     def _first_offload(self) -> str | None:
-        """Return a switch that puts any sharded part on the host."""
+        """Return the name of the first setting that offloads a sharded part to the host, or None if none does."""
         names = ("cpu_offload", "offload_compute_shards", "offload_main_weights", "offload_optimizer_state")
         return next((name for name in names if getattr(self, name)), None)
 
     @property
     def offload(self) -> Offload:
-        """Return the parts that live in host memory."""
+        """Return which parts are kept in host memory."""
         return Offload.of(
             self.cpu_offload,
             self.offload_compute_shards,
@@ -281,19 +281,19 @@ class ShardingConfig(Settings):
 
     @property
     def keeps_what_fits(self) -> bool:
-        """Return whether as many units stay unsharded after forward as memory allows."""
+        """Return whether `reshard_after_forward` is `auto`, which keeps as many units unsharded as memory allows."""
         return self.reshard_after_forward == "auto"
 
     @property
     def unsharded_memory_nbytes(self) -> int | None:
-        """`unsharded_memory_gib` in bytes."""
+        """Return `unsharded_memory_gib` in bytes."""
         return None if self.unsharded_memory_gib is None else round(self.unsharded_memory_gib * 2**30)
 
     def resolved_strategy(self) -> Strategy:
-        """Return the strategy's row, with the override of `reshard_after_forward` applied.
+        """Return the strategy, with the override by `reshard_after_forward` applied.
 
         Raises:
-            ConfigError: no strategy differs from the chosen one in that alone.
+            ConfigError: If no strategy differs from the chosen one in this respect alone.
         """
         row = parse_strategy(self.strategy)
         if self.reshard_after_forward == "auto":
@@ -319,5 +319,5 @@ class ShardingConfig(Settings):
         )
 
     def resolved_shard_size(self, local_world_size: int) -> int | None:
-        """Return the ranks per shard group; for a hybrid strategy without a size, the ranks of one host."""
+        """Return the number of ranks per shard group. A hybrid strategy without a size uses the ranks of one host."""
         return self.resolved_strategy().shard_size_on(local_world_size, self.shard_size)

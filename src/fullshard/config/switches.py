@@ -1,7 +1,7 @@
-"""fullshard's own environment variables: one row each, from which the documentation's table is made.
+"""fullshard's own environment variables, one row each. The documentation's table is generated from these rows.
 
-Users set the first ones, to turn off measures for speed or memory. The launcher sets the others for its workers. A
-variable with the same prefix and no row is an error.
+Users set the first variables to turn off optimizations for speed or memory. The launcher sets the others for its
+workers. A variable that has the prefix but no row is an error.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ PREFIX = "FULLSHARD_"
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """One variable: what it is about, and the effect of each value, of which the first applies without it.
+    """An environment variable: its subject and the effect of each value.
 
-    One without values takes any text of `form`, which `takes` checks.
+    The first value is the default. A variable without `values` accepts any text of the given `form`, which `takes` checks.
     """
 
     name: str
@@ -31,19 +31,22 @@ class Switch:
     takes: Callable[[str], object] = bool
 
     def read(self, environ: Mapping[str, str] | None = None) -> str:
-        """Return its value in `os.environ` or `environ`; the first of `values` if it is not set, or empty."""
+        """Return the variable's value in `os.environ` or `environ`.
+
+        If the variable is unset or empty, return the first of `values`.
+        """
         value = (os.environ if environ is None else environ).get(self.name, "").strip()
         if self.is_wrong(value):
             raise ConfigError(f"${self.name} = {value!r}", hint=self.hint)
         return value or next(iter(self.values), "")
 
     def is_wrong(self, value: str) -> bool:
-        """Return whether it cannot have this value. No value counts as not set."""
+        """Return whether a value is invalid. An empty value counts as unset and is valid."""
         return bool(value) and not (value in self.values if self.values else self.takes(value))
 
     @property
     def hint(self) -> str:
-        """Return a remedy for a wrong value."""
+        """Return a hint for an invalid value."""
         return f"use {' or '.join(self.values) or self.form}, or leave it out"
 
 
@@ -123,19 +126,19 @@ SWITCHES = {switch.name: switch for switch in (COMM, OFFLOAD, TIMEOUT, TOKEN, *H
 
 
 def timeout_of_environment(environ: Mapping[str, str] | None = None) -> float | None:
-    """Return the seconds that `TIMEOUT` asks for, in `os.environ` or `environ`; None if it does not."""
+    """Return the number of seconds that the variable `TIMEOUT` sets in `os.environ` or `environ`, or None if unset."""
     text = TIMEOUT.read(environ)
     return float(text) if text else None
 
 
 def elastic_ranks() -> tuple[int, int] | None:
-    """Return the fewest and most ranks that the job may have; None if their number is fixed."""
+    """Return the minimum and maximum number of ranks of the job, or None if the number is fixed."""
     least, _, most = ELASTIC.read().partition(":")
     return (int(least), int(most)) if most else None
 
 
 def faults(environ: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
-    """Yield unknown variables with fullshard's prefix, and unknown values: `(name, what is wrong, hint)`."""
+    """Yield `(name, message, hint)` for each unknown variable with fullshard's prefix and for each invalid value."""
     for name in sorted(name for name in environ if name.startswith(PREFIX)):
         value = environ[name].strip()
         if name not in SWITCHES:

@@ -1,8 +1,8 @@
-"""The tables of dialects, and of fullshard's own variables, as Markdown, for the documentation.
+"""The documentation's Markdown tables of dialects and of fullshard's own environment variables.
 
     python -m fullshard.config.tables docs/configuration.md
 
-writes them anew between the page's marks, `<!-- table NAME -->` and `<!-- end -->`.
+regenerates them between the marks `<!-- table NAME -->` and `<!-- end -->` of the page.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TABLES = {
 
 
 def switches_table() -> str:
-    """Return one row per variable of fullshard's own: its subject, and its values, the default first."""
+    """Return a table of fullshard's own environment variables, with their subjects and values. Defaults come first."""
     rows = ["| variable | of what | values |", "|---|---|---|"]
     for switch in SWITCHES.values():
         values = "; ".join(f"`{value}`: {does}" for value, does in switch.values.items())
@@ -44,7 +44,7 @@ def switches_table() -> str:
 
 
 def _rows(dialect: Dialect, section: str = "") -> Iterator[str]:
-    """Yield one row per key: its spellings, its effect, and its target or the reason."""
+    """Yield one row per key with its spellings, its effect, and its target or the reason."""
     for key in dialect.keys:
         if key.section is not None and key.name not in TABLES:
             yield from _rows(key.section, f"{section}{key.name}.")
@@ -62,7 +62,7 @@ def _table(name: str) -> str:
 
 
 def fill_tables(page: str) -> str:
-    """Return the page with every marked table made anew."""
+    """Return the page with every marked table regenerated."""
     pattern = r"(<!-- table (\w+) -->\n).*?(<!-- end -->)"
     return re.sub(pattern, lambda found: f"{found[1]}{_table(found[2])}\n{found[3]}", page, flags=re.DOTALL)
 

@@ -1,7 +1,7 @@
-"""TorchAcc's `Config`: every field with its type, its default and its effect here, in one place.
+"""TorchAcc's `Config`: every field with its type, its default, and its effect in fullshard, in one place.
 
-Every assignment is checked. A field's row (a `Key`) is beside it. `fullshard.integrations.torchacc` itself uses the
-fields without a target: the loader's fields, and the choice of checkpointed layers.
+Every assignment is validated. The row (a `Key`) of a field is in its annotation. `fullshard.integrations.torchacc`
+itself uses the fields without a target: those of the data loader and the choice of checkpointed layers.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ Size = Annotated[int, Field(ge=1)]
 
 
 class _ConfigGroup(BaseModel):
-    """Fields that are checked on assignment."""
+    """A group of fields that are validated on assignment."""
 
     model_config = ConfigDict(extra="forbid", strict=True, validate_assignment=True, use_attribute_docstrings=True)
     path: ClassVar[str]
@@ -132,7 +132,7 @@ class _ConfigGroup(BaseModel):
 
 
 class ComputeConfig(_ConfigGroup, path="config.compute"):
-    """Dtypes and kernels."""
+    """Dtypes and kernels of the computation."""
 
     fp16: Annotated[bool, _sets(_MODE, lambda on: {_MODE: "fp16"} if on else {})] = False
     """Compute in float16. The loss has to be scaled: use `amp.GradScaler`."""
@@ -146,7 +146,7 @@ class ComputeConfig(_ConfigGroup, path="config.compute"):
 
 
 class MemoryConfig(_ConfigGroup, path="config.memory"):
-    """Gradient checkpointing: activations are recomputed in backward."""
+    """Gradient checkpointing, which recomputes activations in backward."""
 
     gc: Annotated[bool, _sets("sharding.activation_checkpointing")] = False
     """Checkpoint: the units, or what `gc_cls` names."""
@@ -157,7 +157,7 @@ class MemoryConfig(_ConfigGroup, path="config.memory"):
 
 
 class DataLoaderConfig(_ConfigGroup, path="config.dataloader"):
-    """Length buckets. Batches are padded to one of a few lengths."""
+    """Length buckets: every batch is padded to one of a few lengths."""
 
     buckets: Annotated[list[int] | None, BeforeValidator(_as_buckets), _used("batches are padded to these lengths")] = (
         None
@@ -179,7 +179,7 @@ class DPConfig(_ConfigGroup, path="config.dist.dp"):
 
 
 class TPConfig(_ConfigGroup, path="config.dist.tp"):
-    """Tensor parallelism, which is applied before."""
+    """Tensor parallelism, which must be applied before fullshard shards the model."""
 
     size: Annotated[
         Size, _refused("layers are split by torch's parallelize_module, before the model is sharded", unset=1)
@@ -197,7 +197,7 @@ class PPConfig(_ConfigGroup, path="config.dist.pp"):
 
 
 class FSDPConfig(_ConfigGroup, path="config.dist.fsdp"):
-    """Sharding."""
+    """Sharded data parallelism."""
 
     size: Annotated[Size, _sets("sharding.shard_size", _shard_size)] = 1
     """Ranks per shard group. Groups hold replicas of each other."""
@@ -224,7 +224,7 @@ class SPConfig(_ConfigGroup, path="config.dist.sp"):
 
 
 class DistConfig(_ConfigGroup, path="config.dist"):
-    """How ranks share the work."""
+    """The division of the work among ranks."""
 
     dp: DPConfig = Field(default_factory=DPConfig)
     tp: TPConfig = Field(default_factory=TPConfig)
@@ -245,7 +245,7 @@ class Config(_ConfigGroup):
         config.dist.fsdp.size = 4
         config.dist.fsdp.wrap_layer_cls = {"GPT2Block"}
 
-    An unknown field and a value of the wrong type are a `ConfigError` when they are assigned.
+    Assigning an unknown field or a value of the wrong type raises a `ConfigError`.
     """
 
     backend: Annotated[Literal["lazy", "eager"], _no_effect("there is one engine, for every device")] = "eager"
@@ -278,10 +278,10 @@ class Config(_ConfigGroup):
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Self:
-        """Build a configuration from nested mappings; where a field is a set, a list will do.
+        """Build a configuration from nested mappings. A list is accepted where a field is a set.
 
         Raises:
-            ConfigError: with every fault that was found.
+            ConfigError: If a field is invalid. The message lists every fault.
         """
         return cls._from_entries(entries_of(fields, "config"))
 
@@ -290,20 +290,20 @@ class Config(_ConfigGroup):
         """Build a configuration from a YAML or JSON file with the fields as nested keys.
 
         Raises:
-            ConfigError: with every fault that was found, its line and column.
+            ConfigError: If a field is invalid. The message lists every fault with its line and column.
         """
         return cls._from_entries(read_document(Path(path)))
 
     def validate(self) -> None:  # type: ignore[override]  # pydantic's own is deprecated; this is TorchAcc's name
-        """Check the fields against one another.
+        """Check the fields for consistency.
 
         Raises:
-            ConfigError: they contradict each other, or ask for what is not supported.
+            ConfigError: If fields contradict each other or request something that is not supported.
         """
         refuse(self.reading().problems)
 
     def entries(self) -> dict[str, Entry]:
-        """Return the fields that are not at their default, by dotted name, and the shard size."""
+        """Return the fields that differ from their default, and always the shard size, by dotted name."""
         defaults = {name: value for name, value, _ in _leaves(Config())}
         changed = {name: v for name, v, _ in _leaves(self) if v != defaults[name] or name == _SIZE}
         return {
@@ -316,7 +316,7 @@ class Config(_ConfigGroup):
         }
 
     def reading(self) -> Reading:
-        """Return the settings of the fields; faults are in its problems."""
+        """Return the settings that the fields set. Faults are in the reading's `problems`."""
         return TORCHACC.read(self.entries().values())
 
     @classmethod
@@ -341,7 +341,7 @@ class Config(_ConfigGroup):
 
 
 def _leaves(group: _ConfigGroup, prefix: str = "") -> Iterator[tuple[str, Any, Key]]:
-    """Yield every field with its value and its row."""
+    """Yield the dotted name, the value, and the row of every field."""
     for name, field in type(group).model_fields.items():
         value = getattr(group, name)
         if isinstance(value, _ConfigGroup):
@@ -352,7 +352,7 @@ def _leaves(group: _ConfigGroup, prefix: str = "") -> Iterator[tuple[str, Any, K
 
 
 def _flat(entries: Iterable[Entry], prefix: str = "") -> Iterator[Entry]:
-    """Yield the entries by dotted name, down to the fields."""
+    """Yield the entries of all fields with dotted names."""
     for entry in entries:
         name = prefix + entry.key
         if entry.is_mapping and TORCHACC.find(name) is None:
@@ -362,7 +362,7 @@ def _flat(entries: Iterable[Entry], prefix: str = "") -> Iterator[Entry]:
 
 
 def _plain(value: Any, *, into: Any, name: str) -> Any:
-    """Convert a value to the field's form: mappings to dicts, and lists to sets where the field is one."""
+    """Convert a value to the form of the field: mappings become dicts, and lists become sets if the field is a set."""
     if isinstance(value, tuple) and all(isinstance(item, Entry) for item in value):
         return {item.key: item.value for item in value}
     if isinstance(value, list | tuple) and (isinstance(into, set) or name == "gc_cls"):
@@ -371,7 +371,7 @@ def _plain(value: Any, *, into: Any, name: str) -> Any:
 
 
 def _finish(reading: Reading) -> None:
-    """Report fields that mean nothing without another one, or contradict another one."""
+    """Add a problem for each field that contradicts another one or has no meaning without another one."""
     given = reading.entries
     lengths = "dataloader.max_length" if "dataloader.max_length" in given else "dataloader.buckets"
     for name, needed, hint in (
@@ -394,7 +394,10 @@ TORCHACC = Dialect("TorchAcc's Config", tuple(row for _, _, row in _leaves(Confi
 
 
 def check_sizes(given: Mapping[str, Entry], world_size: int) -> None:
-    """Refuse sizes among the fields that were set that do not make the world size, and topologies that have none."""
+    """Refuse sizes whose product is not the world size, or a topology that puts replicas next to each other.
+
+    `given` contains the fields that were set.
+    """
     shard = given["dist.fsdp.size"]
     replicas, order = given.get("dist.dp.size"), given.get("dist.topology")
     problems = []

@@ -1,4 +1,4 @@
-"""Experiment trackers: their names, and what each needs."""
+"""Experiment trackers and the packages they need."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ PACKAGES = {
 
 
 def require_trackers(names: Iterable[str], said: str) -> None:
-    """Refuse trackers that are not installed, before hours of training; `said` asked for them. Unknown names pass."""
+    """Refuse trackers that are not installed, before a long run starts.
+
+    `said` is the origin of the request, for the message. Unknown names are accepted.
+    """
     for name in names:
         package, extra = PACKAGES.get(name, (None, ""))
         if package is not None and importlib.util.find_spec(package) is None:

@@ -1,4 +1,4 @@
-"""Transformers' words: `--fsdp` and the keys of `--fsdp_config`, of versions 4 and 5, with `fsdp_` or without."""
+"""Transformers' dialect: `--fsdp` and the keys of `--fsdp_config` in versions 4 and 5, with or without `fsdp_`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ def _read_words(value: Any) -> Settings:
 
 
 def _finish(reading: Reading) -> None:
-    """Drop the two keys themselves: their contents are all that they mean."""
+    """Apply the rules of `fsdp_config`, then drop the entries of its two top-level keys.
+
+    The entries are not needed once their contents have been read.
+    """
     finish_fsdp(reading)
     for name in ("fsdp", "fsdp_config"):
         reading.entries.pop(name, None)
@@ -62,9 +65,9 @@ def read_fsdp_words(text: Any, origin: Origin) -> Reading:
     """Read the settings of `--fsdp "full_shard auto_wrap offload"`.
 
     Args:
-        text: words in any case and order, with `_`, `-` or a space inside them, and spaces or commas between them;
-            also a truth value.
-        origin: where they were written.
+        text: Options in any case and order, separated by spaces or commas. Each option may contain `_`, `-`, or a space.
+            A boolean is accepted too.
+        origin: The place where the text was written.
     """
     reading = Reading()
     words = [word for word in re.split(r"[\s,_'\"-]+", str(text).lower()) if word]

@@ -1,6 +1,6 @@
-"""Values as people write them: `'no'`, `True`, `1e8`, `"A, B"`; each becomes the type its setting has.
+"""Readers for values as users write them (`'no'`, `True`, `1e8`, `"A, B"`), which return the type of the setting.
 
-A value that cannot be read is a `ValueError` whose message says what was expected and what was given.
+A value that cannot be read raises a `ValueError` with a message that gives the expected and the actual value.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Read = Callable[[Any], Any]
 
 
 def boolean(value: Any) -> bool:
-    """Read a truth value in any of the spellings of YAML and of environment variables."""
+    """Read a boolean in any of the spellings used in YAML and environment variables."""
     if isinstance(value, bool):
         return value
     text = str(value).strip().lower()
@@ -34,7 +34,7 @@ def boolean(value: Any) -> bool:
 
 
 def integer(value: Any) -> int:
-    """Read a whole number; `1e8` and `100_000` are accepted."""
+    """Read an integer. `1e8` and `100_000` are accepted."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError(f"expected a whole number, got {value!r}")
     try:
@@ -47,7 +47,7 @@ def integer(value: Any) -> int:
 
 
 def number(value: Any) -> float:
-    """Read a number. Refuse NaN, which is equal to nothing and within no bounds."""
+    """Read a number. Refuse NaN, because it compares equal to nothing and lies outside all bounds."""
     try:
         if not isinstance(value, bool) and not math.isnan(found := float(value)):
             return found
@@ -57,14 +57,17 @@ def number(value: Any) -> float:
 
 
 def text(value: Any) -> str:
-    """Read a text, without spaces around it."""
+    """Read text and strip surrounding spaces."""
     if isinstance(value, bool | list | tuple | Mapping):
         raise ValueError(f"expected text, got {value!r}")
     return str(value).strip()
 
 
 def names(value: Any) -> tuple[str, ...]:
-    """Read names from a list, or a text with commas; spaces around a name are dropped. A number is a device's name."""
+    """Read names from a list or from comma-separated text, and strip surrounding spaces.
+
+    A single number is accepted as the name of a device.
+    """
     items = value.split(",") if isinstance(value, str) else [value] if type(value) is int else value
     if not isinstance(items, list | tuple) or not all(isinstance(item, str | int) for item in items):
         raise ValueError(f"expected names separated by commas, got {value!r}")
@@ -72,7 +75,10 @@ def names(value: Any) -> tuple[str, ...]:
 
 
 def one_of(value: Any, known: Sequence[str], *, numbered: bool = False) -> str:
-    """Read a known upper-case name: in any case, with `-` or a space for `_`, or by its number from 1."""
+    """Read one of the known uppercase names.
+
+    The case is ignored, `-` or a space may replace `_`, and a numbered name may be given by its number, starting at 1.
+    """
     name = text(value).upper().replace("-", "_").replace(" ", "_")
     if numbered and name.isdigit() and 1 <= int(name) <= len(known):
         return known[int(name) - 1]
@@ -86,12 +92,15 @@ def one_of(value: Any, known: Sequence[str], *, numbered: bool = False) -> str:
 
 
 def is_none(value: Any) -> bool:
-    """Return whether the value means that nothing was set."""
+    """Return whether the value counts as unset."""
     return value is None or (isinstance(value, str) and value.strip().lower() in _NONE)
 
 
 def coerce(path: str, value: Any) -> Any:
-    """Convert a value to the type of the setting at `path`; the schema checks ranges and choices, else `ValueError`."""
+    """Convert a value to the type of the setting at `path`, or raise a `ValueError`.
+
+    The schema checks ranges and choices.
+    """
     kinds = _members(SETTINGS[path].annotation)
     if type(None) in kinds and is_none(value):
         return None

@@ -1,10 +1,10 @@
-"""Commands with settings of their own and some of a run's. The latter are made from the schema.
+"""Settings of a command that include some settings of a run, which are derived from the schema.
 
     class Job(View):
         seq_len: int = Field(2048, ge=1, description="Tokens per sequence")
         shard_size: int | None = of_run("sharding.shard_size")
 
-Bounds, default and description are the schema's; the schema also says what goes together.
+Bounds, defaults, and descriptions come from the schema, which also checks that the settings are compatible.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from fullshard.core.strategy import parse_strategy
 
 
 def of_run(path: str, default: Any = ..., help: str = "", read: Read | None = None) -> Any:
-    """Return a field that is the setting of a run at `path`.
+    """Return a field for the run's setting at `path`.
 
-    `default` and `help` replace the schema's; `read` turns the field's value into settings by path.
+    `default` and `help` replace those of the schema. `read` converts the field's value to settings by path.
     """
     setting = SETTINGS[path]
     bounds = {
@@ -39,7 +39,7 @@ def of_run(path: str, default: Any = ..., help: str = "", read: Read | None = No
 
 
 class View(BaseModel):
-    """Settings of a command, frozen. Build it with `of`, whose errors are `ConfigError`s."""
+    """The frozen settings of a command. Build them with `of`, which raises a `ConfigError` if they are invalid."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, ser_json_inf_nan="constants")
     subject: ClassVar[str]
@@ -47,7 +47,7 @@ class View(BaseModel):
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
-        """Build the settings from values by field, or raise a `ConfigError` that says all that is wrong with them."""
+        """Build the settings from values by field, or raise a `ConfigError` that lists all problems with them."""
         for name in values:
             if name not in cls.model_fields:
                 raise ConfigError(f"unknown setting {name!r} of {cls.subject}", hint=suggestion(name, cls.model_fields))
@@ -69,20 +69,20 @@ class View(BaseModel):
 
     @classmethod
     def spelled(cls, name: str) -> str:
-        """Return a field as people write it."""
+        """Return the name of a field as users write it."""
         return name
 
     @classmethod
     def of_the_run(cls) -> dict[str, Key]:
-        """Return the fields that are settings of a run, and what each sets."""
+        """Return the fields that are settings of a run, each with the row that describes what it sets."""
         return {name: row for name, field in cls.model_fields.items() for row in field.metadata if isinstance(row, Key)}
 
     def run_config(self, **changed: Any) -> RunConfig:
-        """Return the settings of the run, with other values for the fields `changed`; errors begin with the fields."""
+        """Return the run's configuration with the fields in `changed` replaced. Errors begin with the field's name."""
         return resolve([Reading(settings=list(self.run_settings(**changed)))]).config
 
     def run_settings(self, **changed: Any) -> Iterator[Setting]:
-        """Yield the run's settings among the fields; `changed` as for `run_config`."""
+        """Yield the run's settings that the fields set, with the fields in `changed` replaced."""
         for name, row in self.of_the_run().items():
             value = changed.get(name, getattr(self, name))
             found = {row.target: value} if row.read is None else row.read(value)
@@ -101,5 +101,5 @@ class View(BaseModel):
         return self
 
     def check(self) -> None:
-        """Raise `ConfigError` if the fields do not go together."""
+        """Raise a `ConfigError` if the fields are incompatible."""
         self.run_config()

@@ -1,4 +1,4 @@
-"""A `RunConfig` as fullshard's own YAML with every setting explained, and the JSON schema of it for editors."""
+"""Writers for a `RunConfig` as fullshard's YAML with an explanation of every setting, and for its JSON schema."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def write_native(config: RunConfig, *, comments: bool = True, only_changed: bool
     """Return the configuration as YAML, which `load_file` reads back unchanged.
 
     Args:
-        config: what to write.
-        comments: put each setting's description above it.
-        only_changed: leave out settings that have their default; else they are there as comments.
+        config: The configuration to write.
+        comments: Whether to put the description of each setting above it.
+        only_changed: Whether to omit settings that have their default value; otherwise they are commented out.
     """
     lines = []
     if comments:
@@ -74,7 +74,7 @@ def _comment(text: str | None, indent: str) -> list[str]:
 
 
 def scalar(value: Any) -> str:
-    """Return a value as YAML on one line; texts that a reader could take for something else are quoted."""
+    """Return a value as one line of YAML. Quote text that a reader could mistake for another type."""
     from ruamel.yaml import YAML
 
     if isinstance(value, tuple | list):
@@ -93,7 +93,7 @@ _YAML_WORDS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null", "non
 
 
 def json_schema() -> dict[str, Any]:
-    """Return the JSON schema of fullshard's YAML; a few looser spellings than it describes are accepted too."""
+    """Return the JSON schema of fullshard's YAML. The reader also accepts some spellings that the schema does not."""
     schema: dict[str, Any] = RunConfig.model_json_schema()
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["title"] = "fullshard configuration"
@@ -114,7 +114,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def save_text(text: str, path: Path, *, overwrite: bool) -> None:
-    """Write a new file; one that exists already or cannot be written is a `ConfigError`."""
+    """Write a new file. Raise a `ConfigError` if it exists and `overwrite` is false, or if it cannot be written."""
     try:
         if not overwrite:
             path.touch(exist_ok=False)  # of two simultaneous writers one gets an error

@@ -1,8 +1,7 @@
-"""The `xla*` keys: FSDP of PyTorch/XLA as Transformers' `fsdp_config` has it.
+"""The `xla*` keys, with which Transformers' `fsdp_config` controls FSDP in PyTorch/XLA.
 
-`xla` and `xla_fsdp_v2` ask for another engine than fullshard's, and are refused if that is not installed. The others
-describe the same training as the keys of every engine: requests about the training are translated, and those about
-XLA's compiler and collectives have no effect here.
+`xla` and `xla_fsdp_v2` request another engine than fullshard's and are refused if PyTorch/XLA is not installed. The
+other keys are translated if they describe the training. Keys about XLA's compiler and collectives have no effect.
 """
 
 from __future__ import annotations
@@ -54,9 +53,9 @@ XLA_TRAINS = "PyTorch/XLA trains, which needs the extra `fullshard[xla]`"
 
 
 def require_xla(what: str, otherwise: str) -> Settings:
-    """Refuse `what`, which asks for PyTorch/XLA, where that cannot be had; `otherwise` says how to do without.
+    """Raise an error if `what` requests PyTorch/XLA and it is not available; the hint suggests `otherwise`.
 
-    Else set nothing, as the adapter reads it itself.
+    Return no settings, because the adapter reads the key itself.
     """
     if (why := why_no_xla()) is not None:
         torch = ".".join(map(str, XLA_TORCH))
@@ -66,7 +65,7 @@ def require_xla(what: str, otherwise: str) -> Settings:
 
 
 def asks_for_xla(value: Any) -> Settings:
-    """Read a truth value that asks for PyTorch/XLA."""
+    """Read a boolean that requests PyTorch/XLA."""
     return require_xla("true", "leave it out") if values.boolean(value) else {}
 
 

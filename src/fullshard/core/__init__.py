@@ -1,1 +1,1 @@
-"""Plain arithmetic and vocabulary that every layer shares. Nothing here imports torch."""
+"""Arithmetic and vocabulary that all layers share. No module in this package imports torch."""
