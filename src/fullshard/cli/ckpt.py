@@ -54,7 +54,7 @@ def inspect(
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
     as_json: _Json = False,
 ) -> None:
-    """Say what a checkpoint holds. Reads no weights. --json also has every tensor, and the ranks that stored it."""
+    """Show what a checkpoint contains without reading weights. --json also lists all tensors and their ranks."""
     with _open(checkpoint) as source:
         facts = _facts(source)
         listed = [

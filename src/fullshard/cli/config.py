@@ -123,7 +123,7 @@ def explain(context: typer.Context) -> None:
 
 
 def _with_file_as_flag(arguments: list[str]) -> list[str]:
-    """Return `explain`'s command line as one of `launch`, which stops at the first word that is no flag."""
+    """Rewrite `explain`'s arguments for `launch`: turn a positional FILE into `--config_file` ahead of the flags."""
     from fullshard.config.flags import parse
 
     line = parse(arguments)

@@ -50,8 +50,8 @@ def resolve(readings: Iterable[Reading]) -> Resolved:
     """Merge readings and validate the result. Among settings with the same precedence, the last one wins.
 
     Raises:
-        ConfigError: If a reading has problems or if settings are incompatible. The message lists all problems with their
-            origins.
+        ConfigError: If a reading has problems or if settings are incompatible. The message lists all problems
+            with their origins.
     """
     readings = list(readings)
     problems = [problem for reading in readings for problem in reading.problems]

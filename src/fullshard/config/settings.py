@@ -43,7 +43,10 @@ def setting(
     overruled_by: tuple[str, ...] = (),
     **bounds: Any,
 ) -> Any:
-    """Return a field of `Settings` with its facts; see `About`. `bounds` are those of pydantic's `Field`."""
+    """Return a field of `Settings` with the facts that `About` describes.
+
+    `bounds` are passed to pydantic's `Field`.
+    """
     field = Field(default=default, **bounds)
     field.metadata.append(About(ask, answers or {}, overruled_by))
     return field

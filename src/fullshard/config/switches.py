@@ -21,7 +21,8 @@ PREFIX = "FULLSHARD_"
 class Switch:
     """An environment variable: its subject and the effect of each value.
 
-    The first value is the default. A variable without `values` accepts any text of the given `form`, which `takes` checks.
+    The first value is the default. A variable without `values` accepts any text of the given `form`, which `takes`
+    checks.
     """
 
     name: str

@@ -258,10 +258,12 @@ class Config(_ConfigGroup):
 
     @classmethod
     def of(cls, value: Config | Mapping[str, Any] | str | os.PathLike[str] | None) -> Config:
-        """Build a configuration from a mapping, a YAML or JSON file, None (all defaults), or return it unchanged.
+        """Build a configuration from a mapping, a YAML or JSON file, or None (all defaults).
+
+        Return a `Config` unchanged.
 
         Raises:
-            ConfigError: anything else, or a field that is wrong.
+            ConfigError: If the value is anything else or if a field is invalid.
         """
         if isinstance(value, Config):
             return value

@@ -65,7 +65,7 @@ def read_fsdp_words(text: Any, origin: Origin) -> Reading:
     """Read the settings of `--fsdp "full_shard auto_wrap offload"`.
 
     Args:
-        text: Options in any case and order, separated by spaces or commas. Each option may contain `_`, `-`, or a space.
+        text: Options in any case and order, separated by spaces or commas. An option may contain `_`, `-`, or a space.
             A boolean is accepted too.
         origin: The place where the text was written.
     """
