@@ -34,7 +34,7 @@ from fullshard import Accelerator
 from fullshard.checkpoint import export_hf, full_state_dict
 from fullshard.checkpoint.conversion import loading_rules, outline_of
 from fullshard.checkpoint.sources import match
-from fullshard.core.errors import CheckpointError, ConfigError
+from fullshard.core.errors import CheckpointError
 from fullshard.core.layout import Interval
 from fullshard.features import shard_model
 from tests.distributed import run_ranks
@@ -267,14 +267,6 @@ def test_weights_that_are_tied_but_differ_are_not_tied(llama: Path, caplog: pyte
     edit(llama, lm_head__weight=load_file(llama / "model.safetensors")["model.embed_tokens.weight"])
     model = fullshard.from_pretrained(AutoModelForCausalLM, llama)
     assert model.lm_head.weight is model.model.embed_tokens.weight  # type: ignore[union-attr]
-
-
-def test_weights_that_are_quantised_already_are_refused(llama: Path) -> None:
-    config = json.loads((llama / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [32, 32]}
-    (llama / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match=r"quantised already \(fp8\)"):
-        fullshard.from_pretrained(AutoModelForCausalLM, llama)
 
 
 def test_the_dtype_is_that_of_the_weights_where_the_configuration_has_none(llama: Path) -> None:

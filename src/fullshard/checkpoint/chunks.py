@@ -56,15 +56,16 @@ def read_transposed(
 ) -> None:
     """Fill `out`, shape (n,), with elements `wanted` of a tensor of `shape`, flattened row by row.
 
-    `read` is as in `read_across`, but counts elements with the last two dims in the other order. Whole matrices are
-    read.
+    `read` is as in `read_across`, but counts elements with the last two dims in the other order. A matrix at a time is
+    read, the whole of it.
     """
     rows, columns = shape[-2:]
-    first, last = wanted.start // (rows * columns), -(-wanted.stop // (rows * columns))
-    matrices = torch.empty(last - first, columns, rows, dtype=out.dtype)
-    read(Interval(first * rows * columns, last * rows * columns), matrices.view(-1))
-    start = wanted.start - first * rows * columns
-    out.copy_(matrices.mT.reshape(-1)[start : start + wanted.numel])
+    for start in range(wanted.start // (rows * columns) * rows * columns, wanted.stop, rows * columns):
+        whole = Interval(start, start + rows * columns)
+        matrix, part = out.new_empty(columns, rows), whole.intersect(wanted)
+        read(whole, matrix.view(-1))
+        own = matrix.mT.reshape(-1)[part.start - start : part.stop - start]
+        out[part.start - wanted.start : part.stop - wanted.start].copy_(own)
 
 
 @dataclass(frozen=True, slots=True)

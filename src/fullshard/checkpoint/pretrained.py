@@ -9,7 +9,6 @@ weight that is quantised on the way (QLoRA) that one weight before quantisation.
 
 from __future__ import annotations
 
-import copy
 import functools
 import importlib
 import logging
@@ -24,6 +23,7 @@ import torch
 from torch import nn
 
 from fullshard.checkpoint.chunks import fill_local, read_across, read_transposed
+from fullshard.checkpoint.coded_files import decoded_sources, is_to_be_decoded, stored_values, without_quantisation
 from fullshard.checkpoint.conversion import Outline, loading_rules, outline_of
 from fullshard.checkpoint.places import Place, new_parts, not_ignored, places_of, tensors_of
 from fullshard.checkpoint.quantities import adapter_modules, conversion_of, quantise_rest
@@ -32,12 +32,14 @@ from fullshard.checkpoint.tensors import LocalTensor, local_tensors, rest, stand
 from fullshard.checkpoint.weight_files import TensorSource, model_directory, stored_tensors
 from fullshard.core.boxes import UNCUT
 from fullshard.core.errors import CheckpointError, ConfigError
+from fullshard.core.forms import StoredForm
 from fullshard.core.imports import import_extra
 from fullshard.core.layout import Interval
 from fullshard.core.paths import local_path
+from fullshard.core.sizes import format_count
 from fullshard.features.meta_device import WEIGHTS, meta_parameters
 from fullshard.features.quantized_weights.marks import mark_of
-from fullshard.features.quantized_weights.quantize import mark_large
+from fullshard.features.quantized_weights.quantize import mark, mark_large
 from fullshard.features.quantized_weights.scales import dequantised, is_exact, outline, quantise, whole_shape
 from fullshard.features.tensor_parallel import local_shard_of
 from fullshard.wrap.partition import Slot
@@ -58,6 +60,7 @@ def from_pretrained(
     dtype: torch.dtype | str | None = None,
     quantization_config: Any = None,
     quantize: str | None = None,
+    dequantize: bool = False,
     config: Any = None,
     ignore_missing: bool = False,
     ignore_mismatched_sizes: bool = False,
@@ -79,6 +82,8 @@ def from_pretrained(
         quantization_config: bitsandbytes' `BitsAndBytesConfig`: weights are quantised as they are read, those that
             it has no layers for at rest (`fullshard.quantize`). All of these are frozen.
         quantize: a form, such as `nf4`: all large weights are frozen, and quantised at rest.
+        dequantize: read the values of weights that the files hold as codes; so does `Mxfp4Config(dequantize=True)`.
+            By default these weights are frozen and stay codes at rest.
         config: instead of the one in the directory.
         ignore_missing: initialise whatever the files lack; it is named in a warning.
         ignore_mismatched_sizes: the same for what has another shape in the files.
@@ -86,8 +91,8 @@ def from_pretrained(
 
     Raises:
         CheckpointError: no weights; later, when the model is sharded: weights that do not fit.
-        ConfigError: a quantisation that is not bitsandbytes', an unknown form, weights that are quantised already, or
-            `key_mapping`, `variant` or `subfolder`.
+        ConfigError: a quantisation that is not bitsandbytes', an unknown form, files that are quantised in a way that
+            is not read here, or `key_mapping`, `variant` or `subfolder`.
         MissingExtraError: without the `hf` extra.
     """
     transformers = import_extra("transformers", extra="hf", purpose="loading a pretrained model")
@@ -102,9 +107,10 @@ def from_pretrained(
         # Options of the configuration (num_labels, rope_scaling, ...) go there; the rest is for the model.
         source = transformers.AutoConfig if hasattr(auto_class, "from_config") else auto_class.config_class
         config, options = source.from_pretrained(directory, return_unused_kwargs=True, **options)
-    config = copy.deepcopy(config)
-    _refuse_quantised(directory, config)
+    config, quantisation = without_quantisation(config, quantization_config, directory)
     stored = dict(stored_tensors(directory))
+    if quantisation is not None:
+        stored = decoded_sources(stored, quantisation)
     parsed = _dtype(dtype, config, stored)
     make = getattr(auto_class, "from_config", None) or auto_class._from_config
     with meta_parameters():
@@ -115,7 +121,9 @@ def from_pretrained(
         found = match(stored, rules)
         model._weight_conversions = rules.used()  # type: ignore[assignment] # saving reverses them
         _untie_what_differs(model, found.sources)
-        if quantization_config is not None:
+        if quantisation is not None:
+            _keep_codes(model, found.sources, quantize, dequantize or is_to_be_decoded(quantisation))
+        elif quantization_config is not None:
             _replace_linear_layers(model, quantization_config)
             outline(model)  # so that PEFT finds weights of the kind they will be
             quantise_rest(model, freezes=True)
@@ -156,15 +164,20 @@ def _keep_in_fp32(model: nn.Module, dtype: torch.dtype) -> None:
                 tensor.data = tensor.data.to(kept)
 
 
-def _refuse_quantised(directory: Path, config: Any) -> None:
-    quantised = getattr(config, "quantization_config", None)
-    if quantised is not None:
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised.quant_method
-        raise ConfigError(
-            f"the weights in {directory} are quantised already ({getattr(method, 'value', method)})",
-            hint="load the model as it was before, with quantization_config=BitsAndBytesConfig(...) if it is to be "
-            "quantised as it is read, or load it with Transformers' own from_pretrained",
-        )
+def _keep_codes(model: nn.Module, sources: Mapping[str, TensorSource], form: str | None, is_decoded: bool) -> None:
+    """Have weights that the files hold as codes stay so at rest, unless another form or values are asked for."""
+    kept: dict[str, int] = {}
+    for place in places_of(model):
+        coded = sources[place.name].coded if place.name in sources else None
+        if coded is not None and not is_decoded and form in (None, coded.mark.form):
+            place.tensor.requires_grad_(False)
+            mark(place.module, place.attribute, coded.mark)
+            kept[coded.mark.form] = kept.get(coded.mark.form, 0) + place.tensor.numel()
+    for form_kept, numel in kept.items():
+        logger.warning(
+            "%s: %s parameters stay %s, as the files have them, and are frozen; dequantize=True reads their values",
+            type(model).__name__, format_count(numel), form_kept,
+        )  # fmt: skip
 
 
 def _untie_what_differs(model: nn.Module, sources: Mapping[str, TensorSource]) -> None:
@@ -273,7 +286,7 @@ class PretrainedWeights:
 
     def read(self, slot: Slot, interval: Interval, out: torch.Tensor) -> None:
         """Fill `out` with elements `interval` of the parameter, or of its tile, in the order that it is sharded in."""
-        if (mark := mark_of(slot.parameter)) is not None and mark.is_transposed:
+        if (own_mark := mark_of(slot.parameter)) is not None and own_mark.is_transposed:
             *others, rows, columns = slot.parameter.shape
             read_transposed(functools.partial(self._read_rows, slot), (*others, columns, rows), interval, out)
             return
@@ -295,6 +308,20 @@ class PretrainedWeights:
             added = _new_rows(self._base, name, stored, math.prod(slot.parameter.shape))
             start = max(interval.start, stored.numel) - stored.numel
             out[kept.numel :].copy_(added[start : start + interval.numel - kept.numel])
+
+    def read_parts(self, slot: Slot, interval: Interval, form: StoredForm, parts: Mapping[str, torch.Tensor]) -> bool:
+        """Fill `parts` with the codes and scales of the files; False: these are of another form, or cut otherwise."""
+        name = self._name(slot)
+        coded = None if name is None else self._sources[name].coded
+        shard = local_shard_of(slot)
+        if coded is None or coded.mark != mark_of(slot.parameter):
+            return False
+        if shard is not None:
+            interval = interval.shift(shard.start)
+            if not shard.chunking.is_row_by_row or interval.start % form.atom:
+                return False
+        coded.fill(interval, parts)
+        return True
 
     def initialize(self, module: nn.Module) -> bool:
         """Initialise the parts of a LoRA adapter as PEFT does; False for any other module."""
@@ -355,7 +382,7 @@ def load_pretrained(directory: str | Path, model: nn.Module) -> None:
     directory = local_path(directory)
     locals_ = local_tensors(model)
     metas = {name: stand_in(local) for local in locals_ for name in local.names}
-    tensors = match(dict(stored_tensors(directory)), loading_rules(model, outline_of(model, metas))).sources
+    tensors = match(stored_values(directory), loading_rules(model, outline_of(model, metas))).sources
     found: list[tuple[LocalTensor, TensorSource]] = []
     problems = []
     for local in locals_:

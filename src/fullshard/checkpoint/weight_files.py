@@ -22,10 +22,12 @@ from fullshard.checkpoint.tensor_file import MAX_HEADER_NBYTES, file_beside, par
 from fullshard.checkpoint.torch_files import check_tensor, load_torch_file
 from fullshard.core.errors import CheckpointError
 from fullshard.core.files import open_regular, read_object
+from fullshard.core.forms import form_of
 from fullshard.core.imports import import_extra
 from fullshard.core.layout import Interval
 from fullshard.core.paths import local_path, looks_like_path
 from fullshard.core.sizes import MIB
+from fullshard.features.quantized_weights.marks import Mark
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -44,17 +46,33 @@ class TensorSource:
     """A tensor that can be read by intervals: stored in a file, or made of such.
 
     `where` names its place in messages; `read` fills a tensor with an interval of the flattened whole, cast on the way.
+    `coded`: the codes and scales that its values are made of, if it is quantised.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     where: str
     read: Callable[[Interval, torch.Tensor], None]
+    coded: Coded | None = None
 
     @property
     def numel(self) -> int:
         """Elements."""
         return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Coded:
+    """The parts of a stored form by name, each flattened in the order of the blocks, as the mark says."""
+
+    mark: Mark
+    parts: Mapping[str, TensorSource]
+
+    def fill(self, interval: Interval, out: Mapping[str, torch.Tensor]) -> None:
+        """Read the parts of elements `interval`, which begins between two atoms."""
+        for part in form_of(self.mark.form).parts:
+            items = Interval(part.numel(interval.start), part.numel(interval.stop))
+            self.parts[part.name].read(items, out[part.name])
 
 
 @torch.no_grad()

@@ -114,6 +114,7 @@ def make_trainer(arguments: SFTArguments) -> Any:
         settings.model_name_or_path,
         dtype=settings.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype),
         quantization_config=quantization,
+        dequantize=not settings.use_peft,  # codes in the files cannot be trained
         revision=settings.model_revision,
         **({} if settings.attn_implementation is None else {"attn_implementation": settings.attn_implementation}),
     )

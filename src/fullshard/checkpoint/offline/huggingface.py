@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fullshard.checkpoint.coded_files import stored_values
 from fullshard.checkpoint.conversion import outline_of, saving_rules
 from fullshard.checkpoint.elements import dtype_of
 from fullshard.checkpoint.offline.source import (
@@ -53,9 +54,13 @@ _COPIED = (
 )  # fmt: skip
 
 
-def open_weights(path: Path, file: Path | None = None) -> Source:
-    """Open a directory of weights, or only `file` of it, whatever its name. Raises as `stored_tensors` does."""
-    stored = dict(stored_tensors(path) if file is None else tensors_of(file))
+def open_weights(path: Path, file: Path | None = None, *, is_decoded: bool = False) -> Source:
+    """Open a directory of weights, or only `file` of it, whatever its name. Raises as `stored_tensors` does.
+
+    `is_decoded`: have values of weights that the files hold as codes.
+    """
+    read_all = stored_values if is_decoded else stored_tensors
+    stored = dict(read_all(path) if file is None else tensors_of(file))
 
     def read(kind: Kind, name: str, interval: Interval) -> torch.Tensor:
         out = torch.empty(interval.numel, dtype=stored[name].dtype)

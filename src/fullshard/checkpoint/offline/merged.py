@@ -51,7 +51,7 @@ def open_merged(path: Path, adapter: Path) -> Iterator[tuple[Source, Path]]:
     `path` is the base model's Hugging Face directory; `adapter` a directory of PEFT's, a checkpoint of Trainer's, or
     the `training_state` inside one.
     """
-    base = open_weights(path)
+    base = open_weights(path, is_decoded=True)
     on_disk = base.contents.parameters
     directory = _config_directory(adapter)
     # As wide as on disk, whatever the configuration says: a narrower merge would lose bits.
@@ -119,6 +119,7 @@ def _peft_model(
     transformers = import_extra("transformers", extra="hf", purpose="merging an adapter")
     peft = import_extra("peft", extra="sft", purpose="merging an adapter")
     base_model: Any = skeleton_of(transformers, base, dtype)
+    vars(base_model.config).pop("quantization_config", None)  # values are merged and written
     path = directory / ADAPTER_CONFIG
     read_configuration(path)
     with _open_adapter(adapter) as source:

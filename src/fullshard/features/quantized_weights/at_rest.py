@@ -303,7 +303,8 @@ class Coded(ParameterKind):
             raise WrapError(
                 f"{names_in(roots, turned)}: its blocks are to run along the last dim but one, which no vector has, "
                 "nor a part of tensor parallelism",
-                hint="mark it without is_transposed, or leave it out of the tensor-parallel plan",
+                hint="leave it out of the tensor-parallel plan, mark it without is_transposed, or load it with "
+                "dequantize=True",
             )
         beneath: dict[ParameterKind, list[Slot]] = {}
         for slot in slots:

@@ -31,7 +31,7 @@ def mark(module: nn.Module, attribute: str, mark: Mark) -> None:
     if before.form != mark.form:
         raise ConfigError(
             f"{type(module).__name__}.{attribute} is to be stored as {mark.form}, and as {before.form} already",
-            hint="name one form: quantize, or bitsandbytes' settings",
+            hint="name one form: quantize, bitsandbytes' settings, or that of the files",
         )
 
 

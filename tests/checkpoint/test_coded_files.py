@@ -1,0 +1,253 @@
+"""Directories whose weights are quantised already, against Transformers' own loading of the same files.
+
+pytest tests/checkpoint/test_coded_files.py
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GptOssConfig, Mxfp4Config
+from typer.testing import CliRunner
+
+import fullshard
+from fullshard import Accelerator
+from fullshard.checkpoint import export_hf, full_state_dict, load_checkpoint, load_pretrained, save_checkpoint
+from fullshard.checkpoint.offline import open_merged
+from fullshard.cli.main import app
+from fullshard.core.errors import CheckpointError, ConfigError
+from fullshard.engine.lookup import units_of
+from fullshard.features.quantized_weights.at_rest import CodedBucket
+from fullshard.features.quantized_weights.codecs import codec
+from tests.distributed import run_ranks
+from tests.traps import rank_and_size
+
+pytest.importorskip("torchao", reason="needs the extra `quant`")
+peft = pytest.importorskip("peft")
+
+VOCAB = 97
+GPT_OSS = GptOssConfig(
+    **{"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
+    **{"max_position_embeddings": 64, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    dtype="bfloat16",
+)
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]], said: Any) -> None:
+    """Replace the tensors of a directory, and what its configuration says of quantisation."""
+    tensors = change(load_file(path / "model.safetensors"))
+    save_file({n: t.contiguous() for n, t in tensors.items()}, path / "model.safetensors", {"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": said}))
+
+
+def gpt_oss(path: Path) -> Path:
+    """Write a small gpt-oss as it is published: the experts in MXFP4."""
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(GPT_OSS, dtype=torch.bfloat16)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(path)
+
+    def change(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        for name in [name for name in tensors if name.endswith(tuple(EXPERTS))]:
+            turned = tensors.pop(name).mT.contiguous()
+            codes, scales = codec("mxfp4").encode(turned.view(-1))
+            shape = (*turned.shape[:-1], turned.shape[-1] // 32)
+            tensors |= {f"{name}_blocks": codes.view(*shape, 16), f"{name}_scales": scales.view(shape)}
+        return tensors
+
+    rewrite(path, change, MXFP4)
+    return path
+
+
+def held(model: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
+    """Return this rank's parts of each coded weight, by its name."""
+    buckets = [bucket for unit in units_of(model) for bucket in unit.buckets if isinstance(bucket, CodedBucket)]
+    return {p.name: b.weights(i).parts for b in buckets for i, p in enumerate(b.sharded_parameters)}  # type: ignore[attr-defined]
+
+
+def same_values(model: Any, reference: Any, expected_held: set[str]) -> Any:
+    """Shard a model; compare its values with those of Transformers', and which of them are codes."""
+    sharded = Accelerator(cpu=True).prepare(model)
+    assert held(sharded).keys() == expected_held
+    whole = full_state_dict(sharded, rank0_only=False)
+    expected = reference.state_dict()
+    assert whole.keys() == expected.keys()
+    assert all(whole[n].dtype == t.dtype and torch.equal(whole[n], t) for n, t in expected.items())
+    return sharded
+
+
+def experts_of(model: Any) -> set[str]:
+    return {name for name, _ in model.named_parameters() if name.endswith(tuple(EXPERTS))}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_mxfp4_stays_as_it_is_in_the_files(
+    dtype: torch.dtype, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    gpt_oss(tmp_path)
+    widened = Mxfp4Config(dequantize=True)
+    reference: Any = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=widened, dtype=dtype)
+    with caplog.at_level(logging.WARNING):
+        model = fullshard.from_pretrained(AutoModelForCausalLM, tmp_path, dtype=dtype)
+    assert "parameters stay mxfp4, as the files have them, and are frozen" in caplog.text
+    experts = experts_of(model)
+    assert len(experts) == 4 and not any(model.get_parameter(name).requires_grad for name in experts)
+    assert getattr(model.config, "quantization_config", None) is None
+    sharded = same_values(model, reference, experts)
+    stored = load_file(tmp_path / "model.safetensors")
+    for name, parts in held(sharded).items():  # the very bytes of the files
+        assert torch.equal(parts["codes"], stored[f"{name}_blocks"].view(-1))
+        assert torch.equal(parts["scales"], stored[f"{name}_scales"].view(-1))
+    for options in ({"quantization_config": widened}, {"dequantize": True}):
+        model = fullshard.from_pretrained(AutoModelForCausalLM, tmp_path, dtype=dtype, **options)
+        assert all(parameter.requires_grad for parameter in model.parameters())
+        same_values(model, reference, set())
+
+
+def adapted(model: Any, **targets: Any) -> Any:
+    """Put the same adapters on a model in every process."""
+    torch.manual_seed(0)
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=8, task_type="CAUSAL_LM", **targets))
+
+
+def fill_adapters(model: Any) -> None:
+    """Give adapters values that depend on their names alone; none is zero, so all get gradients."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                generator = torch.Generator().manual_seed(sum(name.encode()))
+                value = torch.randn(parameter.shape, generator=generator) * 0.05
+                parameter.copy_(value)
+
+
+def loss_of(model: Any, step: int, rank: int) -> torch.Tensor:
+    tokens = torch.randint(0, VOCAB, (2, 12), generator=torch.Generator().manual_seed(100 * step + rank))
+    loss: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
+    return loss
+
+
+def check_training(path: Path, targets: dict[str, Any], widened: Any) -> None:
+    """Train adapters on coded weights; losses are those of one process on the values, as Transformers reads them."""
+    rank, size = rank_and_size()
+    reference = AutoModelForCausalLM.from_pretrained(path, quantization_config=widened, dtype=torch.float32)
+    expected = adapted(reference.requires_grad_(False), **targets)
+    model = adapted(fullshard.from_pretrained(AutoModelForCausalLM, path, dtype=torch.float32), **targets)
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(model)
+    assert held(model)
+    fill_adapters(expected)
+    model.load_state_dict({n: v for n, v in expected.state_dict().items() if "lora_" in n}, strict=False)
+    optimizers = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-2) for m in (expected, model)]
+    for step in range(3):
+        theirs = torch.stack([loss_of(expected, step, other) for other in range(size)]).mean()
+        theirs.backward()
+        ours = loss_of(model, step, rank)
+        accelerator.backward(ours)
+        mine = torch.stack([loss_of(model, step, other).detach() for other in range(size)]).mean()
+        assert float(mine) == pytest.approx(float(theirs), rel=1e-6)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    saved, exported = path.parent / "saved", path.parent / "exported"
+    save_checkpoint(saved, model=model)
+    other = adapted(fullshard.from_pretrained(AutoModelForCausalLM, path, dtype=torch.float32), **targets)
+    other = Accelerator(cpu=True).prepare(other)
+    load_checkpoint(saved, model=other)
+    assert torch.equal(loss_of(other, 9, 0), loss_of(model, 9, 0))
+    export_hf(exported, model=model)
+    merged = expected.merge_and_unload()
+    read = AutoModelForCausalLM.from_pretrained(exported).state_dict()
+    assert getattr(merged.config, "quantization_config", None) is None
+    assert all(torch.allclose(read[name], value, atol=1e-5) for name, value in merged.state_dict().items())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "targets", [{"target_parameters": EXPERTS, "target_modules": []}, {"target_modules": "all-linear"}], ids=str
+)
+def test_adapters_train_on_mxfp4_as_on_its_values(targets: dict[str, Any], tmp_path: Path) -> None:
+    run_ranks(check_training, 2, gpt_oss(tmp_path / "base"), targets, Mxfp4Config(dequantize=True))
+
+
+def test_files_in_mxfp4_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    gpt_oss(tmp_path)
+    name = "model.layers.1.mlp.experts.down_proj"
+    whole = load_file(tmp_path / "model.safetensors")
+
+    def load(**changes: Any) -> None:
+        tensors = {n: changes.get(n.rpartition("_")[2], t) if n.startswith(f"{name}_") else t for n, t in whole.items()}
+        rewrite(tmp_path, lambda _: {n: t for n, t in tensors.items() if t is not None}, MXFP4)
+        Accelerator(cpu=True).prepare(fullshard.from_pretrained(AutoModelForCausalLM, tmp_path))
+
+    with pytest.raises(
+        CheckpointError, match=r"holds \S+layers\.1\.\S+down_proj_blocks, but no .* \S+down_proj_scales"
+    ):
+        load(scales=None)
+    with pytest.raises(CheckpointError, match=r"has shape \(4, 64, 3, 16\) and \S+_scales \(4, 64, 2\), expected"):
+        load(scales=whole[f"{name}_scales"][..., :2])
+    with pytest.raises(CheckpointError, match=r"down_proj has shape \(4, 96, 64\) in the model and \(4, 64, 64\)"):
+        load(blocks=whole[f"{name}_blocks"][:, :, :2], scales=whole[f"{name}_scales"][..., :2])
+
+
+def test_another_quantisation_of_coded_files_is_asked_for_by_its_form(tmp_path: Path) -> None:
+    gpt_oss(tmp_path)
+    with pytest.raises(ConfigError, match=r"is a BitsAndBytesConfig, but .* quantised already \(mxfp4\)") as error:
+        fullshard.from_pretrained(
+            AutoModelForCausalLM, tmp_path, quantization_config=BitsAndBytesConfig(load_in_4bit=True)
+        )
+    assert "quantize=..." in str(error.value.hint)
+    model = fullshard.from_pretrained(AutoModelForCausalLM, tmp_path, quantize="int8")
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=Mxfp4Config(dequantize=True))
+    sharded = Accelerator(cpu=True).prepare(model)
+    assert held(sharded).keys() > experts_of(reference)
+    for name in experts_of(reference):
+        values = reference.get_parameter(name)
+        expected = torch.empty_like(values).view(-1)
+        codec("int8").decode(codec("int8").encode(values.data.view(-1)), expected)
+        assert torch.equal(sharded.get_parameter(name).full_tensor().view(-1), expected)
+
+
+def check_merge(path: Path, targets: dict[str, Any], widened: Any) -> None:
+    """`fullshard merge` onto coded files gives PEFT's merge with the values, and says nothing of quantisation."""
+    reference = AutoModelForCausalLM.from_pretrained(path / "base", quantization_config=widened)
+    model = adapted(reference, **targets)
+    fill_adapters(model)
+    model.save_pretrained(path / "adapter")
+    run = CliRunner().invoke(app, ["merge", *(str(path / name) for name in ("base", "adapter", "merged"))])
+    assert run.exit_code == 0, run.output
+    merged = model.merge_and_unload()
+    read = AutoModelForCausalLM.from_pretrained(path / "merged")
+    assert getattr(read.config, "quantization_config", None) is None
+    assert all(torch.equal(read.state_dict()[name], value) for name, value in merged.state_dict().items())
+
+
+def test_merging_onto_mxfp4_is_exact(tmp_path: Path) -> None:
+    gpt_oss(tmp_path / "base")
+    check_merge(tmp_path, {"target_parameters": EXPERTS, "target_modules": ["q_proj"]}, Mxfp4Config(dequantize=True))
+
+
+def test_quantised_files_that_cannot_be_read_are_refused_by_every_reader(tmp_path: Path) -> None:
+    gpt_oss(tmp_path / "base")
+    model = fullshard.from_pretrained(AutoModelForCausalLM, tmp_path / "base")
+    rewrite(tmp_path / "base", lambda tensors: tensors, {"quant_method": "gptq", "bits": 4})
+    with pytest.raises(ConfigError, match=r"quantised already \(gptq\)") as error:
+        fullshard.from_pretrained(AutoModelForCausalLM, tmp_path / "base")
+    assert "mxfp4" in str(error.value.hint)
+    with pytest.raises(ConfigError, match=r"quantised already \(gptq\)"), open_merged(tmp_path / "base", tmp_path):
+        pass
+    sharded = Accelerator(cpu=True).prepare(model)
+    with pytest.raises(ConfigError, match=r"quantised already \(gptq\)"):
+        load_pretrained(tmp_path / "base", sharded)
