@@ -1,19 +1,19 @@
-"""Bytes of one rank through one step, by category: the predicted events replayed against a ledger.
+"""The memory of one rank through one step, by category. A ledger applies the predicted events one after another.
 
-What each event changes is what the engine does (`engine/bucket`, `engine/gradient`, `engine/unsharded_gradient`):
+Each event changes what the engine changes (`engine/bucket`, `engine/gradient`, `engine/unsharded_gradient`):
 
-    unshard issued      `full` of the unit is allocated (with shared memory: is there)    + gathered
-                        of coded weights the message is allocated, and                    + codes
-    unshard ready       `full`, when they are decoded; then the message is freed          + gathered, - codes
-    resharded           and freed                                                         - gathered
-    forward end         what autograd saved stays                                         + activations (root: + logits)
-    to host             activations are copied out, and those before them freed           - activations
-    to device           and come back ahead of their unit's backward                      + activations
+    unshard issued      the unit's `full` is allocated (shared memory already has it)     + gathered
+                        for coded weights, the message is also allocated                  + codes
+    unshard ready       codes are decoded into `full`; then the message is freed          + gathered, - codes
+    resharded           `full` is freed                                                   - gathered
+    forward end         the tensors saved by autograd stay                                + activations (root: + logits)
+    to host             activations are copied out, and the previous ones are freed       - activations
+    to device           activations come back before their unit's backward                + activations
     backward begin      recomputed activations, the reduce input, one parameter's grad    + activations, reduce buffers
-    reduce issued       under way; the one before it has shrunk to this rank's interval   + gradients, - reduce buffers
-    reduce done         intervals are added to the main gradient, if not before          gradients
-    optimizer step      its temporaries                                                   + optimizer temporaries
-    bucket step         the same within backward, and the bucket's gradient is freed      - gradients
+    reduce issued       the previous reduction shrinks to this rank's interval            + gradients, - reduce buffers
+    reduce done         intervals are added to the main gradient, if not added before     gradients
+    optimizer step      the optimizer's temporaries                                       + optimizer temporaries
+    bucket step         the same within backward; then the bucket's gradient is freed     - gradients
 """
 
 from __future__ import annotations
@@ -63,19 +63,19 @@ by 1.48 GiB, a tenth less.
 
 
 def fragments_nbytes(transient: int) -> int:
-    """Return the bytes that fragmentation adds to `transient` bytes that are allocated and freed."""
+    """Return the bytes that fragmentation adds to `transient` bytes, which are allocated and freed during a step."""
     return max(FRAGMENTS, round(FRAGMENTATION * transient))
 
 
 class Moment(NamedTuple):
-    """The ledger right after an event."""
+    """The ledger immediately after an event."""
 
     event: Event
     nbytes: dict[str, int]
 
     @property
     def total(self) -> int:
-        """Bytes of all categories."""
+        """The total of all categories in bytes."""
         return sum(self.nbytes.values())
 
 
@@ -84,11 +84,11 @@ class Memory:
     """One rank's device memory.
 
     Attributes:
-        phases: the fullest moment of each phase (load, forward, backward, optimizer, save), by category.
+        phases: the peak of each phase (load, forward, backward, optimizer, save), by category.
         host_load: bytes of host memory per host while `fullshard.from_pretrained` reads the weights.
-        host_load_peers: the same with Transformers' `from_pretrained` in every process, before anything is sharded.
-        host_steady: bytes of host memory per host while training.
-        checkpoint: bytes on disk of one checkpoint of the whole job.
+        host_load_peers: the same if every process calls Transformers' `from_pretrained` before the model is sharded.
+        host_steady: bytes of host memory per host during training.
+        checkpoint: bytes on disk for one checkpoint of the whole job.
     """
 
     phases: dict[str, dict[str, int]]
@@ -100,34 +100,34 @@ class Memory:
 
     @property
     def persistent(self) -> int:
-        """Bytes that stay between steps, without the framework's."""
+        """Bytes that stay allocated between steps, excluding the framework's."""
         return sum(self.phases["load"].get(name, 0) for name in PERSISTENT)
 
     @property
     def peak(self) -> int:
-        """The fullest moment of all."""
+        """The peak over all phases."""
         return max(map(self.peak_of, self.phases))
 
     @property
     def needed(self) -> int:
-        """The peak with the memory that the allocator cannot use."""
+        """The peak plus the memory that the allocator cannot use."""
         framework = self.phases["load"].get("framework", 0)
         if not framework:  # on a CPU memory goes back to the system
             return self.peak
         return self.peak + fragments_nbytes(self.peak - self.persistent - framework)
 
     def peak_of(self, phase: str) -> int:
-        """Return the fullest moment of one phase."""
+        """Return the peak of one phase."""
         return sum(self.phases[phase].values())
 
     @property
     def peak_of_step(self) -> int:
-        """The fullest moment of a step, loading and saving left out."""
+        """The peak of a step, excluding loading and saving."""
         return max(moment.total for moment in self.timeline)
 
 
 def memory_of(events: Sequence[Event], setting: PlanSetting, *, ranks_per_host: int) -> Memory:
-    """Replay one step."""
+    """Return the memory of a step by replaying its events."""
     root = setting.layout.root.name
     micro_batches = sum(event.kind is EventKind.FORWARD_BEGIN and event.unit == root for event in events)
     ledger = _Ledger(setting, micro_batches)
@@ -165,7 +165,7 @@ def memory_of(events: Sequence[Event], setting: PlanSetting, *, ranks_per_host: 
 
 
 def persistent_of(setting: PlanSetting) -> dict[str, int]:
-    """Return the bytes of one rank on the device between steps."""
+    """Return the bytes that one rank holds on the device between steps, by category."""
     buckets, on_host = setting.layout.buckets, setting.on_host
     scales = sum(p.nbytes for p in setting.model.parameters if p.role == "scale") // setting.layout.shard_size
     scales += sum(bucket.scale_nbytes for bucket in buckets)
@@ -186,7 +186,7 @@ def _state_nbytes(setting: PlanSetting) -> int:
 
 @dataclass(slots=True)
 class _Gradient:
-    """One bucket on its way from the reduce input to the main gradient."""
+    """One bucket's gradient, from the reduce input to the main gradient."""
 
     bucket: CountedBucket
     extra: int
@@ -217,7 +217,7 @@ class _Ledger:
         return dict(self.now)
 
     def apply(self, event: Event) -> list[dict[str, int]]:
-        """Change the ledger and return the moments to look at, the fullest first if something is there only briefly."""
+        """Apply an event and return the ledger's new states. If a peak is brief, it comes first."""
         unit = self.units[event.unit]
         match event.kind:
             case EventKind.UNSHARD_ISSUED:
@@ -296,23 +296,29 @@ class _Ledger:
         return moments + self._for_a_moment({"activations": working})
 
     def _leave_loss(self) -> list[dict[str, int]]:
-        """Return the moment of the loss's backward, and keep what is left when the head's begins."""
+        """Return the peak in the loss's backward.
+
+        Afterwards the ledger holds what is left when the head's backward begins.
+        """
         self.now["logits"] = self.logits.loss
         moments = [self.nbytes]
         self.now["logits"] = self.logits.head
         return moments
 
     def _temporary(self, unit: UnitLayout, layer: LayerActivations) -> int:
-        """Return what is needed between two products, or in one that unpacks its weight."""
+        """Return the temporaries needed between two products, or during a product that unpacks its weight."""
         return max(layer.working, layer.in_product + self._dequantised(unit))
 
     def _dequantised(self, unit: UnitLayout) -> int:
-        """Return the bytes of the largest weight a 4-bit layer unpacks, two elements per byte, in compute dtype."""
+        """Return the bytes of the largest weight that a 4-bit layer unpacks to the compute dtype.
+
+        Each packed byte holds two elements.
+        """
         packed = [b.layout.largest_numel for b in unit.buckets if b.dtype == "uint8" and b.form is None]
         return 2 * max(packed, default=0) * itemsize(self.setting.job.compute_dtype)
 
     def _collect(self, unit: UnitLayout, working: int = 0) -> list[dict[str, int]]:
-        """Make the reduce inputs when the first gradient arrives, while that gradient still exists."""
+        """Allocate the reduce inputs when the first gradient arrives, while that gradient still exists."""
         if not unit.trainable:
             return [self.nbytes]
         is_first = unit.name not in self.collecting
@@ -331,7 +337,7 @@ class _Ledger:
         return moments
 
     def _leave_backward(self) -> None:
-        """Free what was kept for the unit whose backward was under way."""
+        """Free the activations of the unit whose backward has just ended."""
         if self.backward_of is not None:
             layer = self.layers.get(self.backward_of)
             if layer is not None:
@@ -363,7 +369,10 @@ class _Ledger:
         return moments + self._accumulate_early()
 
     def _accumulate_early(self) -> list[dict[str, int]]:
-        """Add what has arrived along both axes to the main gradient, if there is one, and free it."""
+        """Add the gradients that are reduced along both axes to the main gradient, and free them.
+
+        Do nothing if there is no main gradient yet.
+        """
         if not self.has_main_gradient or self._steps_in_backward:
             return []
         layout, moments = self.setting.layout, []
@@ -375,7 +384,7 @@ class _Ledger:
         return moments
 
     def _shrink(self, gradient: _Gradient) -> list[dict[str, int]]:
-        """End a reduction: copy this rank's interval out and free the rest, or leave it in its buffer."""
+        """Finish a reduction: copy this rank's interval out and free the rest, or leave the interval in its buffer."""
         bucket = gradient.bucket
         summing = {"reduce buffers": self.setting.summing_nbytes(bucket)}
         moments = self._for_a_moment(summing)[:1]
@@ -391,23 +400,26 @@ class _Ledger:
         return moments
 
     def _stays(self, bucket: CountedBucket) -> bool:
-        """Return whether the sum is made in this rank's reduce input, which is long."""
+        """Return whether the sum is computed in this rank's reduce input, so that its full length stays allocated."""
         is_cast = self.setting.collected_dtype(bucket) != bucket.reduce_dtype
         return self.setting.route.shares_memory and bucket.reduced_nbytes >= LONG_NBYTES and not is_cast
 
     def _held_nbytes(self, bucket: CountedBucket) -> int:
-        """Return the bytes that the reduced gradient keeps."""
+        """Return the bytes that stay allocated for the reduced gradient."""
         return bucket.reduce_nbytes if self._stays(bucket) else bucket.reduced_nbytes
 
     @property
     def _steps_in_backward(self) -> bool:
-        """Return whether the backward under way steps the optimizer: the last of a step, if any."""
+        """Return whether the current backward steps the optimizer.
+
+        Only the last backward of a step can do so.
+        """
         job = self.setting.job
         is_last = not self.setting.reduces_each_micro_batch or self.micro_batch == self.micro_batches - 1
         return job.schedule.steps_in_backward and is_last
 
     def _finish(self) -> list[dict[str, int]]:
-        """Finish all reductions that are done, at the first point where that is known."""
+        """Finish all reductions. This is the first event after which all of them are known to be done."""
         self._leave_backward()
         moments = [moment for gradient in self.launched for moment in self._accumulate(gradient)]
         self.now["gradients"] -= self.leaving
@@ -420,7 +432,7 @@ class _Ledger:
         return [*moments, self.nbytes]
 
     def _finish_one(self, unit: UnitLayout) -> None:
-        """Finish the unit's oldest reduction, when nothing is known of the others."""
+        """Finish the unit's oldest reduction. The other reductions may still be running."""
         gradient = next((g for g in self.launched if any(g.bucket is bucket for bucket in unit.trainable)), None)
         if gradient is None:  # of the previous micro-batch, whose reductions all ended with the first of them
             return
@@ -429,7 +441,7 @@ class _Ledger:
         self.stepping = gradient.bucket
 
     def _accumulate(self, gradient: _Gradient) -> list[dict[str, int]]:
-        """Add the reduced gradient to the main gradient, or make it the main gradient."""
+        """Add the reduced gradient to the main gradient, or make it the main gradient if there is none."""
         if gradient.is_added:
             return []
         moments = [] if gradient.is_shrunk else self._shrink(gradient)
@@ -467,7 +479,7 @@ class _Ledger:
         return self._for_a_moment({"optimizer temporaries": temporaries, "optimizer state": visiting})
 
     def _temporaries(self, buckets: Sequence[CountedBucket]) -> int:
-        """Return what updating these buckets, which are on the device, needs for a moment."""
+        """Return the temporary bytes needed to update these buckets, which are on the device."""
         if not self.setting.job.planned_optimizer.has_temporaries:
             return 0
         matrices = self.setting.matrices
@@ -496,7 +508,10 @@ class _Ledger:
 
 
 def _load_peak(setting: PlanSetting, at_rest: dict[str, int]) -> dict[str, int]:
-    """Return the peak of loading, which makes units real one by one; the root comes last, with all others sharded."""
+    """Return the peak of loading.
+
+    Units are materialized one by one. The root is the last, when all other units are already sharded.
+    """
     nbytes = dict(at_rest)  # the optimizer's state comes with its first step, but a resumed run has it
     whole = max(sum(b.layout.full_numel * b.value_itemsize for b in unit.buckets) for unit in setting.layout.units)
     if setting.layout.shard_size > 1:
@@ -505,11 +520,12 @@ def _load_peak(setting: PlanSetting, at_rest: dict[str, int]) -> dict[str, int]:
 
 
 def _host(setting: PlanSetting, ranks_per_host: int) -> tuple[int, int, int]:
-    """Return host bytes of loading here, of loading with Transformers, and of training, where offloaded state stays.
+    """Return the host's bytes for loading with fullshard, for loading with Transformers, and for training.
 
-    Transformers reads the whole model in every process, in its stored dtype. Here a process reads its interval of one
-    parameter after the other; a parameter that is quantised on the way is read whole (`checkpoint/pretrained`). Buffers
-    copied to and from the device are page-locked.
+    Transformers reads the complete model in every process, in its stored dtype. A fullshard process reads its interval
+    of one parameter after another, but reads a parameter in full if it is quantised during loading
+    (`checkpoint/pretrained`). Offloaded state stays in host memory during training. Buffers that are copied to or from
+    the device are page-locked.
     """
     buckets, base = setting.layout.buckets, itemsize(setting.job.stored_dtype)
     whole = sum(b.layout.numel * (itemsize(b.dtype) if b.form is None else base) for b in buckets)
@@ -538,7 +554,7 @@ def _host(setting: PlanSetting, ranks_per_host: int) -> tuple[int, int, int]:
 
 
 def _checkpoint(setting: PlanSetting) -> int:
-    """Return the bytes of every parameter in its stored dtype and of the optimizer's state, once."""
+    """Return the bytes of all parameters in their stored dtypes plus the optimizer's state, without duplicates."""
     stored = sum(parameter.nbytes * parameter.tiles for parameter in setting.model.parameters)
     own = sum(parameter.numel for parameter in setting.model.parameters if parameter.trainable)
     tiles = setting.model.trainable_numel / own if own else 1.0

@@ -1,4 +1,4 @@
-"""Effects of a training method on a model's parameters: dtypes, frozen parameters, adapters, quantised bytes."""
+"""The effects of a training method on the parameters: dtypes, frozen parameters, adapters and quantisation."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ NF4_BLOCK, NESTED_BLOCK = 64, 256
 def apply_method(model: ModelShape, job: Job) -> ModelShape:
     """Return `model` as `job` trains it.
 
-    Full training has main weights in float32, or as they come with precision `no`. LoRA freezes the base in its own
-    dtype and adds two float32 matrices to every target, where PEFT puts them. QLoRA also packs each linear layer's
-    weight into 4 bits, its double-quantised scales beside it, and has stacked experts in a stored form. With
-    `quantize` all large weights are in that.
+    Full training keeps main weights in float32, or in their stored dtype with precision `no`. LoRA freezes the base in
+    its own dtype, and adds two float32 matrices to every target, in the places where PEFT adds them. QLoRA also packs
+    each linear layer's weight into 4 bits with double-quantised scales, and stores stacked experts in a form. With
+    `quantize`, all large weights are stored in that form.
     """
     if model.is_final:
         return _quantized(model, job.quantize) if job.quantize else model
@@ -62,7 +62,7 @@ def apply_method(model: ModelShape, job: Job) -> ModelShape:
 
 
 def _quantized(model: ModelShape, form: str) -> ModelShape:
-    """Return a model, as it is, whose large frozen weights are in a stored form, as `fullshard.quantize` has them."""
+    """Return the model with its large frozen weights in a stored form, as `fullshard.quantize` would store them."""
 
     def change(unit: UnitShape, parameter: ParameterShape) -> Iterator[ParameterShape]:
         is_free = not (parameter.trainable or parameter.exact or parameter.form)
@@ -73,7 +73,7 @@ def _quantized(model: ModelShape, form: str) -> ModelShape:
 
 
 def conversion_of(model: ModelShape, job: Job) -> Conversion:
-    """Count what a job quantises of the given model, and what of it no adapter reaches."""
+    """Count the elements that a job quantises in the given model, and those that no adapter reaches."""
     found = Conversion(is_asked_for=True, form=job.quantize or EXPERTS_FORM)
     for unit in model.units:
         for parameter in unit.parameters:
@@ -91,7 +91,7 @@ def conversion_of(model: ModelShape, job: Job) -> Conversion:
 
 
 def _form(model: ModelShape, unit: UnitShape, parameter: ParameterShape, job: Job) -> str:
-    """Return the form in which a weight is at rest; empty: as numbers, or as bitsandbytes' layers have it."""
+    """Return the form in which a weight is stored. It is empty for numbers and for bitsandbytes' layers."""
     is_matrix = _is_matrix(model, unit, parameter)
     if not _is_reached(parameter, is_matrix=is_matrix):
         return ""
@@ -99,7 +99,10 @@ def _form(model: ModelShape, unit: UnitShape, parameter: ParameterShape, job: Jo
 
 
 def _is_reached(parameter: ParameterShape, *, is_matrix: bool) -> bool:
-    """Return whether a weight is a large one of a linear layer or a convolution, or several stacked, but no table."""
+    """Return whether a parameter is the large weight of a linear layer or a convolution.
+
+    A stack of such weights counts too, but an embedding does not.
+    """
     is_stack = parameter.role == "other" and len(parameter.shape) > 2 and parameter.shape[0] > 1
     return (is_matrix or is_stack) and is_large(parameter.name, parameter.shape)
 
@@ -109,7 +112,10 @@ def _is_matrix(model: ModelShape, unit: UnitShape, parameter: ParameterShape) ->
 
 
 def _packed(weight: ParameterShape) -> Iterator[ParameterShape]:
-    """Yield a 4-bit weight's parts: two elements per byte, a byte of scale per block, 4 bytes per block of scales."""
+    """Yield the parts of a 4-bit weight.
+
+    A byte holds two elements. Each block has a scale of one byte, and each block of scales has another 4 bytes.
+    """
     scales = math.ceil(weight.numel / NF4_BLOCK)
     packed = dataclasses.replace(weight, shape=(math.ceil(weight.numel / 2), 1), dtype="uint8", exact=True)
     yield packed

@@ -1,4 +1,4 @@
-"""The known figures of each optimizer that can be planned."""
+"""The properties of each optimizer that the planner supports."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ class OptimizerRow:
     """One optimizer.
 
     Attributes:
-        moments: tensors of state as large as the parameter, in the dtype that its main weight is stored in.
-        passes: how often its step reads or writes a tensor of that size. Fused: weight, gradient and moments
-            read, weight and moments written. Otherwise each operation of torch's loop goes through memory on its own:
-            decay 2, first moment 3, second moment 2 + 4, its root 2, that scaled 2, epsilon 2, the update 4, as
-            torch/optim/adamw.py has them; momentum 2 + 3, the update 3.
-        has_temporaries: whether the loop keeps results of the size of parameters for a moment.
-        is_torchs: whether it is one of torch's own, which can step in backward.
-        matrix: costs of whole matrices for every rank, if it needs them; the other fields are then for all other
-            parameters.
-        packed_nbytes: bytes of state per trained parameter in a dtype of its own.
+        moments: number of state tensors that are as large as the parameter and have the dtype of its main weight.
+        passes: how often its step reads or writes a tensor of that size. A fused optimizer reads the weight, the
+        gradient
+            and the moments, and writes the weight and the moments. Otherwise each operation of torch's loop goes
+            through memory separately. AdamW in torch/optim/adamw.py has 2 passes for the decay, 3 for the first moment,
+            2 + 4 for the second moment, 2 for its root, 2 for scaling it, 2 for epsilon and 4 for the update. Momentum
+            takes 2 + 3, and its update 3.
+        has_temporaries: whether the loop briefly holds temporaries as large as the parameters.
+        is_torchs: whether it is one of torch's own optimizers, which can step in backward.
+        matrix: the costs of complete matrices for every rank, if the optimizer needs them; the other fields then apply
+        to
+            all other parameters.
+        packed_nbytes: bytes of state per trained parameter that have a dtype of their own.
     """
 
     moments: int
@@ -32,11 +35,11 @@ class OptimizerRow:
     matrix: OptimizerRow | None = None
 
     def state_nbytes(self, dtype: str) -> float:
-        """Return bytes of state per trained parameter that is stored as `dtype`."""
+        """Return the bytes of optimizer state per trained parameter that is stored as `dtype`."""
         return self.moments * itemsize(dtype) + self.packed_nbytes
 
     def step_nbytes(self, dtype: str) -> float:
-        """Return bytes that its step reads and writes per trained parameter that is stored as `dtype`."""
+        """Return the bytes that a step reads and writes per trained parameter that is stored as `dtype`."""
         return self.passes * itemsize(dtype) + 2 * self.packed_nbytes
 
 

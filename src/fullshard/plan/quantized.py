@@ -1,4 +1,4 @@
-"""The part of a model that is quantised, and when that is less than the user meant."""
+"""Counts how much of a model is quantised, and reports when it is less than the user intended."""
 
 from __future__ import annotations
 
@@ -13,29 +13,32 @@ _FEW = 16
 
 
 def is_stacked(name: str, shape: tuple[int, ...]) -> bool:
-    """Return whether a parameter holds several matrices, as Transformers keeps those of a layer's experts."""
+    """Return whether a parameter holds several matrices, like the stacked experts of a layer in Transformers."""
     return len(shape) == 3 and shape[0] > 1 and "conv" not in name.lower()
 
 
 def is_large(name: str, shape: tuple[int, ...]) -> bool:
-    """Return whether a weight is worth quantising: one or more matrices, but not those of a router of experts."""
+    """Return whether a weight is worth quantising.
+
+    It must consist of one or more matrices, and must not belong to a router of experts.
+    """
     is_router = name.split(".")[-2:-1] in (["gate"], ["router"])
     return len(shape) > 1 and math.prod(shape) // max(1, *shape) >= _FEW and not is_router
 
 
 @dataclass(slots=True)
 class Conversion:
-    """Elements of a model's own parameters, as they are before quantisation; adapters are not counted.
+    """Number of elements of a model's own parameters, before quantisation. Adapters are not counted.
 
     Attributes:
-        is_asked_for: whether the whole model was to be quantised, not single layers.
-        converted: in few bits, in bitsandbytes' layers.
-        at_rest: in few bits between uses, in whatever layer, as `form` says.
-        whole: in 16 or 32 bits.
-        tables: of `whole`, embeddings and the head, which bitsandbytes leaves alone in every model.
-        stacked: of `whole`, matrices stacked in one parameter.
-        accepted: of `whole`, parameters that are no table and that the user excluded.
-        unadapted: frozen and stacked, whole or not, without an adapter.
+        is_asked_for: whether the complete model was to be quantised, and not only single layers.
+        converted: elements in few bits, in bitsandbytes' layers.
+        at_rest: elements in few bits between uses, in any layer, in the form `form`.
+        whole: elements in 16 or 32 bits.
+        tables: the part of `whole` in embeddings and the head, which bitsandbytes never converts.
+        stacked: the part of `whole` in parameters that stack several matrices.
+        accepted: the part of `whole` in parameters that the user excluded, without embeddings and the head.
+        unadapted: frozen, stacked elements without an adapter, quantised or not.
     """
 
     is_asked_for: bool = False
@@ -49,7 +52,7 @@ class Conversion:
     form: str = ""
 
     def add_whole(self, name: str, shape: tuple[int, ...], *, is_table: bool, is_accepted: bool = False) -> None:
-        """Count a parameter that is not converted."""
+        """Count a parameter that stays in 16 or 32 bits."""
         numel = math.prod(shape)
         self.whole += numel
         self.tables += numel * is_table
@@ -58,7 +61,7 @@ class Conversion:
 
     @property
     def said(self) -> str:
-        """Say what stays in 16 or 32 bits, and why, in one line."""
+        """A line that states how much stays in 16 or 32 bits, and why."""
         total = self.converted + self.at_rest + self.whole
         text = f"{self.whole / total:.0%} of the weights ({format_count(self.whole)} of {format_count(total)}) stay in "
         if self.at_rest:
@@ -73,7 +76,7 @@ class Conversion:
 
     @property
     def said_of_adapters(self) -> str:
-        """Say which weights have no adapter, and why; empty if all have one."""
+        """A line that states which weights have no adapter, and why. It is empty if all have one."""
         if not self.unadapted:
             return ""
         return (
@@ -82,7 +85,7 @@ class Conversion:
         )
 
     def require(self) -> None:
-        """Refuse a quantised model if most of it, tables left out, is not quantised."""
+        """Refuse the model if most of it, apart from embeddings and the head, was not quantised as requested."""
         if self.is_asked_for and self.whole - self.tables - self.accepted > self.converted + self.at_rest:
             raise ConfigError(
                 f"the model was to be quantised, and {self.said}",

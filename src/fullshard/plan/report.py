@@ -1,4 +1,4 @@
-"""A plan for people (tables), for programs (JSON) and as a configuration that can be launched."""
+"""Show a plan as tables for people, as JSON for programs, and as a configuration to launch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fullshard.plan.memory import CATEGORIES
 
 
 def as_tables(plan: Plan, changes: Sequence[Change], notes: Sequence[str]) -> RenderableType:
-    """Return the whole plan as tables."""
+    """Return the complete plan as tables."""
     parts: list[RenderableType] = [Text(_headline(plan)), _memory_table(plan), _rest_table(plan)]
     colors = {"fits": "green", "fits, tight": "yellow", "may not fit": "yellow", "does not fit": "red"}
     parts.append(Text(plan.verdict, style=f"bold {colors[plan.confidence]}"))
@@ -99,7 +99,10 @@ def _rest_table(plan: Plan) -> Table:
 
 
 def front_table(plans: Sequence[Plan], title: str) -> Table:
-    """Show plans side by side. A column with one value for all is left out: it is in the plan above."""
+    """Return a table that shows plans side by side.
+
+    Columns with the same value for all plans are left out, because the plan above the table shows them.
+    """
     rows = [_front_row(plan) for plan in plans]
     numbers = ("GiB", "tokens/s", "MFU")
     heads = [head for head in rows[0] if head in numbers or len({row[head] for row in rows}) > 1]
@@ -133,7 +136,7 @@ def _front_row(plan: Plan) -> dict[str, str]:
 
 
 def as_dict(plan: Plan, changes: Sequence[Change] = (), notes: Sequence[str] = ()) -> dict[str, Any]:
-    """Return everything as plain values. Bytes are bytes, times are seconds."""
+    """Return the complete plan as plain values, in bytes and seconds."""
     return {
         "model": {"name": plan.model.name, **_picked(plan, "parameters trainable")},
         "devices": {"kind": plan.cluster.device.name, "count": plan.cluster.count, "hosts": plan.cluster.hosts},
@@ -170,15 +173,15 @@ def as_dict(plan: Plan, changes: Sequence[Change] = (), notes: Sequence[str] = (
 
 
 def _picked(thing: object, names: str) -> dict[str, Any]:
-    """Return attributes by name; `key=attribute` renames one."""
+    """Return a dict of attributes by name. `key=attribute` stores an attribute under another key."""
     pairs = (word.partition("=") for word in names.split())
     return {key: getattr(thing, attribute or key) for key, _, attribute in pairs}
 
 
 def as_run_config(plan: Plan, others: Mapping[str, Any] | None = None) -> RunConfig:
-    """Return the configuration that `fullshard launch` runs this plan with.
+    """Return the configuration with which `fullshard launch` runs this plan.
 
-    Settings that it cannot express (batch size, sequence length, optimizer, LoRA) belong to the script.
+    The script must set what a configuration does not contain: batch size, sequence length, optimizer and LoRA.
     """
     return RunConfig.of_paths(
         {
@@ -193,7 +196,7 @@ def as_run_config(plan: Plan, others: Mapping[str, Any] | None = None) -> RunCon
 
 
 def for_the_script(job: Job) -> str:
-    """Return the settings of a plan that no configuration can express, so that the script has to."""
+    """Return the settings of a plan that a configuration cannot contain, so that the script must set them."""
     ours, plain = job.of_the_run(), job.__class__.model_fields
     values = {name: value for name, value in job.model_dump().items() if name not in ours}
     named = {n: v for n, v in values.items() if n in ("micro_batch", "seq_len", "optimizer") or v != plain[n].default}

@@ -1,4 +1,4 @@
-"""The way the ranks of a group reach one another, for the planner and for collectives that share memory."""
+"""The way in which a group's ranks communicate, for the planner and for collectives in shared memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class Route(Enum):
-    """One way, by its displayed name."""
+    """One way in which ranks communicate. Its value is the name that is displayed."""
 
     NONE = "none"
     NATIVE = "the devices' own links"
@@ -18,9 +18,9 @@ class Route(Enum):
         """Return the route of a group.
 
         Args:
-            ranks: how many it has.
+            ranks: number of ranks in the group.
             on_cpu: whether the tensors are in host memory.
-            per_host: how many of them are on one host; None if they cannot share memory.
+            per_host: number of the group's ranks on one host, or None if they cannot share memory.
         """
         if ranks == 1:
             return Route.NONE
@@ -30,15 +30,15 @@ class Route(Enum):
 
     @property
     def shares_memory(self) -> bool:
-        """Return whether unsharded parameters are one permanent piece of memory that all ranks share."""
+        """Return whether unsharded parameters are in a permanent buffer of memory that all ranks share."""
         return self is Route.SHARED_MEMORY
 
     @property
     def widens(self) -> bool:
-        """Return whether reductions cast their input, so that gradients are collected in the dtype they are made in."""
+        """Return whether reductions cast their input, so that gradients are collected in their original dtype."""
         return self is Route.SHARED_MEMORY
 
     @property
     def receives_apart(self) -> bool:
-        """Return whether the intervals to be summed arrive in buffers of their own."""
+        """Return whether the intervals to be summed arrive in separate buffers."""
         return self is Route.POINT_TO_POINT

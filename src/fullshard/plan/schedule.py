@@ -1,12 +1,12 @@
-"""One optimizer step as the list of events that the engine will emit, without running it.
+"""Predict the events that the engine will emit in one optimizer step, without running it.
 
-The order is that of `core.schedule`, which the engine follows, too, on the same layout and in the same event types, so
-`predict_step(...) == recorded` is a test, and whatever is derived from a predicted step (memory, traffic, time) holds
-for a recorded one.
+The order comes from `core.schedule`, which the engine also follows. Layout and event types are the same too, so a test
+can check `predict_step(...) == recorded`. Memory, traffic and time that are derived from a predicted step are therefore
+also valid for a recorded one.
 
-Shapes do not show everything, so the schedule assumes that every unit runs once per forward, one after the other, and
-that the root computes something after the last of them (a norm, a head). If the root returns a unit's own output,
-backward meets that unit first.
+Shapes do not show everything. The schedule assumes that every unit runs once per forward, one after another, and that
+the root computes something after the last unit (a norm, a head). If the root returns a unit's own output, backward
+reaches that unit first.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _Place = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class ScheduleOptions:
-    """The choices that decide the order of work, besides the layout.
+    """The options that determine the order of operations, in addition to the layout.
 
     Attributes:
-        sync_each_micro_batch: reduce after every micro-batch; False is `no_sync` for all but the last.
-        steps_in_backward: the optimizer steps each bucket in the last micro-batch's backward.
-        is_first_step: the order of forwards has not been agreed on yet, so nothing is gathered ahead in the first one.
-        optimizer: its state, where that visits the device for each step.
-        shard_rank: the rank in question: the last ranks own padding instead of elements.
+        sync_each_micro_batch: reduce after every micro-batch; False means `no_sync` for all but the last.
+        steps_in_backward: the optimizer steps each bucket during the backward of the last micro-batch.
+        is_first_step: the ranks have not agreed on the order of forwards yet, so the first forward does not prefetch.
+        optimizer: the optimizer. Its state only matters if it is copied to the device for each step.
+        shard_rank: the rank to predict, which matters because the last ranks have padding instead of elements.
     """
 
     accumulation: int = 1
@@ -46,7 +46,7 @@ class ScheduleOptions:
 
 
 def predict_step(model: ModelLayout, options: ScheduleOptions) -> list[Event]:
-    """Return the events of one step, on any rank."""
+    """Return the events of one step on a rank."""
     run = _Run(model, options)
     for number in range(options.accumulation):
         ahead = options.prefetches_in_forward and not (options.is_first_step and number == 0)
@@ -62,7 +62,7 @@ def predict_step(model: ModelLayout, options: ScheduleOptions) -> list[Event]:
 
 
 class _Run:
-    """The part of the engine's state that decides what happens next; units are known by their names."""
+    """The part of the engine's state that determines what happens next. Units are identified by name."""
 
     def __init__(self, model: ModelLayout, options: ScheduleOptions) -> None:
         self.model, self.options, self.steps = model, options, False
@@ -94,13 +94,16 @@ class _Run:
         self.events.append(Event(way, place[0], nbytes, what, place[1]))
 
     def turn(self, unit: UnitLayout) -> None:
-        """Move forward on to another unit: the activations of this one are copied to the host."""
+        """Record that forward has left `unit`, and copy its activations to the host."""
         if unit.page_nbytes:
             self.pages.append(unit)
             self.events.append(Event(EventKind.TO_HOST, unit.name, unit.page_nbytes, "activations"))
 
     def bring(self, unit: UnitLayout) -> None:
-        """Bring backward to a unit: wait for its activations, and copy back those before them."""
+        """Record that backward has reached `unit`.
+
+        Wait for its activations, and start copying back those of the unit before it.
+        """
         last = self.model.calls[-1]  # the root's are with the last unit's, which never left
         wanted = last if unit is self.model.root else unit
         if wanted is self.wanted:
@@ -211,7 +214,7 @@ class _Run:
             self.issue(unit)
 
     def complete(self, unit: UnitLayout, *, reduces: bool, has_input_gradient: bool = False) -> None:
-        """Note that all gradients of the unit's parameters exist."""
+        """Record that all gradients of the unit's parameters exist."""
         self.ready.add(unit.name)
         for place in _trainable(unit):
             for due in self.reductions.complete(place):
@@ -222,7 +225,7 @@ class _Run:
         self.step_when_final()
 
     def leave(self, unit: UnitLayout) -> None:
-        """End the unit's backward."""
+        """Record that backward has left `unit`."""
         self.awaiting.discard(unit.name)
         if not self.model.keeps_parameters:
             self.reshard(unit)
@@ -236,13 +239,13 @@ class _Run:
             self.step_when_final()
 
     def send_gradient(self, place: _Place) -> None:
-        """Note that a reduction is over, and copy its gradient to the host if the main weights are there."""
+        """Record that a reduction is over, and copy its gradient to the host if the main weights are there."""
         bucket = self.bucket(place)
         if bucket.main_is_on_host:
             self.move(EventKind.TO_HOST, place, bucket.reduced_nbytes, "gradient")
 
     def step_when_final(self) -> None:
-        """Follow the engine's rule of the same name."""
+        """Step the optimizer for buckets that are final, by the same rule as the engine's method of this name."""
         if not self.steps:
             return
         sizes = self.model.shard_size, self.model.replicate_size
@@ -281,7 +284,7 @@ def _trainable(unit: UnitLayout) -> list[_Place]:
 
 
 def _gradient_flow(model: ModelLayout) -> tuple[dict[str, bool], dict[str, bool]]:
-    """Return, by unit, whether one of its inputs wants a gradient, and whether its output does."""
+    """Return two dicts by unit: whether any of its inputs needs a gradient, and whether its output does."""
     wants, gives = {model.root.name: False}, {}
     flowing = model.root.feeds_units
     for unit in model.calls[1:]:

@@ -1,16 +1,17 @@
-"""The fastest way to run a job: every switch of the engine that keeps its numbers.
+"""Search for the fastest way to run a job, over all options of the engine that do not change its numbers.
 
-The search covers strategies and shard sizes, micro-batch and accumulation, checkpointing, and all options that save
-memory, alone and together: a loss in chunks, stepping in backward, embeddings as units, frozen weights stored in the
-form of the published files, activations on the host, and optimizer state, main weights or everything there; for the
-best plans also units kept unsharded. An option that is never slower and never larger is switched on at once: a fused
-optimizer on accelerators.
+The search covers strategies and shard sizes, micro-batch size and accumulation, checkpointing, and all options that
+save memory, alone and combined: the loss in chunks, stepping in backward, embeddings as units, frozen weights stored in
+the form of the published files, and offloading activations, optimizer state, main weights or everything. For the best
+plans it also tries keeping units unsharded. An option that is never slower and never takes more memory is always on:
+fused optimizers on accelerators.
 
-Saving memory costs time, so the search begins with nothing saved, and looks at the fastest way first: one that does
-not fit is replaced by those with one more option switched on. Ways are compared by estimates from models of a few
-layers: each further layer adds the same work again, so memory and time of n equal layers are maxima of straight lines
-over n, and the line through two points lies below. If layers take turns (windows, linear attention), the two models
-have whole turns; layers of another kind that come first (DeepSeek's dense ones) are in both.
+Saving memory costs time. The search therefore starts with no such option, and always looks at the fastest candidate
+first. A candidate that does not fit is replaced by candidates with one more option switched on. Candidates are compared
+by estimates from models of a few layers. Each additional layer adds the same work, so the memory and time of n equal
+layers are maxima of straight lines over n, and the line through two points is a lower bound. If layers alternate
+(windows, linear attention), both models have complete periods. Layers of another kind at the beginning (DeepSeek's
+dense ones) are in both.
 """
 
 from __future__ import annotations
@@ -62,10 +63,10 @@ def search(
     fixed: Collection[str] = (),
     margin: float = MARGIN,
 ) -> list[Plan]:
-    """Return the fastest plans, the fastest first, that need at most `margin` of a device.
+    """Return the plans that need at most the fraction `margin` of a device's memory, the fastest first.
 
-    The search has only plans that this engine runs: selective checkpointing is uncompiled only. The sequences of an
-    optimizer step stay those of `job`, if micro-batches divide them.
+    The search only proposes plans that this engine can run; for example, selective checkpointing is not compiled. The
+    number of sequences per optimizer step stays that of `job` if micro-batches divide it.
     """
     if job.optimizer == "adamw" and "optimizer" not in fixed and not cluster.device.is_cpu:
         job = job.model_copy(update={"optimizer": "adamw-fused"})  # which costs nothing
@@ -73,13 +74,13 @@ def search(
 
 
 def _fastest_first(plan: Plan) -> tuple[float, int]:
-    """Return a sort key: the fastest first, and of equally fast plans the smallest."""
+    """Return a sort key for plans: the fastest first, and the smallest first among equally fast plans."""
     return -plan.time.tokens_per_second, plan.memory.needed
 
 
 @dataclass(frozen=True, order=True, slots=True)
 class _Candidate:
-    """A way to run a job, with its highest speed and its least memory; the fastest comes first."""
+    """A way to run a job, with upper bounds of its speed and lower bounds of its memory. Sorts by speed."""
 
     key: float
     number: int
@@ -89,7 +90,7 @@ class _Candidate:
 
 
 class _Search:
-    """A search with everything that is not searched as it is in `job`."""
+    """A search. Options that are not searched have their values in `job`."""
 
     def __init__(self, model: ModelShape, job: Job, cluster: Cluster, fixed: frozenset[str], margin: float) -> None:
         self._model, self._job, self._cluster, self._fixed, self._margin = model, job, cluster, fixed, margin
@@ -107,7 +108,7 @@ class _Search:
         ]
 
     def plans(self) -> list[Plan]:
-        """Return the plans that were found, the fastest first."""
+        """Return the plans of the search, the fastest first."""
         waiting, pushed = list(self._first()), set[tuple[int, frozenset[str]]]()
         heapq.heapify(waiting)
         found, best = list[Plan](), 0.0
@@ -134,7 +135,10 @@ class _Search:
         return sorted([*found, *self._tuned(found[:3])], key=_fastest_first)
 
     def _first(self) -> Iterator[_Candidate]:
-        """Yield ways with nothing switched on: meshes, ways to checkpoint, micro-batches that may fit with all on."""
+        """Yield the initial candidates, which have no memory-saving options.
+
+        They combine meshes, checkpointing modes, and micro-batch sizes that may fit with all options on.
+        """
         job, fixed = self._job, self._fixed
         kinds = ("none", "full") if job.compile else ("none", "selective", "full")
         sequences = job.micro_batch * job.accumulation
@@ -153,7 +157,7 @@ class _Search:
                     yield candidate
 
     def _may_ever_fit(self, way: Mapping[str, Any]) -> bool:
-        """Return whether a way may fit with all options that go together switched on."""
+        """Return whether a candidate may fit with all compatible options switched on."""
         on_host = [name for name in self._saving if name in _ONE_OF][-1:]
         most = frozenset(self._saving) - _ONE_OF
         fullest = (self._candidate(way, options) for options in (most - {"step"} | {*on_host}, most))
@@ -170,7 +174,10 @@ class _Search:
         return Job.of(values)
 
     def _candidate(self, way: Mapping[str, Any], saving: frozenset[str]) -> _Candidate | None:
-        """Estimate a way with these options switched on, from few layers; None if they do not go together."""
+        """Estimate a candidate with these options from models of a few layers.
+
+        Return None if the options are not compatible.
+        """
         try:
             job = self._job_of(way, saving)
             plans = [(share, evaluate(model, job, self._cluster)) for share, model in self._models]
@@ -183,7 +190,7 @@ class _Search:
         return _Candidate(-speed, next(self._numbers), needed, way, saving)
 
     def _smaller(self, waiting: Sequence[_Candidate], needed: float) -> Iterator[Plan]:
-        """Yield plans that need less than those that were found, the fastest first."""
+        """Yield plans that need less memory than those found so far, the fastest first."""
         left = _SMALLER
         for candidate in sorted(waiting):
             if left and candidate.needed < 0.95 * needed:
@@ -193,7 +200,7 @@ class _Search:
                     yield plan
 
     def _tuned(self, plans: Sequence[Plan]) -> Iterator[Plan]:
-        """Yield faster versions of plans: embeddings as units, and as many units kept unsharded as the margin holds."""
+        """Yield faster versions of plans, with embeddings as units and as many unsharded units as the margin allows."""
         for plan in plans:
             if "embeddings" in self._saving and not plan.job.wrap_embeddings:
                 values = {**plan.job.model_dump(), "wrap_embeddings": True}
@@ -212,7 +219,10 @@ class _Search:
 
 
 def few_layers(model: ModelShape) -> list[tuple[float, ModelShape]]:
-    """Return models of a few layers, and the share of each in the whole; the whole, if it is small or irregular."""
+    """Return models of a few layers, each with its weight in the extrapolation to the complete model.
+
+    If the model is small or irregular, return only the model itself.
+    """
     layers = [unit for unit in model.units if unit.block is not None]
     # An encoder and a decoder are two parts, which are shortened alike.
     parts = [list(part) for _, part in itertools.groupby(layers, lambda unit: unit.name.rstrip("0123456789"))]
@@ -224,16 +234,17 @@ def few_layers(model: ModelShape) -> list[tuple[float, ModelShape]]:
 
 
 def _turns(layers: Sequence[UnitShape]) -> tuple[int, int]:
-    """Return (layers that come first, period after which the rest repeat): (0, 1) if all are alike.
+    """Return (number of layers that come first, period with which the others repeat).
 
-    (0, 6) if every sixth layer sees everything, (3, 1) if the first three have no experts.
+    (0, 1) means that all layers are alike. (0, 6) means that every sixth layer differs, for example because it has no
+    window. (3, 1) means that the first three layers differ, for example because they have no experts.
     """
     kinds = [(unit.block, tuple(p.shape for p in unit.parameters)) for unit in layers]
     numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
     row = [numbers[kind] for kind in kinds]
 
     def reaches_back(period: int) -> int:
-        """Return the index from which each layer equals the one `period` before it."""
+        """Return the index from which each layer equals the one `period` layers before it."""
         at = len(row)
         while at > period and row[at - 1] == row[at - 1 - period]:
             at -= 1
@@ -244,14 +255,17 @@ def _turns(layers: Sequence[UnitShape]) -> tuple[int, int]:
 
 
 def _shortened(layers: Sequence[UnitShape]) -> tuple[Sequence[UnitShape], Sequence[UnitShape], float]:
-    """Return a few layers, twice as many that repeat, and how many more repeats the whole has; 0 or less: no more."""
+    """Return a few layers, a longer list with twice as many repeated layers, and the number of further repeats.
+
+    If the number is 0 or less, the model has no more layers than the longer list.
+    """
     first, period = _turns(layers)
     few = period * -(-_FEW // period)
     return layers[: first + few], layers[: first + 2 * few], (len(layers) - first) / few - 2
 
 
 def _with_layers(model: ModelShape, kept: Iterable[UnitShape]) -> ModelShape:
-    """Return the model without its other layers."""
+    """Return the model with only the layers in `kept`."""
     names = {unit.name for unit in kept}
     dropped = {unit.name for unit in model.units if unit.block is not None and unit.name not in names}
     return dataclasses.replace(
@@ -288,7 +302,7 @@ def _nothing_fits(model: ModelShape, job: Job, cluster: Cluster, margin: float) 
 
 
 def pareto(plans: Sequence[Plan]) -> list[Plan]:
-    """Return the plans that no other beats in both speed and memory, fastest first."""
+    """Return the plans that no other plan beats in both speed and memory, the fastest first."""
     front: list[Plan] = []
     for plan in sorted(plans, key=_fastest_first):
         if not front or plan.memory.needed < front[-1].memory.needed:

@@ -1,4 +1,4 @@
-"""The inputs of a step's memory and time besides its events: the run, its model's layout, and the ranks' places."""
+"""The inputs of a step's memory and time besides its events: the run, the model's layout, and where the ranks are."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ from fullshard.plan.shapes import ModelShape
 
 @dataclass(frozen=True, slots=True)
 class PlanSetting:
-    """A run that is planned.
+    """A run to plan.
 
     Attributes:
-        device: the device it runs on. On a CPU optimizers update one parameter after the other, and a product in half
-            precision has a float32 copy of its result for a moment.
-        on_host: what lives in host memory beside the device's, as the layout has it.
-        route: how the ranks of a shard group reach one another. Where they share memory, unsharded parameters are
-            main weights, or copies of those that last, in the dtype they compute in. Each rank counts its own part.
+        device: the device that the run uses. On a CPU, optimizers update one parameter after another, and a product in
+        half
+            precision briefly needs a float32 copy of its result.
+        on_host: what is offloaded to host memory, as in the layout.
+        route: how the ranks of a shard group communicate. If they share memory, unsharded parameters are the main
+        weights,
+            or permanent copies of them in the compute dtype. Each rank counts its own part.
     """
 
     model: ModelShape
@@ -40,7 +42,7 @@ class PlanSetting:
 
     @property
     def reduces_each_micro_batch(self) -> bool:
-        """Return whether no gradient stays whole from one micro-batch to the next."""
+        """Return whether every micro-batch reduces its gradients, so that none stays unsharded until the next."""
         return self.job.sync_each_micro_batch and not self.layout.keeps_gradients
 
     def gathered_nbytes(self, unit: UnitLayout) -> int:
@@ -48,35 +50,38 @@ class PlanSetting:
         return unit.decoded_nbytes if self.route.shares_memory else unit.gathered_nbytes
 
     def coded_nbytes(self, unit: UnitLayout) -> int:
-        """Return the bytes of `unit`'s codes, which messages bring before they are decoded."""
+        """Return the bytes of `unit`'s codes, which messages carry before they are decoded."""
         return 0 if self.route.shares_memory else unit.coded_nbytes
 
     def collected_dtype(self, bucket: CountedBucket) -> str:
-        """Return the dtype that collects the unsharded gradient; if several backwards add to it, that of the sum."""
+        """Return the dtype in which the unsharded gradient is collected.
+
+        If several backwards add to it, this is the dtype of the sum.
+        """
         is_added_to = self.job.accumulation > 1 and not self.reduces_each_micro_batch
         return collected(bucket.compute_dtype, bucket.reduce_dtype, widens=self.route.widens and not is_added_to)
 
     def collected_nbytes(self, bucket: CountedBucket) -> int:
-        """Return the bytes of the unsharded gradient as it is collected."""
+        """Return the bytes of the unsharded gradient while it is collected."""
         return bucket.layout.full_numel * itemsize(self.collected_dtype(bucket))
 
     def summing_nbytes(self, bucket: CountedBucket) -> int:
-        """Return what summing the ranks' gradients takes in addition, on a CPU."""
+        """Return the additional bytes that summing the ranks' gradients takes on a CPU."""
         is_cast = self.collected_dtype(bucket) != bucket.reduce_dtype
         blocks = sum_blocks(self.layout.shard_size, is_cast=is_cast) if self.device.is_cpu else 0
         return blocks * min(SUM_BLOCK_NBYTES, bucket.reduced_nbytes)
 
     def copies_nbytes(self, bucket: CountedBucket) -> int:
-        """Return the bytes of a bucket's lasting copies in its compute dtype, besides its main weights."""
+        """Return the bytes of a bucket's permanent copies in its compute dtype, in addition to its main weights."""
         if not self.route.shares_memory or bucket.dtype == bucket.compute_dtype or bucket.form is not None:
             return 0
         return bucket.layout.shard_numel * itemsize(bucket.compute_dtype)
 
 
 def of_parameters(setting: PlanSetting, what: Callable[[OptimizerRow, str], float]) -> float:
-    """Return one rank's optimizer figure `what`, given per trained element of a dtype: the mean of a shard group.
+    """Return a rank's total of an optimizer's cost `what`, as the mean over a shard group.
 
-    Padding has no state.
+    `what` is a cost per trained element that depends on the dtype. Padding has no optimizer state.
     """
     row, work, buckets = setting.job.planned_optimizer, setting.matrices, setting.layout.buckets
     total = sum(bucket.layout.numel * what(row, bucket.dtype) for bucket in buckets if bucket.trainable)
