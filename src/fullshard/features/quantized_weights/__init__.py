@@ -1,4 +1,4 @@
-"""Weights that bitsandbytes has quantised are sharded with their scales."""
+"""Shard weights that bitsandbytes has quantised, together with their scales."""
 
 from fullshard.features.quantized_weights.scales import QuantizedWeight
 

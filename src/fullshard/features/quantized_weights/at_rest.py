@@ -1,12 +1,12 @@
-"""Weights that are codes and scales at rest and on the wire, and numbers while their unit is unsharded.
+"""Keep weights as codes and scales at rest and on the wire, and as plain values while their unit is unsharded.
 
-    main        this rank's bytes, one part after the other: codes, scales, scales of scales
-    message     the bytes of all ranks, gathered; freed as soon as they are decoded
-    full        as in any bucket: the values, in the dtype that forward computes in
+    main        this rank's bytes, part by part: codes, scales, scales of scales
+    message     the all-gathered bytes of all ranks; freed as soon as they are decoded
+    full        the values in the compute dtype, as in any other bucket
 
-All marked weights of a unit with one form and one compute dtype share a bucket, so a unit sends codes and scales in one
-message. The bucket is cut between atoms of the form, so no block is cut: what it decodes to is the same on any number
-of ranks.
+All marked weights of a unit that have the same form and compute dtype share one bucket, so a unit sends codes and
+scales in one message. The bucket is split only between atoms of the form. Every block therefore stays intact, and the
+decoded values are the same for any number of ranks.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ _PIECE_NUMEL = 2**22
 
 @runtime_checkable
 class CodedValues(Values, Protocol):
-    """A source of values of which some are codes already."""
+    """A source of values that can also supply some of them as codes."""
 
     def read_parts(self, slot: Slot, interval: Interval, form: StoredForm, parts: Mapping[str, torch.Tensor]) -> bool:
-        """Fill `parts`, by their names in the form, with those of elements `interval`; False: there are numbers only.
+        """Fill `parts`, keyed by name, for the elements in `interval`; return False if the source has no codes.
 
-        The interval begins between two atoms of the form, and counts elements in the order of the blocks. `parts` are
-        on the device, or in host memory.
+        The interval begins between two atoms of the form and counts elements in block order. The tensors in `parts`
+        are on the device or in host memory.
         """
 
 
 class DecodedBuffer(FullBuffer):
-    """The memory that coded weights are decoded into, and that of the message with their codes before."""
+    """The memory that receives the decoded weights, and the message buffer that receives their codes first."""
 
     def __init__(self, message: FullBuffer, full: torch.Tensor, ranks: int, how: Codec) -> None:
         self._message, self.full, self._ranks, self._codec = message, full, ranks, how
@@ -61,11 +61,11 @@ class DecodedBuffer(FullBuffer):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the values, and of the message while it is under way."""
+        """Return the bytes that the values take, plus those of the message while it is in flight."""
         return self._storage.nbytes() + self._message.nbytes
 
     def gather(self, main: torch.Tensor, *, tag: int, exactly: bool = False, is_unchanged: bool = False) -> Work:
-        """Launch the gather of the codes; whoever waits for it decodes them."""
+        """Start the all-gather of the codes; waiting for the returned work decodes them."""
         return WorkOf(partial(self._decode, self._message.gather(main, tag=tag, is_unchanged=is_unchanged)))
 
     @torch.no_grad()
@@ -80,20 +80,20 @@ class DecodedBuffer(FullBuffer):
         return self.full
 
     def free(self, *, keeps_memory: bool = False) -> None:
-        """Free the values."""
+        """Free the memory of the values, unless `keeps_memory` is set."""
         if not keeps_memory:
             self._storage.resize_(0)
 
     def wait_for_readers(self) -> None:
-        """Wait for ranks that still read this rank's codes; see `FullBuffer`."""
+        """Wait for ranks that are still reading this rank's codes; see `FullBuffer`."""
         self._message.wait_for_readers()
 
 
 class CodedParameter(ShardedParameter):
-    """A sharded parameter of which this rank has codes and scales. It is never trained."""
+    """A sharded parameter that this rank stores as codes and scales. It cannot be trained."""
 
     def requires_grad_(self, requires_grad: bool = True) -> CodedParameter:
-        """Refuse to train it."""
+        """Raise an error if training is requested, because codes cannot be trained."""
         if requires_grad:
             self.bucket.originals.parameters[self._index].requires_grad_(False)
             raise LifecycleError(
@@ -104,7 +104,7 @@ class CodedParameter(ShardedParameter):
 
 
 class CodedBucket(Bucket):
-    """See the module; arguments are those of `Bucket`."""
+    """A bucket of weights stored as codes; it takes the same arguments as `Bucket`."""
 
     buffer: DecodedBuffer
     parameter_type = CodedParameter
@@ -115,7 +115,7 @@ class CodedBucket(Bucket):
         return self.plan.form
 
     def make_buffer(self) -> FullBuffer:
-        """Make memory for the values, and for the messages that bring their codes."""
+        """Allocate memory for the values and for the messages that carry their codes."""
         mesh, plan = self.mesh, self.plan
         message = mesh.gather.full_buffer(
             plan.main_numel * mesh.shard_size, torch.uint8, mesh.device, holds_main=not plan.main_is_on_host
@@ -124,18 +124,18 @@ class CodedBucket(Bucket):
         return DecodedBuffer(message, full, mesh.shard_size, codec(self._form.name))
 
     def weights(self, index: int) -> torch.Tensor:
-        """Return this rank's part of parameter `index`: a tensor that computes as its values would."""
+        """Return this rank's part of parameter `index` as a tensor that computes like its values."""
         numel = self.layout.interval(index, self.mesh.shard_rank).numel
         like = torch.empty(numel, dtype=self.compute_dtype, device="meta")
         return CodedInterval(self._form, self._parts(index), like)
 
     def _parts(self, index: int) -> dict[str, torch.Tensor]:
-        """Return this rank's codes and scales of parameter `index`, views of `main`, by name."""
+        """Return this rank's codes and scales of parameter `index` by name, as views of `main`."""
         own = self.slices[index]
         return cut(parts_in(self.main, self._form, self.layout.shard_numel), self._form, own.start, own.stop)
 
     def _fill(self, weights: Values | None) -> None:
-        """Encode this rank's interval of each parameter, or read its codes."""
+        """Read the codes of this rank's interval of each parameter, or encode its values."""
         for index, slot in enumerate(self.slots):
             parameter, device = slot.parameter, self.mesh.device
             source = weights if parameter.is_meta else None
@@ -151,7 +151,7 @@ class CodedBucket(Bucket):
             put_mark(slot.parameter, mark_of(parameter))
 
     def _encode(self, index: int, values: Callable[[Interval], torch.Tensor]) -> None:
-        """Encode this rank's interval of parameter `index`, a piece after the other; `values` gives each."""
+        """Encode this rank's interval of parameter `index` piece by piece; `values` returns each piece."""
         how, parts = codec(self._form.name), self._parts(index)
         interval, scales = self.layout.interval(index, self.mesh.shard_rank), [torch.empty(0, device=self.mesh.device)]
         for start in range(0, interval.numel, _PIECE_NUMEL):
@@ -171,14 +171,14 @@ class CodedBucket(Bucket):
             _copy(how.compress(own_scales, self._mean_of(own_scales, index)), list(parts.values())[1:])
 
     def _mean_of(self, scales: torch.Tensor, index: int) -> torch.Tensor:
-        """Return the mean of all scales of parameter `index`, of which this rank gives its own. A collective."""
+        """Return the mean of all scales of parameter `index`, given this rank's scales. A collective."""
         block, layout = self._form.block, self.layout
         placement = RaggedShard(layout.shard_numel // block, layout.offsets[index] // block)
         spec = ShardSpec(self.mesh, (-(-layout.specs[index].numel // block),), placement, Name())
         return spec.gather(scales).mean()
 
     def write_back(self) -> None:
-        """Refuse changes: they cannot be put into codes."""
+        """Raise an error if a weight was changed in place, because changes cannot be written back to codes."""
         if changed := self.originals.take_changes():
             names = ", ".join(str(self.sharded_parameters[index].name) for index in changed)
             raise LifecycleError(
@@ -203,7 +203,7 @@ def _not_finite(slot: Slot) -> WrapError:
 
 
 def _read_by(source: Values, slot: Slot, device: torch.device) -> Callable[[Interval], torch.Tensor]:
-    """Return a function that reads elements of a flattened parameter."""
+    """Return a function that reads an interval of a flattened parameter from `source`."""
 
     def piece(wanted: Interval) -> torch.Tensor:
         values = torch.empty(wanted.numel, dtype=slot.parameter.dtype, device=device)
@@ -214,7 +214,7 @@ def _read_by(source: Values, slot: Slot, device: torch.device) -> Callable[[Inte
 
 
 def _pieces_of(plain: torch.Tensor) -> Callable[[Interval], torch.Tensor]:
-    """Return a function that gives elements of a flattened tensor, without a copy of all of it."""
+    """Return a function that returns an interval of a flattened tensor without copying all of the tensor."""
     if plain.is_contiguous():
         return lambda wanted: plain.view(-1)[wanted.start : wanted.stop]
     matrix = math.prod(plain.shape[-2:])
@@ -228,25 +228,25 @@ def _pieces_of(plain: torch.Tensor) -> Callable[[Interval], torch.Tensor]:
 
 
 class TransposedSpec(ShardSpec):
-    """The spec of a weight whose blocks run along its last dim but one: its elements are counted in that order."""
+    """The spec of a weight with blocks along its second-to-last dim; its elements are counted in that order."""
 
     is_row_by_row = False
 
     @property
     def sharded_shape(self) -> torch.Size:
-        """Return the shape with the last two dims in the order of the blocks."""
+        """Return the shape with the last two dims swapped, in block order."""
         return torch.Size((*self.shape[:-2], self.shape[-1], self.shape[-2]))
 
     def is_like(self, other: ShardSpec) -> bool:
-        """Return whether each rank has the same elements of both."""
+        """Return whether each rank holds the same elements under both specs."""
         return isinstance(other, TransposedSpec) and super().is_like(other)
 
     def moved(self, shape: Sequence[int], placement: RaggedShard) -> ShardSpec:
-        """Return this spec: no other shape has its elements in this order."""
+        """Return this spec unchanged, because no other shape has its elements in this order."""
         return self
 
     def boxes(self) -> Iterator[IntervalBox]:
-        """Yield this rank's elements as boxes of the whole."""
+        """Yield boxes that cover this rank's elements in the unsharded tensor."""
         for box in boxes(tuple(self.sharded_shape), self.interval):
             offsets, sizes, strides = (
                 (*dims[:-2], dims[-1], dims[-2]) for dims in (box.offsets, box.sizes, box.strides)
@@ -254,7 +254,7 @@ class TransposedSpec(ShardSpec):
             yield IntervalBox(offsets, sizes, box.start, strides)
 
     def to_sharded(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return a view in the order of the blocks."""
+        """Return a view of the tensor in block order."""
         return whole.mT
 
     def to_whole(self, sharded: torch.Tensor) -> torch.Tensor:
@@ -263,7 +263,7 @@ class TransposedSpec(ShardSpec):
 
 
 class Coded(ParameterKind):
-    """A marked weight, or the local part of a marked DTensor. Beneath it is the kind that it would have unmarked."""
+    """A marked weight, or the local part of a marked DTensor. Delegates to the kind it would have without the mark."""
 
     bucket_type = CodedBucket
     why_no_cast = "that are stored in codes"
@@ -273,20 +273,20 @@ class Coded(ParameterKind):
         return mark_of(tensor) is not None
 
     def form(self, parameter: torch.Tensor) -> str:
-        """Return the form that it is marked with."""
+        """Return the form named by the parameter's mark, or an empty string if it has none."""
         mark = mark_of(parameter)
         return "" if mark is None else mark.form
 
     def prepare(self, model: nn.Module, *, is_read_later: bool) -> None:
-        """Note the marks of modules on their parameters."""
+        """Copy the marks of modules to their parameters."""
         stamp(model)
 
     def why_not(self, parameter: torch.Tensor) -> str:
-        """Return why a parameter cannot be sharded; empty if it can."""
+        """Return the reason why a parameter cannot be sharded, or an empty string if it can."""
         return kind_of(parameter, beneath=self).why_not(parameter)
 
     def check(self, slots: Sequence[Slot], roots: Sequence[nn.Module], mesh: Mesh, data: DataAxes | None) -> None:
-        """Check that none of them is to be trained; the rest is up to the kinds beneath."""
+        """Check that no marked parameter is trainable, and leave other checks to the underlying kinds."""
         trained = {id(slot.parameter) for slot in slots if slot.parameter.requires_grad}
         if trained:
             raise WrapError(
@@ -313,11 +313,11 @@ class Coded(ParameterKind):
             kind.check(those, roots, mesh, data)
 
     def why_no_rows(self, slot: Slot) -> str:
-        """Return why it is not cut between rows."""
+        """Return the reason why the weight is not split between rows."""
         return "it is stored in codes, which are cut between blocks"
 
     def plain(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the tensor that this rank has to shard, its dims in the order of the blocks."""
+        """Return the tensor that this rank has to shard, with its dims in block order."""
         return _turned(parameter, kind_of(parameter, beneath=self).plain(parameter))
 
     def moved(self, parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
@@ -325,22 +325,22 @@ class Coded(ParameterKind):
         return put_mark(super().moved(parameter, device), mark_of(parameter))
 
     def outline(self, parameter: torch.Tensor, *, requires_grad: bool) -> nn.Parameter:
-        """Return a parameter without memory from which a unit that leaves the meta device makes its buckets."""
+        """Return a parameter without memory, from which a unit on the meta device builds its buckets."""
         made = kind_of(parameter, beneath=self).outline(parameter, requires_grad=requires_grad)
         return put_mark(made, mark_of(parameter))
 
     def set_plain(self, parameter: torch.Tensor, plain: torch.Tensor) -> None:
-        """Have a parameter compute with other memory."""
+        """Make a parameter use other memory."""
         kind_of(parameter, beneath=self).set_plain(parameter, _turned(parameter, plain))
 
     def like(self, parameter: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
-        """Return a tensor like `parameter` around `plain`."""
+        """Return a tensor that wraps `plain` and is of the same kind as `parameter`."""
         return kind_of(parameter, beneath=self).like(parameter, _turned(parameter, plain))
 
     def spec(
         self, slot: Slot, mesh: Mesh, shape: torch.Size, placement: RaggedShard, reduction: ReductionSettings
     ) -> ShardSpec:
-        """Return the spec of a parameter; it has no name yet."""
+        """Return the spec of a parameter, without a name yet."""
         if _is_turned(slot.parameter):
             return TransposedSpec(mesh, slot.parameter.shape, placement, Name(), reduction=reduction)
         return kind_of(slot.parameter, beneath=self).spec(slot, mesh, shape, placement, reduction)
@@ -352,7 +352,7 @@ def _is_turned(parameter: torch.Tensor) -> bool:
 
 
 def _turned(parameter: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
-    """Return `plain` with its last two dims in the other order, if the parameter's mark says that they differ."""
+    """Return `plain` with its last two dims swapped if the parameter's mark is transposed."""
     return plain.mT if _is_turned(parameter) and plain.dim() > 1 else plain
 
 

@@ -1,7 +1,7 @@
-"""Values to codes and scales, and back, by the functions of bitsandbytes and torchao where those have them.
+"""Encode values as codes and scales and decode them again, with bitsandbytes and torchao where possible.
 
-Blocks of a weight do not depend on one another, so a codec works on any interval that begins between two atoms, piece
-by piece: bitsandbytes on a CPU takes seven times the bytes of its argument at once.
+Blocks of a weight are independent, so a codec can process any interval that begins between two atoms. It works in
+pieces because bitsandbytes on a CPU needs seven times the memory of its argument.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _FP8_MAX = 448.0
 
 
 class Codec:
-    """A form, and how its parts are made and read. Parts are flat tensors, in the order of `StoredForm.parts`."""
+    """Encode and decode values in one form. Parts are flat tensors in the order of `StoredForm.parts`."""
 
     def __init__(self, form: StoredForm) -> None:
         self.form = form
 
     def encode(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the parts of `values`, shape (n,), floating point, on their device."""
+        """Return the encoded parts of floating-point `values` of shape (n,), on the same device."""
         done = [self._encode(piece) for piece in values.split(_piece_numel(values))] or [self._encode(values)]
         return tuple(map(torch.cat, zip(*done, strict=True)))
 
     def decode(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        """Fill `out`, shape (n,), of any floating-point dtype, with the values that the parts stand for."""
+        """Decode the parts into `out`, which has shape (n,) and any floating-point dtype."""
         step = _piece_numel(out)
         for start in range(0, out.numel(), step):
             piece = out[start : start + step]
@@ -52,7 +52,7 @@ class Codec:
 
 
 class FourBits(Codec):
-    """NF4 and FP4, as `bitsandbytes.functional.quantize_4bit` makes them."""
+    """The NF4 and FP4 codecs, compatible with `bitsandbytes.functional.quantize_4bit`."""
 
     def _encode(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         codes, state = bitsandbytes().quantize_4bit(values, blocksize=self.form.block, quant_type=self._type)
@@ -74,24 +74,24 @@ class FourBits(Codec):
 
 
 class DoubleFourBits(FourBits):
-    """The same with scales that are 8-bit codes themselves, as `compress_statistics` makes them.
+    """The 4-bit codecs with 8-bit scales, compatible with bitsandbytes' `compress_statistics`.
 
-    What is subtracted from the scales first is their mean over the whole weight. So whoever encodes an interval takes
-    the scales of `plain`, and gives `compress` that mean.
+    The mean of the scales over the whole weight is subtracted before they are encoded. To encode only an interval,
+    take the scales of `plain`, and pass that mean to `compress`.
     """
 
     @property
     def plain(self) -> Codec:
-        """Return the codec of the same codes whose scales are numbers."""
+        """Return the codec with the same codes but uncompressed scales."""
         return codec(self._type)
 
     def encode(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the parts of a whole weight."""
+        """Return the encoded parts of a complete weight."""
         codes, scales = self.plain.encode(values)
         return codes, *self.compress(scales, scales.mean())
 
     def compress(self, scales: torch.Tensor, offset: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the parts that stand for the scales of `plain`; `offset`: a number, the mean over the whole weight."""
+        """Return the parts that encode the scales of `plain`; `offset` is their mean over the whole weight."""
         per_group = self.form.parts[-1].elements // self.form.block
         codes, state = bitsandbytes().quantize_blockwise(scales - offset, blocksize=per_group)
         return codes, state.absmax, offset.expand_as(state.absmax)
@@ -105,7 +105,7 @@ class DoubleFourBits(FourBits):
 
 
 class EightBits(Codec):
-    """Bytes with a scale per block, as `bitsandbytes.functional.quantize_blockwise` makes them."""
+    """The 8-bit codec with one scale per block, compatible with `bitsandbytes.functional.quantize_blockwise`."""
 
     def _encode(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         codes, state = bitsandbytes().quantize_blockwise(values, blocksize=self.form.block)
@@ -118,10 +118,10 @@ class EightBits(Codec):
 
 
 class Mxfp4(Codec):
-    """4-bit floats with a power of two per block, the lower half of a byte first.
+    """The codec of 4-bit floats with a power-of-two scale per block; the low half of a byte comes first.
 
-    torchao encodes them. Its decoder wants a GPU, and that of Transformers a whole layer of gpt-oss, of which this
-    gives the same numbers.
+    torchao encodes the values. Its decoder needs a GPU, and the decoder in Transformers needs a complete layer of
+    gpt-oss, so this class decodes them and gets the same numbers.
     """
 
     def _encode(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -142,7 +142,7 @@ class Mxfp4(Codec):
 
 
 class Fp8(Codec):
-    """8-bit floats with a scale per block, by the rule of Transformers' `Fp8Quantize` for blocks of one row."""
+    """The codec of 8-bit floats with one scale per block, as in Transformers' `Fp8Quantize` for one-row blocks."""
 
     def _encode(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         blocks = torch.nn.functional.pad(values.float(), (0, -len(values) % self.form.block)).view(-1, self.form.block)
@@ -172,36 +172,36 @@ def codec(name: str) -> Codec:
     """Return the codec of a form.
 
     Raises:
-        ConfigError: there is no such form.
+        ConfigError: The form does not exist.
     """
     return _CODECS[form_of(name).name](form_of(name))
 
 
 def bitsandbytes() -> Any:
-    """Return the module of bitsandbytes' functions.
+    """Return the module `bitsandbytes.functional`.
 
     Raises:
-        MissingExtraError: it is not installed.
+        MissingExtraError: bitsandbytes is not installed.
     """
     return import_extra("bitsandbytes.functional", extra="quant", purpose="quantised weights")
 
 
 @cache
 def _table(device: torch.device) -> torch.Tensor:
-    """Return the values that bytes stand for, before they are scaled."""
+    """Return the unscaled value of each 8-bit code."""
     table: torch.Tensor = bitsandbytes().create_dynamic_map()
     return table.to(device)
 
 
 @cache
 def _fp4_pairs(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return the two values that each byte stands for, shape (256, 2)."""
+    """Return the two values that each byte encodes, in a tensor of shape (256, 2)."""
     values = torch.tensor([*_FP4_VALUES, *(-value for value in _FP4_VALUES)], dtype=dtype, device=device)
     return torch.stack([values.repeat(16), values.repeat_interleave(16)], dim=1)
 
 
 def _scaled(values: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, block: int) -> None:
-    """Fill `out` with values times the scale of their block; the last block may be shorter."""
+    """Fill `out` with the values times the scales of their blocks; the last block may be shorter."""
     whole = len(out) // block * block
     blocks = values[:whole].view(-1, block), scales[: whole // block, None]
     torch.mul(*blocks, out=out[:whole].view(-1, block))
@@ -212,7 +212,7 @@ def _scaled(values: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, block
 def _into(
     out: torch.Tensor, function: Callable[..., torch.Tensor], codes: torch.Tensor, scales: torch.Tensor, kind: Any
 ) -> None:
-    """Fill `out` by a function of bitsandbytes, which writes there itself where it can: in its dtypes, on a GPU."""
+    """Decode into `out` with a bitsandbytes function, without a copy if the device and dtype allow it."""
     dtype = out.dtype if out.dtype in (torch.float32, torch.bfloat16, torch.float16) else torch.float32
     state = bitsandbytes().QuantState(scales, dtype=dtype, **kind)
     if dtype == out.dtype and out.device.type in ("cuda", "xpu"):

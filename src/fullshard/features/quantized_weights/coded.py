@@ -1,4 +1,4 @@
-"""A rank's interval of a weight in a stored form: codes and scales, with which torch computes as with the values."""
+"""A rank's interval of a weight stored as codes and scales; torch computes with it as with the values."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from fullshard.features.quantized_weights.codecs import codec
 
 
 class CodedInterval(CodedPart):
-    """See the module. It cannot be changed in place, nor can views of it; a copy of its own values changes nothing."""
+    """A read-only tensor backed by codes and scales. Copying its own values into it has no effect."""
 
     def __new__(cls, form: StoredForm, parts: Mapping[str, torch.Tensor], like: torch.Tensor) -> Any:
-        """Make it without memory of its own; `like` is a tensor of its shape and dtype."""
+        """Create the tensor without storage; `like` provides the shape and dtype."""
         return torch_private.wrapper(cls, like, next(iter(parts.values())).device)
 
     def __init__(self, form: StoredForm, parts: Mapping[str, torch.Tensor], like: torch.Tensor) -> None:
@@ -30,13 +30,13 @@ class CodedInterval(CodedPart):
         return list(self.parts), None
 
     def decoded(self) -> torch.Tensor:
-        """Return the values, a new plain tensor."""
+        """Return the decoded values in a new plain tensor."""
         values = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         codec(self.form.name).decode(list(self.parts.values()), values)
         return values
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Be saved as the values."""
+        """Pickle the decoded values."""
         return self.decoded().clone().__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
@@ -46,7 +46,7 @@ class CodedInterval(CodedPart):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, _types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run a kernel of torch on the values."""
+        """Run a torch kernel on the decoded values."""
         first = args[0] if args else None
         if isinstance(first, cls) and func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             return first._again()
@@ -63,7 +63,7 @@ class CodedInterval(CodedPart):
         return map_tensors(_Seen, result) if torch_private.is_view(func) else result
 
     def _stands_for(self, values: torch.Tensor) -> bool:
-        """Return whether these values are what it decodes to."""
+        """Return whether the interval decodes to these values."""
         own = self.decoded()
         return values.shape == own.shape and torch.equal(own, _plain(values).to(own.device, own.dtype))
 
@@ -72,7 +72,7 @@ class CodedInterval(CodedPart):
 
 
 class _Seen(CodedInterval):
-    """Decoded values of a view of a weight, which nobody can write to."""
+    """The decoded values of a view of a weight; they are read-only."""
 
     def __new__(cls, values: torch.Tensor) -> Any:
         """Wrap the values."""
@@ -82,7 +82,7 @@ class _Seen(CodedInterval):
         self._seen = values
 
     def decoded(self) -> torch.Tensor:
-        """Return the values."""
+        """Return the wrapped values."""
         return self._seen
 
     def _again(self) -> _Seen:
@@ -94,7 +94,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def parts_in(stored: torch.Tensor, form: StoredForm, numel: int) -> dict[str, torch.Tensor]:
-    """Return the parts of `numel` elements in a form, views of their bytes, by name."""
+    """Return the parts of `numel` elements by name, as views of the stored bytes."""
     parts, start = {}, 0
     for part in form.parts:
         dtype = torch_dtype(part.dtype)
@@ -105,5 +105,5 @@ def parts_in(stored: torch.Tensor, form: StoredForm, numel: int) -> dict[str, to
 
 
 def cut(parts: Mapping[str, torch.Tensor], form: StoredForm, start: int, stop: int) -> dict[str, torch.Tensor]:
-    """Return the parts of elements from `start`, between two atoms, to `stop`."""
+    """Return the parts of the elements from `start` to `stop`; `start` must be between two atoms."""
     return {part.name: parts[part.name][part.numel(start) : part.numel(stop)] for part in form.parts}

@@ -1,4 +1,4 @@
-"""Which weights are to be quantised at rest, and in which form: a mark on their module, until the model is sharded."""
+"""Marks on modules that name the weights to quantise at rest, and their forms, until the model is sharded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MARK = "_fullshard_form"
 class Mark:
     """The form in which one weight is stored at rest.
 
-    `is_transposed`: its blocks run along the last dim but one, as those of gpt-oss's experts do.
+    `is_transposed`: the blocks run along the second-to-last dim, as in the experts of gpt-oss.
     """
 
     form: str
@@ -24,12 +24,12 @@ class Mark:
 
 
 def mark_of(parameter: torch.Tensor) -> Mark | None:
-    """Return the mark that `stamp` has put on a parameter; None if it is not to be quantised."""
+    """Return the mark that `stamp` has put on a parameter, or None if it will not be quantised."""
     return getattr(parameter, _MARK, None)
 
 
 def form_at(module: nn.Module, attribute: str) -> str:
-    """Return the form that a parameter of a module is marked with; empty if it is not to be quantised."""
+    """Return the form that a module's parameter is marked with, or an empty string if it has no mark."""
     mark: Mark | None = vars(module).get(MARKS, {}).get(attribute)
     return "" if mark is None else mark.form
 
@@ -41,7 +41,7 @@ def put_mark(parameter: nn.Parameter, mark: Mark | None) -> nn.Parameter:
 
 
 def stamp(model: nn.Module) -> None:
-    """Note on each marked parameter its mark: from here on parameters are on their own."""
+    """Copy each module's marks to its parameters, because later steps use the parameters without their modules."""
     for module in model.modules():
         for attribute, one in vars(module).get(MARKS, {}).items():
             if (parameter := module._parameters.get(attribute)) is not None:

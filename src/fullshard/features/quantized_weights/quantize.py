@@ -21,10 +21,10 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTra
 
 
 def mark(module: nn.Module, attribute: str, mark: Mark) -> None:
-    """Have one parameter of a module quantised when it is sharded. A mark of the same form that it has stays.
+    """Mark a module's parameter for quantisation at sharding. An existing mark of the same form stays.
 
     Raises:
-        ConfigError: there is no such form, or the parameter is marked with another.
+        ConfigError: The form does not exist, or the parameter is already marked with another form.
     """
     form_of(mark.form)
     before = vars(module).setdefault(MARKS, {}).setdefault(attribute, mark)
@@ -37,12 +37,12 @@ def mark(module: nn.Module, attribute: str, mark: Mark) -> None:
 
 @dataclass(slots=True)
 class Quantized:
-    """What `quantize` has marked and what it has left; `str()` is the line for people.
+    """The weights that `quantize` has marked and skipped; `str()` returns a one-line summary.
 
     Attributes:
-        form: the form.
-        marked: elements of the marked weights, by what they are.
-        left: elements of what was left, by the reason.
+        form: name of the form.
+        marked: number of elements of the marked weights, by type of layer.
+        left: number of elements of the skipped weights, by reason.
     """
 
     form: str
@@ -59,19 +59,19 @@ class Quantized:
 
 
 def quantize(model: nn.Module, form: str = "nf4", *, embeddings: bool = False) -> Quantized:
-    """Have all large frozen weights of a model quantised when it is sharded; return what that reaches.
+    """Mark all large frozen weights of a model to be quantised when it is sharded, and return a summary.
 
     Linear layers, convolutions and stacked experts are stored and sent in `form`. While their unit is unsharded they
-    are ordinary dense weights, so any layer, kernel and adapter computes with them.
+    are ordinary dense weights, so any layer, kernel or adapter can use them.
 
     Args:
-        model: not sharded yet, its values in memory or still to be read; with adapters, if it is to have any.
-        form: `nf4`, `fp4`, `int8` and the others of `fullshard.core.forms`.
-        embeddings: quantise embeddings and the output head, too.
+        model: an unsharded model with its values in memory or yet to be read. Add adapters before this call.
+        form: `nf4`, `fp4`, `int8` or another form of `fullshard.core.forms`.
+        embeddings: also quantise embeddings and the output head.
 
     Raises:
-        ConfigError: there is no such form.
-        WrapError: nothing of the model can be quantised, because all of it is trained.
+        ConfigError: The form does not exist.
+        WrapError: No weight can be quantised, usually because all of them are trained.
     """
     found = mark_large(model, form, embeddings=embeddings)
     if not found.marked:
@@ -85,10 +85,10 @@ def quantize(model: nn.Module, form: str = "nf4", *, embeddings: bool = False) -
 def mark_large(
     model: nn.Module, form: str, *, embeddings: bool = False, left: tuple[str, ...] = (), freezes: bool = False
 ) -> Quantized:
-    """Have the large weights of a model quantised, as `quantize` does; it may have none.
+    """Mark the large weights of a model as `quantize` does, but accept a model without any.
 
-    Weights of modules whose names end as one of `left` are left. `freezes`: freeze what is quantised; else what is to
-    be trained is left.
+    Skip modules if their names end with an item of `left`. If `freezes`, freeze the weights that are marked; otherwise,
+    skip weights that are trained.
     """
     found, seen = Quantized(form_of(form).name), set[int]()
     for module, attribute, parameter, what, reason in _weights(model, embeddings, left, freezes):
@@ -106,7 +106,7 @@ def mark_large(
 def _weights(
     model: nn.Module, embeddings: bool, left: tuple[str, ...], freezes: bool
 ) -> Iterator[tuple[nn.Module, str, nn.Parameter, str, str]]:
-    """Yield each parameter with its place, what it is and why it is left; that is empty if it is not."""
+    """Yield each parameter with its module, attribute, layer type and reason to skip it (empty if marked)."""
     of_head: Any = getattr(model, "get_output_embeddings", lambda: None)()
     tables = {id(p) for m in model.modules() if _is_embedding(m) for p in m.parameters(recurse=False)}
     tables |= set() if of_head is None else set(map(id, of_head.parameters()))
@@ -128,7 +128,7 @@ def _weights(
 
 
 def _what(path: str, module: nn.Module, parameter: nn.Parameter) -> str:
-    """Return what a large weight is; empty for norms, biases, routers and what is small."""
+    """Return the layer type of a large weight; empty for norms, biases, routers and small weights."""
     shape = tuple(parameter.shape)
     if not is_large(f"{path}.", shape) or "router" in type(module).__name__.lower():
         return ""

@@ -1,19 +1,18 @@
-"""Quantised weights: their scales become parameters too, so that they are sharded with the weights.
+"""Make the scales of quantised weights parameters, so that they are sharded with the weights.
 
-A weight quantised by bitsandbytes carries its scales as plain tensors in a Python attribute, where no module tree
-shows them: a sharding engine that looks at parameters alone leaves a whole copy on every rank (1 GiB for a 70 B model
-in 4 bits). Here each scale tensor becomes a frozen parameter beside its weight, under the name that bitsandbytes itself
-gives it in a state dict, and the very object that the kernels read, so nothing else has to know.
+A weight quantised by bitsandbytes keeps its scales as plain tensors in a Python attribute, which the module tree does
+not show. A sharding engine that looks only at parameters leaves a full copy of them on every rank (1 GiB for a 4-bit
+70B model). Here each scale tensor becomes a frozen parameter next to its weight. It has the name that bitsandbytes uses
+in state dicts, and it is the same object that the kernels read, so no other code has to change.
 
 | layer | weight | scales that become parameters |
 |---|---|---|
 | `Linear4bit`, `Embedding4bit` | packed values, any `quant_storage` | `weight.absmax`, `weight.nested_absmax` |
 | `Linear8bitLt`, `Embedding8bit` | int8 | `SCB` |
 
-What stays on every rank is what does not grow with the layer: the code books, and with double quantisation one offset,
-which becomes a buffer so that checkpoints hold it. Kernels take them by address, so they must be where the weight is.
-
-Weights and scales are *exact*: they are gathered as the bytes they are, whatever the precision policy says.
+Only tensors that do not grow with the layer stay on every rank: the code books and, with double quantisation, one
+offset, which becomes a buffer so that checkpoints include it. Kernels read them by address, so they must be on the
+device of the weight. Weights and scales are *exact*: their bytes are gathered unchanged under any precision policy.
 """
 
 from __future__ import annotations
@@ -38,17 +37,17 @@ _ALIASES = "_fullshard_aliases"
 
 
 def is_exact(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor is bytes with a meaning of their own, never cast and never computed with."""
+    """Return whether the tensor holds encoded bytes, which are never cast or computed with."""
     return getattr(tensor, _EXACT, False)
 
 
 def aliases(parameter: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return further tensors that must share the parameter's memory wherever that is: kernels read those instead."""
+    """Return the other tensors that kernels read instead of the parameter and that must share its memory."""
     return getattr(parameter, _ALIASES, ())
 
 
 def expose_scales(model: nn.Module) -> None:
-    """Turn the scales of all quantised weights in `model` into frozen parameters, in place. A second call is idle."""
+    """Turn the scales of all quantised weights in `model` into frozen parameters, in place. Idempotent."""
     for path, module in model.named_modules():
         weight = module._parameters.get("weight")
         if weight is None:
@@ -66,7 +65,7 @@ def expose_scales(model: nn.Module) -> None:
 
 
 def place_tables(module: nn.Module, device: torch.device) -> None:
-    """Bring the tensors that stay on every rank to the device that computes; do nothing if all are there already."""
+    """Move the tensors that stay on every rank to the compute device, unless they are already there."""
     weight: Any = module._parameters.get("weight")
     state = getattr(weight, "quant_state", None)
     if state is None or not is_exact(weight) or state.code.is_meta:
@@ -80,7 +79,7 @@ def place_tables(module: nn.Module, device: torch.device) -> None:
 
 
 def _keep_in_place(module: nn.Module, weight: Any) -> None:
-    """Undo changes that would make the layer compute with a tensor beside its parameter, or lose state."""
+    """Prevent the layer from computing with a copy of its parameter, or losing state."""
     if not is_exact(weight):
         return
     # With DoRA on a CPU PEFT moves the weight, in every forward, to where it is; bitsandbytes would make a new one.
@@ -100,7 +99,7 @@ def _keep_in_place(module: nn.Module, weight: Any) -> None:
 
 
 def _moved(weight: Any, *args: Any, **options: Any) -> torch.Tensor:
-    """Return `weight.to(...)`, which is the weight itself if that changes nothing, as for every other tensor."""
+    """Return `weight.to(...)`, or the weight itself if nothing would change, as other tensors do."""
     device, dtype, *_ = torch_private.parse_to(*args, **options)
     if device in (None, weight.device) and dtype in (None, weight.dtype):
         return weight  # type: ignore[no-any-return]
@@ -140,9 +139,9 @@ def _not_quantised(path: str, module: nn.Module) -> WrapError:
 
 
 def outline(model: nn.Module) -> None:
-    """Give every weight on the meta device that is to be quantised the shape and the scales it will have then.
+    """Give each weight on the meta device that will be quantised its later shape and scales.
 
-    `expose_scales` finds them after that, and a model can be divided before any of its weights is read.
+    `expose_scales` can then find the scales, and a model can be partitioned before any of its weights is read.
     """
     for module in model.modules():
         weight: Any = module._parameters.get("weight")
@@ -160,14 +159,14 @@ def outline(model: nn.Module) -> None:
 
 
 def is_to_be_quantised(weight: Any) -> bool:
-    """Return whether the weight is one of bitsandbytes' that still has the values it had before quantisation."""
+    """Return whether the weight belongs to bitsandbytes and still has its unquantised values."""
     if hasattr(weight, "quant_state"):
         return not weight.bnb_quantized
     return hasattr(weight, "SCB") and not weight.has_fp16_weights and weight.SCB is None and weight.CB is None
 
 
 def whole_shape(module: nn.Module) -> tuple[int, ...] | None:
-    """Return the shape before quantisation of the weight of a module that `outline` has seen; None for any other."""
+    """Return the unquantised shape of the weight of an outlined module, or None for any other module."""
     weight: Any = module._parameters.get("weight")
     if weight is None or not weight.is_meta:
         return None
@@ -177,7 +176,7 @@ def whole_shape(module: nn.Module) -> tuple[int, ...] | None:
 
 
 def quantise(module: nn.Module, values: torch.Tensor) -> None:
-    """Replace an outlined weight by the real one, made from its `values` before quantisation on their device."""
+    """Replace an outlined weight with the quantised one, computed from `values` on their device."""
     outlined: Any = module._parameters["weight"]
     if hasattr(outlined, "quant_state"):
         packed, state = _quantise_4bit(values, outlined)
@@ -200,7 +199,7 @@ def quantise(module: nn.Module, values: torch.Tensor) -> None:
 
 
 def dequantised(module: nn.Module) -> torch.Tensor:
-    """Return the values of a quantised weight that is whole."""
+    """Return the values of an unsharded quantised weight."""
     functional: Any = importlib.import_module("bitsandbytes.functional")
     weight: Any = module._parameters["weight"]
     is_4bit = hasattr(weight, "quant_state")
@@ -210,9 +209,9 @@ def dequantised(module: nn.Module) -> torch.Tensor:
 
 
 def _quantise_4bit(values: torch.Tensor, outlined: Any) -> tuple[torch.Tensor, Any]:
-    """Return `(packed values, quant_state)` as `bitsandbytes.functional.quantize_4bit` gives them, bit for bit.
+    """Return `(packed values, quant_state)`, bit-identical to `bitsandbytes.functional.quantize_4bit`.
 
-    The values are quantised piece by piece; only the scales of the scales belong to the whole weight.
+    The values are quantised piece by piece; only the scales of the scales depend on the whole weight.
     """
     functional: Any = importlib.import_module("bitsandbytes.functional")
     parts = Part("codes", "uint8", 2), Part("scales", "float32", outlined.blocksize)
@@ -252,6 +251,6 @@ class QuantizedWeight(ParameterKind):
         place_tables(module, device)
 
     def set_plain(self, parameter: torch.Tensor, plain: torch.Tensor) -> None:
-        """Have a weight, and the tensors that kernels read instead, use other memory."""
+        """Make a weight use other memory, together with the tensors that kernels read in its place."""
         for tensor in (parameter, *aliases(parameter)):
             super().set_plain(tensor, plain)

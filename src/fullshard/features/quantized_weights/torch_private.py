@@ -1,4 +1,4 @@
-"""Private names of torch that only this feature uses, beside those of `comm.torch_private`; see there."""
+"""Private torch names that only this feature uses, in addition to `comm.torch_private`; see that module."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ parse_to = torch._C._nn._parse_to
 
 
 def wrapper(kind: type[torch.Tensor], like: torch.Tensor, device: torch.device) -> Any:
-    """Make a tensor of a subclass with the shape and dtype of `like`, without memory of its own. Since 2.0."""
+    """Create a tensor of a subclass with the shape and dtype of `like` and without storage. Since torch 2.0."""
     return torch.Tensor._make_wrapper_subclass(kind, like.shape, dtype=like.dtype, device=device)
