@@ -1,12 +1,12 @@
-"""A model as the planner sees it: units of parameters with shapes, and what a layer keeps for backward.
+"""The planner's description of a model: units with parameter shapes, and what each layer keeps for backward.
 
     ModelShape
-    ├── units     inner units in definition order, the root last: the order the engine makes them in
+    ├── units     inner units in definition order, the root last, as the engine creates them
     │   ├── parameters    name, shape, stored dtype, trainable, exact
     │   └── block         what its forward computes; None for a unit that is not a transformer layer
-    └── calls     the units in the order their forwards begin
+    └── calls     the units in the order in which their forwards begin
 
-Names and order are those of the Transformers model, so that layouts and events can be compared one to one.
+Names and order match the Transformers model, so that layouts and events can be compared one by one.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ class ParameterShape:
     """One parameter.
 
     Attributes:
-        name: qualified name in the model; a tied parameter has its first.
-        exact: whether it is bytes that are never cast (quantised weights and their scales).
-        statistics: dtype of running statistics that it computes with, in that dtype (a batch norm's), None for none.
-        role: `matrix` for the weight of a linear layer inside a block (LoRA and quantisation apply to it), `embedding`,
+        name: qualified name in the model; a tied parameter has its first name.
+        exact: whether it consists of bytes that are never cast (quantised weights and their scales).
+        statistics: dtype of running statistics (as of a batch norm) that are used in that dtype; None if there are
+        none. role: `matrix` for the weight of a linear layer inside a block, to which LoRA and quantisation apply;
+        `embedding`,
             `head` or `other`.
-        form: name of the form (`core.forms`) that it is stored and sent in, as codes; empty: as numbers.
-        tiles: into how many parts tensor parallelism has cut it; `shape` is that of one.
+        form: name of the form (`core.forms`) whose codes are stored and sent; empty if it is stored as numbers.
+        tiles: number of parts into which tensor parallelism has split it; `shape` is the shape of one part.
     """
 
     name: str
@@ -48,12 +49,12 @@ class ParameterShape:
 
     @property
     def numel(self) -> int:
-        """Elements of the whole parameter."""
+        """Number of elements of the unsharded parameter."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole parameter as it is stored."""
+        """Bytes of the unsharded parameter in its stored dtype."""
         return FORMS[self.form].nbytes(self.numel) if self.form else self.numel * itemsize(self.dtype)
 
 
@@ -70,11 +71,13 @@ class Adapters:
     """The adapters of one layer, per token.
 
     Attributes:
-        read: widths of all their inputs, added up.
-        read_once: the same with what several read counted once, and without attention's output, which is kept anyway.
-        ranks: of all, added up.
-        dropout: whether they drop out what they read.
-        written: widths of all tensors that they add to, added up.
+        read: sum of the widths of all their inputs.
+        read_once: the same sum, but inputs that several adapters share count once, and attention's output does not
+        count
+            because it is kept anyway.
+        ranks: sum of the ranks of all adapters.
+        dropout: whether the adapters apply dropout to their inputs.
+        written: sum of the widths of all tensors that they add to.
     """
 
     read: int
@@ -86,7 +89,7 @@ class Adapters:
 
     @classmethod
     def of(cls, parameters: Iterable[ParameterShape], *, dropout: bool) -> Adapters | None:
-        """Return those among a layer's parameters, by PEFT's names; None if there are none."""
+        """Return the adapters among a layer's parameters, which PEFT's names identify, or None if there are none."""
         parameters = list(parameters)
         factors = [p for p in parameters if ".lora_A." in p.name]
         if not factors:
@@ -107,20 +110,20 @@ class Block:
     """The computation of a transformer layer, per token.
 
     Attributes:
-        value_dim: size of a head's values, where it is another.
-        latents: widths of the normalised latents of queries, keys and values, added up; 0: none.
-        window: how many keys a query sees, of those before it; 0: all of these.
-        intermediate: width of the feed-forward part; of one expert in a mixture.
-        gated: whether the feed-forward part multiplies two projections (SwiGLU and friends).
-        fused_gate: whether those two are one matrix product, so that one tensor holds both.
-        norms: normalisations of width `hidden`.
-        head_norms: whether queries and keys are normalised, too.
-        shared_intermediate: width of the expert that every token passes, 0 for none.
-        sliced_values: whether values are a slice of one projection, of which queries and keys are rotated copies.
-        float32_scores: whether softmax, where it is written out, is in float32.
-        capped_scores: whether scores pass a tanh before it.
-        dropout: whether a sublayer's result is dropped out.
-        attention_dropout: whether attention's scores are.
+        value_dim: size of a head's values if it differs from `head_dim`, and otherwise 0.
+        latents: sum of the widths of the normalised latents of queries, keys and values; 0 if there are none.
+        window: number of preceding keys that a query sees; 0 means all of them.
+        intermediate: width of the feed-forward part, or of one expert in a mixture.
+        gated: whether the feed-forward part multiplies two projections (SwiGLU and similar).
+        fused_gate: whether these two are one matrix product, so that one tensor holds both.
+        norms: number of norms of width `hidden`.
+        head_norms: whether queries and keys are normalised too.
+        shared_intermediate: width of the expert that processes every token; 0 if there is none.
+        sliced_values: whether values are a slice of one projection whose queries and keys are copied for rotation.
+        float32_scores: whether softmax is computed in float32 if scores are written out.
+        capped_scores: whether scores pass through a tanh before softmax.
+        dropout: whether dropout applies to the output of a sublayer.
+        attention_dropout: whether dropout applies to attention's scores.
     """
 
     hidden: int
@@ -149,13 +152,13 @@ class Block:
 
     @property
     def active_intermediate(self) -> int:
-        """Feed-forward width one token passes."""
+        """The feed-forward width that processes one token."""
         return self.intermediate * max(1, self.experts_per_token) + self.shared_intermediate
 
 
 @dataclass(frozen=True, slots=True)
 class UnitShape:
-    """The parameters one unit owns, and its computation."""
+    """The parameters that one unit owns, and its computation."""
 
     name: str
     parameters: tuple[ParameterShape, ...]
@@ -163,24 +166,24 @@ class UnitShape:
 
     @property
     def numel(self) -> int:
-        """Elements of all its parameters."""
+        """The number of elements of all parameters."""
         return sum(parameter.numel for parameter in self.parameters)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A whole model.
+    """A complete model.
 
     Attributes:
-        units: see the module's text; the last is the root.
-        vocab: number of logits per token, 0 if the model has no vocabulary head.
-        hidden: width of the residual stream, 0 if unknown.
+        units: see the module's docstring; the last unit is the root.
+        vocab: number of logits per token; 0 if the model has no vocabulary head.
+        hidden: width of the residual stream; 0 if unknown.
         tied: whether the head shares the embedding's parameter.
-        encoder_decoder: whether half of the tokens pass an encoder.
-        calls: names of the inner units in the order their forwards begin; empty: definition order.
-        capped_logits: whether logits pass a tanh, which keeps its output.
-        published_as: the stored form (`core.forms`) in which its published files have most weights; empty: as numbers.
-        is_final: whether dtypes and trainability are those of the run already, so that no training method applies.
+        encoder_decoder: whether half of the tokens pass through an encoder.
+        calls: names of the inner units in the order in which their forwards begin; empty means definition order.
+        capped_logits: whether logits pass through a tanh, which keeps its output.
+        published_as: the stored form (`core.forms`) of most weights in the published files; empty if they are numbers.
+        is_final: whether dtypes and `trainable` already describe the run, so that no training method applies.
     """
 
     name: str
@@ -201,17 +204,20 @@ class ModelShape:
 
     @property
     def parameters(self) -> Iterable[ParameterShape]:
-        """All parameters, unit by unit."""
+        """All parameters, one unit after another."""
         return (parameter for unit in self.units for parameter in unit.parameters)
 
     @property
     def numel(self) -> int:
-        """Parameters of the model, all tiles of each."""
+        """Number of parameters of the model, including all tensor-parallel parts."""
         return sum(parameter.numel * parameter.tiles for parameter in self.parameters)
 
     @property
     def positions(self) -> int | None:
-        """Most tokens of a sequence, if a table of positions says it. Some tables have two rows for padding."""
+        """The maximum sequence length if a table of positions determines it, and otherwise None.
+
+        Some tables have two additional rows for padding.
+        """
         for parameter in self.parameters:
             if parameter.name.endswith(_POSITIONS):
                 rows = parameter.shape[-2]
@@ -220,7 +226,7 @@ class ModelShape:
 
     @property
     def trainable_numel(self) -> int:
-        """Parameters that are trained."""
+        """Number of trained parameters."""
         return sum(parameter.numel * parameter.tiles for parameter in self.parameters if parameter.trainable)
 
     @property
@@ -229,14 +235,14 @@ class ModelShape:
         return [unit.block for unit in self.units if unit.block is not None]
 
     def in_call_order(self) -> list[UnitShape]:
-        """Return the units in the order their forwards begin: the root, then the others."""
+        """Return the units in the order in which their forwards begin: first the root, then the others."""
         if not self.calls:
             return [self.root, *self.units[:-1]]
         by_name = {unit.name: unit for unit in self.units}
         return [self.root, *(by_name[name] for name in self.calls)]
 
     def with_own_embeddings(self) -> ModelShape:
-        """Return the model whose input embedding and head are units of their own (`features.unit_selection`)."""
+        """Return the model with its input embedding and head as separate units (`features.unit_selection`)."""
         embeddings = [p for p in self.root.parameters if p.role == "embedding"]
         heads = tuple(p for p in self.root.parameters if p.role == "head")
         if self.tied or not embeddings or not heads:
@@ -257,7 +263,7 @@ class ModelShape:
         )
 
     def with_adapters(self, *, dropout: bool) -> ModelShape:
-        """Return the model whose layers say what their adapters read."""
+        """Return the model with the adapters of each layer described in its block."""
         units = list(self.units)
         for number, unit in enumerate(units):
             if unit.block is not None:
@@ -266,7 +272,7 @@ class ModelShape:
         return dataclasses.replace(self, units=tuple(units))
 
     def map(self, change: Callable[[UnitShape, ParameterShape], Iterable[ParameterShape]]) -> ModelShape:
-        """Return the model with every parameter replaced by the result of `change`."""
+        """Return the model with every parameter replaced by the results of `change`."""
         units = [
             dataclasses.replace(unit, parameters=tuple(new for p in unit.parameters for new in change(unit, p)))
             for unit in self.units

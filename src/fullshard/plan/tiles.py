@@ -1,13 +1,14 @@
-"""Tensor parallelism beneath sharding: a rank's part of each layer, and the messages between ranks of a group.
+"""Tensor parallelism inside sharding: each rank's part of a layer, and the messages within a tensor-parallel group.
 
-Layers are cut as Transformers cuts Llama and its relatives (`base_model_tp_plan`): projections into attention and the
-feed-forward part by rows of their weights, those out of them by columns, experts likewise, the head by words; norms,
-biases of what is cut by columns, and the embedding stay whole. Each rank of a group has whole activations between the
-parts and its heads and its part of the feed-forward width within them.
+Layers are split as Transformers splits Llama and related models (`base_model_tp_plan`). Projections into attention and
+the feed-forward part are split by rows of their weights, projections out of them by columns, experts likewise, and the
+head by vocabulary entries. Norms, biases of the weights that are split by columns, and the embedding are not split.
+Each rank of a group has complete activations between the parts, and only its heads and its share of the feed-forward
+width within them.
 
     forward of a layer    2 all-reduces of (tokens, hidden), after attention and after the feed-forward part
-    backward              2 of the gradients of their inputs; where a layer is recomputed, those of its forward again
-    head                  an all-gather of logits (tokens, vocabulary), and in backward an all-reduce of its input's
+    backward              2 of the gradients of their inputs, plus those of the forward if the layer is recomputed
+    head                  an all-gather of logits (tokens, vocabulary), and in backward an all-reduce for its input
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ _RECOMPUTED = {"none": 0.0, "selective": 0.5, "full": 1.0}
 
 
 def tiled(model: ModelShape, parts: int) -> ModelShape:
-    """Return a rank's part of the model in a group of `parts`.
+    """Return one rank's part of the model in a tensor-parallel group of `parts` ranks.
 
     Raises:
-        ConfigError: layers that Transformers does not cut so, or that cannot be cut evenly.
+        ConfigError: Transformers does not split the layers this way, or they cannot be split evenly.
     """
     if parts == 1:
         return model
@@ -47,7 +48,7 @@ def tiled(model: ModelShape, parts: int) -> ModelShape:
 
 
 def _is_cut(unit: UnitShape) -> bool:
-    """Return whether Llama's rules cut every matrix of a layer but the gates of experts."""
+    """Return whether Llama's rules split every matrix of a layer except the gates of experts."""
     whole = [p.name for p in unit.parameters if p.role == "matrix" and _dim(p) is None]
     return any(_dim(p) is not None for p in unit.parameters) and all(
         name.endswith((".gate.weight", "_gate.weight")) for name in whole
@@ -55,7 +56,7 @@ def _is_cut(unit: UnitShape) -> bool:
 
 
 def _dim(parameter: ParameterShape) -> int | None:
-    """Return the dim along which it is cut; None if every rank has all of it."""
+    """Return the dim along which a parameter is split, or None if every rank has the complete parameter."""
     *path, module, last = ["", *parameter.name.split(".")]
     if path and module == "experts":
         return _OF_EXPERTS.get(last)
@@ -81,10 +82,12 @@ def _tile_of_block(name: str, block: Block, parts: int) -> Block:
 
 
 def groups_of(cluster: Cluster, parts: int) -> tuple[int, int]:
-    """Return (groups, groups in a host): the ranks that parameters are sharded over.
+    """Return (number of groups, number of groups per host).
+
+    Parameters are sharded over the groups.
 
     Raises:
-        ConfigError: groups that the devices or the hosts cannot be divided into.
+        ConfigError: the devices or the hosts cannot be divided into such groups.
     """
     if cluster.count % parts or (cluster.per_host % parts and parts % cluster.per_host):
         raise ConfigError(f"{cluster} cannot be divided into tensor-parallel groups of {parts}", hint="use a divisor")
@@ -92,18 +95,24 @@ def groups_of(cluster: Cluster, parts: int) -> tuple[int, int]:
 
 
 def messages_of_layer(block: Block, job: Job) -> tuple[int, int]:
-    """Return the bytes of the activations that a layer all-reduces in forward and in backward."""
+    """Return the bytes of activations that a layer all-reduces in forward and in backward."""
     nbytes = 2 * job.tokens * block.hidden * itemsize(job.compute_dtype)
     return nbytes, round(nbytes * (1 + _RECOMPUTED[job.checkpointing]))
 
 
 def messages_of_head(model: ModelShape, job: Job) -> tuple[int, int]:
-    """Return the bytes of logits gathered in forward, and of what backward gathers and scatters of their input's."""
+    """Return the bytes of the head's messages in forward and in backward.
+
+    Forward gathers logits. Backward gathers and scatters the gradient of the head's input.
+    """
     width = job.tokens * itemsize(job.compute_dtype)
     return width * model.vocab, width * 2 * model.hidden
 
 
 def sent_nbytes(model: ModelShape, job: Job) -> int:
-    """Return bytes that a rank sends in its group in a step; an all-reduce sends twice what an all-gather does."""
+    """Return the bytes that a rank sends within its tensor-parallel group in a step.
+
+    An all-reduce sends twice as much as an all-gather.
+    """
     layers = sum(2 * sum(messages_of_layer(block, job)) for block in model.blocks)
     return (layers + sum(messages_of_head(model, job))) * (job.tp - 1) // job.tp * job.accumulation

@@ -1,32 +1,37 @@
-"""Time of a step: the predicted events on two clocks, one for computing and one per wire.
+"""The time of a step: the predicted events run on two clocks, one for computation and one per wire.
 
-Computing advances the first clock. A collective starts when it is issued or when the wire is free, whichever is later.
-Its unit's `unshard ready` (or the next reduction) waits for it, and only that wait is *exposed*.
+Computation advances the first clock. A collective starts when it is issued or when its wire is free, whichever is
+later. The unit's `unshard ready` event (or the next reduction) waits for the collective. Only that wait is *exposed*.
 
-    forward of a unit     2 FLOP per parameter and token, and attention's own (`plan/attention`)
-    backward              twice the forward; with full recomputation again a forward, which ends where nothing more is
-                          needed: without a layer's last product (not reentrant); with selective a part of it, but all
-                          of attention that is written out
-    everything else       bytes / memory bandwidth: each operation's that is not fused (`plan/activations`), and at
-                          least what a layer saves, written and read once in forward; backward reads it, and writes and
+    forward of a unit     2 FLOP per parameter and token, plus attention (`plan/attention`)
+    backward              twice the forward. Full recomputation adds a forward that ends where nothing more is needed:
+                          without a layer's last product (not reentrant). Selective recomputation adds a part of it, but
+                          all of the attention that is written out
+    other operations      bytes / memory bandwidth, for each operation that is not fused (`plan/activations`). At least,
+                          what a layer saves is written and read once in forward; backward reads it, and writes and
                           reads its gradient
-    casts                 own intervals before they are gathered, gradients before they are reduced
-    decoding              of weights that are codes at rest, once they are gathered
+    casts                 this rank's intervals before they are gathered, and gradients before they are reduced
+    decoding              for weights that are codes at rest, after they are gathered
     all-gather, reduce-scatter of n bytes over S ranks of one host         n (S - 1)/S / link
     over h hosts                                                           n (1 - 1/h) / (ranks per host) / network
     all-reduce            twice a reduce-scatter
-    what is on the host   bytes / 25 GB/s, either way beside computing; the optimizer reads the host's memory
-    latency of a ring     14 microseconds, and (S - 1) steps of 3; of an all-reduce twice, or up and down a tree
-    host                  of each operation (`plan/host`), 0.4 ms per unit; the device waits where that is longer
-    loss                  the float32 logits, read or written six times; in chunks the head's product once more, and
-                          what is cast, added and made again (`plan/losses`)
+    offloading            bytes / 25 GB/s in each direction, in parallel with computation; the optimizer reads the
+    host's
+                          memory
+    latency of a ring     14 microseconds plus 3 for each of (S - 1) steps; an all-reduce takes twice that, or the way
+    up
+                          and down a tree
+    host                  each operation (`plan/host`) and 0.4 ms per unit; the device waits if this takes longer
+    loss                  the float32 logits are read or written six times. In chunks, the head's product is repeated,
+    and
+                          casts, sums and recomputed values are added (`plan/losses`)
     optimizer             bytes read and written / memory bandwidth
 
-On a CPU nothing overlaps: the processor that computes also copies messages, so a collective takes its time in full.
-Ranks that share memory send nothing to unshard.
+On a CPU nothing overlaps: the processor that computes also copies messages, so a collective takes its full time. Ranks
+that share memory send nothing to unshard.
 
 Sources: Kaplan et al. (arXiv 2001.08361, table 1) and Chowdhery et al. (arXiv 2204.02311, appendix B) for FLOP counts
-and the definition of MFU, which counts no recomputation, but attention whole (`mfu_unmasked`); nccl-tests'
+and the definition of MFU, which does not count recomputation but counts attention in full (`mfu_unmasked`); nccl-tests'
 PERFORMANCE.md for collectives.
 """
 
@@ -65,10 +70,11 @@ processors (PyTorch issue 179937 reports 30 to 40 % in single products; over a s
 
 
 def steps(ranks: int, *, times: int) -> int:
-    """Return the sequential steps of a collective over `ranks` ranks.
+    """Return the number of sequential steps of a collective over `ranks` ranks.
 
-    With `times` 1 it is an all-gather or a reduce-scatter, around a ring. With 2 it is an all-reduce, which is both, or
-    goes up and down a tree, whichever is shorter (NCCL's double binary trees, since 2.4: as many bytes).
+    With `times` 1 it is an all-gather or a reduce-scatter in a ring. With 2 it is an all-reduce, which is either both
+    of these or goes up and down a tree, whichever takes fewer steps. NCCL has double binary trees since 2.4; they send
+    as many bytes.
     """
     ring = times * (ranks - 1)
     return ring if times == 1 else min(ring, 2 * math.ceil(math.log2(ranks)))
@@ -76,18 +82,18 @@ def steps(ranks: int, *, times: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Seconds of one optimizer step, and what follows from them.
+    """The seconds of one optimizer step, and the figures that follow from them.
 
     Attributes:
         exposed: waiting for communication.
-        copies: casting and copying parameters and gradients in device memory, and transfers to and from the host once
-            per step.
-        communication: all communication, hidden or not.
-        tokens: of all ranks.
-        model_flops: FLOP of the whole step over all ranks, without recomputation; what a mask leaves out of attention
-            is not counted.
+        copies: casting and copying parameters and gradients in device memory, and the transfers between host and device
+            that happen once per step.
+        communication: all communication, whether hidden or not.
+        tokens: number of tokens on all ranks.
+        model_flops: FLOP of the complete step over all ranks, without recomputation and without the masked part of
+            attention.
         masked_flops: FLOP that the mask leaves out.
-        peak_flops: FLOP/s of all devices at their peak.
+        peak_flops: peak FLOP/s of all devices together.
     """
 
     compute: float
@@ -102,7 +108,7 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """Seconds of the whole step."""
+        """Seconds of the complete step."""
         return self.compute + self.exposed + self.copies + self.optimizer
 
     @property
@@ -112,17 +118,20 @@ class StepTime:
 
     @property
     def mfu(self) -> float:
-        """Model FLOP utilisation, 0 to 1: FLOP that the model needs."""
+        """Model FLOP utilisation from 0 to 1: the FLOP that the model requires, divided by the peak."""
         return self.model_flops / self.total / self.peak_flops
 
     @property
     def mfu_unmasked(self) -> float:
-        """Utilisation with attention counted whole, masked or not, as PaLM's appendix B and most papers count."""
+        """Model FLOP utilisation, with the masked part of attention counted too.
+
+        This is how PaLM's appendix B and most papers count.
+        """
         return (self.model_flops + self.masked_flops) / self.total / self.peak_flops
 
 
 def time_of(events: Sequence[Event], setting: PlanSetting, cluster: Cluster, *, repeats: int = 1) -> StepTime:
-    """Run the clocks over one step, in which these events come `repeats` times."""
+    """Run the clocks over one step, which consists of `repeats` repetitions of these events."""
     compute, exposed, communication, cast = _repeated(events, _Clock(setting, cluster), repeats)
     job = setting.job
     return StepTime(
@@ -139,9 +148,9 @@ def time_of(events: Sequence[Event], setting: PlanSetting, cluster: Cluster, *, 
 
 
 def _repeated(events: Sequence[Event], clock: _Clock, repeats: int) -> list[float]:
-    """Return seconds of computing, of exposed communication, of both and of casts, once all repetitions are over.
+    """Return the seconds of computation, exposed communication, all communication, and casts over all repetitions.
 
-    The first repetitions may differ, because the host gets ahead of the device; from the third on all are alike.
+    The first repetitions may differ, because the host gets ahead of the device. From the third on, all are the same.
     """
     before, passed = [0.0] * 4, [0.0] * 4
     for _ in range(min(repeats, 3)):
@@ -210,7 +219,7 @@ class _Clock:
                 self._wait(self.copied.get("to host", 0.0))
 
     def _run(self, seconds: float, issued: float = 0.0) -> None:
-        """Run a computation. It ends no sooner than the host has issued it."""
+        """Run a computation, which cannot end before the host has issued it."""
         self.host += issued
         slowed = max(self._slowed(seconds), self.host - self.now)
         self.now += slowed
@@ -222,7 +231,7 @@ class _Clock:
         self.cast += slowed
 
     def _slowed(self, seconds: float) -> float:
-        """Return the seconds of a computation, slower in the part of it in which a wire is busy."""
+        """Return the seconds of a computation. It runs more slowly while a wire is busy."""
         busy = min(max([*self.wires.values(), self.now]) - self.now, seconds)
         return seconds + busy * CONTENTION
 
@@ -232,7 +241,7 @@ class _Clock:
         self.exposed += waited
 
     def _copy(self, way: str, nbytes: int) -> float:
-        """Return when a copy between host and device, issued now, is done."""
+        """Return when a copy between host and device that is issued now will be complete."""
         if not nbytes:
             return self.now
         self.copied[way] = max(self.now, self.copied.get(way, 0.0)) + nbytes / PCIE
@@ -240,11 +249,17 @@ class _Clock:
         return self.copied[way]
 
     def _collective(self, nbytes: int, *, after: float = 0.0) -> float:
-        """Return when an all-gather or reduce-scatter of `nbytes`, issued now and begun after `after`, is done."""
+        """Return when an all-gather or reduce-scatter of `nbytes` that is issued now will be complete.
+
+        It starts no earlier than `after`.
+        """
         return self._send(nbytes, self.setting.layout.shard_size, stride=self.setting.job.tp, times=1, after=after)
 
     def _exchange_tiles(self, unit: UnitLayout, way: int) -> None:
-        """Reduce between tensor-parallel ranks after (0) or in backward of (1) a unit: the next product waits."""
+        """Wait for the messages between tensor-parallel ranks, because the next product needs the result.
+
+        `way` is 0 in the unit's forward and 1 in its backward.
+        """
         job, model = self.setting.job, self.setting.model
         if job.tp > 1 and unit.block is not None:
             self._wait(self._send(messages_of_layer(unit.block, job)[way], job.tp, stride=1, times=2))
@@ -252,7 +267,10 @@ class _Clock:
             self._wait(self._send(messages_of_head(model, job)[way], job.tp, stride=1, times=1))
 
     def _send(self, nbytes: int, ranks: int, *, stride: int, times: int, after: float = 0.0) -> float:
-        """Return when a message among `ranks` ranks, `stride` apart, is done; some share a host, or none does."""
+        """Return when a message among `ranks` ranks will be complete.
+
+        The ranks are `stride` apart, so either some of them share a host or none do.
+        """
         if ranks == 1 or nbytes == 0:
             return self.now
         device = self.cluster.device

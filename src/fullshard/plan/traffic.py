@@ -1,15 +1,14 @@
-"""Bytes on the wire in one step, from its events: what one rank sends, and which link carries it.
+"""The bytes that one rank sends in a step, computed from the step's events, and the links that carry them.
 
 Every rank sends as much as it receives, so one number per axis is enough:
 
-    all-gather       a rank sends its interval to the S - 1 others            full / S x (S - 1)
-    reduce-scatter   a rank sends each of the S - 1 others their interval     full / S x (S - 1)
-    all-reduce       reduce-scatter and all-gather of the shard               2 x shard / R x (R - 1)
+    all-gather       a rank sends its interval to the S - 1 others                 full / S x (S - 1)
+    reduce-scatter   a rank sends each of the S - 1 others that rank's interval    full / S x (S - 1)
+    all-reduce       reduce-scatter and all-gather of the shard                    2 x shard / R x (R - 1)
 
-Along the shard axis intervals count as they are sent, which may be in fewer bytes.
-
-S and R are the ranks of the shard and the replicate axis. These are the least bytes possible (ZeRO, arXiv 1910.02054,
-section 7; Patarasuk and Yuan 2009 for all-reduce), and what ring algorithms send.
+S and R are the numbers of ranks along the shard and the replicate axis. Along the shard axis, intervals count in the
+form in which they are sent, which may have fewer bytes. These are the minimum numbers of bytes (ZeRO, arXiv 1910.02054,
+section 7; Patarasuk and Yuan 2009 for all-reduce), and ring algorithms reach them.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from fullshard.plan.layout import ModelLayout, UnitLayout
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes one rank sends in one optimizer step.
+    """The bytes that one rank sends in one optimizer step.
 
     Attributes:
         gather_nbytes: unsharding, on the shard axis.
         reduce_nbytes: gradients, on the shard axis.
         replicate_nbytes: gradients, on the replicate axis.
         tiles_nbytes: activations and their gradients, inside a tensor-parallel group.
-        to_device_nbytes, to_host_nbytes: bytes copied between the host's memory and the device's, and not sent.
+        to_device_nbytes, to_host_nbytes: bytes copied between host memory and device memory, which are not sent.
     """
 
     gather_nbytes: int
@@ -71,23 +70,26 @@ def traffic_of(events: Iterable[Event], model: ModelLayout) -> Traffic:
 
 
 def gather_message_nbytes(unit: UnitLayout) -> int:
-    """Return bytes that a rank sends to each other to unshard a unit."""
+    """Return the bytes that a rank sends to each other rank to unshard a unit."""
     return sum(bucket.gather_message_nbytes for bucket in unit.buckets)
 
 
 def reduce_message_nbytes(event: Event, unit: UnitLayout, shard_size: int) -> int:
-    """Return the bytes that a rank sends to each other to reduce the bucket of a unit whose gradient has that size."""
+    """Return the bytes that a rank sends to each other rank to reduce a bucket.
+
+    The bucket is the unit's bucket whose gradient has the size in `event`.
+    """
     buckets = (bucket for bucket in unit.buckets if bucket.trainable and bucket.reduce_nbytes == event.nbytes)
     bucket = next(buckets, None)
     return event.nbytes // shard_size if bucket is None else bucket.reduce_message_nbytes
 
 
 def carried(nbytes: float, ranks: int, *, stride: int, ranks_per_host: int) -> tuple[float, float]:
-    """Return bytes on each device's link inside the host and between hosts, in an all-gather or reduce-scatter.
+    """Return the bytes on each device's link inside the host and between hosts, in an all-gather or reduce-scatter.
 
-    With h hosts, each must receive the (h - 1)/h of the buffer it does not hold, once, over the links of all its
-    devices together (NCCL runs one ring per link, so that all of them carry a part). `nbytes` are those of the
-    whole buffer; the ranks are `stride` apart, so that some of them share a host or none does.
+    Each of h hosts must receive the (h - 1)/h of the buffer that it does not hold. It receives these bytes once, over
+    the links of all its devices together: NCCL runs one ring per link, so that all links carry a part. `nbytes` is the
+    size of the unsharded buffer. The ranks are `stride` apart, so either some of them share a host or none do.
     """
     neighbours = max(1, min(ranks, ranks_per_host // stride))
     across = nbytes * (1 - 1 / (ranks / neighbours)) / neighbours
@@ -95,10 +97,10 @@ def carried(nbytes: float, ranks: int, *, stride: int, ranks_per_host: int) -> t
 
 
 def exchanged(nbytes: float, ranks: int, *, stride: int, ranks_per_host: int) -> tuple[float, float]:
-    """Return bytes on a device's link inside the host and on that between hosts, when it gets `nbytes` in an exchange.
+    """Return the bytes on a device's link inside the host and between hosts, when it receives `nbytes` in an exchange.
 
-    They come from all others evenly. Unlike in a gather, each rank gets different data, so no device's link carries a
-    part for its neighbours.
+    The bytes come in equal parts from all other ranks. Unlike in a gather, each rank gets different data, so no
+    device's link carries a part for its neighbours.
     """
     neighbours = max(1, min(ranks, ranks_per_host // stride))
     others = max(1, ranks - 1)

@@ -1,4 +1,4 @@
-"""The work in a step: FLOP, and the seconds that each piece takes of the device by itself."""
+"""The work in a step: FLOP, and the device seconds that each piece takes on its own."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _LAST = ("mlp.down_proj.weight", "mlp.c_proj.weight", "mlp.fc2.weight")
 
 
 def forward_flops(unit: UnitShape, job: Job) -> float:
-    """Return FLOP of one unit's forward for one micro-batch, attention apart."""
+    """Return the FLOP of one unit's forward for one micro-batch, excluding attention."""
     block = unit.block
     flops = 0.0
     for parameter in unit.parameters:
@@ -60,7 +60,7 @@ def forward_flops(unit: UnitShape, job: Job) -> float:
 
 
 def attention_seconds(block: Block, job: Job, device: Device) -> tuple[float, float]:
-    """Return the seconds of a layer's attention in forward and backward of one micro-batch, without recomputation."""
+    """Return the seconds of a layer's attention for one micro-batch: forward, and backward without recomputation."""
     way = what_runs(block, job, device)
     dtype = "float32" if way == "math" else job.compute_dtype
     flops = attention_flops(block, job.tokens, job.seq_len, whole=way != "fused" and not device.is_cpu)
@@ -87,13 +87,13 @@ def _pass_seconds(block: Block, job: Job, device: Device) -> tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class UnitWork:
-    """Seconds of a unit for one micro-batch.
+    """The seconds of a unit for one micro-batch.
 
     Attributes:
-        forward, backward: of computing; what is recomputed belongs to backward.
-        casts: of the own interval before a gather, and of gradients into the reduce input.
-        decoding: of codes that have been gathered.
-        issued: in which the host issues forward and backward to an accelerator.
+        forward, backward: computation; recomputation belongs to backward.
+        casts: casting this rank's interval before a gather, and gradients into the reduce input.
+        decoding: decoding the codes that have been gathered.
+        issued: time in which the host issues forward and backward to an accelerator.
     """
 
     forward: float
@@ -104,7 +104,7 @@ class UnitWork:
 
 
 def works_of(setting: PlanSetting) -> dict[str, UnitWork]:
-    """Return the work of each unit, by name."""
+    """Return the work of each unit by name."""
     model, job, device = setting.model, setting.job, setting.device
     speed, part = device.peak(job.compute_dtype) * device.efficiency, _RECOMPUTED[job.checkpointing]
     of_block = {
@@ -139,19 +139,25 @@ def works_of(setting: PlanSetting) -> dict[str, UnitWork]:
 
 
 def loss_seconds(setting: PlanSetting) -> float:
-    """Return the seconds of one micro-batch's loss, in forward and backward."""
+    """Return the seconds of one micro-batch's loss, in forward and in backward."""
     model, job, device = setting.model, setting.job, setting.device
     speed = device.peak(job.compute_dtype) * device.efficiency
     return recomputed_flops(model, job) / speed + moved_nbytes(model, job) / device.memory_speed
 
 
 def head_flops(model: ModelShape, job: Job) -> float:
-    """Return the FLOP of the head. A tied head is an embedding by its role, but multiplies all the same."""
+    """Return the FLOP of the head.
+
+    A tied head has the role of an embedding, but it also multiplies.
+    """
     return 2.0 * model.vocab * model.hidden * job.tokens if model.tied else 0.0
 
 
 def step_flops(model: ModelShape, job: Job) -> float:
-    """Return one rank's FLOP: forward, and twice that for backward; a frozen layer needs only its input's gradient."""
+    """Return one rank's FLOP: those of forward, and twice as many for backward.
+
+    Backward of a frozen layer only computes the gradient of its input.
+    """
     total = head_flops(model, job) * 3
     for unit in model.units:
         total += forward_flops(unit, job) * (1 + backward_factor(unit))
@@ -167,7 +173,10 @@ def masked_flops(model: ModelShape, job: Job) -> float:
 
 
 def backward_factor(unit: UnitShape) -> float:
-    """Return the cost in forwards: one for the gradients of inputs, and one for those of weights that are trained."""
+    """Return the cost of backward, as a multiple of the forward's.
+
+    The gradients of inputs cost one forward, and so do the gradients of weights, if all of them are trained.
+    """
     matrices = [p for p in unit.parameters if len(p.shape) >= 2]
     total = sum(p.numel for p in matrices)
     trained = sum(p.numel for p in matrices if p.trainable)
@@ -175,7 +184,10 @@ def backward_factor(unit: UnitShape) -> float:
 
 
 def _written_again_seconds(block: Block, job: Job, device: Device) -> float:
-    """Return the seconds of attention that selective checkpointing runs again: it keeps what one kernel returns."""
+    """Return the seconds of attention that selective checkpointing recomputes.
+
+    It only keeps attention's output if a single kernel computes it.
+    """
     if job.checkpointing != "selective" or what_runs(block, job, device) not in WRITTEN_OUT:
         return 0.0
     passes = 0.0 if device.is_cpu else passes_over_scores(block, job, device)[0] * job.tokens / device.memory_speed
@@ -199,7 +211,10 @@ def step_decoding_seconds(setting: PlanSetting, events: Iterable[Event]) -> floa
 
 
 def _decoding_seconds(setting: PlanSetting, unit: UnitLayout) -> float:
-    """Return the seconds in which codes become values: codes are read, values written, some by way of a float32."""
+    """Return the seconds in which a unit's codes are decoded.
+
+    Codes are read and values are written; some forms also need a float32 intermediate.
+    """
     moved = sum(
         b.main_nbytes * b.layout.world_size + b.full_nbytes + _BESIDES.get(b.form.name, 0) * b.layout.full_numel
         for b in unit.coded
@@ -209,9 +224,9 @@ def _decoding_seconds(setting: PlanSetting, unit: UnitLayout) -> float:
 
 
 def last_product(unit: UnitShape, job: Job) -> float:
-    """Return the part of a layer's products that recomputation leaves out: the last one, if nothing reads its result.
+    """Return the fraction of a layer's products that recomputation skips.
 
-    Dropout, later norms and the weights of experts read it.
+    It skips the last product unless something reads the result. Dropout, later norms and the weights of experts do.
     """
     block = unit.block
     matrices = [p for p in unit.parameters if len(p.shape) == 2 and p.role == "matrix" and p.trainable]
@@ -224,7 +239,10 @@ def last_product(unit: UnitShape, job: Job) -> float:
 
 
 def copied_once_seconds(setting: PlanSetting) -> float:
-    """Return the seconds in which offload uses PCIe once per step; the clock overlaps the rest with computing."""
+    """Return the seconds of the offload transfers over PCIe that happen once per step.
+
+    The clock overlaps all other transfers with computation.
+    """
     seconds = 0.0
     for bucket in setting.layout.buckets:
         if bucket.main_is_on_host and not bucket.is_gathered_from_host:
@@ -235,7 +253,7 @@ def copied_once_seconds(setting: PlanSetting) -> float:
 
 
 def optimizer_seconds(setting: PlanSetting, cluster: Cluster) -> float:
-    """Return the seconds in which the optimizer reads and writes its state; in the host's memory with offload."""
+    """Return the seconds in which the optimizer reads and writes its state, which is in host memory with offloading."""
     device = cluster.device
     bandwidth = device.memory_speed
     if setting.on_host.main_weights:
@@ -247,7 +265,10 @@ def optimizer_seconds(setting: PlanSetting, cluster: Cluster) -> float:
 
 
 def _matrices(work: MatrixWork, cluster: Cluster) -> float:
-    """Return seconds of owners' work and exchanges: meanwhile the next pieces come, and the last ones go back."""
+    """Return the seconds of the owners' computation and of the exchanges.
+
+    The owners compute while the next pieces arrive and the last ones are sent back.
+    """
     device, exchanges = cluster.device, work.dealing.exchanges
     there = [max(device.link_seconds(*links)) for links in work.links(cluster.per_host)]
     replicas = max(device.link_seconds(*work.replica_links(cluster.per_host))) / len(exchanges)
