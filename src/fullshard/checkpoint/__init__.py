@@ -1,6 +1,6 @@
-"""Checkpoints: saved by any number of ranks, loaded by any other, proved byte by byte, exported to Hugging Face.
+"""Save checkpoints at any world size, load them at any other, verify every byte, and export to Hugging Face.
 
-The names below are imported when they are first used: the format alone is read and written without the engine, too.
+The names below are imported on first use, so that the format can be read and written without importing the engine.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The adapters of a PEFT model: saved whole and alone, in PEFT's format, and loaded from it; and their names.
+"""Save and load the adapters of a PEFT model in PEFT's format, without the base model, and list their parameter names.
 
-PEFT decides what belongs to an adapter and how it is called in a file; it is asked with stand-ins for the weights, so
-only what it wants is gathered, one parameter at a time.
+PEFT decides which tensors belong to an adapter and what they are called in a file. It is asked with stand-ins for the
+weights, so that only the selected parameters are gathered, one at a time.
 """
 
 from __future__ import annotations
@@ -30,13 +30,19 @@ def is_adapted(model: nn.Module) -> bool:
 
 
 def is_saved_as_adapters(model: nn.Module) -> bool:
-    """Return whether a save of `model` stores its adapters: a PEFT model, or one with Transformers' `add_adapter`."""
+    """Return whether a save of `model` stores only its adapters.
+
+    This is the case for a PEFT model and for a Transformers model that called `add_adapter`.
+    """
     adds_itself = hasattr(model, "get_adapter_state_dict") and getattr(model, "_hf_peft_config_loaded", False)
     return is_adapted(model) or adds_itself  # PEFT's `inject_adapter_in_model` tells it nothing
 
 
 def carries_adapters(model: nn.Module) -> bool:
-    """Return whether a model that is no PEFT model has adapters, or one for inference alone (`PeftMixedModel`)."""
+    """Return whether adapters sit inside a model that is not a `PeftModel`.
+
+    This includes `PeftMixedModel`, which PEFT supports for inference only.
+    """
     return hasattr(model, "peft_config") and not is_adapted(model)
 
 
@@ -50,8 +56,8 @@ HOW_TO_SAVE_INNER = (
 def save_adapters(path: str | Path, model: nn.Module) -> None:
     """Write every adapter as `save_pretrained` of the unsharded model would. A collective.
 
-    Adapters other than `default` go into directories of their own. Of a model with Transformers' own `add_adapter` the
-    one at work is written.
+    Adapters other than `default` go into their own subdirectories. For a Transformers model that called `add_adapter`,
+    only the active adapter is written.
     """
     rest(model)
     ranks = Ranks.of(model)
@@ -72,7 +78,7 @@ def save_adapters(path: str | Path, model: nn.Module) -> None:
 def wanted_weights(model: nn.Module, ranks: Ranks) -> dict[str, list[str]]:
     """Return, for each adapter, the names in the model of the tensors that PEFT stores for it.
 
-    Rank 0 asks: PEFT may look at the hub to see whether the embeddings were resized.
+    Only rank 0 calls PEFT, which may query the Hugging Face hub to find out whether the embeddings were resized.
     """
     stand_ins = {name: torch.empty(0, device="meta") for name in _by_name(model)}
 
@@ -93,13 +99,19 @@ def wanted_weights(model: nn.Module, ranks: Ranks) -> dict[str, list[str]]:
 
 
 def _by_name(model: nn.Module) -> dict[str, LocalTensor]:
-    """Return all parameters and buffers, under all their names in a state dict: layers share VeRA's buffers."""
+    """Map every state dict name to its parameter or buffer.
+
+    A tensor with several names appears under each of them: the layers of a VeRA adapter share their buffers.
+    """
     return {name: local for local in local_tensors(model) for name in local.names}
 
 
 @contextlib.contextmanager
 def _unpruned(config: Any) -> Iterator[None]:
-    """Return the state without the ranks that AdaLoRA has given up, which PEFT cuts out of what it stores."""
+    """Make PEFT return the state of all AdaLoRA ranks while the context is active.
+
+    Otherwise PEFT leaves out the ranks that AdaLoRA has pruned.
+    """
     ranks = getattr(config, "rank_pattern", None)
     if ranks:
         config.rank_pattern = None
@@ -112,7 +124,10 @@ def _unpruned(config: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def prompts_whole(model: nn.Module, *, writeback: bool = False) -> Iterator[None]:
-    """Hold the encoders of PEFT's prompt learning whole: PEFT computes their state, on rank 0 alone. A collective."""
+    """Keep the encoders of PEFT's prompt learning unsharded while the context is active. A collective.
+
+    PEFT computes their state from the full weights, on rank 0 only.
+    """
     encoders = getattr(model, "prompt_encoder", None)
     with contextlib.ExitStack() as whole:
         for module in () if encoders is None else encoders.modules():
@@ -121,9 +136,9 @@ def prompts_whole(model: nn.Module, *, writeback: bool = False) -> Iterator[None
 
 
 def adapter_parameter_names(model: nn.Module) -> Container[str]:
-    """Return the names of adapter parameters of `model`, and of all others that are trained; none without adapters.
+    """Return the names of the adapter parameters of `model` and of all other trained parameters. A collective.
 
-    A collective.
+    Return an empty container if the model has no adapters.
     """
     if not is_saved_as_adapters(model):
         return ()
@@ -133,7 +148,10 @@ def adapter_parameter_names(model: nn.Module) -> Container[str]:
 
 
 def load_adapters(path: str | Path, model: nn.Module) -> None:
-    """Load the adapters that `save_adapters` or PEFT wrote into those of the same names. Every rank reads."""
+    """Load adapters that `save_adapters` or PEFT wrote into the model's adapters of the same names.
+
+    Every rank reads the files.
+    """
     ranks = Ranks.of(model)
     wanted = wanted_weights(model, ranks)
     peft: Any = importlib.import_module("peft")

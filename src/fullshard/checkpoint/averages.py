@@ -1,4 +1,7 @@
-"""Moving averages of weights in a checkpoint: one more value per element, stored as the optimizer's state is."""
+"""Save and load moving averages of weights.
+
+An average adds one value per element, which is stored like the optimizer's state.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +21,14 @@ AVERAGES = "averages"
 
 
 def averages_in(objects: Iterable[object]) -> list[EMA]:
-    """Return the averages among the objects that are saved."""
+    """Return the moving averages among the objects to save."""
     return [each for each in objects if isinstance(each, EMA)]
 
 
 def average_entries(
     objects: Iterable[object], optimizer: torch.optim.Optimizer | None, parameters: Sequence[LocalTensor]
 ) -> Iterator[StateEntry]:
-    """Return the entries that this rank stores of the averages."""
+    """Yield the entries that this rank stores for the averages."""
     averages = averages_in(objects)
     if averages and optimizer is None:
         raise CheckpointError(
@@ -46,7 +49,7 @@ def average_entries(
 
 
 def average_tensors(average: EMA, parameters: Sequence[LocalTensor]) -> Iterator[tuple[LocalTensor, torch.Tensor]]:
-    """Return each parameter that has an average, and what this rank holds of it."""
+    """Yield each averaged parameter with the part of the average that this rank holds."""
     held = average.by_parameter
     pairs = [(local, held[id(local.tensor)]) for local in parameters if id(local.tensor) in held]
     if len(pairs) != len(held):
@@ -60,7 +63,10 @@ def average_tensors(average: EMA, parameters: Sequence[LocalTensor]) -> Iterator
 def average_records(
     average: EMA, parameters: Sequence[LocalTensor], manifest: Manifest, primary: Mapping[str, str], problems: list[str]
 ) -> Iterator[tuple[str, LocalTensor, StateTensorRecord, torch.Tensor]]:
-    """Return (name in the file, parameter, place in storage, this rank's part) of each; absent ones are problems."""
+    """Yield (name in the file, parameter, record, this rank's part) for each stored average.
+
+    Append a message to `problems` for each average that is missing or has another dtype.
+    """
     saved = manifest.optimizer.state if manifest.optimizer is not None else {}
     for local, held in average_tensors(average, parameters):
         name = primary.get(local.name, local.name)

@@ -1,11 +1,11 @@
-"""Save in the background: training waits for a copy into host memory, not for the disk.
+"""Save in the background: training waits only until the state is copied to host memory, not for the disk.
 
     training       ... step | collect, copy the state | step ...                        | step ...
     background              |                         | write, fsync, agree, rename     |
                                                             all ranks learn of it here ^
 
-What is written and how it is made to count is the code of `save`; only the thread is another one, and the process
-group, so that its messages never mix with those of the training.
+The code that writes and commits the checkpoint is the same as for `save`. It runs in another thread and uses a separate
+process group, so that its messages never mix with those of the training.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _WRITING: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 class AsyncSaver:
-    """Saves checkpoints while training goes on, one at a time: one that comes too early waits for the one before it.
+    """Save checkpoints while training continues, one at a time. A new save first waits for the previous one.
 
-    Every rank has one and calls the same methods in the same order. An error in the background is raised by the next
-    `check`, `save` or `wait`; if none of them comes, the process ends with it and with exit code 1. A process that
-    ends waits until its save is written.
+    Every rank creates an `AsyncSaver` and calls the same methods in the same order. An error in the background is
+    raised by the next `check`, `save` or `wait`. If none of them is called, the process reports the error when it ends
+    and exits with code 1. A process does not end before its save is written.
 
         with AsyncSaver() as saver:
             for step, batch in enumerate(batches):
@@ -46,7 +46,7 @@ class AsyncSaver:
                     saver.save(f"out/step-{step}", model=model, optimizer=optimizer, total_limit=2)
 
     Attributes:
-        memory: host memory of the copies, this rank's share of the checkpoint; kept from save to save.
+        memory: host memory for the copies of this rank's share of the checkpoint. It is reused by later saves.
     """
 
     def __init__(self) -> None:
@@ -59,14 +59,19 @@ class AsyncSaver:
 
     @property
     def is_saving(self) -> bool:
-        """Return whether a save has begun and this rank has not seen its end yet."""
+        """Return whether a save has started and this rank has not yet been told that it ended."""
         return self._thread is not None
 
     def save(self, path: str | Location, **arguments: Unpack[SaveArguments]) -> Location:
-        """Copy the state and return; it is written meanwhile. Takes the arguments of `save_checkpoint`. A collective.
+        """Copy the state, start writing it in the background, and return. A collective.
+
+        The arguments are those of `save_checkpoint`.
+
+        Returns:
+            The path that the checkpoint will have.
 
         Raises:
-            CheckpointError: this save could not begin, or the one before it failed. Nothing was begun then.
+            CheckpointError: this save could not start, or the previous one failed. In both cases nothing was started.
         """
         self.make_room()
         pending = prepare_save(path, self.memory, **arguments)
@@ -74,12 +79,12 @@ class AsyncSaver:
         return pending.destination.final
 
     def make_room(self) -> None:
-        """Wait for a save under way. A collective. Raises as `save` does."""
+        """Wait for a running save to finish. A collective. Raises the same errors as `save`."""
         self.wait()
         self.memory.reuse()
 
     def begin(self, pending: Pending) -> None:
-        """Write what was prepared with `memory` after `make_room`. A collective."""
+        """Start to write a save that was prepared with `memory` after a call of `make_room`. A collective."""
         self._ranks = pending.destination.ranks
         if self._background is None:
             self._background = self._ranks.apart()
@@ -93,20 +98,25 @@ class AsyncSaver:
         self._thread.start()
 
     def check(self) -> Location | None:
-        """Check whether the save has ended on all ranks; call it once per step. A small collective during a save.
+        """Check whether the save has ended on all ranks. A small collective while a save is running.
+
+        Call it once per step.
 
         Returns:
-            The checkpoint, the first time it is known to be complete; else None.
+            The path of the checkpoint on the first call after it is complete; otherwise None.
 
         Raises:
-            CheckpointError: on every rank at the same step, if the save failed.
+            CheckpointError: the save failed. Every rank raises it at the same step.
         """
         if self._thread is None or self._ranks is None:
             return None
         return self.wait() if self._ranks.all(not self._thread.is_alive()) else None
 
     def wait(self) -> Location | None:
-        """Wait for the save under way, if there is one. Returns its path. Raises as `check` does."""
+        """Wait for a running save and return its path, or None if no save is running.
+
+        Raises the same errors as `check`.
+        """
         if self._thread is None:
             return None
         self._thread.join()
@@ -137,7 +147,7 @@ class AsyncSaver:
             self._error = error
 
     def _report(self) -> None:
-        """Report an unread error at the end of the process, which must not end in success then."""
+        """Report an unread error when the process ends, and exit with code 1."""
         if self._error is None:
             return
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""The checkpoints in a directory: which is the newest whole one, and which are old enough to go."""
+"""Find the newest valid checkpoint in a directory and remove old ones."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ logger = logging.getLogger(__name__)
 def latest_checkpoint(root: str | Location, *, thorough: bool = False) -> Location | None:
     """Return the newest valid checkpoint directly inside `root`. Not a collective.
 
-    Every newer one that is not valid is logged with the reason. Loading checks every byte anyway, so by default only
-    the manifest and the presence and size of each file are looked at.
+    Log each newer checkpoint that is invalid, with the reason. Because loading checks every byte anyway, the default is
+    to check only the manifest and the presence and size of each file.
 
     Args:
         root: directory that checkpoints are saved into.
-        thorough: read and check every byte first; takes as long as reading the checkpoint.
+        thorough: also read and check every byte first, which takes as long as reading the checkpoint.
 
     Returns:
-        Its path, or None if there is none.
+        Its path, or None if there is no valid checkpoint.
     """
     return next(whole_checkpoints(root, thorough=thorough), None)
 
 
 def whole_checkpoints(root: str | Location, *, thorough: bool = False) -> Iterator[Location]:
-    """Return the valid checkpoint directories directly inside `root`, the newest first. See `latest_checkpoint`."""
+    """Yield the valid checkpoint directories directly inside `root`, newest first. See `latest_checkpoint`."""
     for directory, parts in _newest_first(location(root)):
         problems = _problems(parts, thorough=thorough)
         if not problems:
@@ -45,9 +45,10 @@ def whole_checkpoints(root: str | Location, *, thorough: bool = False) -> Iterat
 
 
 def remove_oldest(newest: Location, *, keep: int) -> list[Location]:
-    """Remove the oldest checkpoints beside `newest` until `keep` are left, which include it whatever its age.
+    """Remove the oldest checkpoints in the directory of `newest` until `keep` are left.
 
-    Directories that hold no manifest of ours are never touched.
+    `newest` always counts as one of them, whatever its timestamp. Directories without a fullshard manifest are not
+    touched.
     """
     others = [directory for directory, _ in _newest_first(newest.parent) if directory != newest]
     removed = others[keep - 1 :]
@@ -58,7 +59,11 @@ def remove_oldest(newest: Location, *, keep: int) -> list[Location]:
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """The result of `prune`, newest first; what is no whole checkpoint was left alone, each with the first reason."""
+    """Hold the result of `prune`, with kept and removed checkpoints newest first.
+
+    `damaged` lists the directories that are not complete checkpoints and were left alone, each with the first problem
+    found.
+    """
 
     kept: tuple[Location, ...]
     removed: tuple[Location, ...]
@@ -66,9 +71,10 @@ class Pruned:
 
 
 def prune(root: Location, *, keep: int, thorough: bool = False, dry_run: bool = False) -> Pruned:
-    """Remove the oldest whole checkpoints directly inside `root` until `keep` are left. Not a collective.
+    """Remove the oldest complete checkpoints directly inside `root` until `keep` are left. Not a collective.
 
-    Only whole ones count, so the newest whole one always stays. Damaged ones stay, too: they need a user's look first.
+    Only complete checkpoints count, so the newest complete one always stays. Damaged ones are also kept, because a user
+    should look at them first.
     """
     if keep < 1:
         raise ConfigError(f"keep = {keep} would leave no checkpoint", hint="use 1 or more")
@@ -93,7 +99,10 @@ def prune(root: Location, *, keep: int, thorough: bool = False, dry_run: bool = 
 
 
 def _newest_first(root: Location) -> list[tuple[Location, list[tuple[Location, Manifest]]]]:
-    """Return checkpoints with readable manifests (one, or one per part), newest first; log the others."""
+    """Return the checkpoints with readable manifests, newest first, and log the others.
+
+    A checkpoint has one manifest, or one per part.
+    """
     found = []
     for directory in entries_of(root) if root.is_dir() else []:
         if directory.name.startswith(TEMP_PREFIX) or not directory.is_dir() or _is_superseded(directory):
@@ -107,7 +116,10 @@ def _newest_first(root: Location) -> list[tuple[Location, list[tuple[Location, M
 
 
 def _checkpoint_in(directory: Location) -> tuple[list[tuple[Location, Manifest]], str]:
-    """Return the checkpoint in a directory, or one per model; else the reason why one that looks like it is invalid."""
+    """Return the checkpoint in a directory, or its parts if it holds several models.
+
+    If the directory looks like a checkpoint but is invalid, return an empty list and the reason.
+    """
     places = [directory, *part_paths(directory)]
     try:
         parts = [(place, read_manifest(place)) for place in places if (place / MANIFEST_NAME).exists()]
@@ -127,7 +139,7 @@ def _problems(parts: list[tuple[Location, Manifest]], *, thorough: bool) -> list
 
 
 def _is_superseded(directory: Location) -> bool:
-    """Return whether this is the old version of a checkpoint whose replacement is in place."""
+    """Return whether this is the old version of a checkpoint that has already been replaced."""
     if not directory.name.startswith(OLD_PREFIX):
         return False
     name = directory.name.removeprefix(OLD_PREFIX).rpartition("-")[0]

@@ -1,4 +1,4 @@
-"""Read a tensor that is stored cut one way on a rank that has it cut another way, because of tensor parallelism."""
+"""Read a stored tensor on a rank that shards it differently, because tensor parallelism split it differently."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from fullshard.core.layout import Interval
 
 
 def fill_local(local: LocalTensor, read: Callable[[Interval, torch.Tensor], None]) -> None:
-    """Fill what this rank holds of a tensor, in whatever order its memory is.
+    """Fill the part of a tensor that this rank holds, whatever its memory layout is.
 
-    `read` fills a tensor, shape (m,), with an interval of the whole one, flattened row by row.
+    `read` fills a tensor of shape (m,) with an interval of the full tensor, flattened row by row.
     """
     plain = local.held.contiguous()  # a copy if its memory is in another order
     read_across(read, plain.view(-1), shape=local.shape, source=UNCUT, target=local.chunking, wanted=local.interval)
@@ -33,10 +33,10 @@ def read_across(
     target: Chunking,
     wanted: Interval,
 ) -> None:
-    """Fill `out`, shape (n,), with elements `wanted` of a tensor of `shape`, flattened as `target` says.
+    """Fill `out`, shape (n,), with the elements `wanted` of a tensor of `shape`, flattened in the order of `target`.
 
-    `read` fills a tensor, shape (m,), with an interval of the tensor flattened as `source` says. Where the cuts differ,
-    whole rows of the source's chunks are read, and what was asked for taken out of them.
+    `read` fills a tensor of shape (m,) with an interval of the tensor, flattened in the order of `source`. Where the
+    two orders differ, complete rows of the source's chunks are read and the wanted elements are copied out of them.
     """
     if source == target or (source.is_row_by_row and target.is_row_by_row):
         read(wanted, out)
@@ -56,8 +56,8 @@ def read_transposed(
 ) -> None:
     """Fill `out`, shape (n,), with elements `wanted` of a tensor of `shape`, flattened row by row.
 
-    `read` is as in `read_across`, but counts elements with the last two dims in the other order. A matrix at a time is
-    read, the whole of it.
+    `read` works as in `read_across`, but the source stores the tensor with its last two dims swapped. Every matrix
+    that holds a wanted element is read completely, one at a time.
     """
     rows, columns = shape[-2:]
     for start in range(wanted.start // (rows * columns) * rows * columns, wanted.stop, rows * columns):
@@ -70,10 +70,11 @@ def read_transposed(
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """The elements that two cuts of a tensor share, as a box in each.
+    """The elements that two chunkings of a tensor share, as a box in each of them.
 
-    `source` is an interval of the tensor as its source flattens it, which holds a box of `source_sizes`; the patch has
-    `sizes` and begins in it at `source_offsets`. `target` and `target_strides` place it in the wanted elements.
+    `source` is the interval to read from the tensor in source order; it forms a box of `source_sizes`. The shared
+    elements are a box of `sizes` at `source_offsets` inside it. `target` and `target_strides` place them among the
+    wanted elements.
     """
 
     source: Interval
@@ -85,7 +86,11 @@ class Patch:
 
 
 def patches(shape: tuple[int, ...], source: Chunking, target: Chunking, wanted: Interval) -> Iterator[Patch]:
-    """Yield what to read of a tensor of `shape`, flattened by `source`, for `wanted` of it flattened by `target`."""
+    """Yield the patches that cover `wanted`.
+
+    `wanted` is an interval of a tensor of `shape`, flattened in the order of `target`; the reads follow the order of
+    `source`.
+    """
     start = 0
     for part in range(target.parts):
         sizes = target.sizes(shape, part)
@@ -97,7 +102,10 @@ def patches(shape: tuple[int, ...], source: Chunking, target: Chunking, wanted: 
 
 
 def _from(shape: tuple[int, ...], source: Chunking, wanted: IntervalBox, offset: int) -> Iterator[Patch]:
-    """Yield what to read of the source's parts for a box of the whole, `offset` elements into the wanted interval."""
+    """Yield the patches of the source's parts that cover the box `wanted` of the full tensor.
+
+    `offset` is the position of the box in the wanted interval, in elements.
+    """
     dim, start = source.dim, 0
     first, last = wanted.offsets[dim], wanted.offsets[dim] + wanted.sizes[dim]
     for part in range(source.parts):

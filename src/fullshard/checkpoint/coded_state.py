@@ -1,8 +1,8 @@
-"""Optimizer state that is kept in 4 or 8 bits: codes, with one scale for each block of them (bitsandbytes, torchao).
+"""Store optimizer state that is kept in 4 or 8 bits as codes with one scale per block (bitsandbytes, torchao).
 
-Blocks are counted from the start of a rank's interval. A checkpoint holds codes and scales as they are. A rank with the
-same interval gets them back bit by bit; to everybody else, at another number of ranks or in another program, the state
-is a tensor of ordinary values, which an optimizer of this kind codes anew.
+Blocks are counted from the start of a rank's interval. A checkpoint stores codes and scales unchanged, and a rank with
+the same interval restores them bit for bit. With another number of ranks or in another program, the state is read as a
+tensor of ordinary values, which an optimizer of this kind encodes again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ _BITSANDBYTES_BLOCK = 256
 
 @dataclass(frozen=True, slots=True)
 class CodedTensor:
-    """One tensor of optimizer state, as its optimizer holds it; `dtype` is the values'. See `CodeRecord`."""
+    """One tensor of optimizer state in the form in which its optimizer holds it. See `CodeRecord`.
+
+    `dtype` is the dtype of the decoded values.
+    """
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -34,13 +37,13 @@ class CodedTensor:
     dtype: torch.dtype
 
     def parts(self) -> dict[str, torch.Tensor]:
-        """Return the stored tensors by the ending of their names."""
+        """Return the tensors to store, keyed by the suffix of their names."""
         book = {} if self.book is None else {"book": self.book.detach()}
         return {"codes": self.codes.detach().reshape(-1), "scales": self.scales.detach(), **book}
 
     @torch.no_grad()
     def write(self, values: torch.Tensor) -> None:
-        """Encode values anew, in place."""
+        """Encode `values` and overwrite the codes and scales in place."""
         # Where the scales are: codes in paged memory pass for the host's.
         codes, scales = encode(
             values.to(self.scales.device, torch.float32), self.book, bits=self.record.bits, block=self.record.block
@@ -50,7 +53,7 @@ class CodedTensor:
 
 
 def coded_tensors(state: Mapping[str, Any]) -> tuple[dict[str, CodedTensor], set[str]]:
-    """Return the coded tensors in one parameter's state, by key, and the keys of the tensors that belong to them."""
+    """Return the coded tensors of one parameter's state, by key, and the keys of the tensors that they consist of."""
     found: dict[str, CodedTensor] = {}
     parts: set[str] = set()
     for key, value in state.items():
@@ -72,7 +75,7 @@ def coded_tensors(state: Mapping[str, Any]) -> tuple[dict[str, CodedTensor], set
 
 
 def rows_of(optimizer: Any, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return a state's averages that share one uncoded tensor, one a row: each as `KEY.ROW`, a view."""
+    """Return views of the moving averages that share one uncoded 2-D tensor, one per row, named `KEY.ROW`."""
     if not is_of(optimizer, "bitsandbytes"):
         return {}
     return {
@@ -108,7 +111,10 @@ def _of_torchao(value: Any, bits: int) -> CodedTensor:
 
 
 def fresh_state(optimizer: Any, group: int, index: int) -> dict[str, Any] | None:
-    """Return the state that a first step makes for parameter `index` of `group`; None if it is ordinary tensors."""
+    """Return the state that the first step creates for parameter `index` of `group`.
+
+    Return None if the state consists of ordinary tensors.
+    """
     parameter = optimizer.param_groups[group]["params"][index]
     if isinstance(parameter, ShardedParameter):
         parameter = local_parameter(parameter)

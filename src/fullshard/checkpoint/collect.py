@@ -1,4 +1,4 @@
-"""One rank's contribution to a checkpoint, and how rank 0 puts the contributions together."""
+"""Collect one rank's contribution to a checkpoint, and merge all contributions on rank 0."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ from fullshard.features.averages import EMA
 
 
 class LoadArguments(TypedDict, total=False):
-    """The objects that a load fills and a save stores: arguments of `load_checkpoint`."""
+    """Hold the arguments of `load_checkpoint` that a load fills and a save stores."""
 
     model: Required[nn.Module]
     optimizer: torch.optim.Optimizer | None
@@ -75,7 +75,8 @@ class SaveArguments(LoadArguments, total=False):
 class StateReport(BaseModel):
     """One rank's report on one value of optimizer state, with a checksum if it is replicated.
 
-    The record is as this rank would write it, its own piece included; ranks compare it where it must be the same.
+    `record` is the record that this rank would write, including its own piece. Ranks compare it for values that must be
+    the same on all of them.
     """
 
     record: StateTensorRecord | StateValueRecord
@@ -85,7 +86,7 @@ class StateReport(BaseModel):
 class RankReport(BaseModel):
     """One rank's report on the files that it wrote.
 
-    Of a parameter or buffer it says the dtype, which elements the rank wrote, and in which form.
+    `tensors` gives the dtype of each parameter or buffer, the elements that the rank wrote, and their form.
     """
 
     files: dict[str, FileRecord]
@@ -94,7 +95,10 @@ class RankReport(BaseModel):
 
 
 class RankWriter:
-    """One rank's part of a save: everything that can be refused is refused here, before a byte is written."""
+    """Collect and write one rank's part of a save.
+
+    The constructor raises all errors that can be detected before a byte is written.
+    """
 
     def __init__(self, store: Store, rank: int, arguments: SaveArguments) -> None:
         model, optimizer = arguments["model"], arguments.get("optimizer")
@@ -141,11 +145,11 @@ class RankWriter:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors this rank will write."""
+        """Return the size of the tensors that this rank will write, in bytes."""
         return sum(tensor.nbytes for named in self._contents.values() for tensor in named.values())
 
     def stage(self, memory: HostMemory) -> None:
-        """Copy the state to be written, so that it stays as it is."""
+        """Copy the state to write, so that later training steps do not change it."""
         self._contents = memory.copy(self._contents)
 
     def write(self) -> RankReport:
@@ -172,7 +176,10 @@ class RankWriter:
             raise CheckpointError(f"cannot write {path.name}: {error.strerror or error}") from error
 
     def manifest(self, reports: Sequence[RankReport], *, parts: int = 1, is_shared: bool = True) -> Manifest:
-        """Put all ranks' reports together, on rank 0; look at the files of a shared directory. See `Manifest.parts`."""
+        """Merge the reports of all ranks into the manifest, on rank 0.
+
+        For a shared directory, also check the sizes of the files. For `parts`, see `Manifest.parts`.
+        """
         mesh, optimizer = self.mesh, None
         if self.optimizer is not None:
             optimizer = OptimizerRecord(
@@ -222,7 +229,7 @@ class RankWriter:
 
 
 def _states(model: nn.Module, arguments: SaveArguments, *, is_kept: bool) -> dict[str, Any]:
-    """Return the Python values to save, by their names in the manifest. A collective if objects have parts."""
+    """Return the Python values to save, keyed by their manifest names. A collective if objects hold sharded tensors."""
     sources = {
         "scheduler": arguments.get("scheduler"),
         "scaler": arguments.get("scaler"),
@@ -247,7 +254,10 @@ def _state_dict(source: Any) -> Any:
 
 
 def _with_wholes(value: Any, *, is_kept: bool) -> Any:
-    """Replace sharded tensors of a value by whole ones on the host; where the value is not kept they are empty."""
+    """Replace the sharded tensors in a value with full tensors in host memory.
+
+    If `is_kept` is false, they are gathered but replaced with empty tensors.
+    """
     if isinstance(value, ShardedTensor):
         whole = value.full_tensor()
         return whole.cpu() if is_kept else torch.empty(0)
@@ -260,7 +270,7 @@ def _with_wholes(value: Any, *, is_kept: bool) -> Any:
 
 
 def _parts(local: LocalTensor) -> dict[str, torch.Tensor]:
-    """Return the tensors of the file for a parameter or buffer, by name."""
+    """Return the tensors to store for a parameter or buffer, by their names in the file."""
     held = local.held
     if isinstance(held, CodedPart):
         return {f"{local.name}.{name}": part for name, part in held.parts.items()}
@@ -268,7 +278,7 @@ def _parts(local: LocalTensor) -> dict[str, torch.Tensor]:
 
 
 def _stored(entry: StateEntry) -> dict[str, torch.Tensor]:
-    """Return the tensors of the file, by name."""
+    """Return the tensors to store for an entry of optimizer state, by their names in the file."""
     if isinstance(entry.value, CodedTensor):
         return {f"{entry.name}.{part}": tensor for part, tensor in entry.value.parts().items()}
     tensor: torch.Tensor = entry.value.detach()
@@ -310,7 +320,7 @@ def _state_report(entry: StateEntry, rank: int) -> StateReport:
 def _merge_tensors(
     known: Sequence[LocalTensor], reports: Sequence[RankReport], is_stored: Callable[[LocalTensor], bool]
 ) -> dict[str, TensorRecord]:
-    """Merge the records of the parameters or buffers that rank 0 knows with the pieces that all ranks wrote."""
+    """Merge rank 0's parameters or buffers with the pieces that all ranks wrote into records."""
     records = {}
     for local in known:
         pieces = []
@@ -337,7 +347,7 @@ def _merge_tensors(
 
 
 def _merge_state(reports: Sequence[RankReport]) -> dict[str, dict[str, StateTensorRecord | StateValueRecord]]:
-    """Merge the optimizer state of all ranks; compare what must be the same on all of them."""
+    """Merge the optimizer state of all ranks and check that replicated values are the same on all of them."""
     merged: dict[str, dict[str, StateTensorRecord | StateValueRecord]] = {}
     first: dict[tuple[str, str], tuple[int, StateReport]] = {}
     pieces: dict[tuple[str, str], list[PieceRecord]] = {}
@@ -359,5 +369,5 @@ def _merge_state(reports: Sequence[RankReport]) -> dict[str, dict[str, StateTens
 
 
 def _comparable(report: StateReport) -> tuple[Any, int]:
-    """Return the report without the part that says which piece the rank wrote."""
+    """Return the parts of a report that must be equal on all ranks, which leaves out the pieces."""
     return report.record.model_dump(exclude={"pieces"}), report.digest

@@ -1,11 +1,11 @@
-"""Convert the tensors of a Hugging Face directory to those of a model and back, by Transformers' own rules.
+"""Convert the tensors of a Hugging Face directory to those of a model and back, with Transformers' own rules.
 
-Transformers 5 holds many models under other names in memory than on disk, and some in another form: all experts of a
-layer in one tensor, a fused projection in three. The rules for that are its own objects. A *renaming* makes a name of a
-name; a *converter* makes tensors of tensors. Here they are asked which tensors belong together, and applied to one such
-`Group` after the other, so that no more of a model is held at once.
+Transformers 5 gives the tensors of many models other names in memory than on disk. Some also have another form: all
+experts of a layer in one tensor, or a fused projection split into three. The rules are Transformers objects: a
+*renaming* maps a name to another name, and a *converter* computes tensors from other tensors. This module asks the
+rules which tensors belong together and applies them to one such `Group` at a time, so that only one group is in memory.
 
-Earlier versions have no rules; then a tensor keeps its name, but for the prefix of its base model.
+Earlier versions of Transformers have no rules. There a tensor keeps its name, except for the prefix of its base model.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ _RENAMED = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.
 
 @dataclass(frozen=True)
 class Outline:
-    """The model as the rules see it: its configuration, and the names, shapes and dtypes of its tensors unsharded."""
+    """Describe a model to Transformers' rules.
+
+    It holds the configuration and the names, shapes and dtypes of the unsharded tensors.
+    """
 
     config: Any
     base_model_prefix: str
@@ -42,16 +45,16 @@ class Outline:
 
     @property
     def title(self) -> str:
-        """The model's name in messages."""
+        """Return the model's name for messages."""
         return type(self.config).__name__.removesuffix("Config")
 
 
 @dataclass(frozen=True)
 class Group:
-    """Tensors that a converter (`rule`) makes of others, all at once; `first` is the name of the first.
+    """Tensors that the converter `rule` computes together from other tensors. `first` is the first one's name.
 
-    `takes` is what it takes, in order: the pattern of the rule that a name matches, and the name. The names of what it
-    makes go through `renamings`.
+    `takes` lists the inputs in order, each as the pattern of the rule that its name matches and its name. The names of
+    the results are mapped by `renamings`.
     """
 
     rule: Any
@@ -60,24 +63,25 @@ class Group:
     renamings: tuple[Any, ...] = ()
 
     def convert(self, get: Callable[[str], torch.Tensor], outline: Outline) -> dict[str, torch.Tensor]:
-        """Return the tensors, by name, that the rule makes of those that `get` gives."""
+        """Return the tensors that the rule computes, by name. `get` returns an input by its name."""
         return self._apply([(pattern, name, get(name)) for pattern, name in self.takes], outline)
 
     def convert_meta(self, metas: Mapping[str, torch.Tensor], outline: Outline) -> dict[str, torch.Tensor]:
-        """Return the names, shapes and dtypes of the tensors that are made."""
+        """Return the tensors that the rule would compute, on the meta device, for their names, shapes and dtypes."""
         with torch.device("meta"):
             return self.convert(lambda name: metas[name].to("meta"), outline)
 
     def row(self, index: int, get: Callable[[str], torch.Tensor], outline: Outline) -> torch.Tensor:
-        """Return row `index` of the result; see `has_rows`."""
+        """Return row `index` of the result without computing the others. Only valid if `has_rows`."""
         taken = [(pattern, names[index], get(names[index])) for pattern, names in self._by_pattern.items()]
         return next(iter(self._apply(taken, outline).values()))
 
     @property
     def has_rows(self) -> bool:
-        """Return whether it stacks equal lists along dim 0, which no later step mixes: rows can be made alone.
+        """Return whether each row of the result can be computed on its own.
 
-        So an expert of a layer can be read without the others.
+        This is the case if the rule stacks lists of equal length along dim 0 and no later step mixes the rows. It
+        allows reading one expert of a layer without the others.
         """
         first, *others = self.rule.operations
         stacks = type(first).__name__ == "MergeModulelist" and first.dim == 0 and len(self.rule.target_patterns) == 1
@@ -108,7 +112,7 @@ class Group:
 
 
 class Rules:
-    """Rules of Transformers for one model, in one direction."""
+    """Apply Transformers' rules for one model in one direction."""
 
     def __init__(self, outline: Outline, transforms: Iterable[Any]) -> None:
         self.outline, self.transforms = outline, tuple(transforms)
@@ -121,10 +125,12 @@ class Rules:
         return [transform for transform in self.transforms if transform.was_used()]
 
     def load(self, keys: Iterable[str]) -> tuple[dict[str, str], list[Group], list[str], list[tuple[str, str]]]:
-        """Return how to make the model's tensors from files with tensors of these names.
+        """Return how to compute the model's tensors from files that hold tensors named `keys`.
 
-        That is: the name in the files of each tensor that is stored as it is; how the others are made; names in the
-        files that none is made of; and further names in the files for tensors that are stored as they are.
+        Returns:
+            A tuple of four: the file name of each tensor that is stored unchanged; the groups that compute the other
+            tensors; the names in the files that are not used; and (model name, file name) pairs for further copies of
+            tensors that are stored unchanged.
         """
         known = self.outline.tensors
         as_it_is: dict[str, str] = {}
@@ -144,7 +150,11 @@ class Rules:
         return as_it_is, list(groups.values()), unused, again
 
     def save(self, names: Iterable[str]) -> tuple[dict[str, str], list[Group]]:
-        """Return how to store the model's tensors: the name of each that is stored as it is, and groups of others."""
+        """Return how to store the model's tensors.
+
+        Returns:
+            The stored name of each tensor that is stored unchanged, and the groups that convert the others.
+        """
         as_it_is: dict[str, str] = {}
         groups: dict[str, Group] = {}
         for name in sorted(names, key=_natural):
@@ -166,8 +176,8 @@ class Rules:
     def _prefixed(self, name: str) -> str:
         """Add or remove the prefix that a base model's tensors have in a model with a head.
 
-        A name that the model has is left as it is. Transformers looks for another even then, and exchanges two norms of
-        a model (Pixio's backbone) that has one with the prefix and one without.
+        A name that the model has is returned unchanged. Transformers looks for another name even then, and so swaps two
+        norms of a model (Pixio's backbone) that has one with the prefix and one without.
         """
         prefix = f"{self.outline.base_model_prefix}."
         candidates = (name, name.removeprefix(prefix), prefix + name)
@@ -175,13 +185,16 @@ class Rules:
 
 
 def loading_rules(model: nn.Module, outline: Outline) -> Rules:
-    """Return the rules from a Hugging Face directory to `model`."""
+    """Return the rules that convert a Hugging Face directory to the tensors of `model`."""
     mapping = _conversion_mapping()
     return Rules(outline, [_Legacy()] if mapping is None else mapping.get_model_conversion_mapping(model))
 
 
 def saving_rules(model: nn.Module, outline: Outline) -> Rules:
-    """Return the rules from `model` to a Hugging Face directory: its load's, reversed, or else those of its kind."""
+    """Return the rules that convert the tensors of `model` to a Hugging Face directory.
+
+    These are the reversed rules of the model's own load or, if it was not loaded, of its model class.
+    """
     mapping = _conversion_mapping()
     if mapping is None or not hasattr(getattr(model, "config", None), "save_pretrained"):
         return Rules(outline, ())
@@ -197,13 +210,16 @@ def saving_rules(model: nn.Module, outline: Outline) -> Rules:
 
 
 def outline_of(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Outline:
-    """Return the outline of a model whose tensors, or stand-ins of their shapes and dtypes, are given by name."""
+    """Return the outline of a model from its tensors, given by name.
+
+    The tensors may be stand-ins that only have the right shapes and dtypes.
+    """
     metas = {clean_name(name): tensor.detach().to("meta") for name, tensor in tensors.items()}
     return Outline(getattr(model, "config", None), getattr(model, "base_model_prefix", ""), metas)
 
 
 class _Legacy:
-    """The renaming that every version of Transformers does."""
+    """Rename tensors as every version of Transformers does."""
 
     def rename_source_key(self, name: str) -> tuple[str, str | None]:
         for old, new in _RENAMED.items():
@@ -221,7 +237,10 @@ def _renamed(name: str, renamings: Iterable[Any]) -> str:
 
 
 def _natural(name: str) -> list[tuple[int, Any, int]]:
-    """Return a sort key that puts the second expert before the tenth, as Transformers orders a group's tensors."""
+    """Return a sort key that puts the second expert before the tenth.
+
+    Transformers uses this order for the tensors of a group.
+    """
     parts: list[tuple[int, Any, int]] = []
     for part in name.split("."):
         if part.isdigit():
@@ -233,7 +252,7 @@ def _natural(name: str) -> list[tuple[int, Any, int]]:
 
 
 def _conversion_mapping() -> Any:
-    """Return the module in which Transformers keeps its rules; None in a version that has none."""
+    """Return the Transformers module that holds the rules, or None if this version does not have it."""
     try:
         return importlib.import_module("transformers.conversion_mapping")
     except ImportError:
