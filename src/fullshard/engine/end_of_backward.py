@@ -1,12 +1,12 @@
-"""The message that ends every backward: facts a rank needs from the others before it publishes gradients.
+"""The message that ends every backward: facts that a rank needs from the others before it publishes gradients.
 
-    bytes                                                                          the largest of all ranks says
-    per note of an extension: its bytes, what each lacks to 255                    the largest and the smallest
-    per bucket: reduced, not reduced                                               whether all or none have reduced it
-                collected more than it reduced                                     whether one has
-                used, for each parameter                                           which of them one has used
+    bytes                                                                          reduced to
+    per note of an extension: its bytes, and each subtracted from 255              the largest and the smallest
+    per bucket: reduced, not reduced                                               whether all or none reduced it
+                collected more than it reduced                                     whether any rank did
+                used, for each parameter                                           which of them any rank used
 
-One all-reduce on the host carries it all.
+A single all-reduce on the host carries the complete message.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ _COMPLEMENT = bytes(range(255, -1, -1))
 
 
 class BucketEnd(NamedTuple):
-    """The part of a message that describes one bucket; for all ranks: whether it is so on any.
+    """The part of a message that describes one bucket. After the exchange, a flag is set if it is set on any rank.
 
-    `has_more`: some gradients came after the reduction, or without one. `used`: which parameters got a gradient.
+    `has_more` means that gradients arrived after the reduction or without one. `used` flags the parameters that got a
+    gradient.
     """
 
     is_reduced: bool
@@ -35,7 +36,7 @@ class BucketEnd(NamedTuple):
 
 
 class EndOfBackward:
-    """One rank's message; after `exchange`, that of all ranks, which have as many notes and buckets."""
+    """The message of one rank, or of all ranks after `exchange`. All ranks have equally many notes and buckets."""
 
     def __init__(self, notes: Sequence[bytes], buckets: Sequence[BucketEnd]) -> None:
         self._note_sizes, self._sizes = [len(note) for note in notes], [len(bucket.used) for bucket in buckets]
@@ -45,13 +46,13 @@ class EndOfBackward:
             self._bytes += bytes(bucket[:3]) + bucket.used
 
     def exchange(self, group: dist.ProcessGroup) -> None:
-        """Replace this rank's message by what is known of all ranks of `group`. A collective."""
+        """Replace this rank's message by the maximum over all ranks of `group`. All of them must call this."""
         message = torch.frombuffer(self._bytes, dtype=torch.uint8)  # the same memory
         with torch_private.uncounted():
             dist.all_reduce(message, op=dist.ReduceOp.MAX, group=group)
 
     def notes(self) -> Iterator[tuple[bytes, bytes]]:
-        """Yield for each note the largest and the smallest values that ranks have, byte by byte."""
+        """Yield the byte-wise largest and smallest values over all ranks for each note."""
         position = 0
         for size in self._note_sizes:
             middle, end = position + size, position + 2 * size
@@ -59,7 +60,7 @@ class EndOfBackward:
             position = end
 
     def buckets(self) -> Iterator[BucketEnd]:
-        """Yield the end of each bucket, in order."""
+        """Yield the `BucketEnd` of each bucket, in order."""
         position = self._first_bucket
         for size in self._sizes:
             reduced, not_reduced, more = self._bytes[position : position + 3]

@@ -16,12 +16,13 @@ if TYPE_CHECKING:
 
 
 class Forward:
-    """The forward under way, and the order of the last complete one.
+    """The forward in progress, and the order of units in the last complete one.
 
     Attributes:
-        order: the units as the last complete forward ran them; empty before the first. A rank with another order would
-            gather ahead what no other does, and wait forever, so an extension compares the first order.
-        ran: the units that the forward under way, or the last one, has run so far.
+        order: the units in the order of the last complete forward; empty before the first. A rank with a different
+            order would gather ahead units that no other rank gathers, and hang. Therefore an extension compares the
+            first order across ranks.
+        ran: the units that the current forward, or the last one, has run so far.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -33,11 +34,11 @@ class Forward:
 
     @property
     def is_under_way(self) -> bool:
-        """Return whether a forward is under way."""
+        """Return whether a forward is in progress."""
         return self._depth > 0
 
     def begin(self, unit: Unit) -> bool:
-        """Begin the forward of a unit, recomputations excluded; return whether it is the outermost."""
+        """Begin the forward of a unit, unless it is a recomputation. Return whether the unit is the outermost."""
         schedule = self._schedule
         if self._depth and unit is schedule.units[-1]:  # the outermost again
             self.abandon()
@@ -54,7 +55,7 @@ class Forward:
         return self._depth == 1
 
     def prefetch(self, unit: Unit) -> None:
-        """Start unsharding the units after `unit`, now that its own parameters are there."""
+        """Start to unshard the units that follow `unit`, after the parameters of `unit` have been gathered."""
         if unit.prefetched_in_forward is not None:
             for other in unit.prefetched_in_forward:
                 other.issue_unshard()
@@ -64,13 +65,13 @@ class Forward:
                 ahead.issue_unshard()
 
     def end_call(self, unit: Unit, call: Call) -> None:
-        """End a unit's forward: in backward, the call that ended before it comes next."""
+        """End the forward of a unit, and record the unit that ran before it, which backward needs next."""
         call.previous, self._last_ended = self._last_ended, unit
         for tell in self._schedule.extensions.call_ends:
             tell(unit, call)
 
     def leave(self, *, failed: bool) -> bool:
-        """Leave a unit's forward before its memory is freed; return whether it was the outermost."""
+        """Leave the forward of a unit before its memory is freed. Return whether the unit is the outermost."""
         self._depth = max(0, self._depth - 1)
         if self._depth:
             return False
@@ -81,7 +82,7 @@ class Forward:
     def end(self, *, failed: bool) -> None:
         """End the forward of a unit, whether it returned or raised.
 
-        After a failure nothing is communicated: ranks may be elsewhere, and waiting for them would hide the error.
+        A failed forward does not communicate: other ranks may be elsewhere, and waiting for them would hide the error.
         """
         if not self.leave(failed=failed):
             return
@@ -109,9 +110,9 @@ class Forward:
             unit.abandon_forward()
 
     def forget(self) -> None:
-        """Forget the forward under way, of which nothing is left."""
+        """Discard the forward in progress after all its units have been left."""
         self._depth = 0
 
     def forget_last_call(self) -> None:
-        """Forget which call ended last: its backward is over."""
+        """Discard the record of the last call, because its backward has ended."""
         self._last_ended = None

@@ -1,4 +1,4 @@
-"""The entry: turn modules into units, in place. `fully_shard` has torch's signature."""
+"""The entry point: turn modules into units, in place. `fully_shard` has the signature of torch's function."""
 
 from __future__ import annotations
 
@@ -42,36 +42,37 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
 ) -> Any:
-    """Make `module` a unit, in place: shard its parameters, except those of units inside it.
+    """Make `module` a unit in place: shard its parameters, except those of units inside it.
 
     Call it on inner modules first and on the model last. Parameters on the meta device stay there until
-    `model.to_empty(device=)`, after which they are NaN until they are initialised, or `load_state_dict`.
+    `model.to_empty(device=)` or `load_state_dict`. After `to_empty`, they are NaN until they are initialised.
 
     Args:
         module: the module, or a list of modules that are unsharded together.
-        mesh: 1-D shards over all its ranks, 2-D is (replicate, shard). Default: 1-D over all ranks.
-        reshard_after_forward: free the unsharded parameters between forward and backward. Default: True, but False
-            for the outermost unit, whose parameters backward needs at once. An integer n keeps them
-            sharded over groups of n neighbouring ranks until backward; it must divide the size of the shard axis. 1
-            means False, the whole size True. If ranks of a host share memory, n means True: keeping costs nothing.
+        mesh: a 1-D mesh shards over all its ranks; a 2-D mesh is (replicate, shard). Default: 1-D over all ranks.
+        reshard_after_forward: whether to free the unsharded parameters between forward and backward. Default: True, but
+            False for the outermost unit, because backward needs it immediately. An integer n keeps the parameters
+            sharded over groups of n neighbouring ranks until backward. It must divide the size of the shard axis: 1
+            means False, the full size means True. If ranks of a host share memory, n means True: unsharding costs
+            nothing.
         shard_placement_fn: torch's way to shard along another dim, called for each parameter. If it returns `Shard(0)`,
-            each rank has the rows that torch's `fully_shard` gives it, at the cost of a gather and a reduction for each
-            such parameter; for None and other dims each rank has an interval. Another mesh is refused.
-        mp_policy: `MixedPrecisionPolicy`, fullshard's or torch's.
-        offload_policy: `OffloadPolicy` or `CPUOffloadPolicy`, fullshard's or torch's.
-        ignored_params: parameters to leave alone; they are neither sharded nor reduced.
-        dp_mesh_dims: torch's `DataParallelMeshDims`: which axes of `mesh` are (replicate, shard), by name. Several are
-            taken as one; without one to shard along, every rank has everything. Parameters that are DTensors over all
-            of `mesh`, replicated along these, are DTensors in forward, too.
+            each rank gets the same rows as in torch's `fully_shard`, at the cost of a separate gather and reduction per
+            such parameter. For None and other dims, each rank gets an interval. Another mesh is an error.
+        mp_policy: a `MixedPrecisionPolicy` from fullshard or torch.
+        offload_policy: an `OffloadPolicy` or `CPUOffloadPolicy` from fullshard or torch.
+        ignored_params: parameters that are neither sharded nor reduced.
+        dp_mesh_dims: torch's `DataParallelMeshDims`, which names the (replicate, shard) axes of `mesh`. Several axes
+            are combined into one. Without a shard axis, every rank holds all elements. Parameters that are DTensors
+            over all of `mesh`, replicated along these axes, are also DTensors in forward.
 
     Returns:
-        `module`, which is an `FSDPModule` now.
+        `module`, which is now an `FSDPModule`.
 
     Raises:
-        ConfigError: an argument that cannot be honoured.
-        WrapError: a unit already, nothing to shard where something must be, a parameter that is tied to one in another
-            unit, one of a tensor subclass that wraps other tensors and does not say how it is gathered, or a DTensor
-            that is not over another axis of the same mesh.
+        ConfigError: An argument is not supported.
+        WrapError: A module is already a unit, has no parameters where some are required, has a parameter that is tied
+            to one in another unit, has a parameter of a tensor subclass that wraps other tensors and does not define
+            how it is gathered, or has a DTensor parameter that is not over another axis of the same mesh.
     """
     modules: list[nn.Module] = list(module) if isinstance(module, (list, tuple)) else [module]
     _check_arguments(modules, mesh, shard_placement_fn)
@@ -120,9 +121,9 @@ def make_unit(
     values: Values | None = None,
     prefix: str = "FSDP",
 ) -> Unit:
-    """Make a unit of parameters that are where they are to be computed with.
+    """Make a unit from parameters that are already on the device that computes with them.
 
-    `values` gives those values that are not in the parameters. `prefix` goes before the names of the modules' classes.
+    `values` supplies values that the parameters do not hold. `prefix` precedes the class names of the modules.
     """
     unit = Unit(plan, policy=policy, storage=storage, schedule=schedule, frees_after_forward=frees_after_forward)
     if values is not None or not any(postpones(unit) for postpones in schedule.extensions.postpones):
@@ -133,12 +134,12 @@ def make_unit(
 
 
 def units_in(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the modules in and below `modules` that are units."""
+    """Return the units among `modules` and the modules inside them."""
     return [inner for module in modules for inner in module.modules() if unit_of(inner) is not None]
 
 
 def _check_arguments(modules: Sequence[object], mesh: object, placement_fn: object) -> None:
-    """Check the arguments; without a module there would be no unit."""
+    """Check the arguments. An empty list of modules is an error, because there would be no unit."""
     others = [one for one in modules if not isinstance(one, nn.Module)]
     if others or not modules:
         found = type(others[0]).__name__ if others else "an empty list"
@@ -153,7 +154,7 @@ def _check_arguments(modules: Sequence[object], mesh: object, placement_fn: obje
 
 
 def ignored_parameters(parameters: Any) -> list[nn.Parameter]:
-    """Return the parameters to leave alone; reject names, and a bare parameter, which would be iterated row by row."""
+    """Return the parameters to ignore. Reject names, and a single tensor, which would be iterated row by row."""
     if isinstance(parameters, torch.Tensor) or not isinstance(parameters, Iterable | None):
         what = f"one {type(parameters).__name__}"
     else:
@@ -166,9 +167,9 @@ def ignored_parameters(parameters: Any) -> list[nn.Parameter]:
 
 
 def check_can_be_unsharded(root: nn.Module, units: Iterable[nn.Module]) -> None:
-    """Refuse `units` whose parameters nothing would unshard; warn of gradients that will no longer be sparse.
+    """Reject `units` with parameters that nothing would unshard, and warn about sparse gradients that become dense.
 
-    `root` is the model, or a part of it.
+    `root` is the model or part of it.
     """
     for module in units:
         is_container = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict))
@@ -199,7 +200,7 @@ def check_can_be_unsharded(root: nn.Module, units: Iterable[nn.Module]) -> None:
 
 
 def check_not_managed(plans: Iterable[UnitPlan]) -> None:
-    """Refuse parameters that another unit owns."""
+    """Reject parameters that another unit already owns."""
     for slot in (slot for plan in plans for slot in plan.slots):
         held: Any = slot.parameter
         sharded = stands_for(held)
@@ -220,7 +221,7 @@ def check_not_managed(plans: Iterable[UnitPlan]) -> None:
 
 
 def _data_axes(mesh: object, dims: Any) -> DataAxes | None:
-    """Return the mesh and its axes that `dims` names, if any."""
+    """Return the mesh and the axes of it that `dims` names, or None if it names none."""
     if dims is None or not isinstance(mesh, DeviceMesh):
         return None
     names = list(mesh.mesh_dim_names or ())
@@ -228,7 +229,7 @@ def _data_axes(mesh: object, dims: Any) -> DataAxes | None:
 
 
 def _take_placements(plan: UnitPlan, shard_placement_fn: Callable[[nn.Parameter], Any]) -> None:
-    """Note which parameters to cut between rows; another dim has no effect, and another mesh is refused."""
+    """Record which parameters to cut between rows. Ignore other dims, and reject other meshes."""
     for slot in plan.slots:
         wanted = shard_placement_fn(slot.parameter)
         is_shard = isinstance(wanted, Shard)
@@ -251,7 +252,7 @@ def _take_placements(plan: UnitPlan, shard_placement_fn: Callable[[nn.Parameter]
 
 
 def _reshard_after_forward(value: object, shard_size: int) -> tuple[bool | None, int | None]:
-    """Return whether to free parameters between forward and backward, and how many neighbours share them."""
+    """Return whether to free parameters after forward, and how many neighbouring ranks share them until backward."""
     if value is None or isinstance(value, bool):
         return value, None
     if not isinstance(value, int) or value < 1 or shard_size % value:
@@ -264,9 +265,9 @@ def _reshard_after_forward(value: object, shard_size: int) -> tuple[bool | None,
 
 
 def _data_parallel(device_mesh: Any, dims: Any) -> Mesh:
-    """Return the mesh of a device mesh's data-parallel part. All ranks of `device_mesh` make it together.
+    """Return the mesh of the data-parallel axes of `device_mesh`. All its ranks must call this.
 
-    Several axes to shard along, or to replicate along, are taken as one.
+    Several shard axes, or several replicate axes, are combined into one.
     """
     names = (device_mesh.mesh_dim_names if isinstance(device_mesh, DeviceMesh) else None) or ()
     wanted = [tuple(dims.replicate_names), tuple(dims.shard_names)]

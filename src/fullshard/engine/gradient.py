@@ -1,12 +1,12 @@
-"""Gradients of one bucket on their way: collected unsharded during backward, reduced, added to the main gradient.
+"""The gradients of one bucket: collected unsharded during backward, reduced, and added to the main gradient.
 
     collect             see `engine.unsharded_gradient`                               each, as autograd makes it
     launch              reduce-scatter along the shard axis, and divide               once per backward, in turn
     advance             all-reduce along the replicate axis; then to main weights     when a later bucket launches
-    accumulate_early    add to earlier micro-batches, if nothing else is left to do   when it has arrived
+    accumulate_early    add to earlier micro-batches, if nothing else remains to do   when it has arrived
     finish              add to the main gradient, which is published as `.grad`       at the end of backward
 
-`core.dtypes` has the dtype of each.
+`core.dtypes` defines the dtype of each.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 
 class Gradient:
-    """The gradient side of a trainable bucket; `main` here is the main gradient, not the main weights.
+    """The gradients of a trainable bucket. In this class, `main` is the main gradient, not the main weights.
 
-    Callers of `launch`, `advance` and `finish` have turned autograd off.
+    Callers of `launch`, `advance` and `finish` must have disabled autograd.
     """
 
     def __init__(
@@ -49,13 +49,13 @@ class Gradient:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the unsharded gradient in `dtype`; it may be collected in a narrower one."""
+        """Return the size of the unsharded gradient in bytes in `dtype`. It may be collected in a narrower dtype."""
         return self._bucket.layout.full_numel * self.dtype.itemsize
 
     def launch(self) -> None:
-        """Reduce the collected gradients; unused ones count as zero, so every rank reduces the same shape.
+        """Reduce the collected gradients, with zeros for unused ones so that every rank reduces the same shape.
 
-        The caller has advanced any earlier reduction of the same backward.
+        The caller must have advanced any earlier reduction of the same backward.
         """
         self.main.check_whole()
         full = self.unsharded.hand_over()
@@ -70,23 +70,23 @@ class Gradient:
 
     @property
     def keeps_unreduced(self) -> bool:
-        """Return whether an earlier backward has left gradients here that are not reduced along both axes."""
+        """Return whether an earlier backward left gradients here that are not yet reduced along both axes."""
         return self.unsharded.is_kept or self._held is not None
 
     @property
     def is_reducing(self) -> bool:
-        """Return whether a reduction along the shard axis is under way."""
+        """Return whether a reduction along the shard axis is in progress."""
         return self._reducing is not None
 
     @property
     def is_arriving(self) -> bool:
-        """Return whether `finish` will wait for ranks, a copy or a hook; if not, the advanced result is there."""
+        """Return whether `finish` must wait for ranks, a copy or a hook. If not, the advanced result is ready."""
         bucket = self._bucket
         goes_on = bucket.mesh.replicate_size > 1 or self._is_away or bucket.reduction.hook is not None
         return self._reducing is not None or (goes_on and self._replicating is not None)
 
     def advance(self) -> None:
-        """Start the reduction along the replicate axis, after the one along the shard axis."""
+        """Start the reduction along the replicate axis, after the reduction along the shard axis has ended."""
         if self._reducing is None:
             return
         shard, self._reducing = self._reducing.wait(), None  # this frees the unsharded gradient's memory
@@ -105,25 +105,26 @@ class Gradient:
 
     @property
     def adds_early(self) -> bool:
-        """Return whether a main gradient exists, and adding to it is all that is left to do.
+        """Return whether a main gradient exists and the new gradient only needs to be added to it.
 
-        Not on the host: adding would wait for a copy and compute there, while it has the rest of backward to launch.
+        This is never so on the host: it would have to wait for a copy and compute the sum while it still has to launch
+        the rest of backward.
         """
         if self.main.tensor is None:
             return False
         return self._bucket.reduction.hook is None and not self._is_away
 
     def accumulate_early(self) -> None:
-        """Add gradients reduced along both axes to the main gradient, so that their memory is freed early.
+        """Add gradients that are reduced along both axes to the main gradient, to free their memory early.
 
-        Call it only if it `adds_early`, while the `.grad`s are still parts of the main gradient.
+        Call this only if it `adds_early`. It has no effect unless every `.grad` is still part of the main gradient.
         """
         self.advance()
         if self._replicating is not None and self.main.is_untouched:
             self.main.add_early(self._arrive(self._replicating))
 
     def _arrive(self, replicating: Work) -> torch.Tensor:
-        """Return the gradient of one backward, reduced along both axes in one reduction or two."""
+        """Return the gradient of one backward, reduced along both axes in one reduction or in two."""
         shard, self._replicating = replicating.wait(), None
         if self._earlier is not None:
             shard.add_(self._earlier)
@@ -131,9 +132,10 @@ class Gradient:
         return shard
 
     def finish(self, used: bytearray) -> bool:
-        """Wait for the reduction and publish it; return False if there is none. The caller forgets used parameters.
+        """Wait for the reduction and publish it. Return False if there is none.
 
-        `used`: for each parameter, whether it got a gradient on any rank. The others keep `.grad` as it is.
+        `used` flags the parameters that got a gradient on any rank. The `.grad` of the others does not change. The
+        caller must then discard its record of used parameters.
         """
         self.advance()
         if self.main.is_ahead:
@@ -148,9 +150,9 @@ class Gradient:
         return True
 
     def reset(self) -> None:
-        """Forget everything collected, under way or kept from all-reduces, after a failed backward.
+        """Discard all gradients that are collected, in progress or kept from all-reduces, after a failed backward.
 
-        Published `.grad`s stay; see `MainGradient.reset`.
+        Each published `.grad` stays; see `MainGradient.reset`.
         """
         for work in (self._reducing, self._replicating):
             if work is not None:

@@ -1,9 +1,8 @@
-"""How a unit learns that autograd has made the gradients of its parameters.
+"""Hooks that tell a unit when autograd has produced the gradients of its parameters.
 
-A hook on each original parameter runs once autograd has added up all uses of the parameter. It collects the gradient.
-
-Hooks hold nothing strongly: autograd keeps them where Python's garbage collector does not look, and a strong reference
-would keep the model alive for good.
+A hook on each original parameter runs once autograd has added up all uses of the parameter, and collects the gradient.
+Hooks hold no strong references: autograd stores them where Python's garbage collector cannot find them, so a strong
+reference would leak the model.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class GradientHooks:
         self._own: list[int] = []  # the engine's hook among them
 
     def watch(self, unit: Unit, bucket: Bucket) -> None:
-        """Register hooks that tell when autograd has accumulated the gradients of `bucket`."""
+        """Register hooks that run when autograd has accumulated the gradients of `bucket`."""
         for index, slot in enumerate(bucket.slots):
             dtype = slot.parameter.dtype
             if slot.parameter.is_leaf and (dtype.is_floating_point or dtype.is_complex):
@@ -44,7 +43,7 @@ class GradientHooks:
                 self._own.append(own.id)
 
     def stay_last(self) -> None:
-        """Move the engine's hooks behind those that forward has put on parameters, which may change gradients."""
+        """Move the engine's hooks behind hooks that forward has registered, which may change gradients."""
         if sum(map(len, self._hooks)) <= len(self._hooks):  # there are no others
             return
         for hooks, own in zip(self._hooks, self._own, strict=True):

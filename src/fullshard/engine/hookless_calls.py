@@ -1,9 +1,9 @@
-"""Track calls without a post-backward hook, and which models have a part in the backward under way.
+"""Track calls without a post-backward hook, and the models that take part in the backward in progress.
 
-If backward makes a gradient for none of a call's inputs, nothing shows that it has left the call, and that may be so on
-some ranks only. The other ranks free the unit there, reduce its gradients and gather again for an earlier call; they
-would wait for ranks that do not. So whenever backward reaches a call, of any model, the calls that it must have left
-are ended.
+If backward computes no gradient for any input of a call, nothing shows that it has left the call, and this may happen
+on some ranks only. The other ranks free the unit at this point, reduce its gradients, and gather again for an earlier
+call. They would wait forever for the ranks that do not. Therefore, whenever backward reaches a call of any model, this
+module ends the calls that backward must have left by then.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class HooklessCalls:
 
     Attributes:
         units: the units of the model.
-        backward: torch's number of the backward under way, if it has come to the model; -1 for an end without one.
+        backward: torch's number of the backward in progress, if it has reached the model; -1 for an end outside
+            backward.
     """
 
     def __init__(self) -> None:
@@ -38,19 +39,19 @@ class HooklessCalls:
         self.backward = torch_private.backward_under_way()
 
     def end(self) -> None:
-        """End the backward, or give it up."""
+        """End the backward or abandon it."""
         self.backward = None
         self._calls.clear()
 
     def reach(self, unit: Unit, call: Call) -> None:
-        """End the calls that backward has left, before `call` of `unit`, which it has reached, gathers anything."""
+        """End the calls that backward has left, before its next call, `call` of `unit`, gathers anything."""
         self.leave(after=call.number)
         call.reach()
         if not call.inputs_left:  # others end by themselves, maybe later if autograd has several queues
             self._calls[call] = unit
 
     def leave(self, *, after: int) -> None:
-        """End calls that began after the one of that number, in any model; -1: the backward is over."""
+        """End calls of any model with numbers above `after`. With -1, end all, because backward is over."""
         models = [self, *self._others()]
         left = {call: model for model in models for call in model._calls if call.number > after}
         if left:
@@ -58,11 +59,11 @@ class HooklessCalls:
 
     @staticmethod
     def leave_before_recompute() -> None:
-        """End calls that backward has left, before a forward that it runs again gathers anything.
+        """End calls that backward has left, before a recomputation gathers anything.
 
-        The calls in that forward get later numbers than all before, so the node that backward is at decides. In a
-        backward inside it (nested reentrant checkpoints), the calls of the forward do not run in the same thread
-        everywhere.
+        Calls in the recomputation get higher numbers than all earlier ones, so the node that backward is running
+        decides which calls to end. A backward inside the recomputation (nested reentrant checkpoints) does not always
+        run in the same thread as the calls of that forward.
         """
         node, backward = torch_private.node_under_way(), torch_private.backward_under_way()
         if node is not None:
@@ -80,7 +81,7 @@ class HooklessCalls:
                 unit.reduce_if_left()
 
     def finish_others(self) -> None:
-        """Free units that other models have unsharded: ranks that have freed theirs wait for this rank."""
+        """Free units that other models have unsharded, because ranks that have freed theirs wait for this rank."""
         for other in self._others():
             for unit in other.units:
                 unit.finish_backward()

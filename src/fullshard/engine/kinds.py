@@ -1,7 +1,7 @@
-"""Kinds of parameters, and which bucket holds each: what the engine asks about a parameter before it is sharded.
+"""Kinds of parameters, and their buckets: what the engine must find out about a parameter before sharding it.
 
-A capability subclasses `ParameterKind` and registers an instance. The first registered kind that takes a parameter is
-its kind; plain parameters are what no other kind takes.
+A feature subclasses `ParameterKind` and registers an instance. The first registered kind that accepts a parameter
+becomes its kind. A parameter that no kind accepts is a plain parameter.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 
 class ParameterKind:
-    """The way parameters of one kind are sharded. This class is for plain parameters; subclasses override it.
+    """Defines how parameters of one kind are sharded. This class handles plain parameters; subclasses override it.
 
     Attributes:
-        bucket_type: the class of their buckets; None: `Bucket`.
-        is_alone: each parameter has a bucket of its own, which is cut between rows.
-        is_exact: the bytes have a meaning of their own: they are never cast and never computed with.
-        is_packed: the bucket may round what it sends.
+        bucket_type: the class of their buckets; None means `Bucket`.
+        is_alone: whether each parameter has a separate bucket, which is split between rows.
+        is_exact: whether the bytes have a special meaning, so that they are never cast or used in arithmetic.
+        is_packed: whether the bucket may round the values that it sends.
         why_no_cast: why sharded parameters cannot be cast to another dtype; empty if they can.
     """
 
@@ -45,48 +45,48 @@ class ParameterKind:
         return True
 
     def form(self, parameter: torch.Tensor) -> str:
-        """Return the name of the form (`core.forms`) in which a parameter is stored and sent; empty: as numbers."""
+        """Return the name of the storage form (`core.forms`) of a parameter, or "" if it is stored as numbers."""
         return ""
 
     # -- before parameters are sharded --------------------------------------------------------------------------
 
     def prepare(self, model: nn.Module, *, is_read_later: bool) -> None:
-        """Make each tensor of a model that is to be sharded a parameter, before they are divided into units.
+        """Turn all tensors of a model that must be sharded into parameters, before units divide them up.
 
-        `is_read_later`: tensors on the meta device get their values from files, a part on each rank.
+        `is_read_later` means that tensors on the meta device get their values from files, each rank reading its part.
         """
 
     def why_not(self, parameter: torch.Tensor) -> str:
-        """Return why a parameter cannot be sharded; empty if it can."""
+        """Return why a parameter cannot be sharded, or "" if it can."""
         if not torch_private.has_own_dispatch(type(parameter)):
             return ""
         return "wraps other tensors, with which forward would go on computing whatever the optimizer does"
 
     def check(self, slots: Sequence[Slot], roots: Sequence[nn.Module], mesh: Mesh, data: DataAxes | None) -> None:
-        """Check parameters of this kind against the mesh that they are about to be sharded over.
+        """Check parameters of this kind against the mesh over which they will be sharded.
 
-        `roots`: the modules around them; `data`: a larger mesh and its axes for data, if the script has named them.
+        `roots` are the modules that contain them. `data` is a larger mesh with its data axes, if the script names them.
         """
 
     def why_no_rows(self, slot: Slot) -> str:
-        """Return why a parameter cannot be cut between rows, as `Shard(0)`; empty if it can."""
+        """Return why a parameter cannot be cut between rows (`Shard(0)`), or "" if it can."""
         return ""
 
     def place(self, module: nn.Module, device: torch.device) -> None:
-        """Bring tensors that belong to a module's parameters, but are no parameters themselves, to the device."""
+        """Move tensors that belong to the parameters of a module, but are not parameters, to the device."""
 
     # -- a parameter's memory -----------------------------------------------------------------------------------
 
     def plain(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the tensor of a parameter that this rank has to shard, without autograd."""
+        """Return the tensor of a parameter that this rank shards, without autograd."""
         return parameter.detach()
 
     def set_plain(self, parameter: torch.Tensor, plain: torch.Tensor) -> None:
-        """Have a parameter compute with other memory, maybe of another dtype. It stays the same object."""
+        """Give a parameter new memory, possibly of another dtype. The object stays the same."""
         parameter.data = plain
 
     def like(self, parameter: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
-        """Return a tensor like `parameter` around `plain`."""
+        """Return a tensor of the same type as `parameter` that contains `plain`."""
         return plain
 
     def tensors(self, parameter: torch.Tensor) -> list[torch.Tensor]:
@@ -94,7 +94,10 @@ class ParameterKind:
         return [self.plain(parameter)]
 
     def moved(self, parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-        """Move a parameter to another device: the same object, unless torch has no way to (plugged-in devices)."""
+        """Move a parameter to another device and return it.
+
+        The object stays the same unless torch cannot move it in place, as with some plug-in devices.
+        """
         plain = self.plain(parameter)
         data = plain.to(device)
         if torch_private.may_hold(plain, data):
@@ -108,11 +111,11 @@ class ParameterKind:
         return moved
 
     def outline(self, parameter: torch.Tensor, *, requires_grad: bool) -> nn.Parameter:
-        """Return a parameter without memory from which a unit that leaves the meta device makes its buckets."""
+        """Return a parameter without memory, from which a unit can make its buckets when it leaves the meta device."""
         return nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad)
 
     def stand_in(self, parameter: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
-        """Return a copy of this rank's part of a parameter whose unit has other parameters on the meta device."""
+        """Copy this rank's part of a parameter that shares its unit with parameters on the meta device."""
         own = self.plain(parameter).reshape(-1)[spec.interval.start : spec.interval.stop]
         return own.to(spec.mesh.device, copy=True)
 
@@ -121,11 +124,11 @@ class ParameterKind:
     def spec(
         self, slot: Slot, mesh: Mesh, shape: torch.Size, placement: RaggedShard, reduction: ReductionSettings
     ) -> ShardSpec:
-        """Return the spec of a parameter of which this rank has `shape` to shard; it has no name yet."""
+        """Return the spec, still without a name, of a parameter of which this rank shards `shape`."""
         return (RowSpec if slot.by_rows else ShardSpec)(mesh, shape, placement, Name(), reduction=reduction)
 
     def from_autograd(self, slot: Slot) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """Return a function that makes of autograd's gradient that of `plain`; None if they are the same."""
+        """Return a function that converts autograd's gradient to that of `plain`, or None if they are equal."""
         return None
 
 
@@ -135,24 +138,24 @@ _registered: list[ParameterKind] = []
 
 
 def register_kinds(*kinds: ParameterKind, first: bool = False) -> None:
-    """Let these kinds take parameters that are sharded from now on, after those registered before, or `first`."""
+    """Register kinds for parameters sharded from now on, after the existing kinds, or before them if `first`."""
     place = 0 if first else len(_registered)
     _registered[place:place] = kinds
 
 
 def kind_of(tensor: torch.Tensor, *, beneath: ParameterKind | None = None) -> ParameterKind:
-    """Return the kind that takes a parameter or buffer; `beneath`: that would take it if it were not for this kind."""
+    """Return the kind that accepts a parameter or buffer. Skip the kind `beneath`, if there is one."""
     return next((kind for kind in _registered if kind is not beneath and kind.takes(tensor)), _PLAIN)
 
 
 def prepare(model: nn.Module, *, is_read_later: bool = False) -> None:
-    """Have each kind prepare a model; see `ParameterKind.prepare`."""
+    """Let each kind prepare a model, as described in `ParameterKind.prepare`."""
     for kind in _registered:
         kind.prepare(model, is_read_later=is_read_later)
 
 
 def place(module: nn.Module, device: torch.device) -> None:
-    """Have each kind bring its tensors in a module to the device; see `ParameterKind.place`."""
+    """Let each kind move its tensors in a module to the device, as described in `ParameterKind.place`."""
     for kind in _registered:
         kind.place(module, device)
 
@@ -160,14 +163,14 @@ def place(module: nn.Module, device: torch.device) -> None:
 def check_kinds(
     plans: Sequence[UnitPlan], roots: Sequence[nn.Module], mesh: Mesh, data: DataAxes | None = None
 ) -> None:
-    """Let each kind check the parameters that it takes against the mesh; see `ParameterKind.check`."""
+    """Let each kind check the parameters that it accepts against the mesh, as in `ParameterKind.check`."""
     slots = [slot for plan in plans for slot in plan.slots]
     for kind in _registered:
         kind.check([slot for slot in slots if kind_of(slot.parameter) is kind], roots, mesh, data)
 
 
 def check_types(plans: Sequence[UnitPlan], roots: Sequence[nn.Module]) -> None:
-    """Check that every parameter is its own memory: a unit gives that to the bucket, and takes it back."""
+    """Check that every parameter owns its memory: a unit hands it to the bucket and later takes it back."""
     slots = [slot for plan in plans for slot in plan.slots]
     for slot in slots:
         wanted = getattr(slot.parameter, "grad_dtype", None)  # since torch 2.10
@@ -185,5 +188,5 @@ def check_types(plans: Sequence[UnitPlan], roots: Sequence[nn.Module]) -> None:
 
 
 def inner_tensors(tensor: Any) -> dict[str, torch.Tensor]:
-    """Return the tensors that an instance of a wrapper class wraps, by its own names for them."""
+    """Return the tensors that a wrapper class wraps, keyed by the attribute names in that class."""
     return {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}

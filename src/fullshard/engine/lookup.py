@@ -1,4 +1,4 @@
-"""Look up the unit of a module, the units of a model, and the names of modules."""
+"""Find the unit of a module, the units of a model, and the names of modules."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ UNIT = "_fullshard_unit"
 
 
 def unit_of(module: nn.Module) -> Unit | None:
-    """Return the unit that `module` is, or None."""
+    """Return the unit for `module`, or None if it is not a unit."""
     return module.__dict__.get(UNIT)
 
 
 def require_unit(module: Any) -> Unit:
-    """Return the unit that `module` is; raise `LifecycleError` if it is none."""
+    """Return the unit for `module`. Raise `LifecycleError` if it is not a unit."""
     unit = unit_of(module)
     if unit is None:
         raise LifecycleError(f"{type(module).__name__} is not a unit", hint="call fully_shard on it first")
@@ -28,13 +28,13 @@ def require_unit(module: Any) -> Unit:
 
 
 def require_module(model: object) -> None:
-    """Raise `ConfigError` if `model` is no module."""
+    """Raise `ConfigError` if `model` is not a module."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model: expected a module, got {type(model).__name__}", hint="pass the model")
 
 
 def units_of(model: nn.Module) -> list[Unit]:
-    """Return all units in `model`, inner units before the units around them."""
+    """Return all units in `model`, inner units before the units that contain them."""
     require_module(model)
     found: dict[Unit, None] = {}
     for module in reversed(list(model.modules())):
@@ -45,7 +45,7 @@ def units_of(model: nn.Module) -> list[Unit]:
 
 
 def require_units(model: nn.Module) -> list[Unit]:
-    """Return all units in `model`; raise `LifecycleError` if there are none."""
+    """Return all units in `model`. Raise `LifecycleError` if there are none."""
     units = units_of(model)
     if not units:
         raise LifecycleError(f"{type(model).__name__} is not sharded", hint="call fully_shard or shard_model first")
@@ -53,17 +53,17 @@ def require_units(model: nn.Module) -> list[Unit]:
 
 
 def refuse_pinned(units: Iterable[Unit], what: str, hint: str) -> None:
-    """Raise `LifecycleError` for an action that is impossible while a unit is kept unsharded."""
+    """Raise `LifecycleError` for an action that is impossible while a unit is pinned unsharded."""
     pinned = next((unit for unit in units if unit.is_pinned), None)
     if pinned is not None:
         raise LifecycleError(f"{what} while unit {pinned.name!r} is kept unsharded", hint=hint)
 
 
 def clean_name(path: str) -> str:
-    """Return a module path without the parts that torch's wrappers add."""
+    """Return a module path without the parts added by torch's wrappers."""
     return ".".join(part for part in path.split(".") if part not in torch_private.WRAPPERS)
 
 
 def qualified(path: str, attribute: str) -> str:
-    """Return `path.attribute`, or the attribute alone at the root."""
+    """Return `path.attribute`, or only the attribute for the root."""
     return f"{path}.{attribute}" if path else attribute

@@ -1,7 +1,7 @@
-"""The main gradient of a bucket: this rank's interval of the sum over micro-batches, shown as `.grad`.
+"""The main gradient of a bucket: this rank's interval of the sum over micro-batches, published as `.grad`.
 
-The `.grad`s of sharded parameters are views of it, so one addition adds another micro-batch to all of them. A script
-may clear a `.grad`, scale it or replace it, as it may any other. The next micro-batch is added to the result.
+The `.grad` of each sharded parameter is a view of it, so one addition adds another micro-batch to all of them. As with
+any parameter, a script may clear, scale or replace a `.grad`. The next micro-batch is added to the result.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from fullshard.engine.unsharded_gradient import Cut
 
 
 def _are_there(grads: Iterable[torch.Tensor | None]) -> Iterator[bool]:
-    """Yield for each gradient whether it exists, without a step of the interpreter for each."""
+    """Yield whether each gradient exists, without running Python bytecode for each one."""
     return map(operator.is_not, grads, itertools.repeat(None))
 
 
 def _versions(grads: Sequence[torch.Tensor | None]) -> list[int]:
-    """Return how often each gradient was changed in place."""
+    """Return the number of in-place changes of each gradient."""
     return [0 if grad is None else grad._version for grad in grads]
 
 
@@ -34,7 +34,7 @@ class MainGradient:
 
     Attributes:
         tensor: shape (S,), in the wider of the dtype of the sum and the stored dtype; None if there is none.
-        is_ahead: a backward that is not over has added something to it.
+        is_ahead: whether a backward that has not ended has added something to it.
     """
 
     def __init__(self, spec: BucketSpec, parameters: Sequence[ShardedParameter]) -> None:
@@ -52,22 +52,22 @@ class MainGradient:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor; 0 if there is none."""
+        """Number of bytes in the tensor, or 0 if there is none."""
         return 0 if self.tensor is None else self.tensor.nbytes
 
     @property
     def is_untouched(self) -> bool:
-        """Return whether every `.grad` is what was published last, so that only this object holds its value."""
+        """Return whether each `.grad` is as it was last published, so that only this object holds its value."""
         return self._are_untouched(local_gradients(self._parameters))
 
     def add_early(self, shard: torch.Tensor) -> None:
-        """Add a sum of the backward under way, while it is untouched; `publish_early` follows at the end."""
+        """Add a sum of the backward in progress while no `.grad` has changed. `publish_early` follows at its end."""
         assert self.tensor is not None  # noqa: S101 -- it is untouched
         self.tensor.add_(shard)
         self.is_ahead = True
 
     def publish_early(self, used: bytearray) -> None:
-        """Publish what `add_early` has added, unless a `.grad` was changed since, maybe with a part of the sum."""
+        """Publish the result of `add_early`. Raise an error if a `.grad` has changed since `add_early` ran."""
         self.is_ahead = False
         grads = local_gradients(self._parameters)
         if not self._are_untouched(grads):
@@ -79,10 +79,11 @@ class MainGradient:
         self._publish(grads, used)
 
     def add(self, shard: torch.Tensor, used: bytearray) -> None:
-        """Add `shard` to it if the published `.grad`s are still ours, else start a new one from theirs; publish it.
+        """Add `shard` to the main gradient and publish the result.
 
-        `shard`, shape (S,), may become the main gradient itself. `used`: for each parameter, whether it got a gradient
-        on any rank; the others keep `.grad` as it is.
+        If the script has changed or replaced a `.grad`, start a new main gradient from the current values. `shard`,
+        shape (S,), may become the main gradient itself. `used` flags the parameters that got a gradient on any rank.
+        The `.grad` of the others does not change.
         """
         shard = shard.to(self._dtype)
         grads = local_gradients(self._parameters)
@@ -98,7 +99,7 @@ class MainGradient:
         self._publish(grads, used)
 
     def _publish(self, grads: list[torch.Tensor | None], used: bytearray) -> None:
-        """Show it in the `.grad`s of the sharded parameters, which are `grads` now."""
+        """Publish the main gradient as the `.grad` of the sharded parameters. `grads` are the current ones."""
         assert self.tensor is not None  # noqa: S101 -- something was added to it, or became it
         self._rounded = self.tensor.to(self._spec.dtype)  # itself, unless the dtypes differ
         watch = self._spec.reduction.watch
@@ -119,28 +120,28 @@ class MainGradient:
             self._versions = _versions(published)
 
     def published(self, first: int, last: int) -> torch.Tensor | None:
-        """Return the tensor, shape (S,), that `.grad`s `first` to `last` are views of; None unless all are."""
+        """Return the tensor, shape (S,), of which `.grad`s `first` to `last` are views, or None unless all are."""
         published = self._published[first : last + 1]
         grads = local_gradients(self._parameters[first : last + 1])
         return self._rounded if all(_are_there(published)) and are_same(grads, published) else None
 
     def _are_untouched(self, grads: list[torch.Tensor | None]) -> bool:
-        """Return whether the `.grad`s are ours and, if they are rounded copies, were not changed in place."""
+        """Return whether the `.grad` tensors are ours and, if they are rounded copies, unchanged."""
         if not are_same(grads, self._published) or not any(_are_there(grads)):
             return False
         return self._dtype == self._spec.dtype or _versions(grads) == self._versions
 
     def release_if_cleared(self) -> None:
-        """Free the memory once the script has set every `.grad` to None, which it does from the first on.
+        """Free the memory once the script has set every `.grad` to None.
 
-        Not while a backward adds to it: `publish_early` reports what the script has done.
+        Do not free it while a backward adds to it; `publish_early` then reports what the script has done.
         """
         if self.tensor is not None and not self.is_ahead and not self._has_any():
             self.tensor = self._rounded = None
             self._published, self._versions = [], []
 
     def _has_any(self) -> bool:
-        """Return whether any parameter has a gradient, asking first the one that had one last time."""
+        """Return whether any parameter has a gradient. Check the one that had a gradient last time first."""
         number = len(self._parameters)
         for index in range(self._found, self._found - number, -1):  # once around
             if self._parameters[index].local_grad is not None:
@@ -149,12 +150,12 @@ class MainGradient:
         return False
 
     def reset(self) -> None:
-        """Note that a backward has failed; if it has added something, `check_whole` refuses to go on."""
+        """Record that a backward failed. If it has added a partial sum, `check_whole` raises an error later."""
         if self.is_ahead:
             self._torn, self.is_ahead = _versions(self._published), False
 
     def check_whole(self) -> None:
-        """Refuse a published gradient that has a part of a failed backward, until the script has cleared it."""
+        """Raise an error while a published gradient contains part of a failed backward."""
         if not self._torn:
             return
         versions, self._torn = self._torn, []

@@ -1,4 +1,4 @@
-"""The methods of `FSDPModule`, which the user's module gains by being a unit."""
+"""The methods of `FSDPModule`, which the user's module gains when it becomes a unit."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ _MADE_FROM = "_fullshard_forward"
 
 
 class UnshardHandle(TorchUnshardHandle):
-    """An `unshard(async_op=True)` under way."""
+    """A handle for an `unshard(async_op=True)` in progress."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
 
     def wait(self) -> None:
-        """Return when the parameters are whole. The unit's forward waits by itself."""
+        """Wait until the parameters are unsharded. The forward of the unit waits automatically."""
         if self._unit.state is not UnitState.SHARDED:  # they were not freed in between
             self._unit.unshard()
 
 
 class FSDPModule(TorchFSDPModule):
-    """The class mixed into that of every module that is a unit. The names are torch's.
+    """The class mixed into the class of every module that is a unit. Its method names are torch's.
 
-    An instance is also one of torch's class, because scripts, trainers and pipeline schedules check for it. Nothing of
-    torch's class is used: each of its methods is defined here or by a subclass, and a method that a
-    later torch adds raises an error.
+    An instance is also an instance of torch's class, because scripts, trainers and pipeline schedules check for it. No
+    code of torch's class runs: this class or a subclass defines each of its methods, and any method that a later
+    version of torch adds raises an error.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make a module of the user's class: a slice that a unit makes (`nn.Sequential`) is no unit."""
+        """Create a module of the user's class, because a slice of a unit (`nn.Sequential`) is not a unit."""
         return getattr(cls, USER_CLASS)(*args, **kwargs)  # also for a subclass, as parametrizations make
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Make this unit's parameters whole, until `reshard()` or the next time the unit has run. A collective.
+        """Unshard the parameters of this unit until `reshard()` or until the unit has run. All ranks must call this.
 
         Args:
-            async_op: only begin, and return a handle to wait with.
+            async_op: return immediately, with a handle to wait for the parameters.
         """
         unit = require_unit(self)
         schedule = unit.schedule
@@ -62,21 +62,21 @@ class FSDPModule(TorchFSDPModule):
         return UnshardHandle(unit)
 
     def reshard(self) -> None:
-        """Free this unit's unsharded parameters."""
+        """Free the unsharded parameters of this unit."""
         require_unit(self).reshard()
 
     def named_parameters(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield parameters as any module does: sharded ones, after a failed backward too."""
+        """Yield parameters as any module does. They are sharded, even after a failed backward."""
         require_unit(self).schedule.recover()
         return super().named_parameters(*args, **options)  # type: ignore[misc, no-any-return]
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Choose whether backward reduces gradients; if False, a later backward reduces them."""
+        """Choose whether backward reduces gradients. If not, a later backward reduces them."""
         for unit in self._units(recurse):
             unit.reduce_gradients = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Choose whether backward reduces over the replicate axis too; if False, a later backward does."""
+        """Choose whether backward also reduces over the replicate axis. If not, a later backward does."""
         for unit in self._units(recurse):
             unit.reduction.requires_all_reduce = requires_all_reduce
 
@@ -86,15 +86,15 @@ class FSDPModule(TorchFSDPModule):
             unit.frees_after_forward, unit.neighbours = reshard_after_forward, None
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Choose whether parameters are freed after backward; False saves gathers between micro-batches."""
+        """Choose whether parameters are freed after backward. Keeping them saves gathers between micro-batches."""
         for unit in self._units(recurse):
             unit.reshard_after_backward = reshard_after_backward
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Say whether the next backward ends an accumulation.
+        """Declare whether the next backward is the last one of a gradient accumulation.
 
-        This holds for the whole model. Only in that backward are gradients reduced that wait for the last micro-batch
-        (SHARD_OPTIMIZER), and do optimizers step that step in backward. Without either it has no effect.
+        This applies to the complete model. Some gradients are reduced only in the last backward (SHARD_OPTIMIZER), and
+        optimizers that step in backward step only then. Otherwise, this has no effect.
         """
         require_unit(self).schedule.is_last_backward = is_last_backward
 
@@ -114,12 +114,12 @@ _module_class: list[type[TorchFSDPModule]] = [FSDPModule]
 
 
 def use_module_class(kind: type[FSDPModule]) -> None:
-    """Give units that are made from now on the methods of a subclass of `FSDPModule`."""
+    """Give units that are created from now on the methods of a subclass of `FSDPModule`."""
     _module_class[0] = kind
 
 
 def make_fsdp_module(module: nn.Module, unit: Unit, *, prefix: str) -> None:
-    """Attach the unit, and swap in a class that has `FSDPModule`'s methods, its name behind `prefix`."""
+    """Attach the unit, and switch the module to a class with `FSDPModule`'s methods and a prefixed name."""
     cls = type(module)
     module.__class__ = _unit_class(cls, prefix + cls.__name__)
     module.__dict__[UNIT] = unit
@@ -137,7 +137,10 @@ def _tell_load(module: nn.Module, *_arguments: object) -> None:
 
 
 def _unit_class(cls: type[nn.Module], name: str) -> type[nn.Module]:
-    """Return the class of units made of `cls`: one per name and forward, as a compiler makes a graph for each class."""
+    """Return the class for units of class `cls`.
+
+    There is one for each name and forward, because a compiler creates one graph per class.
+    """
     for made in cls.__subclasses__():
         if made.__name__ == name and made.__dict__.get(_MADE_FROM) == cls.forward:
             return made
@@ -147,7 +150,7 @@ def _unit_class(cls: type[nn.Module], name: str) -> type[nn.Module]:
 
 
 def _entered_directly(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the forward of the user's class to unshard when it is called directly, past the module's hooks."""
+    """Wrap the forward of the user's class so that it also unshards when it is called without the module's hooks."""
 
     @functools.wraps(forward)
     def entered(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -159,7 +162,7 @@ def _entered_directly(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def assemble(modules: list[nn.Module], schedule: Schedule) -> None:
-    """Give the units in and below `modules`, the outermost unit, their names and the schedule."""
+    """Assign names and the schedule to the units of `modules`, the outermost unit, and of the modules inside."""
     units = list(dict.fromkeys(unit for module in modules for unit in units_of(module)))
     schedule.assemble(units)
     paths: dict[int, list[str]] = {}

@@ -1,4 +1,4 @@
-"""Sharded parameters: `module.parameters()` yields them at rest, and this rank has an interval of each."""
+"""Sharded parameters: `module.parameters()` yields them at rest, and this rank owns an interval of each."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ _REFERENCE = "_fullshard_sharded_parameter"
 
 
 class ShardedParameter(ShardedTensor):
-    """A parameter, this rank's interval of it being a view of the bucket's main buffer.
+    """A parameter that stores this rank's interval as a view of the bucket's main buffer.
 
-    So an optimizer that updates `local` in place updates the bucket. The gradient is kept as the plain tensor that the
-    engine publishes; reading `.grad` returns a `ShardedTensor` around it.
+    An optimizer that updates `local` in place therefore updates the bucket. The gradient is stored as the plain tensor
+    that the engine publishes. Reading `.grad` returns it wrapped in a `ShardedTensor`.
 
     Attributes:
-        bucket: the bucket that the parameter is a part of.
-        gradient_hooks: hooks given to `register_post_accumulate_grad_hook`, by number.
+        bucket: the bucket that contains the parameter.
+        gradient_hooks: hooks passed to `register_post_accumulate_grad_hook`, by number.
         local_grad: this rank's interval of the gradient, shape (n,); None if there is none.
-        used_up_by: the option that has had the gradient used up within backward, while the script has not reached
-            `optimizer.step()` yet; empty: none.
+        used_up_by: the option that consumed the gradient within backward, until the script reaches `optimizer.step()`;
+            empty otherwise.
     """
 
     used_up_by = ""
@@ -51,7 +51,7 @@ class ShardedParameter(ShardedTensor):
     _known_grad: ShardedTensor | None
 
     def __new__(cls, bucket: Bucket, index: int, *, requires_grad: bool) -> ShardedParameter:
-        """Cut parameter `index` of `bucket` down to this rank's interval of it in `main`."""
+        """Create the sharded parameter for parameter `index` of `bucket`, with this rank's interval in `main`."""
         local, spec = bucket.weights(index).detach(), bucket.shard_spec(index)
         cls = RowParameter if isinstance(spec, RowSpec) else cls
         self = super().__new__(cls, local, spec, requires_grad=requires_grad)
@@ -70,12 +70,12 @@ class ShardedParameter(ShardedTensor):
 
     @property
     def mesh(self) -> Mesh:
-        """Return the mesh the parameter is sharded over."""
+        """Return the mesh over which the parameter is sharded."""
         return self.spec.mesh
 
     @property
     def grad(self) -> ShardedTensor | None:
-        """Return the gradient, averaged over all ranks; None before the first backward."""
+        """Return the gradient, averaged over all ranks, or None before the first backward."""
         if self.used_up_by:  # code that clips, unscales or logs gradients must learn that there are none
             raise LifecycleError(
                 f"sharded parameter {self.name}: the backward has used its gradient up",
@@ -92,14 +92,14 @@ class ShardedParameter(ShardedTensor):
             self.bucket.gradient.main.release_if_cleared()
 
     def publish(self, local_grad: torch.Tensor | None) -> None:
-        """Make this the parameter's gradient from now on."""
+        """Set the gradient of the parameter."""
         self.local_grad, self._known_grad = local_grad, None
 
     def interval_of(self, value: torch.Tensor, what: str) -> torch.Tensor:
-        """Return this rank's interval, shape (n,), of a tensor of the parameter's shape.
+        """Return this rank's interval, shape (n,), of a tensor that has the parameter's shape.
 
         Raises:
-            LifecycleError: `value` has another shape, or is a plain tensor.
+            LifecycleError: `value` has another shape or is a plain tensor.
         """
         if value.shape != self.shape or not isinstance(value, DTensor):
             raise LifecycleError(
@@ -111,12 +111,12 @@ class ShardedParameter(ShardedTensor):
         return self.spec.cut(value.full_tensor()).clone() if own is None else own
 
     def wrap(self, local: torch.Tensor) -> ShardedTensor:
-        """Return a tensor laid out as the parameter, around this rank's interval `local`, shape (n,)."""
+        """Return a tensor with the layout of the parameter and this rank's interval `local`, shape (n,)."""
         return ShardedTensor(local, self.spec)
 
     @property
     def requires_grad(self) -> bool:
-        """Return whether the parameter is trained. As for any parameter, it may be changed at any time."""
+        """Return whether the parameter requires a gradient. As for any parameter, this may change at any time."""
         return _plain_requires_grad(self)  # type: ignore[no-any-return]
 
     @requires_grad.setter
@@ -132,10 +132,10 @@ class ShardedParameter(ShardedTensor):
         return self
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Any], object]) -> RemovableHandle:
-        """Call `hook(parameter)` at the end of each backward in which any rank has used it, its `.grad` being there.
+        """Call `hook(parameter)`, with `.grad` set, at the end of each backward in which any rank used the parameter.
 
-        Gradients are all reduced then and nothing is under way, so it may step an optimizer. Not called where the
-        backward has used the gradient up.
+        All gradients have been reduced by then and nothing is in progress, so the hook may step an optimizer. It is not
+        called if the backward has consumed the gradient.
         """
         handle = RemovableHandle(self.gradient_hooks)
         self.gradient_hooks[handle.id] = hook
@@ -143,7 +143,7 @@ class ShardedParameter(ShardedTensor):
         return handle
 
     def take_hooks(self, replaced: torch.Tensor) -> None:
-        """Call the hooks of a parameter that this one has replaced. Their handles can still remove them."""
+        """Adopt the hooks of a parameter that this one replaces. Handles of these hooks can still remove them."""
         hooks: Any = torch_private.accumulated_hooks(replaced)
         if isinstance(replaced, ShardedParameter):
             hooks = replaced.gradient_hooks
@@ -154,39 +154,40 @@ class ShardedParameter(ShardedTensor):
 
 
 class RowParameter(ShardedParameter, RowTensor):
-    """A sharded parameter cut by rows, as under torch's `fully_shard`: `shard_placement_fn` gives `Shard(0)`.
+    """A sharded parameter cut by rows, as in torch's `fully_shard` if `shard_placement_fn` returns `Shard(0)`.
 
-    It is alone in its bucket, which is cut into W intervals of ceil(n / W) rows each, the last ones shorter or empty.
-    So it needs a gather and a reduction of its own. Within the engine a rank's rows are flat, as any interval is.
+    It has a separate bucket, cut into W intervals of ceil(n / W) rows each; the last ones may be shorter or empty.
+    Therefore it needs a separate gather and a separate reduction. Inside the engine, the rows of a rank are flat like
+    any interval.
     """
 
 
 def sharded_parameters(optimizer: torch.optim.Optimizer) -> list[ShardedParameter]:
-    """Return the sharded parameters that an optimizer holds."""
+    """Return the sharded parameters in the optimizer's parameter groups."""
     return [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)]
 
 
 def are_same(left: Sequence[object], right: Sequence[object]) -> bool:
-    """Return whether two lists hold the same objects; comparing tensors would compare their elements."""
+    """Return whether two lists hold identical objects. Comparing tensors with `==` would compare their elements."""
     return len(left) == len(right) and all(map(operator.is_, left, right))
 
 
 def local_gradients(parameters: Iterable[ShardedParameter]) -> list[torch.Tensor | None]:
-    """Return this rank's intervals of gradients; None also where the optimizer has used one up in backward."""
+    """Return this rank's intervals of gradients. An entry is None also if the optimizer consumed it in backward."""
     return [parameter.local_grad for parameter in parameters]
 
 
 def sharded_parameter_of(parameter: torch.Tensor) -> ShardedParameter | None:
-    """Return the sharded parameter that stands for an original one.
+    """Return the sharded parameter that replaces an original one.
 
-    None if no unit owns it, or a unit on the meta device does.
+    Return None if no unit owns it, or if its unit is on the meta device.
     """
     found = stands_for(parameter)
     return found if isinstance(found, ShardedParameter) else None
 
 
 def stands_for(parameter: torch.Tensor) -> ShardedTensor | None:
-    """Return a unit's replacement of an original parameter, `parameter` if it is one, or None."""
+    """Return a unit's replacement of an original parameter, `parameter` itself if it is a replacement, or None."""
     reference = getattr(parameter, _REFERENCE, None)
     if reference is not None:
         return reference()  # type: ignore[no-any-return]
@@ -194,12 +195,12 @@ def stands_for(parameter: torch.Tensor) -> ShardedTensor | None:
 
 
 def mark_original(parameter: nn.Parameter, sharded: ShardedTensor) -> None:
-    """Remember on the original parameter which sharded one stands for it."""
+    """Store a reference to the sharded parameter on the original parameter that it replaces."""
     setattr(parameter, _REFERENCE, weakref.ref(sharded))
 
 
 def _take_grad(parameter: torch.Tensor) -> None:
-    """Take the gradient that autograd has made for a sharded parameter that a script used directly (for a penalty)."""
+    """Take the gradient that autograd made for a sharded parameter used directly, for example in a penalty."""
     assert isinstance(parameter, ShardedParameter)  # noqa: S101 -- it is registered on these
     made: torch.Tensor = _grad_of_autograd(parameter)
     _set_grad_of_autograd(parameter, None)

@@ -1,4 +1,4 @@
-"""The dtype of each tensor in each role, and the casts at a unit's boundary."""
+"""Dtypes of all tensors by role, and the casts at the boundary of a unit."""
 
 from __future__ import annotations
 
@@ -19,24 +19,25 @@ from fullshard.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class MixedPrecisionPolicy:
-    """Dtypes per role; None leaves a role as it is.
+    """Dtypes by role. None means the default for that role.
 
     Attributes:
-        param_dtype: dtype of the unsharded parameters during compute. The sharded parameters, and so the optimizer,
-            keep the dtype they were given (the main weights). Batch norms compute in that of their statistics.
-        reduce_dtype: dtype gradients are summed in. None: float32 for half-precision gradients, else their own dtype.
-        output_dtype: dtype floating-point outputs of each unit are cast to.
-        cast_forward_inputs: cast floating-point inputs of each unit to `param_dtype`.
-        buffer_dtype: dtype floating-point buffers are cast to, once, when the unit is made.
-        gather_as: `torch.int8` or `torch.bfloat16`: the format in which parameters are sent to unshard. Every rank
-            then computes with what was sent; sharded parameters stay exact, and so does whatever is saved. See
-            the feature that registers packings for the error. No effect on weights that are never cast, nor where ranks
-            share memory.
-        reduce_as: the same for gradients on the shard axis, which are still added up in `reduce_dtype`.
-        param_dtype_override_fn: asked for each parameter; what it returns is its `param_dtype`, None leaves that.
+        param_dtype: dtype of the unsharded parameters during computation. The sharded parameters (main weights), and
+            therefore the optimizer, keep their dtype. Batch norms compute in the dtype of their statistics.
+        reduce_dtype: dtype in which gradients are summed. None means float32 for half-precision gradients, and
+            otherwise their own dtype.
+        output_dtype: dtype to which the floating-point outputs of each unit are cast.
+        cast_forward_inputs: whether to cast the floating-point inputs of each unit to `param_dtype`.
+        buffer_dtype: dtype to which floating-point buffers are cast once, when the unit is made.
+        gather_as: `torch.int8` or `torch.bfloat16`, the format in which parameters are sent for unsharding. Every rank
+            then computes with the rounded values; sharded parameters and checkpoints stay exact. The feature that
+            registers packings documents the error. It has no effect on weights that are never cast, or if ranks share
+            memory.
+        reduce_as: the same for gradients on the shard axis, which are still summed in `reduce_dtype`.
+        param_dtype_override_fn: called for each parameter; returns its `param_dtype`, or None for the default.
 
     Raises:
-        ConfigError: `gather_as` or `reduce_as` is another value, or saves nothing.
+        ConfigError: `gather_as` or `reduce_as` has an unsupported value or saves no bytes.
     """
 
     param_dtype: torch.dtype | None = None
@@ -68,7 +69,7 @@ class MixedPrecisionPolicy:
 
     @classmethod
     def of(cls, policy: Any) -> MixedPrecisionPolicy:
-        """Make this class from itself, None, or torch's policy of the same field names (FSDP1 or FSDP2)."""
+        """Convert None, this class or a torch policy with the same field names (FSDP1 or FSDP2) to this class."""
         if policy is None or isinstance(policy, cls):
             return policy or cls()
         if isinstance(policy, type) or not hasattr(policy, "param_dtype"):
@@ -80,23 +81,23 @@ class MixedPrecisionPolicy:
         return cls(**{name: getattr(policy, name) for name in names if hasattr(policy, name)})
 
     def override(self, parameter: torch.nn.Parameter) -> torch.dtype | None:
-        """Return the dtype to compute with this parameter in, where it differs from that of all."""
+        """Return the compute dtype of this parameter if it differs from `param_dtype`, or None if it does not."""
         return None if self.param_dtype_override_fn is None else self.param_dtype_override_fn(parameter)
 
     def dtypes_of(self, override: torch.dtype | None = None) -> Dtypes:
-        """Return dtypes by name and role, from which each bucket's follow; `override` is its compute dtype."""
+        """Return the dtype names by role, from which each bucket's dtypes follow. `override` is its compute dtype."""
         roles = (override or self.param_dtype, self.reduce_dtype, self.gather_as, self.reduce_as)
         compute, reduce, gather_as, reduce_as = (None if dtype is None else dtype_name(dtype) for dtype in roles)
         return Dtypes(compute, reduce, gather_as, reduce_as)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype in `core.dtypes`: `float32`."""
+    """Return the name of a dtype as `core.dtypes` writes it, such as `float32`."""
     return str(dtype).removeprefix("torch.")
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Return the dtype of that name."""
+    """Return the dtype with this name."""
     dtype: torch.dtype = getattr(torch, name)
     return dtype
 
@@ -104,8 +105,8 @@ def torch_dtype(name: str) -> torch.dtype:
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any, *, into_mutable: bool = True) -> Any:
     """Apply `function` to every tensor of `value` inside dicts, lists, (named) tuples and dataclasses.
 
-    Containers that do not change are returned as they are, so that subclasses survive. `into_mutable=False` leaves
-    lists, dicts and dataclasses alone, which code may mean to change in place.
+    Unchanged containers are returned as they are, so that subclasses survive. `into_mutable=False` skips lists, dicts
+    and dataclasses, because code may modify them in place.
     """
     if value is None:  # the case of most arguments of a layer
         return value
@@ -135,7 +136,7 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any, *,
 
 
 def _rebuild_mapping(value: Mapping[Any, Any], mapped: dict[Any, Any]) -> Any:
-    """Return a mapping of the same type; dataclasses (Transformers' outputs) take keyword arguments."""
+    """Return a mapping of the same type. Dataclasses, such as Transformers' outputs, take keyword arguments."""
     if dataclasses.is_dataclass(value):
         return type(value)(**mapped)
     if not isinstance(value, MutableMapping):
@@ -146,16 +147,16 @@ def _rebuild_mapping(value: Mapping[Any, Any], mapped: dict[Any, Any]) -> Any:
 
 
 def cast_floating(value: Any, dtype: torch.dtype | None) -> Any:
-    """Return `value` with every floating-point tensor cast to `dtype` (None: unchanged)."""
+    """Return `value` with every floating-point tensor cast to `dtype`, or unchanged if `dtype` is None."""
     if dtype is None:
         return value
     return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, value)
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    """Move tensors on a CPU to an accelerator, in tuples, lists and mappings; for a CPU return `value` itself.
+    """Move CPU tensors in tuples, lists and mappings to an accelerator. Return `value` itself if `device` is a CPU.
 
-    Torch's `fully_shard` does so with tuples, lists and dicts, and leaves other objects alone, dataclasses too.
+    torch's `fully_shard` also does this, for tuples, lists and dicts, and skips other objects, even dataclasses.
     """
     if device.type in ("cpu", "meta"):
         return value

@@ -1,10 +1,10 @@
-"""The reductions of a backward: launched in an order that all ranks share, and published when they have arrived.
+"""The reductions of a backward: launched in an order shared by all ranks, and published when they arrive.
 
-    launch       reduce a bucket, and wait for the oldest under way: that bounds the memory of unsharded gradients
-    early        gradients that have arrived meanwhile are added to the main gradient, or published if they are wanted
-    publish      the rest, at the end of backward
+    launch       reduce a bucket, and wait for the oldest in progress to limit the memory of unsharded gradients
+    early        add gradients that have arrived to the main gradient, or publish them if an extension wants them early
+    publish      publish the others at the end of backward
 
-`core.schedule` decides which bucket is next, `engine.backward` when one is complete.
+`core.schedule` decides which bucket is next, and `engine.backward` decides when one is complete.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Reducer:
     """The reductions of one model.
 
     Attributes:
-        order: buckets that are next, under way and waiting to be published.
+        order: the buckets to be reduced, in progress, and waiting to be published.
         publishes_early: whether an extension wants each gradient of this backward as soon as it is final.
-        published: buckets published in this backward.
+        published: the buckets published in this backward.
     """
 
     def __init__(self, extensions: Extensions) -> None:
@@ -37,7 +37,7 @@ class Reducer:
         self.published: set[Bucket] = set()
 
     def launch(self, bucket: Bucket) -> None:
-        """Reduce the gradients of a bucket. Every rank does so in the same order."""
+        """Reduce the gradients of a bucket. Every rank must do this in the same order."""
         gradient = bucket.gradient
         bucket.owner.emit(EventKind.REDUCE_ISSUED, gradient.nbytes)
         self._advance(bucket)  # finish its earlier reduction in the same backward
@@ -55,10 +55,10 @@ class Reducer:
                         gradient.accumulate_early()
 
     def publish_when_final(self) -> None:
-        """Publish the buckets whose gradients are final, if they are wanted early.
+        """Publish the buckets with final gradients, if an extension wants them early.
 
-        These are the buckets that backward has left for good, and of which this rank has used every parameter: which
-        others the other ranks have used is not known before the end.
+        These are the buckets that backward has left for good and of which this rank used every parameter. The
+        parameters that only other ranks used are not known before the end.
         """
         if not self.publishes_early:
             return
@@ -69,9 +69,9 @@ class Reducer:
                 self._publish(bucket, bucket.gradient.unsharded.used)
 
     def publish(self, used: Mapping[Bucket, bytearray]) -> None:
-        """Wait for the reductions under way, and publish every gradient that is not published yet.
+        """Wait for the reductions in progress, and publish every gradient that has not been published yet.
 
-        `used`: for each parameter of a bucket, whether it got a gradient on any rank.
+        `used` flags, for each parameter of a bucket, whether it got a gradient on any rank.
         """
         for bucket in self.order.launched:  # advance all first: their replicate-axis reductions overlap
             self._advance(bucket)
@@ -79,7 +79,7 @@ class Reducer:
             self._publish(bucket, used[bucket])
 
     def clear(self) -> None:
-        """End a backward, or give it up."""
+        """Reset the record after a backward has ended or failed."""
         self.order.clear()
         self.published.clear()
         self.publishes_early = False
@@ -88,7 +88,7 @@ class Reducer:
         return self.order.is_over(bucket, bucket.mesh.shard_size, bucket.mesh.replicate_size)
 
     def _publish(self, bucket: Bucket, used: bytearray) -> None:
-        """Publish a bucket's gradient."""
+        """Publish the gradient of a bucket."""
         unit, gradient = bucket.owner, bucket.gradient
         del self.order.waiting[bucket]
         with unit.waiting("reduce") if gradient.is_arriving else _NOTHING:
@@ -109,7 +109,7 @@ class Reducer:
 
 
 def call_gradient_hooks(bucket: Bucket, used: bytearray) -> None:
-    """Call hooks given to `register_post_accumulate_grad_hook`, for parameters that were used."""
+    """Call the hooks given to `register_post_accumulate_grad_hook` for the parameters that were used."""
     for parameter, is_used in zip(bucket.sharded_parameters, used, strict=True):
         if is_used and parameter.local_grad is not None:
             for hook in list(parameter.gradient_hooks.values()):

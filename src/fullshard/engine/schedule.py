@@ -1,4 +1,4 @@
-"""The steps of one model: what its units share, and what must happen before a forward, a step and a save."""
+"""The steps of one model: what its units share, and what must happen before a forward, a step or a save."""
 
 from __future__ import annotations
 
@@ -31,15 +31,16 @@ _SETTINGS: Mapping[str, Any] = {
 
 
 class Schedule:
-    """What the units of one model share: its settings, its steps and the order of its work. Extensions call it a model.
+    """What the units of one model share: settings, steps and the order of work. Extensions call it a model.
 
     Attributes:
-        units: inner units before the units around them; none until it is assembled.
-        steps: optimizer steps so far.
-        after_step: called with the number of steps before the first forward after a step.
-        is_last_backward: whether the next backward ends an accumulation.
-        keeps_parameters: whether parameters stay whole until the step; units' `reshard_after_backward` says where.
-        keeps_gradients: whether every backward but the last of a step leaves gradients whole and unreduced.
+        units: the units, inner ones before the units that contain them; empty until the model is assembled.
+        steps: the number of optimizer steps so far.
+        after_step: called with the number of steps, before the first forward after a step.
+        is_last_backward: whether the next backward ends a gradient accumulation.
+        keeps_parameters: whether parameters stay unsharded until the step; the `reshard_after_backward` setting of each
+            unit decides where.
+        keeps_gradients: whether every backward except the last of a step leaves its gradients unsharded and unreduced.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -60,7 +61,7 @@ class Schedule:
         self._outer_groups: list[dist.ProcessGroup] | None = None
 
     def assemble(self, units: Sequence[Unit]) -> None:
-        """Take over the units of a model, including those of schedules of its parts."""
+        """Take over the units of a model, including those that belonged to the schedules of its parts."""
         for earlier in dict.fromkeys(other for unit in units if (other := unit.schedule) is not self):
             take_settings(self, earlier, _SETTINGS)
             self.extensions.absorb(earlier.extensions)
@@ -74,7 +75,7 @@ class Schedule:
         self.know_buckets()
 
     def know_buckets(self) -> None:
-        """Assign numbers to the buckets once every unit has its own."""
+        """Assign numbers to the buckets once every unit has its buckets."""
         if any(unit.stand_ins is not None for unit in self.units):
             return
         self._number_buckets(0)
@@ -86,12 +87,12 @@ class Schedule:
             bucket.tag = tag
 
     def note_save(self) -> None:
-        """Tell the extensions that all ranks are about to save the model."""
+        """Notify the extensions that all ranks are about to save the model."""
         for tell in self.extensions.before_save:
             tell()
 
     def before_forward(self) -> None:
-        """Be ready for a forward of the model."""
+        """Prepare for a forward of the model."""
         if self.backward.is_under_way:
             self.reset()  # the last backward ended in an exception
         for tell in self.extensions.before_forward:
@@ -113,7 +114,7 @@ class Schedule:
             unit.reshard_if_outdated()
 
     def begin_use(self, *, in_forward: bool = False) -> None:
-        """Tell the extensions that the model is about to be gathered, unless a forward has begun before."""
+        """Notify the extensions before the first gather of the model, unless a forward has already begun."""
         if not self._has_begun:
             for tell in self.extensions.before_first_use:
                 tell(in_forward=in_forward)
@@ -123,7 +124,7 @@ class Schedule:
         return [parameter for bucket in self.buckets() for parameter in bucket.sharded_parameters]
 
     def outer_groups(self) -> list[dist.ProcessGroup]:
-        """Return the groups of ranks that share the model along axes beside the mesh's."""
+        """Return the groups of ranks that share the model along axes outside the mesh."""
         if self._outer_groups is None:
             groups = (parameter.spec.outer_group for parameter in self.parameters())
             self._outer_groups = list(dict.fromkeys(group for group in groups if group is not None))
@@ -134,16 +135,16 @@ class Schedule:
         return [bucket for unit in self.units for bucket in unit.buckets]
 
     def reset(self) -> None:
-        """Bring the model back to rest after a failed step: nothing under way, everything sharded."""
+        """Return the model to rest after a failed step: nothing in progress, and everything sharded."""
         for unit in self.units:
             unit.forget_forwards()
         self.forward.forget()
         self.backward.forget()
 
     def recover(self) -> None:
-        """Drop what a backward that ended in an exception has left; autograd does not report its end.
+        """Clean up after a backward that raised an error, because autograd does not report its end.
 
-        Only the thread that trains can tell that from a backward under way.
+        Only the thread that trains can distinguish such a backward from one in progress.
         """
         is_over = self.backward.is_under_way and torch_private.backward_under_way() == -1
         if is_over and threading.get_ident() == self._thread:
@@ -151,7 +152,7 @@ class Schedule:
 
     @property
     def optimizer_steps(self) -> int:
-        """Return the optimizer steps so far, with one that no forward has followed yet."""
+        """Return the number of optimizer steps so far, including one that no forward has followed yet."""
         return self.steps + self._stepped_since_forward
 
     def before_optimizer_step(self) -> None:
@@ -172,11 +173,11 @@ class Schedule:
         self.settle()  # a peer may still be reading main weights where they are
 
     def units_by_backward(self) -> list[Unit]:
-        """Return the units in the order of backward: by the last forward, else by their definition."""
+        """Return the units in the reverse order of the last forward, followed by those that did not run in it."""
         return list(dict.fromkeys([*reversed(self.forward.order), *self.units]))
 
     def settle(self) -> None:
-        """Wait until no other rank and no copy reads main weights; after that they may change at any time."""
+        """Wait until no other rank and no copy reads main weights. They may change at any time afterwards."""
         for storage in {unit.storage for unit in self.units}:
             storage.settle()
         for mesh in dict.fromkeys(unit.mesh for unit in self.units):

@@ -1,4 +1,4 @@
-"""Which elements of a tensor each rank has, as torch and the engine see it."""
+"""Layouts that define which elements of a tensor each rank owns, for torch and for the engine."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from fullshard.core.layout import Interval
 
 @dataclass(frozen=True)
 class RaggedShard(Placement):
-    """A placement along the shard axis: the flattened elements lie in a bucket that is cut into equal shares.
+    """A placement along the shard axis: the flattened elements are part of a bucket that is cut into equal shares.
 
-    Rank r has those of elements [r * shard_numel - offset, (r + 1) * shard_numel - offset) that exist.
+    Rank r owns the existing elements in [r * shard_numel - offset, (r + 1) * shard_numel - offset).
 
-    `is_shard()` is False, as for torch's own `_StridedShard`: callers that get True cut along `.dim` (torch's
-    redistribution and `parallel.fsdp`, Transformers' reading of files), and an interval has no such dim. No other
-    code calls it: not DCP, clipping, optimizers, PEFT, nor Accelerate.
+    `is_shard()` returns False, as for torch's own `_StridedShard`. Callers that get True cut along `.dim` (torch's
+    redistribution and `parallel.fsdp`, and Transformers when it reads files), but an interval has no such dim. DCP,
+    clipping, optimizers, PEFT and Accelerate do not call it.
 
     Attributes:
-        shard_numel: elements of the bucket that each rank owns.
-        offset: the tensor's start in the bucket.
-        row_numel: elements of a row, if a rank's part is shaped as rows; 0: the part is flat.
+        shard_numel: number of elements of the bucket that each rank owns.
+        offset: start of the tensor in the bucket.
+        row_numel: number of elements in a row, if the local part has the shape of rows; 0 if it is flat.
     """
 
     shard_numel: int
@@ -42,14 +42,14 @@ class RaggedShard(Placement):
     row_numel: int = field(default=0, repr=False)
 
     def __post_init__(self) -> None:
-        """Make the C++ half of the placement; without it, `is_shard()` and the like would end the process."""
+        """Create the C++ half of the placement. Without it, methods such as `is_shard()` would crash the process."""
         super().__init__()
 
     def __reduce__(self) -> tuple[type[RaggedShard], tuple[int, int, int]]:
         return RaggedShard, (self.shard_numel, self.offset, self.row_numel)
 
     def interval(self, rank: int, numel: int) -> Interval:
-        """Return the elements of a flattened tensor of `numel` elements that `rank` has; empty if none."""
+        """Return the elements that `rank` owns of a flattened tensor of `numel` elements. The interval may be empty."""
         own = Interval(rank * self.shard_numel, (rank + 1) * self.shard_numel).shift(-self.offset)
         return Interval(0, numel).intersect(own)
 
@@ -60,8 +60,8 @@ class ReductionSettings:
 
     Attributes:
         divisor: divides the sum of gradients over all ranks.
-        requires_all_reduce: False leaves the replicate axis out and keeps the result aside until it is True again.
-        hook: called with each reduced gradient of this rank's interval, before it is published.
+        requires_all_reduce: whether to reduce along the replicate axis. While it is False, results are accumulated.
+        hook: called with this rank's interval of each reduced gradient before it is published.
         watch: see `comm.base.Reduction`.
     """
 
@@ -72,11 +72,11 @@ class ReductionSettings:
 
     @classmethod
     def of(cls, mesh: Mesh) -> ReductionSettings:
-        """Return settings that average over the ranks."""
+        """Return settings that average gradients over all ranks of the mesh."""
         return cls(float(mesh.world_size))
 
     def call_hook(self, reduced: torch.Tensor) -> None:
-        """Call the hook, if there is one."""
+        """Call the hook if there is one."""
         if self.hook is not None:
             self.hook(reduced)
             if self.watch is not None:
@@ -84,23 +84,23 @@ class ReductionSettings:
 
 
 class CodedPart(torch.Tensor):
-    """A rank's part of a tensor that is stored in a form, and not as numbers; a subclass makes them of its `parts`.
+    """A rank's part of a tensor that is stored in a form instead of as numbers. Subclasses build it from its `parts`.
 
     Attributes:
-        form: the form.
-        parts: the tensors that it consists of, 1-D, by their names in the form.
+        form: the storage form.
+        parts: the 1-D tensors that it consists of, by their names in the form.
     """
 
     form: StoredForm
     parts: Mapping[str, torch.Tensor]
 
     def decoded(self) -> torch.Tensor:
-        """Return the values, a new plain tensor."""
+        """Return the decoded values as a new plain tensor."""
         raise NotImplementedError
 
 
 class Name:
-    """The name, in messages, of all tensors laid out as one parameter: its qualified names."""
+    """The qualified names of a parameter, shared by all tensors with its layout for use in messages."""
 
     __slots__ = ("names",)
 
@@ -112,23 +112,23 @@ class Name:
 
 
 class ShardSpec:
-    """The part of a bucket that a tensor takes up, and so which of its elements each rank has.
+    """The place of a tensor in a bucket, which determines the elements that each rank owns.
 
-    A parameter's gradient and optimizer state have the parameter's own spec; rows of it have a part of that. This class
-    is for tensors that are sharded whole and flat; `engine.kinds` says which other kinds there are.
+    The gradient and the optimizer state of a parameter share its spec; rows of the parameter have part of that spec.
+    This class describes tensors that are sharded flat and as one piece. `engine.kinds` documents the other kinds.
 
     Attributes:
-        reduction: settings for reducing the parameter's gradients; None: take their mean.
-        device_mesh: the ranks that the tensor is spread over, under torch's name.
-        numel: elements of `sharded_shape`.
-        interval: elements of that, flattened, that this rank has.
-        along_shard: the placement that torch is told for the shard axis, if it is another than `placement`.
-        beside: the placement along one more axis of `device_mesh` than those of `mesh`, if there is one.
+        reduction: settings for reducing the gradients of the parameter; None means to average them.
+        device_mesh: the torch mesh of the ranks that share the tensor.
+        numel: number of elements in `sharded_shape`.
+        interval: the elements that this rank owns of the flattened tensor of `sharded_shape`.
+        along_shard: the placement along the shard axis that torch gets to see, if it differs from `placement`.
+        beside: the placement along an axis of `device_mesh` that `mesh` does not have, if there is one.
         outer_group: the ranks along that axis.
-        chunking: how ranks along it have cut the tensor.
-        is_row_by_row: whether elements are counted row by row of `sharded_shape`, if that is the whole.
-        start: where this rank's chunk begins in the whole, flattened as `chunking` says.
-        note: what the line at start-up says of that.
+        chunking: how the tensor is cut along that axis.
+        is_row_by_row: whether elements are counted row by row in `sharded_shape`, if that is the full shape.
+        start: where this rank's chunk begins in the full tensor, flattened as `chunking` defines.
+        note: the description of that cut in the start-up message.
     """
 
     along_shard: Placement | None = None
@@ -161,7 +161,7 @@ class ShardSpec:
         return f"{type(self).__name__}({self.name}, {tuple(self.shape)}, [{self.interval.start}, {self.interval.stop}))"
 
     def layout(self, dtype: torch.dtype) -> torch_private.Layout:
-        """Return the layout with which torch makes a DTensor of this dtype."""
+        """Return the layout that torch needs to create a DTensor of this dtype."""
         layout = self._layouts.get(dtype)
         if layout is None:
             placements = self.placements(self.along_shard or self.placement, self.beside)
@@ -169,7 +169,7 @@ class ShardSpec:
         return layout
 
     def placements(self, along_shard: Placement | None, beside: Placement | None) -> list[Placement]:
-        """Return placements for `device_mesh`: these along the axes of the cut, replicated along all others."""
+        """Return placements for `device_mesh`: the given ones along the axes of the cut, `Replicate()` elsewhere."""
         ndim = self.mesh.device_mesh.ndim
         placements: list[Placement] = [Replicate()] * self.device_mesh.ndim
         if along_shard is not None and (ndim == 2 or self.mesh.replicate_size == 1):
@@ -180,12 +180,12 @@ class ShardSpec:
 
     @property
     def sharded_shape(self) -> torch.Size:
-        """Return the shape of the tensor that the interval belongs to."""
+        """Return the shape of the tensor to which the interval refers."""
         return self.shape
 
     @property
     def is_by_rows(self) -> bool:
-        """Return whether this rank's part is shaped as rows of the whole, and not flat."""
+        """Return whether this rank's part has the shape of rows instead of being flat."""
         return self.placement.row_numel > 0
 
     @property
@@ -195,28 +195,28 @@ class ShardSpec:
 
     @property
     def row_shape(self) -> torch.Size:
-        """Return the shape of this rank's part, if that is whole rows."""
+        """Return the shape of this rank's part if it consists of complete rows."""
         rows, *others = self.sharded_shape
         return torch.Size((self.interval.numel * rows // max(1, self.numel), *others))
 
     @property
     def is_chunked(self) -> bool:
-        """Return whether ranks beside the mesh's, too, have other elements."""
+        """Return whether ranks along an axis outside the mesh also own different elements."""
         return self.chunking is not UNCUT
 
     @property
     def is_whole(self) -> bool:
-        """Return whether this rank has every element: it is alone, or they are replicated."""
+        """Return whether this rank has every element, because it is alone or the elements are replicated."""
         return self.mesh.shard_size == 1 and not self.is_chunked
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """Return the groups within which each rank has other elements; a sum over all elements is reduced over each."""
+        """Return the groups whose ranks own different elements. A sum over all elements is reduced over each."""
         found = (self.mesh.shard_group, self.outer_group if self.is_chunked else None)
         return tuple(group for group in found if group is not None)
 
     def is_like(self, other: ShardSpec) -> bool:
-        """Return whether each rank has the same elements of both."""
+        """Return whether each rank owns the same elements in both specs."""
         return (
             self.placement == other.placement
             and self.shape == other.shape
@@ -226,27 +226,27 @@ class ShardSpec:
         )
 
     def part(self, shape: Sequence[int], start: int) -> ShardSpec:
-        """Return the spec of a tensor of `shape` whose elements are this one's from `start` on."""
+        """Return the spec of a tensor of `shape` with the elements of this one from `start` on."""
         return self.moved(shape, RaggedShard(self.placement.shard_numel, self.placement.offset + start))
 
     def moved(self, shape: Sequence[int], placement: RaggedShard) -> ShardSpec:
-        """Return the spec of a tensor of another shape on the same ranks, flat."""
+        """Return the spec of a flat tensor of another shape on the same ranks."""
         return ShardSpec(self.mesh, shape, placement, self.name, reduction=self.reduction)
 
     def boxes(self) -> Iterator[IntervalBox]:
-        """Yield this rank's elements as boxes of the whole."""
+        """Yield this rank's elements as boxes in the full tensor."""
         return boxes(tuple(self.shape), self.interval)
 
     def to_sharded(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return the tensor that the interval belongs to, a view of `whole` if it is in one piece."""
+        """Return the tensor to which the interval refers. It is a view of `whole` if that is possible."""
         return whole
 
     def to_whole(self, sharded: torch.Tensor) -> torch.Tensor:
-        """Undo `to_sharded`. A collective of ranks beside the mesh's, if they have other elements."""
+        """Undo `to_sharded`. If ranks outside the mesh own different elements, they must all call this."""
         return sharded
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part, of `local_shape`, of a whole tensor or one that broadcasts to it."""
+        """Return this rank's part, of `local_shape`, of a full tensor or of one that broadcasts to it."""
         spread = whole if whole.shape == self.shape else whole.expand(self.shape)
         if self.is_by_rows:  # by the operations that torch's `fully_shard` requires of a wrapper class
             rows = spread.split(self.placement.shard_numel // self.placement.row_numel)
@@ -254,9 +254,9 @@ class ShardSpec:
         return self.to_sharded(spread).reshape(-1)[self.interval.start : self.interval.stop]
 
     def gather(self, local: torch.Tensor) -> torch.Tensor:
-        """Return the whole, of shape `shape`, a new tensor on the device, from each rank's elements. A collective.
+        """Gather the elements of all ranks into a new tensor of shape `shape` on the device. All ranks must call this.
 
-        Every owner broadcasts its interval straight into place. At large world sizes few ranks own any of it.
+        Every owner broadcasts its interval directly into place. At large world sizes, few ranks own any elements.
         """
         if isinstance(local, CodedPart):
             local = local.decoded()
@@ -278,10 +278,10 @@ class ShardSpec:
 
 
 class RowSpec(ShardSpec):
-    """The spec of a tensor whose intervals are whole rows: torch sees them as rows, and the engine as flat."""
+    """The spec of a tensor with intervals of complete rows. torch sees rows, and the engine sees flat elements."""
 
     along_shard: Placement | None = Shard(0)
 
     def part(self, shape: Sequence[int], start: int) -> ShardSpec:
-        """Return the spec of a tensor of `shape` whose elements are this one's from `start` on."""
+        """Return the spec of a tensor of `shape` with the elements of this one from `start` on."""
         return self if self.shape == torch.Size(shape) else super().part(shape, start)

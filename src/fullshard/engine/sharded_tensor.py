@@ -1,7 +1,7 @@
-"""The DTensors that leave the engine: whole tensors to other code, of which each rank has an interval.
+"""The DTensors that leave the engine. Other code sees a full tensor, and each rank stores an interval of it.
 
-They are parameters, gradients, optimizer state and the values of state dicts. What other code computes with them, and
-calls on them, is added from outside (`ShardedTensor._compute`).
+They are parameters, gradients, optimizer state and the values of state dicts. Operations of other code on these tensors
+are added from outside the engine (`ShardedTensor._compute`).
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from fullshard.engine.shard_spec import RowSpec, ShardSpec
 
 
 class SpreadTensor(DTensor):
-    """A DTensor over a spec's ranks, each of which has a part of it or all.
+    """A DTensor over the ranks of a spec, each of which stores part or all of it.
 
-    `spec` belongs to the parameter itself, or to the one that it was computed from.
+    `spec` belongs to the parameter itself, or to the parameter from which the tensor was computed.
     """
 
     spec: ShardSpec
 
     def __init__(self, *_args: object, **_options: object) -> None:
-        """Do nothing: torch's own takes as long as making the tensor."""
+        """Do nothing, because DTensor's own `__init__` takes as long as creating the tensor."""
 
     @property
     def name(self) -> str:
-        """Return the name of the parameter these values belong to or come from; all names if it is tied."""
+        """Return the name of the parameter that these values belong to or come from, or all names if it is tied."""
         return str(self.spec.name)
 
     @property
@@ -42,15 +42,15 @@ class SpreadTensor(DTensor):
 
 
 class ShardedTensor(SpreadTensor):
-    """A tensor of which each rank has an interval, shape (n,), of the flattened elements.
+    """A tensor of which each rank stores an interval, shape (n,), of the flattened elements.
 
     Args:
         local: this rank's interval.
         spec: the place of that interval.
-        requires_grad: whether autograd makes a gradient of it.
+        requires_grad: whether autograd computes a gradient for the tensor.
 
     Attributes:
-        local: the same, without autograd.
+        local: this rank's interval, detached from autograd.
     """
 
     _compute: ClassVar[Callable[[torch_private.Kernel, Sequence[Any], dict[str, Any]], Any]]
@@ -58,7 +58,7 @@ class ShardedTensor(SpreadTensor):
     __hash__ = object.__hash__  # by identity like a tensor's, but in C: every look-up of optimizer state calls it
 
     def __new__(cls, local: torch.Tensor, spec: ShardSpec, *, requires_grad: bool = False) -> ShardedTensor:
-        """Wrap `local`."""
+        """Create the tensor around this rank's interval `local`."""
         cls = RowTensor if cls is ShardedTensor and isinstance(spec, RowSpec) else cls
         self: ShardedTensor = torch_private.wrap(cls, local, spec.layout(local.dtype), requires_grad=requires_grad)
         self.spec = spec
@@ -66,33 +66,33 @@ class ShardedTensor(SpreadTensor):
 
     @property
     def local(self) -> torch.Tensor:
-        """Return this rank's interval, shape (n,); no part of autograd's graph."""
+        """Return this rank's interval, shape (n,), which is not part of autograd's graph."""
         return torch_private.local_of(self)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the names of the parameter, those of a tied one separately."""
+        """Return the names of the parameter. A tied parameter has several."""
         return self.spec.name.names
 
     @property
     def interval(self) -> Interval:
-        """Return the elements of the flattened whole, or of `ShardSpec.sharded_shape`, that this rank has."""
+        """Return the elements that this rank owns of the flattened tensor, or of `ShardSpec.sharded_shape`."""
         return self.spec.interval
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: torch_private.Kernel, _types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run a kernel of torch that is given a sharded tensor; every such kernel comes through here."""
+        """Run a torch kernel that receives a sharded tensor. torch calls this for every such kernel."""
         return cls._compute(func, args, kwargs or {})
 
     def boxes(self) -> list[IntervalBox]:
-        """Return this rank's interval as boxes of the whole."""
+        """Return this rank's interval as boxes in the full tensor."""
         return list(self.spec.boxes())
 
 
 class RowTensor(ShardedTensor):
-    """A tensor of which this rank has whole rows (`RowSpec`): torch sees their shape, and `Shard(0)`."""
+    """A tensor of which this rank stores complete rows (`RowSpec`). torch sees their shape and `Shard(0)`."""
 
     @property
     def _local_tensor(self) -> torch.Tensor:
@@ -104,7 +104,7 @@ class RowTensor(ShardedTensor):
 
 
 def part_of(tensor: DTensor, spec: ShardSpec) -> torch.Tensor | None:
-    """Return this rank's part, shape (n,), of any DTensor that is laid out as `spec`; None if it is not."""
+    """Return this rank's part, shape (n,), of a DTensor with the layout of `spec`, or None if its layout differs."""
     if isinstance(tensor, ShardedTensor):
         return tensor.local if spec.is_like(tensor.spec) else None
     layout, expected = torch_private.layout_from(tensor), spec.layout(tensor.dtype)
@@ -114,9 +114,9 @@ def part_of(tensor: DTensor, spec: ShardSpec) -> torch.Tensor | None:
 
 
 def dtensor_of(local: torch.Tensor, spec: ShardSpec, placement: Placement | None = None) -> DTensor:
-    """Return torch's own DTensor over a spec's ranks.
+    """Return a DTensor of torch's own class over the ranks of a spec.
 
-    It is replicated along all axes, or along those that it is not cut along.
+    It is replicated along all axes, or along the axes that do not cut it if a `placement` is given.
     """
     placements = spec.placements(
         placement if spec.mesh.shard_size > 1 else None, placement if spec.is_chunked else None

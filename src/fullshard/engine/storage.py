@@ -1,6 +1,6 @@
-"""The place of a unit's shards: on the device that computes, or where a capability has them.
+"""The location of a unit's shards: on the compute device, or wherever a feature puts them.
 
-A capability subclasses `Storage` and registers a function that makes one of an `offload_policy`.
+A feature subclasses `Storage` and registers a function that creates one from an `offload_policy`.
 """
 
 from __future__ import annotations
@@ -22,47 +22,47 @@ if TYPE_CHECKING:
 
 
 class Storage:
-    """Shards on the device that computes. A subclass has what `offload` says elsewhere; bucket plans follow from it."""
+    """Keeps shards on the compute device. A subclass moves what `offload` lists; bucket plans follow `offload`."""
 
     offload: Offload = Offload()
 
     def check(self, plans: Sequence[UnitPlan]) -> None:
-        """Refuse a model of these units that cannot be stored like this."""
+        """Raise an error if a model with these units cannot be stored like this."""
 
     def is_home(self, device: torch.device) -> bool:
-        """Return whether shards may be on a device other than the one that computes."""
+        """Return whether shards may be on this device, which is not the compute device."""
         return False
 
     # -- a bucket -----------------------------------------------------------------------------------------------
 
     def make_main(self, bucket: BucketSpec) -> torch.Tensor:
-        """Return zeros for this rank's part of a bucket as it is stored: shape (S,), or its bytes in a form."""
+        """Return zeros for this rank's part of a bucket as it is stored: shape (S,), or the bytes of a storage form."""
         return torch.zeros(bucket.plan.main_numel, dtype=bucket.dtype, device=bucket.mesh.device)
 
     def make_compute_shard(self, bucket: Bucket) -> torch.Tensor:
-        """Return the tensor, shape (S,), that a bucket is gathered from."""
+        """Return the tensor, shape (S,), from which a bucket is gathered."""
         return bucket.main
 
     def gather(self, bucket: Bucket, *, exactly: bool, is_changed: bool) -> Work:
-        """Launch the gather of a bucket; `is_changed`: `main` has changed since the last gather."""
+        """Launch the gather of a bucket. `is_changed` says that `main` has changed since the last gather."""
         # Within a backward only: changes of memory past torch, between steps, are not counted.
         is_unchanged = not is_changed and torch_private.backward_under_way() != -1
         return bucket.buffer.gather(bucket.compute_shard, tag=bucket.tag, exactly=exactly, is_unchanged=is_unchanged)
 
     def take_gradient(self, bucket: Bucket, reduced: Work, nbytes: int) -> Work:
-        """Take a reduced gradient to where `main` is; called if that is not on the device that computes."""
+        """Move a reduced gradient to the device of `main`. Called if that is not the compute device."""
         return reduced
 
     # -- a step -------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Wait until no copy reads shards: after that they may change at any time."""
+        """Wait until no copy reads shards. They may change at any time afterwards."""
 
     def before_update(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
-        """Run before an optimizer updates these buckets, when nothing is unsharded."""
+        """Run before an optimizer updates these buckets, while nothing is unsharded."""
 
     def after_update(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
-        """Run after the update."""
+        """Run after an optimizer has updated these buckets."""
 
 
 _ON_DEVICE = Storage()
@@ -71,12 +71,12 @@ _forms: list[Form] = []
 
 
 def register_storage(form: Form) -> None:
-    """Have a function make the storage of policies that it knows; it returns None for others."""
+    """Register a function that creates the storage for the policies it supports. It returns None for others."""
     _forms.append(form)
 
 
 def storage_of(policy: Any, device: torch.device) -> Storage:
-    """Return the storage of an `offload_policy` for shards that a device computes with."""
+    """Return the storage for an `offload_policy` and a compute device."""
     found = next((storage for form in _forms if (storage := form(policy, device)) is not None), None)
     if found is None and policy not in (None, False):  # `switch and CPUOffloadPolicy()` may be False
         raise ConfigError(

@@ -1,12 +1,12 @@
-"""A unit: a module whose parameters are unsharded together, by hooks that do it at the right moments.
+"""A unit: a module with parameters that hooks unshard together at the right moments.
 
-    pre-forward       take inputs to the device, unshard, prefetch the next unit, cast and watch inputs
+    pre-forward       move inputs to the device, unshard, prefetch the next unit, cast and watch inputs
     post-forward      watch the outputs' gradients, reshard, cast outputs
-    pre-backward      unshard, prefetch the unit before (fires when the gradient of an output is there)
-    post-backward     reshard, hand the gradients over for reduction (fires when those of all inputs are there)
+    pre-backward      unshard, prefetch the previous unit (runs when the gradient of an output exists)
+    post-backward     reshard, hand the gradients over for reduction (runs when those of all inputs exist)
 
-One forward of the unit that autograd may come back to is a `Call` (`engine.call`). Calls are held weakly: the hooks on
-the outputs own them, so a graph that is dropped takes its calls with it.
+One forward of the unit to which autograd may return is a `Call` (`engine.call`). Calls are referenced weakly: the hooks
+on the outputs own them, so a dropped graph also drops its calls.
 """
 
 from __future__ import annotations
@@ -39,9 +39,11 @@ class Unit(UnitParameters):
     """The engine's state of one unit.
 
     Attributes:
-        asked_to_free: free unsharded parameters between forward and backward; None: unless this is the outermost.
-        prefetched_in_forward, prefetched_in_backward: units to gather ahead while it runs; None: the next in order.
-        is_kept_for_backward: it stays whole until the end of a backward that no output announces.
+        asked_to_free: whether to free unsharded parameters between forward and backward. None frees them unless this is
+            the outermost unit.
+        prefetched_in_forward, prefetched_in_backward: units to gather ahead while this one runs; None means the next in
+            order.
+        is_kept_for_backward: whether the unit stays unsharded until the end of a backward that no output announces.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class Unit(UnitParameters):
             module.register_forward_hook(uncompiled(self._post_forward), always_call=True)
 
     def allocate(self, values: Values | None = None) -> None:
-        """Make the buckets, and collect their gradients; `values` gives the values that are not in the parameters."""
+        """Create the buckets and collect their gradients. `values` supplies values that the parameters do not hold."""
         buckets = []
         for number, slots in enumerate(by_bucket(self.slots, self.policy)):
             bucket_type = kind_of(slots[0].parameter).bucket_type or Bucket
@@ -84,13 +86,16 @@ class Unit(UnitParameters):
                 self.watch_gradients(bucket)
 
     def watch_gradients(self, bucket: Bucket) -> None:
-        """Collect the gradients of `bucket` from now on."""
+        """Start to collect the gradients of `bucket`."""
         self._gradient_hooks.watch(self, bucket)
 
     # -- hooks --------------------------------------------------------------------------------------------------
 
     def run_method(self, module: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a method of a module of the unit as if it were its forward. Within the unit's forward it just runs."""
+        """Call a method of a module of the unit as if it were the module's forward.
+
+        During a forward of the unit, only call the method.
+        """
         if self._running and not self.is_at_rest:
             return method(*args, **kwargs)
         try:
@@ -166,7 +171,7 @@ class Unit(UnitParameters):
         return cast_floating(output, self.policy.output_dtype)
 
     def begin_backward(self) -> None:
-        """Begin the model's backward at a bucket's first gradient, if nothing has: maybe no output announces it."""
+        """Begin the model's backward at the first gradient of a bucket, in case no output has announced it."""
         if self.state is UnitState.GATHERING and self.freed_nbytes:
             raise LifecycleError(
                 f"rank {self.mesh.rank}, unit {self.name!r}: backward came to its parameters before it came to any of "
@@ -177,7 +182,7 @@ class Unit(UnitParameters):
         self.schedule.backward.begin(self)
 
     def pre_backward(self, call: Call) -> None:
-        """Unshard for the backward of `call`, whose output backward has reached."""
+        """Unshard for the backward of `call` when backward has reached an output."""
         if torch.is_grad_enabled() and not (self.is_pinned or all(bucket.shares_main for bucket in self.buckets)):
             raise LifecycleError(
                 f"rank {self.mesh.rank}, unit {self.name!r}: backward with create_graph=True (also used by "
@@ -196,7 +201,7 @@ class Unit(UnitParameters):
         self.emit(EventKind.BACKWARD_BEGIN)
 
     def post_backward(self, call: Call) -> None:
-        """Reshard and reduce, now that backward has passed all inputs of `call`."""
+        """Reshard and reduce after backward has passed all inputs of `call`."""
         self.schedule.backward.hookless_calls.leave(after=call.number)
         call.end()
         self.emit(EventKind.BACKWARD_END)
@@ -211,7 +216,7 @@ class Unit(UnitParameters):
         self.schedule.backward.reducer.publish_when_final()
 
     def reduce_if_left(self) -> None:
-        """Reduce the unit's gradients, unless backward is still to come back to a call, which adds to them."""
+        """Reduce the unit's gradients unless backward will still return to a call, which adds to them."""
         if not self.calls.pending():
             self._reduce()
 
@@ -220,7 +225,7 @@ class Unit(UnitParameters):
             self.schedule.backward.reduce_when_due(bucket)
 
     def gradients_complete(self, bucket: Bucket) -> None:
-        """Reduce `bucket` when it is due, now that autograd has accumulated all its gradients."""
+        """Reduce `bucket` when it is due, after autograd has accumulated all its gradients."""
         if any(not call.is_active for call in self.calls.pending()):
             return  # a call still to come adds to them on other ranks, which reduce after it
         self.schedule.backward.reduce_when_due(bucket)
@@ -229,10 +234,9 @@ class Unit(UnitParameters):
         self.schedule.backward.reducer.publish_when_final()
 
     def _reshard_if_passed(self) -> None:
-        """Reshard when all gradients are there, if nothing else shows that backward has left the calls.
+        """Reshard when all gradients exist, if nothing else would show that backward has left the calls.
 
-        If an input wants a gradient, a parameter may still be read on the way to it; the same goes for a frozen
-        parameter.
+        If an input requires a gradient, or a parameter is frozen, backward may still read a parameter.
         """
         calls = [call for call in self.calls.live() if call.is_in_backward]
         if not any(call.has_inputs for call in calls):
@@ -245,7 +249,7 @@ class Unit(UnitParameters):
             self.reshard()
 
     def finish_backward(self) -> None:
-        """Finish the whole backward: forget its calls and leave nothing unsharded."""
+        """End the complete backward: discard its calls and leave nothing unsharded."""
         for call in self.calls.live():
             call.end()
         self.is_kept_for_backward = False
@@ -256,14 +260,14 @@ class Unit(UnitParameters):
     # -- after a failure ----------------------------------------------------------------------------------------
 
     def abandon_forward(self) -> None:
-        """Return to rest after a forward that ended without its hooks. Gradients collected before it stay."""
+        """Return to rest after a forward that ended without its hooks. Gradients collected earlier stay."""
         self._running = 0
         self._current.clear()
         self._ran.clear()
         self.reshard()
 
     def forget_forwards(self) -> None:
-        """Forget all forwards after a step that failed half-way."""
+        """Discard all forwards after a failed step."""
         self._running = 0
         self.calls.clear()
         self._current.clear()
@@ -271,7 +275,7 @@ class Unit(UnitParameters):
         self.is_kept_for_backward = False
 
     def give_up_backward(self) -> None:
-        """Forget a backward that failed half-way; another may still come to the forwards before it."""
+        """Discard a failed backward. Another backward may still reach the forwards before it."""
         for call in self.calls.live():
             call.is_active = False
         for bucket in self.buckets:

@@ -1,7 +1,7 @@
-"""A unit's parameters: sharded at rest, whole while code computes with them.
+"""A unit's parameters: sharded at rest, and unsharded while code computes with them.
 
-Two steps make them whole, with other work in between: `issue_unshard` launches the all-gathers, `unshard` waits for
-them and puts the original parameters into the modules. Resharding undoes both. `engine.unit` decides when each is due.
+Two steps unshard them, with other work in between: `issue_unshard` launches the all-gathers; `unshard` waits for them
+and puts the original parameters into the modules. Resharding undoes both. `engine.unit` decides when each is due.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 
 class UnitState(Enum):
-    """The state of a unit's parameters; nothing else says whether they are whole.
+    """The state of a unit's parameters, and the only record of whether they are unsharded.
 
     Unsharding moves up from one state to the next. Resharding moves down to GATHERED, and to SHARDED from there or from
-    a gather that is no longer wanted.
+    a gather that is not needed any more.
     """
 
     SHARDED = auto()
@@ -50,25 +50,26 @@ class UnitState(Enum):
 
 
 class Postponed(Protocol):
-    """The tensors that the modules of a unit hold as long as it has no buckets."""
+    """The tensors that the modules of a unit hold while it has no buckets."""
 
     entries: list[tuple[Slot, ShardedTensor]]
 
     def error(self, unit: UnitParameters) -> LifecycleError:
-        """Return the error for using the unit without buckets."""
+        """Return the error to raise if the unit is used without buckets."""
 
 
 _made = itertools.count()
 
 
 class UnitParameters:
-    """The parameters of one unit, and where they are.
+    """The parameters of one unit, and their current state.
 
     Attributes:
-        stand_ins: what its modules hold while it has no buckets.
-        neighbours: ranks that share the parameters between forward and backward, instead of the whole shard axis.
-        keeps_memory: whether resharding keeps the memory.
-        made: its number among the units of this process, in the order in which they were made.
+        stand_ins: the tensors that its modules hold while the unit has no buckets.
+        neighbours: the ranks that share the parameters between forward and backward, instead of the complete shard
+            axis.
+        keeps_memory: whether resharding keeps the memory allocated.
+        made: the position of the unit in the order in which this process created its units.
     """
 
     buckets: list[Bucket]
@@ -96,7 +97,7 @@ class UnitParameters:
         self.made = next(_made)
 
     def hold(self, buckets: list[Bucket]) -> None:
-        """Take the unit's buckets, and make the modules hold sharded parameters."""
+        """Take the unit's buckets, and put their sharded parameters into the modules."""
         self.buckets = buckets
         self.full_nbytes = sum(bucket.full_nbytes for bucket in buckets)
         for bucket in buckets:
@@ -118,13 +119,13 @@ class UnitParameters:
 
     @property
     def entries(self) -> Sequence[tuple[Slot, ShardedTensor]]:
-        """Return each parameter's slot, and the tensor that the modules hold at rest."""
+        """Return the slot of each parameter and the tensor that the modules hold at rest."""
         if self.stand_ins is not None:
             return self.stand_ins.entries
         return _entries(self.buckets)
 
     def has_view(self, tensor: torch.Tensor) -> bool:
-        """Return whether `tensor` is in memory that is freed when the parameters are resharded."""
+        """Return whether `tensor` uses memory that resharding the parameters frees."""
         plain = torch_private.local_of(tensor) if isinstance(tensor, DTensor) else tensor
         if plain.layout is not torch.strided or torch_private.are_transforms_active():
             return False
@@ -134,7 +135,10 @@ class UnitParameters:
     # -- lifecycle ----------------------------------------------------------------------------------------------
 
     def issue_unshard(self, *, exactly: bool = False) -> None:
-        """Launch the all-gathers of a sharded unit; nothing for any other. See `FullBuffer.gather` for `exactly`."""
+        """Launch the all-gathers of the unit if it is sharded.
+
+        See `FullBuffer.gather` for `exactly`.
+        """
         if self.state is not UnitState.SHARDED:
             return
         for tell in self.schedule.extensions.before_gather:
@@ -146,7 +150,7 @@ class UnitParameters:
                 bucket.issue_unshard(exactly=exactly)
 
     def unshard(self, *, exactly: bool = False) -> None:
-        """Make the parameters whole, waiting as long as it takes; `exactly`: never rounded to be sent."""
+        """Unshard the parameters, and wait until they are complete. With `exactly`, never round what is sent."""
         self.issue_unshard(exactly=exactly)
         if self.state is UnitState.GATHERING:
             with self.waiting("unshard"), torch_private.without_transforms():
@@ -160,9 +164,10 @@ class UnitParameters:
                 tell(self)
 
     def reshard(self, *, is_after_forward: bool = False) -> None:
-        """Free the unsharded parameters, unless they are pinned by `unsharded()` or sharded already.
+        """Free the unsharded parameters, unless they are sharded already or pinned by `unsharded()`.
 
-        `is_after_forward`: backward may come, so that neighbours keep the parameters for it if set to.
+        With `is_after_forward`, backward may follow, so neighbours keep the parameters for it if they are set up to do
+        so.
         """
         if self.state is UnitState.SHARDED or self.is_pinned:
             return
@@ -180,19 +185,19 @@ class UnitParameters:
         self.emit(EventKind.RESHARDED, self.full_nbytes)
 
     def reshard_if_outdated(self) -> None:
-        """Free parameters kept from step to step if main weights have changed other than by a step."""
+        """Free parameters kept across steps if their main weights have changed outside an optimizer step."""
         if self.state is UnitState.GATHERED and any(bucket.is_outdated for bucket in self.buckets):
             self.reshard()
 
     @property
     def freed_nbytes(self) -> int:
-        """Bytes that resharding frees: none where ranks share memory, or one owns everything."""
+        """Number of bytes that resharding frees: 0 if ranks share memory or one rank owns everything."""
         return sum(bucket.full_nbytes for bucket in self.buckets if not bucket.buffer.is_persistent)
 
     def rest(self) -> None:
-        """Make the modules hold sharded parameters. Unlike `reshard`, this frees no memory.
+        """Put the sharded parameters back into the modules. Unlike `reshard`, this frees no memory.
 
-        Outside forward and backward `module.parameters()` always yields sharded parameters, or clipping and
+        Outside forward and backward, `module.parameters()` must always yield sharded parameters. Otherwise clipping and
         `zero_grad()` would act on the original ones, which never hold a gradient.
         """
         if self.state is UnitState.UNSHARDED and not self.is_pinned:
@@ -208,7 +213,7 @@ class UnitParameters:
 
     @property
     def is_at_rest(self) -> bool:
-        """Return whether the modules hold sharded parameters, which nothing can be computed with."""
+        """Return whether the modules hold sharded parameters, with which no forward can compute."""
         return self.state is not UnitState.UNSHARDED
 
     def take_requires_grad(self) -> None:
@@ -217,12 +222,12 @@ class UnitParameters:
             bucket.take_requires_grad()
 
     def emit(self, kind: EventKind, nbytes: int = 0, *, what: str = "", bucket: int = 0) -> None:
-        """Tell the sink, if there is one."""
+        """Report an event to the sink if there is one."""
         if self.schedule.event_sink is not None:
             self.schedule.event_sink(Event(kind, self.name, nbytes, what, bucket))
 
     def waiting(self, phase: str) -> Waiting:
-        """Return a context within which this rank waits for others in that phase."""
+        """Return a context for waits of this rank for other ranks in this phase."""
         wait = self._waits.get((self.name, phase))
         if wait is None:
             wait = self._waits[self.name, phase] = Waiting(f"unit {self.name!r}, {phase}", [self.mesh.control_group])
@@ -231,7 +236,7 @@ class UnitParameters:
 
 
 def _check_unchanged(bucket: Bucket) -> None:
-    """Refuse changes in place of unsharded parameters, which would be lost with them, or differ between ranks."""
+    """Reject in-place changes of unsharded parameters, which would be lost or differ between ranks."""
     changed = bucket.originals.take_changes()
     if not changed or (bucket.shares_main and bucket.mesh.world_size == 1):
         return  # the latter: no other rank has a copy, and `full` is where `main` is

@@ -1,11 +1,11 @@
-"""Unsharded gradients of one bucket, from the moment autograd has made one to the bucket's reduction.
+"""Unsharded gradients of one bucket, from autograd to the reduction of the bucket.
 
-    collect     parameter.grad is copied (and cast) into `full`, and freed             where autograd adds up its uses
-    hand_over   `full` goes to the reduction
+    collect     copy (and cast) parameter.grad into `full` and free it                where autograd adds up its uses
+    hand_over   pass `full` to the reduction
 
-`full` lives from the first gradient to the end of the reduction. Under `no_sync` it stays and accumulates. Where the
-reduction casts what it reads (`Collectives.widens`), `full` is in the narrower dtype that parameters compute in, in
-which autograd makes gradients, until a second one is added to one of them.
+`full` exists from the first gradient to the end of the reduction. Under `no_sync` it stays and accumulates. If the
+reduction casts its input (`Collectives.widens`), `full` has the narrower compute dtype, in which autograd produces
+gradients, until a second gradient of the same parameter is added.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from fullshard.engine.precision import torch_dtype
 
 
 class UnshardedGradient:
-    """The gradients that autograd has made and no reduction has taken.
+    """The gradients that autograd has produced and no reduction has taken.
 
     Attributes:
-        expected: number of parameters that want a gradient.
-        fired: indices of the parameters whose gradient has appeared in this backward.
-        used: for each parameter, whether it has appeared since the last one was published, maybe under `no_sync`.
-        is_kept: some of it is from backwards before the one under way, whether that has reduced it or not.
-        used_up_by: the option that has had the reduced gradient used up within this backward; empty: none.
+        expected: number of parameters that require a gradient.
+        fired: indices of the parameters with a gradient in this backward.
+        used: for each parameter, whether it got a gradient since the last publication, possibly under `no_sync`.
+        is_kept: whether part of the gradient is from earlier backwards, reduced by the current one or not.
+        used_up_by: the option that consumed the reduced gradient within this backward; empty otherwise.
     """
 
     def __init__(self, spec: BucketSpec, parameters: Sequence[ShardedParameter], *, storage_id: int | None) -> None:
@@ -54,18 +54,18 @@ class UnshardedGradient:
 
     @property
     def exists(self) -> bool:
-        """Return whether there is any gradient."""
+        """Return whether any gradient exists."""
         return self._full is not None
 
     @property
     def is_complete(self) -> bool:
-        """Return whether every parameter that wants a gradient has one."""
+        """Return whether every parameter that requires a gradient has one."""
         return len(self.fired) >= self.expected
 
     def collect(self, index: int, parameter: torch.Tensor) -> bool:
-        """Take parameter `index`'s fresh `.grad`, if there is one, into `full`; whether it completes the bucket.
+        """Move the new `.grad` of parameter `index`, if it has one, into `full`. Return whether the bucket is complete.
 
-        Adds if this parameter has been collected before.
+        If a gradient of this parameter has already been collected, add to it.
         """
         grad = parameter.grad
         if grad is None:
@@ -87,12 +87,12 @@ class UnshardedGradient:
         return len(self.fired) >= self.expected  # `is_complete`, without a call for each gradient
 
     def end_backward(self) -> None:
-        """Forget which gradients appeared in the backward."""
+        """Forget which gradients arrived in this backward."""
         self.is_kept = self.exists
         self.fired.clear()
 
     def _add(self, index: int, grad: torch.Tensor, piece: torch.Tensor | None) -> None:
-        """Collect `grad` in the fresh `piece`. None: the gradient has no piece, or had none before."""
+        """Collect `grad` in the unused `piece`. If `piece` is None, create it or add to the one used before."""
         if self.used_up_by:
             raise LifecycleError(
                 f"rank {self._spec.mesh.rank}, parameter {self._parameters[index].name}: "
@@ -120,7 +120,7 @@ class UnshardedGradient:
     def _check_data(self, failed: int | None = None) -> None:
         """Check that the collected gradients belong to parameters that are still views of their bucket.
 
-        `failed` is a parameter whose gradient could not be collected.
+        `failed` is the index of a parameter with a gradient that could not be collected.
         """
         if self._storage_id is None:
             return
@@ -140,7 +140,7 @@ class UnshardedGradient:
                 )
 
     def _begin(self) -> torch.Tensor:
-        """Return memory for the unsharded gradients, cut into a piece for each parameter; zeros between them."""
+        """Return memory for the unsharded gradients, cut into one piece per parameter, with zeros between them."""
         self._full = self._empty(self._first_dtype)
         self._pieces, gaps = self._cut.apply(self._full)
         for gap in gaps:
@@ -153,14 +153,14 @@ class UnshardedGradient:
         return mesh.reduce.staging(self._spec.layout.full_numel, dtype, mesh.device)
 
     def _widen(self) -> None:
-        """Cast the collected gradients to `dtype`, before another one is added."""
+        """Cast the collected gradients to `dtype` before another gradient is added."""
         if self._full is not None and self._full.dtype != self._spec.reduce_dtype:
             self._full = self._empty(self._spec.reduce_dtype).copy_(self._full)
             self._pieces, _ = self._cut.apply(self._full)
             self._fresh = {index: self._pieces[index] for index in self._fresh}
 
     def hand_over(self) -> torch.Tensor:
-        """Return `full`, shape (F,), with zeros for unused parameters; later gradients go into new memory."""
+        """Return `full`, shape (F,), with zeros for unused parameters. Later gradients go into new memory."""
         self._check_data()
         full = self._begin() if self._full is None else self._full  # nothing used here, but maybe on another rank
         for piece in self._fresh.values():
@@ -173,24 +173,24 @@ class UnshardedGradient:
         self._fresh.clear()
 
     def end(self, *, is_reduced: bool) -> BucketEnd:
-        """Return this rank's end of backward for the bucket."""
+        """Return this rank's `BucketEnd` for the bucket."""
         if self.exists:
             self._check_data()
         return BucketEnd(is_reduced, not is_reduced, self.exists, self.used)
 
     def forget_used(self) -> None:
-        """Forget which parameters were used: that has been published on all ranks."""
+        """Forget which parameters were used, because all ranks have published this."""
         self.used = bytearray(len(self.used))
 
     def clear(self) -> None:
-        """Forget everything, after a failed backward."""
+        """Discard everything after a failed backward."""
         self._let_go()
         self.end_backward()
         self.forget_used()
 
 
 class Cut:
-    """Cuts a flat tensor, the elements `own` of a bucket, into its parameters and the gaps between them, in one go."""
+    """Cuts the elements `own` of a bucket into its parameters and the gaps between them, in one operation."""
 
     def __init__(self, layout: BucketLayout, *, own: Interval) -> None:
         self._sizes: list[int] = []
@@ -211,6 +211,6 @@ class Cut:
         self._sizes.append(numel)
 
     def apply(self, flat: torch.Tensor) -> tuple[Sequence[torch.Tensor], list[torch.Tensor]]:
-        """Return 1-D views of the parameters' parts, empty ones included, and of the gaps."""
+        """Return 1-D views of the parameters' parts, including empty ones, and of the gaps."""
         pieces = flat.split_with_sizes(self._sizes)
         return list(compress(pieces, self._are_parameters)), list(compress(pieces, self._are_gaps))

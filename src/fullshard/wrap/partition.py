@@ -1,7 +1,7 @@
-"""Which unit owns which parameter.
+"""The assignment of parameters to units.
 
-A parameter belongs to the innermost unit module around it. A tied parameter (one object under several names) belongs
-to the innermost unit around *all* its places, so that it is whole wherever it is used.
+A parameter belongs to the innermost unit module that contains it. A tied parameter (one object under several names)
+belongs to the innermost unit that contains *all* its places, so that it is unsharded wherever it is used.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from fullshard.core.layout import Interval
 
 @dataclass(slots=True)
 class Slot:
-    """One parameter and every place of the module tree that refers to it.
+    """One parameter and every place in the module tree that refers to it.
 
     Attributes:
-        owners: `(module, attribute)` of each place, definition order.
-        replaced: earlier objects of this parameter, which the user may still hold (those on the meta device).
-        compute_dtype: the dtype in which forward computes with it, if it has one of its own.
-        by_rows: each rank is to have rows of it, which torch is shown as `Shard(0)`.
-        data_axes: if it is a DTensor: the axes of its mesh for data, along which forward sees it replicated.
+        owners: `(module, attribute)` for each place, in definition order.
+        replaced: earlier objects of this parameter, which the user may still hold (such as those on the meta device).
+        compute_dtype: the dtype in which forward computes with it, if it differs from the unit's.
+        by_rows: whether each rank gets rows of it, which torch sees as `Shard(0)`.
+        data_axes: the data axes of its mesh if it is a DTensor. Forward sees it replicated along them.
     """
 
     parameter: nn.Parameter
@@ -39,12 +39,15 @@ class Slot:
 
     @property
     def statistics_dtype(self) -> torch.dtype | None:
-        """Dtype of the running statistics beside it (a batch norm's), which want it in theirs; None without any."""
+        """Return the dtype of running statistics beside the parameter, as in a batch norm, or None if there are none.
+
+        The parameter must compute in this dtype.
+        """
         buffers = (module._buffers.get("running_mean") for module, _ in self.owners)
         return next((buffer.dtype for buffer in buffers if buffer is not None), None)
 
     def make_real(self, real: torch.Tensor) -> None:
-        """Put a parameter without memory in place of one on the meta device, which cannot be given any."""
+        """Replace a parameter on the meta device, which cannot be given memory, by a parameter with memory."""
         meta = self.parameter
         self.parameter = nn.Parameter(real, requires_grad=meta.requires_grad)
         self.replaced.append(meta)
@@ -53,15 +56,15 @@ class Slot:
 
 
 class Values(Protocol):
-    """Gives parameters without values theirs."""
+    """Supplies the values of parameters that have none."""
 
     def read(self, slot: Slot, interval: Interval, out: torch.Tensor) -> None:
-        """Fill `out` (1-D, any dtype and device) with elements `interval` of what this rank has to shard, flattened."""
+        """Fill `out` (1-D, any dtype and device) with elements `interval` of the flattened part of this rank."""
 
 
 @dataclass(slots=True)
 class UnitPlan:
-    """The parameters one unit will own, in definition order; it has several modules if they are unsharded together."""
+    """The parameters that one unit will own, in definition order. Modules that are unsharded together share a plan."""
 
     modules: list[nn.Module]
     slots: list[Slot] = field(default_factory=list)
@@ -74,10 +77,10 @@ def partition(
     ignored: Iterable[nn.Parameter] = (),
     stop_at: Iterable[nn.Module] = (),
 ) -> list[UnitPlan]:
-    """Assign every parameter below `modules` to a unit: one plan each, inner units first, the outermost last.
+    """Assign every parameter inside `modules` to a unit. Return one plan per unit, inner units first.
 
-    `modules` together are the outermost unit; `unit_modules` below them are units of their own. `stop_at` are subtrees
-    that are not entered (units made earlier).
+    `modules` together form the outermost unit; `unit_modules` inside them are separate units. `stop_at` are subtrees to
+    skip, because they are units already.
     """
     root = UnitPlan(list(modules))
     plans = {id(module): UnitPlan([module]) for module in unit_modules if all(module is not m for m in modules)}
@@ -118,7 +121,7 @@ def partition(
 
 
 def other_gradient_dtype(name: str, stored: torch.dtype, wanted: object) -> WrapError:
-    """Return the error for a gradient dtype that differs from the stored one."""
+    """Return the error for a gradient dtype that differs from the stored dtype."""
     return WrapError(
         f"{name}: grad_dtype = {wanted} conflicts with the stored {stored}, which a sharded gradient has, too",
         hint="store it in the dtype of its gradient, and compute in another by MixedPrecisionPolicy(param_dtype=...)",
@@ -126,11 +129,11 @@ def other_gradient_dtype(name: str, stored: torch.dtype, wanted: object) -> Wrap
 
 
 def names_in(roots: Sequence[nn.Module], wanted: Container[int]) -> str:
-    """Name the parameters whose ids are `wanted`, for a message: three of them, and how many more."""
+    """Return the names of the parameters with the ids `wanted` for a message: three, and the number of others."""
     names = [name for root in roots for name, parameter in root.named_parameters() if id(parameter) in wanted]
     return first_of(names, 3)
 
 
 def _common(one: list[UnitPlan], other: list[UnitPlan]) -> list[UnitPlan]:
-    """Return the common beginning of two chains of nested units."""
+    """Return the common prefix of two chains of nested units."""
     return [a for a, _ in takewhile(lambda pair: pair[0] is pair[1], zip(one, other, strict=False))]

@@ -1,13 +1,13 @@
-"""Which modules of a model become units. A policy only selects; sharding them is the engine's business.
+"""Policies that select which modules of a model become units. The engine does the sharding.
 
     Auto()                        Transformers' own list of layers, and all repeated blocks
     ByClass(("LlamaDecoderLayer",))
-    BySize(min_numel=10_000_000)  the smallest modules of at least that many parameters
+    BySize(min_numel=10_000_000)  the smallest modules with at least this many parameters
     ByPredicate(lambda module: isinstance(module, Expert))
-    NoWrap()                      the root alone
+    NoWrap()                      only the root
 
-The root is a unit in any case and is never listed. How large a unit should be: one transformer block is nearly always
-right. Its all-gather hides behind the computation of its neighbour, and a rank holds two of them unsharded at a time.
+The root is always a unit and is never listed. One transformer block is nearly always the right size for a unit: its
+all-gather overlaps with the computation of the previous block, and a rank holds two of them unsharded at a time.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ _WORTH_A_UNIT = 0.01
 
 @dataclass(frozen=True, slots=True)
 class ByClass:
-    """Modules of the given classes: exact names, without the blanks around them, or classes, with their subclasses."""
+    """Select modules of the given classes.
+
+    A class name must match exactly, except for spaces around it. A class object also selects its subclasses.
+    """
 
     classes: tuple[str | type[nn.Module], ...]
 
@@ -58,7 +61,7 @@ class ByClass:
 
 @dataclass(frozen=True, slots=True)
 class BySize:
-    """The smallest modules that have at least `min_numel` parameters outside the units within them."""
+    """Select the smallest modules that have at least `min_numel` parameters outside the units inside them."""
 
     min_numel: int
 
@@ -72,7 +75,7 @@ class BySize:
 
 @dataclass(frozen=True, slots=True)
 class ByPredicate:
-    """Modules for which a function returns true; it is asked once per module except the root."""
+    """Select modules for which a function returns true. It is called once per module, but not for the root."""
 
     predicate: Callable[[nn.Module], bool]
 
@@ -82,18 +85,19 @@ class ByPredicate:
 
 @dataclass(frozen=True, slots=True)
 class NoWrap:
-    """The root alone: the whole model is one unit."""
+    """Select only the root, so that the complete model is one unit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Auto:
-    """The default policy, which fits most models without settings.
+    """Select units with the default policy, which suits most models without settings.
 
-    It selects the modules that Transformers names (`_no_split_modules` of the model and its submodules: layers that
-    belong together), and all repeated blocks: modules whose class occurs more than once as a child of an
-    `nn.ModuleList`, `nn.ModuleDict` or `nn.Sequential`, the outermost of those inside each other. Many models name only
-    a part of their layers. A block that mostly consists of named modules is left to those; named modules that are a
-    smaller part of a block are in its unit. Torch layers such as `nn.Linear` are blocks only where there are no others.
+    The policy selects the modules that Transformers names (`_no_split_modules` of the model and its submodules: layers
+    that must stay together). It also selects all repeated blocks: modules of a class that occurs more than once among
+    the children of an `nn.ModuleList`, `nn.ModuleDict` or `nn.Sequential`; of nested blocks, only the outermost ones.
+    Many models name only some of their layers. If named modules make up most of a block, they become units instead of
+    the block; otherwise they are part of the block's unit. torch layers such as `nn.Linear` count as blocks only if
+    there are no other blocks.
     """
 
 
@@ -101,10 +105,10 @@ WrapPolicy = ByClass | BySize | ByPredicate | NoWrap | Auto
 
 
 def parse_policy(value: object) -> WrapPolicy:
-    """Return a policy from the forms in which users write it.
+    """Convert one of the forms in which users write a policy to a policy.
 
-    These are a policy; None or `"auto"`; `"none"`; class names separated by commas; a class; an iterable of classes
-    and names; or a function of a module.
+    Accepted forms are a policy, None or `"auto"`, `"none"`, class names separated by commas, a class, an iterable of
+    classes and names, or a function of a module.
     """
     match value:
         case ByClass() | BySize() | ByPredicate() | NoWrap() | Auto():
@@ -140,7 +144,7 @@ _Modules = Mapping[int, nn.Module]
 def selected_modules(model: nn.Module, policy: WrapPolicy) -> list[nn.Module]:
     """Return the modules that a policy selects, in definition order, each once, without the root.
 
-    They have parameters, and may lie inside each other. Modules that are units already are among them.
+    All of them have parameters. Some may contain others, and some may already be units.
     """
     candidates = can_be_units(model)
     chosen = _SELECTED_BY[type(policy)](policy, model, candidates)
@@ -148,7 +152,7 @@ def selected_modules(model: nn.Module, policy: WrapPolicy) -> list[nn.Module]:
 
 
 def _asks_as_torch_does(function: Callable[..., object]) -> bool:
-    """Return whether a function is called as `policy(module, recurse, nonwrapped_numel)`."""
+    """Return whether a function has torch's signature, `policy(module, recurse, nonwrapped_numel)`."""
     try:
         return "recurse" in inspect.signature(function).parameters
     except ValueError:  # of a built-in, which does not say
@@ -160,7 +164,7 @@ def _names_a_class(item: object) -> bool:
 
 
 def can_be_units(model: nn.Module) -> _Modules:
-    """Return the modules that can be units: called, with parameters, not the root."""
+    """Return the modules that can be units: those with parameters and a forward, except the root."""
     opaque = [module for module in model.modules() if isinstance(module, _OPAQUE)]
     hidden = {id(inner) for module in opaque for inner in module.modules()} - {id(module) for module in opaque}
     return {
@@ -174,7 +178,7 @@ def can_be_units(model: nn.Module) -> _Modules:
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Return whether `module` can be called; else none of its hooks would ever run (`nn.ModuleList` and the like)."""
+    """Return whether `module` has a forward. Without one (`nn.ModuleList`), its hooks would never run."""
     return type(module).forward is not nn.Module.forward or "forward" in module.__dict__
 
 
@@ -193,7 +197,7 @@ def _by_class(policy: ByClass, model: nn.Module, candidates: _Modules) -> set[in
 
 
 def _unmatched(model: nn.Module, wanted: str | type[nn.Module], candidates: _Modules) -> WrapError:
-    """Return the error for a class of which no module can be a unit."""
+    """Return the error for a class whose modules cannot be units."""
     name = wanted if isinstance(wanted, str) else wanted.__name__
     sizes: defaultdict[str, list[int]] = defaultdict(list)
     for module in candidates.values():
@@ -264,7 +268,7 @@ def _automatic(_policy: Auto, model: nn.Module, candidates: _Modules) -> set[int
 
 
 def _repeated_blocks(model: nn.Module, candidates: _Modules) -> set[int]:
-    """Return the modules that are blocks by `Auto`'s rule, those inside others included."""
+    """Return the ids of the modules that are blocks by `Auto`'s rule, including nested ones."""
     groups: defaultdict[type[nn.Module], dict[int, nn.Module]] = defaultdict(dict)
     for container in model.modules():
         for child in container.children() if isinstance(container, _LISTS) else ():
@@ -278,7 +282,7 @@ def _repeated_blocks(model: nn.Module, candidates: _Modules) -> set[int]:
 
 
 def _is_single_layer(cls: type[nn.Module]) -> bool:
-    """Return whether a class is one of torch's layers, like `nn.Linear`, and not one of its blocks."""
+    """Return whether a class is one of torch's single layers, such as `nn.Linear`, and not a torch block."""
     return cls.__module__.startswith("torch.nn.") and not cls.__module__.endswith((".transformer", ".activation"))
 
 

@@ -1,6 +1,6 @@
 """Everything that happens at an optimizer's step.
 
-hooks             before and after every step
-plain_tensors     torch's element-wise optimizers update plain tensors
-adapters          what other libraries' optimizers need before and after a step
+hooks             run before and after every step
+plain_tensors     lets torch's element-wise optimizers update plain tensors
+adapters          what the optimizers of other libraries need before and after a step
 """

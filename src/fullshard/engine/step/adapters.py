@@ -1,4 +1,4 @@
-"""Optimizers that do not take sharded parameters as they are: a capability registers an adapter for its own."""
+"""Adapters for optimizers that do not accept sharded parameters. A feature registers the adapters it needs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from fullshard.engine.parameter import ShardedParameter
 
 
 class OptimizerAdapter:
-    """Adapt an optimizer to sharded parameters. The base class does nothing, for optimizers that need nothing.
+    """Base class that adapts an optimizer to sharded parameters. It does nothing, which suits most optimizers.
 
     Attributes:
-        needs_plain_memory: whether the optimizer uses a tensor's memory directly, and so takes no wrapper of several.
-        keeps_plain_state: whether its state is plain tensors of this rank's intervals, also between steps.
-        works_on_parts: whether the optimizer is made to work with each rank's part, whatever its update depends on.
+        needs_plain_memory: whether the optimizer accesses a tensor's memory directly, and so rejects a wrapper of
+            several tensors.
+        keeps_plain_state: whether its state consists of plain tensors of this rank's intervals, even between steps.
+        works_on_parts: whether the optimizer can update each rank's part, whatever its update rule depends on.
     """
 
     needs_plain_memory: ClassVar[bool] = False
@@ -29,30 +30,30 @@ class OptimizerAdapter:
         return True
 
     def before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the arguments that `step` is to be called with."""
+        """Return the arguments with which `step` must be called."""
         return args, kwargs
 
     def rest(self, optimizer: Any, *, has_stepped: bool = False) -> None:
-        """Undo what `before_step` has done, if it has done anything; it may be that no step was made."""
+        """Undo `before_step` if it has changed anything. The optimizer may not have stepped in between."""
 
     def why_not_whole(self, optimizer: Any, mesh: Mesh) -> str:
-        """Return how state is kept that a state dict cannot hold; empty if it can."""
+        """Return which part of the optimizer's state a state dict cannot hold, or "" if it can hold everything."""
         return ""
 
     def is_laid_out(self, optimizer: Any, key: str) -> bool:
-        """Return whether a tensor with this key that has a parameter's shape is to be laid out as the parameter."""
+        """Return whether to give a state tensor with this key and a parameter's shape the parameter's layout."""
         return True
 
     def values(self, kept: Any) -> Any:
-        """Return the values of something in an optimizer's state, of whichever optimizer it is."""
+        """Return the values behind a state entry of any optimizer."""
         return kept
 
     def saved(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the state of one parameter as a state dict is to hold it, before it is laid out."""
+        """Return the state of one parameter in the form for a state dict, before tensors get their layout."""
         return state
 
     def kept(self, optimizer: Any, parameter: ShardedParameter, state: dict[str, Any]) -> Mapping[str, Any]:
-        """Undo `saved`, with this rank's intervals in place of whole tensors."""
+        """Undo `saved`, with this rank's intervals instead of full tensors."""
         return state
 
 
@@ -61,17 +62,17 @@ _registered: list[OptimizerAdapter] = []
 
 
 def register_adapters(*adapters: OptimizerAdapter) -> None:
-    """Ask these adapters, after those registered before, which optimizers they are for."""
+    """Register adapters, which are tried after those registered before."""
     _registered.extend(adapters)
 
 
 def adapter_of(optimizer: torch.optim.Optimizer) -> OptimizerAdapter:
-    """Return the adapter that takes the optimizer."""
+    """Return the adapter for the optimizer."""
     return next((adapter for adapter in _registered if adapter.takes(optimizer)), _NONE)
 
 
 def values_of(kept: Any) -> Any:
-    """Return the values of something in an optimizer's state that an adapter knows; of anything else, itself."""
+    """Return the values behind a state entry that an adapter recognizes. Return any other entry unchanged."""
     for adapter in _registered:
         kept = adapter.values(kept)
     return kept

@@ -1,4 +1,4 @@
-"""Hooks before and after every optimizer's step, and the check that an optimizer can work on intervals."""
+"""Hooks before and after every optimizer step, and the check that an optimizer can work on intervals."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from fullshard.engine.storage import by_storage
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that cannot work on sharded parameters.
+    """Reject an optimizer that cannot work on sharded parameters.
 
     Raises:
-        OptimizerError: it holds original parameters, which never get a gradient; or an extension refuses it.
+        OptimizerError: It holds original parameters, which never get a gradient, or an extension rejects it.
     """
     for schedule in dict.fromkeys(parameter.bucket.owner.schedule for parameter in sharded_parameters(optimizer)):
         for check in schedule.extensions.check_optimizer:
@@ -48,7 +48,7 @@ sharded later; and the buckets that the sharded ones are in."""
 
 
 def _checked_buckets(optimizer: torch.optim.Optimizer) -> list[Bucket]:
-    """Return the buckets that the optimizer updates; check it first, unless its parameters are the same."""
+    """Return the buckets that the optimizer updates. Check the optimizer unless its parameters are unchanged."""
     parameters = list(itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups))
     known, buckets = _held.get(optimizer, ([], []))
     if buckets and are_same(parameters, known):
@@ -61,7 +61,7 @@ def _checked_buckets(optimizer: torch.optim.Optimizer) -> list[Bucket]:
 
 
 def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Check the optimizer before its step, and drop what was gathered from weights about to change."""
+    """Check the optimizer before its step, and drop everything gathered from weights that are about to change."""
     buckets = _checked_buckets(optimizer)
     if not buckets:
         return None
@@ -90,7 +90,7 @@ def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs:
 
 
 def _tell(optimizer: torch.optim.Optimizer, buckets: list[Bucket]) -> None:
-    """Tell the extensions of each model that the gradients of a step are final."""
+    """Notify the extensions of each model that the gradients for a step are final."""
     held: dict[Schedule, list[Bucket]] = {}
     for bucket in buckets:
         held.setdefault(bucket.owner.schedule, []).append(bucket)
@@ -102,7 +102,7 @@ def _tell(optimizer: torch.optim.Optimizer, buckets: list[Bucket]) -> None:
 def _tell_after_closure(
     optimizer: torch.optim.Optimizer, buckets: list[Bucket], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a step whose closure runs backward; extensions are told after each call of it."""
+    """Wrap the closure among the arguments of a step, so that extensions are notified after each of its calls."""
 
     def telling(closure: Any) -> Any:
         def call() -> Any:
@@ -116,7 +116,7 @@ def _tell_after_closure(
 
 
 def after_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-    """Undo what was done for the step, and tell storages, after every optimizer's step."""
+    """Undo the preparations for a step and notify the storages, after the step of any optimizer."""
     finish_step(optimizer)
     adapter_of(optimizer).rest(optimizer, has_stepped=True)  # first: state is looked for under the sharded parameters
     if optimizer in _held:  # otherwise the step began before anything was sharded

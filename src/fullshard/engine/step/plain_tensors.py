@@ -1,7 +1,7 @@
-"""Let torch's element-wise optimizers update plain tensors, without a dispatch per sharded parameter and operation.
+"""Let torch's element-wise optimizers update plain tensors, which avoids a dispatch per parameter and operation.
 
 Only the optimizer's own loop sees plain tensors. Its parameter groups, every `.grad` and the state of each parameter
-keep their sharded tensors, whose memory the loop updates.
+keep their sharded tensors, and the loop updates the memory of these.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ ELEMENT_WISE = (
 
 
 def use_plain_tensors(optimizer: optim.Optimizer) -> None:
-    """Make an element-wise optimizer of torch's update plain tensors from now on; leave any other as it is."""
+    """Make one of torch's element-wise optimizers update plain tensors from now on. Leave other optimizers alone."""
     if type(optimizer) in ELEMENT_WISE and torch_private.INIT_GROUP not in vars(optimizer):
         setattr(optimizer, torch_private.INIT_GROUP, _InitGroup(optimizer))
 
 
 def finish_step(optimizer: optim.Optimizer) -> None:
-    """Give the parameters the state that the optimizer has set after its loop, as SGD does."""
+    """Assign the state that the optimizer sets after its loop, as SGD does, to the parameters."""
     init_group = vars(optimizer).get(torch_private.INIT_GROUP)
     if isinstance(init_group, _InitGroup):
         init_group.take_state()
 
 
 class _InitGroup:
-    """Stand in for `Optimizer._init_group`, which lists a parameter group's tensors, gradients and state."""
+    """A replacement for `Optimizer._init_group`, which lists the tensors, gradients and state of a parameter group."""
 
     def __init__(self, optimizer: optim.Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
@@ -76,7 +76,7 @@ class _InitGroup:
             self._take_state_of(listed)
 
     def take_state(self) -> None:
-        """Give the parameters listed in this step the state of their plain tensors."""
+        """Assign the state of the plain tensors of this step to their parameters."""
         listed, self._listed = self._listed, []
         self._take_state_of(listed)
 
@@ -93,5 +93,5 @@ class _InitGroup:
 
 
 def as_local(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return state with this rank's interval, a plain tensor, in place of each sharded one."""
+    """Return state with this rank's interval, a plain tensor, in place of each sharded tensor."""
     return {key: value.local if isinstance(value, ShardedTensor) else value for key, value in state.items()}
