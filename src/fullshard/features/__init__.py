@@ -1,6 +1,6 @@
-"""Capabilities that the kernel does not know, a module or folder each; importing this package turns them on.
+"""Features outside the kernel, one module or folder each. Importing this package registers them.
 
-Their order is the order in which the kernel calls them. The engine's public names are here, too.
+The kernel calls them in the order of registration. This package also exports the public names of the engine.
 """
 
 # isort: off
@@ -85,7 +85,7 @@ KINDS: tuple[ParameterKind, ...] = (TensorParallel(), QuantizedWeight(), Compose
 
 
 class ShardedModule(AccumulationMethods, ConsistencyMethods, ConversionMethods, NonFiniteMethods, TorchMethods):
-    """Mixed into the class of every module that is a unit: torch's methods, and those of the features."""
+    """Mixin for the class of every sharded module. It provides torch's methods and those of the features."""
 
 
 FSDPModule = ShardedModule

@@ -1,4 +1,4 @@
-"""Context managers in which gradients stay unreduced, or do not."""
+"""Context managers that turn the reduction of gradients off or on."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from fullshard.engine.lookup import units_of
 
 @contextlib.contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Keep gradients unsharded and unreduced inside; the first backward after it reduces their sum.
+    """Keep gradients unsharded and unreduced; the first backward after the block reduces their sum.
 
-    Saves communication during accumulation and costs a whole model's gradients of memory per rank. Without it every
-    micro-batch is reduced into the sharded gradient, which is usually what is wanted.
+    This saves communication during gradient accumulation, but each rank needs memory for the gradients of the complete
+    model. Without it, the gradients of every micro-batch are reduced and added to the sharded gradients, which is
+    usually the better choice.
     """
     with _reducing(model, reduces=False):
         yield
@@ -25,14 +26,14 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def with_sync(model: nn.Module) -> Iterator[None]:
-    """Reduce gradients inside, even within a `no_sync`; gradients kept unreduced are reduced along with them."""
+    """Reduce gradients, even inside a `no_sync` block, together with those kept unreduced so far."""
     with _reducing(model, reduces=True):
         yield
 
 
 @contextlib.contextmanager
 def _reducing(model: nn.Module, *, reduces: bool) -> Iterator[None]:
-    """Have backward inside reduce gradients, or keep them unsharded until a later one does."""
+    """Set whether backward reduces gradients inside the block, or keeps them unsharded for a later backward."""
     units = units_of(model)
     before = [unit.reduce_gradients for unit in units]
     for unit in units:
@@ -45,8 +46,11 @@ def _reducing(model: nn.Module, *, reduces: bool) -> Iterator[None]:
 
 
 class AccumulationMethods:
-    """Methods of `FSDPModule`."""
+    """Methods for `FSDPModule`."""
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Reduce no gradients in a backward inside; the first one after it reduces their sum. As in FSDP1 and DDP."""
+        """Skip gradient reduction inside the block, as in FSDP1 and DDP.
+
+        The first backward after the block reduces the accumulated sum.
+        """
         return no_sync(cast("nn.Module", self))

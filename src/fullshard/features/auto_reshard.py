@@ -1,11 +1,11 @@
 """Auto reshard: keep as many units unsharded between forward and backward as memory allows.
 
-A kept unit is not gathered again in backward. The units that run last in forward are kept: backward comes to them
-first, so they are kept for the shortest time. Where freeing gives nothing back (ranks of one host that share memory, a
-rank that owns everything) all are kept at no cost.
+A unit that is kept does not need another all-gather in backward. The units that run last in forward are kept, because
+backward needs them first and they occupy memory for the shortest time. If freeing releases no memory (ranks on one host
+share memory, or one rank owns everything), all units are kept at no cost.
 
-The memory to spend is either given, or measured once optimizer and activations have shown their needs: at the
-beginning of the third step. Ranks agree on the smallest.
+The memory budget is either given, or measured at the beginning of the third step, when the optimizer and the
+activations have been allocated. Ranks agree on the smallest budget.
 """
 
 from __future__ import annotations
@@ -32,13 +32,15 @@ STEPS_BEFORE_MEASURING = 2
 def keep_unsharded(
     model: nn.Module, *, budget_nbytes: int | None, ranks_on_host: int, say: Callable[[str], None]
 ) -> None:
-    """Keep the units that fit in memory; a collective, now and, where memory is measured, at the third step.
+    """Keep as many units unsharded as fit in memory.
+
+    The call is a collective. If memory is measured, a second collective follows at the beginning of the third step.
 
     Args:
-        model: sharded as a whole.
-        budget_nbytes: memory to use for it on this rank; None measures.
-        ranks_on_host: ranks that share this host's memory.
-        say: called on every rank with the kept units, as soon as they are known.
+        model: the root of a sharded model.
+        budget_nbytes: bytes of memory to use on this rank, or None to measure it.
+        ranks_on_host: number of ranks that share this host's memory.
+        say: callback that receives a description of the kept units on every rank, once they are chosen.
 
     Raises:
         LifecycleError: The model is not sharded.
@@ -63,18 +65,19 @@ def keep_unsharded(
 
 
 def keep_head(head: nn.Module) -> None:
-    """Let the unit that runs last in forward stay unsharded: backward begins with it.
+    """Keep the unit that runs last in forward unsharded, because backward starts with it.
 
     Raises:
-        LifecycleError: it is not a unit.
+        LifecycleError: The module is not a unit.
     """
     require_unit(head).frees_after_forward = False
 
 
 def _keep(schedule: Schedule, budget_nbytes: int | None, why: str) -> str:
-    """Let the last units in forward order stay, as many as the smallest of all ranks' budgets allows; says how many.
+    """Keep the last units in forward order unsharded and return a description of the choice.
 
-    Those are left out that are kept in any case: the outermost, a head of its own.
+    The number of units depends on the smallest budget of all ranks. Units that are kept in any case, such as the
+    outermost one and a separate head, do not count.
     """
     root = schedule.units[-1]
     inner = [unit for unit in schedule.units if unit.frees_after_forward]  # the others are kept in any case
@@ -95,10 +98,10 @@ def _keep(schedule: Schedule, budget_nbytes: int | None, why: str) -> str:
 
 
 def headroom_nbytes(device: torch.device, *, ranks_on_host: int) -> int:
-    """Return the memory that this rank could use besides the most it has used so far.
+    """Return the bytes of memory that this rank could use beyond its peak so far.
 
-    On an accelerator that is what its driver and PyTorch's allocator have free; on a CPU this rank's part of what the
-    host, and a control group around this process, have free.
+    On an accelerator this is the free memory of the driver and of PyTorch's allocator. On a CPU it is this rank's share
+    of the memory that the host and the enclosing control group have available.
     """
     if device.type != "cpu":
         if not counts_memory(device.type):
@@ -122,12 +125,12 @@ def headroom_nbytes(device: torch.device, *, ranks_on_host: int) -> int:
 
 
 def available_host_memory() -> int:
-    """Return the bytes of host memory that this process's host and control groups have left."""
+    """Return the bytes of host memory still available to this process under its control groups."""
     return min([_kib(Path("/proc/meminfo").read_text(), "MemAvailable"), *_available_in_group()])
 
 
 def _kib(text: str, name: str) -> int:
-    """Return the value of a line like `MemAvailable:   1024 kB`, in bytes."""
+    """Return the bytes in a line such as `MemAvailable:   1024 kB`."""
     found = re.search(rf"^{name}:\s+(\d+) kB", text, re.MULTILINE)
     if found is None:
         raise OSError(f"no {name}")
@@ -135,7 +138,7 @@ def _kib(text: str, name: str) -> int:
 
 
 def _available_in_group(root: Path = Path("/sys/fs/cgroup")) -> list[int]:
-    """Return what the limits of the control groups around this process leave (version 2); cached files can go."""
+    """Return the bytes left under each enclosing cgroup v2 limit, with cached files counted as free."""
     path = next((line[3:] for line in Path("/proc/self/cgroup").read_text().splitlines() if line[:3] == "0::"), "/")
     group = root / path.strip("/")
     left = []

@@ -1,8 +1,8 @@
-"""A moving average of the weights, sharded as they are.
+"""A moving average of the weights, sharded in the same way as the weights.
 
-every rank     average and weights of its own intervals, element by element: nothing is sent
-swapped()      the weights are the averages, for an evaluation or an export, and then themselves again
-a checkpoint   has the averages beside the optimizer's state, so any number of ranks can load them
+every rank     averages its own intervals element by element, without communication
+swapped()      temporarily replaces the weights with the averages, for an evaluation or an export
+a checkpoint   stores the averages next to the optimizer state, so any number of ranks can load them
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ANEW = "make fullshard.EMA(model, ...) once the model is sharded and what train
 
 
 class EMA:
-    """An exponential moving average of the parameters that train; the optimizer may be any.
+    """An exponential moving average of the trainable parameters. It works with any optimizer.
 
         ema = fullshard.EMA(model, decay=0.999)         # a sharded model
         ...
@@ -35,24 +35,25 @@ class EMA:
         with ema.swapped():                             # on every rank
             evaluate(model)
 
-    `save_checkpoint(..., objects=[ema])`, `load_checkpoint` and `Accelerator.register_for_checkpointing(ema)` take it,
-    at any number of ranks. The numbers are those of `torch.optim.swa_utils.AveragedModel` with
+    `save_checkpoint(..., objects=[ema])`, `load_checkpoint` and `Accelerator.register_for_checkpointing(ema)` accept
+    it, on any number of ranks. The results are the same as those of `torch.optim.swa_utils.AveragedModel` with
     `get_ema_multi_avg_fn(decay)`.
 
     Args:
-        model: sharded, about to be, or of one process. Its frozen parameters and its buffers have no average.
-        decay: what the average keeps of itself in an update, 0 to 1; the first update takes the weights as they are.
-            Or a function of the number of updates before: `lambda t: t / (t + 1)` makes the plain mean,
-            `lambda t: min(0.9999, (1 + t) / (10 + t))` warms up.
-        device: where the averages are, for example `cpu`; default: with the weights.
-        key: their name in a checkpoint, for several of one model.
+        model: a model that is already sharded, will be sharded, or runs in one process. Frozen parameters and buffers
+            are not averaged.
+        decay: the fraction of the old average that an update keeps, from 0 to 1. The first update copies the weights.
+            It can also be a function of the number of earlier updates: `lambda t: t / (t + 1)` computes the plain
+            mean, and `lambda t: min(0.9999, (1 + t) / (10 + t))` warms up.
+        device: device of the averages, for example `cpu`; by default, that of the weights.
+        key: name of the averages in a checkpoint, needed if one model has several.
 
     Attributes:
-        updates: how many there were.
+        updates: number of updates so far.
 
     Raises:
-        ConfigError: a decay below 0 or above 1.
-        LifecycleError: the model is on the meta device, or nothing of it trains.
+        ConfigError: The decay is below 0 or above 1.
+        LifecycleError: The model is on the meta device, or has no trainable parameters.
     """
 
     def __init__(
@@ -77,11 +78,11 @@ class EMA:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take the weights into the average; after each step of the optimizer. No collective.
+        """Update the average with the current weights. Call it after each optimizer step. Not a collective.
 
         Raises:
-            LifecycleError: other parameters train than when this was made, or the weights are the averages just now.
-            ConfigError: `decay` gave no number from 0 to 1.
+            LifecycleError: Other parameters are trainable than at construction, or the averages are swapped in.
+            ConfigError: `decay` did not return a number from 0 to 1.
         """
         if self._is_swapped:
             raise LifecycleError("EMA.update() inside `with ema.swapped()`, where the weights are the averages")
@@ -98,12 +99,13 @@ class EMA:
 
     @contextlib.contextmanager
     def swapped(self) -> Iterator[None]:
-        """Use the averages, rounded to the weights' dtype, as the weights. Every rank enters and leaves the block.
+        """Replace the weights with the averages, rounded to the dtype of the weights, inside the block.
 
-        It takes the memory of one more copy of this rank's intervals.
+        Every rank must enter and leave the block. The block needs memory for a second copy of this rank's intervals.
 
         Raises:
-            LifecycleError: entered twice, inside `unsharded(model)`, or the weights have changed inside, which is lost.
+            LifecycleError: The block is nested in itself or in `unsharded(model)`, or the weights were changed inside
+                it. Such changes are lost.
         """
         if self._is_swapped:
             raise LifecycleError("ema.swapped() inside ema.swapped()")
@@ -127,7 +129,7 @@ class EMA:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of updates, and the averages by parameter name; torch's checkpoints take them."""
+        """Return the number of updates and the averages by parameter name. torch's checkpoints can save it."""
         self._check_model()
         averages = {
             name: ShardedTensor(average, parameter.spec) if isinstance(parameter, ShardedParameter) else average
@@ -137,10 +139,10 @@ class EMA:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take what `state_dict` gave, of this model, sharded in any way or whole.
+        """Load the result of `state_dict` for this model, sharded in any way or unsharded.
 
         Raises:
-            OptimizerError: it has other names or shapes; nothing has changed then.
+            OptimizerError: Names or shapes do not match. The averages are left unchanged.
         """
         self._check_model()
         averages = state_dict["averages"]
@@ -156,13 +158,16 @@ class EMA:
         self.updates = int(state_dict["updates"])
 
     def is_of(self, model: nn.Module) -> bool:
-        """Return whether it averages parameters of this model."""
+        """Return whether the object averages parameters of this model."""
         own = {id(p) for p in model.parameters()}
         return not own.isdisjoint(self.by_parameter)
 
     @property
     def by_parameter(self) -> dict[int, torch.Tensor]:
-        """Return this rank's part of each average by the id of its parameter: shape (n,) if that is sharded."""
+        """Return this rank's part of each average by the id of its parameter.
+
+        A part has shape (n,) if the parameter is sharded.
+        """
         self._check_model()
         return {id(p): average for p, average in zip(self._parameters, self._averages, strict=True)}
 
@@ -183,7 +188,7 @@ class EMA:
             )
 
     def _rest(self) -> None:
-        """Drop all that is left of gathered weights, which are about to change."""
+        """Free all gathered weights, because their values are about to change."""
         units = units_of(self._model)
         for unit in units:
             unit.reshard()
@@ -217,7 +222,7 @@ def _copy_all(weights: list[torch.Tensor], values: list[torch.Tensor]) -> None:
 
 
 def _own(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor of the parameter's shape."""
+    """Return this rank's part of a tensor that has the parameter's shape."""
     if not isinstance(parameter, ShardedParameter):
         return value.full_tensor() if isinstance(value, DTensor) else value
     if isinstance(value, DTensor):

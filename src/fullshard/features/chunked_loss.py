@@ -1,13 +1,13 @@
-"""The loss of a language model, some tokens at a time: logits of shape (tokens, vocabulary) never exist whole.
+"""The loss of a language model, computed in chunks of tokens without all (tokens, vocabulary) logits in memory.
 
     use_chunked_loss(model, tokens=1024)      then train as before: model(input_ids=..., labels=...).loss
 
-Only the outcome of a chunk's forward is kept. Backward makes its logits again, once more the head's product. Loss and
-gradients are those of the whole logits but for the order in which float32 sums over tokens are taken.
+Forward keeps only the result of each chunk, and backward recomputes its logits, which repeats the product of the head.
+The loss and the gradients equal those of unchunked logits up to the order of float32 sums over tokens.
 
-The loss is computed in the head's own forward, where its weight is whole, whichever unit owns it: the head returns the
-loss in the place of logits, and the model's forward hands it through. A model that does something else with logits
-changes it on the way, which is noticed.
+The head computes the loss in its own forward, where its weight is unsharded, no matter which unit owns the weight. It
+returns the loss in place of the logits, and the model's forward passes it on. A model that does anything else with the
+logits would change the loss on the way; this is detected.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _TARGETS = "_fullshard_targets"
 
 @dataclass(slots=True)
 class _Targets:
-    """The targets of the loss that the head computes, and the sum of their losses, once it has run."""
+    """The targets of the loss that the head computes and, once it has run, the sum of the token losses."""
 
     labels: torch.Tensor  # shape (tokens,), already shifted
     chunk: int
@@ -44,16 +44,16 @@ class _Targets:
 
 
 def use_chunked_loss(model: nn.Module, *, tokens: int) -> None:
-    """Let `model` compute its loss chunk by chunk whenever it is given labels; its output then has no logits.
+    """Make `model` compute its loss in chunks whenever it receives labels. The output then has no logits.
 
-    Without labels it returns logits as before. Call it before or after sharding.
+    Without labels the model returns logits as before. Call this before or after sharding.
 
     Args:
-        model: a causal language model of Transformers, or PEFT's wrapper of one.
-        tokens: of a chunk. A chunk takes about 12 bytes per token and vocabulary entry for a moment.
+        model: a causal language model from Transformers, or its PEFT wrapper.
+        tokens: number of tokens per chunk. A chunk temporarily needs about 12 bytes per token and vocabulary entry.
 
     Raises:
-        WrapError: its head or its loss are not the usual ones.
+        WrapError: The model's head or loss is not of a supported type.
     """
     if tokens < 1:
         raise WrapError(f"a chunk of {tokens} tokens", hint="use at least 1; 1024 is usual")
@@ -111,7 +111,7 @@ def _forward_with_loss(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _with_loss(model: Any, output: Any, targets: _Targets, count: Any) -> Any:
-    """Return the output with its loss, normalised as Transformers does: by the mean, or by the batch's own count."""
+    """Return the output with its loss, normalised as in Transformers: by the given count or the mean."""
     total = targets.loss
     is_handed_through = getattr(output, "logits", None) is total
     if total is None or not is_handed_through:
@@ -144,9 +144,9 @@ def _head_forward(self: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
 def chunked_cross_entropy(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor, *, tokens: int
 ) -> torch.Tensor:
-    """Return the sum of the cross-entropies of `linear(hidden, weight, bias)` in float32, `tokens` at a time.
+    """Return the summed float32 cross-entropy of `linear(hidden, weight, bias)`, computed `tokens` at a time.
 
-    `hidden` has shape (T, hidden size), `labels` (T,): -100 where there is no target.
+    `hidden` has shape (T, hidden size). `labels` has shape (T,), with -100 where there is no target.
     """
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
@@ -156,7 +156,7 @@ def chunked_cross_entropy(
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """See `chunked_cross_entropy`."""
+    """The autograd function of `chunked_cross_entropy`."""
 
     @staticmethod
     def forward(
@@ -203,7 +203,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 def _buffers(
     wanted: tuple[bool, ...], hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Make the buffers that collect the gradients; over chunks they are summed in float32 at least."""
+    """Allocate buffers for the requested gradients, which are summed over chunks in float32 or wider."""
     wide = torch.promote_types(weight.dtype, torch.float32)
     return (
         torch.empty_like(hidden) if wanted[0] else None,
@@ -213,7 +213,7 @@ def _buffers(
 
 
 def _logits_gradient(logits: torch.Tensor, labels: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Return (softmax - one-hot) x gradient, zero where there is no target; shape and dtype of `logits`."""
+    """Return (softmax - one-hot) x gradient, with the shape and dtype of `logits` and zeros without a target."""
     result = functional.log_softmax(logits.float(), dim=-1).exp_().mul_(gradient)
     targets = labels != IGNORED
     result[targets, labels[targets]] -= gradient

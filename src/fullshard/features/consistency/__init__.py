@@ -1,4 +1,4 @@
-"""A comparison of the ranks every few steps: whether replicas hold the same weights, and which rank is slow."""
+"""Periodic comparison of the ranks, to detect replicas with different weights and slow ranks."""
 
 from fullshard.features.consistency.check import ConsistencyCheck, ConsistencyMethods
 

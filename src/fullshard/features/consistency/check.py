@@ -1,7 +1,7 @@
-"""Compare the ranks every few steps, by a few numbers of each in one message.
+"""Compare the ranks every few steps by exchanging a few numbers per rank in one message.
 
-A digest of the weights tells whether replicas hold the same values (`replicas`). The seconds that a rank spends in a
-step computing, waiting and on other work tell which rank is a straggler (`pace`).
+A digest of the weights shows whether replicas hold the same values (`replicas`). The seconds per step that a rank
+spends computing, waiting and on other work show which rank is a straggler (`pace`).
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class ConsistencyCheck(Extension):
     """The periodic comparison of the ranks of one model.
 
     Attributes:
-        every: steps between two comparisons; 0: never.
-        policy: the reaction to weights that differ: an error on all ranks, or nothing.
-        paces: paces of the last comparison, by rank of the mesh; empty before the first one.
+        every: number of steps between two comparisons; 0 disables them.
+        policy: reaction to weights that differ: an error on all ranks (`raise`) or none (`off`).
+        paces: the measurements of the last comparison, by rank in the mesh; empty before the first comparison.
     """
 
     settings: ClassVar[Mapping[str, Any]] = {"every": 100, "policy": "raise"}
@@ -59,25 +59,25 @@ class ConsistencyCheck(Extension):
     # -- moments ------------------------------------------------------------------------------------------------
 
     def step_begins(self) -> None:
-        """Begin to measure another step."""
+        """Start to measure a new step."""
         self._pace.begin_step(is_wanted=self.every > 0)
 
     def forward_begins(self) -> None:
-        """Count what follows as computing, if it is to be trained with."""
+        """Start to count time as computing, unless gradients are disabled."""
         self._has_run = True
         if torch.is_grad_enabled():
             self._pace.resume()
 
     def forward_ends(self, *, failed: bool) -> None:
-        """Count what follows as something else."""
+        """Stop counting time as computing."""
         self._pace.pause()
 
     def backward_begins(self) -> None:
-        """Count what follows as computing."""
+        """Start to count time as computing."""
         self._pace.resume()
 
     def backward_ends(self, used: Mapping[Bucket, bytearray]) -> None:
-        """Compare the ranks at the end of the first backward after every `every` steps. A collective then."""
+        """Compare the ranks in the first backward after every `every` steps, which is then a collective."""
         self._pace.pause()
         steps = self.model.steps
         if used and self.every and steps and steps % self.every == 0 and steps != self._done_at:
@@ -124,7 +124,7 @@ class ConsistencyCheck(Extension):
             find_difference(self.model)
 
     def _tell_pace(self, table: torch.Tensor) -> None:
-        """Report the ranks that are slow now and were not in the last report."""
+        """Report ranks that are slow now but were not in the last report."""
         self.paces = [RankPace(rank, *(part / _NANO for part in parts)) for rank, *parts in sorted(table.tolist())]
         slow = slow_ranks(self.paces, self._slow)
         news = [pace for pace in slow if pace.rank not in self._slow]
@@ -155,28 +155,29 @@ class ConsistencyCheck(Extension):
 
 
 class ConsistencyMethods:
-    """Methods of `FSDPModule`."""
+    """Methods for `FSDPModule`."""
 
     def set_replica_check(self, policy: str, *, every: int | None = None) -> None:
-        """Choose how to treat replicas (NO_SHARD, HYBRID_SHARD) whose weights differ. For the whole model.
+        """Choose how to handle replicas (NO_SHARD, HYBRID_SHARD) with different weights, for the whole model.
 
         The ranks compare replicas before every save, and at the end of a backward every `every` steps.
 
         Args:
-            policy: `raise`: a `ReplicaError` on all ranks, with rank, host and parameter. `off`: do not compare.
-            every: steps between two comparisons, 100 by default; stragglers are reported as often. 0:
-                never, not even before a save.
+            policy: `raise` raises a `ReplicaError` on all ranks that names the rank, host and parameter. `off` disables
+                the comparison.
+            every: number of steps between two comparisons and between two straggler reports, 100 by default. 0 disables
+                both, including the comparison before a save.
 
         Raises:
-            ConfigError: no such policy, or a negative number.
+            ConfigError: The policy is unknown, or the number is negative.
         """
         check = self._consistency_check()
         check.choose(policy, check.every if every is None else every)
 
     def rank_paces(self) -> list[RankPace]:
-        """Return the seconds that each rank computes and waits in a step, as last compared. No collective.
+        """Return each rank's seconds of computing and waiting per step from the last comparison.
 
-        The list is empty before the first comparison.
+        The list is empty before the first comparison. Not a collective.
         """
         return list(self._consistency_check().paces)
 

@@ -1,4 +1,4 @@
-"""Straggler detection: the ranks that compute slower than others, by seconds that each rank has measured."""
+"""Straggler detection: find ranks that compute more slowly than others, from times that each rank measures."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ LEAST_SECONDS = 0.005
 
 @dataclass(frozen=True, slots=True)
 class RankPace:
-    """One rank's use of a step, in the median of several.
+    """One rank's use of time in a step, as the median of several steps.
 
     Attributes:
-        rank: which one.
-        computing: seconds of forwards and backwards in which it did not wait for another rank.
-        waiting: seconds in which it waited for another rank.
-        elsewhere: the other seconds: data, the loss, the optimizer, saves, logs, the script's own work.
+        rank: the rank.
+        computing: seconds spent in forward and backward without waiting for another rank.
+        waiting: seconds spent waiting for another rank.
+        elsewhere: all other seconds, such as data loading, the loss, the optimizer, saves, logs and the script's own
+            code.
     """
 
     rank: int
@@ -33,14 +34,14 @@ class RankPace:
 
 
 def usual_computing(paces: Sequence[RankPace]) -> float:
-    """Return the median, in seconds: of an even number of ranks the faster one in the middle, so of two the faster."""
+    """Return the median of the computing times, in seconds; of two middle ranks, the faster one counts."""
     return statistics.median_low(pace.computing for pace in paces)
 
 
 def slow_ranks(paces: Sequence[RankPace], before: Collection[int] = ()) -> list[RankPace]:
-    """Return the ranks whose speed is below `SLOW` of the median, the slowest first.
+    """Return the ranks with a speed below `SLOW` of the median, slowest first.
 
-    Ranks that were slow `before` are so up to `SLOW_NO_MORE`.
+    Ranks that were slow `before` remain slow until they reach `SLOW_NO_MORE`.
     """
     usual = usual_computing(paces)
     limits = {pace.rank: SLOW_NO_MORE if pace.rank in before else SLOW for pace in paces}
@@ -49,7 +50,7 @@ def slow_ranks(paces: Sequence[RankPace], before: Collection[int] = ()) -> list[
 
 
 class Pace:
-    """The time of this process's steps since the last report, without the first step."""
+    """The durations of this process's steps since the last report, excluding the first step."""
 
     def __init__(self) -> None:
         self._steps: list[tuple[float, float, float]] = []
@@ -58,7 +59,7 @@ class Pace:
         self._computing = 0.0
 
     def begin_step(self, *, is_wanted: bool) -> None:
-        """Begin a step after another, which counts if that is wanted."""
+        """Start a new step, which is measured if `is_wanted`."""
         now, waited = time.monotonic(), PROGRESS.waited
         if self._began is not None and is_wanted:
             begin, before = self._began
@@ -67,16 +68,16 @@ class Pace:
         self._began, self._computing = (now, waited), 0.0
 
     def resume(self) -> None:
-        """Begin a forward or backward."""
+        """Start timing a forward or backward."""
         self._resumed = time.monotonic() - PROGRESS.waited
 
     def pause(self) -> None:
-        """End it, if one has begun."""
+        """Stop timing the forward or backward, if one is being timed."""
         if self._resumed is not None:
             self._computing += time.monotonic() - PROGRESS.waited - self._resumed
             self._resumed = None
 
     def take(self) -> list[float]:
-        """Return seconds of computing, of waiting and of the rest of a step in the median, or zeros; begin anew."""
+        """Return the median seconds of computing, waiting and other work per step, or zeros, and reset them."""
         steps, self._steps = self._steps, []
         return [statistics.median(part) for part in zip(*steps, strict=True)] or [0.0, 0.0, 0.0]

@@ -1,7 +1,7 @@
-"""Compare the weights of replicas: find a bit that has flipped in one of them, and name it.
+"""Compare the weights of replicas to find and name a bit that has flipped in one of them.
 
-A rank adds up its weights as 64-bit integers: one pass over them, which notices every flip. Only if sums differ are
-parameters compared one by one. The values that most replicas have are right.
+Each rank sums its weights as 64-bit integers in one pass, which detects any single flipped bit. Only if the sums
+differ does it compare parameters one by one. The values that most replicas hold are taken as correct.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FACTOR = 1_000_003
 
 @torch.no_grad()
 def digest(model: Schedule) -> int:
-    """Return 64 bits, signed, of all weights of this rank; any changed bit changes the number."""
+    """Return a signed 64-bit digest of all weights of this rank; any flipped bit changes it."""
     stored = [tensor for unit in model.units for bucket in unit.buckets for tensor in bucket.stored]
     parts = [_sum(tensor).to(model.mesh.device) for tensor in stored]
     found = 0
@@ -34,7 +34,10 @@ def digest(model: Schedule) -> int:
 
 
 def find_difference(model: Schedule) -> None:
-    """Find out where digests differ, and raise on all ranks; padding between parameters may. A collective."""
+    """Find the parameter with different values on the ranks and raise an error on all of them.
+
+    Return normally if only the padding between parameters differs. A collective.
+    """
     mesh, names, odd, is_even = model.mesh, dict[str, None](), dict[int, str](), False
     found = mesh.all_gather_object((mesh.rank, mesh.shard_rank, this_process(), _hashes(model)))
     for column in range(mesh.shard_size):
@@ -80,6 +83,6 @@ def _hashes(model: Schedule) -> dict[str, bytes]:
 
 
 def _sum(tensor: torch.Tensor) -> torch.Tensor:
-    """Return 64 bits that change if any bit of the tensor changes."""
+    """Return a 64-bit sum that changes if any bit of the tensor changes."""
     words = torch.int64 if tensor.nbytes % 8 == tensor.storage_offset() * tensor.itemsize % 8 == 0 else torch.uint8
     return tensor.detach().reshape(-1).view(words).sum(dtype=torch.int64)

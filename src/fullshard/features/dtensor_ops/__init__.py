@@ -1,4 +1,4 @@
-"""torch's operators, and the methods of its DTensor, on sharded tensors."""
+"""Support for torch operators and DTensor methods on sharded tensors."""
 
 from fullshard.features.dtensor_ops import kernels
 from fullshard.features.dtensor_ops.methods import add_methods

@@ -1,4 +1,4 @@
-"""The arguments of a torch kernel: the tensors in them, those that it writes, and combinations that are refused."""
+"""The arguments of a torch kernel: the tensors in them, the tensors it writes, and refused combinations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fullshard.features.dtensor_ops import torch_private
 
 
 def map_arguments(value: Any, kind: type[torch.Tensor], function: Callable[[Any], Any]) -> Any:
-    """Return `value`, a kernel's arguments or result, with `function` applied to each tensor of that kind."""
+    """Return `value`, the arguments or result of a kernel, with `function` applied to each tensor of `kind`."""
     if isinstance(value, kind):
         return function(value)
     if isinstance(value, dict):
@@ -31,7 +31,7 @@ def call_with(
     kind: type[torch.Tensor],
     function: Callable[[Any], Any],
 ) -> Any:
-    """Call a kernel with `function` applied to each tensor of that kind in its arguments, and return the result."""
+    """Call a kernel with `function` applied to each tensor of `kind` in its arguments, and return the result."""
     return func(*map_arguments(args, kind, function), **map_arguments(kwargs, kind, function))
 
 
@@ -48,7 +48,7 @@ def first_sharded(value: Any) -> ShardedTensor | None:
 
 
 def target_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return the target of a kernel that writes; `features.dtensor_ops` has made sure that it writes nothing else."""
+    """Return the target of a kernel that writes; `features.dtensor_ops` ensures that there is only one."""
     return kwargs.get("out", args[0])
 
 
@@ -59,9 +59,10 @@ def written_tensors(func: torch_private.Kernel, args: Sequence[Any], kwargs: dic
 
 
 def may_differ(tensor: torch.Tensor) -> bool:
-    """Return whether ranks may differ in a tensor: a plain one of several elements, unless the script excludes that.
+    """Return whether a tensor may have different values on different ranks.
 
-    With gradients a script cannot exclude it: gradients that come back to a plain tensor would be spread over ranks.
+    A plain tensor with several elements may, unless the script excludes that with torch's `implicit_replication()`.
+    It cannot exclude it while gradients are enabled, because gradients for the plain tensor would be sharded.
     """
     if isinstance(tensor, DTensor) or tensor.numel() == 1:
         return False
@@ -69,7 +70,7 @@ def may_differ(tensor: torch.Tensor) -> bool:
 
 
 def refuse_plain(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Raise for a plain tensor of several elements beside one that is spread over ranks, or was computed of such."""
+    """Raise if a plain tensor with several elements is used with a sharded tensor or a result of one."""
     tensors = tensors_in((args, kwargs))
     plain = next(filter(may_differ, tensors), None)
     if plain is not None:
@@ -77,7 +78,7 @@ def refuse_plain(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[s
 
 
 def mixed(func: torch_private.Kernel, spread: SpreadTensor, plain: torch.Tensor) -> LifecycleError:
-    """Return the error for a mix of a spread and a plain tensor."""
+    """Return the error for a sharded tensor used together with a plain one."""
     whole = "unsharded(model, writeback=True)" if torch_private.written(func) else "unsharded(model)"
     return LifecycleError(
         f"`{func.overloadpacket.__name__}` of {spread.name} {tuple(spread.shape)}, a DTensor, and of a plain tensor "

@@ -1,14 +1,15 @@
-"""Torch kernels on sharded tensors: they return what they would return for the whole tensors.
+"""Torch kernels for sharded tensors, with the same results as for the unsharded tensors.
 
-element by element, a copy, a cast          interval by interval; the result is a `ShardedTensor` again
+element by element, a copy, a cast          computed on each interval; the result is a `ShardedTensor`
 rows, reshaped, split along the first dim   views: a `ShardedTensor` of a part of the same memory
-a sum, a mean, a norm                       each rank's part, put together at once: a collective; a `WholeTensor`,
-                                            which becomes plain with plain numbers: a penalty and a loss
-random numbers                              those that one process draws: every rank draws all and keeps its own
-anything else                               of the whole, gathered for it: a collective, as torch's DTensor does
+a sum, a mean, a norm                       computed on each rank's part and reduced immediately, in a collective. The
+                                            result is a `WholeTensor`. Combined with plain numbers it becomes a plain
+                                            tensor, for example when a penalty is added to a loss
+random numbers                              as in a single process: every rank draws all and keeps its own
+any other kernel                            computed on the gathered tensor, in a collective, as torch's DTensor does
 
-A kernel that changes a tensor in place changes it everywhere, or raises an error. No kernel computes with one rank's
-elements as if they were all.
+A kernel that changes a tensor in place changes it on every rank or raises an error. No kernel treats one rank's
+elements as if they were the complete tensor.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def _compute(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, 
 
 
 def _check_changes(func: torch_private.Kernel, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Raise for a kernel that writes to anything but its first argument or `out`, or that changes a shape."""
+    """Raise if a kernel changes a shape or writes to anything but its first argument or `out`."""
     if not torch_private.writes(func) or name.startswith(torch_private.MANY_KERNELS):
         return
     is_known = all(index == 0 or argument == "out" for index, argument in torch_private.written(func))
@@ -79,7 +80,7 @@ def _check_changes(func: torch_private.Kernel, name: str, args: Sequence[Any], k
 
 
 def _alike(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Compute interval by interval."""
+    """Run a kernel on this rank's intervals."""
     if kwargs.get("memory_format") in (torch.channels_last, torch.channels_last_3d):
         held = first_sharded((args, kwargs))
         raise LifecycleError(
@@ -97,27 +98,27 @@ def _alike(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, An
 
 
 def _count_changes(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Count changes of the wrapped tensors: torch has counted those of the wrappers only."""
+    """Increment the versions of changed local tensors, because torch counts changes of the wrappers only."""
     locals_ = [tensor.local for tensor in written_tensors(func, args, kwargs) if isinstance(tensor, ShardedTensor)]
     if locals_:
         torch.autograd.graph.increment_version(locals_)
 
 
 def _fits(tensor: torch.Tensor, spec: ShardSpec) -> bool:
-    """Return whether broadcasting makes it a tensor of the spec's shape."""
+    """Return whether the tensor can be broadcast to the spec's shape."""
     sizes = zip(reversed(tensor.shape), reversed(spec.shape), strict=False)
     return tensor.dim() <= len(spec.shape) and all(size in (1, wanted) for size, wanted in sizes)
 
 
 class _Locals:
-    """A rank's intervals of a kernel's arguments, and the way back from its results."""
+    """The local arguments of a kernel, and the wrappers for its local results."""
 
     def __init__(self, target: ShardedTensor, func: torch_private.Kernel) -> None:
         self.target, self._spec, self._func = target, target.spec, func
         self._wrapped: dict[int, ShardedTensor] = {}
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor that the kernel takes in place of an argument."""
+        """Return the local tensor to pass to the kernel in place of an argument."""
         if isinstance(tensor, ShardedTensor) and self._spec.is_like(tensor.spec):
             self._wrapped[id(tensor.local)] = tensor
             return tensor.local
@@ -135,13 +136,13 @@ class _Locals:
         return self._spec.cut(tensor)
 
     def wrap(self, result: torch.Tensor) -> torch.Tensor:
-        """Return the tensor that the caller gets in place of a result."""
+        """Return the tensor to hand to the caller in place of a local result."""
         known = self._wrapped.get(id(result))
         return ShardedTensor(result, self._spec) if known is None else known
 
 
 def _many(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run kernels that take lists of tensors, position by position: optimizers', mostly."""
+    """Run a kernel that takes lists of tensors (mostly from optimizers), position by position."""
     lists = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple)) and value]
     held = first_sharded(lists)
     assert held is not None  # noqa: S101 -- else this would not have been asked
@@ -185,7 +186,7 @@ def _many(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any
 def _check_laid_out(
     func: torch_private.Kernel, held: ShardedTensor, likes: Sequence[ShardedTensor | None], changed: Sequence[Any]
 ) -> None:
-    """Raise for a kernel that would write to a part cut out of a tensor's whole, or to its whole, and not to it."""
+    """Raise if a kernel would write to a copy of a tensor's data instead of its own memory."""
     for like, tensor in zip(likes, changed, strict=False):  # of some state there is none
         if not isinstance(tensor, DTensor):
             continue
@@ -200,7 +201,7 @@ def _check_laid_out(
 
 
 def _own(one: _Locals | None, tensor: Any) -> Any:
-    """Return the kernel's substitute for an item of a list; `one`: of an interval, if that is computed there."""
+    """Return the kernel's local argument for a list item; `one` is set if the item is computed by interval."""
     if one is not None and isinstance(tensor, torch.Tensor):
         return one.of(tensor)
     if isinstance(tensor, WholeTensor):
@@ -209,7 +210,7 @@ def _own(one: _Locals | None, tensor: Any) -> Any:
 
 
 def _view(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return views that share memory if they are intervals of the flattened whole; guarded copies of any others."""
+    """Return views that share memory if they are intervals of the flattened tensor, or guarded copies if not."""
     tensor = args[0]
     if isinstance(tensor, ShardedTensor) and first_sharded((args[1:], kwargs)) is None:
         views = func(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), *args[1:], **kwargs)
@@ -235,7 +236,7 @@ def _part_of(tensor: ShardedTensor, view: torch.Tensor) -> ShardedTensor:
 
 
 def _random(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Draw random numbers as one process does: every rank draws all, from a generator in the same state."""
+    """Draw the same random numbers as a single process: every rank draws all, with generators in the same state."""
     tensor = args[0]
     is_fresh = torch_private.writes(func) or func.overloadpacket.__name__.endswith("_like")
     if not isinstance(tensor, ShardedTensor):
@@ -265,7 +266,7 @@ def _plain_whole(tensor: DTensor) -> torch.Tensor:
 
 
 def _gathered(func: torch_private.Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Call a kernel with whole tensors, gathered on every rank; cut what it writes to this rank's interval again."""
+    """Call a kernel with tensors gathered on every rank, then shard the tensor that it writes to again."""
     refuse_plain(func, args, kwargs)
     wholes: dict[int, torch.Tensor] = {}
 
@@ -302,7 +303,7 @@ def _all_dims(tensor: ShardedTensor, dim: Any, keepdim: bool) -> bool:
 
 
 def _reduced(local: torch.Tensor, spec: ShardSpec, placement: Placement) -> torch.Tensor:
-    """Reduce the ranks' parts to the whole, at once: `item()` of a tensor that torch left partial is one part."""
+    """Reduce the ranks' parts immediately, because `item()` of a partial tensor returns only one part."""
     parts = dtensor_of(local, spec, placement)
     if spec.is_chunked:  # torch warns of both axes in one go
         parts = parts.redistribute(placements=spec.placements(None, placement))
@@ -337,7 +338,7 @@ def _norm(
 
 
 def _new(func: torch_private.Kernel, tensor: ShardedTensor, size: Sequence[int], *args: Any, **options: Any) -> Any:
-    """Make a new tensor: one of the same shape is sharded like the tensor, any other is whole on every rank."""
+    """Make a new tensor, sharded like `tensor` if the shapes are equal, else replicated."""
     if tuple(size) == tuple(tensor.shape) and not func.overloadpacket.__name__.endswith("strided"):
         return ShardedTensor(func(tensor.local, tensor.local.shape, *args, **options), tensor.spec)
     return dtensor_of(func(tensor.local, size, *args, **options), tensor.spec)
